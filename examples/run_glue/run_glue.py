@@ -1,0 +1,189 @@
+"""Fine-tune a text classifier under a memory plan: on a GLUE task, on data of your own, or on sentence pairs that pip
+installs. Trains and evaluates; --do_train or --do_eval alone does only that."""
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from datasets import ClassLabel, Dataset, DatasetDict, Value, load_dataset
+from scipy.stats import pearsonr, spearmanr
+from sklearn.metrics import f1_score, matthews_corrcoef
+from transformers import (
+    AutoModelForSequenceClassification,
+    DataCollatorWithPadding,
+    EvalPrediction,
+    PreTrainedTokenizerBase,
+    set_seed,
+)
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common.arguments import DataArguments, ModelArguments, loading, parse, run
+from common.data import load_rows, take
+from common.models import load_model
+from common.training import report, train_and_evaluate
+from common.verses import verse_pairs
+from optimum_memopt import MemOptError, MemOptTrainer, MemOptTrainingArguments
+
+GlueTask = Literal["cola", "mnli", "mrpc", "qnli", "qqp", "rte", "sst2", "stsb", "wnli"]
+GLUE_HUB_ID = "nyu-mll/glue"
+
+
+@dataclass
+class GlueArguments(DataArguments):
+    """Which sentences to classify. Without a task, data set or file: pairs of Bible verses from two translations,
+    label 1 when both are the same verse and 0 when they are neighbours."""
+
+    task_name: GlueTask | None = field(default=None, metadata={"help": "A task of GLUE, from the Hugging Face hub."})
+    pad_to_max_length: bool = field(
+        default=False,
+        metadata={"help": "Pad every row to --max_seq_length instead of to the longest row of its batch."},
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.task_name and (self.dataset_name or self.train_file):
+            raise MemOptError("--task_name excludes --dataset_name and --train_file")
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the rows ask for: the columns to read, and the classes to tell apart (none: a number to predict)."""
+
+    columns: list[str]
+    classes: list | None
+    encoded: bool = False
+
+    def model_config(self) -> dict:
+        """The part of a model's configuration that depends on the task."""
+        if self.classes is None:
+            return {"num_labels": 1, "problem_type": "regression"}
+        names = [str(name) for name in self.classes]
+        return {
+            "num_labels": len(names),
+            "problem_type": "single_label_classification",
+            "id2label": dict(enumerate(names)),
+            "label2id": {name: i for i, name in enumerate(names)},
+        }
+
+    def label_ids(self, values: list) -> list:
+        """Labels as the model wants them."""
+        if self.classes is None:
+            return [float(value) for value in values]
+        if self.encoded:
+            return values
+        try:
+            return [self.classes.index(value) for value in values]
+        except ValueError as error:
+            raise MemOptError(f"a label of the evaluation rows is not among those of training: {error}") from error
+
+
+def load_splits(args: GlueArguments) -> DatasetDict:
+    """The rows of the GLUE task if one is named, else of the data that the arguments name, else the verse pairs."""
+    if args.task_name is None:
+        return load_rows(args, verse_pairs)
+    with loading("--task_name", args.task_name):
+        return load_dataset(GLUE_HUB_ID, args.task_name)
+
+
+def describe(rows: Dataset) -> Task:
+    """Read the task off the rows: the first one or two text columns, and a column named `label`."""
+    if "label" not in rows.features:
+        raise MemOptError(f"the data needs a column named label; it has {', '.join(rows.column_names)}")
+    texts = [
+        name
+        for name, feature in rows.features.items()
+        if name != "label" and isinstance(feature, Value) and feature.dtype.endswith("string")
+    ]
+    if not texts:
+        raise MemOptError(f"the data needs a text column; it has {', '.join(rows.column_names)}")
+    label = rows.features["label"]
+    if isinstance(label, ClassLabel):
+        return Task(texts[:2], label.names, encoded=True)
+    if label.dtype.startswith("float"):
+        return Task(texts[:2], None)
+    return Task(texts[:2], sorted(rows.unique("label")))
+
+
+def encode(rows: Dataset, task: Task, tokenizer: PreTrainedTokenizerBase, args: GlueArguments) -> Dataset:
+    """Rows as the model reads them."""
+
+    def features(batch: dict[str, list]) -> dict[str, list]:
+        encoded = tokenizer(
+            *(batch[column] for column in task.columns),
+            max_length=min(args.max_seq_length, tokenizer.model_max_length),
+            truncation=True,
+            padding="max_length" if args.pad_to_max_length else False,
+        )
+        return {**encoded, "labels": task.label_ids(batch["label"])}
+
+    return rows.map(features, batched=True, remove_columns=rows.column_names, desc="Tokenizing")
+
+
+def metrics_for(args: GlueArguments, task: Task) -> Callable[[EvalPrediction], dict[str, float]]:
+    """GLUE's metrics: correlations for a number, Matthews for CoLA, else accuracy and F1."""
+
+    def compute(prediction: EvalPrediction) -> dict[str, float]:
+        scores = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
+        truth = prediction.label_ids
+        if task.classes is None:
+            scores = scores.squeeze(-1)
+            return {"pearson": pearsonr(scores, truth)[0], "spearman": spearmanr(scores, truth)[0]}
+        chosen = scores.argmax(-1)
+        result = {"accuracy": float(np.mean(chosen == truth))}
+        if args.task_name == "cola":
+            return {**result, "matthews": matthews_corrcoef(truth, chosen)}
+        return {**result, "f1": f1_score(truth, chosen, average="binary" if len(task.classes) == 2 else "macro")}
+
+    return compute
+
+
+def accuracy_lines(metrics: dict[str, float], validation: dict[str, Dataset]) -> list[str]:
+    """Each accuracy beside what always answering the commonest class would reach."""
+    lines = []
+    for name, rows in validation.items():
+        key = f"eval_{name}_accuracy" if len(validation) > 1 else "eval_accuracy"
+        if key in metrics:
+            majority = max(Counter(rows["labels"]).values()) / len(rows)
+            lines.append(
+                f"accuracy   {metrics[key]:.3f} on {len(rows)} rows of {name} (majority class {majority:.3f})"
+            )
+    return lines
+
+
+def main() -> None:
+    """Parse, load, train, evaluate, report."""
+    model_args, data_args, training_args = parse(
+        ModelArguments, GlueArguments, MemOptTrainingArguments, description=__doc__
+    )
+    set_seed(training_args.seed)
+    splits = load_splits(data_args)
+    task = describe(splits["train"])
+    model, tokenizer = load_model(model_args, AutoModelForSequenceClassification, **task.model_config())
+    with training_args.main_process_first(desc="tokenizing"):
+        train = encode(take(splits["train"], data_args.max_train_samples), task, tokenizer, data_args)
+        # MNLI has two of them: the genres of training, and others.
+        validation = {
+            name: encode(take(rows, data_args.max_eval_samples), task, tokenizer, data_args)
+            for name, rows in splits.items()
+            if name.startswith("validation")
+        }
+    trainer = MemOptTrainer(
+        model=model,
+        args=training_args,
+        train_dataset=train,
+        eval_dataset=validation if len(validation) > 1 else validation["validation"],
+        processing_class=tokenizer,
+        data_collator=DataCollatorWithPadding(tokenizer),
+        compute_metrics=metrics_for(data_args, task),
+    )
+    metrics = train_and_evaluate(trainer)
+    report(trainer, accuracy_lines(metrics, validation))
+
+
+if __name__ == "__main__":
+    run(main)
