@@ -1,0 +1,126 @@
+"""What an engine is, and which one a model has. A new engine is a new package beside this file and a line in `ENGINES`."""
+
+import importlib
+import importlib.metadata
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from optimum_memopt.errors import MemOptError
+from optimum_memopt.plans.grammar import PlanConfig
+from optimum_memopt.plans.table import PlanTable
+
+if TYPE_CHECKING:
+    from optimum_memopt.options import MemOptOptions
+
+# Name of the flag's value to the module that offers `create(options) -> Engine` and `missing() -> str` (empty: usable
+# here), in the order in which `auto` looks for one.
+ENGINES = {"ort": "optimum_memopt.engines.ort"}
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What the user asked for: a config, or a level from 1 on.
+
+    `strict`: ids that do not exist are errors instead of remarks.
+    """
+
+    config: PlanConfig | None = None
+    level: int = 0
+    strict: bool = True
+
+
+class Engine(Protocol):
+    """Trains a model, in place, under a memory plan."""
+
+    name: str
+
+    def attach(self, model: torch.nn.Module) -> None:
+        """Take over the model's training forward. Raises MemOptError for what the engine cannot train."""
+
+    def detach(self) -> None:
+        """Give the model back as it was; without effect when nothing is attached."""
+
+    def plans(self) -> PlanTable | None:
+        """The table of the current training graph, None before the first training forward."""
+
+    def insight(self) -> str:
+        """The engine's own per-node text for `--memory_opt_log_level devinfo`, empty when there is none."""
+
+    def apply(self, selection: Selection) -> None:
+        """Choose other plans; takes effect with the next training forward."""
+
+
+_engines: "weakref.WeakKeyDictionary[torch.nn.Module, Engine]" = weakref.WeakKeyDictionary()
+
+
+def engine_of(model: torch.nn.Module) -> Engine | None:
+    """The engine that is attached to this model, if any."""
+    return _engines.get(model)
+
+
+def register(model: torch.nn.Module, engine: Engine) -> None:
+    """Note that `engine` holds `model`.
+
+    Raises:
+        MemOptError: another engine does already.
+    """
+    holder = _engines.get(model)
+    if holder is not None and holder is not engine:
+        raise MemOptError(f"{type(model).__name__} already has the {holder.name} engine attached; detach() that first")
+    _engines[model] = engine
+
+
+def unregister(model: torch.nn.Module) -> None:
+    _engines.pop(model, None)
+
+
+def resolve(name: str) -> tuple[str, str]:
+    """The engine for a flag value, and why.
+
+    Args:
+        name: `auto` or a key of `ENGINES`.
+
+    Raises:
+        MemOptError: no such engine, or none that works on this machine.
+    """
+    if name == "auto":
+        return _first_usable()
+    if name not in ENGINES:
+        raise MemOptError(f"memory_opt_engine {name!r}: allowed are auto, {', '.join(ENGINES)}")
+    if missing := importlib.import_module(ENGINES[name]).missing():
+        raise MemOptError(f"memory_opt_engine {name}: {missing}")
+    return name, "asked for"
+
+
+def _first_usable() -> tuple[str, str]:
+    reasons = []
+    for name, module in ENGINES.items():
+        missing = importlib.import_module(module).missing()
+        if not missing:
+            return name, "; ".join(["auto: the first engine that works here", *reasons])
+        reasons.append(f"{name}: {missing}")
+    raise MemOptError(f"memory_opt_engine auto: no engine works here: {'; '.join(reasons)}")
+
+
+def create(options: "MemOptOptions") -> Engine:
+    """The engine that `options` name, not yet attached.
+
+    Raises:
+        MemOptError: it cannot work on this machine.
+    """
+    name, _ = resolve(options.memory_opt_engine)
+    return importlib.import_module(ENGINES[name]).create(options)
+
+
+def installed_version(distributions: Sequence[str]) -> tuple[str, str] | None:
+    """Name and version of the first of these distributions that is installed; nothing is imported."""
+    for distribution in distributions:
+        try:
+            return distribution, importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None

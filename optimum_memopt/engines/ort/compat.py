@@ -1,0 +1,232 @@
+"""Imports ONNX Runtime's ORTModule on a torch that it was not made for, and touches nobody else's torch for it.
+
+onnxruntime-training 1.19.2 is the last release and was made for torch 2.4. Each mend below is applied where its break is
+found (never by version), says what breaks without it, and is limited to ORT's own modules or undone when ORT is done.
+The names of torch and of ORT's import that are private live here; those of ORT's running session in `manager.py`.
+"""
+
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+import threading
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from . import extensions
+
+ORTMODULE = "onnxruntime.training.ortmodule"
+EXTENSIONS_PACKAGE = f"{ORTMODULE}.torch_cpp_extensions"
+_TORCHSCRIPT = "torch.onnx._internal.torchscript_exporter"
+
+# torch 2.9 moved the TorchScript exporter's modules (pytorch PR 161323) and ORT imports them from their old places:
+# without these, `import onnxruntime.training.ortmodule` fails with ModuleNotFoundError.
+MOVED_MODULES = {
+    "torch.onnx._internal.jit_utils": f"{_TORCHSCRIPT}.jit_utils",
+    "torch.onnx._type_utils": f"{_TORCHSCRIPT}._type_utils",
+    "torch.onnx._globals": f"{_TORCHSCRIPT}._globals",
+}
+# The same move dropped private names from the public module, which ORT's symbolic for convolutions reads (ViT).
+MOVED_NAMES = {"torch.onnx.symbolic_opset9": ("_convolution", "_convolution_mode")}
+
+# What importing ortmodule replaces for the whole process (ortmodule/__init__.py, lines 120 and 215).
+_REPLACED_BY_IMPORT = (
+    ("torch", "manual_seed"),
+    ("torch.cuda", "manual_seed"),
+    ("torch.utils.checkpoint", "checkpoint"),
+    ("deepspeed.checkpointing", "checkpoint"),
+)
+
+
+@dataclass(frozen=True)
+class Imported:
+    """ORT's package as mended; `has_extensions` tells whether its C++ extensions for torch are loaded."""
+
+    ortmodule: types.ModuleType
+    has_extensions: bool
+
+
+_imported: Imported | None = None
+_lock = threading.Lock()
+
+
+def load() -> Imported:
+    """Import `onnxruntime.training.ortmodule` with every mend it needs on this machine; later calls return the first's.
+
+    Raises:
+        ImportError: onnxruntime-training is not installed.
+    """
+    global _imported
+    with _lock:
+        if _imported is None:
+            _imported = _load()
+        return _imported
+
+
+def _load() -> Imported:
+    importlib.import_module("onnxruntime.training")
+    _silence_missing_nvtx()
+    has_extensions = _provide_extensions()
+    switches = {} if has_extensions else {"ORTMODULE_ENABLE_CUSTOM_AUTOGRAD": "0"}
+    with torch_names(), environment(switches), _replacements_undone(), _deepspeed_not_imported():
+        ortmodule = importlib.import_module(ORTMODULE)
+        importlib.import_module(f"{ORTMODULE}.ortmodule")
+    # Set by the import because no compiled file lies in ORT's own folder; every ORTModule() would raise it again.
+    ortmodule._FALLBACK_INIT_EXCEPTION = None
+    if not has_extensions:
+        _run_without_extensions()
+    return Imported(ortmodule, has_extensions)
+
+
+@contextlib.contextmanager
+def environment(variables: dict[str, str]) -> Iterator[None]:
+    """Environment variables for the time of a call into ORT, which reads its options nowhere else."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def torch_names() -> Iterator[None]:
+    """torch's moved names at their old places, for the time that ORT imports or exports; only the missing ones."""
+    added: list[tuple[types.ModuleType, str]] = []
+    aliased: list[str] = []
+    for old, new in MOVED_MODULES.items():
+        if old in sys.modules or importlib.util.find_spec(new.rpartition(".")[0]) is None:
+            continue
+        sys.modules[old] = importlib.import_module(new)
+        aliased.append(old)
+        parent, _, leaf = old.rpartition(".")
+        added.extend(_add(importlib.import_module(parent), leaf, sys.modules[old]))
+    for module, names in MOVED_NAMES.items():
+        source = f"{_TORCHSCRIPT}.{module.rpartition('.')[2]}"
+        if importlib.util.find_spec(_TORCHSCRIPT) is not None:
+            for name in names:
+                added.extend(
+                    _add(importlib.import_module(module), name, getattr(importlib.import_module(source), name))
+                )
+    try:
+        yield
+    finally:
+        for owner, name in added:
+            delattr(owner, name)
+        for old in aliased:
+            del sys.modules[old]
+
+
+def _add(owner: types.ModuleType, name: str, value: object) -> list[tuple[types.ModuleType, str]]:
+    if hasattr(owner, name):
+        return []
+    setattr(owner, name, value)
+    return [(owner, name)]
+
+
+def export_arguments() -> dict[str, bool]:
+    """Arguments that ORT has to add to `torch.onnx.export`: since torch 2.9 dynamo=True is the default, and its graphs
+    lack the names and dynamic axes that ORTModule relies on (pytorch PR 162726)."""
+    return {"dynamo": False} if "dynamo" in inspect.signature(torch.onnx.export).parameters else {}
+
+
+def _silence_missing_nvtx() -> None:
+    """torch's NVTX stub raises ("NVTX functions not installed") on builds without CUDA; ORT calls it unasked."""
+    try:
+        torch.cuda.nvtx.range_push("optimum_memopt")
+        torch.cuda.nvtx.range_pop()
+    except RuntimeError:
+        profile = importlib.import_module("onnxruntime.training.utils.torch_profile_utils")
+        profile.torch_nvtx_range_push = lambda message: None
+        profile.torch_nvtx_range_pop = lambda: None
+
+
+def _provide_extensions() -> bool:
+    """Load the built extensions; where there are none, put a stand-in in the place that ORT imports from."""
+    built = extensions.find()
+    if built is not None:
+        extensions.load(built)
+        return True
+    stand_in = types.ModuleType(f"{EXTENSIONS_PACKAGE}.torch_interop_utils")
+    stand_in.clear_all_grad_fns = lambda: None
+    stand_in.get_custom_function_forward_runner = stand_in.get_custom_function_backward_runner = lambda: 0
+    sys.modules[stand_in.__name__] = stand_in
+    return False
+
+
+def _run_without_extensions() -> None:
+    """ORT refuses to start without its extensions, although ordinary models ask nothing of them."""
+    manager = importlib.import_module(f"{ORTMODULE}._graph_execution_manager")
+    manager.load_aten_op_executor_cpp_extension = lambda: None
+    # This symbolic makes embeddings an ATen call, which the extension would run; without it they export as Gather.
+    registry = importlib.import_module(f"{ORTMODULE}._custom_op_symbolic_registry").CustomOpSymbolicRegistry
+    registry._SYMBOLICS.pop("::embedding", None)
+
+
+@contextlib.contextmanager
+def _replacements_undone() -> Iterator[None]:
+    """Give back what the import replaces: seeds are passed on by the engine, checkpointing is refused with it."""
+    before = [
+        (sys.modules[module], name, getattr(sys.modules[module], name))
+        for module, name in _REPLACED_BY_IMPORT
+        if module in sys.modules and hasattr(sys.modules[module], name)
+    ]
+    try:
+        yield
+    finally:
+        for module, name, value in before:
+            setattr(module, name, value)
+
+
+@contextlib.contextmanager
+def _deepspeed_not_imported() -> Iterator[None]:
+    """ORT imports deepspeed only to replace its checkpoint function, and is prepared for its absence; the import takes
+    seconds and starts DeepSpeed's accelerator detection in runs that do not use it."""
+    if "deepspeed" in sys.modules:
+        yield
+        return
+    sys.modules["deepspeed"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules["deepspeed"]
+
+
+@contextlib.contextmanager
+def recorded_autograd_functions() -> Iterator[list[str]]:
+    """The `torch.autograd.Function`s applied meanwhile: an export without the extensions inlines them, and a backward
+    that is not the derivative of its forward would be lost without a word."""
+    seen: list[str] = []
+    original = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: type, *args: object, **kwargs: object) -> object:
+        if cls.__qualname__ not in seen:
+            seen.append(cls.__qualname__)
+        return original.__get__(None, cls)(*args, **kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)
+    try:
+        yield seen
+    finally:
+        torch.autograd.Function.apply = original
+
+
+def unregister_symbolics(opset: int) -> None:
+    """Take back the ONNX symbolics that every ORTModule() registers for the whole process, so that a user's own
+    `torch.onnx.export` is not left with ATen and com.microsoft operators in it."""
+    from onnxruntime.tools import pytorch_export_contrib_ops
+
+    registry = importlib.import_module(f"{ORTMODULE}._custom_op_symbolic_registry").CustomOpSymbolicRegistry
+    with torch_names():
+        pytorch_export_contrib_ops.unregister()
+        for name in registry._SYMBOLICS:
+            torch.onnx.unregister_custom_op_symbolic(name, opset)

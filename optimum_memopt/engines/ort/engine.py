@@ -1,0 +1,273 @@
+"""Trains a model through ONNX Runtime in place: the model keeps its class, modules, parameters and state-dict keys."""
+
+import copy
+import functools
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from optimum_memopt.engines import base
+from optimum_memopt.engines.base import Selection
+from optimum_memopt.errors import MemOptError, UnsupportedModelError
+from optimum_memopt.logs import get_logger
+from optimum_memopt.plans.table import Plan, PlanTable, canonical_symbols
+
+from . import allocator, suitability
+from .extensions import BUILD_COMMAND
+from .graph_rules import residual_normalizations
+from .insight import applied_counts, parse_insight, to_plans
+from .manager import POST_BACKWARD, PRE_FORWARD, Hooks, Manager, OrtSettings, one_line
+from .selection import Choice, check_applied, check_supported, choose_config, choose_level
+
+__all__ = ["OrtEngine", "OrtSettings"]
+
+_ROOT_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
+
+class OrtEngine:
+    """The `ort` engine.
+
+    Training forwards (training mode, gradients on) go to ONNX Runtime, all others to the model's own forward.
+
+    Raises:
+        ConfigError: the selection asks for what ONNX Runtime cannot do (a count other than -1 and 0, offload).
+    """
+
+    name = "ort"
+
+    def __init__(self, selection: Selection | None = None, settings: OrtSettings | None = None) -> None:
+        self._settings = settings or OrtSettings()
+        self._model: torch.nn.Module | None = None
+        self.apply(selection or Selection())
+
+    def apply(self, selection: Selection) -> None:
+        """Choose other plans; the next training forward builds a new session with them.
+
+        Raises:
+            ConfigError: see the class.
+        """
+        if selection.config is not None:
+            check_supported(selection.config)
+        self._selection = selection
+        self._forget_session()
+
+    def attach(self, model: torch.nn.Module) -> None:
+        """Take over `model`'s training forward; its graph is exported at the first one.
+
+        Raises:
+            UnsupportedModelError: gradient checkpointing, half precision on the CPU, several devices, DataParallel.
+            MemOptError: the model has an engine already, or this engine another model.
+        """
+        if self._model is model:
+            return
+        if self._model is not None:
+            raise MemOptError("this engine holds another model; detach() it first")
+        suitability.check(model)
+        base.register(model, self)
+        self._model = model
+        self._attention = suitability.choose_attention(model)
+        for remark in suitability.remarks(model):
+            get_logger().warning(remark)
+        self._previous_forward = model.__dict__.get("forward")
+        self._plain_forward: Callable[..., Any] = model.forward
+        self._dispatcher = self._make_dispatcher(type(model))
+        model.forward = types.MethodType(self._dispatcher, model)
+        if not self._settings.arena:
+            allocator.give_back_freed_memory()
+        self._forget_session()
+
+    def detach(self) -> None:
+        """Give the model back: own forward, own attention implementation, ready for pickle and deepcopy."""
+        model, self._model = self._model, None
+        if model is None:
+            return
+        base.unregister(model)
+        self._forget_session()
+        # Whoever wrapped the forward after us (accelerate's autocast) keeps a dispatcher that only passes on.
+        if getattr(model.__dict__.get("forward"), "__func__", None) is self._dispatcher:
+            if self._previous_forward is None:
+                del model.forward
+            else:
+                model.forward = self._previous_forward
+        if self._attention is not None:
+            model.set_attn_implementation(self._attention)
+        if not self._settings.arena:
+            allocator.restore()
+
+    def plans(self) -> PlanTable | None:
+        """The table of the current training graph, None before the first training forward."""
+        return self._table
+
+    def insight(self) -> str:
+        """ONNX Runtime's own per-node text of the current training graph."""
+        return self._insight
+
+    @property
+    def graph(self) -> Any:
+        """The current training graph (`onnx.GraphProto`), None before the first training forward."""
+        return self._manager.graph if self._manager is not None else None
+
+    def _forget_session(self) -> None:
+        manager = getattr(self, "_manager", None)
+        if manager is not None:
+            manager.close()
+        self._manager: Manager | None = None
+        self._table: PlanTable | None = None
+        self._insight = ""
+        self._choice = Choice()
+        self._plans: tuple[Plan, ...] = ()
+        self._trained: tuple[tuple[int, bool], ...] = ()
+        self._backward_is_due = False
+        self._said_fallback = False
+
+    def _make_dispatcher(self, model_class: type[torch.nn.Module]) -> Callable[..., Any]:
+        engine = self
+        previous = self._previous_forward
+
+        def own_forward(model: torch.nn.Module) -> Callable[..., Any]:
+            function = previous.__func__ if isinstance(previous, types.MethodType) else model_class.forward
+            return types.MethodType(function, model)
+
+        @functools.wraps(model_class.forward)
+        def forward(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if model is not engine._model:
+                # A deep copy, or a model that was detached below somebody else's wrapper.
+                return own_forward(model)(*args, **kwargs)
+            if model.training and torch.is_grad_enabled():
+                return engine._train_forward(args, kwargs)
+            return engine._plain_forward(*args, **kwargs)
+
+        return forward
+
+    def _train_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        manager = self._current_manager()
+        if self._choice.redraws_random_numbers and self._backward_is_due:
+            raise MemOptError(
+                "a training forward follows one whose backward has not run: ONNX Runtime draws recomputed dropout masks "
+                "in the order of the forwards, so this plan needs forward and backward in pairs; run each backward "
+                "first, use torch.no_grad() for forwards without one, or leave the Dropout plans out of the config"
+            )
+        try:
+            outputs = manager.forward(*args, **suitability.training_arguments(self._model, args, kwargs))
+        except MemOptError:
+            raise
+        except Exception as error:
+            if self._table is not None:
+                raise
+            raise UnsupportedModelError(
+                f"ONNX Runtime cannot train {type(self._model).__name__}: {one_line(error)}; "
+                "--ort_fallback trains it with plain PyTorch instead"
+            ) from error
+        self._check_after_forward(manager)
+        return outputs
+
+    def _current_manager(self) -> Manager:
+        # ORT holds on to the parameters it saw at export; others would be trained with gradients of the old ones.
+        trained = tuple((id(parameter), parameter.requires_grad) for parameter in self._model.parameters())
+        if self._manager is not None and trained != self._trained:
+            get_logger().info("the model's parameters were replaced, frozen or unfrozen: building its graph anew")
+            self._forget_session()
+        if self._manager is None:
+            self._trained = trained
+            self._manager = Manager(
+                self._inner(),
+                self._settings,
+                layerwise=self._selection.level > 0,
+                recompute=self._selection.level > 0 or self._selection.config is not None,
+                hooks=Hooks(choose=self._choose, report=self._report, phase=self._phase),
+            )
+        return self._manager
+
+    def _inner(self) -> torch.nn.Module:
+        """What ORT exports: shares submodules and parameters with the model, but not the hooks, which the model's own
+        `__call__` runs already."""
+        inner = copy.copy(self._model)
+        inner.__dict__.pop("forward", None)
+        if isinstance(self._previous_forward, types.MethodType):
+            inner.forward = types.MethodType(self._previous_forward.__func__, inner)
+        for name in _ROOT_HOOKS:
+            inner.__dict__[name] = OrderedDict()
+        return inner
+
+    def _phase(self, phase: int) -> None:
+        if phase == PRE_FORWARD:
+            self._backward_is_due = True
+        elif phase == POST_BACKWARD:
+            self._backward_is_due = False
+
+    def _choose(self, text: str, combinations: Mapping[str, int]) -> tuple[str, ...]:
+        manager = self._manager
+        if manager.inlined_functions:
+            raise UnsupportedModelError(
+                f"{type(self._model).__name__} uses torch.autograd.Function ({', '.join(manager.inlined_functions)}), whose "
+                f"backward ONNX Runtime can only run with the torch extensions; build them with: {BUILD_COMMAND}"
+            )
+        if manager.aten_operators and not manager.has_extensions:
+            raise UnsupportedModelError(
+                f"{type(self._model).__name__} needs torch's own {', '.join(manager.aten_operators)}, which ONNX Runtime "
+                f"can only run with the torch extensions; build them with: {BUILD_COMMAND}"
+            )
+        dimensions = manager.dimensions
+        config = getattr(self._model, "config", None)
+        names = canonical_symbols(dimensions, bool(getattr(config, "is_encoder_decoder", False)))
+        values = {names[name]: value for name, value in dimensions.items() if name in names}
+        self._plans = to_plans(parse_insight(text), combinations, names, values)
+        self._values = values
+        existing = dict.fromkeys(part for plan in self._plans for part in plan.config.split(","))
+        selection = self._selection
+        if selection.config is not None:
+            self._choice = choose_config(selection.config, existing, selection.strict)
+        elif selection.level:
+            self._choice = choose_level(selection.level, existing, residual_normalizations(manager.graph))
+        for remark in self._choice.remarks:
+            get_logger().warning(remark)
+        return self._choice.configs
+
+    def _report(self, text: str) -> None:
+        counts = applied_counts(parse_insight(text))
+        for remark in check_applied(self._choice, counts, self._selection.strict and not self._selection.level):
+            get_logger().warning(remark)
+        rebuilt = self._table is not None
+        self._insight = text
+        self._table = PlanTable(
+            engine=self.name,
+            plans=tuple(_with_counts(plan, self._choice, counts) for plan in self._plans),
+            symbols=self._values,
+            header=self._header(),
+        )
+        if rebuilt:
+            get_logger().info("other inputs than before: ONNX Runtime built a new training graph")
+
+    def _header(self) -> tuple[str, ...]:
+        provider = "CUDAExecutionProvider" if self._manager.device.type == "cuda" else "CPUExecutionProvider"
+        asked = f"config {self._selection.config}" if self._selection.config else f"level {self._selection.level}"
+        return (f"{type(self._model).__name__} on {provider}, {asked}",)
+
+    def _check_after_forward(self, manager: Manager) -> None:
+        reason = manager.fallback_reason
+        if reason and not self._said_fallback:
+            self._said_fallback = True
+            line = f"NOT on ONNX Runtime: it gave this model back to PyTorch ({reason}); no plan is applied"
+            get_logger().warning(line)
+            self._table = PlanTable(engine=self.name, plans=(), header=(line,))
+
+
+def _with_counts(plan: Plan, choice: Choice, counts: Mapping[str, tuple[int, int]]) -> Plan:
+    """The plan with what was asked for and applied; a joint row is on when all of its parts are."""
+    parts = plan.config.split(",")
+    requested = -1 if all(part in choice.configs for part in parts) else 0
+    applied = min(counts.get(part, (0, 0))[1] for part in parts) if requested else 0
+    notes = dict.fromkeys(choice.notes[part] for part in parts if part in choice.notes)
+    return replace(plan, requested_count=requested, applied_count=min(applied, plan.frequency), note="; ".join(notes))

@@ -1,0 +1,247 @@
+"""One ORTModule, seen from outside: every private name of ORT's running session is touched here and nowhere else.
+
+All of onnxruntime-training 1.19.2 (the last release), onnxruntime/training/ortmodule/: `_graph_execution_manager.py`,
+`_training_manager.py`, `_graph_transition_manager.py`, `_runtime_inspector.py`. Whatever is replaced is replaced on the
+instances of one ORTModule, so another ORTModule in the same process is left alone.
+"""
+
+import contextlib
+import hashlib
+import importlib
+import json
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import compat
+
+# Beginning of every forward, end of its backward: the two ends of a pair (`Phase` in _runtime_inspector.py).
+PRE_FORWARD = 0
+POST_BACKWARD = 3
+
+
+@dataclass(frozen=True)
+class OrtSettings:
+    """Options of the ort engine; see the help texts of the `--ort_…` flags."""
+
+    fallback: bool = True
+    arena: bool = False
+    cache_dir: str | None = None
+    save_onnx: str | None = None
+    opset: int | None = None
+    log_level: str = "info"
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What the engine does at the moments that ORT has no public hook for.
+
+    Attributes:
+        choose: training graph built, session not yet: gets the insight text and ORT's rows with their frequency,
+            returns the `cluster_id:strategy:-1` to apply.
+        report: configs chosen: gets the insight text with the counts that ORT applies.
+        phase: gets PRE_FORWARD, POST_BACKWARD or a number between.
+    """
+
+    choose: Callable[[str, Mapping[str, int]], tuple[str, ...]]
+    report: Callable[[str], None]
+    phase: Callable[[int], None]
+
+
+class Manager:
+    """Builds an ORTModule around `module` and runs training forwards through it.
+
+    Args:
+        module: fp32 on the CPU, or any dtype that the CUDA provider knows.
+        layerwise: look for plans inside each transformer layer only (ORT's probe "1:1").
+        recompute: plans will be applied, so ORT needs the execution order in which they save.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, settings: OrtSettings, layerwise: bool, recompute: bool, hooks: Hooks
+    ) -> None:
+        self._imported = compat.load()
+        self._settings = settings
+        self._hooks = hooks
+        self._recompute = recompute
+        self._config_file: str = ""
+        self._seen_functions: list[str] = []
+        with compat.torch_names(), compat.environment(self._environment()):
+            ort = importlib.import_module(f"{compat.ORTMODULE}.ortmodule")
+            self._ort = ort.ORTModule(module, self._debug_options(type(module).__name__))
+        self._training = self._ort._torch_module._execution_manager(True)
+        self._observer = self._training._runtime_inspector.memory_ob
+        self._mend_instance(layerwise)
+        # ORT's import made torch.manual_seed pass every seed on; that replacement is undone, so pass it on here.
+        importlib.import_module("onnxruntime").set_seed(torch.initial_seed() % (2**63 - 1))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """A training forward; the outputs carry a grad_fn whose backward runs in ORT.
+
+        Raises:
+            MemOptError: from the hooks.
+            Exception: whatever ORT raises for a graph that it cannot build or run, when fallback is off.
+        """
+        self._ort.train(True)
+        return self._ort(*args, **kwargs)
+
+    @property
+    def fallback_reason(self) -> str:
+        """Why ORT gave this model back to PyTorch, in one line; empty while it has not."""
+        error = self._training._fallback_manager._exception
+        return one_line(error) if error is not None else ""
+
+    @property
+    def graph(self) -> Any:
+        """The training graph (`onnx.GraphProto`), forward and backward divided by a YieldOp."""
+        return self._training._onnx_models.optimized_model.graph
+
+    @property
+    def dimensions(self) -> dict[str, int]:
+        """Names of the inputs' dynamic dimensions to their values in the first batch."""
+        return {str(name): int(value) for name, value in self._observer.symbolic_dim_name_to_value_map.items()}
+
+    @property
+    def device(self) -> torch.device:
+        return self._training._device
+
+    @property
+    def has_extensions(self) -> bool:
+        return self._imported.has_extensions
+
+    @property
+    def inlined_functions(self) -> tuple[str, ...]:
+        """`torch.autograd.Function`s of the model that the export inlined for want of the extensions."""
+        return tuple(self._seen_functions)
+
+    @property
+    def aten_operators(self) -> tuple[str, ...]:
+        """Operators of the graph that only the extensions can run."""
+        names = (
+            next((a.s.decode() for a in node.attribute if a.name == "operator"), node.op_type)
+            for node in self.graph.node
+            if node.op_type == "ATen"
+        )
+        return tuple(sorted(set(names)))
+
+    def close(self) -> None:
+        """Take back what ORT registered for the whole process."""
+        self._drop_config_file()
+        compat.unregister_symbolics(self._training._runtime_options.onnx_opset_version)
+
+    def _environment(self) -> dict[str, str]:
+        # The plans are chosen by the hooks, not by ORT's own variables.
+        variables = {"ORTMODULE_MEMORY_OPT_LEVEL": "0", "ORTMODULE_MEMORY_OPT_CONFIG": ""}
+        if not self._settings.fallback:
+            variables["ORTMODULE_FALLBACK_POLICY"] = "FALLBACK_DISABLE"
+        if self._settings.opset is not None:
+            variables["ORTMODULE_ONNX_OPSET_VERSION"] = str(self._settings.opset)
+        return variables
+
+    def _debug_options(self, name: str) -> Any:
+        module = importlib.import_module(compat.ORTMODULE)
+        levels = {"devinfo": module.LogLevel.DEVINFO, "verbose": module.LogLevel.VERBOSE}
+        level = levels.get(self._settings.log_level, module.LogLevel.ERROR)
+        folder = self._settings.save_onnx
+        return module.DebugOptions(level, save_onnx=bool(folder), onnx_prefix=name, save_path=folder or "")
+
+    def _mend_instance(self, layerwise: bool) -> None:
+        options = self._training._runtime_options
+        # By default ORT runs the first batch's graph for whatever comes later: other keyword arguments, int32 ids,
+        # a batch without labels. With the checks it builds a new one, and new shapes alone still do not need it.
+        skip = importlib.import_module(f"{compat.ORTMODULE}.options")._SkipCheck
+        options.skip_check = skip.SKIP_CHECK_DISABLED
+        options.recompute_probe_config = "1:1" if layerwise else "1:0"
+        transition = self._training._graph_transition_manager
+        transition._export_extra_kwargs = {**transition._export_extra_kwargs, **compat.export_arguments()}
+        transition.get_post_processed_model = self._exporting(transition.get_post_processed_model)
+        self._training._get_session_config = self._session_config(self._training._get_session_config)
+        self._observer.find_memory_optimization_opportunity = self._choose
+        self._observer.inspect_memory = lambda phase: self._hooks.phase(int(phase))
+        # Runs when the session is built and has read its config; it would print ORT's own table at warning level.
+        self._training._log_feature_stats = self._drop_config_file
+
+    def _exporting(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def get_post_processed_model(inputs: Any, kwargs: Any) -> Any:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(compat.torch_names())
+                if self._settings.log_level != "verbose":
+                    stack.enter_context(warnings.catch_warnings())
+                    warnings.simplefilter("ignore")
+                if self._settings.cache_dir:
+                    self._training._runtime_options.ortmodule_cache_dir = self._export_cache(inputs, kwargs)
+                if not self._imported.has_extensions:
+                    self._seen_functions = stack.enter_context(compat.recorded_autograd_functions())
+                self._observer.symbolic_dim_collecting_completed = False
+                return original(inputs, kwargs)
+
+        return get_post_processed_model
+
+    def _export_cache(self, inputs: Any, kwargs: Mapping[str, Any]) -> str:
+        """ORT names a cached export by the module's repr alone, which is the same for other inputs, opsets, frozen
+        parameters and config values, and then runs the wrong graph: so each gets a folder of its own."""
+        module = self._training._original_module
+        described = {
+            "torch": torch.__version__,
+            "opset": self._training._runtime_options.onnx_opset_version,
+            "config": str(getattr(module, "config", "")),
+            "inputs": [[str(name), _describe(value)] for name, value in [*enumerate(inputs), *sorted(kwargs.items())]],
+            "trained": [name for name, parameter in module.named_parameters() if parameter.requires_grad],
+        }
+        digest = hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]
+        return str(Path(self._settings.cache_dir or "") / digest)
+
+    def _session_config(self, original: Callable[[], Any]) -> Callable[[], Any]:
+        def get_session_config() -> Any:
+            session_options, providers, provider_options = original()
+            # The arena keeps the most it ever held, so that nothing a plan saves becomes visible outside.
+            session_options.enable_cpu_mem_arena = self._settings.arena
+            # As many threads as torch has: a launcher's OMP_NUM_THREADS is for both.
+            session_options.intra_op_num_threads = torch.get_num_threads()
+            if self._recompute:
+                # In the default order recomputed tensors are made early and live on, which saves nothing.
+                order = importlib.import_module("onnxruntime").ExecutionOrder
+                session_options.execution_order = order.MEMORY_EFFICIENT
+            return session_options, providers, provider_options
+
+        return get_session_config
+
+    def _choose(self, agent: Any, options: Any) -> None:
+        """Replaces `find_memory_optimization_opportunity`: the session without plans is there, the real one is next.
+
+        The applied counts come from this session too: in the real one the recomputed tensors are no longer stashed, so
+        that ORT lists nothing about them any more.
+        """
+        self._drop_config_file()
+        probe = options.recompute_probe_config
+        options.memory_optimizer_config_file_path = ""
+        text, symbolics = agent.get_serialized_ortmodule_memory_stat("", probe, True)
+        configs = self._hooks.choose(text, {config: int(saving[1]) for config, saving in symbolics.items()})
+        if configs:
+            with tempfile.NamedTemporaryFile("w", suffix=".json", prefix="memopt-", delete=False) as file:
+                json.dump(configs, file)
+            options.memory_optimizer_config_file_path = self._config_file = file.name
+            text, _ = agent.get_serialized_ortmodule_memory_stat(file.name, probe, True)
+        self._hooks.report(text)
+
+    def _drop_config_file(self) -> None:
+        if self._config_file:
+            Path(self._config_file).unlink(missing_ok=True)
+            self._config_file = ""
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} {value.dim()}"
+    return repr(value)
+
+
+def one_line(error: BaseException) -> str:
+    """The last telling line of an error, since ORT puts whole tracebacks into its messages."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__

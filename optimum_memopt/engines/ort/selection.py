@@ -1,0 +1,141 @@
+"""From what the user asked for and what the graph offers to the exact configs that ONNX Runtime is given. Pure."""
+
+import difflib
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+from optimum_memopt.errors import MemOptError
+from optimum_memopt.plans.grammar import ALL, ConfigError, PlanConfig, Strategy
+
+from .graph_rules import POST_NORM_REASON
+from .naming import is_fused, operators, translate
+
+RANDOM_OPERATORS = frozenset({"Dropout", "BiasDropout", "BitmaskDropout", "BitmaskBiasDropout", "BiasSoftmaxDropout"})
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What to apply.
+
+    Attributes:
+        configs: `cluster_id:strategy:-1`, in the order of asking.
+        notes: `cluster_id:strategy:-1` to a note for its row of the table.
+        remarks: lines to say once.
+    """
+
+    configs: tuple[str, ...] = ()
+    notes: dict[str, str] = field(default_factory=dict)
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def redraws_random_numbers(self) -> bool:
+        return any(RANDOM_OPERATORS & set(operators(config.split(":")[0])) for config in self.configs)
+
+
+def check_supported(config: PlanConfig) -> None:
+    """Refuse what ONNX Runtime's memory optimizer cannot do; needs no graph.
+
+    Raises:
+        ConfigError: a count other than -1 and 0 (ORT 1.18 and 1.19 apply every occurrence for any N >= 1), or offload.
+    """
+    for request in config.requests:
+        if request.strategy is Strategy.OFFLOAD:
+            raise ConfigError(f"{request}: strategy 3 (offload) is not available on the ort engine; allowed: 0, 1, 2")
+        if request.count not in (ALL, 0):
+            raise ConfigError(
+                f"{request}: count {request.count} is not available on the ort engine, because ONNX Runtime 1.19 "
+                "applies every occurrence for any count from 1; allowed: -1 (all) and 0 (off)"
+            )
+
+
+def choose_config(config: PlanConfig, existing: Iterable[str], strict: bool) -> Choice:
+    """Match a user's config with the plans of the graph.
+
+    Args:
+        config: already checked by `check_supported`.
+        existing: `cluster_id:strategy:-1` of every plan in the graph.
+        strict: unknown ids are errors; otherwise remarks.
+
+    Raises:
+        ConfigError: an id (or its strategy) that the graph does not have; near matches come first in the message.
+    """
+    strategies: dict[str, set[int]] = {}
+    for plan in existing:
+        cluster_id, strategy, _ = plan.split(":")
+        strategies.setdefault(cluster_id, set()).add(int(strategy))
+    configs, notes, remarks = [], {}, []
+    for request in config.requests:
+        found = translate(request.cluster_id, strategies)
+        if not request.is_on and found:
+            continue
+        if found is None and is_fused(request.cluster_id) and len(config.requests) > 1:
+            remarks.append(f"{request}: this provider has no plan for that activation, left out")
+            continue
+        if found is None or request.strategy not in strategies[found]:
+            problem = _unknown(request.cluster_id, strategies) if found is None else _wrong(request, strategies[found])
+            if strict:
+                raise ConfigError(problem)
+            remarks.append(f"{problem}; left out")
+            continue
+        plan = f"{found}:{int(request.strategy)}:{ALL}"
+        if found != request.cluster_id:
+            remarks.append(f"{request} is {plan} on this provider: the same activation, not fused the same way")
+            notes[plan] = f"asked for as {request.cluster_id}"
+        if plan not in configs:
+            configs.append(plan)
+    if not configs and any(request.is_on for request in config.requests) and strict:
+        raise ConfigError(f"{config}: nothing of it applies to this model; {_listing(strategies)}")
+    return Choice(tuple(configs), notes, tuple(remarks))
+
+
+def choose_level(level: int, existing: Iterable[str], residual_operators: Collection[str]) -> Choice:
+    """Everything recomputable in each transformer layer, but for what would keep the peak up.
+
+    Args:
+        level: 1 (recompute), 2 (also with compromise).
+        existing: `cluster_id:strategy:-1` of every plan in the graph.
+        residual_operators: of `graph_rules.residual_normalizations`.
+    """
+    wanted = {Strategy.RECOMPUTE} if level == 1 else {Strategy.RECOMPUTE, Strategy.RECOMPUTE_WITH_COMPROMISE}
+    configs, notes = [], {}
+    for plan in existing:
+        cluster_id, strategy, _ = plan.split(":")
+        if int(strategy) not in wanted:
+            continue
+        if set(operators(cluster_id)) & set(residual_operators):
+            notes[plan] = POST_NORM_REASON
+        else:
+            configs.append(plan)
+    remarks = (
+        (f"level {level} leaves out {len(notes)} of {len(configs) + len(notes)} plans, see the table's notes",)
+        if notes
+        else ()
+    )
+    return Choice(tuple(configs), notes, remarks)
+
+
+def _unknown(cluster_id: str, strategies: dict[str, set[int]]) -> str:
+    return f'no plan "{cluster_id}" in this model; {_listing(strategies, near=cluster_id)}'
+
+
+def _wrong(request: object, available: set[int]) -> str:
+    return f"{request}: this plan has strategy {' or '.join(map(str, sorted(available)))} only"
+
+
+def _listing(strategies: dict[str, set[int]], near: str = "") -> str:
+    by_likeness = difflib.get_close_matches(near, strategies, n=3, cutoff=0.5)
+    ordered = by_likeness + sorted(set(strategies) - set(by_likeness))
+    hint = f"did you mean {' or '.join(by_likeness)}? " if by_likeness else ""
+    return f"{hint}Available: {', '.join(ordered) or 'none'}"
+
+
+def check_applied(choice: Choice, applied: dict[str, tuple[int, int]], strict: bool) -> tuple[str, ...]:
+    """Remarks about plans that ORT took and then applied nowhere.
+
+    Raises:
+        MemOptError: there are some and `strict` is set.
+    """
+    idle = [config for config in choice.configs if applied.get(config, (0, 0))[1] == 0]
+    if idle and strict:
+        raise MemOptError(f"ONNX Runtime applied none of {', '.join(idle)}; leave them out of the config")
+    return (f"ONNX Runtime applied none of {', '.join(idle)}",) if idle else ()

@@ -1,0 +1,106 @@
+"""What ONNX Runtime can train: refusals before training, and what has to be set for it to train rightly."""
+
+import inspect
+from typing import Any
+
+import torch
+
+from optimum_memopt.errors import UnsupportedModelError
+from optimum_memopt.logs import get_logger
+
+# Names of attention dropout in transformers' configs.
+_ATTENTION_DROPOUTS = ("attention_probs_dropout_prob", "attention_dropout", "attn_pdrop", "dropout_rate")
+# T5's sdpa graph fails in ORT's gradient of Squeeze even without dropout.
+_EAGER_ONLY = frozenset({"t5", "mt5", "umt5", "longt5"})
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def check(model: torch.nn.Module) -> None:
+    """Refuse what ONNX Runtime would train wrongly or not at all.
+
+    Raises:
+        UnsupportedModelError: DataParallel, gradient checkpointing, several devices, half precision on the CPU.
+    """
+    name = type(model).__name__
+    if isinstance(model, torch.nn.DataParallel):
+        raise UnsupportedModelError(
+            "the ort engine cannot train under torch.nn.DataParallel; start one process for each GPU, for example with "
+            "accelerate launch, or make one GPU visible with CUDA_VISIBLE_DEVICES=0"
+        )
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        raise UnsupportedModelError(
+            f"{name} has activation checkpointing on, which the ort engine cannot export; call "
+            "model.gradient_checkpointing_disable() and use --memory_opt_level 1 instead, which recomputes each layer"
+        )
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) > 1:
+        placed = ", ".join(sorted(map(str, devices)))
+        raise UnsupportedModelError(f"{name} lies on several devices ({placed}); the ort engine trains on one")
+    halves = {p.dtype for p in model.parameters() if p.is_floating_point() and p.dtype != torch.float32}
+    if halves and torch.device("cpu") in devices:
+        dtypes = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in halves))
+        raise UnsupportedModelError(
+            f"{name} has {dtypes} parameters; ONNX Runtime's CPU provider trains float32 only; call model.float()"
+        )
+
+
+def attention_dropout(config: Any) -> float | None:
+    """The largest attention dropout that a transformers config names, None when it names none."""
+    values = [
+        getattr(config, name) for name in _ATTENTION_DROPOUTS if isinstance(getattr(config, name, None), int | float)
+    ]
+    return max(values, default=None)
+
+
+def needs_eager_attention(config: Any) -> str:
+    """Why a model with this config trains on ONNX Runtime with eager attention only; empty when sdpa trains too."""
+    implementation = getattr(config, "_attn_implementation", None)
+    if implementation not in (None, "eager", "sdpa"):
+        return f"{implementation} attention cannot be exported"
+    if getattr(config, "model_type", None) in _EAGER_ONLY:
+        return "ONNX Runtime has no gradient for this model's sdpa graph"
+    # gradient_builder_base.h:123, OutputDefs: the exported sdpa drops the dropout's mask, which its gradient needs.
+    if attention_dropout(config) != 0:
+        return "ONNX Runtime has no gradient for sdpa with dropout"
+    return ""
+
+
+def choose_attention(model: torch.nn.Module) -> str | None:
+    """Set eager attention where the current one cannot train, and say so.
+
+    Returns:
+        The implementation that it replaced, None when nothing was changed.
+    """
+    config = getattr(model, "config", None)
+    before = getattr(config, "_attn_implementation", None)
+    if before in (None, "eager") or not hasattr(model, "set_attn_implementation"):
+        return None
+    reason = needs_eager_attention(config)
+    if not reason:
+        return None
+    get_logger().info(f"attention {before} -> eager while training on ONNX Runtime: {reason}")
+    model.set_attn_implementation("eager")
+    return before
+
+
+def remarks(model: torch.nn.Module) -> tuple[str, ...]:
+    """What will not happen as in plain PyTorch."""
+    hooked = [
+        name
+        for name, module in model.named_modules()
+        if module is not model and any(getattr(module, hooks, None) for hooks in _HOOKS)
+    ]
+    if not hooked:
+        return ()
+    shown = ", ".join(hooked[:3]) + (", …" if len(hooked) > 3 else "")
+    return (f"hooks on {len(hooked)} submodules ({shown}) run once, at export: ONNX Runtime trains without modules",)
+
+
+def training_arguments(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """`kwargs` with `use_cache=False` where the model would return key-value caches, which ORT cannot."""
+    if not getattr(getattr(model, "config", None), "use_cache", False) or kwargs.get("use_cache") is False:
+        return kwargs
+    parameters = inspect.signature(type(model).forward).parameters
+    takes = "use_cache" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    passed = "use_cache" in parameters and list(parameters).index("use_cache") <= len(args)
+    return {**kwargs, "use_cache": False} if takes and not passed else kwargs

@@ -1,0 +1,147 @@
+"""Every option of the package, once: the flags of the command line, the arguments of `attach` and of `optimize`."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+from optimum_memopt.engines.base import ENGINES
+from optimum_memopt.errors import MemOptError
+from optimum_memopt.logs import LOG_LEVELS
+from optimum_memopt.plans.grammar import PlanConfig
+
+LEVELS = (0, 1, 2)
+
+
+@dataclass
+class MemOptOptions:
+    """Which engine trains the model under which memory plan, and what is shown of it.
+
+    Raises:
+        MemOptError: from `check`; nothing is read but a config file.
+    """
+
+    memory_opt_engine: Literal["auto", "ort"] = field(
+        default="auto",
+        metadata={
+            "help": "What trains the model: ort (ONNX Runtime's ORTModule), or auto: the first that works here."
+        },
+    )
+    memory_opt_config: str | None = field(
+        default=None,
+        metadata={
+            "help": "Plans to turn on, cluster_id:strategy:count separated by commas, or a JSON file with a list of such "
+            "strings. Strategy: 0 none, 1 recompute, 2 recompute with compromised saving. Count: -1 all, 0 off. "
+            "Example: Gelu+:1:-1. The plan table lists the cluster ids of your model."
+        },
+    )
+    memory_opt_level: int = field(
+        default=0,
+        metadata={
+            "help": "0: the plans of --memory_opt_config. 1: all recomputable plans inside each transformer layer, less "
+            "those that would raise the peak. 2: also those with compromised saving. Not together with a config."
+        },
+    )
+    memory_opt_strict: bool = field(
+        default=True,
+        metadata={"help": "Stop at a cluster id that the model does not have; false: warn and go on without it."},
+    )
+    memory_opt_log_level: Literal["warning", "info", "devinfo", "verbose"] = field(
+        default="info",
+        metadata={
+            "help": "info: the plan table, on rank 0. devinfo: also ONNX Runtime's insight into each node, on all ranks. "
+            "verbose: also ONNX Runtime's own log."
+        },
+    )
+    log_input_density: bool = field(
+        default=False,
+        metadata={"help": "Log which part of the input and label tokens is not padding, for each step that is shown."},
+    )
+    log_memory_phases: bool = field(
+        default=False,
+        metadata={
+            "help": "Log memory held and peak memory before and after forward and backward and after the optimizer."
+        },
+    )
+    memory_opt_log_steps: int = field(
+        default=0,
+        metadata={
+            "help": "Steps at which density and phases are shown: 0 for steps 0-9 and then powers of two, or every N."
+        },
+    )
+    memory_opt_log_file: str | None = field(
+        default=None, metadata={"help": "Also append all findings to this file, one JSON object a line."}
+    )
+    ort_fallback: bool = field(
+        default=True,
+        metadata={
+            "help": "Train with plain PyTorch, and say so, when ONNX Runtime cannot train the model; false: stop instead."
+        },
+    )
+    ort_arena: bool = field(
+        default=False,
+        metadata={
+            "help": "Let ONNX Runtime keep freed CPU memory in its arena: fewer allocations, but what a plan saves is not "
+            "given back to the system."
+        },
+    )
+    ort_cache_dir: str | None = field(
+        default=None,
+        metadata={"help": "Keep exported graphs here and skip the export when the same model runs again."},
+    )
+    ort_save_onnx: str | None = field(
+        default=None, metadata={"help": "Write the exported, optimized and executed ONNX graphs into this folder."}
+    )
+    ort_opset: int | None = field(
+        default=None, metadata={"help": "ONNX opset of the export; ONNX Runtime's default is 17."}
+    )
+
+    @cached_property
+    def plan_config(self) -> PlanConfig | None:
+        """`memory_opt_config`, read.
+
+        Raises:
+            ConfigError: it cannot be read.
+        """
+        return None if self.memory_opt_config is None else PlanConfig.load(self.memory_opt_config)
+
+    def check(self) -> None:
+        """Find everything that is wrong before a model or data is loaded.
+
+        Raises:
+            MemOptError: one line that names the option and what is allowed.
+        """
+        if self.memory_opt_engine not in ("auto", *ENGINES):
+            raise MemOptError(
+                f"--memory_opt_engine {self.memory_opt_engine}: allowed are {', '.join(('auto', *ENGINES))}"
+            )
+        if self.memory_opt_log_level not in LOG_LEVELS:
+            raise MemOptError(
+                f"--memory_opt_log_level {self.memory_opt_log_level}: allowed are {', '.join(LOG_LEVELS)}"
+            )
+        if self.memory_opt_level not in LEVELS:
+            raise MemOptError(
+                f"--memory_opt_level {self.memory_opt_level}: allowed are 0 (the config), 1 (recompute in each layer) and "
+                "2 (also with compromised saving)"
+            )
+        if self.memory_opt_level and self.memory_opt_config is not None:
+            raise MemOptError(
+                f"--memory_opt_level {self.memory_opt_level} together with --memory_opt_config: a level chooses the plans "
+                "itself; give one of the two"
+            )
+        if self.memory_opt_log_steps < 0:
+            raise MemOptError(
+                f"--memory_opt_log_steps {self.memory_opt_log_steps}: allowed are 0 and positive numbers"
+            )
+        self._check_ort()
+
+    def _check_ort(self) -> None:
+        # Every engine but ort takes offload and any count; `auto` decides when the engine is made.
+        if self.memory_opt_engine == "ort" and self.plan_config is not None:
+            from optimum_memopt.engines.ort.selection import check_supported
+
+            check_supported(self.plan_config)
+        if self.ort_opset is not None and not 12 <= self.ort_opset <= 20:
+            raise MemOptError(f"--ort_opset {self.ort_opset}: ONNX Runtime 1.19 trains graphs of opset 12 to 20")
+        if self.ort_save_onnx is not None and not Path(self.ort_save_onnx).is_dir():
+            raise MemOptError(f"--ort_save_onnx {self.ort_save_onnx}: no such folder; make it first")

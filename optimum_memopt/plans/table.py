@@ -1,0 +1,181 @@
+"""The plan table: what a training step stashes, what each plan would save and what is on. Text and JSON, both ways."""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+
+import sympy
+from sympy.parsing.sympy_parser import parse_expr
+from tabulate import tabulate
+
+_DIMENSION = re.compile(r"^(?:inputs_)?(?P<input>\w+)_dim(?P<dim>\d+)$")
+# Inputs that share their dimensions with `input_ids` whenever both are given (transformers' model signatures).
+_LIKE_INPUT_IDS = ("input_ids", "inputs_embeds", "attention_mask", "token_type_ids", "position_ids", "bbox")
+_LIKE_DECODER_INPUT_IDS = ("decoder_input_ids", "decoder_attention_mask", "decoder_position_ids")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One row.
+
+    Attributes:
+        config: `cluster_id:strategy:-1`; several joined by commas where only together they save anything.
+        frequency: occurrences in the graph.
+        saving_bytes: bytes of stashed activations saved in the first batch, None when a size is unknown.
+        saving_symbolic: the same as a formula in the batch's dimensions.
+        requested_count: occurrences asked for (-1 all, 0 none).
+        applied_count: occurrences that the engine reports as applied.
+        note: why a row that a level would take is left out, or how an id was understood.
+    """
+
+    config: str
+    frequency: int
+    saving_bytes: int | None
+    saving_symbolic: str
+    requested_count: int = 0
+    applied_count: int = 0
+    note: str = ""
+
+    @property
+    def is_on(self) -> bool:
+        return self.applied_count != 0
+
+    @property
+    def cluster_ids(self) -> tuple[str, ...]:
+        return tuple(part.split(":")[0] for part in self.config.split(","))
+
+
+@dataclass(frozen=True)
+class PlanTable:
+    """All plans of one training graph, largest saving first; equal savings by config, so that runs compare.
+
+    Attributes:
+        engine: who made the graph.
+        plans: the rows.
+        symbols: value of each symbolic dimension in the first batch.
+        header: lines above the table (device, level, fallback).
+    """
+
+    engine: str
+    plans: tuple[Plan, ...]
+    symbols: Mapping[str, int] = field(default_factory=dict)
+    header: tuple[str, ...] = ()
+
+    @property
+    def enabled(self) -> tuple[Plan, ...]:
+        return tuple(plan for plan in self.plans if plan.is_on)
+
+    @property
+    def claimed_saving_bytes(self) -> int:
+        """Sum over the rows that are on. Not the peak: tensors of different moments are added up."""
+        return sum(plan.saving_bytes or 0 for plan in self.enabled)
+
+    def to_text(self) -> str:
+        """The table as the log shows it."""
+        rows = [
+            (
+                number,
+                "ON" if plan.is_on else "OFF",
+                plan.config,
+                plan.frequency,
+                "unknown" if plan.saving_bytes is None else f"{plan.saving_bytes:,}",
+                plan.saving_symbolic,
+                plan.requested_count,
+                plan.applied_count,
+                plan.note,
+            )
+            for number, plan in enumerate(self.plans, 1)
+        ]
+        columns = (
+            "Plan",
+            "",
+            "Config",
+            "Freq",
+            "Max Saving(Bytes)",
+            "Saving Symbolic(Bytes)",
+            "Requested",
+            "Applied",
+            "Note",
+        )
+        if not any(plan.note for plan in self.plans):
+            rows, columns = [row[:-1] for row in rows], columns[:-1]
+        grid = tabulate(rows, headers=columns, tablefmt="simple", disable_numparse=True)
+        symbols = ", ".join(f"{name}={value}" for name, value in sorted(self.symbols.items()))
+        return "\n".join(
+            [
+                f"Memory plans of the {self.engine} engine",
+                *self.header,
+                grid,
+                f"First batch: {symbols}",
+                f"On: {len(self.enabled)} of {len(self.plans)} plans, claimed saving "
+                f"{self.claimed_saving_bytes:,} bytes ({self.claimed_saving_bytes / 2**20:.1f} MiB) of stashed tensors; "
+                "the peak is what the memory phases measure",
+            ]
+        )
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "PlanTable":
+        data = json.loads(text)
+        return cls(
+            engine=data["engine"],
+            plans=tuple(Plan(**plan) for plan in data["plans"]),
+            symbols=data["symbols"],
+            header=tuple(data["header"]),
+        )
+
+
+def sorted_plans(plans: Iterable[Plan]) -> tuple[Plan, ...]:
+    """Largest saving first, unknown savings last, ties by config."""
+    return tuple(sorted(plans, key=lambda plan: (plan.saving_bytes is None, -(plan.saving_bytes or 0), plan.config)))
+
+
+def canonical_symbols(values: Mapping[str, int], is_encoder_decoder: bool = False) -> dict[str, str]:
+    """One name for each dimension that several inputs share, since exporters pick among them at random.
+
+    Inputs share a dimension when they are known to (attention_mask and input_ids; every input's dimension 0) and their
+    values agree in this batch. Names come out as `inputs_<input>_dim<k>`.
+
+    Args:
+        values: `<input>_dim<k>` to its value in the first batch.
+        is_encoder_decoder: labels then have the decoder's length, otherwise that of `input_ids`.
+    """
+    families = (
+        (*_LIKE_INPUT_IDS, *(() if is_encoder_decoder else ("labels",))),
+        (*_LIKE_DECODER_INPUT_IDS, *(("labels",) if is_encoder_decoder else ())),
+    )
+    order = [name for family in families for name in family]
+    parsed = {name: (match["input"], int(match["dim"])) for name in values if (match := _DIMENSION.match(name))}
+
+    def rank(item: tuple[str, int]) -> tuple[int, str]:
+        return (order.index(item[0]) if item[0] in order else len(order), item[0])
+
+    names = {}
+    for name, (input_name, dim) in parsed.items():
+        family = next((family for family in families if input_name in family), (input_name,))
+        shared = [
+            other
+            for other_name, other in parsed.items()
+            if other[1] == dim and (dim == 0 or other[0] in family) and values[other_name] == values[name]
+        ]
+        first = min(shared, key=rank)
+        names[name] = f"inputs_{first[0]}_dim{first[1]}"
+    return names
+
+
+def simplified(expression: str, names: Mapping[str, str]) -> sympy.Expr:
+    """A formula over dimension names, canonical names put in, expanded terms collected."""
+    symbols = {old: sympy.Symbol(new, integer=True, positive=True) for old, new in names.items()}
+    exact = sympy.nsimplify(parse_expr(expression, local_dict=symbols), rational=True)
+    return sympy.factor_terms(sympy.expand(exact))
+
+
+def evaluated(expression: sympy.Expr, values: Mapping[str, int]) -> int | None:
+    """The formula's value in bytes, None while a symbol in it has no value."""
+    result = expression.subs(
+        {symbol: values[symbol.name] for symbol in expression.free_symbols if symbol.name in values}
+    )
+    return round(float(result)) if result.is_number else None
