@@ -1,0 +1,305 @@
+"""How much of each batch is padding: what share of the tokens that a step computes on are real ones."""
+
+import functools
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from optimum_memopt.callbacks.reporting import Reporter, check_log_steps, is_due, is_final
+
+# What torch's losses, and with them transformers' models and label smoother, leave out by default.
+IGNORE_INDEX = -100
+
+_COLUMNS = (
+    ("STEP", 10),
+    ("INPUT TYPE", 10),
+    ("INPUT NAME", 20),
+    ("PAD IDX", 10),
+    ("DENSITY", 10),
+    ("VALID TOKENS", 15),
+    ("TOTAL TOKENS", 15),
+    ("VALID TOKENS/BATCH", 18),
+)
+_ROWS_SHOWN = 16
+
+
+@dataclass(frozen=True)
+class Density:
+    """Valid tokens of a tensor: `rows` holds the count of each row (first dimension), `total` counts all tokens."""
+
+    rows: tuple[int, ...]
+    total: int
+
+    @property
+    def valid(self) -> int:
+        return sum(self.rows)
+
+    @property
+    def percent(self) -> float:
+        """Valid of total tokens, 0 to 100; a tensor without elements holds no padding, so it is 100."""
+        return 100.0 * self.valid / self.total if self.total else 100.0
+
+
+def valid_per_row(tensor: torch.Tensor, padding_index: int | None) -> torch.Tensor:
+    """How many elements of each row differ from `padding_index` (None: all are valid).
+
+    Takes (batch, ...), also (batch,) and a scalar, which is one row; gives (batch,), int64, on the tensor's device
+    and without waiting for it.
+    """
+    rows = tensor.reshape(1, 1) if tensor.dim() == 0 else tensor.unsqueeze(-1).flatten(1)
+    valid = torch.ones_like(rows, dtype=torch.bool) if padding_index is None else rows != padding_index
+    return valid.sum(dim=1)
+
+
+def density(tensor: torch.Tensor, padding_index: int | None) -> Density:
+    """The density of one tensor; waits for its device."""
+    return Density(rows=tuple(valid_per_row(tensor, padding_index).tolist()), total=tensor.numel())
+
+
+@dataclass(frozen=True)
+class Padding:
+    """What marks padding in one input: `index` in the ids, or zeros in the input `mask`, or (neither) nothing."""
+
+    index: int | None = None
+    mask: str | None = None
+
+    def __str__(self) -> str:
+        return "mask" if self.mask else "none" if self.index is None else str(self.index)
+
+    def valid_per_row(self, name: str, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        if self.mask is not None and _is_mask_of(batch.get(self.mask), batch[name]):
+            return valid_per_row(batch[self.mask], 0)
+        return valid_per_row(batch[name], self.index)
+
+
+def _is_mask_of(mask: Any, ids: torch.Tensor) -> bool:
+    return isinstance(mask, torch.Tensor) and mask.shape == ids.shape
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.dtype.is_floating_point and value.dtype != torch.bool
+
+
+def embedding_inputs(batch: Mapping[str, Any], main_input: str | None) -> list[str]:
+    """Names of the inputs that hold token ids for an embedding that may see padding.
+
+    In transformers these are `input_ids`, `decoder_input_ids` and the like, and a model's `main_input_name` where it
+    holds integers. `token_type_ids` and `position_ids` feed embeddings too, but have no padding index of their own.
+    """
+    return [
+        name for name, value in batch.items() if _is_integer(value) and ("input_ids" in name or name == main_input)
+    ]
+
+
+def label_inputs(batch: Mapping[str, Any], label_names: list[str]) -> list[str]:
+    """Names of the labels that hold classes; float labels (regression, several labels at once) ignore nothing."""
+    return [name for name in dict.fromkeys([*label_names, "labels"]) if _is_integer(batch.get(name))]
+
+
+def padding_of(name: str, batch: Mapping[str, Any], processing_class: Any, model: torch.nn.Module) -> Padding:
+    """What marks padding in the embedding input `name` of this batch.
+
+    The index is the tokenizer's, else the input embedding's, else the config's. Where there is none, or where it is
+    also a real token (the end of text in GPT-2 style set-ups, the first decoder token of T5), the attention mask that
+    goes with the input is the better witness, if the batch has one.
+    """
+    config = getattr(model, "config", None)
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    index = getattr(tokenizer, "pad_token_id", None)
+    real = getattr(tokenizer, "eos_token_id", None)
+    if index is None:
+        index, real = _embedding_padding(model), getattr(config, "eos_token_id", None)
+    if index is None:
+        index = getattr(config, "pad_token_id", None)
+    real = list(real) if isinstance(real, (list, tuple)) else [real]
+    if name.startswith("decoder_"):
+        real.append(getattr(config, "decoder_start_token_id", None))
+    mask = name.replace("input_ids", "attention_mask")
+    if (index is None or index in real) and mask != name and _is_mask_of(batch.get(mask), batch[name]):
+        return Padding(index=index, mask=mask)
+    return Padding(index=index)
+
+
+def _embedding_padding(model: torch.nn.Module) -> int | None:
+    try:
+        return getattr(model.get_input_embeddings(), "padding_idx", None)
+    except (AttributeError, NotImplementedError):  # not a transformers model; a model without one
+        return None
+
+
+@dataclass
+class _Tally:
+    """One input's counts over the micro-batches of a step and over the run, left on the device until reported."""
+
+    kind: str
+    padding: Padding
+    step_rows: list[torch.Tensor] = field(default_factory=list)
+    step_total: int = 0
+    run_valid: torch.Tensor | int = 0
+    run_total: int = 0
+
+    def add(self, batch: Mapping[str, Any], name: str) -> None:
+        rows, total = self.padding.valid_per_row(name, batch), batch[name].numel()
+        self.step_rows.append(rows)
+        self.step_total += total
+        self.run_valid = self.run_valid + rows.sum()
+        self.run_total += total
+
+    def step(self) -> Density:
+        return Density(rows=tuple(torch.cat(self.step_rows).tolist()), total=self.step_total)
+
+    def run(self) -> Density:
+        return Density(rows=(int(self.run_valid),), total=self.run_total)
+
+
+def _table_row(*cells: Any) -> str:
+    return "| " + " | ".join(f"{cell!s:<{width}}" for cell, (_, width) in zip(cells, _COLUMNS, strict=True)) + " |"
+
+
+_HEADER = _table_row(*(name for name, _ in _COLUMNS))
+
+
+def _rows_cell(rows: tuple[int, ...]) -> str:
+    if len(rows) <= _ROWS_SHOWN:
+        return str(list(rows))
+    return f"{len(rows)} rows of {min(rows)} to {max(rows)}, mean {sum(rows) / len(rows):.1f}"
+
+
+class InputDensityCallback(TrainerCallback):
+    """Logs the density of each embedding input and label, with the columns of ONNX Runtime's observer.
+
+    A step is all micro-batches of one optimizer step, on this process (rank 0's share of the batch). PAD IDX says what
+    was counted as padding: an index, `mask` for zeros of the attention mask (see `padding_of`), or `none`.
+    VALID TOKENS/BATCH is the number of valid tokens in each row. Steps count from 0, as ONNX Runtime's do; trackers
+    get the Trainer's own `global_step`.
+
+    It reads the batches that the Trainer hands to `training_step`, before label smoothing takes the labels out, so it
+    works with any engine. Counts stay on the batch's device until a step is reported: the other steps wait for
+    nothing.
+
+    Args:
+        log_steps: report every N steps; 0 reports steps 0-9 of the run and then those at powers of two.
+        path: JSON-lines file to append the same numbers to.
+    """
+
+    def __init__(self, log_steps: int = 0, path: str | os.PathLike | None = None) -> None:
+        self._log_steps = check_log_steps(log_steps)
+        self._reporter = Reporter("input_density", path)
+        self._tallies: dict[str, _Tally] = {}
+        self._first_step = 0
+        self._unwrap: Callable[[], None] = _nothing
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._unwrap()  # a run that died left it wrapped
+        self._tallies = {}
+        self._first_step = state.global_step
+        trainer = self._reporter.begin(state)
+        if self._reporter.active:
+            self._wrap(trainer)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        for tally in self._tallies.values():
+            tally.step_rows, tally.step_total = [], 0
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        step = state.global_step - 1
+        if self._reporter.active and is_due(step - self._first_step, self._log_steps):
+            seen = {name: tally.step() for name, tally in self._tallies.items() if tally.step_rows}
+            self._report(step, seen, "")
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if self._reporter.active and is_final(logs):
+            self._report(state.global_step, {name: tally.run() for name, tally in self._tallies.items()}, "run_")
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._unwrap()
+
+    def _report(self, step: int, densities: Mapping[str, Density], scope: str) -> None:
+        """Report a step (`scope` empty) or, with scope `run_`, the whole run, for which single rows say nothing."""
+        table, metrics = ["input density (valid tokens / all tokens)", _HEADER], {}
+        for name, found in densities.items():
+            tally = self._tallies[name]
+            rows = None if scope or tally.kind == "LABEL" else found.rows
+            cells = (f"{found.percent:.2f}%", found.valid, found.total, "N/A" if rows is None else _rows_cell(rows))
+            table.append(_table_row("run" if scope else step, tally.kind, name, tally.padding, *cells))
+            values = {"density": found.percent, "valid_tokens": found.valid, "total_tokens": found.total}
+            metrics |= {f"{scope}{what}/{name}": value for what, value in values.items()}
+            self._reporter.record(
+                step,
+                scope="run" if scope else "step",
+                input=name,
+                input_type=tally.kind,
+                padding=str(tally.padding),
+                valid_tokens_per_row=rows,
+                **values,
+            )
+        if metrics:
+            self._reporter.lines("\n".join(table))
+            self._reporter.metrics(metrics)
+
+    def _count(self, batch: Any, trainer: Trainer) -> None:
+        if not isinstance(batch, Mapping):
+            return
+        labels = label_inputs(batch, trainer.label_names)
+        for name in embedding_inputs(batch, getattr(trainer.model, "main_input_name", None)):
+            if name in labels:
+                continue
+            if name not in self._tallies:
+                padding = padding_of(name, batch, trainer.processing_class, trainer.model)
+                self._tallies[name] = _Tally("EMBED", padding)
+                if padding.mask:
+                    why = (
+                        "there is no padding index"
+                        if padding.index is None
+                        else f"{padding.index} is a real token too"
+                    )
+                    self._reporter.lines(f"density of {name} is read from {padding.mask}: {why}")
+            self._tallies[name].add(batch, name)
+        for name in labels:
+            self._tallies.setdefault(name, _Tally("LABEL", Padding(index=IGNORE_INDEX))).add(batch, name)
+
+    def _wrap(self, trainer: Trainer) -> None:
+        before, inner = vars(trainer).get("training_step"), trainer.training_step
+        counts = [functools.partial(self._count, trainer=trainer)]
+
+        @functools.wraps(inner)
+        def training_step(model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+            for count in counts:
+                count(inputs)
+            return inner(model, inputs, *args, **kwargs)
+
+        def unwrap() -> None:
+            # Where somebody has wrapped ours meanwhile, it stays inside theirs and only calls through.
+            counts.clear()
+            self._unwrap = _nothing
+            if vars(trainer).get("training_step") is training_step:
+                if before is None:
+                    del trainer.training_step
+                else:
+                    trainer.training_step = before
+
+        trainer.training_step = training_step
+        self._unwrap = unwrap
+
+
+def _nothing() -> None:
+    pass

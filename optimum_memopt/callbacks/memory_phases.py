@@ -1,0 +1,191 @@
+"""Memory at the borders of forward, backward and the optimizer's step, and the peak in between."""
+
+import dataclasses
+import os
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from optimum_memopt.callbacks.reporting import Reporter, check_log_steps, is_due, is_final
+from optimum_memopt.memory import CpuMemory, CudaMemory, PeakMonitor, merged
+
+
+def grad_tensors(outputs: Any) -> Iterator[torch.Tensor]:
+    """The tensors in a model's output (tensor, mapping such as ModelOutput, sequence, nested) that require grad."""
+    if isinstance(outputs, torch.Tensor):
+        if outputs.requires_grad:
+            yield outputs
+    elif isinstance(outputs, Mapping):
+        yield from grad_tensors(tuple(outputs.values()))
+    elif isinstance(outputs, (tuple, list)):
+        for output in outputs:
+            yield from grad_tensors(output)
+
+
+def format_line(step: int, phase: str, reading: CpuMemory | CudaMemory, method: str) -> str:
+    """One phase as a line in the shape of ONNX Runtime's observer, MiB; on the CPU with how the peak was measured."""
+    values = dataclasses.asdict(reading).items()
+    cells = "".join(f" | {name.replace('_', ' ')}: {value:.0f}" for name, value in values)
+    suffix = f" ({method})" if isinstance(reading, CpuMemory) else ""
+    return f"rank-0 step {step} memory (MiB) | phase: {phase}{cells}{suffix}"
+
+
+def _at_end_of_backward(function: Callable[[], None]) -> None:
+    """Call `function` once when the backward pass that runs now is done; from inside a tensor hook only.
+
+    A private name of torch (seen in 2.13, used by DDP and FSDP): no public hook fires at the end of a whole backward
+    pass. Without it there is no `post_backward`.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+class MemoryPhasesCallback(TrainerCallback):
+    """Logs memory at `pre_forward`, `post_forward`, `pre_backward`, `post_backward` and `post_optimizer_step`.
+
+    Each line holds what is held at that moment and the peak since the phase before it, in MiB. On CUDA these are
+    allocated, cached and inactive memory of torch's allocator, with ONNX Runtime's line; on the CPU resident memory.
+    With gradient accumulation a line shows the last micro-batch, and peaks are the maximum over the micro-batches.
+    Steps count from 0, as ONNX Runtime's do; trackers get the Trainer's own `global_step`.
+
+    Steps that are not reported cost nothing, and the run's peak stays exact on them: the high-water mark runs on. A
+    reported step reads and clears the mark at most six times a micro-batch, 0.07 ms each in a CPU process of 2 GB.
+
+    Works with plain models and with any engine that keeps the model object, since it hooks that object and its
+    outputs and never looks inside. On CUDA it resets torch's peak statistics on reported steps: use
+    `measured_peak_mib` in place of `torch.cuda.max_memory_allocated()`.
+
+    Args:
+        log_steps: report every N steps; 0 reports steps 0-9 of the run and then those at powers of two.
+        path: JSON-lines file to append the same numbers to.
+    """
+
+    def __init__(self, log_steps: int = 0, path: str | os.PathLike | None = None) -> None:
+        self._log_steps = check_log_steps(log_steps)
+        self._reporter = Reporter("memory_phases", path)
+        self._monitor: PeakMonitor | None = None
+        self._handles: list[RemovableHandle] = []
+        self._readings: dict[str, CpuMemory | CudaMemory] = {}
+        self._first_step = 0
+        self._due = False
+        self._in_backward = False
+
+    @property
+    def measured_peak_mib(self) -> float | None:
+        """Peak of the training run so far (frozen when it ends): resident on the CPU, allocated on CUDA, in MiB."""
+        return None if self._monitor is None else self._monitor.run_peak
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: torch.nn.Module,
+        **kwargs: Any,
+    ) -> None:
+        self._remove_hooks()  # a run that died left them
+        self._reporter.begin(state)
+        self._first_step, self._due = state.global_step, False
+        self._install_hooks(model)
+        self._monitor = PeakMonitor(args.device)
+        self._monitor.start_run()
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._readings = {}
+        self._due = self._reporter.active and is_due(state.global_step - self._first_step, self._log_steps)
+        if self._due:
+            self._monitor.start_phase()
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._observe("post_optimizer_step")
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if not self._due:
+            return
+        self._due = False
+        step, method = state.global_step - 1, self._monitor.method
+        metrics = {}
+        for phase, reading in self._readings.items():
+            values = dataclasses.asdict(reading)
+            self._reporter.lines(format_line(step, phase, reading, method))
+            self._reporter.record(step, phase=phase, unit="MiB", method=method, **values)
+            metrics |= {f"{phase}/{name}_mib": value for name, value in values.items()}
+        self._reporter.metrics(metrics)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if not is_final(logs) or self._monitor is None:
+            return
+        self._monitor.end_run()
+        peak, method = self._monitor.run_peak, self._monitor.method
+        what = f"allocated on {args.device}" if args.device.type == "cuda" else f"resident in this process ({method})"
+        self._reporter.lines(f"measured peak of the run: {peak:.0f} MiB {what}")
+        self._reporter.record(state.global_step, phase="run", unit="MiB", method=method, measured_peak=peak)
+        self._reporter.metrics({"measured_peak_mib": peak})
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._remove_hooks()
+
+    def _observe(self, phase: str) -> None:
+        if not self._due:
+            return
+        self._readings[phase] = merged(self._readings.get(phase), self._monitor.read())
+        self._monitor.start_phase()
+
+    def _install_hooks(self, model: torch.nn.Module) -> None:
+        # Plain functions, since a deepcopy of the model (EMA, exporters) must not copy this object with them; and
+        # they ask which module calls, since a shallow copy of the model, as engines make, shares its hooks. The
+        # reference is weak, as dynamo may keep what it was told to leave alone. A compiled model must not trace them.
+        hooked = weakref.ref(model)
+
+        def observed(module: torch.nn.Module) -> bool:
+            return self._due and module is hooked() and module.training and torch.is_grad_enabled()
+
+        @torch.compiler.disable
+        def before_forward(module: torch.nn.Module, inputs: Any) -> None:
+            if observed(module):
+                self._in_backward = False
+                self._observe("pre_forward")
+
+        @torch.compiler.disable
+        def after_forward(module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
+            if observed(module):
+                self._observe("post_forward")
+                for tensor in grad_tensors(outputs):
+                    tensor.register_hook(lambda gradient: self._begin_backward())
+
+        self._handles = [model.register_forward_pre_hook(before_forward), model.register_forward_hook(after_forward)]
+
+    def _begin_backward(self) -> None:
+        # Every output that the loss depends on calls this; the first is the start of backward.
+        if self._in_backward:
+            return
+        self._in_backward = True
+        self._observe("pre_backward")
+        _at_end_of_backward(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self._in_backward = False
+        self._observe("post_backward")
+
+    def _remove_hooks(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []

@@ -1,0 +1,236 @@
+"""What memory this process holds and the most it held: on the CPU resident pages, on CUDA torch's caching allocator.
+
+All numbers are MiB (2**20 bytes). Peaks come from a high-water mark that there is only one of in a process (the
+kernel's VmHWM, the allocator's peak statistics), so whoever clears it takes it from everybody else.
+`PeakMonitor` makes it shareable: before a clear, the mark is folded into the maxima of every monitor alive.
+"""
+
+import dataclasses
+import functools
+import mmap
+import os
+import threading
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, TypeVar
+
+import psutil
+import torch
+
+MIB = 2.0**20
+
+_STATUS = Path("/proc/self/status")
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+_PROBE_BYTES = 16 << 20
+_SAMPLE_SECONDS = 0.005
+
+MemoryT = TypeVar("MemoryT", "CpuMemory", "CudaMemory")
+
+
+@dataclass(frozen=True)
+class CpuMemory:
+    """Resident memory of this process in MiB; the peak is the highest `resident` of the phase read."""
+
+    PEAK: ClassVar[str] = "peak_resident"
+
+    resident: float
+    peak_resident: float
+
+
+@dataclass(frozen=True)
+class CudaMemory:
+    """torch's caching allocator on one device in MiB.
+
+    `allocated` is held by tensors, `cached` (torch: reserved) was taken from the driver, `inactive` is the part of
+    the cache that is split off and cannot be given back. `max_*` is the highest of the phase read.
+    """
+
+    PEAK: ClassVar[str] = "max_allocated"
+
+    allocated: float
+    max_allocated: float
+    cached: float
+    max_cached: float
+    inactive: float
+    max_inactive: float
+
+
+def peak(reading: CpuMemory | CudaMemory) -> float:
+    """The one number that decides whether a step fits: peak resident or peak allocated, MiB."""
+    return getattr(reading, reading.PEAK)
+
+
+def merged(earlier: MemoryT | None, later: MemoryT) -> MemoryT:
+    """`later`, with each peak raised to the one of `earlier`."""
+    if earlier is None:
+        return later
+    peaks = [field.name for field in dataclasses.fields(later) if field.name.startswith(("peak_", "max_"))]
+    return dataclasses.replace(later, **{name: max(getattr(earlier, name), getattr(later, name)) for name in peaks})
+
+
+def parse_status(text: str) -> CpuMemory:
+    """VmRSS and VmHWM (kB) out of the text of /proc/PID/status."""
+    kib = {line.split(":")[0]: line.split()[1] for line in text.splitlines() if line.startswith(("VmRSS", "VmHWM"))}
+    return CpuMemory(resident=int(kib["VmRSS"]) / 1024, peak_resident=int(kib["VmHWM"]) / 1024)
+
+
+def cuda_memory(stats: Mapping[str, int]) -> CudaMemory:
+    """A reading out of `torch.cuda.memory_stats()` (bytes; empty before CUDA is initialised, which reads as 0)."""
+    values = {}
+    for name, key in (("allocated", "allocated"), ("cached", "reserved"), ("inactive", "inactive_split")):
+        values[name] = stats.get(f"{key}_bytes.all.current", 0) / MIB
+        values[f"max_{name}"] = stats.get(f"{key}_bytes.all.peak", 0) / MIB
+    return CudaMemory(**values)
+
+
+class _Gauge:
+    """One high-water mark of this process and the monitors that share it."""
+
+    method = "exact"
+
+    def __init__(self) -> None:
+        self.watchers: weakref.WeakSet[PeakMonitor] = weakref.WeakSet()
+
+    def watch(self, monitor: "PeakMonitor") -> None:
+        self.watchers.add(monitor)
+
+    def read(self) -> CpuMemory | CudaMemory:
+        raise NotImplementedError
+
+    def _clear(self) -> None:
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        """Lower the mark to what is held now, after every watcher has taken it into its own maxima."""
+        reading = self.read()
+        for monitor in tuple(self.watchers):
+            monitor._fold(reading)
+        self._clear()
+
+
+class _ResidentGauge(_Gauge):
+    """The kernel's own mark. Kernels keep it with a slack of a few pages a thread."""
+
+    def read(self) -> CpuMemory:
+        return parse_status(_STATUS.read_text())
+
+    def _clear(self) -> None:
+        # proc(5): 5 resets the peak resident set size, and nothing else, to the current one.
+        _CLEAR_REFS.write_text("5")
+
+
+class _SampledResidentGauge(_Gauge):
+    """For systems that cannot reset the mark: a thread samples, so a peak shorter than 5 ms may be missed."""
+
+    method = "sampled"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._process = psutil.Process()
+        self._peak = 0.0
+        self._thread: threading.Thread | None = None
+
+    def watch(self, monitor: "PeakMonitor") -> None:
+        super().watch(monitor)
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._sample, name="memopt-resident", daemon=True)
+            self._thread.start()
+
+    def _sample(self) -> None:
+        pause = threading.Event()
+        while self.watchers:
+            self.read()
+            pause.wait(_SAMPLE_SECONDS)
+
+    def read(self) -> CpuMemory:
+        resident = self._process.memory_info().rss / MIB
+        self._peak = max(self._peak, resident)
+        return CpuMemory(resident=resident, peak_resident=self._peak)
+
+    def _clear(self) -> None:
+        self._peak = 0.0
+
+
+class _CudaGauge(_Gauge):
+    def __init__(self, index: int | None) -> None:
+        super().__init__()
+        self._index = index
+
+    def read(self) -> CudaMemory:
+        return cuda_memory(torch.cuda.memory_stats(self._index))
+
+    def _clear(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._index)
+
+
+def can_reset_resident_peak() -> bool:
+    """Whether this system resets VmHWM on request: tried out, as some sandboxes take the write and do nothing."""
+    try:
+        with mmap.mmap(-1, _PROBE_BYTES) as pages:
+            for offset in range(0, _PROBE_BYTES, mmap.PAGESIZE):
+                pages[offset] = 1
+            raised = parse_status(_STATUS.read_text()).peak_resident
+        _CLEAR_REFS.write_text("5")
+        return raised - parse_status(_STATUS.read_text()).peak_resident > _PROBE_BYTES / MIB / 2
+    except (OSError, KeyError):
+        return False
+
+
+@functools.cache
+def _gauge(device_type: str, index: int | None, pid: int) -> _Gauge:
+    if device_type == "cuda":
+        return _CudaGauge(index)
+    return _ResidentGauge() if can_reset_resident_peak() else _SampledResidentGauge()
+
+
+class PeakMonitor:
+    """Peak memory of this process, of a phase and of a run. Several at once do not disturb each other.
+
+    Call `start_run()` first. Whatever else resets torch's peak statistics or VmHWM (Trainer with
+    `skip_memory_metrics=False` does on CUDA) hides what came before it from all monitors.
+
+    Args:
+        device: CUDA devices are read from torch's allocator, every other device as resident memory of the process.
+
+    Attributes:
+        method: `exact`, or `sampled` where the system cannot reset the mark of resident memory.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        device = torch.device(device)
+        self._gauge = _gauge(device.type, device.index if device.type == "cuda" else None, os.getpid())
+        self._phase: CpuMemory | CudaMemory | None = None
+        self._run_peak = 0.0
+        self.method = self._gauge.method
+
+    def start_run(self) -> None:
+        self._gauge.reset()
+        self._phase, self._run_peak = None, 0.0
+        self._gauge.watch(self)
+
+    def start_phase(self) -> None:
+        """Begin a phase: peaks read from now on are of this phase (under 0.1 ms)."""
+        self._gauge.reset()
+        self._phase = None
+
+    def read(self) -> CpuMemory | CudaMemory:
+        """What is held now, and the peaks since `start_phase()`, in MiB."""
+        return merged(self._phase, self._gauge.read())
+
+    @property
+    def run_peak(self) -> float:
+        """Peak since `start_run()`, until `end_run()`: resident on the CPU, allocated on CUDA, in MiB."""
+        if self in self._gauge.watchers:
+            return max(self._run_peak, peak(self._gauge.read()))
+        return self._run_peak
+
+    def end_run(self) -> None:
+        """Freeze `run_peak`; a sampling thread ends with the last run."""
+        self._run_peak = self.run_peak
+        self._gauge.watchers.discard(self)
+
+    def _fold(self, reading: CpuMemory | CudaMemory) -> None:
+        self._phase = merged(self._phase, reading)
+        self._run_peak = max(self._run_peak, peak(reading))
