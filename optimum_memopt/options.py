@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
 
 from optimum_memopt.engines.base import ENGINES
 from optimum_memopt.errors import MemOptError
@@ -21,36 +20,38 @@ class MemOptOptions:
         MemOptError: from `check`; nothing is read but a config file.
     """
 
-    memory_opt_engine: Literal["auto", "ort"] = field(
+    memory_opt_engine: str = field(
         default="auto",
         metadata={
-            "help": "What trains the model: ort (ONNX Runtime's ORTModule), or auto: the first that works here."
+            "choices": ("auto", *ENGINES),
+            "help": "What trains the model: ort (ONNX Runtime's ORTModule), or auto: the first that works here.",
         },
     )
     memory_opt_config: str | None = field(
         default=None,
         metadata={
-            "help": "Plans to turn on, cluster_id:strategy:count separated by commas, or a JSON file with a list of such "
-            "strings. Strategy: 0 none, 1 recompute, 2 recompute with compromised saving. Count: -1 all, 0 off. "
+            "help": "Plans to turn on, cluster_id:strategy:count separated by commas, or a JSON file with a list of "
+            "such strings. Strategy: 0 none, 1 recompute, 2 recompute with compromised saving. Count: -1 all, 0 off. "
             "Example: Gelu+:1:-1. The plan table lists the cluster ids of your model."
         },
     )
     memory_opt_level: int = field(
         default=0,
         metadata={
-            "help": "0: the plans of --memory_opt_config. 1: all recomputable plans inside each transformer layer, less "
-            "those that would raise the peak. 2: also those with compromised saving. Not together with a config."
+            "help": "0: the plans of --memory_opt_config. 1: all recomputable plans inside each transformer layer, "
+            "less those that would raise the peak. 2: also those with compromised saving. Not together with a config."
         },
     )
     memory_opt_strict: bool = field(
         default=True,
         metadata={"help": "Stop at a cluster id that the model does not have; false: warn and go on without it."},
     )
-    memory_opt_log_level: Literal["warning", "info", "devinfo", "verbose"] = field(
+    memory_opt_log_level: str = field(
         default="info",
         metadata={
-            "help": "info: the plan table, on rank 0. devinfo: also ONNX Runtime's insight into each node, on all ranks. "
-            "verbose: also ONNX Runtime's own log."
+            "choices": tuple(LOG_LEVELS),
+            "help": "info: the plan table, on rank 0. devinfo: also ONNX Runtime's insight into each node, on all "
+            "ranks. verbose: also ONNX Runtime's own log.",
         },
     )
     log_input_density: bool = field(
@@ -75,14 +76,14 @@ class MemOptOptions:
     ort_fallback: bool = field(
         default=True,
         metadata={
-            "help": "Train with plain PyTorch, and say so, when ONNX Runtime cannot train the model; false: stop instead."
+            "help": "Train with plain PyTorch, and say so, when ONNX Runtime cannot train the model; false: stop."
         },
     )
     ort_arena: bool = field(
         default=False,
         metadata={
-            "help": "Let ONNX Runtime keep freed CPU memory in its arena: fewer allocations, but what a plan saves is not "
-            "given back to the system."
+            "help": "Let ONNX Runtime keep freed CPU memory in its arena: fewer allocations, but what a plan saves is "
+            "not given back to the system."
         },
     )
     ort_cache_dir: str | None = field(
@@ -121,13 +122,13 @@ class MemOptOptions:
             )
         if self.memory_opt_level not in LEVELS:
             raise MemOptError(
-                f"--memory_opt_level {self.memory_opt_level}: allowed are 0 (the config), 1 (recompute in each layer) and "
-                "2 (also with compromised saving)"
+                f"--memory_opt_level {self.memory_opt_level}: allowed are 0 (the config), 1 (recompute in each layer) "
+                "and 2 (also with compromised saving)"
             )
         if self.memory_opt_level and self.memory_opt_config is not None:
             raise MemOptError(
-                f"--memory_opt_level {self.memory_opt_level} together with --memory_opt_config: a level chooses the plans "
-                "itself; give one of the two"
+                f"--memory_opt_level {self.memory_opt_level} together with --memory_opt_config: a level chooses the "
+                "plans itself; give one of the two"
             )
         if self.memory_opt_log_steps < 0:
             raise MemOptError(

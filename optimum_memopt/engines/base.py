@@ -1,4 +1,4 @@
-"""What an engine is, and which one a model has. A new engine is a new package beside this file and a line in `ENGINES`."""
+"""What an engine is, and which one a model has. A new engine is a new package and a line in `ENGINES`."""
 
 import importlib
 import importlib.metadata
@@ -14,6 +14,8 @@ from optimum_memopt.plans.grammar import PlanConfig
 from optimum_memopt.plans.table import PlanTable
 
 if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
     from optimum_memopt.options import MemOptOptions
 
 # Name of the flag's value to the module that offers `create(options) -> Engine` and `missing() -> str` (empty: usable
@@ -37,6 +39,9 @@ class Engine(Protocol):
     """Trains a model, in place, under a memory plan."""
 
     name: str
+
+    def check_arguments(self, args: "TrainingArguments") -> None:
+        """Refuse Trainer arguments that this engine cannot train with. Raises MemOptError."""
 
     def attach(self, model: torch.nn.Module) -> None:
         """Take over the model's training forward. Raises MemOptError for what the engine cannot train."""

@@ -1,4 +1,4 @@
-"""The plan grammar: `cluster_id:strategy:count, …`, inline or as a JSON list of such strings, to and from `PlanConfig`.
+"""The plan grammar: `cluster_id:strategy:count, …`, inline or as a JSON list of such strings.
 
     config     = request { "," request }
     request    = cluster_id ":" strategy ":" count
@@ -161,6 +161,7 @@ def _unique(found: list[_Located]) -> tuple[PlanRequest, ...]:
         if earlier is not located:
             problem = "is a duplicate of" if earlier.request == located.request else "contradicts"
             raise ConfigError(
-                f"memory-optimizer config, {located.place}: {located.request} {problem} {earlier.request} at {earlier.place}"
+                f"memory-optimizer config, {located.place}: {located.request} {problem} "
+                f"{earlier.request} at {earlier.place}"
             )
     return tuple(located.request for located in found)

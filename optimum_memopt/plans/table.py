@@ -109,8 +109,8 @@ class PlanTable:
                 grid,
                 f"First batch: {symbols}",
                 f"On: {len(self.enabled)} of {len(self.plans)} plans, claimed saving "
-                f"{self.claimed_saving_bytes:,} bytes ({self.claimed_saving_bytes / 2**20:.1f} MiB) of stashed tensors; "
-                "the peak is what the memory phases measure",
+                f"{self.claimed_saving_bytes:,} bytes ({self.claimed_saving_bytes / 2**20:.1f} MiB) of stashed "
+                "tensors; the peak is what the memory phases measure",
             ]
         )
 

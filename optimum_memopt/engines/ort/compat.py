@@ -1,7 +1,7 @@
 """Imports ONNX Runtime's ORTModule on a torch that it was not made for, and touches nobody else's torch for it.
 
-onnxruntime-training 1.19.2 is the last release and was made for torch 2.4. Each mend below is applied where its break is
-found (never by version), says what breaks without it, and is limited to ORT's own modules or undone when ORT is done.
+onnxruntime-training 1.19.2 is the last release and was made for torch 2.4. Each mend below is applied where its break
+is found (never by version), says what breaks without it, and is limited to ORT's own modules or undone afterwards.
 The names of torch and of ORT's import that are private live here; those of ORT's running session in `manager.py`.
 """
 
@@ -56,7 +56,7 @@ _lock = threading.Lock()
 
 
 def load() -> Imported:
-    """Import `onnxruntime.training.ortmodule` with every mend it needs on this machine; later calls return the first's.
+    """Import `onnxruntime.training.ortmodule` with every mend it needs here; later calls return the first's.
 
     Raises:
         ImportError: onnxruntime-training is not installed.

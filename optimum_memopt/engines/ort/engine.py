@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from transformers import TrainingArguments
 
 from optimum_memopt.engines import base
 from optimum_memopt.engines.base import Selection
@@ -63,6 +64,14 @@ class OrtEngine:
         self._selection = selection
         self._forget_session()
 
+    def check_arguments(self, args: TrainingArguments) -> None:
+        """Refuse Trainer arguments that ONNX Runtime cannot train with.
+
+        Raises:
+            MemOptError: half precision on the CPU, activation checkpointing, torch.compile, FSDP, DataParallel.
+        """
+        suitability.check_arguments(args)
+
     def attach(self, model: torch.nn.Module) -> None:
         """Take over `model`'s training forward; its graph is exported at the first one.
 
@@ -71,6 +80,9 @@ class OrtEngine:
             MemOptError: the model has an engine already, or this engine another model.
         """
         if self._model is model:
+            # The Trainer starts a run anew with the same model, after running out of memory half-way through a step.
+            if self._backward_is_due:
+                self._forget_session()
             return
         if self._model is not None:
             raise MemOptError("this engine holds another model; detach() it first")
@@ -155,9 +167,9 @@ class OrtEngine:
         manager = self._current_manager()
         if self._choice.redraws_random_numbers and self._backward_is_due:
             raise MemOptError(
-                "a training forward follows one whose backward has not run: ONNX Runtime draws recomputed dropout masks "
-                "in the order of the forwards, so this plan needs forward and backward in pairs; run each backward "
-                "first, use torch.no_grad() for forwards without one, or leave the Dropout plans out of the config"
+                "a training forward follows one whose backward has not run: ONNX Runtime draws recomputed dropout "
+                "masks in the order of the forwards, so this plan needs forward and backward in pairs; run each "
+                "backward first, use torch.no_grad() for forwards without one, or leave out the Dropout plans"
             )
         try:
             outputs = manager.forward(*args, **suitability.training_arguments(self._model, args, kwargs))
@@ -211,13 +223,13 @@ class OrtEngine:
         manager = self._manager
         if manager.inlined_functions:
             raise UnsupportedModelError(
-                f"{type(self._model).__name__} uses torch.autograd.Function ({', '.join(manager.inlined_functions)}), whose "
-                f"backward ONNX Runtime can only run with the torch extensions; build them with: {BUILD_COMMAND}"
+                f"{type(self._model).__name__} uses torch.autograd.Function ({', '.join(manager.inlined_functions)}), "
+                f"whose backward ONNX Runtime can only run with the torch extensions; build them with: {BUILD_COMMAND}"
             )
         if manager.aten_operators and not manager.has_extensions:
             raise UnsupportedModelError(
-                f"{type(self._model).__name__} needs torch's own {', '.join(manager.aten_operators)}, which ONNX Runtime "
-                f"can only run with the torch extensions; build them with: {BUILD_COMMAND}"
+                f"{type(self._model).__name__} needs torch's own {', '.join(manager.aten_operators)}, which ONNX "
+                f"Runtime can only run with the torch extensions; build them with: {BUILD_COMMAND}"
             )
         dimensions = manager.dimensions
         config = getattr(self._model, "config", None)

@@ -5,7 +5,9 @@ from typing import Any
 
 NORMALIZATIONS = frozenset({"LayerNormalization", "SimplifiedLayerNormalization"})
 
-POST_NORM_REASON = "left out: here the normalization's output is the residual stream, so recomputing it keeps every layer's inputs alive"
+POST_NORM_REASON = (
+    "left out: this normalization makes the residual stream; recomputing it keeps all layers alive (peak goes up)"
+)
 
 
 def residual_normalizations(graph: Any) -> frozenset[str]:

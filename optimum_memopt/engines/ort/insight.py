@@ -1,7 +1,7 @@
 """Reads ONNX Runtime's "MemoryInsight Summary", the text of its C++ memory optimizer.
 
-The same call also returns a dict of symbolic savings, which sums one arbitrary output of each node (a hash map's first), so
-that the saving of LayerNormalization or Dropout rows changes between identical runs. The text lists every output.
+The same call also returns a dict of symbolic savings, which sums one arbitrary output of each node (the first of a
+hash map), so that the saving of LayerNormalization or Dropout rows changes between identical runs. The text lists all.
 Source: onnxruntime 1.19.2, orttraining/core/optimizer/memory_optimizer/memory_insight.cc; 1.19.2 is the last release.
 """
 

@@ -1,8 +1,8 @@
 """One ORTModule, seen from outside: every private name of ORT's running session is touched here and nowhere else.
 
 All of onnxruntime-training 1.19.2 (the last release), onnxruntime/training/ortmodule/: `_graph_execution_manager.py`,
-`_training_manager.py`, `_graph_transition_manager.py`, `_runtime_inspector.py`. Whatever is replaced is replaced on the
-instances of one ORTModule, so another ORTModule in the same process is left alone.
+`_training_manager.py`, `_graph_transition_manager.py`, `_runtime_inspector.py`. Whatever is replaced is replaced on
+the instances of one ORTModule, so another ORTModule in the same process is left alone.
 """
 
 import contextlib

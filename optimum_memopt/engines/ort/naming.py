@@ -36,7 +36,7 @@ def unfused(cluster_id: str) -> tuple[str, ...]:
 
 
 def translate(cluster_id: str, existing: Collection[str]) -> str | None:
-    """The existing id that names the same activation: itself, its unfused or its fused spelling; None if there is none."""
+    """The existing id that names the same activation: itself, its unfused or its fused spelling; None without one."""
     if cluster_id in existing:
         return cluster_id
     fused = (other for other in sorted(existing) if is_fused(other) and cluster_id in unfused(other))

@@ -5,13 +5,17 @@ from typing import Any
 
 import torch
 
-from optimum_memopt.errors import UnsupportedModelError
+from optimum_memopt.errors import MemOptError, UnsupportedModelError
 from optimum_memopt.logs import get_logger
 
 # Names of attention dropout in transformers' configs.
 _ATTENTION_DROPOUTS = ("attention_probs_dropout_prob", "attention_dropout", "attn_pdrop", "dropout_rate")
 # T5's sdpa graph fails in ORT's gradient of Squeeze even without dropout.
 _EAGER_ONLY = frozenset({"t5", "mt5", "umt5", "longt5"})
+_DATA_PARALLEL_WAY_OUT = (
+    "ONNX Runtime cannot train under DataParallel; start one process for each GPU, for example with accelerate "
+    "launch, or make one GPU visible with CUDA_VISIBLE_DEVICES=0"
+)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -23,10 +27,7 @@ def check(model: torch.nn.Module) -> None:
     """
     name = type(model).__name__
     if isinstance(model, torch.nn.DataParallel):
-        raise UnsupportedModelError(
-            "the ort engine cannot train under torch.nn.DataParallel; start one process for each GPU, for example with "
-            "accelerate launch, or make one GPU visible with CUDA_VISIBLE_DEVICES=0"
-        )
+        raise UnsupportedModelError(f"the ort engine under torch.nn.DataParallel: {_DATA_PARALLEL_WAY_OUT}")
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         raise UnsupportedModelError(
             f"{name} has activation checkpointing on, which the ort engine cannot export; call "
@@ -42,6 +43,31 @@ def check(model: torch.nn.Module) -> None:
         raise UnsupportedModelError(
             f"{name} has {dtypes} parameters; ONNX Runtime's CPU provider trains float32 only; call model.float()"
         )
+
+
+def check_arguments(args: Any) -> None:
+    """Refuse `transformers.TrainingArguments` that ONNX Runtime cannot train with.
+
+    Raises:
+        MemOptError: half precision on the CPU, activation checkpointing, torch.compile, FSDP, DataParallel.
+    """
+    for precision in ("fp16", "bf16"):
+        if getattr(args, precision) and args.device.type == "cpu":
+            raise MemOptError(
+                f"--{precision} with the ort engine on the CPU: ONNX Runtime's CPU provider trains float32 only; "
+                f"leave --{precision} out or train on a GPU"
+            )
+    if getattr(args, "activation_checkpointing", False) or getattr(args, "gradient_checkpointing", False):
+        raise MemOptError(
+            "activation checkpointing with the ort engine: ONNX Runtime cannot export it; leave it out and use "
+            "--memory_opt_level 1, which recomputes each layer"
+        )
+    if args.torch_compile:
+        raise MemOptError("--torch_compile with the ort engine: both compile the model; leave one of them out")
+    if args.fsdp:
+        raise MemOptError("--fsdp with the ort engine: ONNX Runtime needs whole parameters; use DDP or ZeRO 0, 1, 2")
+    if args.n_gpu > 1:
+        raise MemOptError(f"the ort engine with {args.n_gpu} GPUs in one process: {_DATA_PARALLEL_WAY_OUT}")
 
 
 def attention_dropout(config: Any) -> float | None:
