@@ -76,6 +76,8 @@ def _load() -> Imported:
     with torch_names(), environment(switches), _replacements_undone(), _deepspeed_not_imported():
         ortmodule = importlib.import_module(ORTMODULE)
         importlib.import_module(f"{ORTMODULE}.ortmodule")
+        # Reads the switch when it is first imported, which ORT does in the first ORTModule().
+        importlib.import_module(f"{ORTMODULE}._custom_autograd_function")
     # Set by the import because no compiled file lies in ORT's own folder; every ORTModule() would raise it again.
     ortmodule._FALLBACK_INIT_EXCEPTION = None
     if not has_extensions:
@@ -203,13 +205,14 @@ def _deepspeed_not_imported() -> Iterator[None]:
 
 @contextlib.contextmanager
 def recorded_autograd_functions() -> Iterator[list[str]]:
-    """The `torch.autograd.Function`s applied meanwhile: an export without the extensions inlines them, and a backward
-    that is not the derivative of its forward would be lost without a word."""
+    """The `torch.autograd.Function`s applied meanwhile, but for ORT's own, which it puts around every model: an export
+    without the extensions inlines them, and a backward that is not the derivative of its forward would be lost without
+    a word."""
     seen: list[str] = []
     original = torch.autograd.Function.__dict__["apply"]
 
     def apply(cls: type, *args: object, **kwargs: object) -> object:
-        if cls.__qualname__ not in seen:
+        if not cls.__module__.startswith("onnxruntime.") and cls.__qualname__ not in seen:
             seen.append(cls.__qualname__)
         return original.__get__(None, cls)(*args, **kwargs)
 
