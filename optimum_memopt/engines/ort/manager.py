@@ -11,7 +11,7 @@ import importlib
 import json
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,7 @@ class Manager:
         self._recompute = recompute
         self._config_file: str = ""
         self._seen_functions: list[str] = []
-        with compat.torch_names(), compat.environment(self._environment()):
+        with compat.torch_names(), compat.environment(self._environment()), self._quiet():
             ort = importlib.import_module(f"{compat.ORTMODULE}.ortmodule")
             self._ort = ort.ORTModule(module, self._debug_options(type(module).__name__))
         self._training = self._ort._torch_module._execution_manager(True)
@@ -166,13 +166,20 @@ class Manager:
         # Runs when the session is built and has read its config; it would print ORT's own table at warning level.
         self._training._log_feature_stats = self._drop_config_file
 
+    @contextlib.contextmanager
+    def _quiet(self) -> Iterator[None]:
+        """Without the exporter's warnings about traced branches, and those of every deprecated property that ORTModule
+        reads when it looks through the model's members."""
+        with warnings.catch_warnings():
+            if self._settings.log_level != "verbose":
+                warnings.simplefilter("ignore")
+            yield
+
     def _exporting(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def get_post_processed_model(inputs: Any, kwargs: Any) -> Any:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(compat.torch_names())
-                if self._settings.log_level != "verbose":
-                    stack.enter_context(warnings.catch_warnings())
-                    warnings.simplefilter("ignore")
+                stack.enter_context(self._quiet())
                 if self._settings.cache_dir:
                     self._training._runtime_options.ortmodule_cache_dir = self._export_cache(inputs, kwargs)
                 if not self._imported.has_extensions:
