@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.utils.checkpoint
 
 from . import extensions
 
@@ -39,7 +40,7 @@ _REPLACED_BY_IMPORT = (
     ("torch", "manual_seed"),
     ("torch.cuda", "manual_seed"),
     ("torch.utils.checkpoint", "checkpoint"),
-    ("deepspeed.checkpointing", "checkpoint"),
+    ("deepspeed.runtime.activation_checkpointing.checkpointing", "checkpoint"),
 )
 
 
@@ -69,15 +70,14 @@ def load() -> Imported:
 
 
 def _load() -> Imported:
-    importlib.import_module("onnxruntime.training")
-    _silence_missing_nvtx()
     has_extensions = _provide_extensions()
     switches = {} if has_extensions else {"ORTMODULE_ENABLE_CUSTOM_AUTOGRAD": "0"}
+    # The package onnxruntime.training imports ortmodule too (and swallows its ImportError), so nothing of it comes first.
     with torch_names(), environment(switches), _replacements_undone(), _deepspeed_not_imported():
         ortmodule = importlib.import_module(ORTMODULE)
-        importlib.import_module(f"{ORTMODULE}.ortmodule")
         # Reads the switch when it is first imported, which ORT does in the first ORTModule().
         importlib.import_module(f"{ORTMODULE}._custom_autograd_function")
+    _silence_missing_nvtx()
     # Set by the import because no compiled file lies in ORT's own folder; every ORTModule() would raise it again.
     ortmodule._FALLBACK_INIT_EXCEPTION = None
     if not has_extensions:
