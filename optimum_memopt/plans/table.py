@@ -150,8 +150,8 @@ def canonical_symbols(values: Mapping[str, int], is_encoder_decoder: bool = Fals
     order = [name for family in families for name in family]
     parsed = {name: (match["input"], int(match["dim"])) for name in values if (match := _DIMENSION.match(name))}
 
-    def rank(item: tuple[str, int]) -> tuple[int, str]:
-        return (order.index(item[0]) if item[0] in order else len(order), item[0])
+    def rank(item: tuple[str, int]) -> tuple[bool, int, str]:
+        return (item[0] == "labels", order.index(item[0]) if item[0] in order else len(order), item[0])
 
     names = {}
     for name, (input_name, dim) in parsed.items():

@@ -6,10 +6,9 @@ import types
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import TrainingArguments
 
 from optimum_memopt.engines import base
 from optimum_memopt.engines.base import Selection
@@ -23,6 +22,9 @@ from .graph_rules import residual_normalizations
 from .insight import applied_counts, parse_insight, to_plans
 from .manager import POST_BACKWARD, PRE_FORWARD, Hooks, Manager, OrtSettings, one_line
 from .selection import Choice, check_applied, check_supported, choose_config, choose_level
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
 
 __all__ = ["OrtEngine", "OrtSettings"]
 
@@ -64,7 +66,7 @@ class OrtEngine:
         self._selection = selection
         self._forget_session()
 
-    def check_arguments(self, args: TrainingArguments) -> None:
+    def check_arguments(self, args: "TrainingArguments") -> None:
         """Refuse Trainer arguments that ONNX Runtime cannot train with.
 
         Raises:
