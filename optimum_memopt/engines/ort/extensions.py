@@ -1,0 +1,260 @@
+"""Builds, finds and loads the two torch C++ extensions that ORTModule can use.
+
+`torch_interop_utils` runs a user's `torch.autograd.Function` inside ONNX Runtime's graph, `aten_op_executor` runs
+single torch operators there. onnxruntime-training ships them as sources only, and its own build writes into
+site-packages and fails on torch >= 2.7. Here a mended copy (`extension_sources.py`) is built into a user cache.
+
+Nothing here imports `onnxruntime.training`: that import already needs what is built here.
+"""
+
+import hashlib
+import importlib.util
+import os
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import TextIO
+
+import torch
+from filelock import FileLock, Timeout
+from tqdm.auto import tqdm
+
+from optimum_memopt.engines.ort.extension_sources import SUBSTITUTIONS, mend
+from optimum_memopt.errors import MemOptError
+from optimum_memopt.logs import get_logger, rank
+
+NAMES = ("aten_op_executor", "torch_interop_utils")
+BUILD_COMMAND = "optimum-cli memopt env --build"
+CACHE_VARIABLE = "OPTIMUM_MEMOPT_CACHE"
+
+_PARENT = "onnxruntime.training.ortmodule.torch_cpp_extensions"
+
+
+def onnxruntime_dir() -> Path | None:
+    """Where the package `onnxruntime` lies, found without importing it; None when it is not installed."""
+    spec = importlib.util.find_spec("onnxruntime")
+    locations = (spec and spec.submodule_search_locations) or ()
+    return next((Path(location) for location in locations), None)
+
+
+def sources_dir() -> Path:
+    """The wheel's own C++ sources.
+
+    Raises:
+        MemOptError: onnxruntime-training is not installed.
+    """
+    package = onnxruntime_dir()
+    sources = package and package / "training" / "ortmodule" / "torch_cpp_extensions" / "cpu"
+    if not (sources and sources.is_dir()):
+        raise MemOptError("the torch extensions need the package onnxruntime-training or onnxruntime-training-cpu")
+    return sources
+
+
+def onnxruntime_build() -> dict[str, str]:
+    """What the installed files say they are: `package_name`, `__version__` and, in a CUDA build, `cuda_version`.
+
+    The metadata of a distribution does not tell, since `onnxruntime` and `onnxruntime-training` overwrite each other's
+    files. Empty when onnxruntime is not installed.
+    """
+    package = onnxruntime_dir()
+    info = package and package / "capi" / "build_and_package_info.py"
+    if not (info and info.is_file()):
+        return {}
+    return {name: value for name, value in runpy.run_path(str(info)).items() if isinstance(value, str)}
+
+
+def cache_root() -> Path:
+    """The package's cache: `OPTIMUM_MEMOPT_CACHE`, else `optimum_memopt` in `XDG_CACHE_HOME` or `~/.cache`."""
+    if own := os.environ.get(CACHE_VARIABLE):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "optimum_memopt"
+
+
+def cache_dir() -> Path:
+    """Where the extensions for exactly this torch, onnxruntime and Python lie once built (it need not exist)."""
+    accelerator = torch.version.cuda or torch.version.hip or "cpu"
+    sources = hashlib.sha256(repr(SUBSTITUTIONS).encode()).hexdigest()[:8]
+    key = (
+        f"torch-{torch.__version__}-{accelerator}",
+        f"ort-{onnxruntime_build().get('__version__', 'none')}",
+        sysconfig.get_config_var("SOABI"),
+        sources,
+    )
+    return cache_root() / "torch_extensions" / "_".join(key)
+
+
+def _paths(folder: Path) -> dict[str, Path]:
+    return {name: folder / f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}" for name in NAMES}
+
+
+def find() -> dict[str, Path] | None:
+    """The built extensions by name, or None unless both are there."""
+    paths = _paths(cache_dir())
+    return paths if all(path.is_file() for path in paths.values()) else None
+
+
+def check_compiler() -> str:
+    """The C++ compiler that a build would call.
+
+    Raises:
+        MemOptError: no compiler or no Python headers; the message says what to install.
+    """
+    compiler = os.environ.get("CXX", "c++")
+    if shutil.which(shlex.split(compiler)[0]) is None:
+        raise MemOptError(
+            f"no C++ compiler: `{compiler}` is not on PATH; install one (Debian, Ubuntu: apt-get install g++; "
+            "Fedora: dnf install gcc-c++; conda: conda install -c conda-forge gxx) or name it in CXX"
+        )
+    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        raise MemOptError(
+            "no Python headers (Python.h): install them (Debian, Ubuntu: apt-get install python3-dev; "
+            "Fedora: dnf install python3-devel)"
+        )
+    return compiler
+
+
+def build(force: bool = False) -> dict[str, Path]:
+    """Compile both extensions into `cache_dir()`, unless they are there; returns their paths by name.
+
+    Takes 1 to 3 minutes. Processes that start together wait for the first one and then find its result. Every file
+    appears complete or not at all.
+
+    Args:
+        force: compile even if they are there.
+
+    Raises:
+        MemOptError: onnxruntime-training or a compiler is missing, or the compilation failed; then the first error is
+            in the message and the compiler's whole output in the file that it names.
+    """
+    found = find()
+    if found and not force:
+        return found
+    sources, folder = sources_dir(), cache_dir()
+    check_compiler()
+    folder.mkdir(parents=True, exist_ok=True)
+    with _progress() as show, _locked(folder / "lock", partial(show, "waiting for another process that builds")):
+        found = find()
+        if found and not force:
+            return found
+        work, log = folder / "build", folder / "build.log"
+        # Left by a build that was killed; the lock says that nobody is in there.
+        shutil.rmtree(work, ignore_errors=True)
+        try:
+            _copy_mended(sources, work)
+            for number, name in enumerate(NAMES, 1):
+                _compile(work / name, log, partial(show, f"building {name} ({number}/{len(NAMES)})"))
+            for name, path in _paths(folder).items():
+                os.replace(work / name / "out" / path.name, path)
+            log.unlink()
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+    get_logger().info("torch extensions built in %s", folder)
+    return _paths(folder)
+
+
+def load(paths: dict[str, Path]) -> dict[str, ModuleType]:
+    """Import the built extensions under the names by which onnxruntime imports them; a second call changes nothing.
+
+    Args:
+        paths: as `find()` and `build()` return them.
+    """
+    modules = {}
+    for name, path in paths.items():
+        full_name = f"{_PARENT}.{name}"
+        module = sys.modules.get(full_name)
+        if module is None:
+            spec = importlib.util.spec_from_file_location(full_name, path)
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            sys.modules[full_name] = module
+        # An import of the parent that is still to come finds the module in sys.modules by itself.
+        if parent := sys.modules.get(_PARENT):
+            setattr(parent, name, module)
+        modules[name] = module
+    return modules
+
+
+def _copy_mended(sources: Path, destination: Path) -> None:
+    """Copy the sources of both extensions with the substitutions made."""
+    for name in NAMES:
+        for source in sorted((sources / name).iterdir()):
+            if source.suffix in (".py", ".cc", ".h"):
+                target = destination / name / source.name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_text(mend(f"{name}/{source.name}", source.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def _compile(folder: Path, log: Path, tick: Callable[[], None]) -> None:
+    """Build and import what lies in `folder`, in processes of their own, output to `log`; `tick` is called meanwhile.
+
+    It is imported because a symbol that torch hides is missed only then, not by the linker.
+    """
+    for python_arguments in (
+        ["setup.py", "build_ext", "--build-lib", "out", "--build-temp", "tmp"],
+        ["-c", f"import sys, torch; sys.path.insert(0, 'out'); import {folder.name}"],
+    ):
+        with log.open("w", encoding="utf-8") as output:
+            returncode = _run([sys.executable, *python_arguments], folder, output, tick)
+        if returncode != 0:
+            reason = first_error(log.read_text(encoding="utf-8", errors="replace"))
+            raise MemOptError(f"building {folder.name} failed: {reason} (all of the output: {log})")
+
+
+def _run(command: list[str], folder: Path, output: TextIO, tick: Callable[[], None]) -> int:
+    """Run to the end, or to this process' own interruption; returns the exit code."""
+    # Python's own flags ask for debug information: 40 MB of files and half a minute that nobody looks at.
+    environment = {**os.environ, "CFLAGS": f"{os.environ.get('CFLAGS', '')} -g0"}
+    process = subprocess.Popen(command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        while process.poll() is None:
+            tick()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_tick_seconds())
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait()
+    return process.returncode
+
+
+def first_error(output: str) -> str:
+    """The line of a compiler's or linker's output that says what went wrong; the last line when none looks like it."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    wrong = re.compile(r"\b(fatal )?error: |undefined reference|cannot find -l|No space left")
+    return next(filter(wrong.search, lines), lines[-1] if lines else "no output")
+
+
+def _tick_seconds() -> float:
+    return 1.0 if sys.stderr.isatty() else 15.0
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """Gives a function that shows what is being done and for how long, on one line of rank 0."""
+    layout = "[memopt] {desc}: {elapsed}"
+    with tqdm(disable=rank() != 0, bar_format=layout, desc="torch extensions", leave=False) as bar:
+        yield bar.set_description_str
+
+
+@contextmanager
+def _locked(path: Path, tick: Callable[[], None]) -> Iterator[None]:
+    """Hold the lock file, calling `tick` while another process does."""
+    lock = FileLock(path)
+    while not lock.is_locked:
+        try:
+            lock.acquire(timeout=_tick_seconds())
+        except Timeout:
+            tick()
+    try:
+        yield
+    finally:
+        lock.release()
