@@ -1,0 +1,172 @@
+"""Tiny random models of every architecture the tests train, and batches of any shape for them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+
+VOCABULARY = 97
+PAD = 1
+IGNORE = -100
+IMAGE = 16
+
+_SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+_TEXT = {"vocab_size": VOCABULARY, "max_position_embeddings": 64, "pad_token_id": PAD}
+_NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_BERT = {**_SIZES, **_TEXT, **_NO_DROPOUT}
+_DEBERTA = {
+    **_BERT,
+    "relative_attention": True,
+    "pos_att_type": ["p2c", "c2p"],
+    "position_buckets": 8,
+    "pooler_hidden_size": 16,
+    "pooler_dropout": 0.0,
+}
+_LLAMA = {**_SIZES, **_TEXT, "num_key_value_heads": 1, "attention_dropout": 0.0, "bos_token_id": 2, "eos_token_id": 3}
+
+
+def tokens(batch_size: int, length: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Ids and mask; every second row ends in padding."""
+    ids = torch.randint(5, VOCABULARY, (batch_size, length), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1::2, length - max(1, length // 4) :] = 0
+    return {"input_ids": ids.masked_fill(mask == 0, PAD), "attention_mask": mask}
+
+
+def masked_lm(batch_size: int, length: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    batch = tokens(batch_size, length, generator)
+    return {**batch, "labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, IGNORE)}
+
+
+def classification(batch_size: int, length: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    return {
+        **tokens(batch_size, length, generator),
+        "labels": torch.randint(0, 3, (batch_size,), generator=generator),
+    }
+
+
+def translation(batch_size: int, length: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Labels of another length than the inputs."""
+    target = tokens(batch_size, length // 2 + 1, generator)
+    labels = target["input_ids"].masked_fill(target["attention_mask"] == 0, IGNORE)
+    return {**tokens(batch_size, length, generator), "labels": labels}
+
+
+def images(batch_size: int, length: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """`length` is of no use to a ViT: its images all have one size."""
+    pixels = torch.rand((batch_size, 3, IMAGE, IMAGE), generator=generator)
+    return {"pixel_values": pixels, "labels": torch.randint(0, 3, (batch_size,), generator=generator)}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One architecture with one head."""
+
+    model: str
+    config: str
+    arguments: dict[str, Any]
+    make_batch: Callable[[int, int, torch.Generator], dict[str, torch.Tensor]]
+    # Freshly initialised models of this size are nearly linear, so that a wrong gradient would hardly show.
+    weight_scale: float = 4.0
+
+    def build(self, attention: str = "eager", seed: int = 0, **changes: Any) -> torch.nn.Module:
+        """A model in training mode; `changes` go over the config's arguments."""
+        torch.manual_seed(seed)
+        config = getattr(transformers, self.config)(**{**self.arguments, **changes})
+        config._attn_implementation = attention
+        model = getattr(transformers, self.model)(config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() > 1:
+                    parameter.mul_(self.weight_scale)
+        return model.train()
+
+    def batch(self, batch_size: int = 4, length: int = 12, seed: int = 0) -> dict[str, torch.Tensor]:
+        return self.make_batch(batch_size, length, torch.Generator().manual_seed(seed))
+
+    def without_labels(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        rest = {name: value for name, value in batch.items() if name != "labels"}
+        # An encoder-decoder makes its decoder's inputs from the labels.
+        return {**rest, "decoder_input_ids": batch["labels"].clamp(min=0)} if self.make_batch is translation else rest
+
+
+def _bert_like(name: str, config: dict[str, Any], prefix: str = "") -> dict[str, Case]:
+    return {
+        f"{prefix}-mlm": Case(f"{name}ForMaskedLM", f"{name}Config", config, masked_lm),
+        f"{prefix}-classification": Case(
+            f"{name}ForSequenceClassification", f"{name}Config", {**config, "num_labels": 3}, classification
+        ),
+    }
+
+
+ZOO: dict[str, Case] = {
+    **_bert_like("Roberta", _BERT, "roberta"),
+    **_bert_like("Bert", _BERT, "bert"),
+    **_bert_like("DebertaV2", _DEBERTA, "deberta-v2"),
+    **_bert_like("Electra", {**_BERT, "embedding_size": 8, "summary_last_dropout": 0.0}, "electra"),
+    **_bert_like(
+        "DistilBert",
+        {
+            **_TEXT,
+            "dim": 16,
+            "n_layers": 2,
+            "n_heads": 2,
+            "hidden_dim": 24,
+            "dropout": 0.0,
+            "attention_dropout": 0.0,
+            "seq_classif_dropout": 0.0,
+        },
+        "distilbert",
+    ),
+    "albert-mlm": Case("AlbertForMaskedLM", "AlbertConfig", {**_BERT, "embedding_size": 8}, masked_lm),
+    "gpt2": Case(
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        {
+            "vocab_size": VOCABULARY,
+            "n_positions": 64,
+            "n_embd": 16,
+            "n_layer": 2,
+            "n_head": 2,
+            "attn_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "resid_pdrop": 0.0,
+            "bos_token_id": 2,
+            "eos_token_id": 3,
+        },
+        masked_lm,
+    ),
+    "llama": Case("LlamaForCausalLM", "LlamaConfig", _LLAMA, masked_lm),
+    "qwen2": Case("Qwen2ForCausalLM", "Qwen2Config", _LLAMA, masked_lm),
+    "qwen3": Case("Qwen3ForCausalLM", "Qwen3Config", {**_LLAMA, "head_dim": 8}, masked_lm),
+    "t5": Case(
+        "T5ForConditionalGeneration",
+        "T5Config",
+        {
+            "vocab_size": VOCABULARY,
+            "d_model": 16,
+            "d_kv": 8,
+            "d_ff": 24,
+            "num_layers": 2,
+            "num_heads": 2,
+            "dropout_rate": 0.0,
+            "relative_attention_num_buckets": 8,
+            "pad_token_id": PAD,
+            "decoder_start_token_id": PAD,
+        },
+        translation,
+        # T5 starts from wide weights and does not scale its attention: wider ones saturate the softmax.
+        weight_scale=1.0,
+    ),
+    "vit": Case(
+        "ViTForImageClassification",
+        "ViTConfig",
+        {**_SIZES, **_NO_DROPOUT, "image_size": IMAGE, "patch_size": 8, "num_labels": 3},
+        images,
+    ),
+}
+
+# Models that also train with torch's fused attention: DeBERTa has none in transformers.
+SDPA = ("roberta-mlm", "bert-classification", "electra-mlm", "distilbert-mlm", "gpt2", "llama", "qwen3", "vit")
