@@ -59,12 +59,14 @@ class Engine(Protocol):
         """Choose other plans; takes effect with the next training forward."""
 
 
-_engines: "weakref.WeakKeyDictionary[torch.nn.Module, Engine]" = weakref.WeakKeyDictionary()
+# Weak both ways, since an engine refers to its model; what it puts on the model keeps it alive, this keeps neither.
+_engines: "weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Engine]]" = weakref.WeakKeyDictionary()
 
 
 def engine_of(model: torch.nn.Module) -> Engine | None:
     """The engine that is attached to this model, if any."""
-    return _engines.get(model)
+    held = _engines.get(model)
+    return held() if held is not None else None
 
 
 def register(model: torch.nn.Module, engine: Engine) -> None:
@@ -73,10 +75,10 @@ def register(model: torch.nn.Module, engine: Engine) -> None:
     Raises:
         MemOptError: another engine does already.
     """
-    holder = _engines.get(model)
+    holder = engine_of(model)
     if holder is not None and holder is not engine:
         raise MemOptError(f"{type(model).__name__} already has the {holder.name} engine attached; detach() that first")
-    _engines[model] = engine
+    _engines[model] = weakref.ref(engine)
 
 
 def unregister(model: torch.nn.Module) -> None:
