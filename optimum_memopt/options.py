@@ -1,7 +1,6 @@
 """Every option of the package, once: the flags of the command line, the arguments of `attach` and of `optimize`."""
 
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 
 from optimum_memopt.engines.base import ENGINES
@@ -97,7 +96,7 @@ class MemOptOptions:
         default=None, metadata={"help": "ONNX opset of the export; ONNX Runtime's default is 17."}
     )
 
-    @cached_property
+    @property
     def plan_config(self) -> PlanConfig | None:
         """`memory_opt_config`, read.
 
@@ -134,14 +133,14 @@ class MemOptOptions:
             raise MemOptError(
                 f"--memory_opt_log_steps {self.memory_opt_log_steps}: allowed are 0 and positive numbers"
             )
-        self._check_ort()
+        self._check_ort(self.plan_config)
 
-    def _check_ort(self) -> None:
+    def _check_ort(self, config: PlanConfig | None) -> None:
         # Every engine but ort takes offload and any count; `auto` decides when the engine is made.
-        if self.memory_opt_engine == "ort" and self.plan_config is not None:
+        if self.memory_opt_engine == "ort" and config is not None:
             from optimum_memopt.engines.ort.selection import check_supported
 
-            check_supported(self.plan_config)
+            check_supported(config)
         if self.ort_opset is not None and not 12 <= self.ort_opset <= 20:
             raise MemOptError(f"--ort_opset {self.ort_opset}: ONNX Runtime 1.19 trains graphs of opset 12 to 20")
         if self.ort_save_onnx is not None and not Path(self.ort_save_onnx).is_dir():
