@@ -1,0 +1,129 @@
+"""A Trainer, plain or with an engine, on a tiny model of the zoo: what the tests of the trainer share."""
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainingArguments
+
+from optimum_memopt import MemOptTrainer, MemOptTrainingArguments
+from optimum_memopt.logs import get_logger
+from tests.model_zoo import IGNORE, PAD, ZOO
+
+ROWS = 18
+_FILL = {"input_ids": PAD, "attention_mask": 0, "labels": IGNORE}
+
+
+def build(name: str, **changes: Any) -> torch.nn.Module:
+    """A model of the zoo with biases that are not zero: attention's key bias has no gradient but rounding noise, so
+    beside a bias of zero that noise would be everything."""
+    model = ZOO[name].build(**changes)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def rows(name: str, count: int = ROWS, seed: int = 0) -> list[dict[str, torch.Tensor]]:
+    """Examples of lengths 5 to 9."""
+    made = [ZOO[name].batch(1, 5 + index % 5, seed=1000 * seed + index) for index in range(count)]
+    return [{key: value[0] for key, value in row.items()} for row in made]
+
+
+def collate(examples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    batch = {}
+    for key in examples[0]:
+        values = [example[key] for example in examples]
+        padded = values[0].dim() == 1
+        batch[key] = (
+            torch.nn.utils.rnn.pad_sequence(values, batch_first=True, padding_value=_FILL[key])
+            if padded
+            else torch.stack(values)
+        )
+    return batch
+
+
+def arguments(kind: type[TrainingArguments], folder: Path | str, **changes: Any) -> Any:
+    """Five quiet steps of AdamW on the CPU. Epsilon is large, since the usual one blows a gradient that is rounding
+    noise up to a full step; fallback is off, since it would pass every comparison with plain PyTorch."""
+    defaults: dict[str, Any] = {
+        "use_cpu": True,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "per_device_train_batch_size": 4,
+        "max_steps": 5,
+        "learning_rate": 1e-2,
+        "adam_epsilon": 1e-3,
+    }
+    if kind is MemOptTrainingArguments:
+        defaults |= {"ort_fallback": False, "memory_opt_engine": "ort"}
+    return kind(str(folder), **{**defaults, **changes})
+
+
+def make(
+    folder: Path | str, name: str, plain: bool = False, trainer: type[Trainer] | None = None, **changes: Any
+) -> Any:
+    """A trainer on the model `name`; what `changes` names of a Trainer's own arguments goes there, the rest to its
+    TrainingArguments."""
+    own = {key: changes.pop(key) for key in tuple(changes) if key in _TRAINER_ARGUMENTS}
+    if "model" not in own and "model_init" not in own:
+        own["model"] = build(name)
+    own = {"train_dataset": rows(name), "eval_dataset": rows(name, 6, seed=1), "data_collator": collate} | own
+    kind = trainer or (Trainer if plain else MemOptTrainer)
+    return kind(args=arguments(TrainingArguments if plain else MemOptTrainingArguments, folder, **changes), **own)
+
+
+_TRAINER_ARGUMENTS = frozenset(
+    {
+        "model",
+        "model_init",
+        "train_dataset",
+        "eval_dataset",
+        "data_collator",
+        "callbacks",
+        "optimizers",
+        "compute_metrics",
+        "compute_loss_func",
+        "optimizer_cls_and_kwargs",
+    }
+)
+
+
+def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """A copy of the state dict."""
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """The largest difference of a tensor's elements, relative to its largest element; keys must be the same."""
+    assert found.keys() == expected.keys()
+    differences = [
+        ((found[name] - tensor).abs().max() / tensor.abs().max().clamp(min=1e-12)).item()
+        for name, tensor in expected.items()
+        if tensor.is_floating_point()
+    ]
+    return max(differences)
+
+
+@contextlib.contextmanager
+def log_lines() -> Iterator[list[str]]:
+    """What the package logs meanwhile (its logger does not propagate)."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = get_logger()
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+
+
+def tables(lines: list[str]) -> list[str]:
+    """Those of the lines that are plan tables."""
+    return [line for line in lines if line.startswith("Memory plans of the ")]
