@@ -44,7 +44,7 @@ class _RankFilter(logging.Filter):
 
 
 def get_logger() -> logging.Logger:
-    """The package's logger, with its handler in place (propagation stays on only when a user configured the root)."""
+    """The package's logger, with its own handler in place; it does not propagate, or lines would come twice."""
     logger = logging.getLogger(LOGGER_NAME)
     if not any(isinstance(handler, _BarSafeHandler) for handler in logger.handlers):
         handler = _BarSafeHandler()

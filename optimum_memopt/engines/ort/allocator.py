@@ -7,7 +7,9 @@ import os
 # malloc.h: parameters of mallopt(3). Setting either ends glibc's own adjusting of both.
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
+# Blocks from 256 KiB on are handed back one by one; trimming the rest at every free saves nothing more, for time.
 _MMAP_BYTES = 256 * 1024
+_TRIM_BYTES = 64 * 1024 * 1024
 _DEFAULT_BYTES = 128 * 1024
 
 
@@ -23,7 +25,7 @@ def _mallopt(mmap_threshold: int, trim_threshold: int) -> bool:
 
 def give_back_freed_memory() -> bool:
     """From now on blocks of 256 KiB and more return to the system when freed; False where malloc cannot be told."""
-    return _mallopt(_MMAP_BYTES, 0)
+    return _mallopt(_MMAP_BYTES, _TRIM_BYTES)
 
 
 def restore() -> None:

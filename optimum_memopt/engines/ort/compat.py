@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 import types
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -72,11 +73,14 @@ def load() -> Imported:
 def _load() -> Imported:
     has_extensions = _provide_extensions()
     switches = {} if has_extensions else {"ORTMODULE_ENABLE_CUSTOM_AUTOGRAD": "0"}
-    # The package onnxruntime.training imports ortmodule too (and swallows its ImportError), so nothing of it comes first.
+    # The package onnxruntime.training imports ortmodule too, and swallows its ImportError: nothing of it comes before.
     with torch_names(), environment(switches), _replacements_undone(), _deepspeed_not_imported():
         ortmodule = importlib.import_module(ORTMODULE)
-        # Reads the switch when it is first imported, which ORT does in the first ORTModule().
+        # ORT imports these later: the first reads the switch then, the second imports deepspeed and warns without it.
         importlib.import_module(f"{ORTMODULE}._custom_autograd_function")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            importlib.import_module("onnxruntime.training.utils.hooks")
     _silence_missing_nvtx()
     # Set by the import because no compiled file lies in ORT's own folder; every ORTModule() would raise it again.
     ortmodule._FALLBACK_INIT_EXCEPTION = None
@@ -216,20 +220,38 @@ def recorded_autograd_functions() -> Iterator[list[str]]:
             seen.append(cls.__qualname__)
         return original.__get__(None, cls)(*args, **kwargs)
 
-    torch.autograd.Function.apply = classmethod(apply)
-    try:
+    with replaced(torch.autograd.Function, "apply", classmethod(apply)):
         yield seen
-    finally:
-        torch.autograd.Function.apply = original
 
 
-def unregister_symbolics(opset: int) -> None:
-    """Take back the ONNX symbolics that every ORTModule() registers for the whole process, so that a user's own
-    `torch.onnx.export` is not left with ATen and com.microsoft operators in it."""
-    from onnxruntime.tools import pytorch_export_contrib_ops
-
+@contextlib.contextmanager
+def symbolics(opset: int) -> Iterator[None]:
+    """ORT's ONNX symbolics, for the time of an export. Every ORTModule() registers them for the whole process, which
+    would leave a user's own `torch.onnx.export` with ATen and com.microsoft operators in it."""
+    contrib = importlib.import_module("onnxruntime.tools.pytorch_export_contrib_ops")
     registry = importlib.import_module(f"{ORTMODULE}._custom_op_symbolic_registry").CustomOpSymbolicRegistry
+    functions = importlib.import_module(f"{ORTMODULE}._custom_autograd_function")
+    exporter = importlib.import_module(f"{ORTMODULE}._custom_autograd_function_exporter")
     with torch_names():
-        pytorch_export_contrib_ops.unregister()
-        for name in registry._SYMBOLICS:
-            torch.onnx.unregister_custom_op_symbolic(name, opset)
+        contrib.register()
+        registry.register_all(opset)
+        if functions.custom_autograd_function_enabler.state:
+            torch.onnx.register_custom_op_symbolic("prim::PythonOp", exporter._export, 1)
+        try:
+            yield
+        finally:
+            contrib.unregister()
+            for name in registry._SYMBOLICS:
+                torch.onnx.unregister_custom_op_symbolic(name, opset)
+            torch.onnx.unregister_custom_op_symbolic("prim::PythonOp", 1)
+
+
+@contextlib.contextmanager
+def replaced(owner: type, name: str, value: object) -> Iterator[None]:
+    """An attribute of a class for the time of a call, given back as it was (also a staticmethod)."""
+    before = owner.__dict__[name]
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)

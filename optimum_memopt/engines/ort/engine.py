@@ -142,9 +142,9 @@ class OrtEngine:
         self._insight = ""
         self._choice = Choice()
         self._plans: tuple[Plan, ...] = ()
-        self._trained: tuple[tuple[int, bool], ...] = ()
+        self._seen: tuple[Any, ...] | None = None
         self._backward_is_due = False
-        self._said_fallback = False
+        self._fallback_reason = ""
 
     def _make_dispatcher(self, model_class: type[torch.nn.Module]) -> Callable[..., Any]:
         engine = self
@@ -166,7 +166,10 @@ class OrtEngine:
         return forward
 
     def _train_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        manager = self._current_manager()
+        self._notice_changes()
+        if self._fallback_reason:
+            return self._plain_forward(*args, **kwargs)
+        suitability.check_autocast(self._model)
         if self._choice.redraws_random_numbers and self._backward_is_due:
             raise MemOptError(
                 "a training forward follows one whose backward has not run: ONNX Runtime draws recomputed dropout "
@@ -174,35 +177,56 @@ class OrtEngine:
                 "backward first, use torch.no_grad() for forwards without one, or leave out the Dropout plans"
             )
         try:
-            outputs = manager.forward(*args, **suitability.training_arguments(self._model, args, kwargs))
+            if self._manager is None:
+                self._manager = self._make_manager()
+            return self._manager.forward(*args, **suitability.training_arguments(self._model, args, kwargs))
         except MemOptError:
+            # Whoever catches it and goes on must not meet a graph without a session.
+            self._forget_session()
             raise
         except Exception as error:
-            if self._table is not None:
+            if self._manager is not None and not self._manager.is_building:
                 raise
+            self._give_back(error)
+        return self._plain_forward(*args, **kwargs)
+
+    def _give_back(self, error: Exception) -> None:
+        """From now on train with plain PyTorch, if the user wants that."""
+        if not self._settings.fallback:
             raise UnsupportedModelError(
                 f"ONNX Runtime cannot train {type(self._model).__name__}: {one_line(error)}; "
                 "--ort_fallback trains it with plain PyTorch instead"
             ) from error
-        self._check_after_forward(manager)
-        return outputs
+        self._forget_session()
+        self._fallback_reason = one_line(error)
+        self._seen = self._state()
+        line = f"NOT on ONNX Runtime: it cannot train this model ({self._fallback_reason}); no plan is applied"
+        get_logger().warning(line)
+        self._table = PlanTable(engine=self.name, plans=(), header=(line,))
 
-    def _current_manager(self) -> Manager:
-        # ORT holds on to the parameters it saw at export; others would be trained with gradients of the old ones.
-        trained = tuple((id(parameter), parameter.requires_grad) for parameter in self._model.parameters())
-        if self._manager is not None and trained != self._trained:
-            get_logger().info("the model's parameters were replaced, frozen or unfrozen: building its graph anew")
-            self._forget_session()
-        if self._manager is None:
-            self._trained = trained
-            self._manager = Manager(
-                self._inner(),
-                self._settings,
-                layerwise=self._selection.level > 0,
-                recompute=self._selection.level > 0 or self._selection.config is not None,
-                hooks=Hooks(choose=self._choose, report=self._report, phase=self._phase),
+    def _state(self) -> tuple[Any, ...]:
+        """What an exported graph has built in and ORT does not look at again: parameters, and autocast's casts."""
+        device_type = next((parameter.device.type for parameter in self._model.parameters()), "cpu")
+        autocast = torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type)
+        return autocast, *((id(parameter), parameter.requires_grad) for parameter in self._model.parameters())
+
+    def _notice_changes(self) -> None:
+        state = self._state()
+        if self._seen is not None and state != self._seen:
+            get_logger().info(
+                "parameters were replaced, frozen or unfrozen, or autocast changed: building a new graph"
             )
-        return self._manager
+            self._forget_session()
+        self._seen = state
+
+    def _make_manager(self) -> Manager:
+        return Manager(
+            self._inner(),
+            self._settings,
+            layerwise=self._selection.level > 0,
+            recompute=self._selection.level > 0 or self._selection.config is not None,
+            hooks=Hooks(choose=self._choose, report=self._report, phase=self._phase),
+        )
 
     def _inner(self) -> torch.nn.Module:
         """What ORT exports: shares submodules and parameters with the model, but not the hooks, which the model's own
@@ -268,14 +292,6 @@ class OrtEngine:
         provider = "CUDAExecutionProvider" if self._manager.device.type == "cuda" else "CPUExecutionProvider"
         asked = f"config {self._selection.config}" if self._selection.config else f"level {self._selection.level}"
         return (f"{type(self._model).__name__} on {provider}, {asked}",)
-
-    def _check_after_forward(self, manager: Manager) -> None:
-        reason = manager.fallback_reason
-        if reason and not self._said_fallback:
-            self._said_fallback = True
-            line = f"NOT on ONNX Runtime: it gave this model back to PyTorch ({reason}); no plan is applied"
-            get_logger().warning(line)
-            self._table = PlanTable(engine=self.name, plans=(), header=(line,))
 
 
 def _with_counts(plan: Plan, choice: Choice, counts: Mapping[str, tuple[int, int]]) -> Plan:

@@ -55,7 +55,10 @@ def sources_dir() -> Path:
     package = onnxruntime_dir()
     sources = package and package / "training" / "ortmodule" / "torch_cpp_extensions" / "cpu"
     if not (sources and sources.is_dir()):
-        raise MemOptError("the torch extensions need the package onnxruntime-training or onnxruntime-training-cpu")
+        raise MemOptError(
+            "the torch extensions are built from the sources in onnxruntime-training, which is not installed; "
+            "get it with: pip install onnxruntime-training-cpu==1.19.2 onnx"
+        )
     return sources
 
 
@@ -122,28 +125,23 @@ def check_compiler() -> str:
     return compiler
 
 
-def build(force: bool = False) -> dict[str, Path]:
+def build() -> dict[str, Path]:
     """Compile both extensions into `cache_dir()`, unless they are there; returns their paths by name.
 
     Takes 1 to 3 minutes. Processes that start together wait for the first one and then find its result. Every file
     appears complete or not at all.
 
-    Args:
-        force: compile even if they are there.
-
     Raises:
         MemOptError: onnxruntime-training or a compiler is missing, or the compilation failed; then the first error is
             in the message and the compiler's whole output in the file that it names.
     """
-    found = find()
-    if found and not force:
+    if found := find():
         return found
     sources, folder = sources_dir(), cache_dir()
     check_compiler()
     folder.mkdir(parents=True, exist_ok=True)
     with _progress() as show, _locked(folder / "lock", partial(show, "waiting for another process that builds")):
-        found = find()
-        if found and not force:
+        if found := find():
             return found
         work, log = folder / "build", folder / "build.log"
         # Left by a build that was killed; the lock says that nobody is in there.

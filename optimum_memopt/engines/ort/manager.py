@@ -9,7 +9,11 @@ import contextlib
 import hashlib
 import importlib
 import json
+import re
+import re
+import shutil
 import tempfile
+import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -23,6 +27,13 @@ from . import compat
 # Beginning of every forward, end of its backward: the two ends of a pair (`Phase` in _runtime_inspector.py).
 PRE_FORWARD = 0
 POST_BACKWARD = 3
+
+
+# A failed check in ORT's C++ code: path, line, signature, condition or status, and in most cases a reason.
+_FAILED_CHECK = re.compile(
+    r"/onnxruntime_src/\S*?(?P<place>[^/\s]+:\d+) .*\) (?:const )?"
+    r"(?P<condition>\S.*was false\.|\[ONNXRuntimeError\][^:]*:[^:]*:[^:]*:) ?(?P<reason>.*)"
+)
 
 
 @dataclass(frozen=True)
@@ -71,7 +82,9 @@ class Manager:
         self._recompute = recompute
         self._config_file: str = ""
         self._seen_functions: list[str] = []
-        with compat.torch_names(), compat.environment(self._environment()), self._quiet():
+        self._building = True
+        opset = settings.opset or self._imported.ortmodule.ONNX_OPSET_VERSION
+        with compat.symbolics(opset), compat.environment(self._environment()), self._quiet():
             ort = importlib.import_module(f"{compat.ORTMODULE}.ortmodule")
             self._ort = ort.ORTModule(module, self._debug_options(type(module).__name__))
         self._training = self._ort._torch_module._execution_manager(True)
@@ -91,10 +104,9 @@ class Manager:
         return self._ort(*args, **kwargs)
 
     @property
-    def fallback_reason(self) -> str:
-        """Why ORT gave this model back to PyTorch, in one line; empty while it has not."""
-        error = self._training._fallback_manager._exception
-        return one_line(error) if error is not None else ""
+    def is_building(self) -> bool:
+        """Whether the last forward was still on the way from the model to a session, or ended there."""
+        return self._building
 
     @property
     def graph(self) -> Any:
@@ -130,15 +142,17 @@ class Manager:
         return tuple(sorted(set(names)))
 
     def close(self) -> None:
-        """Take back what ORT registered for the whole process."""
+        """Leave nothing behind: a session that was given up while it was built has not read its config."""
         self._drop_config_file()
-        compat.unregister_symbolics(self._training._runtime_options.onnx_opset_version)
 
     def _environment(self) -> dict[str, str]:
         # The plans are chosen by the hooks, not by ORT's own variables.
-        variables = {"ORTMODULE_MEMORY_OPT_LEVEL": "0", "ORTMODULE_MEMORY_OPT_CONFIG": ""}
-        if not self._settings.fallback:
-            variables["ORTMODULE_FALLBACK_POLICY"] = "FALLBACK_DISABLE"
+        # Falling back is the engine's business too: ORT's own covers only some of the errors of building a graph.
+        variables = {
+            "ORTMODULE_MEMORY_OPT_LEVEL": "0",
+            "ORTMODULE_MEMORY_OPT_CONFIG": "",
+            "ORTMODULE_FALLBACK_POLICY": "FALLBACK_DISABLE",
+        }
         if self._settings.opset is not None:
             variables["ORTMODULE_ONNX_OPSET_VERSION"] = str(self._settings.opset)
         return variables
@@ -159,12 +173,12 @@ class Manager:
         options.recompute_probe_config = "1:1" if layerwise else "1:0"
         transition = self._training._graph_transition_manager
         transition._export_extra_kwargs = {**transition._export_extra_kwargs, **compat.export_arguments()}
-        transition.get_post_processed_model = self._exporting(transition.get_post_processed_model)
+        transition.get_post_processed_model = self._exporting(transition)
         self._training._get_session_config = self._session_config(self._training._get_session_config)
         self._observer.find_memory_optimization_opportunity = self._choose
         self._observer.inspect_memory = lambda phase: self._hooks.phase(int(phase))
         # Runs when the session is built and has read its config; it would print ORT's own table at warning level.
-        self._training._log_feature_stats = self._drop_config_file
+        self._training._log_feature_stats = self._built
 
     @contextlib.contextmanager
     def _quiet(self) -> Iterator[None]:
@@ -175,16 +189,29 @@ class Manager:
                 warnings.simplefilter("ignore")
             yield
 
-    def _exporting(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def get_post_processed_model(inputs: Any, kwargs: Any) -> Any:
+    def _exporting(self, transition: Any) -> Callable[..., Any]:
+        original, owner = transition.get_post_processed_model, type(transition)
+        export = owner._export_model
+        options = self._training._runtime_options
+
+        def export_model(*args: Any, **kwargs: Any) -> Any:
+            self._building = True
             with contextlib.ExitStack() as stack:
-                stack.enter_context(compat.torch_names())
+                stack.enter_context(compat.symbolics(options.onnx_opset_version))
                 stack.enter_context(self._quiet())
-                if self._settings.cache_dir:
-                    self._training._runtime_options.ortmodule_cache_dir = self._export_cache(inputs, kwargs)
                 if not self._imported.has_extensions:
                     self._seen_functions = stack.enter_context(compat.recorded_autograd_functions())
                 self._observer.symbolic_dim_collecting_completed = False
+                exported = export(*args, **kwargs)
+            if self._seen_functions:
+                # A cached export would be taken next time without looking at the model again.
+                shutil.rmtree(options.ortmodule_cache_dir, ignore_errors=True)
+            return exported
+
+        def get_post_processed_model(inputs: Any, kwargs: Any) -> Any:
+            if self._settings.cache_dir:
+                options.ortmodule_cache_dir = self._export_cache(inputs, kwargs)
+            with compat.replaced(owner, "_export_model", staticmethod(export_model)), _buffers_among_inputs(owner):
                 return original(inputs, kwargs)
 
         return get_post_processed_model
@@ -236,10 +263,29 @@ class Manager:
             text, _ = agent.get_serialized_ortmodule_memory_stat(file.name, probe, True)
         self._hooks.report(text)
 
+    def _built(self) -> None:
+        self._building = False
+        self._drop_config_file()
+
     def _drop_config_file(self) -> None:
         if self._config_file:
             Path(self._config_file).unlink(missing_ok=True)
             self._config_file = ""
+
+
+@contextlib.contextmanager
+def _buffers_among_inputs(transition_manager: type) -> Iterator[None]:
+    """With the skip checks off, ORT asserts at the second forward that every input of the graph that the user does not
+    give is a parameter; in models such as BART some are buffers."""
+    original = transition_manager.__dict__["_reprocess_check"]
+
+    def reprocess_check(flatten_module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        tensors = [*flatten_module.named_parameters(), *flatten_module.named_buffers()]
+        stand_in = types.SimpleNamespace(named_parameters=lambda: tensors)
+        return original.__func__(stand_in, *args, **kwargs)
+
+    with compat.replaced(transition_manager, "_reprocess_check", staticmethod(reprocess_check)):
+        yield
 
 
 def _describe(value: Any) -> str:
@@ -249,6 +295,10 @@ def _describe(value: Any) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """The last telling line of an error, since ORT puts whole tracebacks into its messages."""
+    """The last telling line of an error, since ORT puts whole tracebacks and C++ signatures into its messages."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__
+    if not lines:
+        return type(error).__name__
+    if failed := _FAILED_CHECK.search(lines[-1]):
+        lines[-1] = f"{failed['place']}: {failed['reason'] or failed['condition']}"
+    return f"{type(error).__name__}: {lines[-1]}"

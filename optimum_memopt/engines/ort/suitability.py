@@ -45,6 +45,20 @@ def check(model: torch.nn.Module) -> None:
         )
 
 
+def check_autocast(model: torch.nn.Module) -> None:
+    """Refuse a training forward under autocast on the CPU.
+
+    Raises:
+        UnsupportedModelError: see there.
+    """
+    parameter = next(model.parameters(), None)
+    if (parameter is None or parameter.device.type == "cpu") and torch.is_autocast_enabled("cpu"):
+        raise UnsupportedModelError(
+            "a training forward under torch.autocast on the CPU: ONNX Runtime's CPU provider trains float32 only; "
+            "leave autocast out or train on a GPU"
+        )
+
+
 def check_arguments(args: Any) -> None:
     """Refuse `transformers.TrainingArguments` that ONNX Runtime cannot train with.
 

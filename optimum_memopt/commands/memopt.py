@@ -1,0 +1,16 @@
+"""`optimum-cli memopt`: the group of this package's commands."""
+
+from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
+
+from optimum_memopt.commands.env import EnvCommand
+
+
+class MemOptCommand(BaseOptimumCLICommand):
+    """Prints its help; the work is in the subcommands."""
+
+    COMMAND = CommandInfo(name="memopt", help="See and trade what a training step keeps in memory.")
+    SUBCOMMANDS = (
+        CommandInfo(
+            name="env", help="What is installed, what works here, what is missing.", subcommand_class=EnvCommand
+        ),
+    )
