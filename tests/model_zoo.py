@@ -160,6 +160,28 @@ ZOO: dict[str, Case] = {
         # T5 starts from wide weights and does not scale its attention: wider ones saturate the softmax.
         weight_scale=1.0,
     ),
+    "bart": Case(
+        "BartForConditionalGeneration",
+        "BartConfig",
+        {
+            "vocab_size": VOCABULARY,
+            "max_position_embeddings": 64,
+            "d_model": 16,
+            "encoder_layers": 2,
+            "decoder_layers": 2,
+            "encoder_attention_heads": 2,
+            "decoder_attention_heads": 2,
+            "encoder_ffn_dim": 24,
+            "decoder_ffn_dim": 24,
+            "dropout": 0.0,
+            "pad_token_id": PAD,
+            "bos_token_id": 2,
+            "eos_token_id": 3,
+            "decoder_start_token_id": 3,
+            "forced_eos_token_id": None,
+        },
+        translation,
+    ),
     "vit": Case(
         "ViTForImageClassification",
         "ViTConfig",
@@ -170,3 +192,52 @@ ZOO: dict[str, Case] = {
 
 # Models that also train with torch's fused attention: DeBERTa has none in transformers.
 SDPA = ("roberta-mlm", "bert-classification", "electra-mlm", "distilbert-mlm", "gpt2", "llama", "qwen3", "vit")
+
+# What ONNX Runtime 1.19 cannot train: model, attention, changes to its config, and the reason as its error names it.
+UNTRAINABLE: dict[str, tuple[Case, str, dict[str, Any], str]] = {
+    "t5-sdpa": (ZOO["t5"], "sdpa", {}, "while running Squeeze node.*SelfAttention"),
+    "roberta-sdpa-dropout": (
+        ZOO["roberta-mlm"],
+        "sdpa",
+        {"attention_probs_dropout_prob": 0.1},
+        r"gradient_builder_base.h:123: i < node_->OutputDefs\(\).size\(\) was false",
+    ),
+    "mixtral": (
+        Case("MixtralForCausalLM", "MixtralConfig", {**_LLAMA, "num_local_experts": 2}, masked_lm),
+        "eager",
+        {},
+        "Exporting the operator 'aten::histc'",
+    ),
+    "mamba": (
+        Case(
+            "MambaForCausalLM",
+            "MambaConfig",
+            {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4},
+            masked_lm,
+        ),
+        "eager",
+        {},
+        "The gradient builder has not been registered: Softplus",
+    ),
+    "modernbert": (
+        Case(
+            "ModernBertForMaskedLM",
+            "ModernBertConfig",
+            {
+                **_SIZES,
+                **_TEXT,
+                "attention_dropout": 0.0,
+                "mlp_dropout": 0.0,
+                "embedding_dropout": 0.0,
+                "bos_token_id": 2,
+                "eos_token_id": 3,
+                "cls_token_id": 2,
+                "sep_token_id": 3,
+            },
+            masked_lm,
+        ),
+        "eager",
+        {},
+        r"This is an invalid model. Error: Duplicate definition of name \(_grad\)",
+    ),
+}

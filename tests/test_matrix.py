@@ -14,25 +14,18 @@ from pathlib import Path
 import onnx
 import pytest
 import torch
-from model_zoo import SDPA, ZOO, Case
+from gradients import Batch, accumulate, assert_same_step
+from model_zoo import SDPA, UNTRAINABLE, ZOO, Case
 
 from optimum_memopt.engines.base import ENGINES, Engine, Selection, create
+from optimum_memopt.errors import UnsupportedModelError
 from optimum_memopt.options import MemOptOptions
 from optimum_memopt.plans.grammar import parse
 from optimum_memopt.plans.table import Plan, PlanTable
 
-TOLERANCE = 1e-5
-# Some gradients are zero by mathematics (softmax does not see an attention key's bias) and rounding noise in floating
-# point, where no relative error means anything. So a gradient counts as at least this fraction of the model's mean
-# gradient: errors below 1e-7 of that mean pass, while the noise lies around 4e-9 and the smallest gradient that is
-# not zero in these models is above 1e-3 of it.
-FLOOR = 1e-2
-
 OPTIONS = {"ort": {"ort_fallback": False}}
 PLANS = ("none", "one", "level 1", "level 2", "random")
 MODELS = [(name, "eager") for name in ZOO] + [(name, "sdpa") for name in SDPA]
-
-Gradients = dict[str, torch.Tensor | None]
 
 
 @dataclass
@@ -47,13 +40,10 @@ class Pair:
     folder: Path
     rows: tuple[Plan, ...] = field(default=())
 
-    def check_step(self, *batches: dict[str, torch.Tensor]) -> None:
-        """One accumulated step over the batches on both."""
-        ours, expected = accumulate(self.model, batches), accumulate(self.plain, batches)
-        torch.testing.assert_close(ours[0], expected[0], rtol=TOLERANCE, atol=0)
-        assert wrong_gradients(ours[1], expected[1]) == {}
+    def check_step(self, *batches: Batch) -> None:
+        assert_same_step(self.model, self.plain, *batches)
 
-    def check_evaluation(self, batch: dict[str, torch.Tensor]) -> None:
+    def check_evaluation(self, batch: Batch) -> None:
         for model in (self.model, self.plain):
             model.eval()
         with torch.no_grad():
@@ -62,33 +52,6 @@ class Pair:
             model.train()
         torch.testing.assert_close(ours.logits, expected.logits, rtol=0, atol=0)
         assert ("loss" in ours) == ("loss" in expected) == ("labels" in batch)
-
-
-def accumulate(model: torch.nn.Module, batches: tuple[dict[str, torch.Tensor], ...]) -> tuple[torch.Tensor, Gradients]:
-    model.zero_grad(set_to_none=True)
-    losses = []
-    for batch in batches:
-        loss = model(**batch).loss
-        loss.backward()
-        losses.append(loss.detach())
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return torch.stack(losses), {name: grad if grad is None else grad.clone() for name, grad in gradients.items()}
-
-
-def wrong_gradients(ours: Gradients, expected: Gradients) -> dict[str, float | None]:
-    """Parameters to their relative error; None where only one of the two has a gradient at all."""
-    present = [gradient for gradient in expected.values() if gradient is not None]
-    mean = (sum(g.square().sum() for g in present) / sum(g.numel() for g in present)).sqrt()
-    wrong: dict[str, float | None] = {}
-    for name, reference in expected.items():
-        if (ours[name] is None) != (reference is None):
-            wrong[name] = None
-        elif reference is not None:
-            scale = max(reference.norm(), FLOOR * mean * reference.numel() ** 0.5)
-            error = float((ours[name] - reference).norm() / scale)
-            if not error <= TOLERANCE:
-                wrong[name] = error
-    return wrong
 
 
 @pytest.fixture(scope="module", params=ENGINES)
@@ -173,3 +136,39 @@ def test_trains_as_plain_pytorch(engine_name: str, pair: Pair, plan: str) -> Non
     pair.check_evaluation(case.without_labels(case.batch(2, 11, seed=4)))
     pair.check_step(case.batch(4, 12, seed=5), case.batch(3, 8, seed=6))
     assert engine.plans() is table, "other shapes and evaluation need no new graph"
+
+
+@pytest.mark.parametrize("name", UNTRAINABLE)
+def test_what_onnx_runtime_cannot_train_says_why(name: str) -> None:
+    case, attention, changes, reason = UNTRAINABLE[name]
+    model = case.build("eager", **changes)
+    engine = create(MemOptOptions(memory_opt_engine="ort", ort_fallback=False))
+    engine.attach(model)
+    # The engine replaces attention that cannot train before it exports; this asks for it again.
+    model.set_attn_implementation(attention)
+    with pytest.raises((UnsupportedModelError, RuntimeError), match=reason) as caught:
+        accumulate(model, [case.batch()])
+    engine.detach()
+    if isinstance(caught.value, UnsupportedModelError):
+        assert "\n" not in str(caught.value)
+        assert "--ort_fallback" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", UNTRAINABLE)
+def test_what_onnx_runtime_cannot_train_falls_back_or_trains_another_way(name: str) -> None:
+    case, attention, changes, _ = UNTRAINABLE[name]
+    model = case.build(attention, **changes)
+    plain = copy.deepcopy(model)
+    engine = create(MemOptOptions(memory_opt_engine="ort", memory_opt_level=1))
+    engine.attach(model)
+    plain.set_attn_implementation(model.config._attn_implementation)
+    fell_back = attention == "eager"
+    if not changes:
+        assert_same_step(model, plain, case.batch())
+        assert_same_step(model, plain, case.batch(3, 7, seed=1))
+    else:
+        accumulate(model, [case.batch()])
+    assert bool(engine.plans().plans) != fell_back
+    assert engine.plans().header[0].startswith("NOT on ONNX Runtime") == fell_back
+    engine.detach()
+    assert model.config._attn_implementation == attention

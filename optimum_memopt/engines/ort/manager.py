@@ -10,7 +10,6 @@ import hashlib
 import importlib
 import json
 import re
-import re
 import shutil
 import tempfile
 import types
@@ -31,7 +30,7 @@ POST_BACKWARD = 3
 
 # A failed check in ORT's C++ code: path, line, signature, condition or status, and in most cases a reason.
 _FAILED_CHECK = re.compile(
-    r"/onnxruntime_src/\S*?(?P<place>[^/\s]+:\d+) .*\) (?:const )?"
+    r"/onnxruntime_src/\S*?(?P<place>[^/\s]+:\d+) .*\)>? (?:const )?"
     r"(?P<condition>\S.*was false\.|\[ONNXRuntimeError\][^:]*:[^:]*:[^:]*:) ?(?P<reason>.*)"
 )
 

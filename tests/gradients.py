@@ -1,0 +1,50 @@
+"""Compares the gradients of two training steps."""
+
+from collections.abc import Sequence
+
+import torch
+
+Batch = dict[str, torch.Tensor]
+Gradients = dict[str, torch.Tensor | None]
+
+TOLERANCE = 1e-5
+# Some gradients are zero by mathematics (softmax does not see an attention key's bias) and rounding noise in floating
+# point, where no relative error means anything. So a gradient counts as at least this fraction of the model's mean
+# gradient: errors below 1e-7 of that mean pass. The noise reaches 2e-8 of it; the smallest gradients that are not zero
+# in the tests' models have 2e-4 to 5e-3 of it, so that an error of 0.05% shows even there.
+FLOOR = 1e-2
+
+
+def accumulate(model: torch.nn.Module, batches: Sequence[Batch]) -> tuple[torch.Tensor, Gradients]:
+    """Losses and summed gradients of the batches; a deep copy, so that later steps leave them alone."""
+    model.zero_grad(set_to_none=True)
+    losses = []
+    for batch in batches:
+        loss = model(**batch).loss
+        loss.backward()
+        losses.append(loss.detach())
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return torch.stack(losses), {name: grad if grad is None else grad.clone() for name, grad in gradients.items()}
+
+
+def wrong_gradients(ours: Gradients, expected: Gradients) -> dict[str, float | None]:
+    """Parameters to their relative error; None where only one of the two has a gradient at all."""
+    present = [gradient for gradient in expected.values() if gradient is not None]
+    mean = (sum(g.square().sum() for g in present) / sum(g.numel() for g in present)).sqrt()
+    wrong: dict[str, float | None] = {}
+    for name, reference in expected.items():
+        if (ours[name] is None) != (reference is None):
+            wrong[name] = None
+        elif reference is not None:
+            scale = max(reference.norm(), FLOOR * mean * reference.numel() ** 0.5)
+            error = float((ours[name] - reference).norm() / scale)
+            if not error <= TOLERANCE:
+                wrong[name] = error
+    return wrong
+
+
+def assert_same_step(ours: torch.nn.Module, plain: torch.nn.Module, *batches: Batch) -> None:
+    """One accumulated step over the batches gives both the same losses and gradients."""
+    (our_losses, our_gradients), (losses, gradients) = accumulate(ours, batches), accumulate(plain, batches)
+    torch.testing.assert_close(our_losses, losses, rtol=TOLERANCE, atol=0)
+    assert wrong_gradients(our_gradients, gradients) == {}
