@@ -125,7 +125,7 @@ BREAKS = {
         "ImportError: cannot import name '_type_utils' from 'torch.onnx'",
     ),
     "globals": (
-        f"{WITHOUT_SWITCH}; del compat.MOVED_MODULES['torch.onnx._globals']; custom()",
+        f"{WITHOUT_SWITCH}del compat.MOVED_MODULES['torch.onnx._globals']; custom()",
         "cannot import name '_globals' from 'torch.onnx'",
     ),
     "convolution": (
@@ -140,10 +140,10 @@ BREAKS = {
         "compat._provide_extensions = lambda: False; words()",
         "ImportError: cannot import name 'torch_interop_utils'",
     ),
-    "autograd_switch": (f"{WITHOUT_SWITCH}; custom()", "forward_runner_ was false"),
-    "aten": (f"{WITHOUT_ATEN}; words()", "ImportError: cannot import name 'aten_op_executor'"),
-    "embedding": (f"{WITHOUT_GATHER}; words()", "ATenOperatorExecutor is not initialized"),
-    "init_exception": (f"{WITHOUT_RESET}; words()", "ORTModule's extensions were not detected"),
+    "autograd_switch": (f"{WITHOUT_SWITCH}custom()", "forward_runner_ was false"),
+    "aten": (f"{WITHOUT_ATEN}words()", "ImportError: cannot import name 'aten_op_executor'"),
+    "embedding": (f"{WITHOUT_GATHER}words()", "ATenOperatorExecutor is not initialized"),
+    "init_exception": (f"{WITHOUT_RESET}words()", "ORTModule's extensions were not detected"),
 }
 
 
@@ -153,7 +153,7 @@ def python(tmp_path, body, first_on_path=None):
     if first_on_path is not None:
         environment["PYTHONPATH"] = str(first_on_path)
     done = subprocess.run(
-        [sys.executable, "-c", SETUP + body.replace("\n; ", "\n")],
+        [sys.executable, "-c", SETUP + body],
         env=environment,
         cwd=tmp_path,
         stdout=subprocess.PIPE,
