@@ -114,12 +114,14 @@ def ort_abilities(versions: Mapping[str, str | None]) -> list[Ability]:
 
 
 def _ort_engine(versions: Mapping[str, str | None]) -> Ability:
+    from optimum_memopt.engines import ort
+
     what = "ort engine"
     if packages := clash(versions):
         why = f"{' and '.join(packages)} are installed together and overwrite each other's files"
         return Ability(what, False, why, install_command(versions))
-    if not (versions.get("onnxruntime-training") or versions.get("onnxruntime-training-cpu")):
-        return Ability(what, False, "onnxruntime-training is not installed", install_command(versions))
+    if why := ort.missing():
+        return Ability(what, False, why, install_command(versions))
     from optimum_memopt.engines.ort import compat
 
     try:

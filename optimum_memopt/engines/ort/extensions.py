@@ -95,13 +95,14 @@ def cache_dir() -> Path:
     return cache_root() / "torch_extensions" / "_".join(key)
 
 
-def _paths(folder: Path) -> dict[str, Path]:
+def expected_paths(folder: Path) -> dict[str, Path]:
+    """Where a finished build puts the extensions in `folder`."""
     return {name: folder / f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}" for name in NAMES}
 
 
 def find() -> dict[str, Path] | None:
     """The built extensions by name, or None unless both are there."""
-    paths = _paths(cache_dir())
+    paths = expected_paths(cache_dir())
     return paths if all(path.is_file() for path in paths.values()) else None
 
 
@@ -150,13 +151,13 @@ def build() -> dict[str, Path]:
             _copy_mended(sources, work)
             for number, name in enumerate(NAMES, 1):
                 _compile(work / name, log, partial(show, f"building {name} ({number}/{len(NAMES)})"))
-            for name, path in _paths(folder).items():
+            for name, path in expected_paths(folder).items():
                 os.replace(work / name / "out" / path.name, path)
             log.unlink()
         finally:
             shutil.rmtree(work, ignore_errors=True)
     get_logger().info("torch extensions built in %s", folder)
-    return _paths(folder)
+    return expected_paths(folder)
 
 
 def load(paths: dict[str, Path]) -> dict[str, ModuleType]:
@@ -164,6 +165,9 @@ def load(paths: dict[str, Path]) -> dict[str, ModuleType]:
 
     Args:
         paths: as `find()` and `build()` return them.
+
+    Raises:
+        MemOptError: a file cannot be loaded, for instance one that another machine put into a shared home.
     """
     modules = {}
     for name, path in paths.items():
@@ -171,8 +175,11 @@ def load(paths: dict[str, Path]) -> dict[str, ModuleType]:
         module = sys.modules.get(full_name)
         if module is None:
             spec = importlib.util.spec_from_file_location(full_name, path)
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
+            try:
+                module = importlib.util.module_from_spec(spec)
+                spec.loader.exec_module(module)
+            except ImportError as error:
+                raise MemOptError(f"{error}; delete {path.parent} and run: {BUILD_COMMAND}") from error
             sys.modules[full_name] = module
         # An import of the parent that is still to come finds the module in sys.modules by itself.
         if parent := sys.modules.get(_PARENT):

@@ -1,0 +1,126 @@
+"""`optimum-cli memopt env`, each time in a process as a user starts it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from optimum_memopt.commands.env import clash, install_command
+from optimum_memopt.engines.ort import extensions, missing
+
+CLI = "import sys; from optimum.commands.optimum_cli import main; sys.argv[0] = 'optimum-cli'; main()"
+TRAINING = "onnxruntime-training-cpu"
+needs_ort = pytest.mark.skipif(bool(missing()), reason="no onnxruntime-training")
+
+
+def cli(*arguments: str, cache: Path, path: Path | None = None, **variables: str) -> subprocess.CompletedProcess:
+    """`optimum-cli memopt env …` with an own cache; `path` comes first on the module search path."""
+    environment = {**os.environ, extensions.CACHE_VARIABLE: str(cache), **variables}
+    if path:
+        environment["PYTHONPATH"] = str(path)
+    command = [sys.executable, "-c", CLI, "memopt", "env", *arguments]
+    return subprocess.run(command, env=environment, cwd=cache.parent, capture_output=True, text=True, timeout=300)
+
+
+def pretend_installed(folder: Path, name: str, version: str) -> None:
+    """What pip would leave of a second package whose files another one has overwritten."""
+    metadata = folder / f"{name.replace('-', '_')}-{version}.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
+def works(report: dict) -> dict[str, dict]:
+    return {ability["what"]: ability for ability in report["works"]}
+
+
+def test_clash():
+    assert clash({}) == clash({TRAINING: "1.19.2", "onnx": "1.23", "onnxruntime": None}) == []
+    assert clash({TRAINING: "1.19.2", "onnxruntime": "1.30"}) == [TRAINING, "onnxruntime"]
+    assert clash({TRAINING: "1.19.2", "onnxruntime-training": "1.19.2"}) == ["onnxruntime-training", TRAINING]
+
+
+@pytest.mark.parametrize(
+    "versions, command",
+    [
+        ({}, f"pip install {TRAINING}==1.19.2 onnx"),
+        ({"CUDA (of torch)": "13.0"}, "pip install onnxruntime-training==1.19.2 onnx"),
+        ({"onnxruntime": "1"}, f"pip uninstall -y onnxruntime && pip install {TRAINING}==1.19.2 onnx"),
+        (
+            {"onnxruntime": "1", TRAINING: "1"},
+            f"pip uninstall -y {TRAINING} onnxruntime && pip install {TRAINING}==1.19.2 onnx",
+        ),
+    ],
+)
+def test_the_command_leaves_one_onnxruntime(versions, command):
+    assert install_command(versions) == command
+
+
+@needs_ort
+def test_what_works_without_the_extensions_and_how_to_get_them(tmp_path):
+    done = cli("--json", cache=tmp_path / "cache")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["installed"]["python"] == sys.version.split()[0]
+    assert report["installed"]["onnxruntime"] is None
+    assert report["extensions"] == {}
+    abilities = works(report)
+    assert abilities["ort engine"]["works"]
+    custom = abilities["custom torch.autograd.Function"]
+    assert not custom["works"] and custom["command"] == extensions.BUILD_COMMAND
+
+
+@needs_ort
+def test_the_table_names_a_missing_compiler_and_the_command(tmp_path):
+    done = cli(cache=tmp_path / "cache", CXX="no-such-compiler")
+    assert done.returncode == 0, done.stderr
+    assert "apt-get install g++" in " ".join(done.stdout.split())
+    assert f"custom torch.autograd.Function: {extensions.BUILD_COMMAND}" in done.stdout
+    assert "C++ compiler              -" in done.stdout
+
+
+@needs_ort
+def test_two_packages_that_overwrite_each_other_are_told(tmp_path):
+    pretend_installed(tmp_path / "second", "onnxruntime", "1.30.0")
+    report = json.loads(cli("--json", cache=tmp_path / "cache", path=tmp_path / "second").stdout)
+    engine = works(report)["ort engine"]
+    assert not engine["works"]
+    assert "onnxruntime are installed together" in engine["why"]
+    assert engine["command"].startswith("pip uninstall -y ")
+    assert not works(report)["custom torch.autograd.Function"]["works"]
+
+
+@needs_ort
+def test_an_onnxruntime_that_cannot_be_imported_is_no_traceback(tmp_path):
+    broken = tmp_path / "first" / "onnxruntime"
+    broken.mkdir(parents=True)
+    (broken / "__init__.py").write_text("raise OSError('libonnxruntime.so: cut off')\n")
+    done = cli("--json", cache=tmp_path / "cache", path=tmp_path / "first")
+    assert done.returncode == 0, done.stderr
+    engine = works(json.loads(done.stdout))["ort engine"]
+    assert not engine["works"] and "libonnxruntime.so: cut off" in engine["why"]
+
+
+def test_a_failed_build_is_one_line_and_exit_code_1(tmp_path):
+    done = cli("--build", cache=tmp_path / "cache", CXX="no-such-compiler")
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1 and done.stderr.startswith("error: ")
+
+
+@needs_ort
+def test_build_finds_what_is_built_and_says_where(tmp_path, monkeypatch):
+    monkeypatch.setenv(extensions.CACHE_VARIABLE, str(tmp_path / "cache"))
+    folder = extensions.cache_dir()
+    folder.mkdir(parents=True)
+    for path in extensions.expected_paths(folder).values():
+        path.touch()
+    done = cli("--build", "--json", cache=tmp_path / "cache", CXX="no-such-compiler")
+    assert json.loads(done.stdout)["extensions"] == {n: str(p) for n, p in extensions.find().items()}
+
+
+def test_the_command_starts_without_loading_torch(tmp_path):
+    script = "import sys; import optimum_memopt.commands.memopt; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True)
