@@ -184,6 +184,10 @@ class OrtEngine:
             # Whoever catches it and goes on must not meet a graph without a session.
             self._forget_session()
             raise
+        except torch.OutOfMemoryError:
+            # Says nothing about the model; a smaller batch may follow, which must not meet a forward left half-way.
+            self._forget_session()
+            raise
         except Exception as error:
             if self._manager is not None and not self._manager.is_building:
                 raise
@@ -206,9 +210,10 @@ class OrtEngine:
 
     def _state(self) -> tuple[Any, ...]:
         """What an exported graph has built in and ORT does not look at again: parameters, and autocast's casts."""
-        device_type = next((parameter.device.type for parameter in self._model.parameters()), "cpu")
+        parameters = tuple(self._model.parameters())
+        device_type = parameters[0].device.type if parameters else "cpu"
         autocast = torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type)
-        return autocast, *((id(parameter), parameter.requires_grad) for parameter in self._model.parameters())
+        return autocast, *((id(p), p.requires_grad, p.dtype, p.device) for p in parameters)
 
     def _notice_changes(self) -> None:
         state = self._state()
@@ -217,6 +222,7 @@ class OrtEngine:
                 "parameters were replaced, frozen or unfrozen, or autocast changed: building a new graph"
             )
             self._forget_session()
+            suitability.check(self._model)
         self._seen = state
 
     def _make_manager(self) -> Manager:

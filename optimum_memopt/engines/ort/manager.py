@@ -35,6 +35,22 @@ _FAILED_CHECK = re.compile(
 )
 
 
+# What the CPU and CUDA allocators of ORT and torch say.
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "bad_alloc", "Failed to allocate memory")
+
+
+@contextlib.contextmanager
+def _out_of_memory_as_torch_says_it() -> Iterator[None]:
+    """ORT reports a lack of memory as any failed node. Trainer's auto_find_batch_size, and whoever else tries again
+    with a smaller batch, looks for torch's error and for these words (accelerate, `should_reduce_batch_size`)."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, torch.OutOfMemoryError) or not any(words in str(error) for words in _OUT_OF_MEMORY):
+            raise
+        raise torch.OutOfMemoryError(f"ONNX Runtime is out of memory. {one_line(error)}") from error
+
+
 @dataclass(frozen=True)
 class OrtSettings:
     """Options of the ort engine; see the help texts of the `--ort_…` flags."""
@@ -97,10 +113,12 @@ class Manager:
 
         Raises:
             MemOptError: from the hooks.
-            Exception: whatever ORT raises for a graph that it cannot build or run, when fallback is off.
+            torch.OutOfMemoryError: also from the backward of the outputs.
+            Exception: whatever ORT raises for a graph that it cannot build or run.
         """
         self._ort.train(True)
-        return self._ort(*args, **kwargs)
+        with _out_of_memory_as_torch_says_it():
+            return self._ort(*args, **kwargs)
 
     @property
     def is_building(self) -> bool:
@@ -174,6 +192,9 @@ class Manager:
         transition._export_extra_kwargs = {**transition._export_extra_kwargs, **compat.export_arguments()}
         transition.get_post_processed_model = self._exporting(transition)
         self._training._get_session_config = self._session_config(self._training._get_session_config)
+        # The autograd.Function that carries the session; this ORTModule's own class.
+        backward = _out_of_memory_as_torch_says_it()(self._training._forward_class.backward)
+        self._training._forward_class.backward = staticmethod(backward)
         self._observer.find_memory_optimization_opportunity = self._choose
         self._observer.inspect_memory = lambda phase: self._hooks.phase(int(phase))
         # Runs when the session is built and has read its config; it would print ORT's own table at warning level.
