@@ -39,5 +39,6 @@ def translate(cluster_id: str, existing: Collection[str]) -> str | None:
     """The existing id that names the same activation: itself, its unfused or its fused spelling; None without one."""
     if cluster_id in existing:
         return cluster_id
-    fused = (other for other in sorted(existing) if is_fused(other) and cluster_id in unfused(other))
-    return next((other for other in unfused(cluster_id) if other in existing), next(fused, None))
+    fused = [other for other in existing if is_fused(other) and cluster_id in unfused(other)]
+    nearest = min(fused, key=lambda other: (unfused(other).index(cluster_id), other), default=None)
+    return next((other for other in unfused(cluster_id) if other in existing), nearest)

@@ -123,7 +123,9 @@ def test_counts_of_several_cells_add_up():
 
 def test_a_row_of_unknown_size_stays_in_the_table():
     found = [Opportunity("A+", 1, 2, (StashedOutput("(input_ids_dim0)*(Gather_7_d0)", 4, 1.0),))]
-    (plan,) = to_plans(found, {"A+:1:-1": 2}, {"input_ids_dim0": "inputs_input_ids_dim0"}, {"inputs_input_ids_dim0": 4})
+    (plan,) = to_plans(
+        found, {"A+:1:-1": 2}, {"input_ids_dim0": "inputs_input_ids_dim0"}, {"inputs_input_ids_dim0": 4}
+    )
     assert plan.saving_bytes is None
     assert plan.saving_symbolic == "8*Gather_7_d0*inputs_input_ids_dim0"
 
