@@ -1,0 +1,199 @@
+"""The plan table on its way to the log, to the trackers and to the file."""
+
+import json
+
+import pytest
+import torch
+from transformers import RobertaForSequenceClassification, TrainerCallback
+
+from optimum_memopt import PlanStatsCallback, optimize, run_summary
+from optimum_memopt.logs import LOG_LEVELS, get_logger, set_log_level
+from tests.trainer_runs import build, collate, log_lines, make, rows, tables
+
+NAME = "roberta-classification"
+CONFIG = "Gelu+:1:-1"
+
+
+def entries(trainer, name):
+    return [entry[f"memopt/{name}"] for entry in trainer.state.log_history if f"memopt/{name}" in entry]
+
+
+def test_table_numbers_and_records(tmp_path):
+    file = tmp_path / "deep" / "memopt.jsonl"
+    trainer = make(tmp_path, NAME, memory_opt_config=CONFIG, memory_opt_log_file=str(file))
+    with log_lines() as lines:
+        trainer.train()
+    table = trainer.memopt.table
+    assert tables(lines) == [table.to_text()]
+    row = next(line for line in table.to_text().splitlines() if CONFIG in line and "ON" in line)
+    assert row.split()[-2:] == ["-1", "2"], "requested and applied"
+
+    assert entries(trainer, "plans/available") == [len(table.plans)]
+    assert entries(trainer, "plans/on") == [1]
+    # Two Gelu outputs of (4 rows, 9 tokens, 24) floats.
+    first = table.symbols["inputs_input_ids_dim0"] * table.symbols["inputs_input_ids_dim1"]
+    assert entries(trainer, "plans/claimed_saving_bytes") == [table.claimed_saving_bytes] == [2 * first * 24 * 4]
+    assert [e["step"] for e in trainer.state.log_history if "memopt/plans/on" in e] == [1]
+
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [record["config"] for record in records] == [plan.config for plan in table.plans]
+    assert all(record["kind"] == "plan_stats" and record["step"] == 0 for record in records)
+    gelu = next(record for record in records if record["config"] == CONFIG)
+    assert (gelu["engine"], gelu["frequency"], gelu["requested_count"], gelu["applied_count"]) == ("ort", 2, -1, 2)
+    assert gelu["symbols"] == dict(table.symbols)
+    assert sum(record["applied_count"] for record in records) == 2
+
+
+def test_the_end_sets_the_measured_beside_the_claimed(tmp_path):
+    trainer = make(tmp_path, NAME, memory_opt_config=CONFIG)
+    with log_lines() as lines:
+        trainer.train()
+    (summary,) = [line for line in lines if line.startswith("measured peak of the run")]
+    claimed = trainer.memopt.table.claimed_saving_bytes / 2**20
+    assert f"claimed saving of the 1 plans that are on {claimed:.1f} MiB" in summary
+    (peak,) = entries(trainer, "run_peak_mib")
+    assert f"{peak:.1f} MiB (resident" in summary
+    assert trainer.memopt.measured_peak_mib == pytest.approx(peak)
+    assert 100 < peak < 100_000
+    text = run_summary(trainer)
+    assert f"{peak:.1f} MiB" in text and f"{CONFIG} (2 of 2)" in text
+
+
+@pytest.mark.parametrize(("level", "shown"), [("warning", 0), ("info", 1), ("devinfo", 1)])
+def test_log_levels(tmp_path, level, shown):
+    before = get_logger().level
+    trainer = make(tmp_path, NAME, memory_opt_log_level=level, max_steps=2)
+    try:
+        with log_lines() as lines:
+            trainer.train()
+    finally:
+        get_logger().setLevel(before)
+    assert len(tables(lines)) == shown
+    insights = [line for line in lines if line.startswith("rank 0: ")]
+    assert len(insights) == (level == "devinfo")
+    assert all("MemoryInsight Summary" in line and "Gelu+" in line for line in insights)
+    assert entries(trainer, "plans/available"), "trackers get the numbers on every level"
+
+
+def test_on_other_ranks_only_devinfo_speaks(monkeypatch, capsys):
+    """Through the package's own handler."""
+    before = get_logger().level
+    set_log_level("devinfo")
+    try:
+        for rank in ("1", "0"):
+            monkeypatch.setenv("RANK", rank)
+            get_logger().info(f"table of {rank}")
+            get_logger().log(LOG_LEVELS["devinfo"], f"insight of {rank}")
+    finally:
+        get_logger().setLevel(before)
+    shown = [line for line in capsys.readouterr().err.splitlines() if line.startswith("[memopt]")]
+    assert shown == ["[memopt] insight of 1", "[memopt] table of 0", "[memopt] insight of 0"]
+
+
+def test_a_new_graph_shows_a_new_table(tmp_path):
+    """Rows with token types after rows without: other inputs, so ONNX Runtime trains another graph."""
+    plain_rows = rows(NAME, 8)
+    typed_rows = [{**row, "token_type_ids": torch.zeros_like(row["input_ids"])} for row in rows(NAME, 8, seed=2)]
+
+    def collate_typed(examples):
+        batch = collate([{key: row[key] for key in row if key != "token_type_ids"} for row in examples])
+        if "token_type_ids" in examples[0]:
+            batch["token_type_ids"] = torch.zeros_like(batch["input_ids"])
+        return batch
+
+    trainer = make(
+        tmp_path,
+        NAME,
+        memory_opt_config=CONFIG,
+        train_dataset=plain_rows + typed_rows,
+        data_collator=collate_typed,
+        train_sampling_strategy="sequential",
+        max_steps=4,
+    )
+    seen = []
+
+    class Watch(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            seen.append(trainer.memopt.table)
+
+    trainer.add_callback(Watch())
+    with log_lines() as lines:
+        trainer.train()
+    shown = tables(lines)
+    assert len(shown) == 2
+    assert [table is seen[0] for table in seen] == [True, True, False, False]
+    assert [bool(table.enabled) for table in (seen[0], seen[-1])] == [True, True]
+    assert [entry["step"] for entry in trainer.state.log_history if "memopt/plans/on" in entry] == [1, 3]
+    assert sum("other inputs than before" in line for line in lines) == 1
+
+
+def test_new_shapes_alone_show_no_new_table(tmp_path):
+    trainer = make(tmp_path, NAME, max_steps=9, num_train_epochs=2, per_device_train_batch_size=3)
+    with log_lines() as lines:
+        trainer.train()
+    assert len(tables(lines)) == 1
+
+
+def test_alone_with_a_stock_trainer_and_no_engine(tmp_path):
+    file = tmp_path / "memopt.jsonl"
+    callback = PlanStatsCallback(file)
+    trainer = make(tmp_path, NAME, plain=True, callbacks=[callback])
+    assert callback.measured_peak_mib == 0
+    with log_lines() as lines:
+        trainer.train()
+    assert [line for line in lines if "no engine holds this model" in line] == lines
+    assert callback.table is None and not file.exists()
+    assert callback.measured_peak_mib > 100
+
+
+def test_alone_with_a_stock_trainer_on_a_model_that_has_an_engine(tmp_path):
+    model = build(NAME)
+    engine = optimize(model, memory_opt_config=CONFIG, ort_fallback=False)
+    callback = PlanStatsCallback(tmp_path / "memopt.jsonl")
+    trainer = make(tmp_path, NAME, plain=True, model=model, callbacks=[callback])
+    with log_lines() as lines:
+        trainer.train()
+    assert callback.table is engine.plans() is not None
+    assert tables(lines) == [callback.table.to_text()]
+    assert entries(trainer, "plans/on") == [1]
+    assert (tmp_path / "memopt.jsonl").stat().st_size > 100
+
+
+def test_the_users_own_callback_is_the_one_that_is_used(tmp_path):
+    callback = PlanStatsCallback(tmp_path / "mine.jsonl")
+    trainer = make(tmp_path, NAME, callbacks=[callback], max_steps=1)
+    assert trainer.memopt.plan_stats is callback
+    with log_lines() as lines:
+        trainer.train()
+    assert len(tables(lines)) == 1
+    assert (tmp_path / "mine.jsonl").exists()
+
+
+class Unexportable(RobertaForSequenceClassification):
+    """Has an output that no ONNX graph can have."""
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
+        outputs = super().forward(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **kwargs)
+        return {"loss": outputs.loss, "logits": outputs.logits, "unknown": object()}
+
+
+def unexportable():
+    model = build(NAME)
+    model.__class__ = Unexportable
+    return model
+
+
+def test_fallback_trains_and_says_so_once(tmp_path):
+    plain = make(tmp_path, NAME, plain=True)
+    plain.train()
+    trainer = make(tmp_path, NAME, model=unexportable(), ort_fallback=True)
+    with log_lines() as lines:
+        trainer.train()
+    assert trainer.state.global_step == 5
+    assert sum(line.startswith("NOT on ONNX Runtime") for line in lines) == 1
+    (table,) = tables(lines)
+    assert "NOT on ONNX Runtime" in table and trainer.memopt.table.header[0].startswith("NOT on ONNX Runtime")
+    assert entries(trainer, "plans/on") == [0]
+    assert "NOT on ONNX Runtime" in run_summary(trainer)
+    for name, tensor in plain.model.state_dict().items():
+        assert torch.equal(trainer.model.state_dict()[name], tensor), name
