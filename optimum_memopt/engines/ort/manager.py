@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from . import compat
+from .padding import keep_padding_rows
 
 # Beginning of every forward, end of its backward: the two ends of a pair (`Phase` in _runtime_inspector.py).
 PRE_FORWARD = 0
@@ -99,7 +100,15 @@ class Manager:
         self._seen_functions: list[str] = []
         self._building = True
         opset = settings.opset or self._imported.ortmodule.ONNX_OPSET_VERSION
-        with compat.symbolics(opset), compat.environment(self._environment()), self._quiet():
+        base = importlib.import_module(f"{compat.ORTMODULE}._graph_execution_manager").GraphExecutionManager
+        # Wherever torch sees a GPU this imports a third extension, torch_gpu_allocator, which is not built here.
+        without_torch_allocator = compat.replaced(base, "_get_torch_gpu_allocator_function_addresses", lambda _: None)
+        with (
+            compat.symbolics(opset),
+            compat.environment(self._environment()),
+            without_torch_allocator,
+            self._quiet(),
+        ):
             ort = importlib.import_module(f"{compat.ORTMODULE}.ortmodule")
             self._ort = ort.ORTModule(module, self._debug_options(type(module).__name__))
         self._training = self._ort._torch_module._execution_manager(True)
@@ -187,11 +196,13 @@ class Manager:
         # a batch without labels. With the checks it builds a new one, and new shapes alone still do not need it.
         skip = importlib.import_module(f"{compat.ORTMODULE}.options")._SkipCheck
         options.skip_check = skip.SKIP_CHECK_DISABLED
+        options.use_external_gpu_allocator = False
         options.recompute_probe_config = "1:1" if layerwise else "1:0"
         transition = self._training._graph_transition_manager
         transition._export_extra_kwargs = {**transition._export_extra_kwargs, **compat.export_arguments()}
         transition.get_post_processed_model = self._exporting(transition)
         self._training._get_session_config = self._session_config(self._training._get_session_config)
+        self._training._build_graph = self._graph_builder(self._training._build_graph)
         # The autograd.Function that carries the session; this ORTModule's own class.
         backward = _out_of_memory_as_torch_says_it()(self._training._forward_class.backward)
         self._training._forward_class.backward = staticmethod(backward)
@@ -249,6 +260,13 @@ class Manager:
         }
         digest = hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]
         return str(Path(self._settings.cache_dir or "") / digest)
+
+    def _graph_builder(self, original: Callable[[Any], None]) -> Callable[[Any], None]:
+        def build_graph(configuration: Any) -> None:
+            original(configuration)
+            keep_padding_rows(self.graph, self._training._original_module)
+
+        return build_graph
 
     def _session_config(self, original: Callable[[], Any]) -> Callable[[], Any]:
         def get_session_config() -> Any:

@@ -125,15 +125,22 @@ def choose_attention(model: torch.nn.Module) -> str | None:
 
 def remarks(model: torch.nn.Module) -> tuple[str, ...]:
     """What will not happen as in plain PyTorch."""
+    lines = []
     hooked = [
         name
         for name, module in model.named_modules()
         if module is not model and any(getattr(module, hooks, None) for hooks in _HOOKS)
     ]
-    if not hooked:
-        return ()
-    shown = ", ".join(hooked[:3]) + (", …" if len(hooked) > 3 else "")
-    return (f"hooks on {len(hooked)} submodules ({shown}) run once, at export: ONNX Runtime trains without modules",)
+    if hooked:
+        shown = ", ".join(hooked[:3]) + (", …" if len(hooked) > 3 else "")
+        lines.append(
+            f"hooks on {len(hooked)} submodules ({shown}) run once, at export: ONNX Runtime trains without modules"
+        )
+    if any(parameter.is_cuda for parameter in model.parameters()):
+        lines.append(
+            "ONNX Runtime allocates CUDA memory beside torch's allocator: the memory phases do not see its part"
+        )
+    return tuple(lines)
 
 
 def training_arguments(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
