@@ -1,0 +1,151 @@
+import copy
+import json
+import pickle
+import re
+
+import pytest
+from transformers import HfArgumentParser, TrainingArguments
+
+from optimum_memopt import MemOptError, MemOptOptions, MemOptTrainingArguments
+from optimum_memopt.plans.grammar import ConfigError
+
+FLAGS = (
+    "--memory_opt_engine ort --memory_opt_config Gelu+:1:-1 --memory_opt_strict false --memory_opt_log_level devinfo "
+    "--log_input_density --log_memory_phases true --memory_opt_log_steps 5 --memory_opt_log_file found.jsonl "
+    "--ort_fallback false --ort_arena --ort_cache_dir cache --ort_opset 15"
+).split()
+
+
+def arguments(folder, **options):
+    return MemOptTrainingArguments(output_dir=str(folder), report_to=[], use_cpu=True, **options)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"memory_opt_level": 5}, "--memory_opt_level 5: allowed are 0 (the config), 1 "),
+        ({"memory_opt_level": -1}, "--memory_opt_level -1: allowed are 0"),
+        (
+            {"memory_opt_level": 1, "memory_opt_config": "Gelu+:1:-1"},
+            "--memory_opt_level 1 together with --memory_opt_config: ",
+        ),
+        # With a level ORT ignores the config, even a file that is missing.
+        ({"memory_opt_level": 2, "memory_opt_config": "missing.json"}, "--memory_opt_level 2 together with"),
+        ({"memory_opt_config": "Gelu+:1"}, 'column 1: "Gelu+:1" has 2 fields instead of 3'),
+        ({"memory_opt_config": "Gelu+:1:-1,Add:1:-1"}, "column 12: "),
+        ({"memory_opt_config": ""}, "column 1: nothing here"),
+        ({"memory_opt_config": "Gelu+:1:-1,Gelu+:2:-1"}, "contradicts"),
+        ({"memory_opt_config": "missing.json"}, "config file missing.json: No such file"),
+        ({"memory_opt_config": "Gelu+:1:3", "memory_opt_engine": "ort"}, "Gelu+:1:3: count 3 is not available on the"),
+        ({"memory_opt_config": "Gelu+:3:-1", "memory_opt_engine": "ort"}, "strategy 3 (offload) is not available"),
+        ({"memory_opt_log_steps": -1}, "--memory_opt_log_steps -1: allowed are 0 and positive numbers"),
+        ({"memory_opt_engine": "tvm"}, "--memory_opt_engine tvm: allowed are auto, ort"),
+        (
+            {"memory_opt_log_level": "debug"},
+            "--memory_opt_log_level debug: allowed are warning, info, devinfo, verbose",
+        ),
+        ({"ort_opset": 3}, "--ort_opset 3: "),
+        ({"ort_opset": 21}, "--ort_opset 21: "),
+        ({"ort_save_onnx": "no/such/folder"}, "--ort_save_onnx no/such/folder: no such folder"),
+    ],
+    ids=str,
+)
+def test_a_bad_option_is_one_line_before_anything_is_loaded(tmp_path, monkeypatch, options, message):
+    monkeypatch.chdir(tmp_path)
+    for make in (lambda: MemOptOptions(**options).check(), lambda: arguments(tmp_path, **options)):
+        with pytest.raises(MemOptError, match=re.escape(message)) as error:
+            make()
+        assert "\n" not in str(error.value)
+
+
+def test_a_folder_or_a_bad_file_as_config(tmp_path):
+    (tmp_path / "not.json").write_text("{Gelu+")
+    for path, reason in ((tmp_path, "directory"), (tmp_path / "not.json", "not JSON")):
+        with pytest.raises(ConfigError, match=reason):
+            MemOptOptions(memory_opt_config=str(path)).check()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"memory_opt_level": 2},
+        {"memory_opt_config": "Gelu+:1:-1"},
+        {"memory_opt_config": "Gelu+:1:0", "memory_opt_engine": "ort"},
+        # Another engine than ort may take these, so `auto` cannot refuse them yet.
+        {"memory_opt_config": "Gelu+:1:3,Add+:3:-1"},
+        {"ort_opset": 17, "memory_opt_log_steps": 100},
+    ],
+    ids=str,
+)
+def test_good_options_pass(options):
+    MemOptOptions(**options).check()
+
+
+def test_the_parser_takes_every_flag(tmp_path):
+    (parsed,) = HfArgumentParser(MemOptTrainingArguments).parse_args_into_dataclasses(
+        ["--output_dir", str(tmp_path), "--report_to", "none", *FLAGS, "--ort_save_onnx", str(tmp_path)]
+    )
+    changed = {
+        name: getattr(parsed, name)
+        for name in MemOptOptions.__dataclass_fields__
+        if getattr(parsed, name) != getattr(MemOptOptions(), name)
+    }
+    assert changed == {
+        "memory_opt_engine": "ort",
+        "memory_opt_config": "Gelu+:1:-1",
+        "memory_opt_strict": False,
+        "memory_opt_log_level": "devinfo",
+        "log_input_density": True,
+        "log_memory_phases": True,
+        "memory_opt_log_steps": 5,
+        "memory_opt_log_file": "found.jsonl",
+        "ort_fallback": False,
+        "ort_arena": True,
+        "ort_cache_dir": "cache",
+        "ort_opset": 15,
+        "ort_save_onnx": str(tmp_path),
+    }
+    assert str(parsed.plan_config) == "Gelu+:1:-1"
+
+
+def test_the_parser_refuses_what_is_no_choice(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        HfArgumentParser(MemOptTrainingArguments).parse_args_into_dataclasses(
+            ["--output_dir", str(tmp_path), "--memory_opt_engine", "tvm"]
+        )
+    assert stopped.value.code != 0
+    assert "invalid choice: 'tvm'" in capsys.readouterr().err
+
+
+def test_help_explains_every_flag():
+    text = HfArgumentParser(MemOptTrainingArguments).format_help()
+    for name, option in MemOptOptions.__dataclass_fields__.items():
+        assert f"--{name}" in text
+        shown = option.metadata["help"].replace("%%", "%").split(". ")[0].split()
+        assert " ".join(shown[:4]) in " ".join(text.split()), name
+
+
+def test_plain_training_arguments_have_no_flag_of_this_package():
+    assert not set(MemOptOptions.__dataclass_fields__) & set(TrainingArguments.__dataclass_fields__)
+
+
+@pytest.mark.parametrize("config", [None, "Gelu+:1:-1"])
+def test_arguments_survive_json_pickle_and_copies(tmp_path, config):
+    args = arguments(tmp_path, memory_opt_config=config, log_memory_phases=True)
+    # What a Trainer writes beside a checkpoint (training_args.bin) and gives to trackers.
+    assert args.plan_config is None or str(args.plan_config) == config
+    for again in (pickle.loads(pickle.dumps(args)), copy.deepcopy(args)):
+        assert type(again) is MemOptTrainingArguments
+        assert again.to_dict() == args.to_dict()
+        assert again.plan_config == args.plan_config
+    as_json = json.loads(args.to_json_string())
+    assert (as_json["memory_opt_config"], as_json["log_memory_phases"]) == (config, True)
+    assert args.to_sanitized_dict()["memory_opt_engine"] == "auto"
+
+
+def test_a_config_that_is_set_later_counts():
+    options = MemOptOptions(memory_opt_config="Gelu+:1:-1")
+    options.check()
+    options.memory_opt_config = "Add+:1:-1"
+    assert str(options.plan_config) == "Add+:1:-1"
