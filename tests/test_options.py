@@ -2,6 +2,7 @@ import copy
 import json
 import pickle
 import re
+import shlex
 
 import pytest
 from transformers import HfArgumentParser, TrainingArguments
@@ -9,11 +10,11 @@ from transformers import HfArgumentParser, TrainingArguments
 from optimum_memopt import MemOptError, MemOptOptions, MemOptTrainingArguments
 from optimum_memopt.plans.grammar import ConfigError
 
-FLAGS = (
+FLAGS = shlex.split(
     "--memory_opt_engine ort --memory_opt_config Gelu+:1:-1 --memory_opt_strict false --memory_opt_log_level devinfo "
     "--log_input_density --log_memory_phases true --memory_opt_log_steps 5 --memory_opt_log_file found.jsonl "
     "--ort_fallback false --ort_arena --ort_cache_dir cache --ort_opset 15"
-).split()
+)
 
 
 def arguments(folder, **options):

@@ -67,7 +67,16 @@ def test_text_shows_every_row_with_its_numbers(table):
         state = "ON" if plan.applied_count else "OFF"
         counts = [str(plan.requested_count), str(plan.applied_count)]
         symbolic = [plan.saving_symbolic] if plan.saving_symbolic else []
-        expected = [str(number), state, plan.config, str(plan.frequency), shown, *symbolic, *counts, *plan.note.split()]
+        expected = [
+            str(number),
+            state,
+            plan.config,
+            str(plan.frequency),
+            shown,
+            *symbolic,
+            *counts,
+            *plan.note.split(),
+        ]
         assert row.split() == expected
     assert any("Note" in line for line in lines) is any(plan.note for plan in table.plans)
     on = sum(plan.applied_count > 0 for plan in table.plans)
