@@ -81,8 +81,8 @@ class MemOptOptions:
     ort_arena: bool = field(
         default=False,
         metadata={
-            "help": "Let ONNX Runtime keep freed CPU memory in its arena: fewer allocations, but what a plan saves is "
-            "not given back to the system."
+            "help": "Let ONNX Runtime keep freed CPU memory in its arena: faster steps at about a tenth more peak memory, "
+            "and what a plan saves is not given back to the rest of the process."
         },
     )
     ort_cache_dir: str | None = field(
