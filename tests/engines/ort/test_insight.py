@@ -140,6 +140,14 @@ def test_equal_joint_rows_are_told_apart_by_frequency():
         assert savings == {"A+:1:-1,B+:1:-1": 20, "B+:1:-1,C+:1:-1": 300}
 
 
+def test_a_joint_row_that_is_full_takes_no_more():
+    def cell(bytes_each):
+        return Opportunity("B+", 1, 2, (StashedOutput("1", bytes_each, 1.0),), reuses_buffer=True)
+
+    rows = {"A+:1:-1,B+:1:-1": 2, "B+:1:-1,C+:1:-1": 2}
+    assert sorted(plan.saving_bytes for plan in to_plans([cell(10), cell(100)], rows, {}, {})) == [20, 200]
+
+
 def test_nothing_in_nothing_out():
     assert parse_insight("") == ()
     assert to_plans((), {}, {}, {}) == ()
