@@ -5,7 +5,7 @@ import importlib.metadata
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -15,8 +15,6 @@ from optimum_memopt.plans.table import PlanTable
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
-
-    from optimum_memopt.options import MemOptOptions
 
 # Name of the flag's value to the module that offers `create(options) -> Engine` and `missing() -> str` (empty: usable
 # here), in the order in which `auto` looks for one.
@@ -113,8 +111,11 @@ def _first_usable() -> tuple[str, str]:
     raise MemOptError(f"memory_opt_engine auto: no engine works here: {'; '.join(reasons)}")
 
 
-def create(options: "MemOptOptions") -> Engine:
+def create(options: Any) -> Engine:
     """The engine that `options` name, not yet attached.
+
+    Args:
+        options: a `MemOptOptions`, which is checked against `ENGINES` and so stands above this module.
 
     Raises:
         MemOptError: it cannot work on this machine.

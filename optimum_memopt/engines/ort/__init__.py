@@ -3,12 +3,9 @@
 Importing this package imports nothing of onnxruntime; `OrtEngine.attach` does.
 """
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from optimum_memopt.engines.base import Engine, Selection, installed_version
-
-if TYPE_CHECKING:
-    from optimum_memopt.options import MemOptOptions
 
 DISTRIBUTIONS = ("onnxruntime-training", "onnxruntime-training-cpu", "onnxruntime-training-rocm")
 
@@ -25,8 +22,8 @@ def missing() -> str:
     return ""
 
 
-def create(options: "MemOptOptions") -> Engine:
-    """An engine with the user's options."""
+def create(options: Any) -> Engine:
+    """An engine with the user's options, a `MemOptOptions`."""
     from .engine import OrtEngine, OrtSettings
 
     settings = OrtSettings(
