@@ -143,6 +143,7 @@ class OrtEngine:
         self._choice = Choice()
         self._plans: tuple[Plan, ...] = ()
         self._seen: tuple[Any, ...] | None = None
+        self._seen_parameters: tuple[torch.nn.Parameter, ...] = ()
         self._backward_is_due = False
         self._fallback_reason = ""
 
@@ -178,6 +179,8 @@ class OrtEngine:
             )
         try:
             if self._manager is None:
+                if reason := suitability.why_not(self._model):
+                    return self._give_back(reason)(*args, **kwargs)
                 self._manager = self._make_manager()
             return self._manager.forward(*args, **suitability.training_arguments(self._model, args, kwargs))
         except MemOptError:
@@ -191,39 +194,43 @@ class OrtEngine:
         except Exception as error:
             if self._manager is not None and not self._manager.is_building:
                 raise
-            self._give_back(error)
-        return self._plain_forward(*args, **kwargs)
+            give_back = self._give_back(one_line(error), error)
+        return give_back(*args, **kwargs)
 
-    def _give_back(self, error: Exception) -> None:
+    def _give_back(self, reason: str, error: Exception | None = None) -> Callable[..., Any]:
         """From now on train with plain PyTorch, if the user wants that."""
         if not self._settings.fallback:
             raise UnsupportedModelError(
-                f"ONNX Runtime cannot train {type(self._model).__name__}: {one_line(error)}; "
+                f"ONNX Runtime cannot train {type(self._model).__name__}: {reason}; "
                 "--ort_fallback trains it with plain PyTorch instead"
             ) from error
+        seen = self._seen
         self._forget_session()
-        self._fallback_reason = one_line(error)
-        self._seen = self._state()
-        line = f"NOT on ONNX Runtime: it cannot train this model ({self._fallback_reason}); no plan is applied"
+        self._fallback_reason, self._seen = reason, seen
+        line = f"NOT on ONNX Runtime: it cannot train this model ({reason}); no plan is applied"
         get_logger().warning(line)
         self._table = PlanTable(engine=self.name, plans=(), header=(line,))
+        return self._plain_forward
 
     def _state(self) -> tuple[Any, ...]:
-        """What an exported graph has built in and ORT does not look at again: parameters, and autocast's casts."""
+        """What an exported graph has built in and ORT does not look at again."""
         parameters = tuple(self._model.parameters())
         device_type = parameters[0].device.type if parameters else "cpu"
         autocast = torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type)
-        return autocast, *((id(p), p.requires_grad, p.dtype, p.device) for p in parameters)
+        modes = tuple(module.training for module in self._model.modules())
+        return autocast, modes, *((id(p), p.shape, p.requires_grad, p.dtype, p.device) for p in parameters)
 
     def _notice_changes(self) -> None:
         state = self._state()
         if self._seen is not None and state != self._seen:
             get_logger().info(
-                "parameters were replaced, frozen or unfrozen, or autocast changed: building a new graph"
+                "parameters, their freezing, submodules' modes or autocast changed: building a new graph"
             )
             self._forget_session()
             suitability.check(self._model)
         self._seen = state
+        # Held, so that no new parameter comes to lie where an old one was and passes for it.
+        self._seen_parameters = tuple(self._model.parameters())
 
     def _make_manager(self) -> Manager:
         return Manager(

@@ -125,7 +125,6 @@ class Manager:
             torch.OutOfMemoryError: also from the backward of the outputs.
             Exception: whatever ORT raises for a graph that it cannot build or run.
         """
-        self._ort.train(True)
         with _out_of_memory_as_torch_says_it():
             return self._ort(*args, **kwargs)
 
@@ -230,6 +229,7 @@ class Manager:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(compat.symbolics(options.onnx_opset_version))
                 stack.enter_context(self._quiet())
+                stack.enter_context(_modes_kept(self._training._original_module))
                 if not self._imported.has_extensions:
                     self._seen_functions = stack.enter_context(compat.recorded_autograd_functions())
                 self._observer.symbolic_dim_collecting_completed = False
@@ -242,7 +242,7 @@ class Manager:
         def get_post_processed_model(inputs: Any, kwargs: Any) -> Any:
             if self._settings.cache_dir:
                 options.ortmodule_cache_dir = self._export_cache(inputs, kwargs)
-            with compat.replaced(owner, "_export_model", staticmethod(export_model)), _buffers_among_inputs(owner):
+            with compat.replaced(owner, "_export_model", staticmethod(export_model)), _all_kinds_of_inputs(owner):
                 return original(inputs, kwargs)
 
         return get_post_processed_model
@@ -271,7 +271,7 @@ class Manager:
     def _session_config(self, original: Callable[[], Any]) -> Callable[[], Any]:
         def get_session_config() -> Any:
             session_options, providers, provider_options = original()
-            # The arena keeps the most it ever held, so that nothing a plan saves becomes visible outside.
+            # The arena keeps the most it ever held: what a plan saves would not come to the rest of the process.
             session_options.enable_cpu_mem_arena = self._settings.arena
             # As many threads as torch has: a launcher's OMP_NUM_THREADS is for both.
             session_options.intra_op_num_threads = torch.get_num_threads()
@@ -312,18 +312,37 @@ class Manager:
 
 
 @contextlib.contextmanager
-def _buffers_among_inputs(transition_manager: type) -> Iterator[None]:
-    """With the skip checks off, ORT asserts at the second forward that every input of the graph that the user does not
-    give is a parameter; in models such as BART some are buffers."""
+def _modes_kept(module: torch.nn.Module) -> Iterator[None]:
+    """ORTModule() and torch.onnx.export put every submodule into the mode of the root."""
+    modes = [(submodule, submodule.training) for submodule in module.modules()]
+    try:
+        yield
+    finally:
+        for submodule, training in modes:
+            submodule.training = training
+
+
+@contextlib.contextmanager
+def _all_kinds_of_inputs(transition_manager: type) -> Iterator[None]:
+    """With the skip checks off, ORT asserts at the second forward that every input of the graph is a parameter or a
+    tensor from the user; there are also buffers (BART) and numbers (num_items_in_batch)."""
     original = transition_manager.__dict__["_reprocess_check"]
 
-    def reprocess_check(flatten_module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def reprocess_check(flatten_module: Any, args: Any, kwargs: Mapping[str, Any], **others: Any) -> Any:
         tensors = [*flatten_module.named_parameters(), *flatten_module.named_buffers()]
-        stand_in = types.SimpleNamespace(named_parameters=lambda: tensors)
-        return original.__func__(stand_in, *args, **kwargs)
+        return original.__func__(
+            flatten_module=types.SimpleNamespace(named_parameters=lambda: tensors),
+            args=[_as_tensor(value) for value in args],
+            kwargs={name: _as_tensor(value) for name, value in kwargs.items()},
+            **others,
+        )
 
     with compat.replaced(transition_manager, "_reprocess_check", staticmethod(reprocess_check)):
         yield
+
+
+def _as_tensor(value: Any) -> Any:
+    return torch.as_tensor(value) if isinstance(value, bool | int | float) else value
 
 
 def _describe(value: Any) -> str:

@@ -1,6 +1,7 @@
 """What ONNX Runtime can train: refusals before training, and what has to be set for it to train rightly."""
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,6 +44,32 @@ def check(model: torch.nn.Module) -> None:
         raise UnsupportedModelError(
             f"{name} has {dtypes} parameters; ONNX Runtime's CPU provider trains float32 only; call model.float()"
         )
+
+
+def why_not(model: torch.nn.Module) -> str:
+    """Why ONNX Runtime would train `model`, as it is now, wrongly; empty when it would not."""
+    norms = [
+        name
+        for name, module in model.named_modules()
+        if module.training and getattr(module, "track_running_stats", False) and module.running_mean is not None
+    ]
+    if norms:
+        return f"it would not keep the running statistics of {_some(norms)}"
+    still = [name for name, module in model.named_modules() if not module.training and _depends_on_mode(module)]
+    if still:
+        return f"it trains all submodules or none, and {_some(still)} are in evaluation mode"
+    return ""
+
+
+def _depends_on_mode(module: torch.nn.Module) -> bool:
+    if isinstance(module, torch.nn.modules.dropout._DropoutNd):
+        return module.p > 0
+    dropouts = (value for name, value in vars(module).items() if "drop" in name and isinstance(value, float))
+    return getattr(module, "track_running_stats", False) or any(value > 0 for value in dropouts)
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def check_autocast(model: torch.nn.Module) -> None:
