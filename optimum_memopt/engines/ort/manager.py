@@ -108,6 +108,7 @@ class Manager:
             compat.environment(self._environment()),
             without_torch_allocator,
             self._quiet(),
+            _modes_kept(module),
         ):
             ort = importlib.import_module(f"{compat.ORTMODULE}.ortmodule")
             self._ort = ort.ORTModule(module, self._debug_options(type(module).__name__))
