@@ -97,13 +97,16 @@ def choose_level(level: int, existing: Iterable[str], residual_operators: Collec
         residual_operators: of `graph_rules.residual_normalizations`.
     """
     wanted = {Strategy.RECOMPUTE} if level == 1 else {Strategy.RECOMPUTE, Strategy.RECOMPUTE_WITH_COMPROMISE}
-    configs, notes = [], {}
+    configs, notes, existing = [], {}, tuple(existing)
     for plan in existing:
         cluster_id, strategy, _ = plan.split(":")
         if int(strategy) not in wanted:
             continue
         if set(operators(cluster_id)) & set(residual_operators):
             notes[plan] = POST_NORM_REASON
+        elif int(strategy) == Strategy.RECOMPUTE_WITH_COMPROMISE and f"{cluster_id}:1:{ALL}" in existing:
+            # ORT keeps one request for an id, and the last one given would win.
+            notes[plan] = "left out: this id is on with strategy 1, which saves all of its bytes"
         else:
             configs.append(plan)
     remarks = (

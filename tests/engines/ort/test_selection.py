@@ -160,3 +160,9 @@ def test_plans_that_ort_applied_nowhere():
         check_applied(choice, applied, strict=True)
     assert check_applied(choice, applied, strict=False) == ("ONNX Runtime applied none of Add+:1:-1, Tile+:1:-1",)
     assert check_applied(Choice(("Gelu+:1:-1",)), applied, strict=True) == ()
+
+
+def test_level_2_takes_the_full_saving_where_an_id_has_both_strategies():
+    choice = choose_level(2, ["Add+:2:-1", "Add+:1:-1", "Cast+:2:-1"], ())
+    assert set(choice.configs) == {"Add+:1:-1", "Cast+:2:-1"}
+    assert "Add+:2:-1" in choice.notes
