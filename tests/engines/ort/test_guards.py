@@ -4,7 +4,10 @@ import copy
 import gc
 import io
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -647,16 +650,10 @@ def test_count_0_and_strategy_0_mean_off(attach: Attach, text: str) -> None:
     assert engine.plans().enabled == ()
 
 
-def test_a_plan_that_ort_applies_nowhere_is_an_error(attach: Attach, log: pytest.LogCaptureFixture) -> None:
-    """A row whose occurrences all go to a plan that contains it; which one that is depends on the graph."""
-    model = MLM.build()
-    engine = attach(model)
-    accumulate(model, [MLM.batch()])
-    for plan in engine.plans().plans:
-        engine.apply(config(plan.config))
-        accumulate(model, [MLM.batch()])
-        (on,) = [row for row in engine.plans().plans if row.config == plan.config]
-        assert on.applied_count == on.frequency
+def test_a_config_of_which_nothing_applies_is_an_error(attach: Attach) -> None:
+    with pytest.raises(ConfigError, match="nothing of it applies to this model; Available: ") as caught:
+        first_step(attach, config("BiasSoftmax+:1:-1,BiasDropout+:1:-1"))
+    assert "\n" not in str(caught.value)
 
 
 # Recipes and levels.
@@ -833,3 +830,83 @@ def test_ignored_labels_do_not_count(attach: Attach) -> None:
     assert_same_step(model, plain, batch)
     sparse = {**batch, "labels": batch["labels"].masked_fill(torch.arange(12) != 3, IGNORE)}
     assert_same_step(model, plain, sparse)
+
+
+# What an attached engine leaves alone, and what a fresh process finds.
+
+TRAIN = f"""
+import os, sys
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+import torch, torch.utils.checkpoint
+from gradients import accumulate
+from model_zoo import ZOO
+from optimum_memopt.engines.base import Selection
+from optimum_memopt.engines.ort.engine import OrtEngine, OrtSettings
+
+def train(name, selection):
+    model, engine = ZOO[name].build(), OrtEngine(selection, OrtSettings(fallback=False))
+    engine.attach(model)
+    accumulate(model, [ZOO[name].batch()])
+    return engine
+"""
+
+
+def run(script: str, tmp_path: Path) -> str:
+    finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path)
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout
+
+
+def test_importing_the_package_imports_neither_onnxruntime_nor_deepspeed(tmp_path: Path) -> None:
+    run(
+        "import sys, optimum_memopt as m, optimum_memopt.engines.ort\n"
+        "m.PlanConfig, m.PlanTable, m.MemOptError\n"
+        "assert not {'onnxruntime', 'deepspeed'} & set(sys.modules)",
+        tmp_path,
+    )
+
+
+def test_torch_and_its_exporter_are_left_as_they_were(tmp_path: Path) -> None:
+    script = """
+import io
+import torch._dynamo  # replaces torch.manual_seed itself, whoever imports it
+
+class Small(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.linear = torch.nn.Embedding(7, 4), torch.nn.Linear(4, 3)
+
+    def forward(self, ids):
+        return torch.nn.functional.gelu(self.linear(self.embedding(ids)))
+
+small = Small()
+
+def exported():
+    file = io.BytesIO()
+    torch.onnx.export(small, (torch.arange(6),), file, dynamo=False, opset_version=17)
+    return file.getvalue()
+
+originals = torch.manual_seed, torch.cuda.manual_seed, torch.utils.checkpoint.checkpoint
+before = exported()
+engine = train("vit", Selection(level=1))
+for _ in range(2):
+    assert (torch.manual_seed, torch.cuda.manual_seed, torch.utils.checkpoint.checkpoint) == originals
+    assert exported() == before
+    assert not [name for name in os.environ if name.startswith("ORTMODULE_")]
+    assert not {"torch.onnx._internal.jit_utils", "torch.onnx._type_utils", "torch.onnx._globals"} & set(sys.modules)
+    assert not hasattr(torch.onnx.symbolic_opset9, "_convolution")
+    assert {name for name in sys.modules if sys.modules[name] is None and "deepspeed" in name} == set()
+    engine.detach()
+"""
+    run(TRAIN + script, tmp_path)
+
+
+def test_a_table_is_the_same_in_every_process(tmp_path: Path) -> None:
+    script = """
+for name in ("roberta-mlm", "deberta-v2-classification", "gpt2", "t5"):
+    for selection in (Selection(), Selection(level=1)):
+        print(train(name, selection).plans().to_json())
+"""
+    first = run(TRAIN + script, tmp_path)
+    assert first.count("saving_bytes") > 50
+    assert run(TRAIN + script, tmp_path) == first
