@@ -235,7 +235,7 @@ class Manager:
                     self._seen_functions = stack.enter_context(compat.recorded_autograd_functions())
                 self._observer.symbolic_dim_collecting_completed = False
                 exported = export(*args, **kwargs)
-            if self._seen_functions:
+            if self._seen_functions and self._settings.cache_dir:
                 # A cached export would be taken next time without looking at the model again.
                 shutil.rmtree(options.ortmodule_cache_dir, ignore_errors=True)
             return exported
@@ -349,7 +349,8 @@ def _as_tensor(value: Any) -> Any:
 def _describe(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"{value.dtype} {value.dim()}"
-    return repr(value)
+    # ORT feeds numbers as tensors (num_items_in_batch) and builds everything else into the graph.
+    return type(value).__name__ if type(value) in (int, float) else repr(value)
 
 
 def one_line(error: BaseException) -> str:
