@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
+from tqdm.auto import tqdm
 from transformers import HfArgumentParser
 
 from optimum_memopt import MemOptError, MemOptTrainingArguments
@@ -96,5 +97,9 @@ def run(main: Callable[[], None]) -> None:
     try:
         main()
     except MemOptError as error:
+        # A bar that is still open would be drawn once more at exit, over and after the error.
+        for bar in tuple(getattr(tqdm, "_instances", ())):
+            bar.leave = False
+            bar.close()
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -108,9 +108,8 @@ REFUSED = {
     "level": (["--memory_opt_level", "5"], "error: --memory_opt_level 5: allowed are 0"),
     "missing-file": (["--memory_opt_config", "plans.json"], "error: memory-optimizer config file plans.json: No such"),
     "bf16": (["--bf16", "true"], "error: --bf16 with the ort engine on the CPU"),
-    # Without a bar, since a bar that stands when training stops is drawn once more at the end of the process.
     "unknown-id": (
-        ["--memory_opt_config", "Geluu+:1:-1", "--disable_tqdm", "true"],
+        ["--memory_opt_config", "Geluu+:1:-1"],
         'error: no plan "Geluu+" in this model; did you mean Gelu+',
     ),
 }
