@@ -33,7 +33,7 @@ $(STAMP): setup.cfg constraints.txt | $(BIN)/pip
 demo: export HF_HUB_OFFLINE := 1
 demo: $(STAMP)
 	$(BIN)/python examples/run_glue/run_glue.py --output_dir runs/demo \
-		--max_train_samples 2000 --max_eval_samples 500 \
+		--max_train_samples 1600 --max_eval_samples 500 \
 		--per_device_train_batch_size 16 --per_device_eval_batch_size 32 --num_train_epochs 1 \
 		--learning_rate 1e-4 --warmup_steps 0.1 --logging_steps 10 --save_strategy no \
 		--memory_opt_engine ort --memory_opt_config "Gelu+:1:-1" --log_input_density --log_memory_phases \

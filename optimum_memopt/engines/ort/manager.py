@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from . import compat
+from . import allocator, compat
 from .padding import keep_padding_rows
 
 # Beginning of every forward, end of its backward: the two ends of a pair (`Phase` in _runtime_inspector.py).
@@ -274,6 +274,9 @@ class Manager:
             session_options, providers, provider_options = original()
             # The arena keeps the most it ever held: what a plan saves would not come to the rest of the process.
             session_options.enable_cpu_mem_arena = self._settings.arena
+            if self._settings.arena:
+                allocator.register_arena()
+                session_options.add_session_config_entry("session.use_env_allocators", "1")
             # As many threads as torch has: a launcher's OMP_NUM_THREADS is for both.
             session_options.intra_op_num_threads = torch.get_num_threads()
             if self._recompute:
