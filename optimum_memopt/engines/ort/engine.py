@@ -20,7 +20,7 @@ from . import allocator, suitability
 from .extensions import BUILD_COMMAND
 from .graph_rules import residual_normalizations
 from .insight import applied_counts, parse_insight, to_plans
-from .manager import POST_BACKWARD, PRE_FORWARD, Hooks, Manager, OrtSettings, one_line
+from .manager import POST_BACKWARD, PRE_FORWARD, Hooks, Manager, OrtSettings, one_line, overruled_variables
 from .selection import Choice, check_applied, check_supported, choose_config, choose_level
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class OrtEngine:
         base.register(model, self)
         self._model = model
         self._attention = suitability.choose_attention(model)
-        for remark in suitability.remarks(model):
+        for remark in filter(None, (*suitability.remarks(model), overruled_variables())):
             get_logger().warning(remark)
         self._previous_forward = model.__dict__.get("forward")
         self._plain_forward: Callable[..., Any] = model.forward

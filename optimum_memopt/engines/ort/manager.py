@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import importlib
 import json
+import os
 import re
 import shutil
 import tempfile
@@ -50,6 +51,26 @@ def _out_of_memory_as_torch_says_it() -> Iterator[None]:
         if isinstance(error, torch.OutOfMemoryError) or not any(words in str(error) for words in _OUT_OF_MEMORY):
             raise
         raise torch.OutOfMemoryError(f"ONNX Runtime is out of memory. {one_line(error)}") from error
+
+
+# The plans are chosen by the hooks, not by ORT's own variables. Falling back is the engine's business too: ORT's own
+# covers only some of the errors of building a graph.
+_OVERRULED = {
+    "ORTMODULE_MEMORY_OPT_LEVEL": "0",
+    "ORTMODULE_MEMORY_OPT_CONFIG": "",
+    "ORTMODULE_FALLBACK_POLICY": "FALLBACK_DISABLE",
+}
+
+
+def overruled_variables() -> str:
+    """What to say about variables in the environment that this engine does not let through to ORT; empty if none."""
+    given = [name for name in _OVERRULED if os.environ.get(name)]
+    if not given:
+        return ""
+    return (
+        f"{', '.join(given)} in the environment: not used, --memory_opt_config, --memory_opt_level and --ort_fallback "
+        "decide instead"
+    )
 
 
 @dataclass(frozen=True)
@@ -172,13 +193,7 @@ class Manager:
         self._drop_config_file()
 
     def _environment(self) -> dict[str, str]:
-        # The plans are chosen by the hooks, not by ORT's own variables.
-        # Falling back is the engine's business too: ORT's own covers only some of the errors of building a graph.
-        variables = {
-            "ORTMODULE_MEMORY_OPT_LEVEL": "0",
-            "ORTMODULE_MEMORY_OPT_CONFIG": "",
-            "ORTMODULE_FALLBACK_POLICY": "FALLBACK_DISABLE",
-        }
+        variables = dict(_OVERRULED)
         if self._settings.opset is not None:
             variables["ORTMODULE_ONNX_OPSET_VERSION"] = str(self._settings.opset)
         return variables

@@ -910,3 +910,14 @@ for name in ("roberta-mlm", "deberta-v2-classification", "gpt2", "t5"):
     first = run(TRAIN + script, tmp_path)
     assert first.count("saving_bytes") > 50
     assert run(TRAIN + script, tmp_path) == first
+
+
+def test_variables_that_are_overruled_are_named(monkeypatch, capsys):
+    monkeypatch.setenv("ORTMODULE_MEMORY_OPT_LEVEL", "1")
+    model = ZOO["roberta-mlm"].build()
+    engine = OrtEngine(settings=OrtSettings(fallback=False))
+    engine.attach(model)
+    engine.detach()
+    warned = capsys.readouterr().err
+    assert "ORTMODULE_MEMORY_OPT_LEVEL in the environment: not used, --memory_opt_config" in warned
+    assert "ORTMODULE_MEMORY_OPT_CONFIG" not in warned
