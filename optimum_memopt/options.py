@@ -81,7 +81,7 @@ class MemOptOptions:
     ort_arena: bool = field(
         default=False,
         metadata={
-            "help": "Let ONNX Runtime keep freed CPU memory in its arena: faster steps at about a tenth more peak, "
+            "help": "Let ONNX Runtime keep freed CPU memory in its arena: faster steps at up to a tenth more peak, "
             "and what a plan saves is not given back to the rest of the process."
         },
     )
