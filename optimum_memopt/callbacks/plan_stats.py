@@ -76,7 +76,11 @@ class PlanStatsCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        if self.table is None or not is_final(logs):
+        if not is_final(logs):
+            return
+        # Frozen before it is reported, so that whoever asks later is told the same.
+        self._monitor.end_run()
+        if self.table is None:
             return
         measured, claimed = self.measured_peak_mib, self.table.claimed_saving_bytes / MIB
         device = "allocated" if args.device.type == "cuda" else f"resident, {self._monitor.method}"
