@@ -3,7 +3,6 @@
 Nothing heavy is imported before `run()`: optimum imports this module whenever any of its commands starts.
 """
 
-import importlib.metadata
 import json
 import platform
 import sys
@@ -69,10 +68,10 @@ def installed() -> dict[str, str | None]:
 
 
 def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    from optimum_memopt.engines.base import installed_version
+
+    found = installed_version((distribution,))
+    return found and found[1]
 
 
 def _cuda() -> str | None:
