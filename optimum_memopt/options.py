@@ -1,9 +1,9 @@
 """Every option of the package, once: the flags of the command line, the arguments of `attach` and of `optimize`."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from optimum_memopt.engines.base import ENGINES
+from optimum_memopt.engines.ort.options import OrtOptions
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.logs import LOG_LEVELS
 from optimum_memopt.plans.grammar import PlanConfig
@@ -12,7 +12,7 @@ LEVELS = (0, 1, 2)
 
 
 @dataclass
-class MemOptOptions:
+class MemOptOptions(OrtOptions):
     """Which engine trains the model under which memory plan, and what is shown of it.
 
     Raises:
@@ -72,29 +72,6 @@ class MemOptOptions:
     memory_opt_log_file: str | None = field(
         default=None, metadata={"help": "Also append all findings to this file, one JSON object a line."}
     )
-    ort_fallback: bool = field(
-        default=True,
-        metadata={
-            "help": "Train with plain PyTorch, and say so, when ONNX Runtime cannot train the model; false: stop."
-        },
-    )
-    ort_arena: bool = field(
-        default=False,
-        metadata={
-            "help": "Let ONNX Runtime keep freed CPU memory in its arena: faster steps at up to a tenth more peak, "
-            "and what a plan saves is not given back to the rest of the process."
-        },
-    )
-    ort_cache_dir: str | None = field(
-        default=None,
-        metadata={"help": "Keep exported graphs here and skip the export when the same model runs again."},
-    )
-    ort_save_onnx: str | None = field(
-        default=None, metadata={"help": "Write the exported, optimized and executed ONNX graphs into this folder."}
-    )
-    ort_opset: int | None = field(
-        default=None, metadata={"help": "ONNX opset of the export; ONNX Runtime's default is 17."}
-    )
 
     @property
     def plan_config(self) -> PlanConfig | None:
@@ -141,7 +118,4 @@ class MemOptOptions:
             from optimum_memopt.engines.ort.selection import check_supported
 
             check_supported(config)
-        if self.ort_opset is not None and not 12 <= self.ort_opset <= 20:
-            raise MemOptError(f"--ort_opset {self.ort_opset}: ONNX Runtime 1.19 trains graphs of opset 12 to 20")
-        if self.ort_save_onnx is not None and not Path(self.ort_save_onnx).is_dir():
-            raise MemOptError(f"--ort_save_onnx {self.ort_save_onnx}: no such folder; make it first")
+        self.check_ort()
