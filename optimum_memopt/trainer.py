@@ -6,19 +6,22 @@ _prepare_for_training`); DeepSpeed calls it twice, every `train()` once. Earlier
 wrapped model; later, autocast is silently bypassed or ranks go separate ways.
 """
 
+import contextlib
 import functools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import Trainer
+from transformers import Trainer, TrainerState
 
+from optimum_memopt import agreement, fp16_optimizer, optim, sampling
 from optimum_memopt.callbacks.input_density import InputDensityCallback
 from optimum_memopt.callbacks.memory_phases import MemoryPhasesCallback
 from optimum_memopt.callbacks.plan_stats import PlanStatsCallback
 from optimum_memopt.engines import base
 from optimum_memopt.engines.base import Engine
 from optimum_memopt.errors import MemOptError
+from optimum_memopt.launch import check_world
 from optimum_memopt.logs import get_logger, set_log_level
 from optimum_memopt.memory import MIB
 from optimum_memopt.options import MemOptOptions
@@ -73,16 +76,24 @@ def attach(trainer: Trainer, **options: Any) -> Attachment:
         options: fields of `MemOptOptions`, for a Trainer with plain arguments.
 
     Raises:
-        MemOptError: bad options, options that do not go with the Trainer's arguments, or a second `attach`.
+        MemOptError: bad options, options that do not go with the Trainer's arguments, a second `attach`, or a launch
+            of several processes that would each train alone.
     """
     if hasattr(trainer, "memopt"):
         raise MemOptError("this Trainer has an engine already; use its trainer.memopt")
     chosen = MemOptOptions(**options) if options or not isinstance(trainer.args, MemOptOptions) else trainer.args
     chosen.check()
+    check_world(trainer.args.world_size)
     set_log_level(chosen.memory_opt_log_level)
     name, reason = base.resolve(chosen.memory_opt_engine)
     engine = base.create(chosen)
     engine.check_arguments(trainer.args)
+    if chosen.memory_opt_optim is not None:
+        optim.check(chosen.memory_opt_optim, trainer)
+    if chosen.ort_fp16_optimizer:
+        fp16_optimizer.check()
+    if chosen.group_by_complexity:
+        sampling.check(trainer.args, trainer.train_dataset)
     get_logger().info(f"engine {name} ({reason})")
 
     plan_stats = _callback(trainer, PlanStatsCallback, path=chosen.memory_opt_log_file)
@@ -92,7 +103,14 @@ def attach(trainer: Trainer, **options: Any) -> Attachment:
     ):
         if wanted:
             _callback(trainer, kind, log_steps=chosen.memory_opt_log_steps, path=chosen.memory_opt_log_file)
-    trainer.create_optimizer = _attaching(trainer, engine)
+    trainer.create_optimizer = _attaching(trainer, engine, chosen.memory_opt_optim)
+    if chosen.ort_fp16_optimizer:
+        _callback(trainer, fp16_optimizer.Fp16OptimizerCallback)
+    if chosen.group_by_complexity:
+        balanced = _callback(trainer, sampling.ComplexityCallback, path=chosen.memory_opt_log_file)
+        trainer._get_train_sampler = _sampling(trainer, balanced)
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        trainer.compute_loss = _comparing(trainer, engine, chosen)
     trainer.memopt = Attachment(chosen, engine, plan_stats)
     return trainer.memopt
 
@@ -112,6 +130,9 @@ def optimize(model: torch.nn.Module, **options: Any) -> Engine:
     """
     chosen = MemOptOptions(**options)
     chosen.check()
+    for name in ("memory_opt_optim", "ort_fp16_optimizer", "group_by_complexity"):
+        if getattr(chosen, name):
+            raise MemOptError(f"--{name} needs a Trainer: see optimum_memopt.attach; optimize() has the model only")
     set_log_level(chosen.memory_opt_log_level)
     engine = base.create(chosen)
     engine.attach(model)
@@ -150,7 +171,7 @@ def _callback(trainer: Trainer, kind: type, **arguments: Any) -> Any:
     return present
 
 
-def _attaching(trainer: Trainer, engine: Engine) -> Any:
+def _attaching(trainer: Trainer, engine: Engine, optimizer: str | None) -> Any:
     create_optimizer = trainer.create_optimizer
 
     @functools.wraps(create_optimizer)
@@ -158,6 +179,72 @@ def _attaching(trainer: Trainer, engine: Engine) -> Any:
         if base.engine_of(trainer.model) is not engine:
             engine.detach()
         engine.attach(trainer.model)
+        if optimizer is not None:
+            return optim.create(optimizer, trainer, create_optimizer, *args, **kwargs)
         return create_optimizer(*args, **kwargs)
 
     return attach_and_create
+
+
+def _sampling(trainer: Trainer, balanced: sampling.ComplexityCallback) -> Any:
+    """`_get_train_sampler` (transformers 5.23), the only place from which Trainer takes one: what it returns is batched
+    by torch, and accelerate deals the batches to the ranks. A subclass of its own `get_train_dataloader` is noticed by
+    the callback."""
+
+    def get_train_sampler(dataset: Any = None) -> sampling.ComplexitySampler:
+        args, accelerator = trainer.args, trainer.accelerator
+        # Trainer hands over the data without the columns that the model does not take, such as the length.
+        complexities = sampling.complexities(
+            trainer.train_dataset if dataset is None or len(trainer.train_dataset) == len(dataset) else dataset,
+            args.length_column_name,
+            _padding_id(trainer),
+        )
+        # With split_batches accelerate cuts each batch for the ranks instead of giving each rank a batch.
+        parts = args.world_size if accelerator.split_batches else 1
+        balanced.sampler = sampling.ComplexitySampler(
+            complexities,
+            batch_size=trainer._train_batch_size // parts,
+            world_size=args.world_size,
+            seed=args.seed if args.data_seed is None else args.data_seed,
+            fill_last=args.world_size > 1 and accelerator.even_batches and not args.dataloader_drop_last,
+        )
+        return balanced.sampler
+
+    return get_train_sampler
+
+
+def _padding_id(trainer: Trainer) -> int | None:
+    for owner in (trainer.processing_class, getattr(trainer.model, "config", None)):
+        if (found := getattr(owner, "pad_token_id", None)) is not None:
+            return found
+    return None
+
+
+def _comparing(trainer: Trainer, engine: Engine, options: MemOptOptions) -> Any:
+    """`compute_loss` that compares the ranks after the first training forward of each run.
+
+    Then the plan table exists and no gradient does: DDP averages during the backward, and under DeepSpeed even the
+    optimizer steps there (accelerate, `DeepSpeedEngineWrapper.backward`).
+    """
+    compute_loss = trainer.compute_loss
+    compared: TrainerState | None = None
+
+    @functools.wraps(compute_loss)
+    def compute_and_compare(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        nonlocal compared
+        # Each train() makes a new state.
+        if not model.training or compared is trainer.state:
+            return compute_loss(model, *args, **kwargs)
+        compared = trainer.state
+        try:
+            result = compute_loss(model, *args, **kwargs)
+            own = agreement.facts(engine.name, options, engine.plans())
+        except Exception as error:
+            # The others wait for this rank; it ends in its own error in any case.
+            with contextlib.suppress(Exception):
+                agreement.check_ranks_agree(agreement.failure(error))
+            raise
+        agreement.check_ranks_agree(own)
+        return result
+
+    return compute_and_compare

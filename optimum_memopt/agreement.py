@@ -1,0 +1,121 @@
+"""Sees to it that all ranks train under the same plan with the same software, before the first gradient is averaged.
+
+Ranks that differ do train: DDP and ZeRO average whatever they are given. So a node with another ONNX Runtime, or with
+another variable in its environment, would go unnoticed.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.distributed
+
+from optimum_memopt.engines.base import installed_version
+from optimum_memopt.engines.ort import DISTRIBUTIONS
+from optimum_memopt.errors import MemOptError
+from optimum_memopt.options import MemOptOptions
+from optimum_memopt.plans.table import PlanTable
+
+_SOFTWARE = (("optimum-memopt",), ("torch",), ("transformers",), DISTRIBUTIONS)
+# What may differ from rank to rank: where things lie, and what is shown.
+_OWN_OPTIONS = frozenset(
+    {
+        "memory_opt_log_level",
+        "memory_opt_log_steps",
+        "memory_opt_log_file",
+        "log_input_density",
+        "log_memory_phases",
+        "ort_cache_dir",
+        "ort_save_onnx",
+    }
+)
+_OWN_VARIABLES = frozenset({"ORTMODULE_CACHE_DIR"})
+_FAILURE = "failure"
+_ABSENT = "nothing"
+
+
+def facts(engine: str, options: MemOptOptions, table: PlanTable | None) -> dict[str, str]:
+    """What must be the same on all ranks, by name.
+
+    Of the table that is what each row is and whether it is on. Bytes, formulas and the order of the rows come from the
+    first batch, which is another one on each rank.
+
+    Raises:
+        ConfigError: the config file has become unreadable since the run began.
+    """
+    names = [field.name for field in dataclasses.fields(MemOptOptions) if field.name not in _OWN_OPTIONS]
+    chosen = {f"--{name}": str(getattr(options, name)) for name in names}
+    # As it was read: files of one name may differ on two nodes, and files of two names may say the same.
+    chosen["--memory_opt_config"] = str(options.plan_config)
+    versions = (installed_version(distributions) for distributions in _SOFTWARE)
+    variables = {
+        f"{name} in the environment": value
+        for name, value in os.environ.items()
+        if name.startswith("ORTMODULE_") and name not in _OWN_VARIABLES
+    }
+    rows = {
+        f"plan {plan.config}": f"{plan.frequency} occurrences, {plan.applied_count} applied"
+        for plan in (table.plans if table is not None else ())
+    }
+    return {
+        "engine": engine,
+        **{f"version of {found[0]}": found[1] for found in versions if found},
+        **chosen,
+        **variables,
+        **rows,
+    }
+
+
+def failure(error: BaseException) -> dict[str, str]:
+    """What a rank tells the others instead of its facts when its first step has failed."""
+    return {_FAILURE: " ".join(f"{type(error).__name__}: {error}".split())}
+
+
+def check_ranks_agree(own: Mapping[str, str]) -> None:
+    """Compare this rank's facts with those of all others; every rank must call this, and all of them get the error.
+
+    Args:
+        own: from `facts` or `failure`.
+
+    Raises:
+        MemOptError: a rank differs or has failed; it is named with what differs.
+    """
+    if len(set(_gathered(digest(own)))) > 1:
+        raise MemOptError(describe_difference(_gathered(dict(own))))
+
+
+def digest(own: Mapping[str, str]) -> str:
+    """A hash of the facts, short enough to be compared on any number of ranks."""
+    return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
+
+
+def describe_difference(ranks: Sequence[Mapping[str, str]]) -> str:
+    """One line about the first rank that failed, else the first that differs from rank 0; empty if all agree.
+
+    Args:
+        ranks: the facts of each rank.
+    """
+    for rank, other in enumerate(ranks):
+        if _FAILURE in other:
+            return f"rank {rank} failed in its first training step, so all ranks stop: {other[_FAILURE]}"
+    first = ranks[0]
+    for rank, other in enumerate(ranks):
+        names = [name for name in sorted({*first, *other}) if first.get(name) != other.get(name)]
+        if names:
+            shown = "; ".join(
+                f"{name}: {first.get(name, _ABSENT)} on rank 0, {other.get(name, _ABSENT)} on rank {rank}"
+                for name in names[:3]
+            )
+            more = f" (and {len(names) - 3} more)" if len(names) > 3 else ""
+            return f"rank {rank} does not train as rank 0 does: {shown}{more}"
+    return ""
+
+
+def _gathered(value: Any) -> list[Any]:
+    """This value of every rank, in their order."""
+    values = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value)
+    return values
