@@ -1,6 +1,7 @@
 """What ONNX Runtime can train: refusals before training, and what has to be set for it to train rightly."""
 
 import inspect
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -90,7 +91,7 @@ def check_arguments(args: Any) -> None:
     """Refuse `transformers.TrainingArguments` that ONNX Runtime cannot train with.
 
     Raises:
-        MemOptError: half precision on the CPU, activation checkpointing, torch.compile, FSDP, DataParallel.
+        MemOptError: half precision on the CPU, activation checkpointing, torch.compile, FSDP, ZeRO 3, DataParallel.
     """
     for precision in ("fp16", "bf16"):
         if getattr(args, precision) and args.device.type == "cpu":
@@ -105,8 +106,16 @@ def check_arguments(args: Any) -> None:
         )
     if args.torch_compile:
         raise MemOptError("--torch_compile with the ort engine: both compile the model; leave one of them out")
-    if args.fsdp:
-        raise MemOptError("--fsdp with the ort engine: ONNX Runtime needs whole parameters; use DDP or ZeRO 0, 1, 2")
+    # accelerate's launcher and config file ask for FSDP in the environment, without the Trainer's argument.
+    if args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
+        raise MemOptError("FSDP with the ort engine: ONNX Runtime needs whole parameters; use DDP or ZeRO 0, 1, 2")
+    plugin = getattr(args, "deepspeed_plugin", None)
+    if plugin is not None and plugin.zero_stage == 3:
+        # Fails at the export with "no attribute 'ds_id'"; ORT's own support of stage 3 ends with DeepSpeed 0.13.1.
+        raise MemOptError(
+            "DeepSpeed ZeRO stage 3 with the ort engine: ONNX Runtime needs whole parameters; use ZeRO stage 0, 1 or "
+            "2 (`zero_optimization.stage`), with --memory_opt_level 1 if the step needs less memory"
+        )
     if args.n_gpu > 1:
         raise MemOptError(f"the ort engine with {args.n_gpu} GPUs in one process: {_DATA_PARALLEL_WAY_OUT}")
 

@@ -1,5 +1,6 @@
 import copy
 import re
+import types
 
 import pytest
 import torch
@@ -84,7 +85,8 @@ def test_ordinary_arguments_pass(arguments):
         ("fp16", True, "--fp16"),
         ("gradient_checkpointing", True, "--memory_opt_level 1"),
         ("torch_compile", True, "--torch_compile"),
-        ("fsdp", ["full_shard"], "--fsdp"),
+        ("fsdp", ["full_shard"], "FSDP with the ort engine"),
+        ("deepspeed_plugin", types.SimpleNamespace(zero_stage=3), "use ZeRO stage 0, 1 or 2"),
         ("_n_gpu", 2, "2 GPUs in one process"),
     ],
 )
@@ -92,6 +94,12 @@ def test_arguments_that_ort_cannot_train_with(arguments, name, value, named):
     with pytest.raises(MemOptError, match=re.escape(named)) as error:
         suitability.check_arguments(arguments(name, value))
     assert "\n" not in str(error.value)
+
+
+def test_fsdp_of_accelerates_launcher_is_seen_too(arguments, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(MemOptError, match="FSDP with the ort engine"):
+        suitability.check_arguments(arguments("fsdp", None))
 
 
 @pytest.mark.parametrize(
