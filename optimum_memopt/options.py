@@ -1,11 +1,14 @@
 """Every option of the package, once: the flags of the command line, the arguments of `attach` and of `optimize`."""
 
+import os
 from dataclasses import dataclass, field
 
 from optimum_memopt.engines.base import ENGINES
+from optimum_memopt.engines.ort.levers import from_environment
 from optimum_memopt.engines.ort.options import OrtOptions
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.logs import LOG_LEVELS
+from optimum_memopt.optim import OPTIMIZERS
 from optimum_memopt.plans.grammar import PlanConfig
 
 LEVELS = (0, 1, 2)
@@ -72,6 +75,28 @@ class MemOptOptions(OrtOptions):
     memory_opt_log_file: str | None = field(
         default=None, metadata={"help": "Also append all findings to this file, one JSON object a line."}
     )
+    memory_opt_optim: str | None = field(
+        default=None,
+        metadata={
+            "choices": tuple(OPTIMIZERS),
+            "help": "AdamW of another library, with Trainer's learning rate, betas, epsilon and weight decay, instead "
+            "of --optim. ort_fused_adam needs CUDA, deepspeed_cpu_adam the CPU or DeepSpeed's offload.",
+        },
+    )
+    ort_fp16_optimizer: bool = field(
+        default=False,
+        metadata={
+            "help": "Put ONNX Runtime's FP16_Optimizer around DeepSpeed's or Apex's fp16 optimizer, if it knows that "
+            "version, and say so if it does not."
+        },
+    )
+    group_by_complexity: bool = field(
+        default=False,
+        metadata={
+            "help": "Give all ranks samples of nearly the same length in each step, so that none waits for the "
+            "slowest. Lengths: the column --length_column_name, else attention_mask, else input_ids."
+        },
+    )
 
     @property
     def plan_config(self) -> PlanConfig | None:
@@ -86,8 +111,15 @@ class MemOptOptions(OrtOptions):
         """Find everything that is wrong before a model or data is loaded.
 
         Raises:
-            MemOptError: one line that names the option and what is allowed.
+            MemOptError: one line that names the option, or ONNX Runtime's variable in the environment, and what is
+                allowed.
         """
+        self.check_values()
+        if self.memory_opt_engine in ("auto", "ort"):
+            from_environment(self, os.environ)
+
+    def check_values(self) -> None:
+        """`check` without the environment."""
         if self.memory_opt_engine not in ("auto", *ENGINES):
             raise MemOptError(
                 f"--memory_opt_engine {self.memory_opt_engine}: allowed are {', '.join(('auto', *ENGINES))}"
@@ -110,6 +142,8 @@ class MemOptOptions(OrtOptions):
             raise MemOptError(
                 f"--memory_opt_log_steps {self.memory_opt_log_steps}: allowed are 0 and positive numbers"
             )
+        if self.memory_opt_optim is not None and self.memory_opt_optim not in OPTIMIZERS:
+            raise MemOptError(f"--memory_opt_optim {self.memory_opt_optim}: allowed are {', '.join(OPTIMIZERS)}")
         self._check_ort(self.plan_config)
 
     def _check_ort(self, config: PlanConfig | None) -> None:

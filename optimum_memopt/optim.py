@@ -1,0 +1,211 @@
+"""AdamW from other libraries for a Trainer: who provides it, what it needs, and what it does not go with.
+
+Importing this imports none of the libraries.
+"""
+
+import importlib
+import importlib.util
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from optimum_memopt.engines.base import installed_version
+from optimum_memopt.errors import MemOptError
+from optimum_memopt.logs import get_logger
+
+if TYPE_CHECKING:
+    from transformers import Trainer, TrainingArguments
+
+FLAG = "--memory_opt_optim"
+_FUSED_OPS = "onnxruntime.training.ortmodule.torch_cpp_extensions.fused_ops"
+
+
+@dataclass(frozen=True)
+class Provider:
+    """One value of the flag.
+
+    Attributes:
+        missing: why it cannot run on this device type and the way out, empty when it can.
+        load: the class, and the arguments that make it torch's AdamW (decoupled weight decay).
+    """
+
+    missing: Callable[[str], str]
+    load: Callable[[], tuple[type[torch.optim.Optimizer], dict[str, Any]]]
+
+
+def check(name: str, trainer: "Trainer") -> None:
+    """Refuse what would make another optimizer than the one that was asked for, or none at all.
+
+    Args:
+        name: a key of `OPTIMIZERS`.
+
+    Raises:
+        MemOptError: the library, a compiler or the device is missing, or something else chooses the optimizer too.
+    """
+    conflict = _conflict(trainer.args, trainer) or _deepspeed_conflict(name, deepspeed_config(trainer))
+    if not conflict:
+        conflict = OPTIMIZERS[name].missing(_step_device(trainer))
+    if conflict:
+        raise MemOptError(f"{FLAG} {name}: {conflict}")
+
+
+def create(name: str, trainer: "Trainer", create_optimizer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The Trainer's `create_optimizer` with this optimizer's class: parameter groups stay the Trainer's.
+
+    Raises:
+        MemOptError: the Trainer has a `create_optimizer` of its own that makes another one.
+    """
+    if trainer.optimizer is not None:
+        return create_optimizer(*args, **kwargs)
+    cls, arguments = OPTIMIZERS[name].load()
+    # Read now, since a hyperparameter search changes them from run to run.
+    training = trainer.args
+    arguments |= {
+        "lr": training.learning_rate,
+        "betas": (training.adam_beta1, training.adam_beta2),
+        "eps": training.adam_epsilon,
+    }
+    trainer.optimizer_cls_and_kwargs = (cls, arguments)
+    try:
+        optimizer = create_optimizer(*args, **kwargs)
+    finally:
+        trainer.optimizer_cls_and_kwargs = None
+    if not isinstance(optimizer, cls):
+        raise MemOptError(
+            f"{FLAG} {name}: {type(trainer).__name__}.create_optimizer makes its own {type(optimizer).__name__}; "
+            "leave one of them out"
+        )
+    return optimizer
+
+
+def deepspeed_config(trainer: "Trainer") -> Mapping[str, Any] | None:
+    """The DeepSpeed config of this run, from --deepspeed or from accelerate's launcher; None without DeepSpeed."""
+    plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
+    return None if plugin is None else plugin.deepspeed_config
+
+
+def _conflict(args: "TrainingArguments", trainer: "Trainer") -> str:
+    if trainer.optimizer is not None:
+        return "the Trainer was given an optimizer (optimizers=…); leave one of them out"
+    if trainer.optimizer_cls_and_kwargs is not None:
+        return "the Trainer was given optimizer_cls_and_kwargs; leave one of them out"
+    if args.optim != type(args).__dataclass_fields__["optim"].default:
+        return f"--optim {getattr(args.optim, 'value', args.optim)} names an optimizer too; leave one of them out"
+    if args.optim_args:
+        return "--optim_args are for Trainer's own optimizers; leave them out"
+    return ""
+
+
+def _offloads(config: Mapping[str, Any] | None) -> bool:
+    zero = (config or {}).get("zero_optimization") or {}
+    return bool(zero.get("cpu_offload")) or (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
+
+
+def _deepspeed_conflict(name: str, config: Mapping[str, Any] | None) -> str:
+    if config is None:
+        return ""
+    if "optimizer" in config:
+        return 'the DeepSpeed config has an "optimizer" of its own, which is the one that runs; leave one of them out'
+    # accelerate then replaces whatever is not torch's AdamW by Adam with L2 regularization (`map_pytorch_optim_to_
+    # deepspeed`, 1.15), and DeepSpeed itself refuses anything that does not run on the CPU.
+    if name != "deepspeed_cpu_adam" and _offloads(config):
+        return f"DeepSpeed's offload_optimizer steps on the CPU; use {FLAG} deepspeed_cpu_adam, or do not offload"
+    return ""
+
+
+def _step_device(trainer: "Trainer") -> str:
+    return "cpu" if _offloads(deepspeed_config(trainer)) else trainer.args.device.type
+
+
+def _ort_missing(device: str) -> str:
+    from optimum_memopt.engines.ort import missing
+
+    if reason := missing():
+        return reason
+    if device != "cuda":
+        return f"ONNX Runtime's FusedAdam runs on CUDA only, this run is on {device}; use torch_fused_adamw"
+    if not has_fused_ops():
+        return (
+            "ONNX Runtime's FusedAdam needs its torch extension fused_ops, which is not built here; use "
+            "deepspeed_fused_adam or torch_fused_adamw"
+        )
+    return ""
+
+
+def has_fused_ops() -> bool:
+    """Whether ONNX Runtime's CUDA extension for FusedAdam and FP16_Optimizer is built. Imports onnxruntime."""
+    from optimum_memopt.engines.ort import compat
+
+    compat.load()
+    return importlib.util.find_spec(_FUSED_OPS) is not None
+
+
+def _ort_load() -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    from optimum_memopt.engines.ort import compat
+
+    compat.load()
+    optim = importlib.import_module("onnxruntime.training.optim")
+    # Its default is the AdamW that transformers once had, which decays after the step.
+    return optim.FusedAdam, {"adam_w_mode": optim.AdamWMode.ADAMW_TORCH}
+
+
+def _deepspeed_missing(device: str, builder: str, needs_cpu: bool) -> str:
+    if installed_version(("deepspeed",)) is None:
+        return "deepspeed is not installed; pip install 'optimum-memopt[deepspeed]', or use torch_fused_adamw"
+    if needs_cpu and device != "cpu":
+        return (
+            f"DeepSpeedCPUAdam steps on the CPU, this run is on {device}; turn on DeepSpeed's offload_optimizer, or "
+            "use deepspeed_fused_adam"
+        )
+    accelerator = importlib.import_module("deepspeed.accelerator").get_accelerator().device_name()
+    if not needs_cpu and accelerator.partition(":")[0] != device:
+        return f"DeepSpeed builds for {accelerator}, this run is on {device}; set DS_ACCELERATOR={device}"
+    operator = getattr(importlib.import_module("deepspeed.ops.op_builder"), builder)()
+    if not operator.is_compatible():
+        return f"DeepSpeed cannot build {operator.name} here ({operator.error_log}); use torch_fused_adamw"
+    if importlib.import_module("deepspeed.git_version_info").installed_ops.get(operator.name):
+        return ""
+    if lacking := _build_tools_missing():
+        return f"DeepSpeed compiles its operator {operator.name}: {lacking}, or use torch_fused_adamw"
+    get_logger().info(
+        f"DeepSpeed compiles its operator {operator.name} at its first use on a machine, which takes minutes"
+    )
+    return ""
+
+
+def _build_tools_missing() -> str:
+    tools = importlib.import_module("torch.utils.cpp_extension")
+    if shutil.which(tools.get_cxx_compiler()) is None:
+        return f"no C++ compiler {tools.get_cxx_compiler()} here; install one or name yours in CXX"
+    if not tools.is_ninja_available():
+        return "no ninja on the PATH; pip install ninja and activate its environment"
+    return ""
+
+
+def _deepspeed_load(name: str, mode: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    return getattr(importlib.import_module("deepspeed.ops.adam"), name), {mode: True}
+
+
+def _torch_missing(device: str) -> str:
+    try:
+        torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1, device=device))], fused=True)
+    except RuntimeError as error:
+        return f"torch {torch.__version__} has no fused AdamW on {device} ({error}); leave the flag out"
+    return ""
+
+
+OPTIMIZERS = {
+    "ort_fused_adam": Provider(_ort_missing, _ort_load),
+    "deepspeed_fused_adam": Provider(
+        lambda device: _deepspeed_missing(device, "FusedAdamBuilder", needs_cpu=False),
+        lambda: _deepspeed_load("FusedAdam", "adam_w_mode"),
+    ),
+    "deepspeed_cpu_adam": Provider(
+        lambda device: _deepspeed_missing(device, "CPUAdamBuilder", needs_cpu=True),
+        lambda: _deepspeed_load("DeepSpeedCPUAdam", "adamw_mode"),
+    ),
+    "torch_fused_adamw": Provider(_torch_missing, lambda: (torch.optim.AdamW, {"fused": True})),
+}

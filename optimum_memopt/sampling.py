@@ -1,0 +1,265 @@
+"""Batches of samples of like length, dealt so that every rank has as much to do as the others in each step.
+
+ONNX Runtime brings a sampler for this, `LoadBalancingDistributedBatchSampler`. It is not used: it exists only where
+onnxruntime-training does, shards by itself where a Trainer leaves that to accelerate, and as released (1.19.2) raises
+ValueError at the second epoch (`if not self.sample_complexities` on an array) and shuffles unsorted groups.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Dataset, IterableDataset, Sampler
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from optimum_memopt.callbacks.reporting import Reporter
+from optimum_memopt.errors import MemOptError
+
+FLAG = "--group_by_complexity"
+# Samples are sorted within pools of this many steps, as Trainer's own group_by_length does (trainer_pt_utils,
+# `get_length_grouped_indices`): enough that a step's lengths are alike, few enough that it differs in every epoch.
+POOL_STEPS = 50
+
+
+@dataclass(frozen=True)
+class Balance:
+    """How even the ranks' shares are, over an order of samples.
+
+    Attributes:
+        slowest_rank: tokens of the rank with most in a step / mean of the ranks, averaged over the steps; 1 is even.
+        slowest_rank_padded: the same, each batch padded to its longest sample.
+        density: tokens / tokens after padding each batch to its longest sample.
+        step_tokens: padded tokens of the slowest rank, averaged over the steps: what all ranks wait for.
+    """
+
+    slowest_rank: float
+    slowest_rank_padded: float
+    density: float
+    step_tokens: float
+
+
+def balance(order: np.ndarray, complexities: np.ndarray, batch_size: int, world_size: int) -> Balance | None:
+    """What an order of samples means for the ranks, when consecutive batches go to consecutive ranks.
+
+    Args:
+        order: indices of samples; an incomplete last step is left out.
+        complexities: tokens of each sample.
+        batch_size: samples of one rank in one step.
+
+    Returns:
+        None when there is no complete step.
+    """
+    steps = len(order) // (batch_size * world_size)
+    if not steps:
+        return None
+    tokens = complexities[order[: steps * batch_size * world_size]].reshape(steps, world_size, batch_size)
+    # A step whose samples are all empty counts as even.
+    work, padded = (np.maximum(each, 1e-9) for each in (tokens.sum(axis=2), tokens.max(axis=2) * batch_size))
+    return Balance(
+        slowest_rank=float((work.max(axis=1) / work.mean(axis=1)).mean()),
+        slowest_rank_padded=float((padded.max(axis=1) / padded.mean(axis=1)).mean()),
+        density=float(work.sum() / padded.sum()),
+        step_tokens=float(padded.max(axis=1).mean()),
+    )
+
+
+class ComplexitySampler(Sampler[int]):
+    """Indices in an order that gives every rank of a step samples of nearly the same lengths.
+
+    Each step takes samples that are neighbours by length and deals them to the ranks like cards; steps come in random
+    order, the one with the longest sample first, so that a run that does not fit into memory stops at once. It is an
+    ordinary sampler: batching, sharding over ranks and skipping after a checkpoint stay with torch and accelerate.
+
+    Args:
+        complexities: shape (samples,), the work of each sample, in any unit.
+        batch_size: samples of one rank in one step.
+        world_size: ranks; consecutive batches go to consecutive ranks, as accelerate deals them.
+        seed: with the epoch it decides the order, on every rank alike.
+        fill_last: repeat samples so that the last step is complete, and as even as the others.
+    """
+
+    def __init__(
+        self,
+        complexities: np.ndarray,
+        batch_size: int,
+        world_size: int = 1,
+        seed: int = 0,
+        fill_last: bool = False,
+    ) -> None:
+        self.complexities = np.asarray(complexities, dtype=np.float64)
+        self.batch_size = batch_size
+        self.world_size = world_size
+        self.seed = seed
+        self.fill_last = fill_last
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of the next iteration."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        step = self.batch_size * self.world_size
+        count = len(self.complexities)
+        return -(-count // step) * step if self.fill_last else count
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.order().tolist())
+
+    def order(self) -> np.ndarray:
+        """Indices of one epoch, shape (len(self),)."""
+        random = np.random.default_rng((self.seed, self.epoch))
+        shuffled = random.permutation(len(self.complexities))
+        step = self.batch_size * self.world_size
+        full = len(shuffled) - len(shuffled) % step
+        steps = self._sorted_steps(shuffled[:full])
+        random.shuffle(steps)
+        if len(steps):
+            longest = self.complexities[steps].max(axis=1).argmax()
+            steps[[0, longest]] = steps[[longest, 0]]
+        # What is left over is a random part of the data, so that with drop_last other samples are lost in every epoch.
+        rest = shuffled[full:]
+        if len(rest) and self.fill_last:
+            rest = np.concatenate([rest, np.resize(shuffled, step - len(rest))])
+            steps = np.concatenate([steps, self._by_length(rest)[None]])
+            rest = rest[:0]
+        return np.concatenate([self._dealt(steps).reshape(-1), self._by_length(rest)])
+
+    def _sorted_steps(self, samples: np.ndarray) -> np.ndarray:
+        """Shape (steps, samples of a step): neighbours by length within each pool."""
+        step = self.batch_size * self.world_size
+        # As in `get_length_grouped_indices`, no pool is more than a quarter of a small data set.
+        pool = step * max(1, min(POOL_STEPS, len(samples) // (step * 4)))
+        pools = [self._by_length(samples[start : start + pool]) for start in range(0, len(samples), pool)]
+        return np.concatenate([*pools, samples[:0]]).reshape(-1, step)
+
+    def _by_length(self, samples: np.ndarray) -> np.ndarray:
+        return samples[np.argsort(-self.complexities[samples], kind="stable")]
+
+    def _dealt(self, steps: np.ndarray) -> np.ndarray:
+        """Each step's samples, sorted by length, as one batch a rank after the other."""
+        return steps.reshape(-1, self.batch_size, self.world_size).transpose(0, 2, 1)
+
+
+def check(args: TrainingArguments, dataset: Any) -> None:
+    """Refuse what cannot be put into an order, and what would choose the order too.
+
+    Args:
+        dataset: the training data; None when the Trainer gets them later.
+
+    Raises:
+        MemOptError: a stream, or another sampling strategy.
+    """
+    strategy = getattr(args, "train_sampling_strategy", "random")
+    # The flag of transformers before it had strategies.
+    if getattr(args, "group_by_length", False):
+        strategy = "group_by_length"
+    if strategy != "random":
+        raise MemOptError(
+            f"{FLAG} with the sampling strategy {strategy}: both choose the order of the samples; leave one out"
+        )
+    if dataset is not None:
+        _check_indexed(dataset)
+
+
+def _check_indexed(dataset: Any) -> None:
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        raise MemOptError(
+            f"{FLAG} with a {type(dataset).__name__}: samples that come as a stream cannot be chosen by length; give "
+            "a data set with a length and an index, or leave the flag out"
+        )
+
+
+def complexities(dataset: Dataset | Any, length_column: str = "length", pad_token_id: int | None = None) -> np.ndarray:
+    """How many tokens each sample has, shape (samples,); reads the whole data set once.
+
+    From the column `length_column` where there is one, else the sum of `attention_mask`, else those of `input_ids`
+    that are not `pad_token_id`.
+
+    Raises:
+        MemOptError: the samples have no index, or none of these.
+    """
+    _check_indexed(dataset)
+    if not len(dataset):
+        return np.zeros(0)
+    stored = dataset.column_names if hasattr(dataset, "select_columns") else ()
+    first = dataset[0]
+    names = tuple(stored) if length_column in stored else tuple(first) if isinstance(first, Mapping) else ()
+    field = next((name for name in (length_column, "attention_mask", "input_ids") if name in names), None)
+    if field is None:
+        raise MemOptError(
+            f"{FLAG}: the training data have no {length_column}, attention_mask or input_ids, only "
+            f"{', '.join(map(str, names)) or type(first).__name__}; add a column {length_column} with the work of "
+            "each sample, or name yours in --length_column_name"
+        )
+    # A transform (`set_transform`) makes samples of something else than the columns; a stored length stays what it is.
+    in_columns = field in stored and (field == length_column or dataset.format["type"] != "custom")
+    values = _column(dataset, field) if in_columns else (dataset[index][field] for index in range(len(dataset)))
+    if field == length_column:
+        return np.asarray([float(value) for value in values])
+    if field == "input_ids" and pad_token_id is None:
+        return np.asarray([len(value) for value in values], dtype=np.float64)
+    padding = 0 if field == "attention_mask" else pad_token_id
+    return np.asarray([np.count_nonzero(np.asarray(value) != padding) for value in values], dtype=np.float64)
+
+
+def _column(dataset: Any, field: str) -> Iterator[Any]:
+    """One column of a `datasets.Dataset`, without reading the others."""
+    for rows in dataset.select_columns([field]).with_format("numpy").iter(1000):
+        yield from rows[field]
+
+
+class ComplexityCallback(TrainerCallback):
+    """Says once at the start how even the ranks' shares are, and keeps the sampler at the Trainer's epoch.
+
+    Args:
+        path: JSON-lines file to append the figures to.
+
+    Attributes:
+        sampler: the one that the Trainer's data loader was last made with.
+    """
+
+    def __init__(self, path: str | None = None) -> None:
+        self._reporter = Reporter("complexity", path)
+        self.sampler: ComplexitySampler | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        trainer = self._reporter.begin(state)
+        sampler = self.sampler
+        if sampler is None:
+            raise MemOptError(
+                f"{FLAG}: {type(trainer).__name__} makes its training data loader without the Trainer's sampler (a "
+                "get_train_dataloader of its own, or a stream); use Trainer's, or leave the flag out"
+            )
+        count = len(sampler.complexities)
+        at_random = np.random.default_rng(sampler.seed).permutation(count)
+        shape = (sampler.complexities, sampler.batch_size, sampler.world_size)
+        ours, before = balance(sampler.order(), *shape), balance(at_random, *shape)
+        if ours is None or before is None:
+            return
+        ranks = (
+            f"tokens of the slowest of {sampler.world_size} ranks {ours.slowest_rank:.3f} times the mean "
+            f"({before.slowest_rank:.3f} in random order), "
+        )
+        self._reporter.lines(
+            f"grouped by complexity: {ranks if sampler.world_size > 1 else ''}{ours.density:.0%} of a padded batch "
+            f"are tokens ({before.density:.0%} in random order)"
+        )
+        self._reporter.metrics(
+            {
+                "complexity/slowest_rank": ours.slowest_rank,
+                "complexity/slowest_rank_at_random": before.slowest_rank,
+                "complexity/density": ours.density,
+                "complexity/density_at_random": before.density,
+            }
+        )
+        self._reporter.record(state.global_step, balance=asdict(ours), at_random=asdict(before))
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        # accelerate passes set_epoch on to a sampler, but not through the two wrappers of a sharded loader that skips
+        # what a checkpoint has seen (`DataLoaderShard.set_epoch` in 1.15), so a resumed run would get epoch 0's order.
+        self.sampler.set_epoch(int(state.epoch or 0))
