@@ -3,6 +3,7 @@
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 
 from optimum_memopt.commands.env import EnvCommand
+from optimum_memopt.commands.plan import PlanCommand
 
 
 class MemOptCommand(BaseOptimumCLICommand):
@@ -13,4 +14,5 @@ class MemOptCommand(BaseOptimumCLICommand):
         CommandInfo(
             name="env", help="What is installed, what works here, what is missing.", subcommand_class=EnvCommand
         ),
+        CommandInfo(name="plan", help="A model's memory plans, claimed and measured.", subcommand_class=PlanCommand),
     )

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 import sympy
 from sympy.parsing.sympy_parser import parse_expr
@@ -27,6 +27,8 @@ class Plan:
         requested_count: occurrences asked for (-1 all, 0 none).
         applied_count: occurrences that the engine reports as applied.
         note: why a row that a level would take is left out, or how an id was understood.
+        measured_saving_bytes: what this row alone took off the measured peak (negative: it came on top), None when
+            that was not measured.
     """
 
     config: str
@@ -36,6 +38,7 @@ class Plan:
     requested_count: int = 0
     applied_count: int = 0
     note: str = ""
+    measured_saving_bytes: int | None = None
 
     @property
     def is_on(self) -> bool:
@@ -71,36 +74,33 @@ class PlanTable:
         """Sum over the rows that are on. Not the peak: tensors of different moments are added up."""
         return sum(plan.saving_bytes or 0 for plan in self.enabled)
 
+    def with_measured(self, savings: Mapping[str, int]) -> "PlanTable":
+        """The same table with a measured column.
+
+        Args:
+            savings: config of a row to `measured_saving_bytes`.
+        """
+        plans = (replace(plan, measured_saving_bytes=savings.get(plan.config)) for plan in self.plans)
+        return replace(self, plans=tuple(plans))
+
     def to_text(self) -> str:
         """The table as the log shows it."""
-        rows = [
-            (
-                number,
-                "ON" if plan.is_on else "OFF",
-                plan.config,
-                plan.frequency,
-                "unknown" if plan.saving_bytes is None else f"{plan.saving_bytes:,}",
-                plan.saving_symbolic,
-                plan.requested_count,
-                plan.applied_count,
-                plan.note,
-            )
-            for number, plan in enumerate(self.plans, 1)
-        ]
-        columns = (
-            "Plan",
-            "",
-            "Config",
-            "Freq",
-            "Max Saving(Bytes)",
-            "Saving Symbolic(Bytes)",
-            "Requested",
-            "Applied",
-            "Note",
-        )
-        if not any(plan.note for plan in self.plans):
-            rows, columns = [row[:-1] for row in rows], columns[:-1]
-        grid = tabulate(rows, headers=columns, tablefmt="simple", disable_numparse=True)
+        columns = {
+            "Plan": range(1, len(self.plans) + 1),
+            "": ["ON" if plan.is_on else "OFF" for plan in self.plans],
+            "Config": [plan.config for plan in self.plans],
+            "Freq": [plan.frequency for plan in self.plans],
+            "Max Saving(Bytes)": [_bytes(plan.saving_bytes, "unknown") for plan in self.plans],
+            "Measured(Bytes)": [_bytes(plan.measured_saving_bytes, "") for plan in self.plans],
+            "Saving Symbolic(Bytes)": [plan.saving_symbolic for plan in self.plans],
+            "Requested": [plan.requested_count for plan in self.plans],
+            "Applied": [plan.applied_count for plan in self.plans],
+            "Note": [plan.note for plan in self.plans],
+        }
+        for optional in ("Measured(Bytes)", "Note"):
+            if not any(columns[optional]):
+                del columns[optional]
+        grid = tabulate(columns, headers="keys", tablefmt="simple", disable_numparse=True)
         symbols = ", ".join(f"{name}={value}" for name, value in sorted(self.symbols.items()))
         return "\n".join(
             [
@@ -126,6 +126,10 @@ class PlanTable:
             symbols=data["symbols"],
             header=tuple(data["header"]),
         )
+
+
+def _bytes(count: int | None, otherwise: str) -> str:
+    return otherwise if count is None else f"{count:,}"
 
 
 def sorted_plans(plans: Iterable[Plan]) -> tuple[Plan, ...]:

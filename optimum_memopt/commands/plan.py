@@ -1,0 +1,144 @@
+"""`optimum-cli memopt plan`: the plan table of a model, and with `--measure` what its rows really save.
+
+Nothing heavy is imported before `run()`: optimum imports this module whenever any of its commands starts.
+"""
+
+import json
+import sys
+from argparse import ArgumentParser
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from optimum.commands.base import BaseOptimumCLICommand
+
+_DESCRIPTION = (
+    "Trains a model with random weights for a few steps on made-up data, in a process of its own, and shows its "
+    "memory plans. A step is forward and backward; an optimizer's states come on top, the same for every plan."
+)
+
+
+class PlanCommand(BaseOptimumCLICommand):
+    @staticmethod
+    def parse_args(parser: ArgumentParser) -> None:
+        parser.description = _DESCRIPTION
+        parser.add_argument(
+            "--model", required=True, help="A folder with a config.json, such a file, or a name on the hub."
+        )
+        parser.add_argument("--task", required=True, help="text-classification, fill-mask, text-generation, …")
+        parser.add_argument("--batch_size", type=int, default=8, help="Rows a step (default: 8).")
+        parser.add_argument("--seq_len", type=int, default=128, help="Tokens a row, no padding (default: 128).")
+        parser.add_argument("--engine", default="auto", help="auto (default) or an engine's name, such as ort.")
+        parser.add_argument("--config", help="Plans to turn on, as in --memory_opt_config.")
+        parser.add_argument("--level", type=int, default=0, help="As in --memory_opt_level.")
+        parser.add_argument(
+            "--measure",
+            action="store_true",
+            help="Measure no plan, each row and both levels, each in a fresh process, and search for the rows with "
+            "the lowest peak. Takes minutes: a process needs 10 to 30 seconds.",
+        )
+        parser.add_argument("--steps", type=int, default=2, help="Measured steps after the first (default: 2).")
+        parser.add_argument("--max_runs", type=int, default=60, help="Processes at most with --measure (default: 60).")
+        parser.add_argument(
+            "--output", help="Write the plans that are on, or found, as a JSON list for --memory_opt_config."
+        )
+        parser.add_argument("--json", action="store_true", help="Print JSON instead of tables.")
+
+    def run(self) -> None:
+        from optimum_memopt.errors import MemOptError
+
+        try:
+            report, text, config = _measured(self.args) if self.args.measure else _table(self.args)
+            print(json.dumps(report, indent=2) if self.args.json else text)
+            if self.args.output:
+                _write(self.args.output, config)
+        except MemOptError as error:
+            print(f"error: {error}", file=sys.stderr)
+            sys.exit(2)
+
+
+def _case(args: Any) -> Any:
+    """What to measure, everything checked that needs no model.
+
+    Raises:
+        MemOptError: one line.
+    """
+    from optimum_memopt.engines import base
+    from optimum_memopt.errors import MemOptError
+    from optimum_memopt.measure.probe import Case
+    from optimum_memopt.measure.workload import Workload
+    from optimum_memopt.options import MemOptOptions
+
+    workload = Workload(args.model, args.task, args.batch_size, args.seq_len)
+    workload.check()
+    for name in ("steps", "max_runs"):
+        if getattr(args, name) < 1:
+            raise MemOptError(f"--{name} {getattr(args, name)}: allowed are numbers from 1 on")
+    if args.measure and args.level:
+        raise MemOptError(f"--level {args.level} with --measure: both levels are measured anyway; leave it out")
+    if args.output and not args.measure and not (args.config or args.level):
+        raise MemOptError("--output writes the plans that are on; give --config, --level or --measure")
+    if args.output and not Path(args.output).parent.is_dir():
+        raise MemOptError(f"--output {args.output}: no such folder")
+    options = {
+        "memory_opt_engine": args.engine,
+        "memory_opt_config": args.config,
+        "memory_opt_level": args.level,
+    }
+    MemOptOptions(**options).check()
+    base.resolve(args.engine)
+    return Case(workload, options, steps=args.steps)
+
+
+def _table(args: Any) -> tuple[dict[str, Any], str, str]:
+    """One measurement: report, text, and the config of the plans that are on."""
+    from optimum_memopt.measure.probe import spawn
+
+    case = _case(args)
+    found = spawn(case)
+    _say_once(found.remarks)
+    report = {
+        "table": asdict(found.table),
+        "peak_mib": found.peak_mib,
+        "method": found.method,
+        "step_seconds": found.step_seconds,
+    }
+    line = f"Measured peak of a step: {found.peak_mib:.1f} MiB ({found.method}), {found.step_seconds:.3f} s"
+    return report, f"{found.table.to_text()}\n{line}", ",".join(sorted(found.applied))
+
+
+def _measured(args: Any) -> tuple[dict[str, Any], str, str]:
+    """The study: report, text, and the winner's config."""
+    from dataclasses import replace
+
+    from tqdm import tqdm
+
+    from optimum_memopt.measure.study import study
+
+    case = _case(args)
+    case = replace(case, options={"memory_opt_engine": args.engine})
+    with tqdm(total=args.max_runs, unit="run", desc="measuring", file=sys.stderr) as bar:
+
+        def say(name: str) -> None:
+            bar.set_postfix_str(name)
+            bar.update()
+
+        found = study(case, args.config, args.max_runs, say)
+    _say_once(remark for trial in found.trials if trial.measurement for remark in trial.measurement.remarks)
+    return found.to_dict(), found.to_text(), ",".join(sorted(found.winner.measurement.applied))
+
+
+def _say_once(remarks: Any) -> None:
+    from optimum_memopt.logs import get_logger
+
+    for remark in dict.fromkeys(remarks):
+        get_logger().info(remark)
+
+
+def _write(path: str, config: str) -> None:
+    from optimum_memopt.errors import MemOptError
+    from optimum_memopt.plans.grammar import parse
+
+    if not config:
+        raise MemOptError(f"--output {path}: not written, since no plan is on")
+    Path(path).write_text(parse(config).to_json() + "\n", encoding="utf-8")
