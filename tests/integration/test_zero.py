@@ -1,0 +1,80 @@
+"""Every launcher with every ZeRO stage and optimizer: a Trainer with the ort engine ends where a stock one does.
+
+One launch trains both, for two optimizers. `make test` takes the launches of `QUICK`, which are each launcher, each
+stage and the two optimizers that need nothing built; `make test-all` all of them.
+"""
+
+import itertools
+
+import pytest
+
+from tests.integration.launching import alone, launcher, needs_compiler, needs_deepspeed, run_jobs
+from tests.integration.worker import Job
+from tests.trainer_runs import distance
+
+LAUNCHERS = ("python", "accelerate", "torchrun", "deepspeed")
+STAGES = (None, 0, 1, 2, 3)
+OF_TORCH = ("adamw_torch", "torch_fused_adamw")
+OF_DEEPSPEED = ("deepspeed_fused_adam", "deepspeed_cpu_adam")
+QUICK = {
+    ("torchrun", None, OF_TORCH),
+    ("deepspeed", 1, OF_TORCH),
+    ("torchrun", 2, OF_TORCH),
+    ("accelerate", 2, OF_TORCH),
+    ("deepspeed", 3, OF_TORCH),
+}
+CLASSES = {"deepspeed_fused_adam": "FusedAdam", "deepspeed_cpu_adam": "DeepSpeedCPUAdam"}
+
+
+def cells() -> list:
+    found = []
+    for cell in itertools.product(LAUNCHERS, STAGES, (OF_TORCH, OF_DEEPSPEED)):
+        name, stage, optimizers = cell
+        marks = [] if cell in QUICK else [pytest.mark.slow]
+        if stage is not None or name == "deepspeed" or optimizers is OF_DEEPSPEED:
+            marks += [needs_deepspeed, needs_compiler]
+        kind = "torch" if optimizers is OF_TORCH else "deepspeed"
+        found.append(pytest.param(*cell, id=f"{name}-zero_{stage}-{kind}".lower(), marks=marks))
+    return found
+
+
+def jobs(name, stage, optimizers):
+    # accelerate's launcher brings its own DeepSpeed config, the others take the Trainer's argument.
+    config = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "zero_optimization": {"stage": stage},
+    }
+    shared = {} if stage is None or name == "accelerate" else {"deepspeed": config}
+    plan = {"memory_opt_config": "Gelu+:1:-1"}
+    for optimizer in optimizers:
+        yield Job(f"plain-{optimizer}", "plain", optimizer=optimizer, arguments=shared)
+        yield Job(f"ort-{optimizer}", "ort", optimizer=optimizer, arguments={**shared, **plan})
+
+
+@pytest.mark.parametrize("name, stage, optimizers", cells())
+def test_ends_where_a_stock_trainer_does(tmp_path, name, stage, optimizers):
+    # DeepSpeed takes its world from the environment.
+    environment = alone() if name == "python" and stage is not None else {}
+    world = 1 if name == "python" else 2
+    done = run_jobs(launcher(name, zero=stage), tmp_path, list(jobs(name, stage, optimizers)), **environment)
+    for optimizer in optimizers:
+        stock = done.trained(f"plain-{optimizer}")
+        assert len(stock) == world
+        assert all(rank["world_size"] == world and rank["steps"] == 5 for rank in stock)
+        assert {rank["optimizer"] for rank in stock} == {CLASSES.get(optimizer, "AdamW")}
+        if stage == 3:
+            refusals = [rank["error"] for rank in done.ranks(f"ort-{optimizer}")]
+            assert len(refusals) == world
+            assert all("ZeRO stage 3 with the ort engine" in each and "stage 0, 1 or 2" in each for each in refusals)
+            continue
+        ours = done.trained(f"ort-{optimizer}")
+        for field in ("world_size", "wrapped", "optimizer", "fused", "steps"):
+            assert [rank[field] for rank in ours] == [rank[field] for rank in stock]
+        assert len({rank["digest"] for rank in ours}) == 1, "the ranks' parameters have gone apart"
+        assert all(
+            [plan["applied_count"] for plan in rank["table"]["plans"] if plan["config"] == "Gelu+:1:-1"] == [2]
+            for rank in ours
+        )
+        assert distance(done.weights(f"ort-{optimizer}"), done.weights(f"plain-{optimizer}")) < 1e-5
