@@ -1,0 +1,169 @@
+"""Brings the loss, and with it the sparsity of the labels, into the graph that ONNX Runtime runs.
+
+A model that gets labels computes its loss inside its forward, so in ORT. What stays outside without this: the
+Trainer's label smoothing, which takes the labels away from the model; and the knowledge that a row whose label is
+ignored needs no logits. With it, rows are chosen ahead of the loss by ShrunkenGather, which ORT's compute optimizer
+moves up through the projection to the vocabulary, so that projection, loss and their gradients see labelled rows only.
+
+ORT inserts that operator itself (`InsertGatherBeforeSceLoss`, 1.19.2) behind a mark that needs its torch extensions
+and an `nn.CrossEntropyLoss` as submodule, which transformers' models do not have.
+"""
+
+import contextlib
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from optimum_memopt.logs import get_logger
+
+_ROWS = "optimum_memopt::rows"
+IGNORE = -100
+# On a module whose forward was changed: what tells its export from one of the same module without the change.
+DESCRIPTION = "_memopt_forward"
+
+
+@dataclass(frozen=True)
+class LabelSmoothing:
+    """A smoothed loss, computed from the logits instead of the model's own.
+
+    Attributes:
+        smoother: transformers' `LabelSmoother`.
+        shift_labels: the logits of a token predict the next label (causal language models).
+    """
+
+    smoother: Callable[..., torch.Tensor]
+    shift_labels: bool
+
+
+def with_label_smoothing(forward: Callable[..., Any], smoothing: LabelSmoothing | None) -> Callable[..., Any]:
+    """`forward` whose output has the smoothed loss when `labels` are given, as `Trainer.compute_loss` computes it.
+
+    Args:
+        forward: a bound forward; takes `labels` by name, returns logits of shape (…, classes) as `logits` or first.
+        smoothing: None leaves the forward as it is.
+    """
+    if smoothing is None:
+        return forward
+
+    def smoothed(*args: Any, labels: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        outputs = forward(*args, **kwargs)
+        if labels is None:
+            return outputs
+        logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
+        loss = _smoothed_loss(smoothing, logits, labels, kwargs.get("num_items_in_batch"))
+        if isinstance(outputs, dict):
+            outputs["loss"] = loss
+            return outputs
+        return loss, *outputs
+
+    return smoothed
+
+
+def put_loss_inside(module: torch.nn.Module, smoothing: LabelSmoothing | None) -> None:
+    """Make `module.forward` return nothing but its loss, computed from the rows that have a label.
+
+    The other outputs would have to be kept, all rows of the logits among them. Outputs without a loss stay as they
+    are.
+
+    Args:
+        module: what ORT exports; its forward is replaced on this instance and keeps its signature.
+        smoothing: see `with_label_smoothing`.
+    """
+    own = module.forward
+    forward = with_label_smoothing(own, smoothing)
+    signature = inspect.signature(own)
+
+    @functools.wraps(own.__func__)
+    def loss_alone(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        labels = signature.bind(*args, **kwargs).arguments.get("labels", kwargs.get("labels"))
+        # Labels of whole sequences are rarely ignored, and what makes their logits is small.
+        for_each_token = isinstance(labels, torch.Tensor) and labels.dim() > 1
+        with _cross_entropy_of_labelled_rows() if for_each_token else contextlib.nullcontext():
+            outputs = forward(*args, **kwargs)
+        if isinstance(outputs, dict) and outputs.get("loss") is not None:
+            return type(outputs)(loss=outputs["loss"])
+        if isinstance(outputs, tuple) and labels is not None:
+            return outputs[:1]
+        get_logger().warning("--ort_module_with_loss: the model returned no loss for this batch, so nothing changes")
+        return outputs
+
+    module.forward = types.MethodType(loss_alone, module)
+    setattr(module, DESCRIPTION, f"loss inside, {smoothing}")
+
+
+@contextlib.contextmanager
+def exportable(opset: int) -> Iterator[None]:
+    """Lets `torch.onnx.export` know the choice of rows, for the time of an export."""
+
+    def shrunken_gather(graph: Any, tensor: Any, rows: Any) -> Any:
+        # ORT's compute optimizer moves this operator, and of Gathers only those of a known size.
+        chosen = graph.op("com.microsoft::ShrunkenGather", tensor, rows, axis_i=0)
+        sizes = tensor.type().sizes()
+        if sizes is not None:
+            chosen.setType(tensor.type().with_sizes([None, *sizes[1:]]))
+        return chosen
+
+    torch.onnx.register_custom_op_symbolic(_ROWS, shrunken_gather, opset)
+    try:
+        yield
+    finally:
+        torch.onnx.unregister_custom_op_symbolic(_ROWS, opset)
+
+
+@torch.library.custom_op(_ROWS, mutates_args=())
+def _exported_rows(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    return tensor.index_select(0, rows)
+
+
+def _labelled(logits: torch.Tensor, labels: torch.Tensor, ignore_index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Those of the logits (rows, classes) and labels (rows,) that count, and the first row in any case: ORT 1.19.2
+    crashes on a projection of no rows."""
+    counted = labels.ne(ignore_index)
+    rows = torch.cat([torch.ones_like(counted[:1]), counted[1:]]).nonzero().squeeze(1)
+    if torch.onnx.is_in_onnx_export():
+        return _exported_rows(logits, rows), _exported_rows(labels, rows)
+    return logits.index_select(0, rows), labels.index_select(0, rows)
+
+
+def _smoothed_loss(smoothing: LabelSmoothing, logits: torch.Tensor, labels: torch.Tensor, items: Any) -> torch.Tensor:
+    ignore_index = getattr(smoothing.smoother, "ignore_index", IGNORE)
+    if smoothing.shift_labels:
+        # The smoother would cut the last row out of the logits, which a choice of rows cannot be moved through.
+        labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    if labels.dim() > 1:
+        logits, labels = _labelled(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index)
+    return smoothing.smoother({"logits": logits}, labels, num_items_in_batch=items)
+
+
+@contextlib.contextmanager
+def _cross_entropy_of_labelled_rows() -> Iterator[None]:
+    """`torch.nn.functional.cross_entropy`, which every loss of transformers calls, on the rows that have a label."""
+    original = functional.cross_entropy
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def cross_entropy(*args: Any, **kwargs: Any) -> torch.Tensor:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = types.SimpleNamespace(**bound.arguments)
+        whole = given.input.dim() == 2 and given.target.dim() == 1 and given.reduction in ("mean", "sum")
+        if not whole or given.size_average is not None or given.reduce is not None:
+            return original(*args, **kwargs)
+        chosen = dict(zip(("input", "target"), _labelled(given.input, given.target, given.ignore_index), strict=True))
+        if given.reduction == "sum" or given.weight is not None or given.label_smoothing:
+            return original(**{**bound.arguments, **chosen})
+        # ORT's mean of no labels is 0, torch's is not a number.
+        total = original(**{**bound.arguments, **chosen, "reduction": "sum"})
+        return total / chosen["target"].ne(given.ignore_index).sum()
+
+    functional.cross_entropy = cross_entropy
+    try:
+        yield
+    finally:
+        functional.cross_entropy = original
