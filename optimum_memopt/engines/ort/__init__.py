@@ -3,9 +3,11 @@
 Importing this package imports nothing of onnxruntime; `OrtEngine.attach` does.
 """
 
+import os
 from typing import Any
 
 from optimum_memopt.engines.base import Engine, Selection, installed_version
+from optimum_memopt.logs import get_logger, set_log_level
 
 DISTRIBUTIONS = ("onnxruntime-training", "onnxruntime-training-cpu", "onnxruntime-training-rocm")
 
@@ -23,15 +25,18 @@ def missing() -> str:
 
 
 def create(options: Any) -> Engine:
-    """An engine with the user's options, a `MemOptOptions`."""
-    from .engine import OrtEngine, OrtSettings
+    """An engine with the user's options, a `MemOptOptions`, as ORT's variables in the environment change them.
 
-    settings = OrtSettings(
-        fallback=options.ort_fallback,
-        arena=options.ort_arena,
-        cache_dir=options.ort_cache_dir,
-        save_onnx=options.ort_save_onnx,
-        opset=options.ort_opset,
-        log_level=options.memory_opt_log_level,
-    )
-    return OrtEngine(Selection(options.plan_config, options.memory_opt_level, options.memory_opt_strict), settings)
+    Raises:
+        MemOptError: a variable has a value that is not allowed.
+    """
+    from .engine import OrtEngine
+    from .levers import from_environment
+
+    chosen, remarks = from_environment(options, os.environ)
+    if chosen.memory_opt_log_level != options.memory_opt_log_level:
+        set_log_level(chosen.memory_opt_log_level)
+    for remark in remarks:
+        get_logger().warning(remark)
+    selection = Selection(chosen.plan_config, chosen.memory_opt_level, chosen.memory_opt_strict)
+    return OrtEngine(selection, chosen, chosen.memory_opt_log_level)

@@ -14,7 +14,7 @@ import sys
 import threading
 import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -72,7 +72,11 @@ def load() -> Imported:
 
 def _load() -> Imported:
     has_extensions = _provide_extensions()
-    switches = {} if has_extensions else {"ORTMODULE_ENABLE_CUSTOM_AUTOGRAD": "0"}
+    # Each model has its own levers; these two would decide for the whole process.
+    switches = {
+        **dict.fromkeys(("ORTMODULE_USE_EFFICIENT_ATTENTION", "ORTMODULE_USE_FLASH_ATTENTION")),
+        "ORTMODULE_ENABLE_CUSTOM_AUTOGRAD": str(int(has_extensions)),
+    }
     # The package onnxruntime.training imports ortmodule too, and swallows its ImportError: nothing of it comes before.
     with torch_names(), environment(switches), _replacements_undone(), _deepspeed_not_imported():
         ortmodule = importlib.import_module(ORTMODULE)
@@ -90,18 +94,23 @@ def _load() -> Imported:
 
 
 @contextlib.contextmanager
-def environment(variables: dict[str, str]) -> Iterator[None]:
-    """Environment variables for the time of a call into ORT, which reads its options nowhere else."""
+def environment(variables: Mapping[str, str | None]) -> Iterator[None]:
+    """Environment variables, None for one that is not set, for the time of a call into ORT, which reads its options
+    nowhere else."""
     before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
+    _set_environment(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        _set_environment(before)
+
+
+def _set_environment(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 @contextlib.contextmanager
@@ -247,8 +256,8 @@ def symbolics(opset: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def replaced(owner: type, name: str, value: object) -> Iterator[None]:
-    """An attribute of a class for the time of a call, given back as it was (also a staticmethod)."""
+def replaced(owner: type | types.ModuleType, name: str, value: object) -> Iterator[None]:
+    """An attribute of a class or module for the time of a call, given back as it was (also a staticmethod)."""
     before = owner.__dict__[name]
     setattr(owner, name, value)
     try:

@@ -16,17 +16,19 @@ from optimum_memopt.errors import MemOptError, UnsupportedModelError
 from optimum_memopt.logs import get_logger
 from optimum_memopt.plans.table import Plan, PlanTable, canonical_symbols
 
-from . import allocator, suitability
+from . import allocator, lever_checks, suitability
 from .extensions import BUILD_COMMAND
 from .graph_rules import residual_normalizations
 from .insight import applied_counts, parse_insight, to_plans
-from .manager import POST_BACKWARD, PRE_FORWARD, Hooks, Manager, OrtSettings, one_line, overruled_variables
+from .manager import POST_BACKWARD, PRE_FORWARD, Hooks, Manager, one_line
+from .module_with_loss import LabelShapes, LabelSmoothing, put_loss_inside, with_label_smoothing
+from .options import OrtOptions
 from .selection import Choice, check_applied, check_supported, choose_config, choose_level
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
-__all__ = ["OrtEngine", "OrtSettings"]
+__all__ = ["OrtEngine"]
 
 _ROOT_HOOKS = (
     "_forward_hooks",
@@ -50,9 +52,13 @@ class OrtEngine:
 
     name = "ort"
 
-    def __init__(self, selection: Selection | None = None, settings: OrtSettings | None = None) -> None:
-        self._settings = settings or OrtSettings()
+    def __init__(
+        self, selection: Selection | None = None, options: OrtOptions | None = None, log_level: str = "info"
+    ) -> None:
+        self._options = options or OrtOptions()
+        self._log_level = log_level
         self._model: torch.nn.Module | None = None
+        self._smoothing: LabelSmoothing | None = None
         self.apply(selection or Selection())
 
     def apply(self, selection: Selection) -> None:
@@ -72,7 +78,8 @@ class OrtEngine:
         Raises:
             MemOptError: half precision on the CPU, activation checkpointing, torch.compile, FSDP, DataParallel.
         """
-        suitability.check_arguments(args)
+        suitability.check_arguments(args, self._options.ort_allow_autograd_checkpoint, self._options.ort_zero_stage3)
+        lever_checks.check_arguments(self._options, args)
 
     def attach(self, model: torch.nn.Module) -> None:
         """Take over `model`'s training forward; its graph is exported at the first one.
@@ -88,17 +95,19 @@ class OrtEngine:
             return
         if self._model is not None:
             raise MemOptError("this engine holds another model; detach() it first")
-        suitability.check(model)
+        self._check(model)
         base.register(model, self)
         self._model = model
         self._attention = suitability.choose_attention(model)
-        for remark in filter(None, (*suitability.remarks(model), overruled_variables())):
+        for remark in filter(
+            None, (*suitability.remarks(model), lever_checks.skip_check_remark(self._options.ort_skip_check))
+        ):
             get_logger().warning(remark)
         self._previous_forward = model.__dict__.get("forward")
         self._plain_forward: Callable[..., Any] = model.forward
         self._dispatcher = self._make_dispatcher(type(model))
         model.forward = types.MethodType(self._dispatcher, model)
-        if not self._settings.arena:
+        if not self._options.ort_arena:
             allocator.give_back_freed_memory()
         self._forget_session()
 
@@ -117,8 +126,18 @@ class OrtEngine:
                 model.forward = self._previous_forward
         if self._attention is not None:
             model.set_attn_implementation(self._attention)
-        if not self._settings.arena:
+        if not self._options.ort_arena:
             allocator.restore()
+
+    def smooth_labels(self, smoothing: LabelSmoothing | None) -> None:
+        """Whether training forwards with labels return the smoothed loss; needs the loss inside ONNX Runtime."""
+        if smoothing != self._smoothing:
+            self._smoothing = smoothing
+            self._forget_session()
+
+    def _check(self, model: torch.nn.Module) -> None:
+        suitability.check(model, self._options.ort_allow_autograd_checkpoint)
+        lever_checks.check_model(self._options, model)
 
     def plans(self) -> PlanTable | None:
         """The table of the current training graph, None before the first training forward."""
@@ -169,7 +188,7 @@ class OrtEngine:
     def _train_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._notice_changes()
         if self._fallback_reason:
-            return self._plain_forward(*args, **kwargs)
+            return self._fallback(*args, **kwargs)
         suitability.check_autocast(self._model)
         if self._choice.redraws_random_numbers and self._backward_is_due:
             raise MemOptError(
@@ -182,6 +201,10 @@ class OrtEngine:
                 if reason := suitability.why_not(self._model):
                     return self._give_back(reason)(*args, **kwargs)
                 self._manager = self._make_manager()
+                config = getattr(self._model, "config", None)
+                self._label_shapes = LabelShapes(bool(getattr(config, "is_encoder_decoder", False)))
+            if self._options.ort_module_with_loss:
+                self._label_shapes.check(kwargs)
             return self._manager.forward(*args, **suitability.training_arguments(self._model, args, kwargs))
         except MemOptError:
             # Whoever catches it and goes on must not meet a graph without a session.
@@ -199,7 +222,7 @@ class OrtEngine:
 
     def _give_back(self, reason: str, error: Exception | None = None) -> Callable[..., Any]:
         """From now on train with plain PyTorch, if the user wants that."""
-        if not self._settings.fallback:
+        if not self._options.ort_fallback:
             raise UnsupportedModelError(
                 f"ONNX Runtime cannot train {type(self._model).__name__}: {reason}; "
                 "--ort_fallback trains it with plain PyTorch instead"
@@ -210,7 +233,11 @@ class OrtEngine:
         line = f"NOT on ONNX Runtime: it cannot train this model ({reason}); no plan is applied"
         get_logger().warning(line)
         self._table = PlanTable(engine=self.name, plans=(), header=(line,))
-        return self._plain_forward
+        return self._fallback
+
+    @property
+    def _fallback(self) -> Callable[..., Any]:
+        return with_label_smoothing(self._plain_forward, self._smoothing)
 
     def _state(self) -> tuple[Any, ...]:
         """What an exported graph has built in and ORT does not look at again."""
@@ -227,7 +254,7 @@ class OrtEngine:
                 "parameters, their freezing, submodules' modes or autocast changed: building a new graph"
             )
             self._forget_session()
-            suitability.check(self._model)
+            self._check(self._model)
         self._seen = state
         # Held, so that no new parameter comes to lie where an old one was and passes for it.
         self._seen_parameters = tuple(self._model.parameters())
@@ -235,10 +262,11 @@ class OrtEngine:
     def _make_manager(self) -> Manager:
         return Manager(
             self._inner(),
-            self._settings,
+            self._options,
             layerwise=self._selection.level > 0,
             recompute=self._selection.level > 0 or self._selection.config is not None,
             hooks=Hooks(choose=self._choose, report=self._report, phase=self._phase),
+            log_level=self._log_level,
         )
 
     def _inner(self) -> torch.nn.Module:
@@ -250,6 +278,8 @@ class OrtEngine:
             inner.forward = types.MethodType(self._previous_forward.__func__, inner)
         for name in _ROOT_HOOKS:
             inner.__dict__[name] = OrderedDict()
+        if self._options.ort_module_with_loss:
+            put_loss_inside(inner, self._smoothing)
         return inner
 
     def _phase(self, phase: int) -> None:
@@ -261,9 +291,11 @@ class OrtEngine:
     def _choose(self, text: str, combinations: Mapping[str, int]) -> tuple[str, ...]:
         manager = self._manager
         if manager.inlined_functions:
+            switched_off = manager.has_extensions
+            way_out = "leave out --ort_custom_autograd false" if switched_off else f"build them with: {BUILD_COMMAND}"
             raise UnsupportedModelError(
                 f"{type(self._model).__name__} uses torch.autograd.Function ({', '.join(manager.inlined_functions)}), "
-                f"whose backward ONNX Runtime can only run with the torch extensions; build them with: {BUILD_COMMAND}"
+                f"whose backward ONNX Runtime can only run with the torch extensions; {way_out}"
             )
         if manager.aten_operators and not manager.has_extensions:
             raise UnsupportedModelError(

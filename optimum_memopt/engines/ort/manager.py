@@ -9,7 +9,6 @@ import contextlib
 import hashlib
 import importlib
 import json
-import os
 import re
 import shutil
 import tempfile
@@ -22,7 +21,10 @@ from typing import Any
 
 import torch
 
-from . import allocator, compat
+from optimum_memopt.errors import MemOptError
+
+from . import allocator, compat, lever_mends, levers, module_with_loss
+from .options import OrtOptions
 from .padding import keep_padding_rows
 
 # Beginning of every forward, end of its backward: the two ends of a pair (`Phase` in _runtime_inspector.py).
@@ -53,38 +55,6 @@ def _out_of_memory_as_torch_says_it() -> Iterator[None]:
         raise torch.OutOfMemoryError(f"ONNX Runtime is out of memory. {one_line(error)}") from error
 
 
-# The plans are chosen by the hooks, not by ORT's own variables. Falling back is the engine's business too: ORT's own
-# covers only some of the errors of building a graph.
-_OVERRULED = {
-    "ORTMODULE_MEMORY_OPT_LEVEL": "0",
-    "ORTMODULE_MEMORY_OPT_CONFIG": "",
-    "ORTMODULE_FALLBACK_POLICY": "FALLBACK_DISABLE",
-}
-
-
-def overruled_variables() -> str:
-    """What to say about variables in the environment that this engine does not let through to ORT; empty if none."""
-    given = [name for name in _OVERRULED if os.environ.get(name)]
-    if not given:
-        return ""
-    return (
-        f"{', '.join(given)} in the environment: not used, --memory_opt_config, --memory_opt_level and --ort_fallback "
-        "decide instead"
-    )
-
-
-@dataclass(frozen=True)
-class OrtSettings:
-    """Options of the ort engine; see the help texts of the `--ort_…` flags."""
-
-    fallback: bool = True
-    arena: bool = False
-    cache_dir: str | None = None
-    save_onnx: str | None = None
-    opset: int | None = None
-    log_level: str = "info"
-
-
 @dataclass(frozen=True)
 class Hooks:
     """What the engine does at the moments that ORT has no public hook for.
@@ -106,27 +76,40 @@ class Manager:
 
     Args:
         module: fp32 on the CPU, or any dtype that the CUDA provider knows.
+        options: checked by `check_ort`.
+        log_level: a key of `LOG_LEVELS`.
         layerwise: look for plans inside each transformer layer only (ORT's probe "1:1").
         recompute: plans will be applied, so ORT needs the execution order in which they save.
+
+    Raises:
+        MemOptError: ORT did not take one of the options.
     """
 
     def __init__(
-        self, module: torch.nn.Module, settings: OrtSettings, layerwise: bool, recompute: bool, hooks: Hooks
+        self,
+        module: torch.nn.Module,
+        options: OrtOptions,
+        layerwise: bool,
+        recompute: bool,
+        hooks: Hooks,
+        log_level: str = "info",
     ) -> None:
         self._imported = compat.load()
-        self._settings = settings
+        self._options = options
+        self._log_level = log_level
+        self._environment = levers.variables(options)
         self._hooks = hooks
         self._recompute = recompute
         self._config_file: str = ""
         self._seen_functions: list[str] = []
         self._building = True
-        opset = settings.opset or self._imported.ortmodule.ONNX_OPSET_VERSION
+        opset = options.ort_opset or self._imported.ortmodule.ONNX_OPSET_VERSION
         base = importlib.import_module(f"{compat.ORTMODULE}._graph_execution_manager").GraphExecutionManager
         # Wherever torch sees a GPU this imports a third extension, torch_gpu_allocator, which is not built here.
         without_torch_allocator = compat.replaced(base, "_get_torch_gpu_allocator_function_addresses", lambda _: None)
         with (
             compat.symbolics(opset),
-            compat.environment(self._environment()),
+            compat.environment(self._environment),
             without_torch_allocator,
             self._quiet(),
             _modes_kept(module),
@@ -134,6 +117,8 @@ class Manager:
             ort = importlib.import_module(f"{compat.ORTMODULE}.ortmodule")
             self._ort = ort.ORTModule(module, self._debug_options(type(module).__name__))
         self._training = self._ort._torch_module._execution_manager(True)
+        if refused := levers.not_taken(options, self._training._runtime_options):
+            raise MemOptError(f"this build of ONNX Runtime does not do {', '.join(refused)}; leave it out")
         self._observer = self._training._runtime_inspector.memory_ob
         self._mend_instance(layerwise)
         # ORT's import made torch.manual_seed pass every seed on; that replacement is undone, so pass it on here.
@@ -192,32 +177,26 @@ class Manager:
         """Leave nothing behind: a session that was given up while it was built has not read its config."""
         self._drop_config_file()
 
-    def _environment(self) -> dict[str, str]:
-        variables = dict(_OVERRULED)
-        if self._settings.opset is not None:
-            variables["ORTMODULE_ONNX_OPSET_VERSION"] = str(self._settings.opset)
-        return variables
-
     def _debug_options(self, name: str) -> Any:
         module = importlib.import_module(compat.ORTMODULE)
         levels = {"devinfo": module.LogLevel.DEVINFO, "verbose": module.LogLevel.VERBOSE}
-        level = levels.get(self._settings.log_level, module.LogLevel.ERROR)
-        folder = self._settings.save_onnx
+        level = levels.get(self._log_level, module.LogLevel.ERROR)
+        folder = self._options.ort_save_onnx
         return module.DebugOptions(level, save_onnx=bool(folder), onnx_prefix=name, save_path=folder or "")
 
     def _mend_instance(self, layerwise: bool) -> None:
         options = self._training._runtime_options
-        # By default ORT runs the first batch's graph for whatever comes later: other keyword arguments, int32 ids,
-        # a batch without labels. With the checks it builds a new one, and new shapes alone still do not need it.
-        skip = importlib.import_module(f"{compat.ORTMODULE}.options")._SkipCheck
-        options.skip_check = skip.SKIP_CHECK_DISABLED
         options.use_external_gpu_allocator = False
+        if self._options.ort_custom_autograd is False:
+            options.enable_custom_autograd_function = False
         options.recompute_probe_config = "1:1" if layerwise else "1:0"
         transition = self._training._graph_transition_manager
         transition._export_extra_kwargs = {**transition._export_extra_kwargs, **compat.export_arguments()}
         transition.get_post_processed_model = self._exporting(transition)
         self._training._get_session_config = self._session_config(self._training._get_session_config)
         self._training._build_graph = self._graph_builder(self._training._build_graph)
+        create_session = self._training._create_execution_agent
+        self._training._create_execution_agent = compat.environment(self._environment)(create_session)
         # The autograd.Function that carries the session; this ORTModule's own class.
         backward = _out_of_memory_as_torch_says_it()(self._training._forward_class.backward)
         self._training._forward_class.backward = staticmethod(backward)
@@ -231,7 +210,7 @@ class Manager:
         """Without the exporter's warnings about traced branches, and those of every deprecated property that ORTModule
         reads when it looks through the model's members."""
         with warnings.catch_warnings():
-            if self._settings.log_level != "verbose":
+            if self._log_level != "verbose":
                 warnings.simplefilter("ignore")
             yield
 
@@ -244,21 +223,28 @@ class Manager:
             self._building = True
             with contextlib.ExitStack() as stack:
                 stack.enter_context(compat.symbolics(options.onnx_opset_version))
+                stack.enter_context(module_with_loss.exportable(options.onnx_opset_version))
                 stack.enter_context(self._quiet())
                 stack.enter_context(_modes_kept(self._training._original_module))
-                if not self._imported.has_extensions:
+                stack.enter_context(lever_mends.label_sparsity(owner, options.enable_label_sparse_optimizer))
+                if not options.enable_custom_autograd_function:
                     self._seen_functions = stack.enter_context(compat.recorded_autograd_functions())
                 self._observer.symbolic_dim_collecting_completed = False
                 exported = export(*args, **kwargs)
-            if self._seen_functions and self._settings.cache_dir:
+            if self._seen_functions and self._options.ort_cache_dir:
                 # A cached export would be taken next time without looking at the model again.
                 shutil.rmtree(options.ortmodule_cache_dir, ignore_errors=True)
             return exported
 
         def get_post_processed_model(inputs: Any, kwargs: Any) -> Any:
-            if self._settings.cache_dir:
+            if self._options.ort_cache_dir:
                 options.ortmodule_cache_dir = self._export_cache(inputs, kwargs)
-            with compat.replaced(owner, "_export_model", staticmethod(export_model)), _all_kinds_of_inputs(owner):
+            with (
+                compat.environment(self._environment),
+                compat.replaced(owner, "_export_model", staticmethod(export_model)),
+                lever_mends.gradient_management(lambda: transition._device),
+                _all_kinds_of_inputs(owner),
+            ):
                 return original(inputs, kwargs)
 
         return get_post_processed_model
@@ -271,15 +257,17 @@ class Manager:
             "torch": torch.__version__,
             "opset": self._training._runtime_options.onnx_opset_version,
             "config": str(getattr(module, "config", "")),
+            "forward": getattr(module, module_with_loss.DESCRIPTION, ""),
             "inputs": [[str(name), _describe(value)] for name, value in [*enumerate(inputs), *sorted(kwargs.items())]],
             "trained": [name for name, parameter in module.named_parameters() if parameter.requires_grad],
         }
         digest = hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]
-        return str(Path(self._settings.cache_dir or "") / digest)
+        return str(Path(self._options.ort_cache_dir or "") / digest)
 
     def _graph_builder(self, original: Callable[[Any], None]) -> Callable[[Any], None]:
         def build_graph(configuration: Any) -> None:
-            original(configuration)
+            with compat.environment(self._environment), lever_mends.graph_optimizers(self._options):
+                original(configuration)
             keep_padding_rows(self.graph, self._training._original_module)
 
         return build_graph
@@ -288,8 +276,8 @@ class Manager:
         def get_session_config() -> Any:
             session_options, providers, provider_options = original()
             # The arena keeps the most it ever held: what a plan saves would not come to the rest of the process.
-            session_options.enable_cpu_mem_arena = self._settings.arena
-            if self._settings.arena:
+            session_options.enable_cpu_mem_arena = self._options.ort_arena
+            if self._options.ort_arena:
                 allocator.register_arena()
                 session_options.add_session_config_entry("session.use_env_allocators", "1")
             # As many threads as torch has: a launcher's OMP_NUM_THREADS is for both.

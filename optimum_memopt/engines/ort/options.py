@@ -5,6 +5,10 @@ from pathlib import Path
 
 from optimum_memopt.errors import MemOptError
 
+from .lever_checks import check_here
+
+CONV_SEARCHES = ("HEURISTIC", "EXHAUSTIVE")
+
 
 @dataclass
 class OrtOptions:
@@ -37,14 +41,110 @@ class OrtOptions:
     ort_opset: int | None = field(
         default=None, metadata={"help": "ONNX opset of the export; ONNX Runtime's default is 17."}
     )
+    ort_module_with_loss: bool = field(
+        default=False,
+        metadata={
+            "help": "Compute the whole loss in ONNX Runtime, label smoothing included, from the tokens that have a "
+            "label only (masked LM: 15%% of them). A training forward then returns the loss and nothing else."
+        },
+    )
+
+    ort_custom_autograd: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Run the model's own torch.autograd.Functions with their own backward. On where the torch "
+            "extensions are built; false: such a model is refused."
+        },
+    )
+    ort_mem_efficient_grad_mgmt: bool = field(
+        default=False,
+        metadata={
+            "help": "Hand each parameter its gradient as soon as it is there, instead of all at the end of backward: "
+            "a lower peak. Needs the torch extensions."
+        },
+    )
+    ort_allow_autograd_checkpoint: bool = field(
+        default=False,
+        metadata={
+            "help": "Train a model with re-entrant activation checkpointing: PyTorch runs the checkpointed layers, "
+            "ONNX Runtime the rest. Needs the torch extensions."
+        },
+    )
+    ort_compute_optimizer: bool = field(
+        default=True, metadata={"help": "Let ONNX Runtime move operators that shrink tensors ahead of others."}
+    )
+    ort_label_sparse_optimizer: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Leave labels that are ignored out of the loss and of what leads to it, when the first batch has "
+            "more than 10%% of them and the model holds an nn.CrossEntropyLoss. ONNX Runtime's default is on."
+        },
+    )
+    ort_embedding_sparse_optimizer: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Leave padding out of the layers, when the first batch has more than 10%% of it. ONNX Runtime's "
+            "default is on, and does nothing without CUDA."
+        },
+    )
+    ort_deepcopy_before_export: bool = field(
+        default=True,
+        metadata={
+            "help": "Look for the model's outputs with a copy of it; false: with the model itself, which saves its "
+            "size in memory for a moment, and what its forward counts is counted once more."
+        },
+    )
+    ort_skip_check: str | None = field(
+        default=None,
+        metadata={
+            "help": "Checks that ONNX Runtime leaves out from the second step on, separated by |: SKIP_CHECK_DEVICE, "
+            "SKIP_CHECK_BUILD_GRADIENT, SKIP_CHECK_EXECUTION_AGENT. Without the second, other keyword arguments or "
+            "dtypes are trained wrongly. Default: SKIP_CHECK_DISABLED."
+        },
+    )
+    ort_efficient_attention: bool = field(
+        default=False, metadata={"help": "Use torch's memory-efficient attention in the graph; needs CUDA."}
+    )
+    ort_triton: bool = field(
+        default=False,
+        metadata={"help": "Fuse operators into Triton kernels; needs CUDA. Once on, it is on for the process."},
+    )
+    ort_triton_config: str | None = field(
+        default=None, metadata={"help": "JSON file that says which operators Triton may fuse; with --ort_triton."}
+    )
+    ort_flash_attention: bool = field(
+        default=False, metadata={"help": "Use flash attention written in Triton; with --ort_triton."}
+    )
+    ort_tuning: bool = field(
+        default=False, metadata={"help": "Time several kernels for an operator and keep the fastest; needs CUDA."}
+    )
+    ort_tuning_duration_ms: int | None = field(
+        default=None, metadata={"help": "Longest time to spend on one operator, in ms; with --ort_tuning."}
+    )
+    ort_tuning_results: str | None = field(
+        default=None,
+        metadata={"help": "JSON file with found kernels: written with --ort_tuning, read without it; needs CUDA."},
+    )
+    ort_conv_search: str | None = field(
+        default=None,
+        metadata={
+            "choices": CONV_SEARCHES,
+            "help": "How cuDNN looks for a convolution's algorithm; ONNX Runtime's default is HEURISTIC. Needs CUDA.",
+        },
+    )
+    ort_zero_stage3: bool = field(
+        default=False,
+        metadata={"help": "ONNX Runtime's support for ZeRO stage 3; needs CUDA and DeepSpeed 0.13.1 or older."},
+    )
 
     def check_ort(self) -> None:
-        """Find what is wrong before a model or data is loaded.
+        """Find what is wrong, or cannot work on this machine, before a model or data is loaded.
 
         Raises:
-            MemOptError: one line that names the option and what is allowed.
+            MemOptError: one line that names the option and what is allowed, or the way out.
         """
         if self.ort_opset is not None and not 12 <= self.ort_opset <= 20:
             raise MemOptError(f"--ort_opset {self.ort_opset}: ONNX Runtime 1.19 trains graphs of opset 12 to 20")
         if self.ort_save_onnx is not None and not Path(self.ort_save_onnx).is_dir():
             raise MemOptError(f"--ort_save_onnx {self.ort_save_onnx}: no such folder; make it first")
+        check_here(self)

@@ -21,8 +21,11 @@ _DATA_PARALLEL_WAY_OUT = (
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def check(model: torch.nn.Module) -> None:
+def check(model: torch.nn.Module, checkpointing: bool = False) -> None:
     """Refuse what ONNX Runtime would train wrongly or not at all.
+
+    Args:
+        checkpointing: re-entrant activation checkpointing is allowed.
 
     Raises:
         UnsupportedModelError: DataParallel, gradient checkpointing, several devices, half precision on the CPU.
@@ -30,7 +33,10 @@ def check(model: torch.nn.Module) -> None:
     name = type(model).__name__
     if isinstance(model, torch.nn.DataParallel):
         raise UnsupportedModelError(f"the ort engine under torch.nn.DataParallel: {_DATA_PARALLEL_WAY_OUT}")
-    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+    checkpointed = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+    if checkpointed and checkpointing:
+        _check_reentrant(name, checkpointed)
+    elif checkpointed:
         raise UnsupportedModelError(
             f"{name} has activation checkpointing on, which the ort engine cannot export; call "
             "model.gradient_checkpointing_disable() and use --memory_opt_level 1 instead, which recomputes each layer"
@@ -44,6 +50,16 @@ def check(model: torch.nn.Module) -> None:
         dtypes = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in halves))
         raise UnsupportedModelError(
             f"{name} has {dtypes} parameters; ONNX Runtime's CPU provider trains float32 only; call model.float()"
+        )
+
+
+def _check_reentrant(name: str, modules: Sequence[torch.nn.Module]) -> None:
+    """The exporter looks through torch's other kind of checkpointing, so that nothing would be checkpointed."""
+    functions = (getattr(module, "_gradient_checkpointing_func", None) for module in modules)
+    if not all(getattr(function, "keywords", {}).get("use_reentrant") for function in functions):
+        raise UnsupportedModelError(
+            f"{name} has activation checkpointing that is not re-entrant: the export would lose it; call "
+            'model.gradient_checkpointing_enable({"use_reentrant": True})'
         )
 
 
@@ -87,8 +103,12 @@ def check_autocast(model: torch.nn.Module) -> None:
         )
 
 
-def check_arguments(args: Any) -> None:
+def check_arguments(args: Any, checkpointing: bool = False, zero_stage3: bool = False) -> None:
     """Refuse `transformers.TrainingArguments` that ONNX Runtime cannot train with.
+
+    Args:
+        checkpointing: re-entrant activation checkpointing is allowed.
+        zero_stage3: ZeRO stage 3 is allowed.
 
     Raises:
         MemOptError: half precision on the CPU, activation checkpointing, torch.compile, FSDP, ZeRO 3, DataParallel.
@@ -99,7 +119,14 @@ def check_arguments(args: Any) -> None:
                 f"--{precision} with the ort engine on the CPU: ONNX Runtime's CPU provider trains float32 only; "
                 f"leave --{precision} out or train on a GPU"
             )
-    if getattr(args, "activation_checkpointing", False) or getattr(args, "gradient_checkpointing", False):
+    asked = [name for name in ("activation_checkpointing", "gradient_checkpointing") if getattr(args, name, False)]
+    if asked and checkpointing:
+        if not any((getattr(args, f"{name}_kwargs", None) or {}).get("use_reentrant") for name in asked):
+            raise MemOptError(
+                f"--{asked[0]} that is not re-entrant with the ort engine: the export would lose it; add "
+                f"--{asked[0]}_kwargs '{{\"use_reentrant\": true}}'"
+            )
+    elif asked:
         raise MemOptError(
             "activation checkpointing with the ort engine: ONNX Runtime cannot export it; leave it out and use "
             "--memory_opt_level 1, which recomputes each layer"
@@ -110,7 +137,7 @@ def check_arguments(args: Any) -> None:
     if args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
         raise MemOptError("FSDP with the ort engine: ONNX Runtime needs whole parameters; use DDP or ZeRO 0, 1, 2")
     plugin = getattr(args, "deepspeed_plugin", None)
-    if plugin is not None and plugin.zero_stage == 3:
+    if plugin is not None and plugin.zero_stage == 3 and not zero_stage3:
         # Fails at the export with "no attribute 'ds_id'"; ORT's own support of stage 3 ends with DeepSpeed 0.13.1.
         raise MemOptError(
             "DeepSpeed ZeRO stage 3 with the ort engine: ONNX Runtime needs whole parameters; use ZeRO stage 0, 1 or "

@@ -15,11 +15,12 @@ SETUP = """
 import contextlib, importlib, os, sys, types
 import torch
 from optimum_memopt.engines.ort import compat
-from optimum_memopt.engines.ort.manager import Hooks, Manager, OrtSettings
+from optimum_memopt.engines.ort.manager import Hooks, Manager
+from optimum_memopt.engines.ort.options import OrtOptions
 
 def train(model, batch):
     hooks = Hooks(choose=lambda text, rows: (), report=lambda text: None, phase=lambda phase: None)
-    manager = Manager(model, OrtSettings(fallback=False), layerwise=False, recompute=False, hooks=hooks)
+    manager = Manager(model, OrtOptions(ort_fallback=False), layerwise=False, recompute=False, hooks=hooks)
     manager.forward(batch).pow(2).sum().backward()
     assert all(parameter.grad.abs().sum() > 0 for parameter in model.parameters())
     return manager

@@ -17,7 +17,8 @@ from model_zoo import IGNORE, ZOO
 
 from optimum_memopt.engines.base import Selection, engine_of
 from optimum_memopt.engines.ort import missing
-from optimum_memopt.engines.ort.engine import OrtEngine, OrtSettings
+from optimum_memopt.engines.ort.engine import OrtEngine
+from optimum_memopt.engines.ort.options import OrtOptions
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
 from optimum_memopt.plans.grammar import ConfigError, parse
 
@@ -35,8 +36,8 @@ def attach() -> Iterator[Attach]:
     """Attaches an engine, fallback off, and detaches it after the test."""
     engines = []
 
-    def attach(model: torch.nn.Module, selection: Selection | None = None, **settings: Any) -> OrtEngine:
-        engine = OrtEngine(selection, OrtSettings(**{"fallback": False, **settings}))
+    def attach(model: torch.nn.Module, selection: Selection | None = None, **options: Any) -> OrtEngine:
+        engine = OrtEngine(selection, OrtOptions(**{"ort_fallback": False, **options}))
         engine.attach(model)
         engines.append(engine)
         return engine
@@ -456,7 +457,7 @@ def without_dropout(model: torch.nn.Module) -> None:
 def test_dropout_in_evaluation_mode_is_not_trained_as_if_it_were_not(attach: Attach, when: str) -> None:
     model = ROBERTA.build(**DROPOUT)
     plain = copy.deepcopy(model)
-    engine = attach(model, fallback=True)
+    engine = attach(model, ort_fallback=True)
     if when == "later":
         accumulate(model, [ROBERTA.batch()])
         assert engine.plans().plans
@@ -493,7 +494,7 @@ def test_running_statistics_are_not_lost(attach: Attach) -> None:
     torch.manual_seed(0)
     model = Normalized()
     plain = copy.deepcopy(model)
-    engine = attach(model, fallback=True)
+    engine = attach(model, ort_fallback=True)
     for _ in range(3):
         values = torch.randn(8, 6)
         for trained in (model, plain):
@@ -541,7 +542,7 @@ def test_a_dropped_model_and_engine_are_freed() -> None:
     import weakref
 
     model = ROBERTA.build()
-    engine = OrtEngine(Selection(level=1), OrtSettings(fallback=False))
+    engine = OrtEngine(Selection(level=1), OrtOptions(ort_fallback=False))
     engine.attach(model)
     accumulate(model, [ROBERTA.batch()])
     gone = weakref.ref(model)
@@ -588,9 +589,9 @@ def test_a_forward_that_the_user_replaced_is_the_one_that_trains(attach: Attach)
 # Configs that ONNX Runtime would pass over.
 
 
-def first_step(attach: Attach, selection: Selection, **settings: Any) -> OrtEngine:
+def first_step(attach: Attach, selection: Selection, **options: Any) -> OrtEngine:
     model = MLM.build()
-    engine = attach(model, selection, **settings)
+    engine = attach(model, selection, **options)
     accumulate(model, [MLM.batch()])
     return engine
 
@@ -712,7 +713,7 @@ class Sorted(torch.nn.Module):
 def test_fallback_is_said_once_and_stands_in_the_table(attach: Attach, log: pytest.LogCaptureFixture) -> None:
     model = Sorted()
     plain = copy.deepcopy(model)
-    engine = attach(model, Selection(level=1), fallback=True)
+    engine = attach(model, Selection(level=1), ort_fallback=True)
     values = torch.rand(3, 4)
     for _ in range(3):
         for trained in (model, plain):
@@ -738,7 +739,7 @@ def test_an_error_in_the_users_batch_is_not_taken_for_an_unsupported_model(
 ) -> None:
     model = MLM.build()
     plain = copy.deepcopy(model)
-    attach(model, fallback=True)
+    attach(model, ort_fallback=True)
     accumulate(model, [MLM.batch()])
     wrong = MLM.batch()
     wrong["input_ids"] = wrong["input_ids"] + 1000
@@ -773,7 +774,7 @@ def test_a_backward_of_its_own_is_never_lost(attach: Attach, fallback: bool) -> 
 
     model = Adversarial()
     plain = copy.deepcopy(model)
-    attach(model, fallback=fallback)
+    attach(model, ort_fallback=fallback)
     values = torch.rand(3, 4)
     if find() is None:
         with pytest.raises(UnsupportedModelError, match=f"Reversed.*{BUILD_COMMAND}"):
@@ -799,7 +800,7 @@ def test_a_cached_export_is_not_taken_for_another_graph(attach: Attach, tmp_path
     cases.append((frozen, MLM.batch()))
     for model, batch in cases:
         plain = copy.deepcopy(model)
-        engine = attach(model, cache_dir=str(tmp_path))
+        engine = attach(model, ort_cache_dir=str(tmp_path))
         if model.config.hidden_dropout_prob:
             # With dropout the losses of two calls differ, those of a graph without it would not.
             assert len({float(model(**batch).loss.detach()) for _ in range(3)}) == 3
@@ -841,10 +842,11 @@ import torch, torch.utils.checkpoint
 from gradients import accumulate
 from model_zoo import ZOO
 from optimum_memopt.engines.base import Selection
-from optimum_memopt.engines.ort.engine import OrtEngine, OrtSettings
+from optimum_memopt.engines.ort.engine import OrtEngine
+from optimum_memopt.engines.ort.options import OrtOptions
 
 def train(name, selection):
-    model, engine = ZOO[name].build(), OrtEngine(selection, OrtSettings(fallback=False))
+    model, engine = ZOO[name].build(), OrtEngine(selection, OrtOptions(ort_fallback=False))
     engine.attach(model)
     accumulate(model, [ZOO[name].batch()])
     return engine
@@ -910,14 +912,3 @@ for name in ("roberta-mlm", "deberta-v2-classification", "gpt2", "t5"):
     first = run(TRAIN + script, tmp_path)
     assert first.count("saving_bytes") > 50
     assert run(TRAIN + script, tmp_path) == first
-
-
-def test_variables_that_are_overruled_are_named(monkeypatch, capsys):
-    monkeypatch.setenv("ORTMODULE_MEMORY_OPT_LEVEL", "1")
-    model = ZOO["roberta-mlm"].build()
-    engine = OrtEngine(settings=OrtSettings(fallback=False))
-    engine.attach(model)
-    engine.detach()
-    warned = capsys.readouterr().err
-    assert "ORTMODULE_MEMORY_OPT_LEVEL in the environment: not used, --memory_opt_config" in warned
-    assert "ORTMODULE_MEMORY_OPT_CONFIG" not in warned
