@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainerState
 
-from optimum_memopt import agreement, fp16_optimizer, optim, sampling
+from optimum_memopt import agreement, fp16_optimizer, loss_routing, optim, sampling
 from optimum_memopt.callbacks.input_density import InputDensityCallback
 from optimum_memopt.callbacks.memory_phases import MemoryPhasesCallback
 from optimum_memopt.callbacks.plan_stats import PlanStatsCallback
@@ -88,6 +88,8 @@ def attach(trainer: Trainer, **options: Any) -> Attachment:
     name, reason = base.resolve(chosen.memory_opt_engine)
     engine = base.create(chosen)
     engine.check_arguments(trainer.args)
+    if chosen.ort_module_with_loss:
+        loss_routing.check(trainer)
     if chosen.memory_opt_optim is not None:
         optim.check(chosen.memory_opt_optim, trainer)
     if chosen.ort_fp16_optimizer:
@@ -109,6 +111,8 @@ def attach(trainer: Trainer, **options: Any) -> Attachment:
     if chosen.group_by_complexity:
         balanced = _callback(trainer, sampling.ComplexityCallback, path=chosen.memory_opt_log_file)
         trainer._get_train_sampler = _sampling(trainer, balanced)
+    if chosen.ort_module_with_loss:
+        trainer.compute_loss = loss_routing.inside(trainer, engine)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         trainer.compute_loss = _comparing(trainer, engine, chosen)
     trainer.memopt = Attachment(chosen, engine, plan_stats)
@@ -187,18 +191,13 @@ def _attaching(trainer: Trainer, engine: Engine, optimizer: str | None) -> Any:
 
 
 def _sampling(trainer: Trainer, balanced: sampling.ComplexityCallback) -> Any:
-    """`_get_train_sampler` (transformers 5.23), the only place from which Trainer takes one: what it returns is batched
-    by torch, and accelerate deals the batches to the ranks. A subclass of its own `get_train_dataloader` is noticed by
-    the callback."""
+    """`_get_train_sampler`, the place that Trainer takes its sampler from (transformers 5.23): torch makes batches of
+    what it returns, and accelerate deals them to the ranks. The callback notices a Trainer that takes it elsewhere."""
 
     def get_train_sampler(dataset: Any = None) -> sampling.ComplexitySampler:
         args, accelerator = trainer.args, trainer.accelerator
-        # Trainer hands over the data without the columns that the model does not take, such as the length.
-        complexities = sampling.complexities(
-            trainer.train_dataset if dataset is None or len(trainer.train_dataset) == len(dataset) else dataset,
-            args.length_column_name,
-            _padding_id(trainer),
-        )
+        # Not `dataset`, which lacks the columns that the model does not take, such as the length.
+        complexities = sampling.complexities(trainer.train_dataset, args.length_column_name, _padding_id(trainer))
         # With split_batches accelerate cuts each batch for the ranks instead of giving each rank a batch.
         parts = args.world_size if accelerator.split_batches else 1
         balanced.sampler = sampling.ComplexitySampler(

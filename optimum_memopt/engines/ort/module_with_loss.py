@@ -13,13 +13,14 @@ import contextlib
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn import functional
 
+from optimum_memopt.errors import MemOptError
 from optimum_memopt.logs import get_logger
 
 _ROWS = "optimum_memopt::rows"
@@ -97,6 +98,36 @@ def put_loss_inside(module: torch.nn.Module, smoothing: LabelSmoothing | None) -
     setattr(module, DESCRIPTION, f"loss inside, {smoothing}")
 
 
+class LabelShapes:
+    """Sees that labels go on fitting what they label: without all rows of the logits, ORT cannot tell any more.
+
+    Args:
+        is_encoder_decoder: labels then belong to the decoder's inputs.
+    """
+
+    def __init__(self, is_encoder_decoder: bool) -> None:
+        self._labelled = "decoder_input_ids" if is_encoder_decoder else "input_ids"
+        self._agreed: bool | None = None
+
+    def check(self, inputs: Mapping[str, Any]) -> None:
+        """Compare the shapes in `inputs`, if they agreed at first, where the model itself compared them.
+
+        Raises:
+            MemOptError: they do not any more.
+        """
+        labels, labelled = inputs.get("labels"), inputs.get(self._labelled)
+        if not isinstance(labels, torch.Tensor) or not isinstance(labelled, torch.Tensor) or labels.dim() < 2:
+            return
+        agree = labels.shape == labelled.shape
+        if self._agreed is None:
+            self._agreed = agree
+        if self._agreed and not agree:
+            raise MemOptError(
+                f"labels of shape {tuple(labels.shape)} for {self._labelled} of shape {tuple(labelled.shape)}: each "
+                "token needs a label, -100 where it does not count"
+            )
+
+
 @contextlib.contextmanager
 def exportable(opset: int) -> Iterator[None]:
     """Lets `torch.onnx.export` know the choice of rows, for the time of an export."""
@@ -152,8 +183,9 @@ def _cross_entropy_of_labelled_rows() -> Iterator[None]:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         given = types.SimpleNamespace(**bound.arguments)
-        whole = given.input.dim() == 2 and given.target.dim() == 1 and given.reduction in ("mean", "sum")
-        if not whole or given.size_average is not None or given.reduce is not None:
+        fits = given.input.dim() == 2 and given.target.dim() == 1 and len(given.input) == len(given.target)
+        reduced = given.reduction in ("mean", "sum") and given.size_average is None and given.reduce is None
+        if not (fits and reduced):
             return original(*args, **kwargs)
         chosen = dict(zip(("input", "target"), _labelled(given.input, given.target, given.ignore_index), strict=True))
         if given.reduction == "sum" or given.weight is not None or given.label_smoothing:
