@@ -279,7 +279,9 @@ class OrtEngine:
         for name in _ROOT_HOOKS:
             inner.__dict__[name] = OrderedDict()
         if self._options.ort_module_with_loss:
-            put_loss_inside(inner, self._smoothing)
+            options = self._options
+            sparse = options.ort_compute_optimizer and options.ort_label_sparse_optimizer is not False
+            put_loss_inside(inner, self._smoothing, sparse)
         return inner
 
     def _phase(self, phase: int) -> None:

@@ -25,6 +25,7 @@ from optimum_memopt.errors import MemOptError
 
 from . import allocator, compat, lever_mends, levers, module_with_loss
 from .options import OrtOptions
+from .gather_indices import expand_indices_again
 from .padding import keep_padding_rows
 
 # Beginning of every forward, end of its backward: the two ends of a pair (`Phase` in _runtime_inspector.py).
@@ -226,7 +227,9 @@ class Manager:
                 stack.enter_context(module_with_loss.exportable(options.onnx_opset_version))
                 stack.enter_context(self._quiet())
                 stack.enter_context(_modes_kept(self._training._original_module))
-                stack.enter_context(lever_mends.label_sparsity(owner, options.enable_label_sparse_optimizer))
+                # With the loss inside, the rows are chosen already; ORT's mark would stay in the graph and print.
+                marks_labels = options.enable_label_sparse_optimizer and not self._options.ort_module_with_loss
+                stack.enter_context(lever_mends.label_sparsity(owner, marks_labels))
                 if not options.enable_custom_autograd_function:
                     self._seen_functions = stack.enter_context(compat.recorded_autograd_functions())
                 self._observer.symbolic_dim_collecting_completed = False
@@ -269,6 +272,7 @@ class Manager:
             with compat.environment(self._environment), lever_mends.graph_optimizers(self._options):
                 original(configuration)
             keep_padding_rows(self.graph, self._training._original_module)
+            expand_indices_again(self.graph)
 
         return build_graph
 

@@ -42,12 +42,15 @@ class LabelSmoothing:
     shift_labels: bool
 
 
-def with_label_smoothing(forward: Callable[..., Any], smoothing: LabelSmoothing | None) -> Callable[..., Any]:
+def with_label_smoothing(
+    forward: Callable[..., Any], smoothing: LabelSmoothing | None, sparse: bool = False
+) -> Callable[..., Any]:
     """`forward` whose output has the smoothed loss when `labels` are given, as `Trainer.compute_loss` computes it.
 
     Args:
         forward: a bound forward; takes `labels` by name, returns logits of shape (…, classes) as `logits` or first.
         smoothing: None leaves the forward as it is.
+        sparse: compute it from the rows that have a label.
     """
     if smoothing is None:
         return forward
@@ -57,7 +60,11 @@ def with_label_smoothing(forward: Callable[..., Any], smoothing: LabelSmoothing 
         if labels is None:
             return outputs
         logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
-        loss = _smoothed_loss(smoothing, logits, labels, kwargs.get("num_items_in_batch"))
+        items = kwargs.get("num_items_in_batch")
+        if sparse:
+            loss = _sparse_smoothed_loss(smoothing, logits, labels, items)
+        else:
+            loss = smoothing.smoother(outputs, labels, shift_labels=smoothing.shift_labels, num_items_in_batch=items)
         if isinstance(outputs, dict):
             outputs["loss"] = loss
             return outputs
@@ -66,8 +73,8 @@ def with_label_smoothing(forward: Callable[..., Any], smoothing: LabelSmoothing 
     return smoothed
 
 
-def put_loss_inside(module: torch.nn.Module, smoothing: LabelSmoothing | None) -> None:
-    """Make `module.forward` return nothing but its loss, computed from the rows that have a label.
+def put_loss_inside(module: torch.nn.Module, smoothing: LabelSmoothing | None, sparse: bool = True) -> None:
+    """Make `module.forward` return nothing but its loss.
 
     The other outputs would have to be kept, all rows of the logits among them. Outputs without a loss stay as they
     are.
@@ -75,17 +82,22 @@ def put_loss_inside(module: torch.nn.Module, smoothing: LabelSmoothing | None) -
     Args:
         module: what ORT exports; its forward is replaced on this instance and keeps its signature.
         smoothing: see `with_label_smoothing`.
+        sparse: compute the loss from the rows that have a label, where labels are given for each token.
     """
     own = module.forward
-    forward = with_label_smoothing(own, smoothing)
     signature = inspect.signature(own)
+    forward = with_label_smoothing(own, smoothing)
+    sparse_forward = with_label_smoothing(own, smoothing, sparse=True)
 
     @functools.wraps(own.__func__)
     def loss_alone(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         labels = signature.bind(*args, **kwargs).arguments.get("labels", kwargs.get("labels"))
         # Labels of whole sequences are rarely ignored, and what makes their logits is small.
         for_each_token = isinstance(labels, torch.Tensor) and labels.dim() > 1
-        with _cross_entropy_of_labelled_rows() if for_each_token else contextlib.nullcontext():
+        if sparse and for_each_token:
+            with _cross_entropy_of_labelled_rows():
+                outputs = sparse_forward(*args, **kwargs)
+        else:
             outputs = forward(*args, **kwargs)
         if isinstance(outputs, dict) and outputs.get("loss") is not None:
             return type(outputs)(loss=outputs["loss"])
@@ -95,7 +107,7 @@ def put_loss_inside(module: torch.nn.Module, smoothing: LabelSmoothing | None) -
         return outputs
 
     module.forward = types.MethodType(loss_alone, module)
-    setattr(module, DESCRIPTION, f"loss inside, {smoothing}")
+    setattr(module, DESCRIPTION, f"loss inside, {smoothing}, {sparse=}")
 
 
 class LabelShapes:
@@ -116,7 +128,9 @@ class LabelShapes:
             MemOptError: they do not any more.
         """
         labels, labelled = inputs.get("labels"), inputs.get(self._labelled)
-        if not isinstance(labels, torch.Tensor) or not isinstance(labelled, torch.Tensor) or labels.dim() < 2:
+        if not isinstance(labels, torch.Tensor) or not isinstance(labelled, torch.Tensor):
+            return
+        if labels.dim() < 2 or labels.is_floating_point():
             return
         agree = labels.shape == labelled.shape
         if self._agreed is None:
@@ -162,13 +176,14 @@ def _labelled(logits: torch.Tensor, labels: torch.Tensor, ignore_index: int) -> 
     return logits.index_select(0, rows), labels.index_select(0, rows)
 
 
-def _smoothed_loss(smoothing: LabelSmoothing, logits: torch.Tensor, labels: torch.Tensor, items: Any) -> torch.Tensor:
+def _sparse_smoothed_loss(
+    smoothing: LabelSmoothing, logits: torch.Tensor, labels: torch.Tensor, items: Any
+) -> torch.Tensor:
     ignore_index = getattr(smoothing.smoother, "ignore_index", IGNORE)
     if smoothing.shift_labels:
         # The smoother would cut the last row out of the logits, which a choice of rows cannot be moved through.
         labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    if labels.dim() > 1:
-        logits, labels = _labelled(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index)
+    logits, labels = _labelled(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index)
     return smoothing.smoother({"logits": logits}, labels, num_items_in_batch=items)
 
 

@@ -98,7 +98,22 @@ def test_a_batch_without_labels_and_one_after_it(attached: Attached, name: str) 
     assert_same_step(model, plain, {**sparse(case.batch(), 0.3), **items})
 
 
-def test_without_the_flag_all_rows_are_projected(attached: Attached) -> None:
+@pytest.mark.parametrize("smoothing", [None, SMOOTHING], ids=["plain", "smoothed"])
+def test_all_rows_are_projected_when_label_sparsity_is_off(
+    attached: Attached, smoothing: LabelSmoothing | None
+) -> None:
+    model = ZOO[MLM].build()
+    losses = []
+    for on in (True, False):
+        engine = attached(model, ort_label_sparse_optimizer=on)
+        engine.smooth_labels(smoothing)
+        losses.append(model(**sparse(ZOO[MLM].batch(), 0.15)).loss)
+        assert (projected_rows(engine) == "ShrunkenGather") == on
+        engine.detach()
+    torch.testing.assert_close(*losses, rtol=TOLERANCE, atol=0)
+
+
+def test_without_the_flag_nothing_changes(attached: Attached) -> None:
     model = ZOO[MLM].build()
     engine = attached(model, ort_module_with_loss=False)
     assert model(**sparse(ZOO[MLM].batch(), 0.15)).logits is not None
