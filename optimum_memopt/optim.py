@@ -109,9 +109,10 @@ def _deepspeed_conflict(name: str, config: Mapping[str, Any] | None) -> str:
         return ""
     if "optimizer" in config:
         return 'the DeepSpeed config has an "optimizer" of its own, which is the one that runs; leave one of them out'
-    # accelerate then replaces whatever is not torch's AdamW by Adam with L2 regularization (`map_pytorch_optim_to_
-    # deepspeed`, 1.15), and DeepSpeed itself refuses anything that does not run on the CPU.
-    if name != "deepspeed_cpu_adam" and _offloads(config):
+    # accelerate (1.15, `map_pytorch_optim_to_deepspeed`) then puts DeepSpeedCPUAdam in the place of all others, and in
+    # that of a class that it does not know one with L2 regularization instead of decoupled weight decay.
+    forced = name != "torch_fused_adamw" or config.get("zero_force_ds_cpu_optimizer", True)
+    if name != "deepspeed_cpu_adam" and _offloads(config) and forced:
         return f"DeepSpeed's offload_optimizer steps on the CPU; use {FLAG} deepspeed_cpu_adam, or do not offload"
     return ""
 
