@@ -13,7 +13,16 @@ import pytest
 import torch
 from transformers import HfArgumentParser
 
-from optimum_memopt import MemOptError, MemOptOptions, MemOptTrainer, MemOptTrainingArguments, attach, optimize
+from optimum_memopt import (
+    MemOptError,
+    MemOptOptions,
+    MemOptTrainer,
+    MemOptTrainingArguments,
+    attach,
+    fp16_optimizer,
+    optimize,
+)
+from optimum_memopt.engines.ort import compat
 from optimum_memopt.optim import OPTIMIZERS
 from tests.trainer_runs import build, distance, log_lines, make, weights
 
@@ -223,7 +232,7 @@ def test_a_run_that_is_not_in_fp16_says_so(tmp_path):
     with log_lines() as lines:
         trainer.train()
     (line,) = [line for line in lines if line.startswith("--ort_fp16_optimizer")]
-    assert line.endswith("does nothing for it: this run is not in fp16 (--fp16)")
+    assert "the optimizer stays as it is" in line and line.endswith(": this run is not in fp16 (--fp16)")
 
 
 ZERO = {
@@ -246,8 +255,6 @@ def refused_under(config, name, folder):
 
 def main(folder):
     """Each config in a Trainer, and FP16_Optimizer on the optimizer that ZeRO makes."""
-    from optimum_memopt import fp16_optimizer
-
     found = {
         "own": refused_under(OWN, "torch_fused_adamw", folder),
         "offload": refused_under(OFFLOAD, "torch_fused_adamw", folder),
@@ -321,6 +328,29 @@ def test_fp16_optimizer_leaves_what_onnx_runtime_does_not_know_and_says_so(under
     assert "optimizer name not found in the registry: torch.optim.adamw.AdamW" in found["unknown"]
     assert any(line.endswith("this run is not in fp16 (--fp16)") for line in found["lines"])
     assert "Old Source Code Start" not in errors
+
+
+class MegatronsOptimizer:
+    """The only optimizer that ONNX Runtime's FP16_Optimizer modifies on a CPU, by its name and these methods."""
+
+    def __init__(self):
+        self.optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+
+    def _check_overflow(self): ...
+
+    def clip_master_grads(self): ...
+
+
+MegatronsOptimizer.__module__, MegatronsOptimizer.__qualname__ = "megatron.fp16.fp16", "FP16_Optimizer"
+
+
+@pytest.mark.parametrize("built", [False, True])
+def test_fp16_optimizer_modifies_what_it_knows_if_its_operators_are_there(monkeypatch, built):
+    monkeypatch.setattr(fp16_optimizer, "has_fused_ops", lambda: compat.load() is not None and built)
+    optimizer = MegatronsOptimizer()
+    reason = fp16_optimizer.modify(optimizer)
+    assert ("clip_master_grads" in vars(optimizer)) == ("_check_overflow" in vars(optimizer)) == built
+    assert reason == "" if built else "fused_ops, which the new methods call, is not built here" in reason
 
 
 if __name__ == "__main__":
