@@ -1,0 +1,106 @@
+"""A rank that is killed in the middle of an epoch: the other ends soon and says why, and the run goes on from its
+checkpoint as if nothing had happened."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.integration.launching import ENVIRONMENT, WORKER, free_port, launcher, run_jobs, write_jobs
+from tests.integration.worker import Job
+from tests.trainer_runs import distance
+
+SAVED, KILLED, STEPS = 3, 5, 8
+# An epoch has ten steps.
+ROWS = 80
+ARGUMENTS = {
+    "memory_opt_config": "Gelu+:1:-1",
+    "max_steps": STEPS,
+    "save_strategy": "steps",
+    "save_steps": SAVED,
+}
+DYING = Job("dying", rows=ROWS, arguments=ARGUMENTS, killed=(1, KILLED))
+SOON = 60
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    job = Job("steps", rows=ROWS, arguments=ARGUMENTS)
+    return run_jobs(launcher("torchrun"), tmp_path_factory.mktemp("uninterrupted"), [job])
+
+
+def wait_for_checkpoint(folder, seconds=180):
+    """The moment at which the checkpoint is complete, which is soon before the death."""
+    end = time.monotonic() + seconds
+    while not (folder / f"checkpoint-{SAVED}" / "trainer_state.json").exists():
+        assert time.monotonic() < end, "no checkpoint"
+        time.sleep(0.1)
+    return time.monotonic()
+
+
+def resumed(folder, uninterrupted):
+    """How far the weights of the run that goes on are from those of the run that was never interrupted."""
+    checkpoints = {path.name for path in (folder / "dying-output").glob("checkpoint-*")}
+    assert checkpoints == {f"checkpoint-{SAVED}"}
+    checkpoint = str(folder / "dying-output" / f"checkpoint-{SAVED}")
+    done = run_jobs(
+        launcher("torchrun"), folder / "on", [Job("on", rows=ROWS, arguments=ARGUMENTS, resume=checkpoint)]
+    )
+    ranks = done.trained("on")
+    assert [rank["steps"] for rank in ranks] == [STEPS, STEPS] and ranks[0]["digest"] == ranks[1]["digest"]
+    return distance(done.weights("on"), uninterrupted.weights("steps"))
+
+
+def test_under_torchrun(tmp_path, uninterrupted):
+    command = [*launcher("torchrun"), WORKER, write_jobs(tmp_path, [DYING])]
+    process = start_process(command, tmp_path / "log")
+    try:
+        saved = wait_for_checkpoint(tmp_path / "dying-output")
+        assert process.wait(SOON) == 1
+        assert time.monotonic() - saved < SOON
+    finally:
+        end(process)
+    log = (tmp_path / "log").read_text()
+    assert "Signal 9 (SIGKILL) received by PID" in log and "rank      : 1" in log
+    assert not list(tmp_path.glob("dying.*.json"))
+    assert resumed(tmp_path, uninterrupted) < 1e-5
+
+
+def test_without_an_agent(tmp_path):
+    """Two processes by hand: nobody ends the one that is left, it has to notice by itself."""
+    path, port = write_jobs(tmp_path, [DYING]), str(free_port())
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [
+        start_process([sys.executable, WORKER, path], tmp_path / f"log{rank}", RANK=rank, LOCAL_RANK=rank, **world)
+        for rank in ("0", "1")
+    ]
+    try:
+        wait_for_checkpoint(tmp_path / "dying-output")
+        assert ranks[1].wait(SOON) == -signal.SIGKILL
+        died = time.monotonic()
+        assert ranks[0].wait(SOON) != 0
+        assert time.monotonic() - died < SOON
+    finally:
+        for rank in ranks:
+            end(rank)
+    log = (tmp_path / "log0").read_text()
+    assert "Connection closed by peer" in log or "Connection reset by peer" in log, log[-2000:]
+
+
+def start_process(command, log, **environment):
+    with log.open("w") as output:
+        return subprocess.Popen(
+            list(map(str, command)),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **ENVIRONMENT, **environment},
+        )
+
+
+def end(process):
+    if process.poll() is None:
+        process.kill()
+        process.wait()
