@@ -2,7 +2,7 @@
 
 ONNX Runtime brings a sampler for this, `LoadBalancingDistributedBatchSampler`. It is not used: it exists only where
 onnxruntime-training does, shards by itself where a Trainer leaves that to accelerate, and as released (1.19.2) raises
-ValueError at the second epoch (`if not self.sample_complexities` on an array) and shuffles unsorted groups.
+ValueError at the second epoch (`if not self.sample_complexities` on an array), behind which it takes unsorted groups.
 """
 
 from collections.abc import Iterator, Mapping
