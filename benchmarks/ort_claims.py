@@ -1,0 +1,260 @@
+"""What plans claim against what they measure: peak memory and time of a step, each case in a fresh process.
+
+    python benchmarks/ort_claims.py
+    python benchmarks/ort_claims.py --models deberta-v2 --groups torch none levels
+    python benchmarks/ort_claims.py --models roberta --groups none levels arena malloc
+
+A step is forward and backward with dropout 0.1; the first one builds the graph and is not measured. The peak is the
+exact resident peak (on CUDA: of the allocator), malloc gives freed blocks back in all cases but the untuned ones.
+Repeats are interleaved, and each number is their median. `claimed` is the plan table's sum for the plans that are on,
+`saved` what they took off the peak of no plan. Needs matplotlib for the plot (the extra `benchmark`).
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+from tqdm import tqdm
+
+from optimum_memopt.measure.probe import Case, Measurement, spawn
+from optimum_memopt.measure.workload import Workload
+from optimum_memopt.plans.table import PlanTable
+
+MODELS = {"roberta": "text-classification", "deberta-v2": "text-classification", "gpt2": "text-generation"}
+# The groups of the issue; the others are for one question each, and the last needs the torch extensions, with which
+# every case trains another graph (embeddings as ATen).
+GROUPS = ("torch", "none", "rows", "pairs", "levels", "ort-level", "arena", "malloc", "gradient-management")
+DEFAULT_GROUPS = GROUPS[:6]
+LEVEL = {"memory_opt_level": 1}
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Named:
+    """A case and what the table calls it."""
+
+    name: str
+    options: Mapping[str, Any] | None
+    activation_checkpointing: bool = False
+    tuned_malloc: bool = True
+
+
+NONE = Named("none", {})
+FIXED = {
+    "torch": (Named("torch", None), Named("torch checkpointing", None, activation_checkpointing=True)),
+    "none": (NONE,),
+    "levels": (Named("level 1", LEVEL), Named("level 2", {"memory_opt_level": 2})),
+    "arena": (
+        Named("none, arena on", {"ort_arena": True}),
+        Named("level 1, arena on", {**LEVEL, "ort_arena": True}),
+    ),
+    "malloc": (
+        Named("none, malloc untuned", {}, tuned_malloc=False),
+        Named("level 1, malloc untuned", LEVEL, tuned_malloc=False),
+    ),
+    "gradient-management": (
+        Named("gradient management", {"ort_mem_efficient_grad_mgmt": True}),
+        Named("level 1, gradient management", {**LEVEL, "ort_mem_efficient_grad_mgmt": True}),
+    ),
+}
+
+
+def make_config(name: str, hidden: int, layers: int) -> Any:
+    """The transformers config of a model with heads of 64 units and 8192 tokens."""
+    import transformers
+
+    if name == "gpt2":
+        return transformers.GPT2Config(
+            vocab_size=8192, n_embd=hidden, n_layer=layers, n_head=hidden // 64, n_positions=514
+        )
+    shape = {
+        "vocab_size": 8192,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": hidden // 64,
+        "intermediate_size": 4 * hidden,
+        "max_position_embeddings": 514,
+    }
+    if name == "roberta":
+        return transformers.RobertaConfig(**shape)
+    return transformers.DebertaV2Config(
+        **shape, relative_attention=True, pos_att_type=["c2p", "p2c"], position_buckets=256, share_att_key=True
+    )
+
+
+def rows_of(table: PlanTable, peak_mib: float, share: float) -> list[str]:
+    """Configs of the rows that claim at least this share of the peak, the largest first."""
+    return [plan.config for plan in table.plans if (plan.saving_bytes or 0) >= share * peak_mib * MIB]
+
+
+def cases_of(group: str, none: Measurement, share: float) -> tuple[Named, ...]:
+    """The cases of a group for the model whose `none` was measured."""
+    if group in FIXED:
+        return FIXED[group]
+    if group == "ort-level":
+        # The literal level: every row that is recomputed, normalizations included.
+        parts = [part for plan in none.table.plans for part in plan.config.split(",") if ":1:" in part]
+        return (Named("ORT's level 1", {"memory_opt_config": ",".join(dict.fromkeys(parts))}),)
+    configs = rows_of(none.table, none.peak_mib, share)
+    if group == "rows":
+        return tuple(Named(_short(config), {"memory_opt_config": config}) for config in configs)
+    pairs = itertools.combinations(configs[:3], 2)
+    merged = (dict.fromkeys(f"{one},{other}".split(",")) for one, other in pairs)
+    return tuple(Named(_short(config), {"memory_opt_config": config}) for config in map(",".join, merged))
+
+
+def _short(config: str) -> str:
+    """Cluster ids alone, since all have one strategy and count here."""
+    return ", ".join(part.removesuffix(":1:-1") for part in config.split(","))
+
+
+def measured(workloads: Mapping[str, Workload], arguments: argparse.Namespace) -> dict[str, dict[str, list]]:
+    """Model to case to its measurements, one a repeat."""
+    found: dict[str, dict[str, list[Measurement]]] = {model: {} for model in workloads}
+    bar = tqdm(unit="run", file=sys.stderr)
+
+    def run(model: str, named: Named) -> None:
+        bar.set_postfix_str(f"{model} {named.name}")
+        case = Case(
+            workloads[model], named.options, named.activation_checkpointing, named.tuned_malloc, arguments.steps
+        )
+        found[model].setdefault(named.name, []).append(spawn(case))
+        bar.update()
+
+    for _ in range(arguments.repeats):
+        for model in workloads:
+            # First, since its table names the rows.
+            run(model, NONE)
+            none = found[model][NONE.name][0]
+            groups = (cases_of(group, none, arguments.share) for group in arguments.groups)
+            cases = [named for group in groups for named in group if named != NONE]
+            bar.total = arguments.repeats * len(workloads) * (len(cases) + 1)
+            for named in cases:
+                run(model, named)
+    bar.close()
+    return found
+
+
+def lines(cases: Mapping[str, list[Measurement]]) -> Iterator[dict[str, Any]]:
+    """Medians, and their ratios against no plan."""
+
+    def median(name: str, attribute: str) -> float:
+        return statistics.median(getattr(one, attribute) for one in cases[name])
+
+    none = {attribute: median(NONE.name, attribute) for attribute in ("peak_mib", "step_seconds", "cpu_seconds")}
+    for name in cases:
+        peak, seconds, cpu = (median(name, attribute) for attribute in none)
+        yield {
+            "case": name,
+            "peak MiB": peak,
+            "of none": peak / none["peak_mib"],
+            "claimed MiB": cases[name][0].claimed_bytes / MIB,
+            "saved MiB": none["peak_mib"] - peak,
+            "s a step": seconds,
+            "of none ": seconds / none["step_seconds"],
+            "CPU-s a step": cpu,
+        }
+
+
+def to_markdown(rows: list[dict[str, Any]]) -> str:
+    decimals = {"of none": 2, "of none ": 2, "s a step": 2, "CPU-s a step": 1}
+    shown = [
+        {key: value if isinstance(value, str) else f"{value:.{decimals.get(key, 0)}f}" for key, value in row.items()}
+        for row in rows
+    ]
+    return tabulate(shown, headers="keys", tablefmt="github", disable_numparse=True)
+
+
+def plot(tables: Mapping[str, list[dict[str, Any]]], path: Path) -> None:
+    """Bars of claimed and measured saving, and the time beside them, a row of panels for each model."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    # Text as text, and the same file for the same numbers.
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "ort_claims", "font.size": 9})
+    from matplotlib import pyplot
+
+    height = sum(len(rows) for rows in tables.values()) * 0.27 + len(tables)
+    figure, axes = pyplot.subplots(
+        len(tables),
+        2,
+        figsize=(9.5, height),
+        squeeze=False,
+        width_ratios=(3, 1),
+        height_ratios=[len(rows) for rows in tables.values()],
+        layout="constrained",
+    )
+    for (saving, time), (model, rows) in zip(axes, tables.items(), strict=True):
+        names = [row["case"] for row in rows]
+        places = range(len(rows))
+        saving.barh([place - 0.2 for place in places], [row["claimed MiB"] for row in rows], 0.4, label="claimed")
+        saving.barh([place + 0.2 for place in places], [row["saved MiB"] for row in rows], 0.4, label="measured")
+        saving.set_yticks(places, names)
+        saving.set_title(f"{model}: saved of {rows[0]['peak MiB'] / rows[0]['of none']:.0f} MiB")
+        saving.set_xlabel("MiB")
+        saving.legend()
+        time.barh(places, [row["of none "] for row in rows], 0.6, color="grey")
+        time.axvline(1, color="black", linewidth=0.8)
+        time.set_yticks([])
+        time.set_title("time of a step, of no plan")
+        for panel in (saving, time):
+            panel.invert_yaxis()
+    figure.savefig(path, metadata={"Date": None})
+
+
+def write_docs(folder: Path, tables: Mapping[str, list[dict[str, Any]]]) -> None:
+    """The tables between the markers of ort_claims.md, and the plot beside it."""
+    page = folder / "ort_claims.md"
+    text = page.read_text(encoding="utf-8")
+    for model, rows in tables.items():
+        begin, end = f"<!-- {model}: begin -->\n", f"<!-- {model}: end -->"
+        if begin in text:
+            before, _, rest = text.partition(begin)
+            text = f"{before}{begin}\n{to_markdown(rows)}\n\n{end}{rest.partition(end)[2]}"
+    page.write_text(text, encoding="utf-8")
+    plot(tables, folder / "ort_claims.svg")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["roberta", "deberta-v2"])
+    parser.add_argument("--groups", nargs="+", choices=GROUPS, default=DEFAULT_GROUPS)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--batch_size", type=int, default=16)
+    parser.add_argument("--seq_len", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=1, help="measured steps of each process")
+    parser.add_argument("--repeats", type=int, default=2, help="processes of each case")
+    parser.add_argument("--share", type=float, default=0.03, help="rows that claim less of the peak are left out")
+    parser.add_argument("--docs", help="folder whose ort_claims.md and ort_claims.svg are renewed")
+    parser.add_argument("--json", help="file to write all measurements to")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        workloads = {}
+        for model in arguments.models:
+            make_config(model, arguments.hidden, arguments.layers).save_pretrained(f"{folder}/{model}")
+            workloads[model] = Workload(f"{folder}/{model}", MODELS[model], arguments.batch_size, arguments.seq_len)
+        found = measured(workloads, arguments)
+    tables = {model: list(lines(cases)) for model, cases in found.items()}
+    if arguments.json:
+        raw = {
+            model: {case: [json.loads(run.to_json()) for run in runs] for case, runs in cases.items()}
+            for model, cases in found.items()
+        }
+        Path(arguments.json).write_text(json.dumps(raw), encoding="utf-8")
+    for model, rows in tables.items():
+        print(f"{model}:\n\n{to_markdown(rows)}\n")
+    if arguments.docs:
+        write_docs(Path(arguments.docs), tables)
+
+
+if __name__ == "__main__":
+    main()
