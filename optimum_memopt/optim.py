@@ -60,6 +60,11 @@ def create(name: str, trainer: "Trainer", create_optimizer: Callable[..., Any], 
     """
     if trainer.optimizer is not None:
         return create_optimizer(*args, **kwargs)
+    config = deepspeed_config(trainer)
+    if name == "deepspeed_cpu_adam" and _offloads(config):
+        # Else accelerate (1.15, `map_pytorch_optim_to_deepspeed`) makes a new DeepSpeedCPUAdam of it, with L2
+        # regularization instead of decoupled weight decay. DeepSpeed wants its own CPU optimizer, which this is.
+        config["zero_force_ds_cpu_optimizer"] = False
     cls, arguments = OPTIMIZERS[name].load()
     # Read now, since a hyperparameter search changes them from run to run.
     training = trainer.args
@@ -81,7 +86,7 @@ def create(name: str, trainer: "Trainer", create_optimizer: Callable[..., Any], 
     return optimizer
 
 
-def deepspeed_config(trainer: "Trainer") -> Mapping[str, Any] | None:
+def deepspeed_config(trainer: "Trainer") -> dict[str, Any] | None:
     """The DeepSpeed config of this run, from --deepspeed or from accelerate's launcher; None without DeepSpeed."""
     plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
     return None if plugin is None else plugin.deepspeed_config
@@ -109,8 +114,7 @@ def _deepspeed_conflict(name: str, config: Mapping[str, Any] | None) -> str:
         return ""
     if "optimizer" in config:
         return 'the DeepSpeed config has an "optimizer" of its own, which is the one that runs; leave one of them out'
-    # accelerate (1.15, `map_pytorch_optim_to_deepspeed`) then puts DeepSpeedCPUAdam in the place of all others, and in
-    # that of a class that it does not know one with L2 regularization instead of decoupled weight decay.
+    # accelerate would put DeepSpeedCPUAdam in its place.
     forced = name != "torch_fused_adamw" or config.get("zero_force_ds_cpu_optimizer", True)
     if name != "deepspeed_cpu_adam" and _offloads(config) and forced:
         return f"DeepSpeed's offload_optimizer steps on the CPU; use {FLAG} deepspeed_cpu_adam, or do not offload"

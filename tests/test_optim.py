@@ -31,9 +31,13 @@ ROOT = Path(__file__).parents[1]
 CLOSE = 1e-5
 
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed not installed")
-needs_compiler = pytest.mark.skipif(
-    shutil.which("c++") is None or shutil.which("ninja") is None, reason="DeepSpeed compiles its operators here"
-)
+
+
+def can_build():
+    return shutil.which("c++") is not None and shutil.which("ninja") is not None
+
+
+needs_compiler = pytest.mark.skipif(not can_build(), reason="DeepSpeed compiles its operators with c++ and ninja")
 # Two operators, for minutes each, where no machine has built them.
 builds = pytest.mark.timeout(1800)
 EACH = [
@@ -200,7 +204,7 @@ def test_what_deepspeed_needs(tmp_path, monkeypatch):
     )
     assert fused("cuda") == "DeepSpeed builds for cpu, this run is on cuda; set DS_ACCELERATOR=cuda"
     with log_lines() as lines:
-        assert fused("cpu") == "" or shutil.which("c++") is None
+        assert fused("cpu") == "" or not can_build()
     assert any("compiles its operator fused_adam" in line and "minutes" in line for line in lines)
     monkeypatch.setenv("CXX", "no-such-compiler")
     for name in ("deepspeed_fused_adam", "deepspeed_cpu_adam"):
@@ -270,6 +274,10 @@ def main(folder):
     with log_lines() as lines:
         trainer.train()
     torch.save(weights(trainer.model), folder / "weights.pt")
+    if can_build():
+        offloaded = make(folder, NAME, deepspeed=OFFLOAD, memory_opt_optim="deepspeed_cpu_adam", **TRAINING)
+        offloaded.train()
+        torch.save(weights(offloaded.model), folder / "offloaded.pt")
     zero = trainer.optimizer.optimizer
     before = dict(vars(zero))
     found |= {
@@ -295,7 +303,7 @@ def under_deepspeed(tmp_path_factory):
         [sys.executable, __file__, str(folder)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1500,
         env={**os.environ, **world, **settings},
     )
     assert done.returncode == 0, done.stderr[-4000:]
@@ -303,16 +311,18 @@ def under_deepspeed(tmp_path_factory):
 
 
 @needs_deepspeed
+@builds
 def test_what_deepspeeds_config_does_not_go_with(under_deepspeed):
     _, found, _ = under_deepspeed
     assert 'the DeepSpeed config has an "optimizer" of its own' in found["own"]
     for case in ("offload", "offload-fused"):
         assert "offload_optimizer steps on the CPU; use --memory_opt_optim deepspeed_cpu_adam" in found[case]
     assert found["offload-unforced"] == ""
-    assert found["offload-cpu"] == "" or shutil.which("ninja") is None
+    assert found["offload-cpu"] == "" or not can_build()
 
 
 @needs_deepspeed
+@builds
 def test_zero_takes_the_optimizer_without_being_told_that_it_may(under_deepspeed, reference):
     folder, found, _ = under_deepspeed
     assert found["optimizer"] == "DeepSpeedZeroOptimizer AdamW True"
@@ -320,6 +330,16 @@ def test_zero_takes_the_optimizer_without_being_told_that_it_may(under_deepspeed
 
 
 @needs_deepspeed
+@needs_compiler
+@builds
+def test_offload_keeps_the_weight_decay_decoupled(under_deepspeed, reference):
+    """accelerate replaces a DeepSpeedCPUAdam by one with L2 regularization."""
+    folder, _, _ = under_deepspeed
+    assert distance(torch.load(folder / "offloaded.pt"), weights(reference.model)) < CLOSE
+
+
+@needs_deepspeed
+@builds
 def test_fp16_optimizer_leaves_what_onnx_runtime_does_not_know_and_says_so(under_deepspeed):
     """On CUDA with DeepSpeed up to 0.13.1 it would not; the versions here are later."""
     _, found, errors = under_deepspeed
