@@ -2,16 +2,18 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import Trainer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from optimum_memopt.engines import base
-from optimum_memopt.engines.ort.engine import OrtEngine
 from optimum_memopt.engines.ort.module_with_loss import LabelSmoothing
 from optimum_memopt.errors import MemOptError
+
+if TYPE_CHECKING:
+    from optimum_memopt.engines.ort.engine import OrtEngine
 
 
 def check(trainer: Trainer) -> None:
@@ -33,7 +35,7 @@ def check(trainer: Trainer) -> None:
         )
 
 
-def inside(trainer: Trainer, engine: OrtEngine) -> Callable[..., Any]:
+def inside(trainer: Trainer, engine: "OrtEngine") -> Callable[..., Any]:
     """`compute_loss` that leaves label smoothing to the engine in training.
 
     With a smoother the Trainer (transformers 5.23) takes the labels out of the inputs and computes the loss from the
