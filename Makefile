@@ -1,4 +1,4 @@
-# make setup | demo | test | lint      PYTHON=… chooses the interpreter that .venv is made from
+# make setup | demo | test | test-all | lint      PYTHON=… chooses the interpreter that .venv is made from
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -12,7 +12,7 @@ PYTHON := $(shell for p in python3.11 python3.12 python3.10 python3.13 python3; 
 	$$p -c 'import sys, venv; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 14))' 2>/dev/null && echo $$p && break; done)
 endif
 
-.PHONY: setup demo test lint
+.PHONY: setup demo test test-all lint
 
 setup: $(STAMP)
 
@@ -43,6 +43,9 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-test: export HF_HUB_OFFLINE := 1
+test test-all: export HF_HUB_OFFLINE := 1
 test: lint
+	$(BIN)/python -m pytest -m "not slow" $(TEST_ARGS)
+
+test-all: lint
 	$(BIN)/python -m pytest $(TEST_ARGS)
