@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from transformers import TrainingArguments
 
+from optimum_memopt.engines import base
+from optimum_memopt.launch import check_world
 from optimum_memopt.options import MemOptOptions
 
 
@@ -12,9 +14,14 @@ class MemOptTrainingArguments(MemOptOptions, TrainingArguments):
     """`transformers.TrainingArguments` with the options of `MemOptOptions`.
 
     Raises:
-        MemOptError: at construction, when an option of this package is malformed or contradicts another.
+        MemOptError: at construction, when an option of this package is malformed or contradicts another or DeepSpeed,
+            or when this is one of several processes that would each train alone.
     """
 
     def __post_init__(self) -> None:
         self.check()
         super().__post_init__()
+        check_world(self.world_size)
+        if self.deepspeed_plugin is not None:
+            # ZeRO 3 divides the weights while from_pretrained loads them: when there is a Trainer it is too late.
+            base.create(self).check_arguments(self)
