@@ -1,22 +1,14 @@
 """Real processes: what a script ends in for the user, its exit code and its last line; and a real lack of memory."""
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
-from transformers import PreTrainedTokenizerFast
-
-from tests.trainer_runs import build
 
 ROOT = Path(__file__).parents[2]
 RUN_GLUE = ROOT / "examples" / "run_glue" / "run_glue.py"
-WORDS = ["<unk>", "<pad>", "<s>", "</s>", "good", "fine", "bad", "poor", "film", "food", "very", "not"]
 
 pytest.importorskip("datasets")
 pytest.importorskip("sklearn")
@@ -32,24 +24,6 @@ def start(command, **environment):
         timeout=300,
         env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **environment},
     )
-
-
-@pytest.fixture(scope="module")
-def material(tmp_path_factory):
-    """A tiny RoBERTa with a tokenizer, and rows that it can learn."""
-    folder = tmp_path_factory.mktemp("material")
-    build("roberta-classification", num_labels=2).save_pretrained(folder / "model")
-    words = Tokenizer(WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<unk>"))
-    words.pre_tokenizer = Whitespace()
-    special = {"unk_token": "<unk>", "pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
-    PreTrainedTokenizerFast(tokenizer_object=words, model_max_length=32, **special).save_pretrained(folder / "model")
-    rows = [
-        {"sentence": f"{'very ' * (index % 3)}{word} {thing}", "label": label}
-        for index, (word, label) in enumerate([("good", 1), ("bad", 0), ("fine", 1), ("poor", 0)] * 8)
-        for thing in ("film", "food")
-    ]
-    (folder / "rows.json").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder
 
 
 def run_glue(material, folder, *flags):

@@ -23,6 +23,7 @@ from transformers import Trainer, TrainerCallback
 
 from optimum_memopt import MemOptError
 from optimum_memopt.logs import rank
+from optimum_memopt.optim import OPTIMIZERS as OWN_OPTIMIZERS
 from tests.trainer_runs import ROWS, log_lines, make, rows, weights
 
 # A value of Trainer's --optim, or a class that Trainer does not know.
@@ -91,9 +92,11 @@ class Reductions(TrainerCallback):
     on_pre_optimizer_step = on_substep_end
 
 
-def optimizer_arguments(name: str) -> dict[str, Any]:
-    """How a Trainer is told to use this optimizer."""
+def optimizer_arguments(name: str, engine: str) -> dict[str, Any]:
+    """How a Trainer is told to use this optimizer: ours by name, a stock one in its own way."""
     found = OPTIMIZERS[name]
+    if engine == "ort" and name in OWN_OPTIMIZERS:
+        return {"memory_opt_optim": name}
     if isinstance(found, str):
         return {"optim": found}
     kind = getattr(importlib.import_module(found[0]), found[1])
@@ -106,7 +109,7 @@ def train(job: Job, folder: Path) -> dict[str, Any]:
     callbacks = [reductions] if job.count_reductions else []
     if job.killed and job.killed[0] == rank():
         callbacks.append(Killed(job.killed[1]))
-    changes = {**optimizer_arguments(job.optimizer), **job.arguments, **job.rank_arguments.get(own, {})}
+    changes = {**optimizer_arguments(job.optimizer, job.engine), **job.arguments, **job.rank_arguments.get(own, {})}
     trainer = None
     with log_lines() as lines, mock.patch.dict(os.environ, job.environment.get(own, {})):
         try:
