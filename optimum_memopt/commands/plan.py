@@ -85,7 +85,11 @@ def _case(args: Any) -> Any:
         "memory_opt_config": args.config,
         "memory_opt_level": args.level,
     }
-    MemOptOptions(**options).check()
+    try:
+        MemOptOptions(**options).check()
+    except MemOptError as error:
+        # The same options have shorter names here.
+        raise MemOptError(str(error).replace("--memory_opt_", "--")) from error
     base.resolve(args.engine)
     return Case(workload, options, steps=args.steps)
 

@@ -1,0 +1,107 @@
+"""`optimum-cli memopt plan`: bad input in this process, the real thing in processes as a user starts them."""
+
+import json
+import subprocess
+import sys
+from argparse import ArgumentParser
+from pathlib import Path
+
+import pytest
+from saved_configs import save
+
+from optimum_memopt.commands.plan import PlanCommand
+from optimum_memopt.engines.ort import missing
+from optimum_memopt.plans.grammar import parse_file
+
+CLI = "import sys; from optimum.commands.optimum_cli import main; sys.argv[0] = 'optimum-cli'; main()"
+needs_ort = pytest.mark.skipif(bool(missing()), reason="no onnxruntime-training")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    """A RoBERTa whose attention dropout is most of what a step holds."""
+    changes = {"attention_probs_dropout_prob": 0.1, "num_attention_heads": 8}
+    return save(tmp_path_factory.mktemp("model"), "roberta-mlm", **changes)
+
+
+def cli(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-c", CLI, "memopt", "plan", *arguments], capture_output=True, text=True)
+
+
+def run(*arguments: str) -> None:
+    """The command in this process."""
+    parser = ArgumentParser()
+    PlanCommand.parse_args(parser)
+    PlanCommand(None, parser.parse_args(arguments), from_defaults_factory=True, parser=parser).run()
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--task", "fill-maks"], "error: --task fill-maks: did you mean fill-mask? Allowed are "),
+        (["--model", "./nowhere/config.json"], "error: --model ./nowhere/config.json: no such folder or config file"),
+        (["--batch_size", "0"], "error: --batch_size 0: allowed are numbers from 1 on"),
+        (["--steps", "0"], "error: --steps 0: allowed are numbers from 1 on"),
+        (["--level", "5"], "error: --level 5: allowed are 0 (the config), 1 "),
+        (["--level", "1", "--config", "Gelu+:1:-1"], "error: --level 1 together with --config: "),
+        (["--level", "1", "--measure"], "error: --level 1 with --measure: both levels are measured anyway"),
+        (["--config", "Gelu+:9:-1"], "error: memory-optimizer config, column 7: "),
+        (["--engine", "orte"], "error: --engine orte: allowed are auto, "),
+        (["--output", "plans.json"], "error: --output writes the plans that are on; give --config, "),
+        (["--output", "no/such/plans.json", "--measure"], "error: --output no/such/plans.json: no such folder"),
+    ],
+)
+def test_bad_input_is_one_line_before_any_process_starts(arguments, message, folder, monkeypatch, capsys):
+    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: pytest.fail("a process was started"))
+    with pytest.raises(SystemExit) as caught:
+        run(*["--model", folder, "--task", "fill-mask", "--engine", "ort", *arguments])
+    assert caught.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(message) and printed.err.count("\n") == 1
+
+
+@needs_ort
+def test_what_only_the_model_tells_wrong_is_one_line_too(folder):
+    done = cli("--model", folder, "--task", "fill-mask", "--seq_len", "9", "--config", "Gellu+:1:-1")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith('error: no plan "Gellu+" in this model; did you mean Gelu+? Available: ')
+    assert done.stderr.count("\n") == 1
+
+
+@needs_ort
+def test_the_table_its_measured_peak_and_the_plans_that_are_on(folder, tmp_path, capsys):
+    output = tmp_path / "plans.json"
+    arguments = ["--model", folder, "--task", "text-classification", "--batch_size", "2", "--seq_len", "9"]
+    run(*arguments, "--level", "1", "--steps", "1", "--output", str(output))
+    printed = capsys.readouterr()
+    assert printed.out.startswith("Memory plans of the ort engine\nRobertaForSequenceClassification on ")
+    assert "First batch: inputs_input_ids_dim0=2, inputs_input_ids_dim1=9" in printed.out
+    assert "Measured(Bytes)" not in printed.out
+    assert printed.out.splitlines()[-1].startswith("Measured peak of a step: ")
+    assert "[memopt] level 1 leaves out" in printed.err
+    assert "Gelu+:1:-1" in str(parse_file(output)).split(",")
+
+
+@needs_ort
+def test_measured_beside_claimed_and_the_winner_as_a_file(folder, tmp_path):
+    output = Path(tmp_path / "plans.json")
+    arguments = ["--model", folder, "--task", "fill-mask", "--batch_size", "64", "--seq_len", "62", "--steps", "1"]
+    done = cli(*arguments, "--measure", "--max_runs", "4", "--json", "--output", str(output))
+    assert done.returncode == 0, done.stderr
+    assert "4/4" in done.stderr and "level 2" in done.stderr
+    report = json.loads(done.stdout)
+    assert [case["name"] for case in report["cases"]] == ["no plan", "level 1", "level 2", "Dropout+:1:-1"]
+    dropout = next(plan for plan in report["table"]["plans"] if plan["config"] == "Dropout+:1:-1")
+    # Attention probabilities after dropout: nearly all of a step, so claim and peak agree better than they usually do.
+    assert dropout["saving_bytes"] > 15 * 2**20
+    assert dropout["measured_saving_bytes"] == pytest.approx(dropout["saving_bytes"], rel=0.6)
+    peaks = [case["peak_mib"] for case in report["cases"]]
+    assert report["winner"]["peak_mib"] <= min(peaks) * 1.005
+    written = json.loads(output.read_text())
+    assert sorted(written) == report["winner"]["applied"]
+
+
+def test_the_command_starts_without_loading_torch():
+    script = "import sys; import optimum_memopt.commands.plan; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -1,0 +1,56 @@
+import os
+import signal
+from dataclasses import replace
+
+import pytest
+from saved_configs import save
+
+from optimum_memopt.errors import MemOptError
+from optimum_memopt.measure import probe
+from optimum_memopt.measure.probe import Case, Measurement, spawn
+from optimum_memopt.measure.workload import Workload
+from optimum_memopt.plans.table import Plan, PlanTable
+
+CASE = Case(Workload("folder", "fill-mask"), {"memory_opt_level": 1}, steps=3)
+TABLE = PlanTable("ort", (Plan("A+:1:-1,B+:1:-1", 2, 9, "", -1, 2), Plan("C+:1:-1", 1, 5, "")), {"dim": 2}, ("line",))
+
+
+@pytest.mark.parametrize("case", [CASE, replace(CASE, options=None, activation_checkpointing=True)])
+def test_cases_travel(case):
+    assert Case.from_json(case.to_json()) == case
+
+
+@pytest.mark.parametrize("table", [None, TABLE])
+def test_measurements_travel(table):
+    measurement = Measurement(812.5, 1.25, 2.5, "sampled", table, ("level 1 leaves out 1 of 10 plans",))
+    assert Measurement.from_json(measurement.to_json()) == measurement
+    assert measurement.claimed_bytes == (9 if table else 0)
+    assert measurement.applied == ({"A+:1:-1", "B+:1:-1"} if table else frozenset())
+
+
+def test_an_error_of_the_process_is_the_error(tmp_path):
+    folder = save(tmp_path, "roberta-mlm")
+    with pytest.raises(MemOptError, match="^--seq_len 65: this model has 64 positions$"):
+        spawn(Case(Workload(folder, "fill-mask", seq_len=65), None))
+
+
+def test_how_a_process_ended(monkeypatch):
+    assert "SIGKILL, probably for want of memory" in probe._reason(-signal.SIGKILL, "half a line")
+    assert (
+        probe._reason(1, "Traceback …\n  File …\nIndexError: index out of range\n\n")
+        == "IndexError: index out of range"
+    )
+    assert probe._reason(3, "") == "the measuring process ended with exit code 3"
+
+
+def test_untuned_malloc_stays_as_it_is(monkeypatch, tmp_path):
+    """Here, in this process: the case must not touch malloc, and what it notes for the engine must not stay."""
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "131072")
+    called = []
+    monkeypatch.setattr("optimum_memopt.engines.ort.allocator.give_back_freed_memory", lambda: called.append(1))
+    folder = save(tmp_path, "roberta-mlm")
+    case = Case(Workload(folder, "fill-mask", 2, 8), None, tuned_malloc=False, steps=1)
+    probe.measure(case)
+    assert not called
+    probe.measure(replace(case, tuned_malloc=True))
+    assert called and os.environ["MALLOC_TRIM_THRESHOLD_"] == "131072"

@@ -1,0 +1,85 @@
+import json
+
+import pytest
+import torch
+from saved_configs import save
+
+from optimum_memopt.errors import MemOptError
+from optimum_memopt.measure.workload import TASKS, Workload
+
+MODELS = {
+    "text-classification": "roberta-mlm",
+    "token-classification": "bert-classification",
+    "question-answering": "deberta-v2-mlm",
+    "fill-mask": "roberta-mlm",
+    "text-generation": "gpt2",
+    "text2text-generation": "t5",
+    "image-classification": "vit",
+}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_task_has_a_loss_with_gradients(task, tmp_path):
+    model, batch = Workload(save(tmp_path, MODELS[task]), task, batch_size=3, seq_len=11).build()
+    assert model.training
+    model(**batch).loss.backward()
+    assert all(p.grad is not None for name, p in model.named_parameters() if "pooler" not in name)
+    assert all(tensor.shape[0] == 3 for tensor in batch.values())
+    if "input_ids" in batch:
+        assert batch["input_ids"].shape == (3, 11)
+        assert batch["attention_mask"].all()
+        assert model.config.pad_token_id not in batch["input_ids"].tolist()[0]
+
+
+def test_a_regression(tmp_path):
+    model, batch = Workload(save(tmp_path, "roberta-mlm", num_labels=1), "text-classification", 2, 5).build()
+    assert batch["labels"].dtype == torch.float32
+    model(**batch).loss.backward()
+
+
+def test_a_config_file_and_the_same_numbers_each_time(tmp_path):
+    folder = save(tmp_path, "roberta-mlm")
+    paths = (folder, f"{folder}/config.json")
+    (one, batch), (other, again) = (Workload(path, "fill-mask", seq_len=9).build() for path in paths)
+    for name, tensor in one.state_dict().items():
+        assert torch.equal(tensor, other.state_dict()[name])
+    assert torch.equal(batch["input_ids"], again["input_ids"])
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"task": "text-clasification"}, "--task text-clasification: did you mean text-classification?"),
+        ({"task": "nonsense"}, "--task nonsense: Allowed are text-classification, "),
+        ({"batch_size": 0}, "--batch_size 0: allowed are numbers from 1 on"),
+        ({"seq_len": -1}, "--seq_len -1: allowed"),
+        ({"model": "no/such/folder"}, "--model no/such/folder: no such folder or config file"),
+        ({"model": "/nowhere"}, "--model /nowhere: no such folder or config file"),
+        ({"model": "tests"}, "--model tests: there is no config.json in this folder"),
+    ],
+)
+def test_what_is_wrong_is_found_before_anything_is_loaded(changes, message, monkeypatch, tmp_path):
+    (tmp_path / "tests").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(MemOptError) as caught:
+        Workload(**{"model": "bert-base-uncased", "task": "fill-mask", **changes}).check()
+    assert str(caught.value).startswith(message)
+
+
+def test_what_is_wrong_with_the_model(tmp_path):
+    folder = save(tmp_path, "vit")
+    with pytest.raises(MemOptError, match="--task fill-mask: transformers has no vit model for it"):
+        Workload(folder, "fill-mask").build()
+    folder = save(tmp_path, "roberta-mlm")
+    with pytest.raises(MemOptError, match="--seq_len 65: this model has 64 positions"):
+        Workload(folder, "fill-mask", seq_len=65).build()
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "no-such-model"}))
+    with pytest.raises(MemOptError, match="no-such-model") as caught:
+        Workload(folder, "fill-mask").build()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_name_that_the_hub_does_not_give(monkeypatch):
+    with pytest.raises(MemOptError, match="^--model no-such-owner/no-such-model: neither a folder") as caught:
+        Workload("no-such-owner/no-such-model", "fill-mask").build()
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,14 @@
+"""Configs of the zoo's models as folders, for what builds its model from a path."""
+
+from pathlib import Path
+from typing import Any
+
+import transformers
+from model_zoo import ZOO
+
+
+def save(folder: Path, name: str, **changes: Any) -> str:
+    """Write the config of the model `name`, with `changes` over its arguments, and give back the folder's path."""
+    case = ZOO[name]
+    getattr(transformers, case.config)(**{**case.arguments, **changes}).save_pretrained(folder)
+    return str(folder)
