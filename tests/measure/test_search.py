@@ -4,7 +4,7 @@ import itertools
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from optimum_memopt.measure.search import (
@@ -143,7 +143,6 @@ def test_sets_that_fail_are_never_chosen():
 
 
 @given(st.integers(0, 12))
-@settings(deadline=None)
 def test_the_budget_holds_and_is_told(budget):
     machine = Machine(additive(dict.fromkeys(SINGLES, 50)))
     search = Search(SINGLES, machine, budget, {NOTHING: Outcome(BASE, 1.0)})

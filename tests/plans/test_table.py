@@ -18,6 +18,7 @@ PLAN = st.builds(
     requested_count=st.sampled_from([-1, 0]),
     applied_count=st.integers(0, 2),
     note=st.sampled_from(["", "left out: «why»"]),
+    measured_saving_bytes=st.none() | st.integers(-3, 3),
 )
 TABLE = st.builds(
     PlanTable,
@@ -66,6 +67,7 @@ def test_text_shows_every_row_with_its_numbers(table):
         shown = "unknown" if plan.saving_bytes is None else str(plan.saving_bytes)
         state = "ON" if plan.applied_count else "OFF"
         counts = [str(plan.requested_count), str(plan.applied_count)]
+        measured = [] if plan.measured_saving_bytes is None else [str(plan.measured_saving_bytes)]
         symbolic = [plan.saving_symbolic] if plan.saving_symbolic else []
         expected = [
             str(number),
@@ -73,12 +75,15 @@ def test_text_shows_every_row_with_its_numbers(table):
             plan.config,
             str(plan.frequency),
             shown,
+            *measured,
             *symbolic,
             *counts,
             *plan.note.split(),
         ]
         assert row.split() == expected
     assert any("Note" in line for line in lines) is any(plan.note for plan in table.plans)
+    was_measured = any(plan.measured_saving_bytes is not None for plan in table.plans)
+    assert any("Measured(Bytes)" in line for line in lines) is was_measured
     on = sum(plan.applied_count > 0 for plan in table.plans)
     assert f"On: {on} of {len(table.plans)} plans" in lines[-1]
 
@@ -87,6 +92,14 @@ def test_large_numbers_are_readable():
     text = PlanTable("ort", (Plan("A+:1:-1", 1, 1234567890, "", applied_count=1),)).to_text()
     assert "1,234,567,890" in text
     assert "1177.4 MiB" in text
+
+
+def test_measured_savings_stand_beside_the_claimed():
+    table = PlanTable("ort", (Plan("A+:1:-1", 1, 5000, ""), Plan("B+:1:-1,C+:1:-1", 1, 4000, "")))
+    measured = table.with_measured({"A+:1:-1": -1234567})
+    assert [plan.measured_saving_bytes for plan in measured.plans] == [-1234567, None]
+    assert "-1,234,567" in measured.to_text()
+    assert "Measured" not in table.to_text()
 
 
 BATCH = {"attention_mask_dim0": 8, "attention_mask_dim1": 128, "input_ids_dim0": 8, "input_ids_dim1": 128}
