@@ -28,21 +28,25 @@ CASES = {
     "level1, arena on": {"memory_opt_level": 1, "ort_arena": True},
     "none, malloc untuned": {},
     "level1, malloc untuned": {"memory_opt_level": 1},
+    "gradient management": {"ort_mem_efficient_grad_mgmt": True},
+    "level1, gradient management": {"memory_opt_level": 1, "ort_mem_efficient_grad_mgmt": True},
 }
+# Needs the torch extensions, with which the other cases train another graph (embeddings as ATen).
+WITH_EXTENSIONS = ("gradient management", "level1, gradient management")
 
 
-def make_model(name: str):
-    """A model of 6 layers and 512 hidden units that classifies sequences (GPT-2: predicts tokens)."""
+def make_model(name: str, hidden: int, layers: int):
+    """A model that classifies sequences (GPT-2: predicts tokens)."""
     import torch
     import transformers
 
     torch.manual_seed(0)
     shape = {
         "vocab_size": 8192,
-        "hidden_size": 512,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 8,
-        "intermediate_size": 2048,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": hidden // 64,
+        "intermediate_size": 4 * hidden,
         "max_position_embeddings": 514,
     }
     if name == "roberta":
@@ -52,8 +56,13 @@ def make_model(name: str):
             **shape, relative_attention=True, pos_att_type=["c2p", "p2c"], position_buckets=256, share_att_key=True
         )
         return transformers.DebertaV2ForSequenceClassification(config)
-    config = transformers.GPT2Config(vocab_size=8192, n_embd=512, n_layer=6, n_head=8, n_positions=514)
+    config = transformers.GPT2Config(
+        vocab_size=8192, n_embd=hidden, n_layer=layers, n_head=hidden // 64, n_positions=514
+    )
     return transformers.GPT2LMHeadModel(config)
+
+
+_SIZES = ("hidden", "layers", "batch_size", "seq_len", "accumulate", "steps")
 
 
 def every_row(model, batch) -> str:
@@ -76,7 +85,7 @@ def measure(arguments: argparse.Namespace) -> dict:
     from optimum_memopt.engines.ort import allocator
     from optimum_memopt.memory import MIB, PeakMonitor
 
-    model = make_model(arguments.model).train()
+    model = make_model(arguments.model, arguments.hidden, arguments.layers).train()
     batch = {"input_ids": torch.randint(5, 8192, (arguments.batch_size, arguments.seq_len))}
     batch["attention_mask"] = torch.ones_like(batch["input_ids"])
     per_token = arguments.model == "gpt2"
@@ -100,7 +109,8 @@ def measure(arguments: argparse.Namespace) -> dict:
             monitor.start_run()
             begin = time.process_time()
         model(**batch).loss.backward()
-        model.zero_grad()
+        if step % arguments.accumulate == 0:
+            model.zero_grad()
     seconds = (time.process_time() - begin) / arguments.steps
     claimed = engine.plans().claimed_saving_bytes / MIB if engine else 0.0
     return {"case": arguments.case, "peak": monitor.run_peak, "claimed": claimed, "seconds": seconds}
@@ -109,10 +119,15 @@ def measure(arguments: argparse.Namespace) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=("roberta", "deberta-v2", "gpt2"), default="roberta")
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--batch_size", type=int, default=16)
     parser.add_argument("--seq_len", type=int, default=256)
+    parser.add_argument("--accumulate", type=int, default=1, help="Backwards for each time gradients are dropped.")
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument(
+        "--cases", nargs="+", choices=CASES, default=[case for case in CASES if case not in WITH_EXTENSIONS]
+    )
     parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.case:
@@ -121,7 +136,7 @@ def main() -> None:
     found = []
     for case in arguments.cases:
         command = [sys.executable, __file__, "--case", case, "--model", arguments.model]
-        command += [f"--{name}={getattr(arguments, name)}" for name in ("batch_size", "seq_len", "steps")]
+        command += [f"--{name}={getattr(arguments, name)}" for name in _SIZES]
         run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         found.append(json.loads(run.stdout.splitlines()[-1]))
         print(f"{case}: {found[-1]['peak']:.0f} MiB", file=sys.stderr)

@@ -234,8 +234,9 @@ def recorded_autograd_functions() -> Iterator[list[str]]:
 
 
 @contextlib.contextmanager
-def symbolics(opset: int) -> Iterator[None]:
-    """ORT's ONNX symbolics, for the time of an export. Every ORTModule() registers them for the whole process, which
+def symbolics(opset: int, custom_functions: bool = True) -> Iterator[None]:
+    """ORT's ONNX symbolics, for the time of an export, with `custom_functions` also that of a torch.autograd.Function,
+    which otherwise is inlined. Every ORTModule() registers them for the whole process, which
     would leave a user's own `torch.onnx.export` with ATen and com.microsoft operators in it."""
     contrib = importlib.import_module("onnxruntime.tools.pytorch_export_contrib_ops")
     registry = importlib.import_module(f"{ORTMODULE}._custom_op_symbolic_registry").CustomOpSymbolicRegistry
@@ -244,7 +245,7 @@ def symbolics(opset: int) -> Iterator[None]:
     with torch_names():
         contrib.register()
         registry.register_all(opset)
-        if functions.custom_autograd_function_enabler.state:
+        if custom_functions and functions.custom_autograd_function_enabler.state:
             torch.onnx.register_custom_op_symbolic("prim::PythonOp", exporter._export, 1)
         try:
             yield

@@ -75,6 +75,15 @@ def onnxruntime_build() -> dict[str, str]:
     return {name: value for name, value in runpy.run_path(str(info)).items() if isinstance(value, str)}
 
 
+def cuda_missing() -> str:
+    """Why nothing can run on CUDA here; empty when it can."""
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    if "cuda_version" not in onnxruntime_build():
+        return "the installed onnxruntime-training is its CPU build"
+    return ""
+
+
 def cache_root() -> Path:
     """The package's cache: `OPTIMUM_MEMOPT_CACHE`, else `optimum_memopt` in `XDG_CACHE_HOME` or `~/.cache`."""
     if own := os.environ.get(CACHE_VARIABLE):

@@ -35,6 +35,8 @@ _NEED_EXTENSIONS = (
     "ort_custom_autograd",
     "ort_mem_efficient_grad_mgmt",
     "ort_allow_autograd_checkpoint",
+    "ort_label_sparse_optimizer",
+    "ort_embedding_sparse_optimizer",
     "ort_efficient_attention",
 )
 _NEED_ANOTHER = {
@@ -56,7 +58,7 @@ def check_here(options: "OrtOptions") -> None:
     """
     given = _given(options)
     for name in _NEED_CUDA:
-        if name in given and (missing := cuda_missing()):
+        if name in given and (missing := extensions.cuda_missing()):
             raise MemOptError(f"{given[name]} needs CUDA, and {missing}; leave it out")
     for name in _NEED_EXTENSIONS:
         if name in given and extensions.find() is None:
@@ -83,15 +85,6 @@ def _given(options: "OrtOptions") -> dict[str, str]:
         for name, value in values.items()
         if value not in (None, False)
     }
-
-
-def cuda_missing() -> str:
-    """Why nothing can run on CUDA here; empty when it can."""
-    if not torch.cuda.is_available():
-        return "torch sees no CUDA device"
-    if "cuda_version" not in extensions.onnxruntime_build():
-        return "the installed onnxruntime-training is its CPU build"
-    return ""
 
 
 def _check_combinations(options: "OrtOptions", given: dict[str, str]) -> None:
@@ -147,7 +140,7 @@ def _check_skips(policy: str) -> None:
 def skip_check_remark(policy: str | None) -> str:
     """What is not noticed any more under `--ort_skip_check`; empty when everything is."""
     skipped = {
-        "SKIP_CHECK_BUILD_GRADIENT": "other keyword arguments or dtypes than the first batch's are trained wrongly",
+        "SKIP_CHECK_BUILD_GRADIENT": "other keyword arguments or dtypes than the first's are ignored or an error",
         "SKIP_CHECK_EXECUTION_AGENT": "another device or torch.use_deterministic_algorithms() is not noticed",
         "SKIP_CHECK_DEVICE": "inputs on another device than the model are not noticed",
     }

@@ -4,11 +4,17 @@ All of onnxruntime-training 1.19.2. Each is a context for the time of one call i
 """
 
 import contextlib
+import functools
 import importlib
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
+from torch.utils._pytree import tree_leaves
+
+from optimum_memopt.errors import UnsupportedModelError
 
 from .compat import ORTMODULE, replaced
 from .options import OrtOptions
@@ -43,6 +49,46 @@ def gradient_management(device: Callable[[], torch.device]) -> Iterator[None]:
 
     with replaced(module, original.__name__, with_device):
         yield
+
+
+@contextlib.contextmanager
+def checkpointed_layers_checked() -> Iterator[None]:
+    """A checkpointed layer becomes a PythonOp that calls the very function object it was exported with. Tensors that
+    reach it as arguments are the graph's; those inside the function would stay the first batch's for ever, as in
+    transformers' layers that get masks or position embeddings by keyword (`GradientCheckpointingLayer`).
+
+    Raises:
+        UnsupportedModelError: when such a function is checkpointed.
+    """
+    kind = torch.utils.checkpoint.CheckpointFunction
+
+    def apply(cls: type, function: Callable[..., Any], *args: Any) -> Any:
+        if names := _tensors_inside(function):
+            raise UnsupportedModelError(
+                f"its checkpointed layers get {', '.join(names)} other than as positional arguments, which the export "
+                "would keep as they are in the first batch; leave activation checkpointing out"
+            )
+        return super(kind, cls).apply(function, *args)
+
+    kind.apply = classmethod(apply)
+    try:
+        yield
+    finally:
+        del kind.apply
+
+
+def _tensors_inside(function: Callable[..., Any]) -> list[str]:
+    """Names of the tensors that a partial or a closure holds."""
+    held: dict[str, Any] = {}
+    while isinstance(function, functools.partial):
+        held |= {**function.keywords, **{f"argument {index}": value for index, value in enumerate(function.args)}}
+        function = function.func
+    variables = inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
+    return [
+        name
+        for name, value in (held | variables).items()
+        if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value))
+    ]
 
 
 @contextlib.contextmanager

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from optimum_memopt.errors import MemOptError
 
+from .extensions import cuda_missing
+
 if TYPE_CHECKING:
     from optimum_memopt.options import MemOptOptions
 
@@ -191,6 +193,11 @@ def from_environment(options: "MemOptOptions", environ: Mapping[str, str]) -> tu
             effective.check_values()
         except MemOptError as error:
             raise MemOptError(f"{error} (from the environment: {', '.join(taken)})") from error
+    if SDPA_FALLBACK in given and (reason := cuda_missing()):
+        raise MemOptError(
+            f"{SDPA_FALLBACK}={given[SDPA_FALLBACK]} in the environment: torch's memory-efficient attention needs "
+            f"CUDA, and {reason}; unset it"
+        )
     remarks.extend(_other_remarks(given))
     return effective, tuple(remarks)
 

@@ -24,8 +24,8 @@ import torch
 from optimum_memopt.errors import MemOptError
 
 from . import allocator, compat, lever_mends, levers, module_with_loss
-from .options import OrtOptions
 from .gather_indices import expand_indices_again
+from .options import OrtOptions
 from .padding import keep_padding_rows
 
 # Beginning of every forward, end of its backward: the two ends of a pair (`Phase` in _runtime_inspector.py).
@@ -223,12 +223,16 @@ class Manager:
         def export_model(*args: Any, **kwargs: Any) -> Any:
             self._building = True
             with contextlib.ExitStack() as stack:
-                stack.enter_context(compat.symbolics(options.onnx_opset_version))
+                stack.enter_context(
+                    compat.symbolics(options.onnx_opset_version, options.enable_custom_autograd_function)
+                )
                 stack.enter_context(module_with_loss.exportable(options.onnx_opset_version))
                 stack.enter_context(self._quiet())
                 stack.enter_context(_modes_kept(self._training._original_module))
                 # With the loss inside, the rows are chosen already; ORT's mark would stay in the graph and print.
                 marks_labels = options.enable_label_sparse_optimizer and not self._options.ort_module_with_loss
+                if self._options.ort_allow_autograd_checkpoint:
+                    stack.enter_context(lever_mends.checkpointed_layers_checked())
                 stack.enter_context(lever_mends.label_sparsity(owner, marks_labels))
                 if not options.enable_custom_autograd_function:
                     self._seen_functions = stack.enter_context(compat.recorded_autograd_functions())

@@ -77,7 +77,8 @@ class OrtOptions:
         default=None,
         metadata={
             "help": "Leave labels that are ignored out of the loss and of what leads to it, when the first batch has "
-            "more than 10%% of them and the model holds an nn.CrossEntropyLoss. ONNX Runtime's default is on."
+            "more than 10%% of them and the model holds an nn.CrossEntropyLoss. On with the torch extensions, "
+            "which it needs."
         },
     )
     ort_embedding_sparse_optimizer: bool | None = field(
@@ -99,7 +100,7 @@ class OrtOptions:
         metadata={
             "help": "Checks that ONNX Runtime leaves out from the second step on, separated by |: SKIP_CHECK_DEVICE, "
             "SKIP_CHECK_BUILD_GRADIENT, SKIP_CHECK_EXECUTION_AGENT. Without the second, other keyword arguments or "
-            "dtypes are trained wrongly. Default: SKIP_CHECK_DISABLED."
+            "dtypes are ignored or end in an error. Default: SKIP_CHECK_DISABLED."
         },
     )
     ort_efficient_attention: bool = field(

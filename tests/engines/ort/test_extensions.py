@@ -140,24 +140,6 @@ def test_the_line_that_says_what_went_wrong(output, line):
     assert extensions.first_error(output).startswith(line)
 
 
-@pytest.fixture(scope="session")
-def environment_with_extensions() -> dict[str, str]:
-    """The environment of a process that finds the built extensions: those of the named cache, else of the user's own,
-    where they are built if need be."""
-    if not extensions.onnxruntime_dir():
-        pytest.skip("no onnxruntime-training")
-    with pytest.MonkeyPatch.context() as environment:
-        if extensions.find() is None:
-            environment.delenv(extensions.CACHE_VARIABLE, raising=False)
-        if extensions.find() is None:
-            try:
-                extensions.check_compiler()
-            except MemOptError as error:
-                pytest.skip(str(error))
-            extensions.build()
-        return dict(os.environ)
-
-
 def run(script: str, environment: dict[str, str], cwd: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)], env=environment, cwd=cwd, capture_output=True, text=True
