@@ -6,10 +6,20 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 
-from tests.integration.launching import ENVIRONMENT, WORKER, free_port, launcher, run_jobs, write_jobs
+from tests.integration.launching import (
+    ENVIRONMENT,
+    WORKER,
+    free_port,
+    launcher,
+    needs_compiler,
+    needs_deepspeed,
+    run_jobs,
+    write_jobs,
+)
 from tests.integration.worker import Job
 from tests.trainer_runs import distance
 
@@ -69,10 +79,18 @@ def test_under_torchrun(tmp_path, uninterrupted):
     assert resumed(tmp_path, uninterrupted) < 1e-5
 
 
-def test_without_an_agent(tmp_path):
+ZERO = {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 1}}
+
+
+@pytest.mark.parametrize(
+    "deepspeed",
+    [None, pytest.param(ZERO, marks=[pytest.mark.slow, needs_deepspeed, needs_compiler])],
+    ids=["ddp", "zero_1"],
+)
+def test_without_an_agent(tmp_path, deepspeed):
     """Two processes by hand: nobody ends the one that is left, it has to notice by itself."""
-    path, port = write_jobs(tmp_path, [DYING]), str(free_port())
-    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    path = write_jobs(tmp_path, [replace(DYING, arguments={**ARGUMENTS, "deepspeed": deepspeed})])
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [
         start_process([sys.executable, WORKER, path], tmp_path / f"log{rank}", RANK=rank, LOCAL_RANK=rank, **world)
         for rank in ("0", "1")

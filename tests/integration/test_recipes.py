@@ -1,9 +1,11 @@
 """The configs beside the examples, given to the launchers as the READMEs say, with a tiny model."""
 
 import json
+import shlex
 
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
+from transformers import HfArgumentParser
 
 from tests.integration.launching import (
     PROGRAMS,
@@ -21,6 +23,9 @@ from tests.trainer_runs import distance
 pytest.importorskip("datasets")
 pytest.importorskip("sklearn")
 pytest.importorskip("scipy")
+
+from run_glue import run_glue as run_glue_script
+from run_mlm import run_mlm as run_mlm_script
 
 EXAMPLES = ROOT / "examples"
 STAGES = (1, 2, 3)
@@ -66,6 +71,33 @@ def test_deepspeeds_configs_say_their_stage_and_fused_adam(stage):
     config = json.loads((configs("run_glue") / f"ds_zero{stage}.json").read_text())
     assert config["zero_optimization"]["stage"] == stage
     assert config["optimizer"]["type"] == "AdamW" and config["optimizer"]["params"]["torch_adam"] is False
+
+
+def commands(name):
+    """The commands of a README that name a script, in a block or a table, with their line breaks joined."""
+    text = (EXAMPLES / name / "README.md").read_text().replace("\\\n", " ")
+    lines = [part for line in text.splitlines() for part in line.split("`")]
+    return [shlex.split(line.strip()) for line in lines if f"examples/{name}/{name}.py --" in line]
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        (run_glue_script.GlueArguments, run_glue_script.ModelArguments, run_glue_script.TrainingArguments),
+        (run_mlm_script.MlmArguments, run_mlm_script.ModelArguments, run_mlm_script.TrainingArguments),
+    ],
+    ids=["run_glue", "run_mlm"],
+)
+def test_the_commands_of_the_readmes_can_be_read(request, kinds):
+    """Their flags exist and their files are there; that they train was seen when they were written."""
+    name = request.node.callspec.id
+    found = commands(name)
+    assert len(found) >= 10
+    for words in found:
+        place = next(index for index, word in enumerate(words) if word.endswith(f"{name}.py"))
+        assert HfArgumentParser(kinds).parse_args(words[place + 1 :]).memory_opt_engine == "ort"
+        files = [ROOT / word for word in words if word.startswith("examples/")]
+        assert all(file.is_file() for file in files)
 
 
 def test_two_processes_on_the_cpu(material, tmp_path):
