@@ -109,7 +109,13 @@ def install_command(versions: Mapping[str, str | None]) -> str:
 def ort_abilities(versions: Mapping[str, str | None]) -> list[Ability]:
     """What the ort engine can do here; this imports onnxruntime-training."""
     engine = _ort_engine(versions)
-    return [engine, _extensions(engine), _half_precision(engine)]
+    needs_extensions = (
+        "custom torch.autograd.Function",
+        "memory-efficient gradient management",
+        "re-entrant activation checkpointing on the ort engine",
+    )
+    extensions = (_extensions(engine, what) for what in needs_extensions)
+    return [engine, *extensions, _half_precision(engine), _cuda_levers(engine)]
 
 
 def _ort_engine(versions: Mapping[str, str | None]) -> Ability:
@@ -131,11 +137,10 @@ def _ort_engine(versions: Mapping[str, str | None]) -> Ability:
     return Ability(what, True, "onnxruntime-training can be imported")
 
 
-def _extensions(engine: Ability) -> Ability:
+def _extensions(engine: Ability, what: str) -> Ability:
     from optimum_memopt.engines.ort import extensions
     from optimum_memopt.errors import MemOptError
 
-    what = "custom torch.autograd.Function"
     if not engine.works:
         return Ability(what, False, "needs the ort engine")
     if extensions.find():
@@ -156,6 +161,16 @@ def _half_precision(engine: Ability) -> Ability:
     if "CUDAExecutionProvider" in onnxruntime.get_available_providers():
         return Ability(what, True, "on CUDA devices; on the CPU float32 only")
     return Ability(what, False, "ONNX Runtime's CPU provider trains float32 only")
+
+
+def _cuda_levers(engine: Ability) -> Ability:
+    what = "efficient and flash attention, Triton, tuning"
+    if not engine.works:
+        return Ability(what, False, "needs the ort engine")
+    from optimum_memopt.engines.ort import extensions
+
+    missing = extensions.cuda_missing()
+    return Ability(what, not missing, missing or "on CUDA devices")
 
 
 def built_extensions() -> dict[str, str]:

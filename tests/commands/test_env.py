@@ -70,6 +70,12 @@ def test_what_works_without_the_extensions_and_how_to_get_them(tmp_path):
     assert abilities["ort engine"]["works"]
     custom = abilities["custom torch.autograd.Function"]
     assert not custom["works"] and custom["command"] == extensions.BUILD_COMMAND
+    assert abilities["memory-efficient gradient management"] == {
+        **custom,
+        "what": "memory-efficient gradient management",
+    }
+    levers = abilities["efficient and flash attention, Triton, tuning"]
+    assert levers["works"] is not bool(extensions.cuda_missing())
 
 
 @needs_ort

@@ -61,7 +61,8 @@ def check_here(options: "OrtOptions") -> None:
         if name in given and (missing := extensions.cuda_missing()):
             raise MemOptError(f"{given[name]} needs CUDA, and {missing}; leave it out")
     for name in _NEED_EXTENSIONS:
-        if name in given and extensions.find() is None:
+        marks_itself = name == "ort_label_sparse_optimizer" and options.ort_module_with_loss
+        if name in given and not marks_itself and extensions.find() is None:
             raise MemOptError(
                 f"{given[name]} needs ONNX Runtime's torch extensions; build them with: {extensions.BUILD_COMMAND}"
             )

@@ -76,9 +76,9 @@ class OrtOptions:
     ort_label_sparse_optimizer: bool | None = field(
         default=None,
         metadata={
-            "help": "Leave labels that are ignored out of the loss and of what leads to it, when the first batch has "
-            "more than 10%% of them and the model holds an nn.CrossEntropyLoss. On with the torch extensions, "
-            "which it needs."
+            "help": "Leave labels that are ignored out of the loss and of what leads to it: with "
+            "--ort_module_with_loss, or where the model holds an nn.CrossEntropyLoss, the torch extensions are built "
+            "and the first batch has more than 10%% of such labels. ONNX Runtime's default is on.",
         },
     )
     ort_embedding_sparse_optimizer: bool | None = field(
