@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -70,15 +71,25 @@ def launcher(name: str, *, zero: int | None = None) -> list[str]:
     ]
 
 
-def start(command: Sequence[Any], timeout: float = 300, **environment: str) -> subprocess.CompletedProcess:
-    """Run a command to its end; stdout and stderr are kept."""
-    return subprocess.run(
-        list(map(str, command)),
-        capture_output=True,
+def start(command: Sequence[Any], timeout: float = 1100, **environment: str) -> subprocess.CompletedProcess:
+    """Run a command to its end; stdout and stderr are kept. Long, since DeepSpeed may build two operators first."""
+    command = list(map(str, command))
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=timeout,
         env={**os.environ, **ENVIRONMENT, **environment},
     )
+    try:
+        stdout, stderr = process.communicate(timeout=timeout)
+    except BaseException:
+        # Out of time, here or by pytest's clock: a launcher that is killed leaves its ranks behind.
+        for each in [*psutil.Process(process.pid).children(recursive=True), process]:
+            each.kill()
+        process.wait()
+        raise
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
 
 def alone() -> dict[str, str]:

@@ -54,6 +54,7 @@ def jobs(name, stage, optimizers):
 
 
 @pytest.mark.parametrize("name, stage, optimizers", cells())
+@pytest.mark.timeout(1200)
 def test_ends_where_a_stock_trainer_does(tmp_path, name, stage, optimizers):
     # DeepSpeed takes its world from the environment.
     environment = alone() if name == "python" and stage is not None else {}
