@@ -29,9 +29,8 @@ from optimum_memopt.measure.workload import Workload
 from optimum_memopt.plans.table import PlanTable
 
 MODELS = {"roberta": "text-classification", "deberta-v2": "text-classification", "gpt2": "text-generation"}
-# The groups of the issue; the others are for one question each, and the last needs the torch extensions, with which
-# every case trains another graph (embeddings as ATen).
-GROUPS = ("torch", "none", "rows", "pairs", "levels", "ort-level", "arena", "malloc", "gradient-management")
+GROUPS = ("torch", "none", "rows", "pairs", "levels", "ort-level", "arena", "malloc")
+# The last two ask what the allocator does, not what a plan does.
 DEFAULT_GROUPS = GROUPS[:6]
 LEVEL = {"memory_opt_level": 1}
 MIB = 2**20
@@ -59,10 +58,6 @@ FIXED = {
     "malloc": (
         Named("none, malloc untuned", {}, tuned_malloc=False),
         Named("level 1, malloc untuned", LEVEL, tuned_malloc=False),
-    ),
-    "gradient-management": (
-        Named("gradient management", {"ort_mem_efficient_grad_mgmt": True}),
-        Named("level 1, gradient management", {**LEVEL, "ort_mem_efficient_grad_mgmt": True}),
     ),
 }
 
