@@ -1,0 +1,120 @@
+"""The private names of torch that the compile engine stands on, each with what it is for.
+
+All seen in torch 2.13.0 and there since 2.9, unless said otherwise; `torch/_functorch/partitioners.py` where no
+file is named.
+"""
+
+import contextlib
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch._functorch import config as functorch_config
+from torch._functorch import partitioners
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch.fx.experimental import _config as symbolic_config
+from torch.fx.experimental.proxy_tensor import py_sym_types
+
+__all__ = ["CustomPartitionerFn", "SymbolicNumber"]
+
+SymbolicNumber = py_sym_types
+
+
+def is_tangent(node: fx.Node) -> bool:
+    """A gradient of a forward output, fed to the backward."""
+    return node.op == "placeholder" and "tangents" in str(node.target)
+
+
+def is_tagged_backward(node: fx.Node) -> bool:
+    """Traced while autograd ran the backward, also where the operator reads no gradient (a transposed weight)."""
+    return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
+
+
+def is_random(node: fx.Node) -> bool:
+    """Draws random numbers: run twice, it gives other ones."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def extract(
+    joint: fx.GraphModule, saved: list[fx.Node], saved_symbols: list[fx.Node], num_fwd_outputs: int
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Forward and backward graphs that hand over exactly `saved`, and recompute whatever else the backward reads.
+
+    `_extract_fwd_bwd_modules` copies every operator that the backward's outputs still need, from the saved values on;
+    `reordering_to_mimic_autograd_engine` moves each copy to just before its first use, without which all layers would
+    be recomputed at the beginning of the backward; `raise_getitems` frees the unread outputs of an operator at once.
+    """
+    forward, backward = partitioners._extract_fwd_bwd_modules(
+        joint, saved, saved_sym_nodes=saved_symbols, saved_opaque_nodes=[], num_fwd_outputs=num_fwd_outputs
+    )
+    for module in (forward, backward):
+        module.graph.eliminate_dead_code(is_impure_node=partitioners.is_not_collective)
+    backward = partitioners.reordering_to_mimic_autograd_engine(backward)
+    return partitioners.raise_getitems(forward), partitioners.raise_getitems(backward)
+
+
+def default_partition(
+    joint: fx.GraphModule, joint_inputs: Any, **others: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """What torch.compile does by itself."""
+    return partitioners.min_cut_rematerialization_partition(joint, joint_inputs, **others)
+
+
+def compile_with_inductor(module: fx.GraphModule, inputs: list[Any], partitioner: CustomPartitionerFn) -> Callable:
+    """`torch/_inductor/compile_fx.py`; the key of `config_patches` is there since 2.9 (pytorch PR 157711)."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(module, inputs, config_patches={"custom_partitioner_fn": partitioner})
+
+
+def compile_without_compiler(
+    module: fx.GraphModule, inputs: list[Any], partitioner: CustomPartitionerFn, decompositions: dict[Any, Callable]
+) -> Callable:
+    """The backend `aot_eager` (`torch/_dynamo/backends/debugging.py`) with another partitioner."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+
+    backend = aot_autograd(
+        fw_compiler=boxed_nop, bw_compiler=boxed_nop, partition_fn=partitioner, decompositions=decompositions
+    )
+    return backend(module, inputs)
+
+
+def changes() -> tuple[contextlib.AbstractContextManager, ...]:
+    """Switches of torch for the time of a call.
+
+    - `optimize_ddp`: DDP would cut the graph at each bucket, and a plan would see the pieces.
+    - `use_duck_shape`: dimensions that happen to be equal in the first batch would be one, and a recompile follow.
+    - `enable_autograd_cache`: a cached joint graph never comes by the partitioner, so there would be no table.
+    """
+    return (
+        torch._dynamo.config.patch(optimize_ddp=False),
+        symbolic_config.patch(use_duck_shape=False),
+        functorch_config.patch(enable_autograd_cache=False),
+    )
+
+
+def symbol_sources() -> dict[sympy.Symbol, list[str]]:
+    """While a graph is partitioned: each symbol and what it is the size of, as `L['input_ids'].size()[0]`."""
+    context = torch._guards.TracingContext.try_get()
+    if context is None or context.fake_mode is None or context.fake_mode.shape_env is None:
+        return {}
+    sources = context.fake_mode.shape_env.var_to_sources
+    # A property since 2.11, a method before.
+    return {
+        symbol: [source.name if isinstance(source.name, str) else source.name() for source in found]
+        for symbol, found in sources.items()
+    }
+
+
+def inductor_works(on_cuda: bool) -> bool:
+    from torch._inductor import config
+    from torch.utils._triton import has_triton
+
+    if on_cuda:
+        return has_triton()
+    compilers = config.cpp.cxx if isinstance(config.cpp.cxx, tuple | list) else (config.cpp.cxx,)
+    return any(compiler and shutil.which(compiler) for compiler in compilers)

@@ -1,0 +1,137 @@
+"""Trains a model through torch.compile in place, with plans in ONNX Runtime's grammar applied by a partitioner."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from optimum_memopt.engines import base, in_place
+from optimum_memopt.engines.base import Selection
+from optimum_memopt.errors import MemOptError
+from optimum_memopt.logs import get_logger
+from optimum_memopt.plans.table import PlanTable
+
+from . import suitability
+from .backend import Backend, configured
+from .graphs import Graph, Modules, split
+from .selection import check_known
+from .table import to_table
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+_MIB = 2**20
+
+
+class CompileEngine:
+    """The `compile` engine.
+
+    Training forwards (training mode, gradients on) run through torch.compile, all others through the model's own
+    forward. Without a config or level torch partitions the graph as it always does.
+
+    Args:
+        selection: which plans.
+        compiler: `inductor`, or `aot_eager`: the same graphs, run operator by operator.
+    """
+
+    name = "compile"
+
+    def __init__(self, selection: Selection | None = None, compiler: str = "aot_eager") -> None:
+        self._compiler = compiler
+        self._model: torch.nn.Module | None = None
+        self._backend: Backend | None = None
+        self.apply(selection or Selection())
+
+    def apply(self, selection: Selection) -> None:
+        """Choose other plans; the next training forward compiles anew."""
+        self._selection = selection
+        self._forget()
+
+    def check_arguments(self, args: "TrainingArguments") -> None:
+        """Refuse Trainer arguments that do the engine's work too.
+
+        Raises:
+            MemOptError: activation checkpointing, torch_compile, several GPUs in one process.
+        """
+        suitability.check_arguments(args)
+
+    def attach(self, model: torch.nn.Module) -> None:
+        """Take over `model`'s training forward; it is compiled at the first one.
+
+        Raises:
+            UnsupportedModelError: DataParallel, activation checkpointing.
+            MemOptError: the model has an engine already, or this engine another model.
+        """
+        if self._model is model:
+            return
+        if self._model is not None:
+            raise MemOptError("this engine holds another model; detach() it first")
+        suitability.check(model)
+        base.register(model, self)
+        self._model = model
+        self._dispatcher = in_place.Dispatcher(model, self._train_forward)
+        self._forget()
+
+    def detach(self) -> None:
+        """Give the model its own forward back; without effect when nothing is attached."""
+        model, self._model = self._model, None
+        if model is None:
+            return
+        base.unregister(model)
+        self._dispatcher.remove()
+        self._forget()
+
+    def plans(self) -> PlanTable | None:
+        """The table of the current training graphs, None before the first training forward."""
+        return self._table
+
+    def insight(self) -> str:
+        """Nothing: the table holds all there is."""
+        return ""
+
+    def _forget(self) -> None:
+        if self._backend is not None:
+            self._backend.close()
+        self._backend: Backend | None = None
+        self._compiled: Any = None
+        # Graphs that the current forward has compiled so far.
+        self._graphs: list[Graph] = []
+        self._table: PlanTable | None = None
+
+    def _train_forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._compiled is None:
+            self._backend = Backend(self._compiler, self._split, str(self._selection))
+            self._compiled = torch.compile(self._dispatcher.plain_forward, backend=self._backend, dynamic=True)
+        with configured():
+            outputs = self._compiled(*args, **suitability.without_cache(self._model, kwargs))
+        if self._graphs:
+            graphs, self._graphs = self._graphs, []
+            self._show(graphs)
+        return outputs
+
+    def _split(self, module: fx.GraphModule, inputs: Any, num_fwd_outputs: int, others: dict[str, Any]) -> Modules:
+        graph, modules = split(module, inputs, num_fwd_outputs, others, self._selection, self._graphs)
+        self._graphs.append(graph)
+        return modules
+
+    def _show(self, graphs: list[Graph]) -> None:
+        """The first forward's graphs are the table; later ones were compiled for inputs of another kind."""
+        if self._selection.config is not None:
+            check_known(self._selection.config, graphs, self._selection.strict)
+        rebuilt = self._table is not None
+        is_encoder_decoder = bool(getattr(getattr(self._model, "config", None), "is_encoder_decoder", False))
+        self._table = to_table(graphs, self._selection, self._header(graphs), is_encoder_decoder)
+        if rebuilt:
+            get_logger().info("other inputs than before: torch compiled a new training graph")
+
+    def _header(self, graphs: list[Graph]) -> tuple[str, ...]:
+        asked = f"config {self._selection.config}" if self._selection.config else f"level {self._selection.level}"
+        device = next(self._model.parameters()).device.type
+        predicted = sum(graph.prediction.stashed for graph in graphs)
+        peak = max(graph.prediction.peak for graph in graphs)
+        pieces = f", in {len(graphs)} graphs" if len(graphs) > 1 else ""
+        return (
+            f"{type(self._model).__name__} on {device} by {self._compiler}, {asked}{pieces}",
+            f"Predicted for the first batch: {predicted / _MIB:.1f} MiB stashed, peak of activations and gradients "
+            f"{peak / _MIB:.1f} MiB",
+        )

@@ -1,0 +1,109 @@
+"""From a joint graph and a choice of plans to the two graphs that run, and what is known of them."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from optimum_memopt.engines.base import Selection
+
+from . import compat
+from .joint import Joint, is_number, is_tensor, root, value
+from .liveness import Prediction, predict
+from .offers import Offer, asked_for, find_offers, layer_borders, of_level
+from .partition import kept, partition
+from .stashes import Subgraph, find_stashes
+
+_DIMENSION = re.compile(r"\['(?P<input>\w+)'\]\.size\(\)\[(?P<dim>\d+)\]$")
+
+Modules = tuple[fx.GraphModule, fx.GraphModule]
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """One compiled training graph.
+
+    Attributes:
+        offers: its rows.
+        chosen: the occurrences that are made again.
+        free: occurrences that torch's own partition makes again without being asked; none where a plan is on.
+        sizes: value of each symbol in the first batch.
+        names: of the symbols, `input_ids_dim0`.
+        prediction: for the first batch.
+    """
+
+    offers: tuple[Offer, ...]
+    chosen: Mapping[Offer, tuple[Subgraph, ...]]
+    free: frozenset[Subgraph]
+    sizes: Mapping[sympy.Symbol, int]
+    names: Mapping[sympy.Symbol, str]
+    prediction: Prediction
+
+
+def split(
+    module: fx.GraphModule,
+    inputs: Any,
+    num_fwd_outputs: int,
+    others: dict[str, Any],
+    selection: Selection,
+    before: Iterable[Graph],
+) -> tuple[Graph, Modules]:
+    """Partition a joint graph under a selection.
+
+    Args:
+        inputs, others: passed on to torch's own partitioner, which runs where nothing is selected.
+        before: graphs of the same forward that were split before this one; a count runs on through all of them.
+    """
+    module.graph.eliminate_dead_code()
+    joint = Joint(module, num_fwd_outputs)
+    stashes = find_stashes(joint)
+    sizes = first_sizes(joint)
+    offers = find_offers(joint, stashes, sizes)
+    chosen: Mapping[Offer, tuple[Subgraph, ...]] = {}
+    if selection.level:
+        chosen = of_level(offers, selection.level)
+    elif selection.config is not None:
+        taken = Counter({offer.config: len(made) for graph in before for offer, made in graph.chosen.items()})
+        chosen = asked_for(offers, selection.config, taken)
+    if selection.level or selection.config is not None:
+        dropped = {made.stash.root for occurrences in chosen.values() for made in occurrences}
+        borders = layer_borders(joint) if selection.level else ()
+        modules, free = partition(joint, kept(joint, stashes, dropped, borders)), frozenset()
+    else:
+        modules = compat.default_partition(module, inputs, num_fwd_outputs=num_fwd_outputs, **others)
+        free = made_again(offers, modules[0], num_fwd_outputs)
+    names = symbol_names(compat.symbol_sources())
+    return Graph(offers, chosen, free, sizes, names, predict(*modules, num_fwd_outputs, sizes)), modules
+
+
+def first_sizes(joint: Joint) -> dict[sympy.Symbol, int]:
+    """Each symbol's value in the batch that the graph was traced with."""
+    numbers = [value(node) for node in joint.inputs if is_number(node)]
+    shapes = [size for node in joint.inputs if is_tensor(node) for size in value(node).shape]
+    found = {}
+    for number in (*numbers, *shapes):
+        if isinstance(number, torch.SymInt) and number.node.expr.is_Symbol:
+            found[number.node.expr] = int(number.node.hint)
+    return found
+
+
+def symbol_names(sources: Mapping[sympy.Symbol, Sequence[str]]) -> dict[sympy.Symbol, str]:
+    """`input_ids_dim0` of `L['kwargs']['input_ids'].size()[0]`; symbols that are no size of an input have no name."""
+    names = {}
+    for symbol, found in sources.items():
+        matches = [match for source in found if (match := _DIMENSION.search(source))]
+        if matches:
+            names[symbol] = min(f"{match['input']}_dim{match['dim']}" for match in matches)
+    return names
+
+
+def made_again(offers: Iterable[Offer], forward: fx.GraphModule, num_fwd_outputs: int) -> frozenset[Subgraph]:
+    """The occurrences whose storage the forward does not hand over to the backward."""
+    (output,) = forward.graph.find_nodes(op="output")
+    saved = {root(node).name for node in output.args[0][num_fwd_outputs:] if isinstance(node, fx.Node)}
+    return frozenset(made for offer in offers for made in offer.occurrences if made.stash.root.name not in saved)

@@ -1,0 +1,104 @@
+"""The rows of the plan table: which stashes can be made again under which id, and which of them a user's choice means.
+
+Pure; a joint graph is read, not changed.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import sympy
+from torch import fx
+
+from optimum_memopt.plans.grammar import ALL, PlanConfig, Strategy
+
+from .joint import Joint, is_tensor, is_view, root
+from .naming import cluster_id
+from .stashes import Stash, Subgraph, layer_of, subgraph
+
+
+@dataclass(frozen=True, eq=False)
+class Offer:
+    """One row: all stashes of a graph that the same operators make again.
+
+    Attributes:
+        cluster_id: `Gelu+`.
+        strategy: recompute, or with compromise where something is kept in exchange.
+        occurrences: in graph order.
+    """
+
+    cluster_id: str
+    strategy: Strategy
+    occurrences: tuple[Subgraph, ...]
+
+    @property
+    def saving(self) -> sympy.Expr:
+        return sympy.Add(*(one.saving for one in self.occurrences))
+
+    @property
+    def config(self) -> str:
+        return f"{self.cluster_id}:{int(self.strategy)}:{ALL}"
+
+
+def find_offers(joint: Joint, stashes: Sequence[Stash], sizes: Mapping[sympy.Symbol, int]) -> tuple[Offer, ...]:
+    """All rows of a graph, in the order of their first occurrence.
+
+    Left out is what saves nothing: row statistics, random draws, what costs as much as it saves, and what the forward
+    returns, since its caller holds it.
+
+    Args:
+        sizes: of the first batch, to tell whether a row saves anything.
+    """
+    available = {stash.root for stash in stashes}
+    found: dict[tuple[str, Strategy], list[Subgraph]] = {}
+    for stash in stashes:
+        made = None if stash.is_returned else subgraph(joint, stash, available)
+        if made is None or made.saving.subs(sizes) <= 0:
+            continue
+        strategy = Strategy.RECOMPUTE_WITH_COMPROMISE if made.is_compromise else Strategy.RECOMPUTE
+        found.setdefault((cluster_id(made), strategy), []).append(made)
+    return tuple(Offer(name, strategy, tuple(made)) for (name, strategy), made in found.items())
+
+
+def asked_for(
+    offers: Iterable[Offer], config: PlanConfig, already: Mapping[str, int]
+) -> dict[Offer, tuple[Subgraph, ...]]:
+    """The occurrences that a config turns on in one graph, the first `count` in graph order.
+
+    Args:
+        already: occurrences of each `cluster_id:strategy:-1` taken in graphs before this one.
+    """
+    requests = {(request.cluster_id, request.strategy): request.count for request in config.requests if request.is_on}
+    chosen = {}
+    for offer in offers:
+        count = requests.get((offer.cluster_id, offer.strategy))
+        if count is not None:
+            left = len(offer.occurrences) if count == ALL else max(0, count - already.get(offer.config, 0))
+            chosen[offer] = offer.occurrences[:left]
+    return chosen
+
+
+def of_level(offers: Iterable[Offer], level: int) -> dict[Offer, tuple[Subgraph, ...]]:
+    """Everything that can be made again inside each layer from what goes into the layer."""
+    strategies = (Strategy.RECOMPUTE, Strategy.RECOMPUTE_WITH_COMPROMISE)[:level]
+    return {
+        offer: tuple(made for made in offer.occurrences if made.stash.layer and not made.stash.leaves_layer)
+        for offer in offers
+        if offer.strategy in strategies
+    }
+
+
+def layer_borders(joint: Joint) -> frozenset[fx.Node]:
+    """Storages made in one layer and read in another: what a layer must not be made again through.
+
+    Without them a layer whose input nobody stashes (a norm that keeps its output only) would be made again from the
+    layer before, and so on to the first, all alive at once.
+    """
+    borders = set()
+    for node in joint.forward:
+        if is_view(node):
+            continue
+        for read in node.all_input_nodes:
+            made = root(read)
+            if is_tensor(read) and made.op == "call_function" and layer_of(made) and layer_of(made) != layer_of(node):
+                borders.add(made)
+    return frozenset(borders)

@@ -1,0 +1,156 @@
+"""What the backward reads of the forward, storage by storage, and what it would take to make each again. Pure."""
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import sympy
+from torch import fx
+
+from . import compat
+from .joint import Joint, is_number, is_tensor, is_view, root, storage_bytes
+
+# Lists of layers are called one of these in transformers and timm; the first in a path is the transformer's layer.
+_LAYER = re.compile(r"(?:^|\.)(?:layers?|h|blocks?)\.\d+(?=\.|$)")
+# Outputs beside the first of these operators are statistics of a row each: tiny, and dear to make again.
+_WITH_STATISTICS = frozenset({"native_layer_norm", "native_group_norm", "_fused_rms_norm", "native_batch_norm"})
+_STATISTICS = frozenset({"amax", "var_mean", "logsumexp", "mean", "sum", "rsqrt"})
+
+
+def is_output(node: fx.Node) -> bool:
+    """Whether this picks one output of an operator that has several."""
+    return node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem"
+
+
+def operator_name(node: fx.Node) -> str:
+    """`gelu` of `aten.gelu.default`; an output of an operator that has several has that operator's name."""
+    target = node.args[0].target if is_output(node) else node.target
+    return getattr(target, "_opname", None) or getattr(target, "__name__", str(target))
+
+
+def module_path(node: fx.Node) -> str:
+    """Where in the module tree the operator was called: `roberta.encoder.layer.0.intermediate.dense`."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    return re.sub(r"^L\['[^']*'\]\.?", "", next(reversed(stack.values()))[0]) if stack else ""
+
+
+def layer_of(node: fx.Node) -> str:
+    """The path of the transformer layer around the operator, "" outside of all."""
+    path = module_path(node)
+    match = _LAYER.search(path)
+    return path[: match.end()] if match else ""
+
+
+@dataclass(frozen=True, eq=False)
+class Stash:
+    """A storage that the forward makes and the backward reads.
+
+    Attributes:
+        root: the operator (or output of one) that allocates it.
+        reads: the nodes through which the backward reads it, the root itself or views of it.
+        bytes: its size in the symbols of the graph.
+        is_returned: the forward returns it too, so whoever called may hold it.
+        leaves_layer: the forward reads it outside of the layer that makes it (the residual stream between layers).
+    """
+
+    root: fx.Node
+    reads: tuple[fx.Node, ...]
+    bytes: sympy.Expr
+    is_returned: bool
+    leaves_layer: bool
+
+    @property
+    def layer(self) -> str:
+        return layer_of(self.root)
+
+
+def find_stashes(joint: Joint) -> tuple[Stash, ...]:
+    """All of them in graph order; parameters and other inputs are not among them."""
+    reads: dict[fx.Node, list[fx.Node]] = {}
+    for node in joint.backward_reads():
+        made = root(node)
+        if made.op == "call_function":
+            reads.setdefault(made, []).append(node)
+    returned = {root(node) for node in joint.forward_outputs}
+    readers: dict[fx.Node, set[str]] = {}
+    for node in joint.forward:
+        if not is_view(node):
+            for read in node.all_input_nodes:
+                readers.setdefault(root(read), set()).add(layer_of(node))
+    return tuple(
+        Stash(
+            made,
+            tuple(nodes),
+            storage_bytes(made),
+            made in returned,
+            bool(readers.get(made, set()) - {layer_of(made)}),
+        )
+        for made, nodes in sorted(reads.items(), key=lambda item: joint.order[item[0]])
+    )
+
+
+def is_statistic(node: fx.Node) -> bool:
+    """One number for each row that an operator has reduced: kept whatever the plan says."""
+    if is_output(node):
+        return operator_name(node) in _WITH_STATISTICS and node.args[1] > 0
+    return operator_name(node) in _STATISTICS
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether running this again would draw other random numbers."""
+    return compat.is_random(node.args[0] if is_output(node) else node)
+
+
+@dataclass(frozen=True, eq=False)
+class Subgraph:
+    """What makes a stash again.
+
+    Attributes:
+        stash: the one to make again.
+        nodes: the operators to run again, in graph order; the last makes it.
+        reads: storages that are there anyway: inputs and other stashes.
+        keeps: nodes that are no stash and must be kept in exchange, since they must not run again.
+    """
+
+    stash: Stash
+    nodes: tuple[fx.Node, ...]
+    reads: tuple[fx.Node, ...]
+    keeps: tuple[fx.Node, ...]
+
+    @property
+    def saving(self) -> sympy.Expr:
+        """Bytes of the stash less those kept in exchange."""
+        return sympy.expand(self.stash.bytes - sum(storage_bytes(root(node)) for node in self.keeps))
+
+    @property
+    def is_compromise(self) -> bool:
+        """Whether something that grows with the batch is kept in exchange; a seed of 8 bytes is not."""
+        return any(storage_bytes(root(node)).free_symbols for node in self.keeps)
+
+
+def subgraph(joint: Joint, stash: Stash, available: Collection[fx.Node]) -> Subgraph | None:
+    """The way back from a stash to inputs and `available` storages; None where it must not be made again.
+
+    Args:
+        available: roots of stashes that stay.
+    """
+    if draws(stash.root) or is_statistic(stash.root):
+        return None
+    nodes, reads, keeps = {stash.root}, {}, {}
+    todo = [stash.root]
+    while todo:
+        for node in todo.pop().all_input_nodes:
+            if node in nodes or is_number(node):
+                continue
+            made = root(node) if is_tensor(node) else node
+            if made is not stash.root and (made.op == "placeholder" or made in available):
+                reads[made] = None
+                if node is made:
+                    continue
+            elif draws(node) or is_statistic(node):
+                keeps[node] = None
+                continue
+            nodes.add(node)
+            todo.append(node)
+    ordered = tuple(sorted(nodes, key=joint.order.__getitem__))
+    return Subgraph(stash, ordered, tuple(reads), tuple(keeps))

@@ -1,0 +1,57 @@
+"""What the compile engine cannot train, or would train otherwise than asked: refused before training."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from optimum_memopt.errors import MemOptError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+
+def check(model: torch.nn.Module) -> None:
+    """Refuse what would be recomputed twice or trained beside the plan.
+
+    Raises:
+        UnsupportedModelError: DataParallel, activation checkpointing.
+    """
+    if isinstance(model, torch.nn.DataParallel):
+        raise UnsupportedModelError(
+            "the compile engine under torch.nn.DataParallel: start one process for each GPU, for example with "
+            "accelerate launch, or make one GPU visible with CUDA_VISIBLE_DEVICES=0"
+        )
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has activation checkpointing on, whose layers the compile engine would recompute "
+            "a second time; call model.gradient_checkpointing_disable() and use --memory_opt_level 1 instead"
+        )
+
+
+def check_arguments(args: "TrainingArguments") -> None:
+    """Refuse Trainer arguments that do the engine's work too.
+
+    Raises:
+        MemOptError: activation checkpointing, torch_compile, several GPUs in one process.
+    """
+    if getattr(args, "activation_checkpointing", False) or getattr(args, "gradient_checkpointing", False):
+        raise MemOptError(
+            "activation checkpointing with the compile engine: both recompute the layers; leave it out and use "
+            "--memory_opt_level 1, which does the same with less kept"
+        )
+    if args.torch_compile:
+        raise MemOptError("--torch_compile with the compile engine, which compiles the model already; leave it out")
+    if args.n_gpu > 1:
+        raise MemOptError(
+            f"the compile engine with {args.n_gpu} GPUs in one process: start one process for each GPU, for example "
+            "with accelerate launch, or make one GPU visible with CUDA_VISIBLE_DEVICES=0"
+        )
+
+
+def without_cache(model: torch.nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """`kwargs` with `use_cache=False` where the model would return key-value caches, which nobody reads in training:
+    the caller would hold them, so that no plan could let go of them."""
+    config = getattr(model, "config", None)
+    return (
+        {**kwargs, "use_cache": False} if getattr(config, "use_cache", False) and "use_cache" not in kwargs else kwargs
+    )
