@@ -18,6 +18,8 @@ def keep_mask(size: list[int], seed: torch.Tensor, keep: float, device: torch.de
     Args:
         seed: int64, one element, on the CPU: reading it must not wait for a GPU.
     """
+    if device.type == "meta":
+        return torch.empty(size, dtype=torch.bool, device=device)
     generator = torch.Generator(device).manual_seed(int(seed))
     return torch.empty(size, dtype=torch.bool, device=device).bernoulli_(keep, generator=generator)
 
