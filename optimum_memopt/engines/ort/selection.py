@@ -1,14 +1,13 @@
 """From what the user asked for and what the graph offers to the exact configs that ONNX Runtime is given. Pure."""
 
-import difflib
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.plans.grammar import ALL, ConfigError, PlanConfig, Strategy
+from optimum_memopt.plans.matching import match, operators
 
 from .graph_rules import POST_NORM_REASON
-from .naming import is_fused, operators, translate
 
 RANDOM_OPERATORS = frozenset({"Dropout", "BiasDropout", "BitmaskDropout", "BitmaskBiasDropout", "BiasSoftmaxDropout"})
 
@@ -59,33 +58,9 @@ def choose_config(config: PlanConfig, existing: Iterable[str], strict: bool) -> 
     Raises:
         ConfigError: an id (or its strategy) that the graph does not have; near matches come first in the message.
     """
-    strategies: dict[str, set[int]] = {}
-    for plan in existing:
-        cluster_id, strategy, _ = plan.split(":")
-        strategies.setdefault(cluster_id, set()).add(int(strategy))
-    configs, notes, remarks = [], {}, []
-    for request in config.requests:
-        found = translate(request.cluster_id, strategies)
-        if not request.is_on and found:
-            continue
-        if found is None and is_fused(request.cluster_id) and len(config.requests) > 1:
-            remarks.append(f"{request}: this provider has no plan for that activation, left out")
-            continue
-        if found is None or request.strategy not in strategies[found]:
-            problem = _unknown(request.cluster_id, strategies) if found is None else _wrong(request, strategies[found])
-            if strict:
-                raise ConfigError(problem)
-            remarks.append(f"{problem}; left out")
-            continue
-        plan = f"{found}:{int(request.strategy)}:{ALL}"
-        if found != request.cluster_id:
-            remarks.append(f"{request} is {plan} on this provider: the same activation, not fused the same way")
-            notes[plan] = f"asked for as {request.cluster_id}"
-        if plan not in configs:
-            configs.append(plan)
-    if not configs and any(request.is_on for request in config.requests) and strict:
-        raise ConfigError(f"{config}: nothing of it applies to this model; {_listing(strategies)}")
-    return Choice(tuple(configs), notes, tuple(remarks))
+    found = match(config, existing, strict, here="provider")
+    notes = {one.plan: one.note for one in found.on if one.note}
+    return Choice(tuple(one.plan for one in found.on), notes, found.remarks)
 
 
 def choose_level(level: int, existing: Iterable[str], residual_operators: Collection[str]) -> Choice:
@@ -115,21 +90,6 @@ def choose_level(level: int, existing: Iterable[str], residual_operators: Collec
         else ()
     )
     return Choice(tuple(configs), notes, remarks)
-
-
-def _unknown(cluster_id: str, strategies: dict[str, set[int]]) -> str:
-    return f'no plan "{cluster_id}" in this model; {_listing(strategies, near=cluster_id)}'
-
-
-def _wrong(request: object, available: set[int]) -> str:
-    return f"{request}: this plan has strategy {' or '.join(map(str, sorted(available)))} only"
-
-
-def _listing(strategies: dict[str, set[int]], near: str = "") -> str:
-    by_likeness = difflib.get_close_matches(near, strategies, n=3, cutoff=0.5)
-    ordered = by_likeness + sorted(set(strategies) - set(by_likeness))
-    hint = f"did you mean {' or '.join(by_likeness)}? " if by_likeness else ""
-    return f"{hint}Available: {', '.join(ordered) or 'none'}"
 
 
 def check_applied(choice: Choice, applied: dict[str, tuple[int, int]], strict: bool) -> tuple[str, ...]:

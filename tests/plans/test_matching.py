@@ -1,6 +1,6 @@
 import pytest
 
-from optimum_memopt.engines.ort.naming import UNFUSED, is_fused, operators, translate, unfused
+from optimum_memopt.plans.matching import UNFUSED, is_fused, operators, translate, unfused
 
 # Ids seen in one graph of RoBERTa: with the CUDA provider's fusions (upstream's docs) and on the CPU provider.
 CUDA = {"BiasGelu+", "BiasSoftmax+", "BitmaskDropout+", "BitmaskBiasDropout+", "FusedMatMul+", "LayerNormalization+"}
