@@ -1,7 +1,7 @@
 """Every option of the package, once: the flags of the command line, the arguments of `attach` and of `optimize`."""
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from optimum_memopt.engines.base import ENGINES
 from optimum_memopt.engines.ort.levers import from_environment
@@ -12,6 +12,7 @@ from optimum_memopt.optim import OPTIMIZERS
 from optimum_memopt.plans.grammar import PlanConfig
 
 LEVELS = (0, 1, 2)
+COMPILERS = ("inductor", "aot_eager")
 
 
 @dataclass
@@ -26,15 +27,26 @@ class MemOptOptions(OrtOptions):
         default="auto",
         metadata={
             "choices": ("auto", *ENGINES),
-            "help": "What trains the model: ort (ONNX Runtime's ORTModule), or auto: the first that works here.",
+            "help": "What trains the model: ort (ONNX Runtime's ORTModule), compile (torch.compile), or auto: the "
+            "first of them that works here.",
+        },
+    )
+    memory_opt_compiler: str | None = field(
+        default=None,
+        metadata={
+            "choices": COMPILERS,
+            "help": "What runs the graphs of the compile engine: inductor (kernels of its own; minutes to compile on "
+            "a CPU) or aot_eager (PyTorch's operators one by one; seconds, loss and gradients bitwise those of "
+            "PyTorch). Default: inductor on a GPU, else aot_eager.",
         },
     )
     memory_opt_config: str | None = field(
         default=None,
         metadata={
             "help": "Plans to turn on, cluster_id:strategy:count separated by commas, or a JSON file with a list of "
-            "such strings. Strategy: 0 none, 1 recompute, 2 recompute with compromised saving. Count: -1 all, 0 off. "
-            "Example: Gelu+:1:-1. The plan table lists the cluster ids of your model."
+            "such strings. Strategy: 0 none, 1 recompute, 2 recompute with compromised saving, 3 offload to the host "
+            "(compile engine). Count: -1 all, 0 off, N the first N (compile engine). Example: Gelu+:1:-1. The plan "
+            "table lists the cluster ids of your model."
         },
     )
     memory_opt_level: int = field(
@@ -52,8 +64,8 @@ class MemOptOptions(OrtOptions):
         default="info",
         metadata={
             "choices": tuple(LOG_LEVELS),
-            "help": "info: the plan table, on rank 0. devinfo: also ONNX Runtime's insight into each node, on all "
-            "ranks. verbose: also ONNX Runtime's own log.",
+            "help": "info: the plan table, on rank 0. devinfo: also each node as ONNX Runtime sees it, on all ranks. "
+            "verbose: also ONNX Runtime's own log.",
         },
     )
     log_input_density: bool = field(
@@ -144,12 +156,35 @@ class MemOptOptions(OrtOptions):
             )
         if self.memory_opt_optim is not None and self.memory_opt_optim not in OPTIMIZERS:
             raise MemOptError(f"--memory_opt_optim {self.memory_opt_optim}: allowed are {', '.join(OPTIMIZERS)}")
-        self._check_ort(self.plan_config)
-
-    def _check_ort(self, config: PlanConfig | None) -> None:
-        # Every engine but ort takes offload and any count; `auto` decides when the engine is made.
+        if self.memory_opt_compiler is not None and self.memory_opt_compiler not in COMPILERS:
+            raise MemOptError(f"--memory_opt_compiler {self.memory_opt_compiler}: allowed are {', '.join(COMPILERS)}")
+        config = self.plan_config
+        if self.memory_opt_engine != "auto":
+            self.check_engine(self.memory_opt_engine)
+        # compile takes offload and any count; `auto` decides when the engine is made.
         if self.memory_opt_engine == "ort" and config is not None:
             from optimum_memopt.engines.ort.selection import check_supported
 
             check_supported(config)
-        self.check_ort()
+        if self.memory_opt_engine != "compile":
+            self.check_ort()
+
+    def check_engine(self, name: str) -> None:
+        """Refuse options that the engine `name` would not read.
+
+        Raises:
+            MemOptError: one line that names them.
+        """
+        if name == "ort":
+            if self.memory_opt_compiler is not None:
+                raise MemOptError(
+                    f"--memory_opt_compiler {self.memory_opt_compiler} with the ort engine, which has no compiler: "
+                    "leave it out, or give --memory_opt_engine compile"
+                )
+            return
+        given = [f"--{one.name}" for one in fields(OrtOptions) if getattr(self, one.name) != one.default]
+        if given:
+            raise MemOptError(
+                f"{', '.join(given)} with the {name} engine: only the ort engine reads "
+                f"{'it' if len(given) == 1 else 'them'}; leave out, or give --memory_opt_engine ort"
+            )

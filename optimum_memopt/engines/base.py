@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # Name of the flag's value to the module that offers `create(options) -> Engine` and `missing() -> str` (empty: usable
 # here), in the order in which `auto` looks for one.
-ENGINES = {"ort": "optimum_memopt.engines.ort"}
+ENGINES = {"ort": "optimum_memopt.engines.ort", "compile": "optimum_memopt.engines.compile"}
 
 
 @dataclass(frozen=True)
@@ -118,9 +118,10 @@ def create(options: Any) -> Engine:
         options: a `MemOptOptions`, which is checked against `ENGINES` and so stands above this module.
 
     Raises:
-        MemOptError: it cannot work on this machine.
+        MemOptError: it cannot work on this machine, or an option is of another engine only.
     """
     name, _ = resolve(options.memory_opt_engine)
+    options.check_engine(name)
     return importlib.import_module(ENGINES[name]).create(options)
 
 

@@ -6,19 +6,22 @@ file is named.
 
 import contextlib
 import shutil
+import types
 from collections.abc import Callable
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
+from torch._dynamo import utils as dynamo_utils
+from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch._functorch import config as functorch_config
 from torch._functorch import partitioners
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx.experimental import _config as symbolic_config
 from torch.fx.experimental.proxy_tensor import py_sym_types
 
-__all__ = ["CustomPartitionerFn", "SymbolicNumber"]
+__all__ = ["CustomPartitionerFn", "FailOnRecompileLimitHit", "SymbolicNumber"]
 
 SymbolicNumber = py_sym_types
 
@@ -56,6 +59,16 @@ def extract(
     return partitioners.raise_getitems(forward), partitioners.raise_getitems(backward)
 
 
+def remove_copies(graph: fx.Graph) -> None:
+    """Takes out `clone` and the like where nobody could tell (`torch/_inductor/fx_passes/post_grad.py`).
+
+    inductor does so before it partitions; without a compiler, dropout of 0 would stash its input twice.
+    """
+    from torch._inductor.fx_passes.post_grad import remove_noop_ops
+
+    remove_noop_ops(graph)
+
+
 def default_partition(
     joint: fx.GraphModule, joint_inputs: Any, **others: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -88,13 +101,61 @@ def changes() -> tuple[contextlib.AbstractContextManager, ...]:
 
     - `optimize_ddp`: DDP would cut the graph at each bucket, and a plan would see the pieces.
     - `use_duck_shape`: dimensions that happen to be equal in the first batch would be one, and a recompile follow.
+    - `fail_on_recompile_limit_hit`: torch would go on without the plan, in a log that nobody reads.
     - `enable_autograd_cache`: a cached joint graph never comes by the partitioner, so there would be no table.
+
+    Left alone is `backed_size_oblivious`, which would spare the recompile for a batch of one row: with torch 2.13,
+    gradients of such a batch came out wrong (RoBERTa), and others not bitwise those of PyTorch (GPT-2).
     """
     return (
-        torch._dynamo.config.patch(optimize_ddp=False),
+        torch._dynamo.config.patch(optimize_ddp=False, fail_on_recompile_limit_hit=True),
         symbolic_config.patch(use_duck_shape=False),
         functorch_config.patch(enable_autograd_cache=False),
     )
+
+
+def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function or method as a copy with a code object of its own.
+
+    torch keeps what it has compiled, and counts recompiles up to a limit, by code object, and all of transformers'
+    models have the one of a decorator (`isolate_recompiles` does the same, since 2.13).
+    """
+    if isinstance(function, types.MethodType):
+        return types.MethodType(with_own_code(function.__func__), function.__self__)
+    if not isinstance(function, types.FunctionType):
+        return function
+    copied = types.FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
+
+
+class Watch:
+    """Why torch compiles and where it splits a forward, from its creation on (`torch/_dynamo/utils.py`)."""
+
+    def __init__(self) -> None:
+        self._compiled = dynamo_utils.get_compilation_metrics()
+        self._breaks = dict(dynamo_utils.counters["graph_break"])
+
+    def recompiles(self) -> list[str]:
+        """Reasons, one line each."""
+        known = set(map(id, self._compiled))
+        new = [one for one in dynamo_utils.get_compilation_metrics() if id(one) not in known]
+        return [_first_line(one.recompile_reason) for one in new if one.recompile_reason]
+
+    def graph_breaks(self) -> list[str]:
+        """Reasons, one line each."""
+        found = dynamo_utils.counters["graph_break"]
+        return [_first_line(reason) for reason, count in found.items() if count > self._breaks.get(reason, 0)]
+
+
+def _first_line(text: str) -> str:
+    return text.strip().split("\n")[0].split("  #")[0].strip()
 
 
 def symbol_sources() -> dict[sympy.Symbol, list[str]]:

@@ -11,11 +11,12 @@ from optimum_memopt.errors import MemOptError
 from optimum_memopt.logs import get_logger
 from optimum_memopt.plans.table import PlanTable
 
-from . import suitability
+from . import compat, suitability
 from .backend import Backend, configured
 from .graphs import Graph, Modules, split
 from .selection import check_known
 from .table import to_table
+from .wholes import Wholes
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -31,13 +32,13 @@ class CompileEngine:
 
     Args:
         selection: which plans.
-        compiler: `inductor`, or `aot_eager`: the same graphs, run operator by operator.
+        compiler: `inductor`, or `aot_eager`: the same graphs, run operator by operator; None: aot_eager.
     """
 
     name = "compile"
 
-    def __init__(self, selection: Selection | None = None, compiler: str = "aot_eager") -> None:
-        self._compiler = compiler
+    def __init__(self, selection: Selection | None = None, compiler: str | None = None) -> None:
+        self._compiler = compiler or "aot_eager"
         self._model: torch.nn.Module | None = None
         self._backend: Backend | None = None
         self.apply(selection or Selection())
@@ -97,16 +98,36 @@ class CompileEngine:
         # Graphs that the current forward has compiled so far.
         self._graphs: list[Graph] = []
         self._table: PlanTable | None = None
+        # What has been logged, since each recompile has its reason said once.
+        self._said: set[str] = set()
 
     def _train_forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._compiled is None:
             self._backend = Backend(self._compiler, self._split, str(self._selection))
-            self._compiled = torch.compile(self._dispatcher.plain_forward, backend=self._backend, dynamic=True)
-        with configured():
-            outputs = self._compiled(*args, **suitability.without_cache(self._model, kwargs))
+            forward = compat.with_own_code(self._dispatcher.plain_forward)
+            self._compiled = torch.compile(forward, backend=self._backend, dynamic=True)
+            self._wholes = Wholes(self._model)
+        kwargs = suitability.without_cache(self._model, kwargs)
+        watch = compat.Watch()
+        try:
+            with configured(), self._wholes.around_call(kwargs):
+                outputs = self._compiled(*args, **kwargs)
+        except compat.FailOnRecompileLimitHit as error:
+            reasons = "; ".join(sorted(self._said))
+            self._forget()
+            raise MemOptError(
+                f"torch has compiled {type(self._model).__name__} anew as often as it will ({reasons}); give it "
+                "inputs of one kind, or raise torch._dynamo.config.recompile_limit"
+            ) from error
+        except BaseException:
+            # Graphs of a forward that did not come to its end are no part of the next one's table.
+            self._graphs = []
+            raise
         if self._graphs:
             graphs, self._graphs = self._graphs, []
-            self._show(graphs)
+            self._show(graphs, watch)
+        elif self._table is None:
+            self._show_nothing(watch)
         return outputs
 
     def _split(self, module: fx.GraphModule, inputs: Any, num_fwd_outputs: int, others: dict[str, Any]) -> Modules:
@@ -114,7 +135,7 @@ class CompileEngine:
         self._graphs.append(graph)
         return modules
 
-    def _show(self, graphs: list[Graph]) -> None:
+    def _show(self, graphs: list[Graph], watch: compat.Watch) -> None:
         """The first forward's graphs are the table; later ones were compiled for inputs of another kind."""
         if self._selection.config is not None:
             check_known(self._selection.config, graphs, self._selection.strict)
@@ -122,7 +143,22 @@ class CompileEngine:
         is_encoder_decoder = bool(getattr(getattr(self._model, "config", None), "is_encoder_decoder", False))
         self._table = to_table(graphs, self._selection, self._header(graphs), is_encoder_decoder)
         if rebuilt:
-            get_logger().info("other inputs than before: torch compiled a new training graph")
+            for reason in dict.fromkeys(watch.recompiles()):
+                self._say(f"torch compiled a new training graph, since no longer: {reason}")
+        elif len(graphs) > 1:
+            reasons = "; ".join(watch.graph_breaks())
+            self._say(f"the training forward is in {len(graphs)} graphs, planned together: {reasons}")
+
+    def _show_nothing(self, watch: compat.Watch) -> None:
+        reasons = "; ".join(watch.graph_breaks()) or "nothing in it can be trained"
+        line = f"NOT under a plan: torch made no training graph of this model ({reasons})"
+        get_logger().warning(line)
+        self._table = PlanTable(engine=self.name, plans=(), header=(line,))
+
+    def _say(self, line: str) -> None:
+        if line not in self._said:
+            self._said.add(line)
+            get_logger().info(line)
 
     def _header(self, graphs: list[Graph]) -> tuple[str, ...]:
         asked = f"config {self._selection.config}" if self._selection.config else f"level {self._selection.level}"
