@@ -157,9 +157,10 @@ def run_summary(trainer: Trainer) -> str:
     on = [f"{plan.config} ({plan.applied_count} of {plan.frequency})" for plan in table.enabled] if table else []
     claimed = f"{table.claimed_saving_bytes / MIB:.1f} MiB" if table else "nothing (no step has run)"
     lines = {
-        "engine": " ".join((memopt.engine.name, *(table.header if table else ()))),
+        "engine": " ".join((memopt.engine.name, *(table.header[:1] if table else ()))),
         "plans on": ", ".join(on) or "none",
         "claimed saving": f"{claimed} of stashed activations, first batch",
+        **({"predicted peak": f"{predicted:.1f} MiB"} if (predicted := memopt.plan_stats.predicted_peak_mib) else {}),
         "measured peak": f"{memopt.measured_peak_mib:.1f} MiB",
         "samples/s": f"{speeds[-1]:.2f}" if speeds else "unknown",
     }

@@ -23,12 +23,15 @@ class PlanStatsCallback(TrainerCallback):
 
     Attributes:
         table: the latest table, None before the first step or without an engine.
+        predicted_peak_mib: what the engine predicted for the largest step of the run, None before the run's end or
+            where it does not predict.
     """
 
     def __init__(self, path: str | os.PathLike | None = None) -> None:
         self._reporter = Reporter("plan_stats", path)
         self._monitor: PeakMonitor | None = None
         self.table: PlanTable | None = None
+        self.predicted_peak_mib: float | None = None
 
     @property
     def measured_peak_mib(self) -> float:
@@ -38,7 +41,7 @@ class PlanStatsCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self.table = None
+        self.table, self.predicted_peak_mib = None, None
         self._reporter.begin(state)
         self._monitor = PeakMonitor(args.device)
         self._monitor.start_run()
@@ -88,7 +91,18 @@ class PlanStatsCallback(TrainerCallback):
             f"measured peak of the run {measured:.1f} MiB ({device}); claimed saving of the "
             f"{len(self.table.enabled)} plans that are on {claimed:.1f} MiB, a sum over tensors of different moments"
         )
-        self._reporter.metrics({"run_peak_mib": measured})
+        metrics = {"run_peak_mib": measured}
+        engine = engine_of(kwargs["model"])
+        predicted = engine and engine.predicted_peak_mib(
+            kwargs.get("optimizer"), accumulates=args.gradient_accumulation_steps > 1
+        )
+        if predicted:
+            self.predicted_peak_mib = predicted
+            self._reporter.lines(
+                f"predicted {predicted:.1f} MiB, measured {measured:.1f} MiB ({measured / predicted:.1%}) at the peak"
+            )
+            metrics["predicted_peak_mib"] = predicted
+        self._reporter.metrics(metrics)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

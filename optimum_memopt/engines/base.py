@@ -50,6 +50,13 @@ class Engine(Protocol):
     def plans(self) -> PlanTable | None:
         """The table of the current training graph, None before the first training forward."""
 
+    def predicted_peak_mib(self, optimizer: torch.optim.Optimizer | None, accumulates: bool) -> float | None:
+        """What the largest step of the run so far should have held, MiB; None where the engine does not predict.
+
+        Args:
+            accumulates: gradients of several micro-batches add up.
+        """
+
     def insight(self) -> str:
         """The engine's own per-node text for `--memory_opt_log_level devinfo`, empty when there is none."""
 

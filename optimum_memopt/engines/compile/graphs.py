@@ -1,8 +1,9 @@
 """From a joint graph and a choice of plans to the two graphs that run, and what is known of them."""
 
+import copy
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,7 @@ class Graph:
         sizes: value of each symbol in the first batch.
         names: of the symbols, `input_ids_dim0`.
         prediction: for the first batch.
+        predict: the same for other values of the symbols.
     """
 
     offers: tuple[Offer, ...]
@@ -43,6 +45,7 @@ class Graph:
     sizes: Mapping[sympy.Symbol, int]
     names: Mapping[sympy.Symbol, str]
     prediction: Prediction
+    predict: Callable[[Mapping[sympy.Symbol, int]], Prediction]
 
 
 def split(
@@ -78,7 +81,14 @@ def split(
         modules = compat.default_partition(module, inputs, num_fwd_outputs=num_fwd_outputs, **others)
         free = made_again(offers, modules[0], num_fwd_outputs)
     names = symbol_names(compat.symbol_sources())
-    return Graph(offers, chosen, free, sizes, names, predict(*modules, num_fwd_outputs, sizes)), modules
+    prediction = predict(*modules, num_fwd_outputs, sizes)
+    # Compilers change the modules that they are given.
+    kept_modules = tuple(fx.GraphModule(one, copy.deepcopy(one.graph)) for one in modules) if sizes else modules
+
+    def predict_for(others: Mapping[sympy.Symbol, int]) -> Prediction:
+        return predict(*kept_modules, num_fwd_outputs, others)
+
+    return Graph(offers, chosen, free, sizes, names, prediction, predict_for), modules
 
 
 def first_sizes(joint: Joint) -> dict[sympy.Symbol, int]:

@@ -143,6 +143,9 @@ class OrtEngine:
         """The table of the current training graph, None before the first training forward."""
         return self._table
 
+    def predicted_peak_mib(self, optimizer: torch.optim.Optimizer | None, accumulates: bool) -> None:
+        """None: ONNX Runtime allocates as it likes."""
+
     def insight(self) -> str:
         """ONNX Runtime's own per-node text of the current training graph."""
         return self._insight

@@ -1,0 +1,236 @@
+"""What a whole training step holds at its peak: the graphs' activations, and all that is there beside them."""
+
+import math
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import sympy
+import torch
+
+from optimum_memopt.errors import MemOptError
+from optimum_memopt.memory import MIB, CudaMemory, PeakMonitor
+from optimum_memopt.plans.table import canonical_symbols
+
+from .graphs import Graph
+from .liveness import Prediction
+
+Sizes = Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """The parts of a training step's memory, in bytes.
+
+    Attributes:
+        activations: the most that a forward and its backward hold over what was there before, with the gradients that
+            the backward returns.
+        parameters: of the model, trainable or not.
+        buffers: of the model.
+        batch: the tensors that the forward is given.
+        optimizer: its states.
+        accumulated: gradients that are there before the forward, 0 where each step begins without.
+        gradients: of all trainable parameters, there in the optimizer's step.
+        step: what the optimizer's step takes for its own time.
+        constant: all else that was there before the first step: on CUDA other tensors and workspaces, on the CPU the
+            interpreter, libraries and compiled code.
+    """
+
+    activations: int
+    parameters: int
+    buffers: int = 0
+    batch: int = 0
+    optimizer: int = 0
+    accumulated: int = 0
+    gradients: int = 0
+    step: int = 0
+    constant: int = 0
+
+    @property
+    def peak(self) -> int:
+        """The higher one of the forward with its backward, and the optimizer's step."""
+        always = self.constant + self.parameters + self.buffers + self.batch + self.optimizer
+        return always + max(self.accumulated + self.activations, self.gradients + self.step)
+
+    def __str__(self) -> str:
+        moment = (
+            f"activations and gradients {_mib(self.activations)}"
+            if self.accumulated + self.activations >= self.gradients + self.step
+            else f"gradients and the optimizer's own step {_mib(self.gradients + self.step)}"
+        )
+        parts = {
+            "parameters": self.parameters + self.buffers,
+            "optimizer": self.optimizer,
+            "gradients from before": self.accumulated,
+            "batch": self.batch,
+            "other": self.constant,
+        }
+        return " + ".join([moment, *(f"{name} {_mib(size)}" for name, size in parts.items() if size)])
+
+
+def _mib(size: int) -> str:
+    return f"{size / MIB:.1f}"
+
+
+def activations_of(graphs: Sequence[Prediction]) -> int:
+    """The peak of one forward and backward through graphs that run one after the other, in bytes.
+
+    Exact for one graph. With several, what runs between them is not in it, and a gradient that one backward hands to
+    the next may count in both.
+    """
+    peaks = []
+    before = 0
+    for index, graph in enumerate(graphs):
+        returned = sum(later.backward.end for later in graphs[index + 1 :])
+        peaks += [before + graph.forward.peak.held, before + graph.backward.peak.held + returned]
+        before += graph.stashed
+    return max(peaks)
+
+
+def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of these tensors, each counted once."""
+    return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors}.values())
+
+
+def optimizer_bytes(optimizer: torch.optim.Optimizer | None, parameters: Sequence[torch.Tensor]) -> int:
+    """Bytes of an optimizer's states: as they are, or AdamW's two for each trainable parameter before its first step.
+
+    An optimizer that is wrapped (accelerate's) shows its own states.
+    """
+    states = [] if optimizer is None else [value for state in optimizer.state.values() for value in state.values()]
+    # The step count of each parameter, a scalar on the CPU, is left out.
+    tensors = [value for value in states if isinstance(value, torch.Tensor) and value.dim()]
+    if optimizer is None or not optimizer.state:
+        return 2 * tensor_bytes(parameters)
+    return tensor_bytes(tensors)
+
+
+def step_bytes(optimizer: torch.optim.Optimizer | None, parameters: Sequence[torch.Tensor]) -> int:
+    """What torch's AdamW takes in its step: nothing where fused (Trainer's default); a copy of all parameters where it
+    handles them together (torch's default on CUDA); else two copies of the largest (`torch/optim/adam.py`, 2.13)."""
+    if optimizer is None or not parameters:
+        return 0
+    group = optimizer.param_groups[0]
+    if group.get("fused"):
+        return 0
+    if group.get("foreach") or (group.get("foreach") is None and parameters[0].is_cuda):
+        return tensor_bytes(parameters)
+    return 2 * max(tensor.nbytes for tensor in parameters)
+
+
+def resident(device: torch.device) -> int:
+    """What this process holds now, in bytes: on CUDA allocated by torch, else resident."""
+    if device.type == "meta":
+        return 0
+    held = PeakMonitor(device).read()
+    return round((held.allocated if isinstance(held, CudaMemory) else held.resident) * MIB)
+
+
+def widest(seen: Iterable[Sizes], new: Sizes) -> tuple[Sizes, ...]:
+    """`seen` and `new` without those that are in no dimension larger than another: memory grows with every one."""
+    seen = tuple(seen)
+    if any(_covers(one, new) for one in seen):
+        return seen
+    return (*(one for one in seen if not _covers(new, one)), dict(new))
+
+
+def _covers(larger: Sizes, smaller: Sizes) -> bool:
+    return larger.keys() == smaller.keys() and all(larger[name] >= size for name, size in smaller.items())
+
+
+class Forecast:
+    """Predicts a model's training step for any batch, from the graphs of its first one.
+
+    Args:
+        model: whose parameters and buffers count.
+        graphs: of one training forward, in order.
+        inputs: the forward's keyword arguments in the first batch.
+        resident: what the process held when the graphs were made, in bytes.
+        is_encoder_decoder: see `canonical_symbols`.
+
+    Attributes:
+        first: sizes of the first batch by the plan table's names, `inputs_input_ids_dim0`.
+        widest: the largest batches of the run so far.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        graphs: Sequence[Graph],
+        inputs: Mapping[str, object],
+        resident: int,
+        is_encoder_decoder: bool = False,
+    ) -> None:
+        self._model = weakref.ref(model)
+        self._graphs = graphs
+        values = {
+            name: graph.sizes[symbol]
+            for graph in graphs
+            for symbol, name in graph.names.items()
+            if symbol in graph.sizes
+        }
+        self._canonical = canonical_symbols(values, is_encoder_decoder)
+        self.first: Sizes = {self._canonical[name]: value for name, value in values.items()}
+        self.widest: tuple[Sizes, ...] = (self.first,)
+        self._batch = tensor_bytes(value for value in inputs.values() if isinstance(value, torch.Tensor))
+        there = tensor_bytes([*model.parameters(), *model.buffers()]) + self._batch
+        there += tensor_bytes(one.grad for one in model.parameters() if one.grad is not None)
+        # Graphs before the last have run by then.
+        there += sum(graph.prediction.stashed for graph in graphs[:-1])
+        self._constant = max(0, resident - there)
+
+    def saw(self, inputs: Mapping[str, object]) -> None:
+        """Note the sizes of a training forward's keyword arguments."""
+        sizes = {
+            self._canonical[f"{name}_dim{index}"]: size
+            for name, value in inputs.items()
+            if isinstance(value, torch.Tensor)
+            for index, size in enumerate(value.shape)
+            if f"{name}_dim{index}" in self._canonical
+        }
+        self.widest = widest(self.widest, {**self.first, **sizes})
+
+    def activations(self, sizes: Sizes | None = None) -> int:
+        """The most that a forward and its backward hold, in bytes; see `footprint`."""
+        if sizes is None or sizes == self.first:
+            return activations_of([graph.prediction for graph in self._graphs])
+        return activations_of([graph.predict(self._values(graph, sizes)) for graph in self._graphs])
+
+    def footprint(
+        self,
+        sizes: Sizes | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        accumulates: bool = False,
+    ) -> Footprint:
+        """What a training step holds, nothing run or traced.
+
+        Args:
+            sizes: by the plan table's names; those left out, and None, are of the first batch.
+            optimizer: None, or one that has not stepped yet, counts as AdamW with two states for each parameter.
+            accumulates: gradients of micro-batches before are there.
+
+        Raises:
+            MemOptError: a size that the model's graphs do not have, or that is not positive.
+        """
+        wanted = {**self.first, **(sizes or {})}
+        for name, size in wanted.items():
+            if name not in self.first or size < 1:
+                raise MemOptError(f"size {name}={size}: allowed are numbers from 1 on for {', '.join(self.first)}")
+        model = self._model()
+        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        growth = math.prod(wanted[name] / size for name, size in self.first.items())
+        return Footprint(
+            activations=self.activations(wanted),
+            parameters=tensor_bytes(model.parameters()),
+            buffers=tensor_bytes(model.buffers()),
+            batch=round(self._batch * growth),
+            optimizer=optimizer_bytes(optimizer, trainable),
+            accumulated=tensor_bytes(trainable) if accumulates else 0,
+            gradients=tensor_bytes(trainable),
+            step=step_bytes(optimizer, trainable),
+            constant=self._constant,
+        )
+
+    def _values(self, graph: Graph, sizes: Sizes) -> dict[sympy.Symbol, int]:
+        named = {symbol: self._canonical.get(name) for symbol, name in graph.names.items()}
+        return {symbol: sizes.get(named.get(symbol), first) for symbol, first in graph.sizes.items()}
