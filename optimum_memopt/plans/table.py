@@ -29,6 +29,7 @@ class Plan:
         note: why a row that a level would take is left out, or how an id was understood.
         measured_saving_bytes: what this row alone took off the measured peak (negative: it came on top), None when
             that was not measured.
+        applied_saving_bytes: `saving_bytes` of the applied occurrences alone, None where the engine applies all or none.
     """
 
     config: str
@@ -39,6 +40,7 @@ class Plan:
     applied_count: int = 0
     note: str = ""
     measured_saving_bytes: int | None = None
+    applied_saving_bytes: int | None = None
 
     @property
     def is_on(self) -> bool:
@@ -71,8 +73,12 @@ class PlanTable:
 
     @property
     def claimed_saving_bytes(self) -> int:
-        """Sum over the rows that are on. Not the peak: tensors of different moments are added up."""
-        return sum(plan.saving_bytes or 0 for plan in self.enabled)
+        """Sum over what is on of the rows. Not the peak: tensors of different moments are added up."""
+        savings = (
+            plan.saving_bytes if plan.applied_saving_bytes is None else plan.applied_saving_bytes
+            for plan in self.enabled
+        )
+        return sum(saving or 0 for saving in savings)
 
     def with_measured(self, savings: Mapping[str, int]) -> "PlanTable":
         """The same table with a measured column.

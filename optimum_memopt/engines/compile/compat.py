@@ -37,8 +37,13 @@ def is_tagged_backward(node: fx.Node) -> bool:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Draws random numbers: run twice, it gives other ones."""
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    """Draws random numbers: run twice, it gives other ones.
+
+    inductor draws the seeds of all dropouts at once (`torch/_inductor/inductor_prims.py`); picking one counts too, so
+    that a mask's seed is kept by itself.
+    """
+    name = getattr(node.target, "_opname", "")
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) or name == "inductor_lookup_seed"
 
 
 def extract(
@@ -159,23 +164,29 @@ def _first_line(text: str) -> str:
 
 
 def symbol_sources() -> dict[sympy.Symbol, list[str]]:
-    """While a graph is partitioned: each symbol and what it is the size of, as `L['input_ids'].size()[0]`."""
+    """While a graph is partitioned: each symbol and what it is the size of, as `L['input_ids'].size()[0]`.
+
+    A symbol that turned out to equal another one is found at that one (`replacements`).
+    """
     context = torch._guards.TracingContext.try_get()
     if context is None or context.fake_mode is None or context.fake_mode.shape_env is None:
         return {}
-    sources = context.fake_mode.shape_env.var_to_sources
-    # A property since 2.11, a method before.
-    return {
-        symbol: [source.name if isinstance(source.name, str) else source.name() for source in found]
-        for symbol, found in sources.items()
-    }
+    shapes = context.fake_mode.shape_env
+    found: dict[sympy.Symbol, list[str]] = {}
+    for symbol, sources in shapes.var_to_sources.items():
+        # A property since 2.11, a method before.
+        names = [source.name if isinstance(source.name, str) else source.name() for source in sources]
+        same = shapes.replacements.get(symbol, symbol)
+        found.setdefault(same if same.is_Symbol else symbol, []).extend(names)
+    return found
 
 
-def inductor_works(on_cuda: bool) -> bool:
+def inductor_works(device_type: str) -> bool:
+    """Whether inductor finds what it compiles with: a C++ compiler for the CPU, Triton elsewhere."""
     from torch._inductor import config
     from torch.utils._triton import has_triton
 
-    if on_cuda:
+    if device_type != "cpu":
         return has_triton()
     compilers = config.cpp.cxx if isinstance(config.cpp.cxx, tuple | list) else (config.cpp.cxx,)
     return any(compiler and shutil.which(compiler) for compiler in compilers)

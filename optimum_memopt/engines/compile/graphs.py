@@ -22,6 +22,9 @@ from .stashes import Subgraph, find_stashes
 
 _DIMENSION = re.compile(r"\['(?P<input>\w+)'\]\.size\(\)\[(?P<dim>\d+)\]$")
 
+# Which input an axis is named by when several share it, where not the first by name.
+_RANK = {"input_ids": 0, "labels": 2}
+
 Modules = tuple[fx.GraphModule, fx.GraphModule]
 
 
@@ -63,6 +66,7 @@ def split(
         before: graphs of the same forward that were split before this one; a count runs on through all of them.
     """
     module.graph.eliminate_dead_code()
+    compat.remove_copies(module.graph)
     joint = Joint(module, num_fwd_outputs)
     stashes = find_stashes(joint)
     sizes = first_sizes(joint)
@@ -108,7 +112,8 @@ def symbol_names(sources: Mapping[sympy.Symbol, Sequence[str]]) -> dict[sympy.Sy
     for symbol, found in sources.items():
         matches = [match for source in found if (match := _DIMENSION.search(source))]
         if matches:
-            names[symbol] = min(f"{match['input']}_dim{match['dim']}" for match in matches)
+            first = min(matches, key=lambda match: (_RANK.get(match["input"], 1), match["input"]))
+            names[symbol] = f"{first['input']}_dim{first['dim']}"
     return names
 
 

@@ -1,8 +1,11 @@
 """Cluster ids: the operators that make a stash again, named as ONNX Runtime names the same subgraph. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
+import torch
 from torch import fx
+
+from optimum_memopt.plans import matching
 
 from .joint import is_tensor, is_view, root, value
 from .stashes import Subgraph, is_output, layer_of, operator_name
@@ -78,28 +81,79 @@ LAYOUTS = {
 }
 # Copies that carry a view out, and what changes nothing.
 _SILENT = frozenset({"alias", "clone", "detach", "lift_fresh", "lift_fresh_copy"})
+# Calls that reshape and expand what they multiply; ONNX Runtime's products take any number of dimensions.
+_PRODUCTS = frozenset({"Linear", "linear", "matmul"})
+
+# ONNX Runtime's id of a stash to ids of the same stash here, where it cuts the subgraph elsewhere: there one node makes
+# a dropout and its mask, so that a stashed mask ends the subgraph of the residual stream behind it, as do the stashed
+# statistics of a normalization; here a mask is made from a seed alone, and statistics do not end a subgraph.
+CUT_ELSEWHERE = {
+    "Add+": ("FusedMatMul+Add+Dropout+Add+", "FusedMatMul+Add+Add+"),
+    "Dropout+": ("LayerNormalization+Dropout+",),
+    "Mul+": ("LayerNormalization+Mul+",),
+    "Mul+Dropout+": ("LayerNormalization+Mul+Dropout+",),
+    "Reshape+": ("Dropout+Reshape+",),
+    "Softmax+": ("MatMul+Add+Softmax+", "MatMul+Softmax+"),
+    "Tile+": ("FusedMatMul+Add+Reshape+Transpose+Reshape+Tile+Transpose+",),
+}
+# What the same operator is called where ONNX Runtime merged other ones into it.
+_MERGED = {"FusedMatMul": ("MatMul",), "Gemm": ("MatMul", "Add")}
+_RESHAPES = frozenset({"Reshape", "Squeeze", "Unsqueeze"})
+
+
+def translate(cluster_id: str, existing: Collection[str]) -> str | None:
+    """The existing id that names the activation which ONNX Runtime calls `cluster_id`, None without one.
+
+    That is the id itself, one of another provider's fusions, one that differs in reshapes alone, or one whose subgraph
+    ONNX Runtime cuts elsewhere.
+    """
+    if found := matching.translate(cluster_id, existing):
+        return found
+    for spelled in matching.unfused(cluster_id):
+        for same in (spelled, *CUT_ELSEWHERE.get(spelled, ())):
+            if same in existing:
+                return same
+            found = [other for other in existing if _without_reshapes(other) == _without_reshapes(same)]
+            if len(found) == 1 and _without_reshapes(same):
+                return found[0]
+    return None
+
+
+def _without_reshapes(cluster_id: str) -> tuple[str, ...]:
+    merged = (_MERGED.get(operator, (operator,)) for operator in matching.operators(cluster_id))
+    return tuple(operator for parts in merged for operator in parts if operator not in _RESHAPES)
+
+
+def dropout_of(mask: fx.Node) -> fx.Node | None:
+    """The output of the dropout that a mask belongs to; None for what is no mask, or where nobody reads the output."""
+    last = mask
+    while behind := [user for user in last.users if _is_dropout(user) and _call(user) == _call(mask)]:
+        last = behind[-1]
+    return last if last is not mask and _is_dropout(mask) and value(mask).dtype == torch.bool else None
 
 
 def cluster_id(made: Subgraph) -> str:
     """`FusedMatMul+Add+Reshape+Transpose+` of a query projection.
 
-    Left out are: the flattening around matrix products (the last dimension stays as it is), views of what is there
-    anyway, copies that carry a view out, and, for a stash in a layer, what lies outside of all layers (the building
-    of masks). Operators that are parts of one call (a decomposed normalization) count as one, and runs are folded.
+    Left out are: the reshapes within a matrix product, views of what is there anyway, copies that carry a view out,
+    and, for a stash in a layer, what lies outside of all layers (the building of masks). Operators that are parts of
+    one call (a decomposed normalization) count as one, and repetitions of one operator are folded.
     """
     reached = {*made.reads}
     inside = bool(made.stash.layer)
     names: list[str] = []
     call: object = None
+    last: tuple[str, ...] = ()
     for node in (*made.nodes, *_way_to(made.stash.reads[0])):
         if node.op != "call_function" or (inside and not layer_of(node)) or _is_view_of(node, reached):
             continue
-        part_of, call = call, (node.meta.get("seq_nr"), _called(node))
+        part_of, call = call, _call(node)
         if call == part_of and _called(node) != operator_name(node):
             continue
-        for name in _names(node):
-            if not names or names[-1] != name:
-                names.append(name)
+        found = _names(node)
+        if found and found != last:
+            names.extend(found)
+            last = found
     return "".join(f"{name}+" for name in names) or "Identity+"
 
 
@@ -121,6 +175,14 @@ def _called(node: fx.Node) -> str:
     return getattr(node.meta.get("original_aten"), "_opname", None) or operator_name(node)
 
 
+def _call(node: fx.Node) -> tuple[object, str]:
+    return node.meta.get("seq_nr"), _called(node)
+
+
+def _is_dropout(node: fx.Node) -> bool:
+    return _called(node) == "native_dropout"
+
+
 def _names(node: fx.Node) -> tuple[str, ...]:
     name = operator_name(node)
     if is_output(node):
@@ -128,15 +190,19 @@ def _names(node: fx.Node) -> tuple[str, ...]:
     if name in _SILENT or not (is_tensor(node) or isinstance(value(node), tuple | list)):
         return ()
     if name in LAYOUTS:
-        return () if isinstance(value(node), tuple | list) or _keeps_rows(node) else (LAYOUTS[name],)
+        return () if isinstance(value(node), tuple | list) or _is_silent(node) else (LAYOUTS[name],)
     called = _called(node)
     known = OPERATORS.get(called, OPERATORS.get(name))
     return ("".join(part.capitalize() for part in called.strip("_").split("_")),) if known is None else known
 
 
-def _keeps_rows(node: fx.Node) -> bool:
-    """A reshape or expand that leaves the last dimension alone, or every one."""
+def _is_silent(node: fx.Node) -> bool:
+    """A layout operator that is part of a matrix product, or that changes nothing."""
     before, after = (tuple(map(str, value(one).shape)) for one in (node.args[0], node))
-    if LAYOUTS[operator_name(node)] == "Expand":
-        return before == after
-    return LAYOUTS[operator_name(node)] == "Reshape" and before[-1:] == after[-1:]
+    layout = LAYOUTS[operator_name(node)]
+    if layout in ("Expand", "Reshape") and before == after:
+        return True
+    source = node.meta.get("source_fn_stack")
+    if source:
+        return getattr(source[-1][1], "__name__", source[-1][1]) in _PRODUCTS
+    return layout == "Reshape" and before[-1:] == after[-1:]

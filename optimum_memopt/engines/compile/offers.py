@@ -3,17 +3,18 @@
 Pure; a joint graph is read, not changed.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import sympy
 from torch import fx
 
 from optimum_memopt.plans.grammar import ALL, PlanConfig, Strategy
+from optimum_memopt.plans.matching import match
 
 from .joint import Joint, is_tensor, is_view, root
-from .naming import cluster_id
-from .stashes import Stash, Subgraph, layer_of, subgraph
+from .naming import cluster_id, dropout_of, translate
+from .stashes import Stash, Subgraph, is_crumb, layer_of, subgraph
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,8 +43,8 @@ class Offer:
 def find_offers(joint: Joint, stashes: Sequence[Stash], sizes: Mapping[sympy.Symbol, int]) -> tuple[Offer, ...]:
     """All rows of a graph, in the order of their first occurrence.
 
-    Left out is what saves nothing: row statistics, random draws, what costs as much as it saves, and what the forward
-    returns, since its caller holds it.
+    Left out is what saves nothing: row statistics, random draws, what costs as much as it saves, what the forward
+    returns, since its caller holds it, and small storages that do not grow with the batch.
 
     Args:
         sizes: of the first batch, to tell whether a row saves anything.
@@ -52,11 +53,19 @@ def find_offers(joint: Joint, stashes: Sequence[Stash], sizes: Mapping[sympy.Sym
     found: dict[tuple[str, Strategy], list[Subgraph]] = {}
     for stash in stashes:
         made = None if stash.is_returned else subgraph(joint, stash, available)
-        if made is None or made.saving.subs(sizes) <= 0:
+        if made is None or is_crumb(stash.bytes) or made.saving.subs(sizes) <= 0:
             continue
         strategy = Strategy.RECOMPUTE_WITH_COMPROMISE if made.is_compromise else Strategy.RECOMPUTE
-        found.setdefault((cluster_id(made), strategy), []).append(made)
+        found.setdefault((_name(joint, made, available), strategy), []).append(made)
     return tuple(Offer(name, strategy, tuple(made)) for (name, strategy), made in found.items())
+
+
+def _name(joint: Joint, made: Subgraph, available: Collection[fx.Node]) -> str:
+    """A mask has the id of the dropout that it belongs to, as ONNX Runtime's, where one node makes both; it is made
+    again from its seed alone."""
+    output = dropout_of(made.stash.root)
+    stash = replace(made.stash, root=output, reads=(output,)) if output else None
+    return cluster_id((stash and subgraph(joint, stash, available)) or made)
 
 
 def asked_for(
@@ -67,10 +76,12 @@ def asked_for(
     Args:
         already: occurrences of each `cluster_id:strategy:-1` taken in graphs before this one.
     """
-    requests = {(request.cluster_id, request.strategy): request.count for request in config.requests if request.is_on}
+    offers = tuple(offers)
+    found = match(config, [offer.config for offer in offers], strict=False, here="engine", translate=translate)
+    counts = {one.plan: one.request.count for one in found.on}
     chosen = {}
     for offer in offers:
-        count = requests.get((offer.cluster_id, offer.strategy))
+        count = counts.get(offer.config)
         if count is not None:
             left = len(offer.occurrences) if count == ALL else max(0, count - already.get(offer.config, 0))
             chosen[offer] = offer.occurrences[:left]

@@ -6,7 +6,7 @@ from torch import fx
 
 from . import compat
 from .joint import Joint, is_number, is_tensor
-from .stashes import Stash, draws, is_statistic
+from .stashes import Stash, draws
 
 
 def kept(
@@ -15,7 +15,7 @@ def kept(
     """The nodes to save when the stashes with the roots `dropped` are made again, in graph order.
 
     Every read of the backward is followed back until it reaches an input, a stash that stays, or what must not run
-    twice (random draws, row statistics). So nothing is saved that no read leads to, and nothing is drawn twice.
+    twice (random draws). So nothing is saved that no read leads to, and nothing is drawn twice.
 
     Args:
         borders: roots that are no stashes and are saved too when a read leads to them.
@@ -29,7 +29,7 @@ def kept(
         if node in seen or node.op == "placeholder" or is_number(node):
             continue
         seen.add(node)
-        if node in stay or (is_tensor(node) and (draws(node) or is_statistic(node))):
+        if node in stay or (is_tensor(node) and draws(node)):
             saved.add(node)
         else:
             todo.extend(node.all_input_nodes)

@@ -1,11 +1,43 @@
 """What the user asked for against what the graphs offer. Pure."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable
 
-from optimum_memopt.plans.grammar import PlanConfig
+from optimum_memopt.plans.grammar import ALL, ConfigError, PlanConfig, Strategy
+from optimum_memopt.plans.matching import Matches, match
 
-from .graphs import Graph
+from .naming import translate
+from .offers import Offer
 
 
-def check_known(config: PlanConfig, graphs: Sequence[Graph], strict: bool) -> tuple[str, ...]:
-    return ()
+def check_supported(config: PlanConfig) -> None:
+    """Refuse what the engine cannot do; needs no graph.
+
+    Raises:
+        ConfigError: offload.
+    """
+    for request in config.requests:
+        if request.strategy is Strategy.OFFLOAD:
+            raise ConfigError(
+                f"{request}: strategy 3 (offload) is not available on the compile engine; allowed: 0, 1, 2"
+            )
+
+
+def matches(config: PlanConfig, offers: Iterable[Offer], strict: bool) -> Matches:
+    """Each request with the row that it means, over all graphs of a forward.
+
+    A count of more occurrences than there are means all, with a remark.
+
+    Raises:
+        ConfigError: `strict`, and an id (or its strategy) that no graph has; near matches come first in the message.
+    """
+    frequencies = Counter()
+    for offer in offers:
+        frequencies[offer.config] += len(offer.occurrences)
+    found = match(config, frequencies, strict, here="engine", translate=translate)
+    too_many = (
+        f"{one.request}: there are {frequencies[one.plan]} only, all of them are on"
+        for one in found.on
+        if one.request.count != ALL and one.request.count > frequencies[one.plan]
+    )
+    return Matches(found.on, (*found.remarks, *too_many))

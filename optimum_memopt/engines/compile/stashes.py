@@ -10,8 +10,13 @@ from torch import fx
 from . import compat
 from .joint import Joint, is_number, is_tensor, is_view, root, storage_bytes
 
-# Lists of layers are called one of these in transformers and timm; the first in a path is the transformer's layer.
-_LAYER = re.compile(r"(?:^|\.)(?:layers?|h|blocks?)\.\d+(?=\.|$)")
+# Lists of layers are called one of these in transformers and timm (`albert_layers` too); the first in a path is the
+# transformer's layer.
+_LAYER = re.compile(r"(?:^|\.)(?:\w+_)?(?:layers?|h|blocks?)\.\d+(?=\.|$)")
+# Dynamo's mark of a module's second call and later ones, at the end of a key of `nn_module_stack`.
+_CALL = re.compile(r"@\d+$")
+# A constant-size stash of less than this (bytes) is not worth a row, or counting.
+_CRUMB = 4096
 # Outputs beside the first of these operators are statistics of a row each: tiny, and dear to make again.
 _WITH_STATISTICS = frozenset({"native_layer_norm", "native_group_norm", "_fused_rms_norm", "native_batch_norm"})
 _STATISTICS = frozenset({"amax", "var_mean", "logsumexp", "mean", "sum", "rsqrt"})
@@ -30,15 +35,33 @@ def operator_name(node: fx.Node) -> str:
 
 def module_path(node: fx.Node) -> str:
     """Where in the module tree the operator was called: `roberta.encoder.layer.0.intermediate.dense`."""
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
-    return re.sub(r"^L\['[^']*'\]\.?", "", next(reversed(stack.values()))[0]) if stack else ""
+    stack = _module_stack(node)
+    return stack[-1][1] if stack else ""
 
 
 def layer_of(node: fx.Node) -> str:
-    """The path of the transformer layer around the operator, "" outside of all."""
-    path = module_path(node)
-    match = _LAYER.search(path)
-    return path[: match.end()] if match else ""
+    """The path of the transformer layer around the operator, "" outside of all.
+
+    A layer that is called several times (ALBERT) is one at each call: the later ones end in `@1`, `@2` and so on.
+    """
+    stack = _module_stack(node)
+    match = _LAYER.search(stack[-1][1]) if stack else None
+    if match is None:
+        return ""
+    path = stack[-1][1][: match.end()]
+    calls = (_CALL.search(key) for key, outer in stack if path.startswith(outer))
+    return path + "".join(call[0] for call in calls if call)
+
+
+def _module_stack(node: fx.Node) -> list[tuple[str, str]]:
+    """Dynamo's key and the path of each module around the operator, from the outside in."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    return [(key, re.sub(r"^L\['[^']*'\]\.?", "", path)) for key, (path, _) in stack.items()]
+
+
+def is_crumb(size: sympy.Expr) -> bool:
+    """Whether a storage is too small to care and does not grow with the batch."""
+    return not size.free_symbols and size < _CRUMB
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,10 +113,13 @@ def find_stashes(joint: Joint) -> tuple[Stash, ...]:
 
 
 def is_statistic(node: fx.Node) -> bool:
-    """One number for each row that an operator has reduced: kept whatever the plan says."""
-    if is_output(node):
-        return operator_name(node) in _WITH_STATISTICS and node.args[1] > 0
-    return operator_name(node) in _STATISTICS
+    """One number for each row that an operator has reduced: kept whatever the plan says, where the backward reads it.
+
+    Where it does not (the sums of a softmax that a compiler has taken apart), it is made again with its operator.
+    """
+    if is_output(node) and operator_name(node) in _WITH_STATISTICS:
+        return node.args[1] > 0
+    return is_tensor(node) and operator_name(node) in _STATISTICS
 
 
 def draws(node: fx.Node) -> bool:
@@ -119,13 +145,18 @@ class Subgraph:
 
     @property
     def saving(self) -> sympy.Expr:
-        """Bytes of the stash less those kept in exchange."""
-        return sympy.expand(self.stash.bytes - sum(storage_bytes(root(node)) for node in self.keeps))
+        """Bytes of the stash less those kept in exchange, but for crumbs such as a seed."""
+        return sympy.expand(self.stash.bytes - sum(self._exchanged))
 
     @property
     def is_compromise(self) -> bool:
-        """Whether something that grows with the batch is kept in exchange; a seed of 8 bytes is not."""
-        return any(storage_bytes(root(node)).free_symbols for node in self.keeps)
+        """Whether more than crumbs is kept in exchange."""
+        return bool(self._exchanged)
+
+    @property
+    def _exchanged(self) -> list[sympy.Expr]:
+        sizes = (storage_bytes(root(node)) for node in self.keeps)
+        return [size for size in sizes if not is_crumb(size)]
 
 
 def subgraph(joint: Joint, stash: Stash, available: Collection[fx.Node]) -> Subgraph | None:
@@ -147,7 +178,7 @@ def subgraph(joint: Joint, stash: Stash, available: Collection[fx.Node]) -> Subg
                 reads[made] = None
                 if node is made:
                     continue
-            elif draws(node) or is_statistic(node):
+            elif draws(node):
                 keeps[node] = None
                 continue
             nodes.add(node)

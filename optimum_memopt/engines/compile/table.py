@@ -1,16 +1,18 @@
 """The plan table of a model's compiled graphs. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import sympy
 
 from optimum_memopt.engines.base import Selection
 from optimum_memopt.plans.grammar import ALL, Strategy
+from optimum_memopt.plans.matching import Matches
 from optimum_memopt.plans.table import Plan, PlanTable, canonical_symbols, sorted_plans
 
 from .graphs import Graph
 from .offers import Offer
+from .stashes import Subgraph
 
 _AUTO = "AUTO: torch makes {count} again by itself"
 
@@ -25,11 +27,12 @@ class _Part:
 
 
 def to_table(
-    graphs: Sequence[Graph], selection: Selection, header: Sequence[str], is_encoder_decoder: bool
+    graphs: Sequence[Graph], selection: Selection, asked: Matches, header: Sequence[str], is_encoder_decoder: bool
 ) -> PlanTable:
     """Rows of all graphs, those of one id and strategy together.
 
     Args:
+        asked: what the selection's config means.
         is_encoder_decoder: labels have the decoder's length (see `canonical_symbols`).
     """
     values = {
@@ -46,32 +49,37 @@ def to_table(
             rows.setdefault(offer.config, []).append(_Part(graph, offer, offer.saving.subs(symbols)))
     return PlanTable(
         engine="compile",
-        plans=sorted_plans(_plan(parts, selection) for parts in rows.values()),
+        plans=sorted_plans(_plan(parts, selection, asked) for parts in rows.values()),
         symbols={canonical.get(name, name): value for name, value in values.items()},
         header=tuple(header),
     )
 
 
-def _plan(parts: Sequence[_Part], selection: Selection) -> Plan:
+def _plan(parts: Sequence[_Part], selection: Selection, asked: Matches) -> Plan:
+    config = parts[0].offer.config
     occurrences = [(part.graph, made) for part in parts for made in part.offer.occurrences]
+    chosen = [(part.graph, made) for part in parts for made in part.graph.chosen.get(part.offer, ())]
     free = sum(made in graph.free for graph, made in occurrences)
+    meant = next((one for one in asked.on if one.plan == config), None)
+    notes = (
+        meant.note if meant else "",
+        _AUTO.format(count="all" if free == len(occurrences) else free) if free else "",
+    )
     return Plan(
-        config=parts[0].offer.config,
+        config=config,
         frequency=len(occurrences),
-        saving_bytes=sum(int(part.offer.saving.subs(part.graph.sizes)) for part in parts),
+        saving_bytes=_bytes(occurrences),
         saving_symbolic=str(sympy.factor_terms(sympy.expand(sympy.Add(*(part.saving for part in parts))))),
-        requested_count=_requested(parts[0].offer, selection),
-        applied_count=sum(len(part.graph.chosen.get(part.offer, ())) for part in parts),
-        note=_AUTO.format(count="all" if free == len(occurrences) else free) if free else "",
+        requested_count=meant.request.count if meant else _of_level(parts[0].offer, selection.level),
+        applied_count=len(chosen),
+        note="; ".join(filter(None, notes)),
+        applied_saving_bytes=_bytes(chosen),
     )
 
 
-def _requested(offer: Offer, selection: Selection) -> int:
-    if selection.level:
-        return (
-            ALL if offer.strategy in (Strategy.RECOMPUTE, Strategy.RECOMPUTE_WITH_COMPROMISE)[: selection.level] else 0
-        )
-    requests: Mapping[tuple[str, Strategy], int] = (
-        {(one.cluster_id, one.strategy): one.count for one in selection.config.requests} if selection.config else {}
-    )
-    return requests.get((offer.cluster_id, offer.strategy), 0)
+def _bytes(occurrences: Sequence[tuple[Graph, Subgraph]]) -> int:
+    return sum(int(made.saving.subs(graph.sizes)) for graph, made in occurrences)
+
+
+def _of_level(offer: Offer, level: int) -> int:
+    return ALL if offer.strategy in (Strategy.RECOMPUTE, Strategy.RECOMPUTE_WITH_COMPROMISE)[:level] else 0
