@@ -3,11 +3,13 @@
 import contextlib
 import hashlib
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import fx
+
+from optimum_memopt.errors import MemOptError
 
 from . import compat, dropout
 
@@ -15,22 +17,25 @@ COMPILERS = ("inductor", "aot_eager")
 # Gets the joint graph, its inputs, how many of its outputs are the forward's, and what else torch passes on.
 Partition = Callable[[fx.GraphModule, Any, int, dict[str, Any]], tuple[fx.GraphModule, fx.GraphModule]]
 
-# inductor copies and pickles its configuration, the partitioner in it too: it holds a key of these.
-_partitions: dict[str, Partition] = {}
+_compiling: ContextVar[Partition] = ContextVar("_compiling")
 
 
 class _Partitioner(compat.CustomPartitionerFn):
-    """What inductor is given; finds its function by key, which a copy or a pickle keeps."""
+    """What inductor is given; passes on to the partition function of the backend that compiles at the moment.
 
-    def __init__(self, key: str) -> None:
-        self.key = key
+    It holds the plan's name alone: inductor copies it, and pickles it into the key of its cache, which is then the
+    same for the same plan in every process.
+    """
+
+    def __init__(self, plan: str) -> None:
+        self.plan = plan
 
     def __call__(self, joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **others: Any) -> Any:
-        return _partitions[self.key](joint, joint_inputs, num_fwd_outputs, others)
+        return _compiling.get()(joint, joint_inputs, num_fwd_outputs, others)
 
     def uuid(self) -> bytes:
         sources = (path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
-        return hashlib.sha256(b"".join([self.key.encode(), *sources])).digest()
+        return hashlib.sha256(b"".join([self.plan.encode(), *sources])).digest()
 
 
 class Backend:
@@ -39,22 +44,22 @@ class Backend:
     Args:
         compiler: one of `COMPILERS`.
         partition: splits a joint graph into forward and backward.
-        key: names the plan, for inductor's caches.
+        plan: its name, for inductor's caches.
     """
 
-    def __init__(self, compiler: str, partition: Partition, key: str) -> None:
+    def __init__(self, compiler: str, partition: Partition, plan: str) -> None:
         self._compiler = compiler
-        self._partitioner = _Partitioner(f"{id(self)} {key}")
-        _partitions[self._partitioner.key] = partition
+        self._partition = partition
+        self._partitioner = _Partitioner(plan)
 
     def __call__(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        if self._compiler == "inductor":
-            return compat.compile_with_inductor(module, inputs, self._partitioner)
-        return compat.compile_without_compiler(module, inputs, self._partitioner, dropout.decompositions())
-
-    def close(self) -> None:
-        """Forget the partition function; the compiled graphs live on."""
-        _partitions.pop(self._partitioner.key, None)
+        before = _compiling.set(self._partition)
+        try:
+            if self._compiler == "inductor":
+                return compat.compile_with_inductor(module, inputs, self._partitioner)
+            return compat.compile_without_compiler(module, inputs, self._partitioner, dropout.decompositions())
+        finally:
+            _compiling.reset(before)
 
 
 @contextlib.contextmanager
@@ -66,6 +71,33 @@ def configured() -> Iterator[None]:
         yield
 
 
-def has_compiler() -> bool:
-    """Whether inductor finds what it compiles with: Triton on CUDA, a C++ compiler elsewhere."""
-    return compat.inductor_works(torch.cuda.is_available())
+def default_compiler(device_type: str) -> tuple[str, str]:
+    """The compiler to take where the user names none, and why.
+
+    Args:
+        device_type: of the model's parameters, as `cuda`.
+    """
+    if device_type in ("cpu", "meta"):
+        return "aot_eager", "on a CPU inductor compiles for minutes"
+    if missing := _missing(device_type):
+        return "aot_eager", missing
+    return "inductor", f"inductor works on {device_type}"
+
+
+def check_compiler(compiler: str, device_type: str) -> None:
+    """Refuse a compiler that is not there.
+
+    Raises:
+        MemOptError: inductor without what it compiles with.
+    """
+    if compiler == "inductor" and (missing := _missing(device_type)):
+        raise MemOptError(f"--memory_opt_compiler inductor: {missing}; or take --memory_opt_compiler aot_eager")
+
+
+def _missing(device_type: str) -> str:
+    """What inductor lacks and how to get it, empty when nothing."""
+    if compat.inductor_works(device_type):
+        return ""
+    if device_type == "cpu":
+        return "there is no C++ compiler; apt-get install g++, or name one in the environment's CXX"
+    return "there is no Triton; pip install triton"

@@ -9,19 +9,20 @@ from optimum_memopt.engines import base, in_place
 from optimum_memopt.engines.base import Selection
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.logs import get_logger
+from optimum_memopt.memory import MIB
+from optimum_memopt.plans.matching import Matches
 from optimum_memopt.plans.table import PlanTable
 
 from . import compat, suitability
-from .backend import Backend, configured
+from .backend import Backend, check_compiler, configured, default_compiler
 from .graphs import Graph, Modules, split
-from .selection import check_known
+from .prediction import Forecast, activations_of, resident
+from .selection import check_supported, matches
 from .table import to_table
 from .wholes import Wholes
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
-
-_MIB = 2**20
 
 
 class CompileEngine:
@@ -32,19 +33,26 @@ class CompileEngine:
 
     Args:
         selection: which plans.
-        compiler: `inductor`, or `aot_eager`: the same graphs, run operator by operator; None: aot_eager.
+        compiler: `inductor`, or `aot_eager`: the same graphs, run operator by operator; None: see `default_compiler`.
+        dynamic: sizes of batches stay symbols; False: traced several times as fast, for the sizes of the first only.
     """
 
     name = "compile"
 
-    def __init__(self, selection: Selection | None = None, compiler: str | None = None) -> None:
-        self._compiler = compiler or "aot_eager"
+    def __init__(self, selection: Selection | None = None, compiler: str | None = None, dynamic: bool = True) -> None:
+        self._compiler_asked = compiler
+        self._dynamic = dynamic
         self._model: torch.nn.Module | None = None
-        self._backend: Backend | None = None
         self.apply(selection or Selection())
 
     def apply(self, selection: Selection) -> None:
-        """Choose other plans; the next training forward compiles anew."""
+        """Choose other plans; the next training forward compiles anew.
+
+        Raises:
+            ConfigError: a strategy that the engine does not have.
+        """
+        if selection.config is not None:
+            check_supported(selection.config)
         self._selection = selection
         self._forget()
 
@@ -52,7 +60,7 @@ class CompileEngine:
         """Refuse Trainer arguments that do the engine's work too.
 
         Raises:
-            MemOptError: activation checkpointing, torch_compile, several GPUs in one process.
+            MemOptError: activation checkpointing, torch_compile, FSDP, ZeRO 3, several GPUs in one process.
         """
         suitability.check_arguments(args)
 
@@ -61,13 +69,15 @@ class CompileEngine:
 
         Raises:
             UnsupportedModelError: DataParallel, activation checkpointing.
-            MemOptError: the model has an engine already, or this engine another model.
+            MemOptError: the model has an engine already, or this engine another model; the compiler is not there.
         """
         if self._model is model:
             return
         if self._model is not None:
             raise MemOptError("this engine holds another model; detach() it first")
         suitability.check(model)
+        if self._compiler_asked is not None:
+            check_compiler(self._compiler_asked, next(model.parameters()).device.type)
         base.register(model, self)
         self._model = model
         self._dispatcher = in_place.Dispatcher(model, self._train_forward)
@@ -90,22 +100,37 @@ class CompileEngine:
         """Nothing: the table holds all there is."""
         return ""
 
+    @property
+    def forecast(self) -> Forecast | None:
+        """Predicts a training step of any batch and sequence length; None before the first training forward."""
+        return self._forecast
+
+    def predicted_peak_mib(self, optimizer: torch.optim.Optimizer | None, accumulates: bool) -> float | None:
+        """Of the batches so far the highest peak of a step, MiB; None before the first training forward."""
+        if self._forecast is None:
+            return None
+        peaks = (self._forecast.footprint(sizes, optimizer, accumulates).peak for sizes in self._forecast.widest)
+        return max(peaks) / MIB
+
+    @property
+    def _compiler(self) -> str:
+        return self._compiler_asked or default_compiler(next(self._model.parameters()).device.type)[0]
+
     def _forget(self) -> None:
-        if self._backend is not None:
-            self._backend.close()
-        self._backend: Backend | None = None
         self._compiled: Any = None
         # Graphs that the current forward has compiled so far.
         self._graphs: list[Graph] = []
         self._table: PlanTable | None = None
+        self._forecast: Forecast | None = None
+        self._resident = 0
         # What has been logged, since each recompile has its reason said once.
         self._said: set[str] = set()
 
     def _train_forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._compiled is None:
-            self._backend = Backend(self._compiler, self._split, str(self._selection))
+            backend = Backend(self._compiler, self._split, str(self._selection))
             forward = compat.with_own_code(self._dispatcher.plain_forward)
-            self._compiled = torch.compile(forward, backend=self._backend, dynamic=True)
+            self._compiled = torch.compile(forward, backend=backend, dynamic=self._dynamic)
             self._wholes = Wholes(self._model)
         kwargs = suitability.without_cache(self._model, kwargs)
         watch = compat.Watch()
@@ -125,23 +150,32 @@ class CompileEngine:
             raise
         if self._graphs:
             graphs, self._graphs = self._graphs, []
-            self._show(graphs, watch)
+            self._show(graphs, watch, kwargs)
         elif self._table is None:
             self._show_nothing(watch)
+        if self._forecast is not None:
+            self._forecast.saw(kwargs)
         return outputs
 
     def _split(self, module: fx.GraphModule, inputs: Any, num_fwd_outputs: int, others: dict[str, Any]) -> Modules:
         graph, modules = split(module, inputs, num_fwd_outputs, others, self._selection, self._graphs)
         self._graphs.append(graph)
+        self._resident = resident(next(self._model.parameters()).device)
         return modules
 
-    def _show(self, graphs: list[Graph], watch: compat.Watch) -> None:
+    def _show(self, graphs: list[Graph], watch: compat.Watch, inputs: dict[str, Any]) -> None:
         """The first forward's graphs are the table; later ones were compiled for inputs of another kind."""
+        offers = [offer for graph in graphs for offer in graph.offers]
+        asked = Matches()
         if self._selection.config is not None:
-            check_known(self._selection.config, graphs, self._selection.strict)
+            asked = matches(self._selection.config, offers, self._selection.strict)
+        for remark in asked.remarks:
+            get_logger().warning(remark)
         rebuilt = self._table is not None
         is_encoder_decoder = bool(getattr(getattr(self._model, "config", None), "is_encoder_decoder", False))
-        self._table = to_table(graphs, self._selection, self._header(graphs), is_encoder_decoder)
+        if not rebuilt:
+            self._forecast = Forecast(self._model, graphs, inputs, self._resident, is_encoder_decoder)
+        self._table = to_table(graphs, self._selection, asked, self._header(graphs), is_encoder_decoder)
         if rebuilt:
             for reason in dict.fromkeys(watch.recompiles()):
                 self._say(f"torch compiled a new training graph, since no longer: {reason}")
@@ -164,10 +198,11 @@ class CompileEngine:
         asked = f"config {self._selection.config}" if self._selection.config else f"level {self._selection.level}"
         device = next(self._model.parameters()).device.type
         predicted = sum(graph.prediction.stashed for graph in graphs)
-        peak = max(graph.prediction.peak for graph in graphs)
         pieces = f", in {len(graphs)} graphs" if len(graphs) > 1 else ""
+        footprint = self._forecast.footprint()
         return (
             f"{type(self._model).__name__} on {device} by {self._compiler}, {asked}{pieces}",
-            f"Predicted for the first batch: {predicted / _MIB:.1f} MiB stashed, peak of activations and gradients "
-            f"{peak / _MIB:.1f} MiB",
+            f"Predicted for the first batch: {predicted / MIB:.1f} MiB stashed, peak of activations and gradients "
+            f"{activations_of([graph.prediction for graph in graphs]) / MIB:.1f} MiB",
+            f"Predicted peak of a step with AdamW: {footprint.peak / MIB:.1f} MiB = {footprint}",
         )
