@@ -20,12 +20,13 @@ class Dispatcher:
 
     Attributes:
         plain_forward: the model's own, bound.
+        previous: what lay over the class's forward before, None for nothing.
     """
 
     def __init__(self, model: torch.nn.Module, train: Callable[..., Any]) -> None:
         self._model: torch.nn.Module | None = model
         self._train = train
-        self._previous = model.__dict__.get("forward")
+        self.previous = model.__dict__.get("forward")
         self.plain_forward: Callable[..., Any] = model.forward
         self._function = self._make(type(model))
         model.forward = types.MethodType(self._function, model)
@@ -35,14 +36,14 @@ class Dispatcher:
         model, self._model = self._model, None
         if model is None or getattr(model.__dict__.get("forward"), "__func__", None) is not self._function:
             return
-        if self._previous is None:
+        if self.previous is None:
             del model.forward
         else:
-            model.forward = self._previous
+            model.forward = self.previous
 
     def _make(self, model_class: type[torch.nn.Module]) -> Callable[..., Any]:
         dispatcher = self
-        previous = self._previous
+        previous = self.previous
 
         @functools.wraps(model_class.forward)
         def forward(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,6 @@
 """Trains a model through ONNX Runtime in place: the model keeps its class, modules, parameters and state-dict keys."""
 
 import copy
-import functools
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from optimum_memopt.engines import base
+from optimum_memopt.engines import base, in_place
 from optimum_memopt.engines.base import Selection
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
 from optimum_memopt.logs import get_logger
@@ -103,10 +102,7 @@ class OrtEngine:
             None, (*suitability.remarks(model), lever_checks.skip_check_remark(self._options.ort_skip_check))
         ):
             get_logger().warning(remark)
-        self._previous_forward = model.__dict__.get("forward")
-        self._plain_forward: Callable[..., Any] = model.forward
-        self._dispatcher = self._make_dispatcher(type(model))
-        model.forward = types.MethodType(self._dispatcher, model)
+        self._dispatcher = in_place.Dispatcher(model, self._train_forward)
         if not self._options.ort_arena:
             allocator.give_back_freed_memory()
         self._forget_session()
@@ -118,12 +114,7 @@ class OrtEngine:
             return
         base.unregister(model)
         self._forget_session()
-        # Whoever wrapped the forward after us (accelerate's autocast) keeps a dispatcher that only passes on.
-        if getattr(model.__dict__.get("forward"), "__func__", None) is self._dispatcher:
-            if self._previous_forward is None:
-                del model.forward
-            else:
-                model.forward = self._previous_forward
+        self._dispatcher.remove()
         if self._attention is not None:
             model.set_attn_implementation(self._attention)
         if not self._options.ort_arena:
@@ -169,26 +160,7 @@ class OrtEngine:
         self._backward_is_due = False
         self._fallback_reason = ""
 
-    def _make_dispatcher(self, model_class: type[torch.nn.Module]) -> Callable[..., Any]:
-        engine = self
-        previous = self._previous_forward
-
-        def own_forward(model: torch.nn.Module) -> Callable[..., Any]:
-            function = previous.__func__ if isinstance(previous, types.MethodType) else model_class.forward
-            return types.MethodType(function, model)
-
-        @functools.wraps(model_class.forward)
-        def forward(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if model is not engine._model:
-                # A deep copy, or a model that was detached below somebody else's wrapper.
-                return own_forward(model)(*args, **kwargs)
-            if model.training and torch.is_grad_enabled():
-                return engine._train_forward(args, kwargs)
-            return engine._plain_forward(*args, **kwargs)
-
-        return forward
-
-    def _train_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _train_forward(self, *args: Any, **kwargs: Any) -> Any:
         self._notice_changes()
         if self._fallback_reason:
             return self._fallback(*args, **kwargs)
@@ -240,7 +212,7 @@ class OrtEngine:
 
     @property
     def _fallback(self) -> Callable[..., Any]:
-        return with_label_smoothing(self._plain_forward, self._smoothing)
+        return with_label_smoothing(self._dispatcher.plain_forward, self._smoothing)
 
     def _state(self) -> tuple[Any, ...]:
         """What an exported graph has built in and ORT does not look at again."""
@@ -277,8 +249,8 @@ class OrtEngine:
         `__call__` runs already."""
         inner = copy.copy(self._model)
         inner.__dict__.pop("forward", None)
-        if isinstance(self._previous_forward, types.MethodType):
-            inner.forward = types.MethodType(self._previous_forward.__func__, inner)
+        if isinstance(self._dispatcher.previous, types.MethodType):
+            inner.forward = types.MethodType(self._dispatcher.previous.__func__, inner)
         for name in _ROOT_HOOKS:
             inner.__dict__[name] = OrderedDict()
         if self._options.ort_module_with_loss:
