@@ -17,7 +17,7 @@ from . import compat, suitability
 from .backend import Backend, check_compiler, configured, default_compiler
 from .graphs import Graph, Modules, split
 from .prediction import Forecast, activations_of, resident
-from .selection import check_supported, matches
+from .selection import matches
 from .table import to_table
 from .wholes import Wholes
 
@@ -46,13 +46,7 @@ class CompileEngine:
         self.apply(selection or Selection())
 
     def apply(self, selection: Selection) -> None:
-        """Choose other plans; the next training forward compiles anew.
-
-        Raises:
-            ConfigError: a strategy that the engine does not have.
-        """
-        if selection.config is not None:
-            check_supported(selection.config)
+        """Choose other plans; the next training forward compiles anew."""
         self._selection = selection
         self._forget()
 

@@ -12,8 +12,9 @@ import torch
 from torch import fx
 
 from optimum_memopt.engines.base import Selection
+from optimum_memopt.plans.grammar import Strategy
 
-from . import compat
+from . import compat, offload
 from .joint import Joint, is_number, is_tensor, root, value
 from .liveness import Prediction, predict
 from .offers import Offer, asked_for, find_offers, layer_borders, of_level
@@ -34,7 +35,7 @@ class Graph:
 
     Attributes:
         offers: its rows.
-        chosen: the occurrences that are made again.
+        chosen: the occurrences that are made again or offloaded.
         free: occurrences that torch's own partition makes again without being asked; none where a plan is on.
         sizes: value of each symbol in the first batch.
         names: of the symbols, `input_ids_dim0`.
@@ -78,9 +79,11 @@ def split(
         taken = Counter({offer.config: len(made) for graph in before for offer, made in graph.chosen.items()})
         chosen = asked_for(offers, selection.config, taken)
     if selection.level or selection.config is not None:
-        dropped = {made.stash.root for occurrences in chosen.values() for made in occurrences}
+        dropped, moved = chosen_roots(chosen)
         borders = layer_borders(joint) if selection.level else ()
         modules, free = partition(joint, kept(joint, stashes, dropped, borders)), frozenset()
+        if moved:
+            offload.insert(*modules, {node.name for node in moved})
     else:
         modules = compat.default_partition(module, inputs, num_fwd_outputs=num_fwd_outputs, **others)
         free = made_again(offers, modules[0], num_fwd_outputs)
@@ -93,6 +96,15 @@ def split(
         return predict(*kept_modules, num_fwd_outputs, others)
 
     return Graph(offers, chosen, free, sizes, names, prediction, predict_for), modules
+
+
+def chosen_roots(chosen: Mapping[Offer, Sequence[Subgraph]]) -> tuple[set[fx.Node], set[fx.Node]]:
+    """The stashes that are made again, and those that are offloaded."""
+    dropped, moved = set(), set()
+    for offer, occurrences in chosen.items():
+        roots = moved if offer.strategy is Strategy.OFFLOAD else dropped
+        roots.update(made.stash.root for made in occurrences)
+    return dropped, moved
 
 
 def first_sizes(joint: Joint) -> dict[sympy.Symbol, int]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import sympy
 from torch import fx
 
+from . import offload
 from .joint import is_tensor, is_view, root, storage_bytes, value
 
 Sizes = Mapping[sympy.Symbol, int]
@@ -33,8 +34,8 @@ class Timeline:
 
 
 def size_of(node: fx.Node, sizes: Sizes) -> int:
-    """Bytes of a root's storage for these values of the symbols."""
-    return int(storage_bytes(node).subs(sizes))
+    """Bytes of a root's storage for these values of the symbols; none where it lies in the host's memory."""
+    return 0 if offload.is_on_host(node) else int(storage_bytes(node).subs(sizes))
 
 
 @dataclass(frozen=True)

@@ -12,18 +12,18 @@ from torch import fx
 from optimum_memopt.plans.grammar import ALL, PlanConfig, Strategy
 from optimum_memopt.plans.matching import match
 
-from .joint import Joint, is_tensor, is_view, root
+from .joint import Joint, is_tensor, is_view, root, value
 from .naming import cluster_id, dropout_of, translate
-from .stashes import Stash, Subgraph, is_crumb, layer_of, subgraph
+from .stashes import Stash, Subgraph, is_crumb, layer_of, produced, subgraph
 
 
 @dataclass(frozen=True, eq=False)
 class Offer:
-    """One row: all stashes of a graph that the same operators make again.
+    """One row: all stashes of a graph that the same operators make.
 
     Attributes:
         cluster_id: `Gelu+`.
-        strategy: recompute, or with compromise where something is kept in exchange.
+        strategy: recompute, with compromise where something is kept in exchange, or offload.
         occurrences: in graph order.
     """
 
@@ -36,12 +36,19 @@ class Offer:
         return sympy.Add(*(one.saving for one in self.occurrences))
 
     @property
+    def is_on_cpu(self) -> bool:
+        """Whether the stashes lie in the host's memory already."""
+        return all(value(one.stash.root).device.type == "cpu" for one in self.occurrences)
+
+    @property
     def config(self) -> str:
         return f"{self.cluster_id}:{int(self.strategy)}:{ALL}"
 
 
 def find_offers(joint: Joint, stashes: Sequence[Stash], sizes: Mapping[sympy.Symbol, int]) -> tuple[Offer, ...]:
     """All rows of a graph, in the order of their first occurrence.
+
+    What can be made again comes first. Every stash can also be offloaded, under the same id.
 
     Left out is what saves nothing: row statistics, random draws, what costs as much as it saves, what the forward
     returns, since its caller holds it, and small storages that do not grow with the batch.
@@ -51,13 +58,17 @@ def find_offers(joint: Joint, stashes: Sequence[Stash], sizes: Mapping[sympy.Sym
     """
     available = {stash.root for stash in stashes}
     found: dict[tuple[str, Strategy], list[Subgraph]] = {}
+    movable: dict[tuple[str, Strategy], list[Subgraph]] = {}
     for stash in stashes:
-        made = None if stash.is_returned else subgraph(joint, stash, available)
-        if made is None or is_crumb(stash.bytes) or made.saving.subs(sizes) <= 0:
+        if stash.is_returned or is_crumb(stash.bytes):
             continue
-        strategy = Strategy.RECOMPUTE_WITH_COMPROMISE if made.is_compromise else Strategy.RECOMPUTE
-        found.setdefault((_name(joint, made, available), strategy), []).append(made)
-    return tuple(Offer(name, strategy, tuple(made)) for (name, strategy), made in found.items())
+        made = subgraph(joint, stash, available)
+        name = _name(joint, made, available) if made else cluster_id(produced(stash))
+        if made and made.saving.subs(sizes) > 0:
+            strategy = Strategy.RECOMPUTE_WITH_COMPROMISE if made.is_compromise else Strategy.RECOMPUTE
+            found.setdefault((name, strategy), []).append(made)
+        movable.setdefault((name, Strategy.OFFLOAD), []).append(produced(stash))
+    return tuple(Offer(name, strategy, tuple(made)) for (name, strategy), made in (found | movable).items())
 
 
 def _name(joint: Joint, made: Subgraph, available: Collection[fx.Node]) -> str:

@@ -3,24 +3,11 @@
 from collections import Counter
 from collections.abc import Iterable
 
-from optimum_memopt.plans.grammar import ALL, ConfigError, PlanConfig, Strategy
+from optimum_memopt.plans.grammar import ALL, PlanConfig
 from optimum_memopt.plans.matching import Matches, match
 
 from .naming import translate
 from .offers import Offer
-
-
-def check_supported(config: PlanConfig) -> None:
-    """Refuse what the engine cannot do; needs no graph.
-
-    Raises:
-        ConfigError: offload.
-    """
-    for request in config.requests:
-        if request.strategy is Strategy.OFFLOAD:
-            raise ConfigError(
-                f"{request}: strategy 3 (offload) is not available on the compile engine; allowed: 0, 1, 2"
-            )
 
 
 def matches(config: PlanConfig, offers: Iterable[Offer], strict: bool) -> Matches:

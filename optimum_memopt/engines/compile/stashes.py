@@ -159,6 +159,12 @@ class Subgraph:
         return [size for size in sizes if not is_crumb(size)]
 
 
+def produced(stash: Stash) -> Subgraph:
+    """The operator alone that makes a stash, for one that is kept elsewhere and not made again."""
+    operator = [stash.root.args[0]] if is_output(stash.root) else []
+    return Subgraph(stash, (*operator, stash.root), (), ())
+
+
 def subgraph(joint: Joint, stash: Stash, available: Collection[fx.Node]) -> Subgraph | None:
     """The way back from a stash to inputs and `available` storages; None where it must not be made again.
 

@@ -1,6 +1,6 @@
 """The plan table of a model's compiled graphs. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import sympy
@@ -15,6 +15,8 @@ from .offers import Offer
 from .stashes import Subgraph
 
 _AUTO = "AUTO: torch makes {count} again by itself"
+_OFFLOAD = "offload"
+_OFFLOAD_ON_CPU = "offload; saves nothing on the CPU, whose memory is the host's"
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ def to_table(
     graphs: Sequence[Graph], selection: Selection, asked: Matches, header: Sequence[str], is_encoder_decoder: bool
 ) -> PlanTable:
     """Rows of all graphs, those of one id and strategy together.
+
+    Offload is shown where it is on, and where a stash cannot be made again, so that there is nothing else.
 
     Args:
         asked: what the selection's config means.
@@ -47,33 +51,44 @@ def to_table(
         }
         for offer in graph.offers:
             rows.setdefault(offer.config, []).append(_Part(graph, offer, offer.saving.subs(symbols)))
+    remade = {offer.cluster_id for graph in graphs for offer in graph.offers if offer.strategy is not Strategy.OFFLOAD}
+    plans = [_plan(parts, selection, asked) for parts in rows.values() if _is_shown(parts, remade, asked)]
     return PlanTable(
         engine="compile",
-        plans=sorted_plans(_plan(parts, selection, asked) for parts in rows.values()),
+        plans=sorted_plans(plans),
         symbols={canonical.get(name, name): value for name, value in values.items()},
         header=tuple(header),
     )
 
 
+def _is_shown(parts: Sequence[_Part], remade: Collection[str], asked: Matches) -> bool:
+    offer = parts[0].offer
+    if offer.strategy is not Strategy.OFFLOAD or any(one.plan == offer.config for one in asked.on):
+        return True
+    return offer.cluster_id not in remade and not offer.is_on_cpu
+
+
 def _plan(parts: Sequence[_Part], selection: Selection, asked: Matches) -> Plan:
-    config = parts[0].offer.config
+    config, strategy = parts[0].offer.config, parts[0].offer.strategy
+    saves = strategy is not Strategy.OFFLOAD or not parts[0].offer.is_on_cpu
     occurrences = [(part.graph, made) for part in parts for made in part.offer.occurrences]
     chosen = [(part.graph, made) for part in parts for made in part.graph.chosen.get(part.offer, ())]
     free = sum(made in graph.free for graph, made in occurrences)
     meant = next((one for one in asked.on if one.plan == config), None)
     notes = (
         meant.note if meant else "",
+        "" if strategy is not Strategy.OFFLOAD else _OFFLOAD if saves else _OFFLOAD_ON_CPU,
         _AUTO.format(count="all" if free == len(occurrences) else free) if free else "",
     )
     return Plan(
         config=config,
         frequency=len(occurrences),
-        saving_bytes=_bytes(occurrences),
-        saving_symbolic=str(sympy.factor_terms(sympy.expand(sympy.Add(*(part.saving for part in parts))))),
+        saving_bytes=_bytes(occurrences) if saves else 0,
+        saving_symbolic=str(sympy.factor_terms(sympy.expand(sympy.Add(*(part.saving for part in parts if saves))))),
         requested_count=meant.request.count if meant else _of_level(parts[0].offer, selection.level),
         applied_count=len(chosen),
         note="; ".join(filter(None, notes)),
-        applied_saving_bytes=_bytes(chosen),
+        applied_saving_bytes=_bytes(chosen) if saves else 0,
     )
 
 
