@@ -29,7 +29,7 @@ class Plan:
         note: why a row that a level would take is left out, or how an id was understood.
         measured_saving_bytes: what this row alone took off the measured peak (negative: it came on top), None when
             that was not measured.
-        applied_saving_bytes: `saving_bytes` of the applied occurrences alone, None where the engine applies all or none.
+        applied_saving_bytes: `saving_bytes` of the applied occurrences, None where the engine applies all or none.
     """
 
     config: str

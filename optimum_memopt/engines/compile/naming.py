@@ -84,9 +84,9 @@ _SILENT = frozenset({"alias", "clone", "detach", "lift_fresh", "lift_fresh_copy"
 # Calls that reshape and expand what they multiply; ONNX Runtime's products take any number of dimensions.
 _PRODUCTS = frozenset({"Linear", "linear", "matmul"})
 
-# ONNX Runtime's id of a stash to ids of the same stash here, where it cuts the subgraph elsewhere: there one node makes
+# ONNX Runtime's id of a stash to ids of the same stash here, where it cuts subgraphs elsewhere. There one node makes
 # a dropout and its mask, so that a stashed mask ends the subgraph of the residual stream behind it, as do the stashed
-# statistics of a normalization; here a mask is made from a seed alone, and statistics do not end a subgraph.
+# statistics of a normalization. Here a mask is made from a seed alone, and statistics do not end a subgraph.
 CUT_ELSEWHERE = {
     "Add+": ("FusedMatMul+Add+Dropout+Add+", "FusedMatMul+Add+Add+"),
     "Dropout+": ("LayerNormalization+Dropout+",),
