@@ -106,6 +106,9 @@ def changes() -> tuple[contextlib.AbstractContextManager, ...]:
 
     - `optimize_ddp`: DDP would cut the graph at each bucket, and a plan would see the pieces.
     - `use_duck_shape`: dimensions that happen to be equal in the first batch would be one, and a recompile follow.
+    - `specialize_float`: torch would make inputs of a model's numbers (`scaling` of an attention), tracing everything
+      twice for it, with operators that belong to no module (`torch/fx/passes/_tensorify_python_scalars.py`). A number
+      that changes from step to step has to be a tensor.
     - `fail_on_recompile_limit_hit`: torch would go on without the plan, in a log that nobody reads.
     - `enable_autograd_cache`: a cached joint graph never comes by the partitioner, so there would be no table.
 
@@ -113,7 +116,7 @@ def changes() -> tuple[contextlib.AbstractContextManager, ...]:
     gradients of such a batch came out wrong (RoBERTa), and others not bitwise those of PyTorch (GPT-2).
     """
     return (
-        torch._dynamo.config.patch(optimize_ddp=False, fail_on_recompile_limit_hit=True),
+        torch._dynamo.config.patch(optimize_ddp=False, fail_on_recompile_limit_hit=True, specialize_float=True),
         symbolic_config.patch(use_duck_shape=False),
         functorch_config.patch(enable_autograd_cache=False),
     )
