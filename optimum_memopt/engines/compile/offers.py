@@ -14,7 +14,7 @@ from optimum_memopt.plans.matching import match
 
 from .joint import Joint, is_tensor, is_view, root, value
 from .naming import cluster_id, dropout_of, translate
-from .stashes import Stash, Subgraph, is_crumb, layer_of, produced, subgraph
+from .stashes import Stash, Subgraph, is_crumb, is_statistic, layer_of, produced, subgraph
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +48,8 @@ class Offer:
 def find_offers(joint: Joint, stashes: Sequence[Stash], sizes: Mapping[sympy.Symbol, int]) -> tuple[Offer, ...]:
     """All rows of a graph, in the order of their first occurrence.
 
-    What can be made again comes first. Every stash can also be offloaded, under the same id.
+    What can be made again comes first. Every stash of a row can also be offloaded, under the same id, and so can those
+    that must not be made again, but for row statistics.
 
     Left out is what saves nothing: row statistics, random draws, what costs as much as it saves, what the forward
     returns, since its caller holds it, and small storages that do not grow with the batch.
@@ -60,7 +61,7 @@ def find_offers(joint: Joint, stashes: Sequence[Stash], sizes: Mapping[sympy.Sym
     found: dict[tuple[str, Strategy], list[Subgraph]] = {}
     movable: dict[tuple[str, Strategy], list[Subgraph]] = {}
     for stash in stashes:
-        if stash.is_returned or is_crumb(stash.bytes):
+        if stash.is_returned or is_crumb(stash.bytes) or is_statistic(stash.root):
             continue
         made = subgraph(joint, stash, available)
         name = _name(joint, made, available) if made else cluster_id(produced(stash))

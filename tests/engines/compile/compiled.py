@@ -1,0 +1,129 @@
+"""Trains models under the compile engine, and keeps what it made of them."""
+
+import contextlib
+import copy
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from gradients import Batch, Gradients, accumulate
+from torch import fx
+
+from optimum_memopt.engines.base import Selection
+from optimum_memopt.engines.compile import engine as compile_engine
+from optimum_memopt.engines.compile.engine import CompileEngine
+from optimum_memopt.engines.compile.graphs import Graph
+from optimum_memopt.plans.grammar import Strategy, parse
+from optimum_memopt.plans.table import PlanTable
+
+DROPOUT = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+GPT2_DROPOUT = {"attn_pdrop": 0.1, "embd_pdrop": 0.1, "resid_pdrop": 0.1}
+
+
+@dataclass(frozen=True)
+class Split:
+    """One joint graph as it was partitioned, before a compiler changed the two."""
+
+    graph: Graph
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    num_fwd_outputs: int
+
+    @property
+    def handed_over(self) -> set[str]:
+        """Names of the operators whose results wait for the backward."""
+        (output,) = self.forward.graph.find_nodes(op="output")
+        rest = output.args[0][self.num_fwd_outputs :]
+        return {node.name for node in rest if isinstance(node, fx.Node) and node.op == "call_function"}
+
+    @property
+    def run_in_backward(self) -> set[str]:
+        return {node.name for node in self.backward.graph.nodes if node.op == "call_function"}
+
+    def check(self, table: PlanTable) -> None:
+        """What the table says is made again, or waits on the host, is; all else in its rows is handed over as it is."""
+        again, moved = Counter(), Counter()
+        for offer in self.graph.offers:
+            for occurrence in offer.occurrences:
+                name = occurrence.stash.root.name
+                is_again, is_moved = name in self.run_in_backward, f"{name}_on_host" in self.handed_over
+                assert is_again + is_moved + (name in self.handed_over) == 1, name
+                if offer.strategy is Strategy.OFFLOAD:
+                    moved[offer.config] += is_moved
+                else:
+                    again[offer.config] += is_again
+        applied = {row.config: row.applied_count for row in table.enabled}
+        assert +again + +moved == applied
+
+
+@dataclass(frozen=True)
+class Run:
+    losses: torch.Tensor
+    gradients: Gradients
+    splits: tuple[Split, ...]
+    table: PlanTable
+
+    @property
+    def split(self) -> Split:
+        (split,) = self.splits
+        return split
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[Split]]:
+    """What the engine partitions in the meantime."""
+    found: list[Split] = []
+
+    def split(module: Any, inputs: Any, num_fwd_outputs: int, *rest: Any) -> Any:
+        graph, modules = original(module, inputs, num_fwd_outputs, *rest)
+        copies = (fx.GraphModule(one, copy.deepcopy(one.graph)) for one in modules)
+        found.append(Split(graph, *copies, num_fwd_outputs))
+        return graph, modules
+
+    original = compile_engine.split
+    with mock.patch.object(compile_engine, "split", split):
+        yield found
+
+
+def selection(asked: str) -> Selection:
+    """Of a config, `level 1`, or nothing."""
+    if asked.startswith("level "):
+        return Selection(level=int(asked.removeprefix("level ")))
+    return Selection(config=parse(asked)) if asked else Selection()
+
+
+def run(
+    model: torch.nn.Module,
+    asked: str,
+    *batches: Batch,
+    compiler: str = "aot_eager",
+    seed: int = 0,
+    dynamic: bool = False,
+) -> Run:
+    """One accumulated step of a model, which is left as it was, from this seed on."""
+    engine = CompileEngine(selection(asked), compiler, dynamic)
+    with recorded() as splits:
+        engine.attach(model)
+        try:
+            torch.manual_seed(seed)
+            losses, gradients = accumulate(model, batches)
+            return Run(losses, gradients, tuple(splits), engine.plans())
+        finally:
+            engine.detach()
+
+
+def assert_bitwise_same(ours: tuple[torch.Tensor, Gradients] | Run, expected: tuple[torch.Tensor, Gradients] | Run):
+    (our_losses, our_gradients), (losses, gradients) = (
+        (one.losses, one.gradients) if isinstance(one, Run) else one for one in (ours, expected)
+    )
+    assert torch.equal(our_losses, losses)
+    assert our_gradients.keys() == gradients.keys()
+    differ = [name for name, gradient in gradients.items() if not _equal(our_gradients[name], gradient)]
+    assert differ == []
+
+
+def _equal(ours: torch.Tensor | None, expected: torch.Tensor | None) -> bool:
+    return ours is expected if ours is None or expected is None else torch.equal(ours, expected)

@@ -1,0 +1,271 @@
+"""Strategy 3. The copies beside a GPU's computation run in `test_on_a_gpu` alone; where they stand in the graphs of a
+GPU is looked at on any machine, in graphs whose tensors are said to be on one."""
+
+import copy
+from unittest import mock
+
+import pytest
+import torch
+from gradients import accumulate
+from model_zoo import ZOO
+from torch import fx
+from transformers.modeling_outputs import CausalLMOutput
+
+from optimum_memopt.engines.compile import graphs, offload
+from optimum_memopt.engines.compile.engine import CompileEngine
+from optimum_memopt.engines.compile.joint import is_tensor, value
+from optimum_memopt.engines.compile.liveness import predict
+from optimum_memopt.errors import MemOptError
+from optimum_memopt.plans.grammar import Strategy
+from tests.engines.compile.compiled import DROPOUT, assert_bitwise_same, run, selection
+
+HIDDEN = 64
+ROWS = 32
+CASE = ZOO["roberta-classification"]
+
+
+class Block(torch.nn.Module):
+    """Stashes the output of a gelu, a view of it, and all outputs of a layer norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(HIDDEN, HIDDEN)
+        self.norm = torch.nn.LayerNorm(HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gelu = torch.nn.functional.gelu(self.inner(x))
+        return self.norm(x + gelu.transpose(0, 1).reshape(gelu.shape) @ gelu.T @ x / (HIDDEN * ROWS))
+
+
+class Blocks(torch.nn.Module):
+    """`loss` of five blocks, and the output of the second where it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(Block() for _ in range(5))
+
+    def forward(self, x: torch.Tensor, returns_second: bool = False) -> CausalLMOutput:
+        outputs = []
+        for layer in self.layers:
+            x = layer(x)
+            outputs.append(x)
+        return CausalLMOutput(loss=x.square().mean(), logits=outputs[1] if returns_second else None)
+
+
+def on_cuda(module: fx.GraphModule) -> None:
+    """Say that all tensors of a graph are a GPU's."""
+    for node in module.graph.nodes:
+        if is_tensor(node):
+            tensor = value(node)
+            with tensor.fake_mode:
+                node.meta["val"] = torch.empty_strided(
+                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cuda"
+                )
+
+
+def positions(module: fx.GraphModule, operator: str) -> dict[str, int]:
+    """Where this operator stands, by the name of its first argument (a copy: of what is copied)."""
+    found = {}
+    for index, node in enumerate(module.graph.nodes):
+        if getattr(node.target, "_opname", "") == operator:
+            source = node.args[0] if operator != "arrived" else node.args[1]
+            found[source.name.removesuffix("_on_host")] = index
+    return found
+
+
+@pytest.fixture(scope="module")
+def blocks() -> Blocks:
+    return Blocks()
+
+
+@pytest.fixture(scope="module")
+def batch() -> dict[str, torch.Tensor]:
+    return {"x": torch.randn(ROWS, HIDDEN, generator=torch.Generator().manual_seed(1))}
+
+
+@pytest.mark.parametrize("strides", [(6, 1), (1, 3), (9, 2)], ids=["dense", "transposed", "gaps"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64])
+def test_copies_are_the_tensors(strides, dtype):
+    tensor = torch.arange(40).to(dtype).as_strided((3, 4), strides)
+    host = torch.ops.optimum_memopt.to_host(tensor)
+    back = torch.ops.optimum_memopt.fetch(host, tensor.device)
+    torch.library.opcheck(offload.to_host, (tensor,))
+    torch.library.opcheck(offload.fetch, (host, tensor.device))
+    for one in (host, back):
+        assert one.stride() == strides and one.dtype == dtype and torch.equal(one, tensor)
+        assert one.data_ptr() != tensor.data_ptr()
+    assert torch.ops.optimum_memopt.arrived(back, host).data_ptr() == back.data_ptr()
+
+
+def test_stashes_wait_on_the_host(blocks, batch):
+    """Roots of views, and outputs of operators that have several, beside stashes that are made again from others."""
+    plan = "Gelu+Transpose+:3:-1,LayerNormalization+:3:2,Reshape+:1:3"
+    expected = accumulate(blocks, [batch])
+    ours = run(blocks, plan, batch)
+    assert_bitwise_same(ours, expected)
+    ours.split.check(ours.table)
+    gelus = {"gelu", "gelu_1", "gelu_2", "gelu_3", "gelu_4"}
+    moved = gelus | {"getitem", "getitem_3"}
+    assert {name for name in ours.split.handed_over if name.endswith("_on_host")} == {
+        f"{one}_on_host" for one in moved
+    }
+    assert not moved & ours.split.handed_over
+    # What is made again reads what has come back.
+    assert {"clone", "clone_1", "clone_2"} < ours.split.run_in_backward
+    assert not gelus & ours.split.run_in_backward
+    for module, copies in ((ours.split.forward, "to_host"), (ours.split.backward, "fetch")):
+        assert positions(module, copies).keys() == positions(module, "arrived").keys() == moved
+    # On the CPU each copy takes the place of its stash at once.
+    leaves = positions(ours.split.forward, "to_host")
+    assert all(at == leaves[name] + 1 for name, at in positions(ours.split.forward, "arrived").items())
+    fetches = positions(ours.split.backward, "fetch")
+    assert all(at == fetches[name] + 1 for name, at in positions(ours.split.backward, "arrived").items())
+
+
+def test_the_table_says_that_a_cpu_saves_nothing(blocks, batch):
+    table = run(blocks, "Gelu+Transpose+:3:4", batch).table
+    (row,) = table.enabled
+    assert (row.config, row.frequency, row.requested_count, row.applied_count) == ("Gelu+Transpose+:3:-1", 5, 4, 4)
+    assert row.saving_bytes == row.applied_saving_bytes == table.claimed_saving_bytes == 0
+    assert "offload; saves nothing on the CPU" in row.note
+    # What can be made again is not offered a second time, unless it is asked for.
+    assert [one.config for one in table.plans if ":3:" in one.config] == ["Gelu+Transpose+:3:-1"]
+
+
+def test_what_the_forward_returns_stays(blocks, batch):
+    """Its caller holds it, so that a copy would save nothing."""
+    asked = {**batch, "returns_second": True}
+    ours = run(blocks, "LayerNormalization+:3:-1", asked)
+    assert_bitwise_same(ours, accumulate(blocks, [batch]))
+    (row,) = ours.table.enabled
+    assert row.applied_count == row.frequency == 4
+    assert "getitem_3" in ours.split.handed_over
+
+
+def test_row_statistics_stay(blocks, batch):
+    graph = run(blocks, "", batch).split.graph
+    (offer,) = (one for one in graph.offers if one.config == "LayerNormalization+:3:-1")
+    assert [one.stash.root.name for one in offer.occurrences] == [
+        f"getitem{end}" for end in ("", "_3", "_6", "_9", "_12")
+    ]
+    assert {one.strategy for one in graph.offers} == {Strategy.RECOMPUTE, Strategy.OFFLOAD}
+
+
+def test_several_forwards_before_their_backwards(blocks, batch):
+    """Each has its own copies, which a second backward through the same graph finds again."""
+    other = {"x": 2 * batch["x"]}
+    expected = accumulate(blocks, [batch, other, batch])
+    with_both = copy.deepcopy(blocks)
+    engine = CompileEngine(selection("Gelu+Transpose+:3:-1,LayerNormalization+:3:-1"), "aot_eager", dynamic=False)
+    engine.attach(with_both)
+    first, second = with_both(**batch).loss, with_both(**other).loss
+    first.backward(retain_graph=True)
+    second.backward()
+    first.backward()
+    assert torch.equal(first, expected[0][0]) and torch.equal(second, expected[0][1])
+    for ours, plain in zip(with_both.parameters(), expected[1].values(), strict=True):
+        torch.testing.assert_close(ours.grad, plain)
+    engine.detach()
+
+
+@pytest.fixture(scope="module")
+def transformer():
+    """With dropout, a batch for it, and its step without a plan."""
+    model, batch = CASE.build(**DROPOUT), CASE.batch(8, 32)
+    return model, batch, run(model, "", batch, seed=3)
+
+
+@pytest.mark.parametrize("plan", ["Add+:3:2,Gelu+:3:-1", "FusedMatMul+Add+Reshape+Transpose+:3:-1,Dropout+:3:-1"])
+def test_a_transformer(transformer, plan):
+    model, batch, without_plan = transformer
+    ours = run(model, plan, batch, seed=3)
+    assert_bitwise_same(ours, without_plan)
+    ours.split.check(ours.table)
+    counts = {row.config: (row.requested_count, row.applied_count) for row in ours.table.enabled}
+    if plan.startswith("Add+"):
+        # The residual streams, of which the first two in graph order, and both gelus.
+        assert counts == {"FusedMatMul+Add+Dropout+Add+:3:-1": (2, 2), "Gelu+:3:-1": (-1, 2)}
+        streams = next(one for one in ours.split.graph.offers if "Dropout+Add+:3" in one.config)
+        moved = [f"{one.stash.root.name}_on_host" in ours.split.handed_over for one in streams.occurrences]
+        assert moved == [True, True, False, False]
+    else:
+        assert all(applied for _, applied in counts.values()) and len(counts) == 2
+
+
+def test_an_id_that_has_nothing_to_move_is_refused(blocks, batch):
+    with pytest.raises(MemOptError, match=r'no plan "Softmax\+"'):
+        run(blocks, "Softmax+:3:-1", batch)
+
+
+@pytest.fixture(scope="module")
+def gpu_graphs(blocks, batch):
+    """Forward and backward that hand over five gelus, on a GPU that is not there, by how far ahead copies begin."""
+    made = {}
+
+    def insert(forward: fx.GraphModule, backward: fx.GraphModule, stashes: set[str]) -> None:
+        for ahead in (None, 0, 1, 2, 9):
+            pair = tuple(fx.GraphModule(one, copy.deepcopy(one.graph)) for one in (forward, backward))
+            for one in pair:
+                on_cuda(one)
+            if ahead is not None:
+                original(*pair, stashes, ahead)
+            made[ahead] = pair
+        original(forward, backward, stashes)
+
+    original = offload.insert
+    with mock.patch.object(graphs.offload, "insert", insert):
+        run(blocks, "Gelu+Transpose+:3:-1", batch)
+    return made
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2, 9])
+def test_on_a_gpu_copies_are_under_way_ahead_of_use(gpu_graphs, ahead):
+    forward, backward = gpu_graphs[ahead]
+    names = ["gelu", "gelu_1", "gelu_2", "gelu_3", "gelu_4"]
+    begun, ended = positions(forward, "to_host"), positions(forward, "arrived")
+    assert sorted(begun, key=begun.__getitem__) == names == sorted(ended, key=ended.__getitem__)
+    for index, name in enumerate(names):
+        # Meanwhile the forward computes, and the copies of this many other stashes begin.
+        later = [other for other in names[index + 1 :] if begun[other] < ended[name]]
+        assert later == names[index + 1 : index + 1 + ahead]
+    begun, ended = positions(backward, "fetch"), positions(backward, "arrived")
+    needed = names[::-1]
+    assert sorted(ended, key=ended.__getitem__) == needed
+    for index, name in enumerate(needed):
+        later = [other for other in needed[index + 1 :] if begun[other] < ended[name]]
+        assert begun[name] < ended[name] and later == needed[index + 1 : index + 1 + ahead]
+    nodes = list(backward.graph.nodes)
+    for name, at in ended.items():
+        # Nothing reads a copy before it has arrived, and it arrives where it is read first.
+        assert [user.name for user in nodes[begun[name]].users] == [nodes[at].name]
+        first = min(nodes.index(user) for user in nodes[at].users)
+        assert all(nodes[i].name.startswith(("fetch", "arrived")) for i in range(at + 1, first))
+
+
+def test_host_copies_take_nothing_of_a_gpu(gpu_graphs):
+    stash = ROWS * HIDDEN * 4
+    kept = predict(*gpu_graphs[None], 1, {})
+    for ahead in (0, 1, 2, 9):
+        moved = predict(*gpu_graphs[ahead], 1, {})
+        assert moved.stashed == kept.stashed - 5 * stash
+        assert moved.peak <= kept.peak
+        assert moved.backward.end == kept.backward.end
+    # Copies that are under way hold memory: the further ahead, the more.
+    peaks = [predict(*gpu_graphs[ahead], 1, {}).forward.peak.held for ahead in (0, 1, 2, 9)]
+    assert peaks == sorted(peaks) and peaks[0] < peaks[-1]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_on_a_gpu(compiler):
+    case = ZOO["roberta-mlm"]
+    model = case.build(hidden_size=256, intermediate_size=1024, num_hidden_layers=6).cuda()
+    batch = {name: tensor.cuda() for name, tensor in case.batch(32, 60).items()}
+    plan = "Gelu+:3:-1,FusedMatMul+Add+:1:-1,LayerNormalization+:3:-1"
+    expected, ours = run(model, "Gelu+:1:0", batch, compiler=compiler), run(model, plan, batch, compiler=compiler)
+    torch.testing.assert_close(ours.losses, expected.losses)
+    for name, gradient in expected.gradients.items():
+        torch.testing.assert_close(ours.gradients[name], gradient, rtol=1e-4, atol=1e-6)
+    assert ours.split.graph.prediction.stashed < expected.split.graph.prediction.stashed
+    assert not offload._under_way
