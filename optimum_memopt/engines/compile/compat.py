@@ -7,7 +7,7 @@ file is named.
 import contextlib
 import shutil
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import sympy
@@ -17,13 +17,16 @@ from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch._functorch import config as functorch_config
 from torch._functorch import partitioners
+from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental import _config as symbolic_config
 from torch.fx.experimental.proxy_tensor import py_sym_types
 
 __all__ = ["CustomPartitionerFn", "FailOnRecompileLimitHit", "SymbolicNumber"]
 
 SymbolicNumber = py_sym_types
+_RECOMPILES = 32
 
 
 def is_tangent(node: fx.Node) -> bool:
@@ -44,6 +47,17 @@ def is_random(node: fx.Node) -> bool:
     """
     name = getattr(node.target, "_opname", "")
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) or name == "inductor_lookup_seed"
+
+
+def mutated_inputs(graph: fx.Graph) -> frozenset[fx.Node]:
+    """Inputs that the forward writes to, as running statistics: after it their former values are gone.
+
+    AOTAutograd writes them back outside of the graph; what an output is for is in its descriptor
+    (`torch/_functorch/_aot_autograd/descriptors.py`).
+    """
+    (output,) = graph.find_nodes(op="output")
+    written = {one.mutated_input for one in output.meta["desc"] if isinstance(one, InputMutationAOTOutput)}
+    return frozenset(node for node in graph.find_nodes(op="placeholder") if node.meta.get("desc") in written)
 
 
 def extract(
@@ -110,13 +124,19 @@ def changes() -> tuple[contextlib.AbstractContextManager, ...]:
       twice for it, with operators that belong to no module (`torch/fx/passes/_tensorify_python_scalars.py`). A number
       that changes from step to step has to be a tensor.
     - `fail_on_recompile_limit_hit`: torch would go on without the plan, in a log that nobody reads.
+    - `recompile_limit`: 8 by default, too few for a model that is compiled for each padded length.
     - `enable_autograd_cache`: a cached joint graph never comes by the partitioner, so there would be no table.
 
     Left alone is `backed_size_oblivious`, which would spare the recompile for a batch of one row: with torch 2.13,
     gradients of such a batch came out wrong (RoBERTa), and others not bitwise those of PyTorch (GPT-2).
     """
     return (
-        torch._dynamo.config.patch(optimize_ddp=False, fail_on_recompile_limit_hit=True, specialize_float=True),
+        torch._dynamo.config.patch(
+            optimize_ddp=False,
+            fail_on_recompile_limit_hit=True,
+            recompile_limit=max(_RECOMPILES, torch._dynamo.config.recompile_limit),
+            specialize_float=True,
+        ),
         symbolic_config.patch(use_duck_shape=False),
         functorch_config.patch(enable_autograd_cache=False),
     )
@@ -164,6 +184,20 @@ class Watch:
 
 def _first_line(text: str) -> str:
     return text.strip().split("\n")[0].split("  #")[0].strip()
+
+
+def fake_tensors() -> contextlib.AbstractContextManager:
+    """Within it tensors have shapes, devices and no data (`torch/_subclasses/fake_tensor.py`)."""
+    return FakeTensorMode()
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, FakeTensor)
+
+
+def mark_static(tensor: torch.Tensor, dims: Iterable[int]) -> None:
+    """These sizes are constants of the compiled graph; another one compiles anew (`torch/_dynamo/decorators.py`)."""
+    torch._dynamo.mark_static(tensor, list(dims))
 
 
 def symbol_sources() -> dict[sympy.Symbol, list[str]]:

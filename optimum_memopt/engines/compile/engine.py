@@ -135,8 +135,8 @@ class CompileEngine:
             reasons = "; ".join(sorted(self._said))
             self._forget()
             raise MemOptError(
-                f"torch has compiled {type(self._model).__name__} anew as often as it will ({reasons}); give it "
-                "inputs of one kind, or raise torch._dynamo.config.recompile_limit"
+                f"torch has compiled {type(self._model).__name__} anew as often as it will ({reasons}); pad "
+                "batches to fewer lengths (pad_to_multiple_of), or raise torch._dynamo.config.recompile_limit"
             ) from error
         except BaseException:
             # Graphs of a forward that did not come to its end are no part of the next one's table.
@@ -161,11 +161,12 @@ class CompileEngine:
         """The first forward's graphs are the table; later ones were compiled for inputs of another kind."""
         offers = [offer for graph in graphs for offer in graph.offers]
         asked = Matches()
+        rebuilt = self._table is not None
         if self._selection.config is not None:
-            asked = matches(self._selection.config, offers, self._selection.strict)
+            # A batch of one row may not have every plan (nothing to repeat), which is no mistake of the user.
+            asked = matches(self._selection.config, offers, self._selection.strict and not rebuilt)
         for remark in asked.remarks:
             get_logger().warning(remark)
-        rebuilt = self._table is not None
         is_encoder_decoder = bool(getattr(getattr(self._model, "config", None), "is_encoder_decoder", False))
         if not rebuilt:
             self._forecast = Forecast(self._model, graphs, inputs, self._resident, is_encoder_decoder)

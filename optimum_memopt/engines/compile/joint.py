@@ -118,6 +118,18 @@ class Joint:
         return tuple(n for n in self.nodes if n.op == "placeholder" and n not in self.backward)
 
     @cached_property
+    def mutated_inputs(self) -> frozenset[fx.Node]:
+        return compat.mutated_inputs(self.module.graph)
+
+    def runs_once(self, node: fx.Node) -> bool:
+        """Whether running this again would give something else: it draws random numbers, or reads an input that has
+        another value since (running statistics)."""
+        if node.target is operator.getitem:
+            node = node.args[0]
+        reads = (root(one) for one in node.all_input_nodes)
+        return compat.is_random(node) or any(one in self.mutated_inputs for one in reads)
+
+    @cached_property
     def forward(self) -> tuple[fx.Node, ...]:
         """Operators of the forward, in the order of execution."""
         return tuple(n for n in self.nodes if n.op in ("call_function", "get_attr") and n not in self.backward)

@@ -6,7 +6,7 @@ from torch import fx
 
 from . import compat
 from .joint import Joint, is_number, is_tensor
-from .stashes import Stash, draws
+from .stashes import Stash
 
 
 def kept(
@@ -29,7 +29,7 @@ def kept(
         if node in seen or node.op == "placeholder" or is_number(node):
             continue
         seen.add(node)
-        if node in stay or (is_tensor(node) and draws(node)):
+        if node in stay or (is_tensor(node) and joint.runs_once(node)):
             saved.add(node)
         else:
             todo.extend(node.all_input_nodes)

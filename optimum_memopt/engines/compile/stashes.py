@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import sympy
 from torch import fx
 
-from . import compat
 from .joint import Joint, is_number, is_tensor, is_view, root, storage_bytes
 
 # Lists of layers are called one of these in transformers and timm (`albert_layers` too); the first in a path is the
@@ -37,6 +36,13 @@ def module_path(node: fx.Node) -> str:
     """Where in the module tree the operator was called: `roberta.encoder.layer.0.intermediate.dense`."""
     stack = _module_stack(node)
     return stack[-1][1] if stack else ""
+
+
+def module_class(node: fx.Node) -> str:
+    """The name of the class of the innermost module in which the operator was called: `Linear`."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    _, kind = next(reversed(stack.values()), ("", ""))
+    return kind.rpartition(".")[2] if isinstance(kind, str) else kind.__name__
 
 
 def layer_of(node: fx.Node) -> str:
@@ -122,11 +128,6 @@ def is_statistic(node: fx.Node) -> bool:
     return is_tensor(node) and operator_name(node) in _STATISTICS
 
 
-def draws(node: fx.Node) -> bool:
-    """Whether running this again would draw other random numbers."""
-    return compat.is_random(node.args[0] if is_output(node) else node)
-
-
 @dataclass(frozen=True, eq=False)
 class Subgraph:
     """What makes a stash again.
@@ -171,7 +172,7 @@ def subgraph(joint: Joint, stash: Stash, available: Collection[fx.Node]) -> Subg
     Args:
         available: roots of stashes that stay.
     """
-    if draws(stash.root) or is_statistic(stash.root):
+    if joint.runs_once(stash.root) or is_statistic(stash.root):
         return None
     nodes, reads, keeps = {stash.root}, {}, {}
     todo = [stash.root]
@@ -184,7 +185,7 @@ def subgraph(joint: Joint, stash: Stash, available: Collection[fx.Node]) -> Subg
                 reads[made] = None
                 if node is made:
                     continue
-            elif draws(node):
+            elif joint.runs_once(node):
                 keeps[node] = None
                 continue
             nodes.add(node)

@@ -1,0 +1,111 @@
+"""Forwards that torch would split, or compile for minutes, are one graph, and nothing stays changed."""
+
+import pytest
+import torch
+from transformers import (
+    DebertaConfig,
+    DebertaForSequenceClassification,
+    SwinConfig,
+    SwinForImageClassification,
+)
+from transformers.models.deberta import modeling_deberta
+
+from optimum_memopt import optimize
+from tests.gradients import assert_bitwise_same_step
+from tests.trainer_runs import log_lines
+
+ENGINE = {"memory_opt_engine": "compile", "memory_opt_compiler": "aot_eager", "memory_opt_level": 1}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def two_of(kind, config):
+    torch.manual_seed(0)
+    model = kind(config).train()
+    plain = kind(config).train()
+    plain.load_state_dict(model.state_dict())
+    return model, plain
+
+
+def deberta():
+    config = DebertaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+        max_position_embeddings=32,
+        relative_attention=True,
+        pos_att_type=["c2p", "p2c"],
+        **NO_DROPOUT,
+    )
+    return two_of(DebertaForSequenceClassification, config)
+
+
+def rows(size, length):
+    ids = torch.randint(5, 64, (size, length))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.arange(size) % 2}
+
+
+def images(size):
+    return {"pixel_values": torch.randn(size, 3, 32, 32), "labels": torch.arange(size) % 2}
+
+
+def test_the_first_deberta_is_one_graph_for_all_sizes():
+    model, plain = deberta()
+    theirs = modeling_deberta.compute_attention_span
+    engine = optimize(model, **ENGINE)
+    with log_lines() as lines:
+        assert_bitwise_same_step(model, plain, rows(3, 12), rows(2, 9))
+    assert not any("graph" in line for line in lines), lines
+    assert len(engine.plans().enabled) > 5
+    assert modeling_deberta.compute_attention_span is theirs
+
+
+def test_an_error_in_the_forward_leaves_transformers_as_it_was():
+    model, _ = deberta()
+    theirs = modeling_deberta.compute_attention_span
+    optimize(model, **ENGINE)
+    with pytest.raises(RuntimeError, match="must match the size"):
+        model(**{**rows(3, 12), "attention_mask": torch.ones(3, 12, 12, 12, 12)})
+    assert modeling_deberta.compute_attention_span is theirs
+    model(**rows(3, 12)).loss.backward()
+
+
+def test_only_the_batch_size_of_images_is_a_symbol():
+    config = SwinConfig(image_size=32, patch_size=4, embed_dim=16, depths=[1, 1], num_heads=[2, 2], window_size=4)
+    config.drop_path_rate = 0.0
+    model, plain = two_of(SwinForImageClassification, config)
+    engine = optimize(model, **ENGINE)
+    with log_lines() as lines:
+        assert_bitwise_same_step(model, plain, images(3), images(2))
+    assert not any("compiled a new" in line for line in lines), lines
+    assert list(engine.plans().symbols) == ["inputs_pixel_values_dim0"]
+
+
+class Normalized(torch.nn.Module):
+    """Layers with batch normalization, whose running statistics each forward changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.GELU()) for _ in range(2)
+        )
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return {"loss": x.square().sum()}
+
+
+def test_what_reads_running_statistics_is_not_made_again():
+    torch.manual_seed(0)
+    model, plain = Normalized().train(), Normalized().train()
+    plain.load_state_dict(model.state_dict())
+    engine = optimize(model, **{**ENGINE, "memory_opt_level": 2})
+    for size in (5, 4):
+        x = torch.randn(size, 8)
+        for one in (model, plain):
+            one(x=x)["loss"].backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), plain.buffers(), strict=True))
+    assert engine.plans().plans, "nothing was planned"
