@@ -16,7 +16,7 @@ from optimum_memopt.engines.base import Selection
 from optimum_memopt.engines.compile import engine as compile_engine
 from optimum_memopt.engines.compile.engine import CompileEngine
 from optimum_memopt.engines.compile.graphs import Graph
-from optimum_memopt.plans.grammar import Strategy, parse
+from optimum_memopt.plans.grammar import ALL, Strategy, parse
 from optimum_memopt.plans.table import PlanTable
 
 DROPOUT = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
@@ -43,8 +43,15 @@ class Split:
     def run_in_backward(self) -> set[str]:
         return {node.name for node in self.backward.graph.nodes if node.op == "call_function"}
 
+    def request(self, root: str, strategy: Strategy, count: int = ALL) -> str:
+        """The config of the row that this operator's result is an occurrence of."""
+        for offer in self.graph.offers:
+            if offer.strategy is strategy and any(one.stash.root.name == root for one in offer.occurrences):
+                return f"{offer.cluster_id}:{int(strategy)}:{count}"
+        raise LookupError(f"no row with strategy {strategy} has {root}")
+
     def check(self, table: PlanTable) -> None:
-        """What the table says is made again, or waits on the host, is; all else in its rows is handed over as it is."""
+        """What the table says is made again, or waits on the host, is; all else is handed over as it is."""
         again, moved = Counter(), Counter()
         for offer in self.graph.offers:
             for occurrence in offer.occurrences:

@@ -17,7 +17,7 @@ from optimum_memopt.engines.compile.joint import is_tensor, value
 from optimum_memopt.engines.compile.liveness import predict
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.plans.grammar import Strategy
-from tests.engines.compile.compiled import DROPOUT, assert_bitwise_same, run, selection
+from tests.engines.compile.compiled import DROPOUT, Run, assert_bitwise_same, run, selection
 
 HIDDEN = 64
 ROWS = 32
@@ -84,6 +84,22 @@ def batch() -> dict[str, torch.Tensor]:
     return {"x": torch.randn(ROWS, HIDDEN, generator=torch.Generator().manual_seed(1))}
 
 
+@pytest.fixture(scope="module")
+def plain(blocks, batch) -> Run:
+    """The blocks' step without a plan."""
+    return run(blocks, "", batch)
+
+
+@pytest.fixture(scope="module")
+def gelus(plain) -> str:
+    return plain.split.request("gelu", Strategy.OFFLOAD)
+
+
+@pytest.fixture(scope="module")
+def norms(plain) -> str:
+    return plain.split.request("getitem", Strategy.OFFLOAD)
+
+
 @pytest.mark.parametrize("strides", [(6, 1), (1, 3), (9, 2)], ids=["dense", "transposed", "gaps"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64])
 def test_copies_are_the_tensors(strides, dtype):
@@ -98,22 +114,21 @@ def test_copies_are_the_tensors(strides, dtype):
     assert torch.ops.optimum_memopt.arrived(back, host).data_ptr() == back.data_ptr()
 
 
-def test_stashes_wait_on_the_host(blocks, batch):
+def test_stashes_wait_on_the_host(blocks, batch, plain, gelus):
     """Roots of views, and outputs of operators that have several, beside stashes that are made again from others."""
-    plan = "Gelu+Transpose+:3:-1,LayerNormalization+:3:2,Reshape+:1:3"
-    expected = accumulate(blocks, [batch])
-    ours = run(blocks, plan, batch)
-    assert_bitwise_same(ours, expected)
+    norms = plain.split.request("getitem", Strategy.OFFLOAD, 2)
+    reshapes = plain.split.request("clone", Strategy.RECOMPUTE, 3)
+    ours = run(blocks, f"{gelus},{norms},{reshapes}", batch)
+    assert_bitwise_same(ours, accumulate(blocks, [batch]))
     ours.split.check(ours.table)
-    gelus = {"gelu", "gelu_1", "gelu_2", "gelu_3", "gelu_4"}
-    moved = gelus | {"getitem", "getitem_3"}
+    moved = {"gelu", "gelu_1", "gelu_2", "gelu_3", "gelu_4", "getitem", "getitem_3"}
     assert {name for name in ours.split.handed_over if name.endswith("_on_host")} == {
         f"{one}_on_host" for one in moved
     }
     assert not moved & ours.split.handed_over
     # What is made again reads what has come back.
     assert {"clone", "clone_1", "clone_2"} < ours.split.run_in_backward
-    assert not gelus & ours.split.run_in_backward
+    assert not moved & ours.split.run_in_backward
     for module, copies in ((ours.split.forward, "to_host"), (ours.split.backward, "fetch")):
         assert positions(module, copies).keys() == positions(module, "arrived").keys() == moved
     # On the CPU each copy takes the place of its stash at once.
@@ -123,41 +138,41 @@ def test_stashes_wait_on_the_host(blocks, batch):
     assert all(at == fetches[name] + 1 for name, at in positions(ours.split.backward, "arrived").items())
 
 
-def test_the_table_says_that_a_cpu_saves_nothing(blocks, batch):
-    table = run(blocks, "Gelu+Transpose+:3:4", batch).table
+def test_the_table_says_that_a_cpu_saves_nothing(blocks, batch, plain, gelus):
+    table = run(blocks, plain.split.request("gelu", Strategy.OFFLOAD, 4), batch).table
     (row,) = table.enabled
-    assert (row.config, row.frequency, row.requested_count, row.applied_count) == ("Gelu+Transpose+:3:-1", 5, 4, 4)
+    assert (row.config, row.frequency, row.requested_count, row.applied_count) == (gelus, 5, 4, 4)
     assert row.saving_bytes == row.applied_saving_bytes == table.claimed_saving_bytes == 0
     assert "offload; saves nothing on the CPU" in row.note
     # What can be made again is not offered a second time, unless it is asked for.
-    assert [one.config for one in table.plans if ":3:" in one.config] == ["Gelu+Transpose+:3:-1"]
+    assert [one.config for one in table.plans if ":3:" in one.config] == [gelus]
 
 
-def test_what_the_forward_returns_stays(blocks, batch):
+def test_what_the_forward_returns_stays(blocks, batch, norms):
     """Its caller holds it, so that a copy would save nothing."""
     asked = {**batch, "returns_second": True}
-    ours = run(blocks, "LayerNormalization+:3:-1", asked)
+    ours = run(blocks, norms, asked)
     assert_bitwise_same(ours, accumulate(blocks, [batch]))
     (row,) = ours.table.enabled
     assert row.applied_count == row.frequency == 4
     assert "getitem_3" in ours.split.handed_over
 
 
-def test_row_statistics_stay(blocks, batch):
-    graph = run(blocks, "", batch).split.graph
-    (offer,) = (one for one in graph.offers if one.config == "LayerNormalization+:3:-1")
+def test_row_statistics_stay(plain, norms):
+    graph = plain.split.graph
+    (offer,) = (one for one in graph.offers if one.config == norms)
     assert [one.stash.root.name for one in offer.occurrences] == [
         f"getitem{end}" for end in ("", "_3", "_6", "_9", "_12")
     ]
     assert {one.strategy for one in graph.offers} == {Strategy.RECOMPUTE, Strategy.OFFLOAD}
 
 
-def test_several_forwards_before_their_backwards(blocks, batch):
+def test_several_forwards_before_their_backwards(blocks, batch, gelus, norms):
     """Each has its own copies, which a second backward through the same graph finds again."""
     other = {"x": 2 * batch["x"]}
     expected = accumulate(blocks, [batch, other, batch])
     with_both = copy.deepcopy(blocks)
-    engine = CompileEngine(selection("Gelu+Transpose+:3:-1,LayerNormalization+:3:-1"), "aot_eager", dynamic=False)
+    engine = CompileEngine(selection(f"{gelus},{norms}"), "aot_eager", dynamic=False)
     engine.attach(with_both)
     first, second = with_both(**batch).loss, with_both(**other).loss
     first.backward(retain_graph=True)
@@ -199,7 +214,7 @@ def test_an_id_that_has_nothing_to_move_is_refused(blocks, batch):
 
 
 @pytest.fixture(scope="module")
-def gpu_graphs(blocks, batch):
+def gpu_graphs(blocks, batch, gelus):
     """Forward and backward that hand over five gelus, on a GPU that is not there, by how far ahead copies begin."""
     made = {}
 
@@ -215,7 +230,7 @@ def gpu_graphs(blocks, batch):
 
     original = offload.insert
     with mock.patch.object(graphs.offload, "insert", insert):
-        run(blocks, "Gelu+Transpose+:3:-1", batch)
+        run(blocks, gelus, batch)
     return made
 
 
