@@ -160,23 +160,30 @@ class CompileEngine:
     def _show(self, graphs: list[Graph], watch: compat.Watch, inputs: dict[str, Any]) -> None:
         """The first forward's graphs are the table; later ones were compiled for inputs of another kind."""
         offers = [offer for graph in graphs for offer in graph.offers]
+        again = self._table is not None
         asked = Matches()
-        rebuilt = self._table is not None
         if self._selection.config is not None:
             # A batch of one row may not have every plan (nothing to repeat), which is no mistake of the user.
-            asked = matches(self._selection.config, offers, self._selection.strict and not rebuilt)
-        for remark in asked.remarks:
-            get_logger().warning(remark)
-        is_encoder_decoder = bool(getattr(getattr(self._model, "config", None), "is_encoder_decoder", False))
-        if not rebuilt:
-            self._forecast = Forecast(self._model, graphs, inputs, self._resident, is_encoder_decoder)
-        self._table = to_table(graphs, self._selection, asked, self._header(graphs), is_encoder_decoder)
-        if rebuilt:
+            asked = matches(self._selection.config, offers, self._selection.strict and not again)
+        if again:
             for reason in dict.fromkeys(watch.recompiles()):
                 self._say(f"torch compiled a new training graph, since no longer: {reason}")
-        elif len(graphs) > 1:
+            for remark in asked.remarks:
+                self._say(f"in the new graph: {remark}")
+            return
+        for remark in asked.remarks:
+            get_logger().warning(remark)
+        if len(graphs) > 1:
             reasons = "; ".join(watch.graph_breaks())
             self._say(f"the training forward is in {len(graphs)} graphs, planned together: {reasons}")
+        is_encoder_decoder = bool(getattr(getattr(self._model, "config", None), "is_encoder_decoder", False))
+        self._forecast = Forecast(self._model, graphs, inputs, self._resident, is_encoder_decoder)
+        self._table = to_table(graphs, self._selection, asked, self._header(graphs), is_encoder_decoder)
+        if self._selection.level and not self._table.enabled:
+            get_logger().warning(
+                f"--memory_opt_level {self._selection.level}: nothing in a layer of {type(self._model).__name__} can be "
+                "made again from what goes into the layer; take plans by name"
+            )
 
     def _show_nothing(self, watch: compat.Watch) -> None:
         reasons = "; ".join(watch.graph_breaks()) or "nothing in it can be trained"
