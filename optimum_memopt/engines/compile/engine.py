@@ -181,8 +181,8 @@ class CompileEngine:
         self._table = to_table(graphs, self._selection, asked, self._header(graphs), is_encoder_decoder)
         if self._selection.level and not self._table.enabled:
             get_logger().warning(
-                f"--memory_opt_level {self._selection.level}: nothing in a layer of {type(self._model).__name__} can be "
-                "made again from what goes into the layer; take plans by name"
+                f"--memory_opt_level {self._selection.level}: nothing in a layer of {type(self._model).__name__} can "
+                "be made again from what goes into the layer; take plans by name"
             )
 
     def _show_nothing(self, watch: compat.Watch) -> None:
