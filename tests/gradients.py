@@ -48,3 +48,16 @@ def assert_same_step(ours: torch.nn.Module, plain: torch.nn.Module, *batches: Ba
     (our_losses, our_gradients), (losses, gradients) = accumulate(ours, batches), accumulate(plain, batches)
     torch.testing.assert_close(our_losses, losses, rtol=TOLERANCE, atol=0)
     assert wrong_gradients(our_gradients, gradients) == {}
+
+
+def assert_bitwise_same_step(ours: torch.nn.Module, plain: torch.nn.Module, *batches: Batch) -> None:
+    """One accumulated step over the batches gives both the same losses and gradients to the last bit."""
+    (our_losses, our_gradients), (losses, gradients) = accumulate(ours, batches), accumulate(plain, batches)
+    assert torch.equal(our_losses, losses)
+    differ = [
+        name
+        for name, expected in gradients.items()
+        if (our_gradients[name] is None) != (expected is None)
+        or (expected is not None and not torch.equal(our_gradients[name], expected))
+    ]
+    assert differ == []

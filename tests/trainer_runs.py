@@ -61,7 +61,9 @@ def arguments(kind: type[TrainingArguments], folder: Path | str, **changes: Any)
         "adam_epsilon": 1e-3,
     }
     if kind is MemOptTrainingArguments:
-        defaults |= {"ort_fallback": False, "memory_opt_engine": "ort"}
+        defaults |= {"memory_opt_engine": "ort"}
+        if changes.get("memory_opt_engine", "ort") != "compile":
+            defaults |= {"ort_fallback": False}
     return kind(str(folder), **{**defaults, **changes})
 
 
