@@ -178,7 +178,7 @@ def test_data_without_lengths_are_refused():
         ({"train_sampling_strategy": "sequential"}, "with the sampling strategy sequential"),
         ({"train_dataset": Stream()}, "with a Stream"),
     ],
-    ids=str,
+    ids=lambda value: ", ".join(value) if isinstance(value, dict) else value,
 )
 def test_refused_when_the_trainer_is_made(tmp_path, changes, message):
     with pytest.raises(MemOptError) as caught:
