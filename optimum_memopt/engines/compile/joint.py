@@ -61,6 +61,9 @@ def symbolic(number: int | torch.SymInt) -> sympy.Expr:
 def storage_bytes(node: fx.Node) -> sympy.Expr:
     """Bytes of the storage of a root, gaps between strides included."""
     tensor = value(node)
+    if getattr(node.target, "_opname", "") == "copy":
+        # Made as large as the storage of what it is copied over, of which it may be a part.
+        return symbolic(tensor.untyped_storage().nbytes())
     elements = sympy.Integer(1)
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         elements += (symbolic(size) - 1) * symbolic(stride)

@@ -1,0 +1,145 @@
+"""Joint graphs of real models as the engine's backend gets them, and what the engine makes of them."""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from optimum_memopt.engines.compile import compat, graphs
+from optimum_memopt.engines.compile.backend import Backend, configured
+from optimum_memopt.engines.compile.graphs import Graph
+from optimum_memopt.engines.compile.joint import Joint, symbolic, value
+from optimum_memopt.engines.compile.offers import Offer, find_offers
+from optimum_memopt.engines.compile.stashes import Stash, find_stashes, operator_name
+from tests.engines.compile.compiled import selection
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The two halves of a graph under a selection."""
+
+    graph: Graph
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    num_fwd_outputs: int
+
+    @cached_property
+    def order(self) -> dict[str, int]:
+        """Where each node of the backward stands, by name."""
+        return {node.name: index for index, node in enumerate(self.backward.graph.nodes)}
+
+    @property
+    def handed_over(self) -> list[fx.Node]:
+        """What the forward gives the backward beside its inputs, in order."""
+        (output,) = self.forward.graph.find_nodes(op="output")
+        rest = output.args[0][self.num_fwd_outputs :]
+        return [node for node in rest if isinstance(node, fx.Node) and node.op != "placeholder"]
+
+    @property
+    def operators_of_backward(self) -> list[str]:
+        return [operator_name(node) for node in self.backward.graph.nodes if node.op == "call_function"]
+
+    def made_again(self, joint: Joint) -> list[str]:
+        """Names of the forward's operators that the backward runs again, in its order."""
+        forward = {node.name for node in joint.forward}
+        nodes = self.backward.graph.nodes
+        return [node.name for node in nodes if node.op == "call_function" and node.name in forward]
+
+
+class Executed(fx.Interpreter):
+    """Runs a joint graph on real tensors of ones, and keeps what every node made.
+
+    Attributes:
+        made: by node; nothing is freed, so that no two share an address by accident.
+    """
+
+    def __init__(self, joint: Joint, sizes: Mapping[sympy.Symbol, int]) -> None:
+        super().__init__(joint.module, garbage_collect_values=False)
+        self.made: dict[fx.Node, Any] = {}
+        given = [value(node) for node in joint.nodes if node.op == "placeholder"]
+        # Inside AOTAutograd's graphs the inputs are detached.
+        with torch.no_grad():
+            self.run(*(_real(one, sizes) for one in given), enable_io_processing=False)
+
+    def run_node(self, node: fx.Node) -> Any:
+        self.made[node] = super().run_node(node)
+        return self.made[node]
+
+
+def _real(given: Any, sizes: Mapping[sympy.Symbol, int]) -> Any:
+    if not isinstance(given, torch.Tensor):
+        return int(symbolic(given).subs(sizes))
+    shape, strides = ([int(symbolic(one).subs(sizes)) for one in many] for many in (given.shape, given.stride()))
+    return torch.empty_strided(shape, strides, dtype=given.dtype).fill_(1)
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A joint graph before anything was done to it."""
+
+    module: fx.GraphModule
+    inputs: Any
+    num_fwd_outputs: int
+    others: dict[str, Any]
+    names: Mapping[sympy.Symbol, str]
+
+    @cached_property
+    def joint(self) -> Joint:
+        """As the engine looks at it; not to be changed."""
+        module = self._copy()
+        module.graph.eliminate_dead_code()
+        compat.remove_copies(module.graph)
+        return Joint(module, self.num_fwd_outputs)
+
+    @cached_property
+    def stashes(self) -> tuple[Stash, ...]:
+        return find_stashes(self.joint)
+
+    @cached_property
+    def sizes(self) -> dict[sympy.Symbol, int]:
+        return graphs.first_sizes(self.joint)
+
+    @cached_property
+    def offers(self) -> tuple[Offer, ...]:
+        return find_offers(self.joint, self.stashes, self.sizes)
+
+    @property
+    def configs(self) -> dict[str, int]:
+        """Each row and how often it occurs."""
+        return {offer.config: len(offer.occurrences) for offer in self.offers}
+
+    def split(self, asked: str = "") -> Parts:
+        """Under a config, `level 1` or nothing."""
+        others = (self.inputs, self.num_fwd_outputs, self.others)
+        graph, modules = graphs.split(self._copy(), *others, selection(asked), ())
+        # Names come from the tracer, which is gone.
+        return Parts(dataclasses.replace(graph, names=self.names), *modules, self.num_fwd_outputs)
+
+    def _copy(self) -> fx.GraphModule:
+        return fx.GraphModule(self.module, copy.deepcopy(self.module.graph))
+
+
+def capture(function: Callable[..., Any], *args: Any, dynamic: bool = True, **kwargs: Any) -> Captured:
+    """The joint graph of one call; a function with several graphs is an error."""
+    found = []
+
+    def record(
+        module: fx.GraphModule, inputs: Any, num_fwd_outputs: int, others: dict[str, Any]
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        names = graphs.symbol_names(compat.symbol_sources())
+        untouched = fx.GraphModule(module, copy.deepcopy(module.graph))
+        found.append(Captured(untouched, inputs, num_fwd_outputs, others, names))
+        return compat.default_partition(module, inputs, num_fwd_outputs=num_fwd_outputs, **others)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(compat.with_own_code(function), backend=Backend("aot_eager", record, ""), dynamic=dynamic)
+    with configured():
+        compiled(*args, **kwargs)
+    (one,) = found
+    return one

@@ -1,0 +1,33 @@
+"""Joint graphs that several files look at, traced once each."""
+
+import pytest
+from model_zoo import ZOO
+
+from tests.engines.compile.captured import Captured, capture
+from tests.engines.compile.compiled import DROPOUT, GPT2_DROPOUT
+
+
+def _of(name: str, **changes: object) -> Captured:
+    case = ZOO[name]
+    return capture(case.build(**changes).forward, **case.batch())
+
+
+@pytest.fixture(scope="session")
+def roberta() -> Captured:
+    """Two layers, dropout everywhere."""
+    return _of("roberta-classification", **DROPOUT)
+
+
+@pytest.fixture(scope="session")
+def gpt2() -> Captured:
+    case = ZOO["gpt2"]
+    model = case.build(**GPT2_DROPOUT, use_cache=False)
+    # Without a name of its loss it warns, in a second graph (see `wholes`).
+    model.loss_type = "ForCausalLM"
+    return capture(model.forward, **case.batch())
+
+
+@pytest.fixture(scope="session")
+def albert() -> Captured:
+    """One layer that is called twice."""
+    return _of("albert-mlm")
