@@ -1,5 +1,6 @@
 """Trains a model through torch.compile in place, with plans in ONNX Runtime's grammar applied by a partitioner."""
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -122,7 +123,10 @@ class CompileEngine:
 
     def _train_forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._compiled is None:
-            backend = Backend(self._compiler, self._split, str(self._selection))
+            # torch keeps each backend until the process ends (`torch/_dynamo/eval_frame.py`, `cached_backends`, 2.13);
+            # it must not keep the model with it.
+            split_of = weakref.WeakMethod(self._split)
+            backend = Backend(self._compiler, lambda *joint: split_of()(*joint), str(self._selection))
             forward = compat.with_own_code(self._dispatcher.plain_forward)
             self._compiled = torch.compile(forward, backend=backend, dynamic=self._dynamic)
             self._wholes = Wholes(self._model)
@@ -197,7 +201,11 @@ class CompileEngine:
             get_logger().info(line)
 
     def _header(self, graphs: list[Graph]) -> tuple[str, ...]:
-        asked = f"config {self._selection.config}" if self._selection.config else f"level {self._selection.level}"
+        asked = "no plan: torch's own partition"
+        if self._selection.config is not None:
+            asked = f"config {self._selection.config}"
+        elif self._selection.level:
+            asked = f"level {self._selection.level}"
         device = next(self._model.parameters()).device.type
         predicted = sum(graph.prediction.stashed for graph in graphs)
         pieces = f", in {len(graphs)} graphs" if len(graphs) > 1 else ""
