@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 import weakref
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from optimum_memopt import MemOptError, MemOptTrainer, MemOptTrainingArguments, attach, optimize, run_summary
-from optimum_memopt.engines.base import engine_of
+from optimum_memopt.engines.base import ENGINES, engine_of
 from tests.model_zoo import ZOO
 from tests.trainer_runs import ROWS, arguments, build, collate, distance, log_lines, make, rows, tables, weights
 
@@ -19,7 +20,20 @@ CONFIGS = {
     "gpt2": "FastGelu+Reshape+:1:-1",
     "t5": "SimplifiedLayerNormalization+:1:-1",
 }
+# What `test_matrix.py` has not seen of the compile engine, which takes seconds for each model and plan.
+UNDER_PLANS = [
+    *itertools.product(["ort"], MODELS, ["none", "config", 1, 2]),
+    ("compile", "roberta-classification", "config"),
+    ("compile", "gpt2", "none"),
+    ("compile", "gpt2", 2),
+    ("compile", "t5", 1),
+]
 CLOSE = 1e-5
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request):
+    return request.param
 
 
 @pytest.fixture(scope="module")
@@ -40,22 +54,22 @@ def plain_weights(tmp_path_factory):
     return final
 
 
-@pytest.mark.parametrize("plan", ["none", "config", 1, 2])
-@pytest.mark.parametrize("name", MODELS)
-def test_the_same_weights_under_every_plan(tmp_path, plain_weights, name, plan):
-    asked = {"config": {"memory_opt_config": CONFIGS[name]}, "none": {}}.get(plan, {"memory_opt_level": plan})
-    trainer = make(tmp_path, name, **asked)
+@pytest.mark.parametrize("engine, name, plan", UNDER_PLANS)
+def test_the_same_weights_under_every_plan(tmp_path, plain_weights, engine, name, plan):
+    config = CONFIGS[name]
+    asked = {"config": {"memory_opt_config": config}, "none": {}}.get(plan, {"memory_opt_level": plan})
+    trainer = make(tmp_path, name, memory_opt_engine=engine, **asked)
     trainer.train()
     assert trainer.model is engine_model(trainer)
     on = {one.config for one in trainer.memopt.table.enabled}
-    assert {"none": not on, "config": on == {CONFIGS[name]}}.get(plan, len(on) > 2), on
+    assert {"none": not on, "config": on == {config}}.get(plan, len(on) > 2), on
     assert distance(weights(trainer.model), plain_weights(name)) < CLOSE
 
 
 def engine_model(trainer):
     """The model, if it is this trainer's engine that trained it."""
     assert engine_of(trainer.model) is trainer.memopt.engine
-    assert trainer.memopt.table.plans, "ONNX Runtime has not trained this model"
+    assert trainer.memopt.table.plans, "the engine has not trained this model"
     return trainer.model
 
 
@@ -75,10 +89,16 @@ SETUPS = {
 }
 
 
-@pytest.mark.parametrize("setup", SETUPS)
-@pytest.mark.parametrize("name", ["roberta-classification", "gpt2"])
-def test_the_same_weights_in_every_set_up(tmp_path, plain_weights, name, setup):
-    trainer = make(tmp_path, name, memory_opt_level=1, **SETUPS[setup])
+@pytest.mark.parametrize(
+    "engine, name, setup",
+    [
+        *itertools.product(["ort"], ["roberta-classification", "gpt2"], SETUPS),
+        # Those that change what a forward is given.
+        *itertools.product(["compile"], ["gpt2"], ["accumulation", "short-last", "label-smoothing", "per-row"]),
+    ],
+)
+def test_the_same_weights_in_every_set_up(tmp_path, plain_weights, engine, name, setup):
+    trainer = make(tmp_path, name, memory_opt_engine=engine, memory_opt_level=1, **SETUPS[setup])
     trainer.train()
     engine_model(trainer)
     expected = plain_weights(name, **SETUPS[setup])
@@ -124,11 +144,11 @@ def test_num_items_in_batch_reaches_the_model(tmp_path, plain_weights):
     assert distance(weights(trainer.model), plain_weights("gpt2", **changes)) < CLOSE
 
 
-def test_evaluation_and_prediction_are_the_plain_ones(tmp_path):
+def test_evaluation_and_prediction_are_the_plain_ones(tmp_path, engine):
     """Before, during and after training, through the model's own forward."""
     changes = {"eval_strategy": "steps", "eval_steps": 2}
     plain = make(tmp_path / "plain", "gpt2", plain=True, **changes)
-    ours = make(tmp_path / "ours", "gpt2", memory_opt_level=1, **changes)
+    ours = make(tmp_path / "ours", "gpt2", memory_opt_engine=engine, memory_opt_level=1, **changes)
     results = []
     for trainer in (plain, ours):
         first = trainer.evaluate()["eval_loss"]
@@ -159,8 +179,8 @@ def test_training_twice_in_a_row(tmp_path):
     engine_model(trainer)
 
 
-def test_a_detached_trainer_attaches_again(tmp_path, plain_weights):
-    trainer = make(tmp_path, "gpt2")
+def test_a_detached_trainer_attaches_again(tmp_path, plain_weights, engine):
+    trainer = make(tmp_path, "gpt2", memory_opt_engine=engine)
     trainer.train()
     trainer.memopt.detach()
     assert engine_of(trainer.model) is None
@@ -174,19 +194,20 @@ def test_a_detached_trainer_attaches_again(tmp_path, plain_weights):
 # Other ways to get an engine into a training.
 
 
-def test_attach_to_a_stock_trainer(tmp_path, plain_weights):
+def test_attach_to_a_stock_trainer(tmp_path, plain_weights, engine):
     trainer = make(tmp_path, "gpt2", plain=True)
-    attachment = attach(trainer, memory_opt_config=CONFIGS["gpt2"], ort_fallback=False)
+    config = CONFIGS["gpt2"]
+    attachment = attach(trainer, memory_opt_engine=engine, memory_opt_config=config)
     assert type(trainer) is Trainer and type(trainer.args) is TrainingArguments
     assert attachment is trainer.memopt and attachment.table is None
     with pytest.raises(MemOptError, match="this Trainer has an engine already"):
         attach(trainer, memory_opt_level=1)
     trainer.train()
     engine_model(trainer)
-    assert [plan.config for plan in attachment.table.enabled] == [CONFIGS["gpt2"]]
+    assert [plan.config for plan in attachment.table.enabled] == [config]
     assert distance(weights(trainer.model), plain_weights("gpt2")) < CLOSE
     assert attachment.measured_peak_mib > 100
-    assert f"{CONFIGS['gpt2']} (2 of 2)" in run_summary(trainer)
+    assert f"{config} (2 of 2)" in run_summary(trainer)
 
 
 def test_attach_reads_the_arguments_of_the_package(tmp_path):
@@ -266,12 +287,12 @@ def loop(model, steps=4):
     return weights(model)
 
 
-def test_optimize_in_a_loop_of_ones_own():
+def test_optimize_in_a_loop_of_ones_own(engine):
     expected = loop(build("gpt2"))
     model = build("gpt2")
-    engine = optimize(model, memory_opt_level=1, ort_fallback=False)
+    name, engine = engine, optimize(model, memory_opt_engine=engine, memory_opt_level=1)
     assert engine.plans() is None
-    with pytest.raises(MemOptError, match="already has the ort engine"):
+    with pytest.raises(MemOptError, match=f"already has the {name} engine"):
         optimize(model)
     assert distance(loop(model), expected) < CLOSE
     assert len(engine.plans().enabled) > 2
@@ -286,8 +307,8 @@ def test_optimize_in_a_loop_of_ones_own():
 # The model during and after training.
 
 
-def test_the_trained_model_generates_and_copies(tmp_path):
-    trainer = make(tmp_path, "gpt2")
+def test_the_trained_model_generates_and_copies(tmp_path, engine):
+    trainer = make(tmp_path, "gpt2", memory_opt_engine=engine)
     trainer.train()
     plain = build("gpt2").eval()
     plain.load_state_dict(trainer.model.state_dict())
@@ -297,6 +318,7 @@ def test_the_trained_model_generates_and_copies(tmp_path):
         asked = {**prompt, "max_new_tokens": 8, "do_sample": False, "pad_token_id": 1}
         assert model.generate(**asked).tolist() == plain.generate(**asked).tolist()
     assert engine_of(copied) is None
+    assert trainer.model.train()(**ZOO["gpt2"].batch()).past_key_values is None, "nobody reads it in training"
     # The copy trains by itself, by its own forward, and leaves the original alone.
     before = weights(trainer.model)
     copied.train()(**ZOO["gpt2"].batch()).loss.backward()
@@ -305,9 +327,9 @@ def test_the_trained_model_generates_and_copies(tmp_path):
     assert distance(weights(trainer.model), before) == 0
 
 
-def test_a_dropped_trainer_frees_its_model(tmp_path):
+def test_a_dropped_trainer_frees_its_model(tmp_path, engine):
     """Nothing global may hold a model: in a notebook the next one would find the memory taken."""
-    trainer = make(tmp_path, "gpt2", max_steps=1)
+    trainer = make(tmp_path, "gpt2", memory_opt_engine=engine, max_steps=1)
     trainer.train()
     alive = weakref.ref(trainer.model)
     del trainer
