@@ -13,8 +13,10 @@ from typing import Any
 from optimum.commands.base import BaseOptimumCLICommand
 
 _DESCRIPTION = (
-    "Trains a model with random weights for a few steps on made-up data, in a process of its own, and shows its "
-    "memory plans. A step is forward and backward; an optimizer's states come on top, the same for every plan."
+    "Shows the memory plans of a model, from its config alone. With the ort engine or --measure: trains it with "
+    "random weights for a few steps on made-up data, in a process of its own; a step is forward and backward, an "
+    "optimizer's states come on top, the same for every plan. With the compile engine: traces it without running it, "
+    "and predicts the peak of a step with AdamW."
 )
 
 
@@ -28,7 +30,12 @@ class PlanCommand(BaseOptimumCLICommand):
         parser.add_argument("--task", required=True, help="text-classification, fill-mask, text-generation, …")
         parser.add_argument("--batch_size", type=int, default=8, help="Rows a step (default: 8).")
         parser.add_argument("--seq_len", type=int, default=128, help="Tokens a row, no padding (default: 128).")
-        parser.add_argument("--engine", default="auto", help="auto (default) or an engine's name, such as ort.")
+        parser.add_argument("--engine", default="auto", help="auto (default), ort or compile.")
+        parser.add_argument(
+            "--symbolic",
+            action="store_true",
+            help="compile engine: savings as formulas in batch size and length; takes several times as long.",
+        )
         parser.add_argument("--config", help="Plans to turn on, as in --memory_opt_config.")
         parser.add_argument("--level", type=int, default=0, help="As in --memory_opt_level.")
         parser.add_argument(
@@ -37,7 +44,7 @@ class PlanCommand(BaseOptimumCLICommand):
             help="Measure no plan, each row and both levels, each in a fresh process, and search for the rows with "
             "the lowest peak. Takes minutes: a process needs 10 to 30 seconds.",
         )
-        parser.add_argument("--steps", type=int, default=2, help="Measured steps after the first (default: 2).")
+        parser.add_argument("--steps", type=int, help="Measured steps after the first (default: 2).")
         parser.add_argument("--max_runs", type=int, default=60, help="Processes at most with --measure (default: 60).")
         parser.add_argument(
             "--output", help="Write the plans that are on, or found, as a JSON list for --memory_opt_config."
@@ -72,7 +79,7 @@ def _case(args: Any) -> Any:
     workload = Workload(args.model, args.task, args.batch_size, args.seq_len)
     workload.check()
     for name in ("steps", "max_runs"):
-        if getattr(args, name) < 1:
+        if getattr(args, name) is not None and getattr(args, name) < 1:
             raise MemOptError(f"--{name} {getattr(args, name)}: allowed are numbers from 1 on")
     if args.measure and args.level:
         raise MemOptError(f"--level {args.level} with --measure: both levels are measured anyway; leave it out")
@@ -90,15 +97,24 @@ def _case(args: Any) -> Any:
     except MemOptError as error:
         # The same options have shorter names here.
         raise MemOptError(str(error).replace("--memory_opt_", "--")) from error
-    base.resolve(args.engine)
-    return Case(workload, options, steps=args.steps)
+    predicts = base.resolve(args.engine)[0] == "compile" and not args.measure
+    if args.symbolic and not predicts:
+        raise MemOptError("--symbolic is for predictions of the compile engine; leave it out")
+    if args.steps is not None and predicts:
+        raise MemOptError(
+            f"--steps {args.steps}: the compile engine predicts without a step; leave it out, or add --measure"
+        )
+    return Case(workload, options, steps=args.steps or 2)
 
 
 def _table(args: Any) -> tuple[dict[str, Any], str, str]:
-    """One measurement: report, text, and the config of the plans that are on."""
+    """One measurement, or one prediction: report, text, and the config of the plans that are on."""
+    from optimum_memopt.engines import base
     from optimum_memopt.measure.probe import spawn
 
     case = _case(args)
+    if base.resolve(args.engine)[0] == "compile":
+        return _foreseen(case, args.symbolic)
     found = spawn(case)
     _say_once(found.remarks)
     report = {
@@ -109,6 +125,16 @@ def _table(args: Any) -> tuple[dict[str, Any], str, str]:
     }
     line = f"Measured peak of a step: {found.peak_mib:.1f} MiB ({found.method}), {found.step_seconds:.3f} s"
     return report, f"{found.table.to_text()}\n{line}", ",".join(sorted(found.applied))
+
+
+def _foreseen(case: Any, symbolic: bool) -> tuple[dict[str, Any], str, str]:
+    from optimum_memopt.engines.base import Selection
+    from optimum_memopt.measure.foresee import foresee
+    from optimum_memopt.options import MemOptOptions
+
+    options = MemOptOptions(**case.options)
+    found = foresee(case.workload, Selection(options.plan_config, options.memory_opt_level), symbolic)
+    return found.to_dict(), found.to_text(), ",".join(plan.config for plan in found.table.enabled)
 
 
 def _measured(args: Any) -> tuple[dict[str, Any], str, str]:

@@ -103,7 +103,7 @@ class PlanTable:
             "Applied": [plan.applied_count for plan in self.plans],
             "Note": [plan.note for plan in self.plans],
         }
-        for optional in ("Measured(Bytes)", "Note"):
+        for optional in ("Measured(Bytes)", "Saving Symbolic(Bytes)", "Note"):
             if not any(columns[optional]):
                 del columns[optional]
         grid = tabulate(columns, headers="keys", tablefmt="simple", disable_numparse=True)

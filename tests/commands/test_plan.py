@@ -61,6 +61,69 @@ def test_bad_input_is_one_line_before_any_process_starts(arguments, message, fol
     assert printed.err.startswith(message) and printed.err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--task", "fill-maks"], "error: --task fill-maks: did you mean fill-mask? Allowed are "),
+        (["--seq_len", "0"], "error: --seq_len 0: allowed are numbers from 1 on"),
+        (["--seq_len", "65"], "error: --seq_len 65: this model has 64 positions"),
+        (["--steps", "3"], "error: --steps 3: the compile engine predicts without a step; leave it out, or "),
+        (["--output", "plans.json"], "error: --output writes the plans that are on; give --config, "),
+        (["--config", "Gellu+:1:-1"], 'error: no plan "Gellu+" in this model; did you mean Gelu+? Available: '),
+        (["--measure", "--symbolic"], "error: --symbolic is for predictions of the compile engine; leave it out"),
+    ],
+)
+def test_bad_input_of_a_prediction_is_one_line(arguments, message, folder, capsys):
+    with pytest.raises(SystemExit) as caught:
+        run(*["--model", folder, "--task", "fill-mask", "--engine", "compile", "--seq_len", "60", *arguments])
+    assert caught.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(message) and printed.err.count("\n") == 1
+
+
+def test_a_prediction_in_a_process_of_its_own(folder):
+    """Nothing but the table is printed: no warnings of torch's compiler, no progress."""
+    sizes = ["--batch_size", "6", "--seq_len", "50"]
+    done = cli("--model", folder, "--task", "text-classification", "--engine", "compile", *sizes)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert lines[0] == "Memory plans of the compile engine"
+    assert lines[1].startswith("RobertaForSequenceClassification on cpu by aot_eager, no plan")
+    assert lines[3].startswith("Predicted peak of a step with AdamW: ")
+    assert "First batch: inputs_input_ids_dim0=6, inputs_input_ids_dim1=50" in lines
+    assert "Symbolic" not in done.stdout and "Measured" not in done.stdout
+    assert lines[-1].startswith("Predicted, not run: attention is sdpa, with the kernel that torch takes on cpu")
+    assert "inductor" in lines[-1]
+
+
+def test_a_prediction_as_json_and_its_plans_as_a_file(folder, tmp_path, capsys):
+    output = tmp_path / "plans.json"
+    arguments = ["--model", folder, "--task", "text-classification", "--batch_size", "6", "--seq_len", "50"]
+    run(*arguments, "--engine", "compile", "--level", "1", "--symbolic", "--json", "--output", str(output))
+    report = json.loads(capsys.readouterr().out)
+    on = [plan["config"] for plan in report["table"]["plans"] if plan["applied_count"]]
+    assert len(on) > 2 and str(parse_file(output)).split(",") == on
+    gelu = next(plan for plan in report["table"]["plans"] if plan["config"] == "Gelu+:1:-1")
+    assert gelu["saving_symbolic"] == "192*inputs_input_ids_dim0*inputs_input_ids_dim1"
+    parts = report["parts"]
+    beside = parts["parameters"] + parts["buffers"] + parts["optimizer"] + parts["batch"] + parts["constant"]
+    assert report["peak_mib"] * 2**20 == pytest.approx(parts["activations"] + beside)
+    assert (report["device"], report["attention"]) == ("cpu", "sdpa")
+
+
+@pytest.mark.slow
+def test_the_compile_engine_can_be_measured_too(folder):
+    arguments = ["--model", folder, "--task", "fill-mask", "--batch_size", "32", "--seq_len", "62", "--steps", "1"]
+    done = cli(*arguments, "--engine", "compile", "--measure", "--max_runs", "4", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert [case["name"] for case in report["cases"]][:3] == ["no plan", "level 1", "level 2"]
+    peaks = [case["peak_mib"] for case in report["cases"]]
+    assert peaks[1] < peaks[0] - 3
+    assert report["winner"]["peak_mib"] <= min(peaks) * 1.005
+
+
 @needs_ort
 def test_what_only_the_model_tells_wrong_is_one_line_too(folder):
     done = cli("--model", folder, "--task", "fill-mask", "--seq_len", "9", "--config", "Gellu+:1:-1")

@@ -12,6 +12,7 @@ from optimum_memopt.errors import MemOptError
 from optimum_memopt.memory import MIB, CudaMemory, PeakMonitor
 from optimum_memopt.plans.table import canonical_symbols
 
+from . import compat
 from .graphs import Graph
 from .liveness import Prediction
 
@@ -120,8 +121,6 @@ def step_bytes(optimizer: torch.optim.Optimizer | None, parameters: Sequence[tor
 
 def resident(device: torch.device) -> int:
     """What this process holds now, in bytes: on CUDA allocated by torch, else resident."""
-    if device.type == "meta":
-        return 0
     held = PeakMonitor(device).read()
     return round((held.allocated if isinstance(held, CudaMemory) else held.resident) * MIB)
 
@@ -177,7 +176,9 @@ class Forecast:
         there += tensor_bytes(one.grad for one in model.parameters() if one.grad is not None)
         # Graphs before the last have run by then.
         there += sum(graph.prediction.stashed for graph in graphs[:-1])
-        self._constant = max(0, resident - there)
+        # Tensors without data hold nothing.
+        fake = any(compat.is_fake(one) for one in model.parameters())
+        self._constant = resident if fake else max(0, resident - there)
 
     def saw(self, inputs: Mapping[str, object]) -> None:
         """Note the sizes of a training forward's keyword arguments."""
