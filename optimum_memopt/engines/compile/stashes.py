@@ -56,7 +56,8 @@ def layer_of(node: fx.Node) -> str:
         return ""
     path = stack[-1][1][: match.end()]
     calls = (_CALL.search(key) for key, outer in stack if path.startswith(outer))
-    return path + "".join(call[0] for call in calls if call)
+    # A group of layers and the layer in it are called equally often.
+    return path + "".join(dict.fromkeys(call[0] for call in calls if call))
 
 
 def _module_stack(node: fx.Node) -> list[tuple[str, str]]:
