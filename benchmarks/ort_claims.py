@@ -21,19 +21,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tabulate import tabulate
+from shared import MODELS, fill, make_config, pyplot, to_markdown
 from tqdm import tqdm
 
 from optimum_memopt.measure.probe import Case, Measurement, spawn
 from optimum_memopt.measure.workload import Workload
 from optimum_memopt.plans.table import PlanTable
 
-MODELS = {"roberta": "text-classification", "deberta-v2": "text-classification", "gpt2": "text-generation"}
 GROUPS = ("torch", "none", "rows", "pairs", "levels", "ort-level", "arena", "malloc")
 # The last two ask what the allocator does, not what a plan does.
 DEFAULT_GROUPS = GROUPS[:6]
 LEVEL = {"memory_opt_level": 1}
 MIB = 2**20
+DECIMALS = {"of none": 2, "of none ": 2, "s a step": 2, "CPU-s a step": 1}
 
 
 @dataclass(frozen=True)
@@ -60,29 +60,6 @@ FIXED = {
         Named("level 1, malloc untuned", LEVEL, tuned_malloc=False),
     ),
 }
-
-
-def make_config(name: str, hidden: int, layers: int) -> Any:
-    """The transformers config of a model with heads of 64 units and 8192 tokens."""
-    import transformers
-
-    if name == "gpt2":
-        return transformers.GPT2Config(
-            vocab_size=8192, n_embd=hidden, n_layer=layers, n_head=hidden // 64, n_positions=514
-        )
-    shape = {
-        "vocab_size": 8192,
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": hidden // 64,
-        "intermediate_size": 4 * hidden,
-        "max_position_embeddings": 514,
-    }
-    if name == "roberta":
-        return transformers.RobertaConfig(**shape)
-    return transformers.DebertaV2Config(
-        **shape, relative_attention=True, pos_att_type=["c2p", "p2c"], position_buckets=256, share_att_key=True
-    )
 
 
 def rows_of(table: PlanTable, peak_mib: float, share: float) -> list[str]:
@@ -159,26 +136,10 @@ def lines(cases: Mapping[str, list[Measurement]], time: str = "cpu_seconds") -> 
         }
 
 
-def to_markdown(rows: list[dict[str, Any]]) -> str:
-    decimals = {"of none": 2, "of none ": 2, "s a step": 2, "CPU-s a step": 1}
-    shown = [
-        {key: value if isinstance(value, str) else f"{value:.{decimals.get(key, 0)}f}" for key, value in row.items()}
-        for row in rows
-    ]
-    return tabulate(shown, headers="keys", tablefmt="github", disable_numparse=True)
-
-
 def plot(tables: Mapping[str, list[dict[str, Any]]], path: Path) -> None:
     """Bars of claimed and measured saving, and the time beside them, a row of panels for each model."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    # Text as text, and the same file for the same numbers.
-    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "ort_claims", "font.size": 9})
-    from matplotlib import pyplot
-
     height = sum(len(rows) for rows in tables.values()) * 0.27 + len(tables)
-    figure, axes = pyplot.subplots(
+    figure, axes = pyplot("ort_claims").subplots(
         len(tables),
         2,
         figsize=(9.5, height),
@@ -207,14 +168,7 @@ def plot(tables: Mapping[str, list[dict[str, Any]]], path: Path) -> None:
 
 def write_docs(folder: Path, tables: Mapping[str, list[dict[str, Any]]]) -> None:
     """The tables between the markers of ort_claims.md, and the plot beside it."""
-    page = folder / "ort_claims.md"
-    text = page.read_text(encoding="utf-8")
-    for model, rows in tables.items():
-        begin, end = f"<!-- {model}: begin -->\n", f"<!-- {model}: end -->"
-        if begin in text:
-            before, _, rest = text.partition(begin)
-            text = f"{before}{begin}\n{to_markdown(rows)}\n\n{end}{rest.partition(end)[2]}"
-    page.write_text(text, encoding="utf-8")
+    fill(folder / "ort_claims.md", {model: to_markdown(rows, DECIMALS) for model, rows in tables.items()})
     plot(tables, folder / "ort_claims.svg")
 
 
@@ -253,7 +207,7 @@ def main() -> None:
         }
         Path(arguments.json).write_text(json.dumps(raw), encoding="utf-8")
     for model, rows in tables.items():
-        print(f"{model}:\n\n{to_markdown(rows)}\n")
+        print(f"{model}:\n\n{to_markdown(rows, DECIMALS)}\n")
     if arguments.docs:
         write_docs(Path(arguments.docs), tables)
 
