@@ -1,0 +1,318 @@
+"""Peak memory against the time of a step: what there is to make a Trainer's step smaller, each in a fresh process.
+
+    python benchmarks/frontier.py
+    python benchmarks/frontier.py --models roberta --compilers aot_eager inductor --only "level|torch.compile"
+    python benchmarks/frontier.py --bf16 --memory_cap 40GiB --layers 12 --seq_len 512
+
+Contestants: PyTorch as it is; transformers' activation checkpointing; `torch.compile`, as it is and with
+`activation_memory_budget`; the compile engine and the ort engine of this package. A step is forward and backward with
+dropout 0.1; the first one compiles and is not measured. All start from the same weights, batch and seed. Repeats are
+interleaved, each number is their median. `activations` is the peak over what is held between steps (weights,
+libraries): activations and gradients. Peaks are exact, resident on the CPU and of torch's allocator on CUDA.
+
+With --memory_cap each contestant gets the largest batch with which a step, with AdamW's, stays under the cap, which is
+torch's own limit of the process on CUDA and the measured peak on the CPU. Needs matplotlib for the plot (the extra
+`benchmark`).
+"""
+
+import argparse
+import json
+import math
+import re
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from contestants import COMPILERS, EAGER, FAMILIES, Contestant, capped, contestants, measure, rows, without_plan
+from shared import MODELS, fill, make_config, pyplot, to_markdown
+from tqdm import tqdm
+
+from optimum_memopt.engines import base
+from optimum_memopt.errors import MemOptError
+from optimum_memopt.measure.probe import Measurement
+from optimum_memopt.measure.workload import Workload
+
+DECIMALS = {"of eager": 2, "of eager ": 2, "s a step": 2, "CPU-s a step": 2, "samples/s": 2, " of eager ": 2}
+MARKERS = dict(zip(FAMILIES, "*s^voD", strict=True))
+_UNITS = {"GiB": 2**30, "MiB": 2**20}
+
+
+@dataclass
+class Result:
+    """What a contestant's processes said; `error` is why one of them, and with it the contestant, failed."""
+
+    contestant: Contestant
+    runs: list[Measurement] = field(default_factory=list)
+    error: str = ""
+
+    @property
+    def batch_size(self) -> float:
+        return self.contestant.workload.batch_size if self.runs else math.nan
+
+    def median(self, attribute: str) -> float:
+        return statistics.median(getattr(run, attribute) for run in self.runs) if self.runs else math.nan
+
+    def to_dict(self) -> dict[str, Any]:
+        runs = [json.loads(run.to_json()) for run in self.runs]
+        return {"contestant": asdict(self.contestant), "runs": runs, "error": self.error}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "Result":
+        runs = [Measurement.from_json(json.dumps(run)) for run in data["runs"]]
+        return cls(Contestant.from_json(json.dumps(data["contestant"])), runs, data["error"])
+
+
+Results = dict[str, Result]
+
+
+def run(results: dict[str, Results], arguments: argparse.Namespace, folder: str, keep: Callable[[], None]) -> None:
+    """Measure until each contestant has `--repeats` runs.
+
+    Args:
+        results: what there is, by model; added to.
+        folder: for the models' configs.
+        keep: called after each run.
+    """
+    bar = tqdm(unit="run", file=sys.stderr)
+    wanted = re.compile(arguments.only)
+    for repeat in range(arguments.repeats):
+        for model in arguments.models:
+            make_config(model, arguments.hidden, arguments.layers).save_pretrained(f"{folder}/{model}")
+            workload = Workload(f"{folder}/{model}", MODELS[model], arguments.batch_size, arguments.seq_len)
+            make = partial(Contestant, workload, steps=arguments.steps, bf16=arguments.bf16)
+            found = results.setdefault(model, {})
+            for one in field_of(make, found, arguments):
+                if one.name != EAGER and not wanted.search(one.name):
+                    continue
+                if one.name not in found or len(found[one.name].runs) <= repeat:
+                    bar.set_postfix_str(f"{model}: {one.name}")
+                    add_run(found, one, arguments)
+                    keep()
+                    bar.update()
+    bar.close()
+
+
+def field_of(make: Callable[..., Contestant], found: Results, arguments: argparse.Namespace) -> Iterator[Contestant]:
+    """All contestants; those that are rows of a plan table when the table is there."""
+    yield from contestants(make, arguments.compilers, arguments.every, arguments.budgets)
+    for compiler in arguments.compilers:
+        none = found.get(without_plan(compiler))
+        if none and none.runs:
+            yield from rows(make, compiler, none.runs[0], arguments.rows)
+
+
+def add_run(found: Results, contestant: Contestant, arguments: argparse.Namespace) -> None:
+    result = found.get(contestant.name)
+    try:
+        if result is None:
+            if arguments.memory_cap is not None:
+                contestant = capped(contestant, arguments.memory_cap, arguments.batch_step)
+            result = found[contestant.name] = Result(contestant)
+        if not result.error:
+            # The folder with the config is another one each time that this program runs.
+            workload = replace(contestant.workload, batch_size=result.contestant.workload.batch_size)
+            result.runs.append(measure(replace(result.contestant, workload=workload)))
+    except MemOptError as error:
+        found.setdefault(contestant.name, Result(contestant)).error = str(error)
+        tqdm.write(f"{contestant.name}: {error}", file=sys.stderr)
+
+
+def lines(results: Results, time: str) -> Iterator[dict[str, Any]]:
+    """Medians, and what they are of eager's: of the peak over what is held between steps, and of `time`, an attribute
+    of the measurements."""
+    eager = results[EAGER]
+    for name, result in results.items():
+        if result.runs and not result.error:
+            yield {
+                "contestant": name,
+                "peak MiB": result.median("peak_mib"),
+                "activations MiB": result.median("activations_mib"),
+                "of eager": result.median("activations_mib") / eager.median("activations_mib"),
+                "s a step": result.median("step_seconds"),
+                "CPU-s a step": result.median("cpu_seconds"),
+                "of eager ": result.median(time) / eager.median(time),
+            }
+
+
+def capped_lines(results: Results) -> Iterator[dict[str, Any]]:
+    """Largest batches, and samples a second with them."""
+
+    def speed(result: Result) -> float:
+        return result.batch_size / result.median("step_seconds")
+
+    eager = results[EAGER]
+    for name, result in results.items():
+        if result.runs and not result.error:
+            yield {
+                "contestant": name,
+                "batch": result.batch_size,
+                "of eager": result.batch_size / eager.batch_size,
+                "peak MiB": result.median("peak_mib"),
+                "samples/s": speed(result),
+                " of eager ": speed(result) / speed(eager),
+            }
+
+
+def frontier(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The points that no other beats in both numbers, by the first."""
+    best: list[tuple[float, float]] = []
+    for point in sorted(set(points)):
+        if not best or point[1] < best[-1][1]:
+            best.append(point)
+    return best
+
+
+def plot(tables: Mapping[str, list[dict[str, Any]]], results: Mapping[str, Results], path: Path) -> None:
+    """Time of a step against the peak of activations, both of eager's, a panel for each model."""
+    plots = pyplot("frontier")
+    figure, panels = plots.subplots(
+        1, len(tables), figsize=(5.2 * len(tables), 4.6), squeeze=False, layout="constrained"
+    )
+    for panel, (model, table) in zip(panels[0], tables.items(), strict=True):
+        points = {row["contestant"]: (row["of eager "], row["of eager"]) for row in table}
+        panel.step(*zip(*frontier(points.values()), strict=True), where="post", color="lightgrey", zorder=0)
+        for color, (family, marker) in enumerate(MARKERS.items()):
+            of_family = [name for name in points if results[model][name].contestant.family == family]
+            if of_family:
+                times, peaks = zip(*(points[name] for name in of_family), strict=True)
+                panel.scatter(times, peaks, marker=marker, color=f"C{color}", label=family)
+            for name in of_family:
+                panel.annotate(_short(name), points[name], xytext=(3, 3), textcoords="offset points", fontsize=6)
+        panel.set_ylim(bottom=0)
+        panel.set_title(model)
+        panel.set_xlabel("time of a step, of eager")
+        panel.set_ylabel("peak of activations and gradients, of eager")
+    panels[0][0].legend()
+    figure.savefig(path, metadata={"Date": None})
+
+
+def _short(name: str) -> str:
+    """Without what the marker says."""
+    return re.sub(r"^(compile: |ort: |checkpointing, |budget )|, aot_eager$", "", name)
+
+
+def conditions(arguments: argparse.Namespace) -> str:
+    """What the numbers depend on, but for the models."""
+    import platform
+
+    import torch
+    import transformers
+
+    versions = [f"torch {torch.__version__}", f"transformers {transformers.__version__}"]
+    ort = base.installed_version(("onnxruntime-training", "onnxruntime-training-cpu"))
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_name()
+    else:
+        names = re.findall(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        device = f"CPU ({(names or [platform.machine()])[0]}), {torch.get_num_threads()} threads"
+    cap = f"at most {arguments.memory_cap / 2**30:g} GiB with AdamW" if arguments.memory_cap else ""
+    parts = [
+        *versions,
+        *([" ".join(ort)] if ort else []),
+        device,
+        f"{arguments.layers} layers of {arguments.hidden} units, vocabulary 8192",
+        cap or f"batch {arguments.batch_size}",
+        f"length {arguments.seq_len}",
+        f"dropout 0.1, {'bf16 autocast' if arguments.bf16 else 'fp32'}, {arguments.steps} steps measured in a process",
+    ]
+    return "; ".join(parts)
+
+
+def save(path: Path, about: str, results: Mapping[str, Results]) -> None:
+    raw = {model: [one.to_dict() for one in found.values()] for model, found in results.items()}
+    path.write_text(json.dumps({"conditions": about, "models": raw}), encoding="utf-8")
+
+
+def load(path: Path, about: str) -> dict[str, Results]:
+    """Results of earlier runs.
+
+    Raises:
+        MemOptError: they were measured under other conditions.
+    """
+    if not path.exists():
+        return {}
+    data = json.loads(path.read_text(encoding="utf-8"))
+    if data["conditions"] != about:
+        raise MemOptError(f"--json {path}: measured under other conditions: {data['conditions']}")
+    loaded = {model: list(map(Result.from_dict, found)) for model, found in data["models"].items()}
+    return {model: {one.contestant.name: one for one in found} for model, found in loaded.items()}
+
+
+def size(text: str) -> int:
+    """Bytes of `40GiB`."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GiB|MiB)", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text}: allowed are sizes such as 40GiB and 1500MiB")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["roberta", "deberta-v2"])
+    parser.add_argument("--hidden", type=int, default=768)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--batch_size", type=int, default=8)
+    parser.add_argument("--seq_len", type=int, default=256)
+    parser.add_argument("--bf16", action="store_true", help="under autocast to bfloat16")
+    parser.add_argument("--compilers", nargs="+", choices=COMPILERS, help="default: inductor on CUDA, else aot_eager")
+    parser.add_argument("--every", nargs="+", type=int, default=[1, 2], help="checkpoint every n-th layer")
+    parser.add_argument("--budgets", nargs="*", type=float, default=[0.1, 0.3, 0.5, 0.7, 0.9])
+    parser.add_argument("--rows", type=int, default=3, help="single plans, those that claim the most")
+    parser.add_argument("--only", default="", help="regular expression of the contestants' names; eager is always one")
+    parser.add_argument("--steps", type=int, default=1, help="measured steps of each process")
+    parser.add_argument(
+        "--repeats", type=int, default=1, help="processes of each contestant, those in --json included"
+    )
+    parser.add_argument("--memory_cap", type=size, help="as 40GiB: find the largest batch of each contestant")
+    parser.add_argument("--batch_step", type=int, default=8, help="batches under --memory_cap are multiples of it")
+    parser.add_argument(
+        "--time", choices=("cpu_seconds", "step_seconds"), help="see ort_claims.py; default: by device"
+    )
+    parser.add_argument("--json", help="file of all measurements; those that are there are not repeated")
+    parser.add_argument("--docs", help="folder whose frontier.md and frontier.svg are renewed")
+    return parser
+
+
+def main() -> None:
+    arguments = _parser().parse_args()
+    import torch
+
+    cuda = torch.cuda.is_available()
+    arguments.compilers = arguments.compilers or ["inductor" if cuda else "aot_eager"]
+    time = arguments.time or ("step_seconds" if cuda else "cpu_seconds")
+    about = conditions(arguments)
+    try:
+        results = load(Path(arguments.json), about) if arguments.json else {}
+    except MemOptError as error:
+        sys.exit(f"error: {error}")
+
+    def keep() -> None:
+        if arguments.json:
+            save(Path(arguments.json), about, results)
+
+    with tempfile.TemporaryDirectory() as folder:
+        run(results, arguments, folder, keep)
+    is_capped = arguments.memory_cap is not None
+    tables = {
+        model: list(capped_lines(found) if is_capped else lines(found, time)) for model, found in results.items()
+    }
+    sections = {model: to_markdown(table, DECIMALS) for model, table in tables.items()}
+    print(about)
+    for model, text in sections.items():
+        failed = [f"failed: {name}: {one.error}" for name, one in results[model].items() if one.error]
+        print(f"\n{model}:\n\n{text}\n", *failed, sep="\n")
+    if arguments.docs:
+        suffix = " capped" if is_capped else ""
+        sections = {f"{name}{suffix}": text for name, text in {**sections, "conditions": about}.items()}
+        fill(Path(arguments.docs) / "frontier.md", sections)
+        if not is_capped:
+            plot(tables, results, Path(arguments.docs) / "frontier.svg")
+
+
+if __name__ == "__main__":
+    main()
