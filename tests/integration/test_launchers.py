@@ -25,6 +25,8 @@ ONE = {"per_device_train_batch_size": 8, "max_steps": STEPS}
 ROWS = 8 * STEPS
 HALF = STEPS // 2
 SAVING = {"save_strategy": "steps", "save_steps": HALF}
+ACCUMULATING = {"max_steps": HALF, "gradient_accumulation_steps": 2}
+COMPILE = {**TWO, "memory_opt_engine": "compile"}
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +44,15 @@ def two_ranks(tmp_path_factory):
             "accumulation",
             model=MODEL,
             rows=ROWS,
-            arguments={**TWO, "max_steps": HALF, "gradient_accumulation_steps": 2},
+            arguments={**TWO, **ACCUMULATING},
+            count_reductions=True,
+        ),
+        Job("compile-steps", model=MODEL, rows=ROWS, arguments=COMPILE),
+        Job(
+            "compile-accumulation",
+            model=MODEL,
+            rows=ROWS,
+            arguments={**COMPILE, **ACCUMULATING},
             count_reductions=True,
         ),
         Job("other-variable", arguments=own, environment={"1": {"ORTMODULE_PRINT_INPUT_DENSITY": "1"}}),
@@ -64,7 +74,7 @@ def one_rank(two_ranks, tmp_path_factory):
             "plain",
             model=MODEL,
             rows=ROWS,
-            arguments={**ONE, "max_steps": HALF, "gradient_accumulation_steps": 2},
+            arguments={**ONE, **ACCUMULATING},
         ),
         Job("resumed", model=MODEL, rows=ROWS, arguments=ONE, resume=checkpoint(two_ranks)),
     ]
@@ -75,28 +85,40 @@ def checkpoint(done):
     return str(done.folder / "steps-output" / f"checkpoint-{HALF}")
 
 
-def test_two_ranks_train_as_one_process_does(two_ranks, one_rank):
-    ranks = two_ranks.trained("steps")
+each_engine = pytest.mark.parametrize("prefix", ["", "compile-"], ids=["ort", "compile"])
+
+
+@each_engine
+def test_two_ranks_train_as_one_process_does(two_ranks, one_rank, prefix):
+    ranks = two_ranks.trained(f"{prefix}steps")
     assert [rank["world_size"] for rank in ranks] == [2, 2]
     assert [rank["steps"] for rank in ranks] == [STEPS, STEPS]
     assert ranks[0]["digest"] == ranks[1]["digest"], "parameters are not bitwise equal"
-    assert distance(two_ranks.weights("steps"), one_rank.weights("steps")) < 1e-5
+    assert distance(two_ranks.weights(f"{prefix}steps"), one_rank.weights("steps")) < 1e-5
 
 
-def test_accumulation_averages_gradients_once_a_step(two_ranks, one_rank):
-    for rank in two_ranks.trained("accumulation"):
+@each_engine
+def test_accumulation_averages_gradients_once_a_step(two_ranks, one_rank, prefix):
+    for rank in two_ranks.trained(f"{prefix}accumulation"):
         counts = [0, *rank["reductions"]]
         added = [after - before for before, after in zip(counts, counts[1:], strict=False)]
         assert len(added) == 2 * HALF
         assert set(added[0::2]) == {0} and min(added[1::2]) > 0
-    assert distance(two_ranks.weights("accumulation"), one_rank.weights("accumulation")) < 1e-5
+    assert distance(two_ranks.weights(f"{prefix}accumulation"), one_rank.weights("accumulation")) < 1e-5
 
 
-def test_ranks_have_the_same_plans_on(two_ranks):
-    tables = [rank["table"]["plans"] for rank in two_ranks.trained("steps")]
+@each_engine
+def test_ranks_have_the_same_plans_on(two_ranks, prefix):
+    tables = [rank["table"]["plans"] for rank in two_ranks.trained(f"{prefix}steps")]
     named = [{plan["config"]: (plan["frequency"], plan["applied_count"]) for plan in table} for table in tables]
     assert named[0] == named[1]
     assert any(applied for _, applied in named[0].values())
+
+
+def test_ddp_leaves_the_compiled_forward_in_one_graph(two_ranks):
+    """DDPOptimizer of torch would cut it at each bucket of gradients."""
+    for rank in two_ranks.trained("compile-steps"):
+        assert not any("graph" in line for line in rank["lines"])
 
 
 def test_everything_is_said_once(two_ranks):
