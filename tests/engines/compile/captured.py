@@ -129,9 +129,8 @@ def capture(function: Callable[..., Any], *args: Any, dynamic: bool = True, **kw
     """The joint graph of one call; a function with several graphs is an error."""
     found = []
 
-    def record(
-        module: fx.GraphModule, inputs: Any, num_fwd_outputs: int, others: dict[str, Any]
-    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+    def record(*given: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        module, inputs, num_fwd_outputs, others = given[-4:]
         names = graphs.symbol_names(compat.symbol_sources())
         untouched = fx.GraphModule(module, copy.deepcopy(module.graph))
         found.append(Captured(untouched, inputs, num_fwd_outputs, others, names))
