@@ -1,6 +1,7 @@
 """torch.compile's backend: AOTAutograd with this engine's partitioner, with and without a compiler behind it."""
 
 import contextlib
+import functools
 import hashlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -12,12 +13,14 @@ from torch import fx
 from optimum_memopt.errors import MemOptError
 
 from . import compat, dropout
+from .rehearsal import Programs
 
 COMPILERS = ("inductor", "aot_eager")
-# Gets the joint graph, its inputs, how many of its outputs are the forward's, and what else torch passes on.
-Partition = Callable[[fx.GraphModule, Any, int, dict[str, Any]], tuple[fx.GraphModule, fx.GraphModule]]
+# Gets what will hold inductor's programs, the joint graph, its inputs, how many of its outputs are the forward's, and
+# what else torch passes on.
+Partition = Callable[[Programs, fx.GraphModule, Any, int, dict[str, Any]], tuple[fx.GraphModule, fx.GraphModule]]
 
-_compiling: ContextVar[Partition] = ContextVar("_compiling")
+_compiling: ContextVar[Callable[..., tuple[fx.GraphModule, fx.GraphModule]]] = ContextVar("_compiling")
 
 
 class _Partitioner(compat.CustomPartitionerFn):
@@ -53,10 +56,11 @@ class Backend:
         self._partitioner = _Partitioner(plan)
 
     def __call__(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        before = _compiling.set(self._partition)
+        programs = Programs()
+        before = _compiling.set(functools.partial(self._partition, programs))
         try:
             if self._compiler == "inductor":
-                return compat.compile_with_inductor(module, inputs, self._partitioner)
+                return compat.compile_with_inductor(module, inputs, self._partitioner, programs.saw)
             return compat.compile_without_compiler(module, inputs, self._partitioner, dropout.decompositions())
         finally:
             _compiling.reset(before)

@@ -95,11 +95,71 @@ def default_partition(
     return partitioners.min_cut_rematerialization_partition(joint, joint_inputs, **others)
 
 
-def compile_with_inductor(module: fx.GraphModule, inputs: list[Any], partitioner: CustomPartitionerFn) -> Callable:
-    """`torch/_inductor/compile_fx.py`; the key of `config_patches` is there since 2.9 (pytorch PR 157711)."""
-    from torch._inductor.compile_fx import compile_fx
+def compile_with_inductor(
+    module: fx.GraphModule,
+    inputs: list[Any],
+    partitioner: CustomPartitionerFn,
+    saw: Callable[[fx.Graph, Any, bool], None],
+) -> Callable:
+    """`torch/_inductor/compile_fx.py`; the key of `config_patches` is there since 2.9 (pytorch PR 157711).
 
-    return compile_fx(module, inputs, config_patches={"custom_partitioner_fn": partitioner})
+    Args:
+        saw: is given each graph, what runs inductor's program for it, None for another kind than Python, and whether
+            it is the backward.
+    """
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    def compile_inner(module: fx.GraphModule, inputs: Any, **others: Any) -> Any:
+        compiled = compile_fx_inner(module, inputs, **others)
+        saw(module.graph, getattr(compiled, "compiled_fn_runner", None), bool(others.get("is_backward")))
+        return compiled
+
+    return compile_fx(module, inputs, compile_inner, config_patches={"custom_partitioner_fn": partitioner})
+
+
+def silenced(runner: Any) -> Callable[..., Any]:
+    """The program of `runner` in another world: memory comes from torch's operators, kernels do nothing.
+
+    `torch/_inductor/codegen/wrapper.py` writes it: a class with the method `call`, whose globals are torch, C++
+    functions that allocate past its dispatcher, checks, and kernels (C++ functions or objects of inductor's runtime).
+
+    Raises:
+        NotImplementedError: it was not written so.
+    """
+    if runner is None or getattr(runner, "partitions", None):
+        raise NotImplementedError("a program that is not one Python function")
+    program = type(runner).call
+    known = program.__globals__
+    silent = {
+        name: _Silent()
+        for name, found in known.items()
+        if isinstance(found, types.BuiltinFunctionType) or type(found).__module__.startswith("torch._inductor.runtime")
+    }
+    memory = {name: _allocation(name) for name in known if name.startswith("empty_strided_")}
+    stand_ins = {**silent, **memory, "reinterpret_tensor": _reinterpreted}
+    return types.FunctionType(program.__code__, {**known, **stand_ins}, program.__name__, program.__defaults__)
+
+
+class _Silent:
+    """A kernel or check that does nothing."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+    run = __call__
+
+
+def _allocation(name: str) -> Callable[..., torch.Tensor]:
+    device = name.removeprefix("empty_strided_").removesuffix("_pinned")
+
+    def allocate(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+    return allocate
+
+
+def _reinterpreted(tensor: torch.Tensor, size: Any, stride: Any, offset: int) -> torch.Tensor:
+    return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
 
 
 def compile_without_compiler(

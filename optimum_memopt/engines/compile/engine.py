@@ -1,6 +1,7 @@
 """Trains a model through torch.compile in place, with plans in ONNX Runtime's grammar applied by a partitioner."""
 
 import weakref
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +18,8 @@ from optimum_memopt.plans.table import PlanTable
 from . import compat, suitability
 from .backend import Backend, check_compiler, configured, default_compiler
 from .graphs import Graph, Modules, split
-from .prediction import Forecast, activations_of, resident
+from .prediction import Forecast, resident
+from .rehearsal import Programs
 from .selection import matches
 from .table import to_table
 from .wholes import Wholes
@@ -155,9 +157,11 @@ class CompileEngine:
             self._forecast.saw(kwargs)
         return outputs
 
-    def _split(self, module: fx.GraphModule, inputs: Any, num_fwd_outputs: int, others: dict[str, Any]) -> Modules:
+    def _split(
+        self, programs: Programs, module: fx.GraphModule, inputs: Any, num_fwd_outputs: int, others: dict[str, Any]
+    ) -> Modules:
         graph, modules = split(module, inputs, num_fwd_outputs, others, self._selection, self._graphs)
-        self._graphs.append(graph)
+        self._graphs.append(replace(graph, programs=programs))
         self._resident = resident(next(self._model.parameters()).device)
         return modules
 
@@ -213,6 +217,6 @@ class CompileEngine:
         return (
             f"{type(self._model).__name__} on {device} by {self._compiler}, {asked}{pieces}",
             f"Predicted for the first batch: {predicted / MIB:.1f} MiB stashed, peak of activations and gradients "
-            f"{activations_of([graph.prediction for graph in graphs]) / MIB:.1f} MiB",
+            f"{footprint.activations / MIB:.1f} MiB{self._forecast.doubt and f' ({self._forecast.doubt})'}",
             f"Predicted peak of a step with AdamW: {footprint.peak / MIB:.1f} MiB = {footprint}",
         )

@@ -4,7 +4,7 @@ import copy
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
@@ -16,9 +16,10 @@ from optimum_memopt.plans.grammar import Strategy
 
 from . import compat, offload
 from .joint import Joint, is_number, is_tensor, root, value
-from .liveness import Prediction, predict
+from .liveness import Handover, Prediction, handed_over, predict
 from .offers import Offer, asked_for, find_offers, layer_borders, of_level
 from .partition import kept, partition
+from .rehearsal import Programs
 from .stashes import Subgraph, find_stashes
 
 _DIMENSION = re.compile(r"\['(?P<input>\w+)'\]\.size\(\)\[(?P<dim>\d+)\]$")
@@ -41,6 +42,8 @@ class Graph:
         names: of the symbols, `input_ids_dim0`.
         prediction: for the first batch.
         predict: the same for other values of the symbols.
+        handover: what the forward hands over to the backward.
+        programs: what inductor makes of the two, once it has.
     """
 
     offers: tuple[Offer, ...]
@@ -50,6 +53,8 @@ class Graph:
     names: Mapping[sympy.Symbol, str]
     prediction: Prediction
     predict: Callable[[Mapping[sympy.Symbol, int]], Prediction]
+    handover: Handover
+    programs: Programs = field(default_factory=Programs)
 
 
 def split(
@@ -95,7 +100,8 @@ def split(
     def predict_for(others: Mapping[sympy.Symbol, int]) -> Prediction:
         return predict(*kept_modules, num_fwd_outputs, others)
 
-    return Graph(offers, chosen, free, sizes, names, prediction, predict_for), modules
+    handover = handed_over(modules[0], num_fwd_outputs)
+    return Graph(offers, chosen, free, sizes, names, prediction, predict_for, handover), modules
 
 
 def chosen_roots(chosen: Mapping[Offer, Sequence[Subgraph]]) -> tuple[set[fx.Node], set[fx.Node]]:

@@ -11,6 +11,8 @@ from . import offload
 from .joint import is_tensor, is_view, root, storage_bytes, value
 
 Sizes = Mapping[sympy.Symbol, int]
+# Of each value that a forward hands over, by its name: name and bytes of its storage, None for one of the inputs.
+Handover = Mapping[str, tuple[str, sympy.Expr] | None]
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,19 @@ def predict(
             counted.add(made)
             owned.append(node)
     return Prediction(run, simulate(backward.graph, sizes, owned, stashed + gradients), stashed)
+
+
+def handed_over(forward: fx.GraphModule, num_fwd_outputs: int) -> Handover:
+    """What the forward graph hands over to the backward."""
+    (output,) = forward.graph.find_nodes(op="output")
+    found = {}
+    for node in output.args[0][num_fwd_outputs:]:
+        if isinstance(node, fx.Node) and is_tensor(node):
+            made = root(node)
+            on_host = offload.is_on_host(made)
+            size = sympy.Integer(0) if on_host else storage_bytes(made)
+            found[node.name] = None if made.op == "placeholder" else (made.name, size)
+    return found
 
 
 def simulate(graph: fx.Graph, sizes: Sizes, owned: Collection[fx.Node] = (), start: int = 0) -> Timeline:

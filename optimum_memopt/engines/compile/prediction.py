@@ -15,6 +15,7 @@ from optimum_memopt.plans.table import canonical_symbols
 from . import compat
 from .graphs import Graph
 from .liveness import Prediction
+from .rehearsal import rehearse
 
 Sizes = Mapping[str, int]
 
@@ -150,6 +151,7 @@ class Forecast:
     Attributes:
         first: sizes of the first batch by the plan table's names, `inputs_input_ids_dim0`.
         widest: the largest batches of the run so far.
+        doubt: why activations are not exact, empty where they are.
     """
 
     def __init__(
@@ -160,6 +162,7 @@ class Forecast:
         resident: int,
         is_encoder_decoder: bool = False,
     ) -> None:
+        self.doubt = ""
         self._model = weakref.ref(model)
         self._graphs = graphs
         values = {
@@ -193,9 +196,11 @@ class Forecast:
 
     def activations(self, sizes: Sizes | None = None) -> int:
         """The most that a forward and its backward hold, in bytes; see `footprint`."""
-        if sizes is None or sizes == self.first:
-            return activations_of([graph.prediction for graph in self._graphs])
-        return activations_of([graph.predict(self._values(graph, sizes)) for graph in self._graphs])
+        return activations_of(self.graphs(sizes))
+
+    def graphs(self, sizes: Sizes | None = None) -> list[Prediction]:
+        """Each graph alone; see `footprint`."""
+        return [self._predict(graph, {**self.first, **(sizes or {})}) for graph in self._graphs]
 
     def footprint(
         self,
@@ -231,6 +236,18 @@ class Forecast:
             step=step_bytes(optimizer, trainable),
             constant=self._constant,
         )
+
+    def _predict(self, graph: Graph, sizes: Sizes) -> Prediction:
+        values = self._values(graph, sizes)
+        found = graph.prediction if values == graph.sizes else graph.predict(values)
+        if graph.programs.forward is None or graph.programs.backward is None:
+            return found
+        try:
+            return rehearse(graph.programs, graph.handover, found.stashed, values)
+        except Exception as error:
+            # How inductor writes its programs is no promise to anybody, and training goes on without knowing.
+            self.doubt = f"without inductor's fusions, whose program cannot be read ({type(error).__name__})"
+            return found
 
     def _values(self, graph: Graph, sizes: Sizes) -> dict[sympy.Symbol, int]:
         named = {symbol: self._canonical.get(name) for symbol, name in graph.names.items()}
