@@ -4,17 +4,24 @@ import os
 from dataclasses import asdict
 from typing import Any
 
+import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from optimum_memopt.callbacks.reporting import Reporter, is_final
-from optimum_memopt.engines.base import engine_of
+from optimum_memopt.engines.base import Engine, engine_of
 from optimum_memopt.logs import LOG_LEVELS, get_logger, rank
 from optimum_memopt.memory import MIB, PeakMonitor
 from optimum_memopt.plans.table import PlanTable
 
+# Steps after which the prediction is compared with what was measured: an optimizer's states are there from the first
+# step on, so that the second is the first whole one.
+_COMPARED_AFTER = 2
+
 
 class PlanStatsCallback(TrainerCallback):
     """Logs the plan table after the first step, again whenever the engine builds another graph, and a summary.
+
+    Where the engine predicts the peak, the prediction is set beside what was measured after two steps and at the end.
 
     On `devinfo` every rank also logs the engine's own insight into each node.
 
@@ -23,8 +30,8 @@ class PlanStatsCallback(TrainerCallback):
 
     Attributes:
         table: the latest table, None before the first step or without an engine.
-        predicted_peak_mib: what the engine predicted for the largest step of the run, None before the run's end or
-            where it does not predict.
+        predicted_peak_mib: what the engine predicted for the largest step of the run, None before the second step's
+            end or where it does not predict.
     """
 
     def __init__(self, path: str | os.PathLike | None = None) -> None:
@@ -53,6 +60,10 @@ class PlanStatsCallback(TrainerCallback):
     ) -> None:
         engine = engine_of(kwargs["model"])
         table = engine.plans() if engine else None
+        if table is not None and state.global_step == _COMPARED_AFTER:
+            self._reporter.metrics(
+                self._compared(engine, args, kwargs.get("optimizer"), f"after {_COMPARED_AFTER} steps")
+            )
         if table is None or table is self.table:
             return
         self.table = table
@@ -91,18 +102,23 @@ class PlanStatsCallback(TrainerCallback):
             f"measured peak of the run {measured:.1f} MiB ({device}); claimed saving of the "
             f"{len(self.table.enabled)} plans that are on {claimed:.1f} MiB, a sum over tensors of different moments"
         )
-        metrics = {"run_peak_mib": measured}
         engine = engine_of(kwargs["model"])
-        predicted = engine and engine.predicted_peak_mib(
-            kwargs.get("optimizer"), accumulates=args.gradient_accumulation_steps > 1
+        compared = self._compared(engine, args, kwargs.get("optimizer"), "at the peak of the run") if engine else {}
+        self._reporter.metrics({"run_peak_mib": measured, **compared})
+
+    def _compared(
+        self, engine: Engine, args: TrainingArguments, optimizer: torch.optim.Optimizer | None, when: str
+    ) -> dict[str, float]:
+        """Metrics of the prediction, which is logged beside what was measured so far; none without a prediction."""
+        predicted = engine.predicted_peak_mib(optimizer, accumulates=args.gradient_accumulation_steps > 1)
+        if not predicted:
+            return {}
+        self.predicted_peak_mib, measured = predicted, self.measured_peak_mib
+        without = "; DeepSpeed's partitions and buffers are not predicted" if args.deepspeed else ""
+        self._reporter.lines(
+            f"predicted {predicted:.1f} MiB, measured {measured:.1f} MiB ({measured / predicted:.1%}) {when}{without}"
         )
-        if predicted:
-            self.predicted_peak_mib = predicted
-            self._reporter.lines(
-                f"predicted {predicted:.1f} MiB, measured {measured:.1f} MiB ({measured / predicted:.1%}) at the peak"
-            )
-            metrics["predicted_peak_mib"] = predicted
-        self._reporter.metrics(metrics)
+        return {"predicted_peak_mib": predicted, "measured_of_predicted": measured / predicted}
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
