@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import inspect
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -84,10 +85,11 @@ def recorded() -> Iterator[list[Split]]:
     """What the engine partitions in the meantime."""
     found: list[Split] = []
 
-    def split(module: Any, inputs: Any, num_fwd_outputs: int, *rest: Any) -> Any:
-        graph, modules = original(module, inputs, num_fwd_outputs, *rest)
+    def split(*args: Any, **kwargs: Any) -> Any:
+        graph, modules = original(*args, **kwargs)
         copies = (fx.GraphModule(one, copy.deepcopy(one.graph)) for one in modules)
-        found.append(Split(graph, *copies, num_fwd_outputs))
+        given = inspect.signature(original).bind(*args, **kwargs).arguments
+        found.append(Split(graph, *copies, given["num_fwd_outputs"]))
         return graph, modules
 
     original = compile_engine.split
