@@ -92,7 +92,7 @@ class Captured:
     @cached_property
     def joint(self) -> Joint:
         """As the engine looks at it; not to be changed."""
-        module = self._copy()
+        module = self.copied()
         module.graph.eliminate_dead_code()
         compat.remove_copies(module.graph)
         return Joint(module, self.num_fwd_outputs)
@@ -117,11 +117,11 @@ class Captured:
     def split(self, asked: str = "") -> Parts:
         """Under a config, `level 1` or nothing."""
         others = (self.inputs, self.num_fwd_outputs, self.others)
-        graph, modules = graphs.split(self._copy(), *others, selection(asked), ())
+        graph, modules = graphs.split(self.copied(), *others, selection(asked), ())
         # Names come from the tracer, which is gone.
         return Parts(dataclasses.replace(graph, names=self.names), *modules, self.num_fwd_outputs)
 
-    def _copy(self) -> fx.GraphModule:
+    def copied(self) -> fx.GraphModule:
         return fx.GraphModule(self.module, copy.deepcopy(self.module.graph))
 
 
