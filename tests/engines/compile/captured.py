@@ -16,6 +16,7 @@ from optimum_memopt.engines.compile.backend import Backend, configured
 from optimum_memopt.engines.compile.graphs import Graph
 from optimum_memopt.engines.compile.joint import Joint, symbolic, value
 from optimum_memopt.engines.compile.offers import Offer, find_offers
+from optimum_memopt.engines.compile.rehearsal import Programs
 from optimum_memopt.engines.compile.stashes import Stash, find_stashes, operator_name
 from tests.engines.compile.compiled import selection
 
@@ -63,16 +64,16 @@ class Executed(fx.Interpreter):
         super().__init__(joint.module, garbage_collect_values=False)
         self.made: dict[fx.Node, Any] = {}
         given = [value(node) for node in joint.nodes if node.op == "placeholder"]
-        # Inside AOTAutograd's graphs the inputs are detached.
         with torch.no_grad():
-            self.run(*(_real(one, sizes) for one in given), enable_io_processing=False)
+            self.run(*(real(one, sizes) for one in given), enable_io_processing=False)
 
     def run_node(self, node: fx.Node) -> Any:
         self.made[node] = super().run_node(node)
         return self.made[node]
 
 
-def _real(given: Any, sizes: Mapping[sympy.Symbol, int]) -> Any:
+def real(given: Any, sizes: Mapping[sympy.Symbol, int]) -> Any:
+    """A tensor of ones, or a number, for what a tracer put in its place."""
     if not isinstance(given, torch.Tensor):
         return int(symbolic(given).subs(sizes))
     shape, strides = ([int(symbolic(one).subs(sizes)) for one in many] for many in (given.shape, given.stride()))
@@ -129,8 +130,9 @@ def capture(function: Callable[..., Any], *args: Any, dynamic: bool = True, **kw
     """The joint graph of one call; a function with several graphs is an error."""
     found = []
 
-    def record(*given: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-        module, inputs, num_fwd_outputs, others = given[-4:]
+    def record(
+        _: Programs, module: fx.GraphModule, inputs: Any, num_fwd_outputs: int, others: dict[str, Any]
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
         names = graphs.symbol_names(compat.symbol_sources())
         untouched = fx.GraphModule(module, copy.deepcopy(module.graph))
         found.append(Captured(untouched, inputs, num_fwd_outputs, others, names))
