@@ -40,7 +40,7 @@ class Job:
     """One training.
 
     Attributes:
-        engine: `ort`, or `plain` for a stock Trainer.
+        engine: `ort`, `compile`, or `plain` for a stock Trainer.
         arguments: of the TrainingArguments; `rank_arguments` and `environment` go on top, on the rank that they name.
         resume: the checkpoint to begin with.
         killed: this rank ends itself with SIGKILL before this step.
@@ -95,7 +95,7 @@ class Reductions(TrainerCallback):
 def optimizer_arguments(name: str, engine: str) -> dict[str, Any]:
     """How a Trainer is told to use this optimizer: ours by name, a stock one in its own way."""
     found = OPTIMIZERS[name]
-    if engine == "ort" and name in OWN_OPTIMIZERS:
+    if engine != "plain" and name in OWN_OPTIMIZERS:
         return {"memory_opt_optim": name}
     if isinstance(found, str):
         return {"optim": found}
@@ -109,7 +109,9 @@ def train(job: Job, folder: Path) -> dict[str, Any]:
     callbacks = [reductions] if job.count_reductions else []
     if job.killed and job.killed[0] == rank():
         callbacks.append(Killed(job.killed[1]))
-    changes = {**optimizer_arguments(job.optimizer, job.engine), **job.arguments, **job.rank_arguments.get(own, {})}
+    engine = {} if job.engine == "plain" else {"memory_opt_engine": job.engine}
+    optimizer = optimizer_arguments(job.optimizer, job.engine)
+    changes = {**engine, **optimizer, **job.arguments, **job.rank_arguments.get(own, {})}
     trainer = None
     with log_lines() as lines, mock.patch.dict(os.environ, job.environment.get(own, {})):
         try:
@@ -131,7 +133,7 @@ def train(job: Job, folder: Path) -> dict[str, Any]:
     optimizer = trainer.optimizer
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
-    table = trainer.memopt.table if job.engine == "ort" else None
+    table = None if job.engine == "plain" else trainer.memopt.table
     return {
         "world_size": trainer.args.world_size,
         "wrapped": type(trainer.model_wrapped).__name__,
