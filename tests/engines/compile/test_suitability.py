@@ -1,0 +1,46 @@
+"""What the compile engine refuses, each in a line that names the way out."""
+
+import pytest
+import torch
+from transformers import TrainingArguments
+
+from optimum_memopt.engines.compile import suitability
+from optimum_memopt.errors import MemOptError, UnsupportedModelError
+from tests.model_zoo import ZOO
+
+
+def refused(check, error):
+    with pytest.raises(error) as caught:
+        check()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_data_parallel():
+    model = torch.nn.DataParallel(torch.nn.Linear(2, 2))
+    assert "accelerate launch" in refused(lambda: suitability.check(model), UnsupportedModelError)
+
+
+def test_a_model_with_activation_checkpointing():
+    model = ZOO["roberta-mlm"].build()
+    suitability.check(model)
+    model.gradient_checkpointing_enable()
+    line = refused(lambda: suitability.check(model), UnsupportedModelError)
+    assert "gradient_checkpointing_disable()" in line and "--memory_opt_level 1" in line
+    model.gradient_checkpointing_disable()
+    suitability.check(model)
+
+
+def test_several_gpus_in_one_process(tmp_path):
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+    suitability.check_arguments(args)
+    args._n_gpu = 2
+    line = refused(lambda: suitability.check_arguments(args), MemOptError)
+    assert "2 GPUs in one process" in line and "CUDA_VISIBLE_DEVICES=0" in line
+
+
+@pytest.mark.parametrize("own", [{}, {"use_cache": True}, {"use_cache": False}], ids=str)
+def test_no_caches_unless_asked_for(own):
+    model = ZOO["gpt2"].build()
+    assert suitability.without_cache(model, own) == {"use_cache": own.get("use_cache", False)}
+    assert suitability.without_cache(ZOO["vit"].build(), own) == own
