@@ -40,6 +40,14 @@ def seeded_dropout(x: torch.Tensor, p: float, train: bool | None) -> tuple[torch
     return x * mask * (1 / (1 - p)), mask
 
 
+def dropout_backward(gradient: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
+    """aten::native_dropout_backward, whose kernel on the CPU holds a scaled mask that no graph shows."""
+    return gradient * mask * scale
+
+
 def decompositions() -> dict[torch._ops.OpOverload, Callable]:
     """For AOTAutograd where no compiler brings its own functional random numbers."""
-    return {torch.ops.aten.native_dropout.default: seeded_dropout}
+    return {
+        torch.ops.aten.native_dropout.default: seeded_dropout,
+        torch.ops.aten.native_dropout_backward.default: dropout_backward,
+    }

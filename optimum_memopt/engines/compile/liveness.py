@@ -8,11 +8,13 @@ import sympy
 from torch import fx
 
 from . import offload
-from .joint import is_tensor, is_view, root, storage_bytes, value
+from .joint import is_tensor, is_view, root, storage_bytes, symbolic, value
 
 Sizes = Mapping[sympy.Symbol, int]
 # Of each value that a forward hands over, by its name: name and bytes of its storage, None for one of the inputs.
 Handover = Mapping[str, tuple[str, sympy.Expr] | None]
+
+_ARITHMETIC = frozenset({"add", "div", "mul", "rsub", "sub"})
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,7 @@ def simulate(graph: fx.Graph, sizes: Sizes, owned: Collection[fx.Node] = (), sta
             continue
         made = _allocations(node)
         held += sum(size_of(one, sizes) for one in made)
-        moments.append(Moment(node.name, held))
+        moments.append(Moment(node.name, held + casts(node, sizes)))
         # Outputs that nobody reads go with the tuple that holds them, when its last output has been picked.
         if node not in last_use and node.op == "call_function" and not is_view(node) and is_tensor(node):
             held -= size_of(node, sizes)
@@ -142,6 +144,17 @@ def simulate(graph: fx.Graph, sizes: Sizes, owned: Collection[fx.Node] = (), sta
             if is_tensor(holder):
                 held -= size_of(holder, sizes)
     return Timeline(tuple(moments), held)
+
+
+def casts(node: fx.Node, sizes: Sizes) -> int:
+    """Bytes that an operator on the CPU holds while it runs: the operands of another dtype, cast before it computes
+    (`aten/src/ATen/TensorIterator.cpp`; on other devices the kernel casts each element)."""
+    if getattr(node.target, "_opname", "") not in _ARITHMETIC or value(node).device.type != "cpu":
+        return 0
+    own = value(node).dtype
+    others = [value(one) for one in node.all_input_nodes if is_tensor(one) and value(one).dim()]
+    elements = sum(sympy.Mul(*map(symbolic, one.shape)) for one in others if one.dtype != own)
+    return int((sympy.sympify(elements) * own.itemsize).subs(sizes))
 
 
 def _allocations(node: fx.Node) -> list[fx.Node]:
