@@ -182,7 +182,9 @@ class MemOptOptions(OrtOptions):
                     "leave it out, or give --memory_opt_engine compile"
                 )
             return
-        given = [f"--{one.name}" for one in fields(OrtOptions) if getattr(self, one.name) != one.default]
+        # Of the object's own class: a subclass may have other defaults (the examples' `ort_fallback`).
+        defaults = {one.name: one.default for one in fields(self)}
+        given = [f"--{one.name}" for one in fields(OrtOptions) if getattr(self, one.name) != defaults[one.name]]
         if given:
             raise MemOptError(
                 f"{', '.join(given)} with the {name} engine: only the ort engine reads "

@@ -1,6 +1,7 @@
 """What is the compile engine's own in a Trainer: its arguments, the model's config, mixed precision, recompiles."""
 
 import json
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -37,6 +38,16 @@ def test_options_of_another_engine_are_refused(tmp_path, changes, message):
     with pytest.raises(MemOptError) as caught:
         arguments(MemOptTrainingArguments, tmp_path, **{**ENGINE, **changes})
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_default_of_a_subclass_is_nothing_that_the_user_gave():
+    @dataclass
+    class Recipe(MemOptOptions):
+        ort_fallback: bool = False
+
+    Recipe(memory_opt_engine="compile").check()
+    with pytest.raises(MemOptError, match="--ort_fallback with the compile engine"):
+        Recipe(memory_opt_engine="compile", ort_fallback=True).check()
 
 
 @pytest.mark.parametrize(
