@@ -19,6 +19,13 @@ def roberta() -> Captured:
 
 
 @pytest.fixture(scope="session")
+def roberta_of_another_batch() -> Captured:
+    """The same with 7 rows of 29 tokens in the first batch."""
+    case = ZOO["roberta-classification"]
+    return capture(case.build(**DROPOUT).forward, **case.batch(7, 29))
+
+
+@pytest.fixture(scope="session")
 def gpt2() -> Captured:
     case = ZOO["gpt2"]
     model = case.build(**GPT2_DROPOUT, use_cache=False)

@@ -141,6 +141,12 @@ def test_each_stash_knows_its_module_and_layer(stack):
     assert loss.layer == module_path(loss.root) == ""
 
 
+def test_every_operator_of_a_forward_comes_from_a_call(roberta, gpt2):
+    """Not from what torch would make of a model's numbers, which belongs to no module."""
+    for captured in (roberta, gpt2):
+        assert [node for node in captured.joint.forward if node.meta.get("seq_nr") is None] == []
+
+
 def test_layers_of_transformers_are_found(roberta, gpt2):
     assert {stash.layer for stash in roberta.stashes} == {"", "roberta.encoder.layer.0", "roberta.encoder.layer.1"}
     assert {stash.layer for stash in gpt2.stashes} == {"", "transformer.h.0", "transformer.h.1"}
