@@ -187,7 +187,7 @@ def plot(tables: Mapping[str, list[dict[str, Any]]], results: Mapping[str, Resul
         panel.set_title(model)
         panel.set_xlabel("time of a step, of eager")
         panel.set_ylabel("peak of activations and gradients, of eager")
-    panels[0][0].legend()
+    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=len(MARKERS))
     figure.savefig(path, metadata={"Date": None})
 
 
@@ -302,6 +302,8 @@ def main() -> None:
         model: list(capped_lines(found) if is_capped else lines(found, time)) for model, found in results.items()
     }
     sections = {model: to_markdown(table, DECIMALS) for model, table in tables.items()}
+    counts = sorted({len(one.runs) for found in results.values() for one in found.values() if one.runs})
+    about += f"; processes of each contestant: {' to '.join(map(str, counts[:1] + counts[1:][-1:]))}"
     print(about)
     for model, text in sections.items():
         failed = [f"failed: {name}: {one.error}" for name, one in results[model].items() if one.error]
