@@ -46,6 +46,10 @@ def test_a_real_model(albert, asked, grown):
     check(albert, asked, grown)
 
 
+def test_a_mask_is_cast_to_numbers_where_it_is_multiplied(roberta):
+    check(roberta, "Gelu+:1:-1,Dropout+:1:3", 3)
+
+
 # Large enough for a row in fixed sizes.
 LENGTH = 2048
 FUNCTIONS = {
