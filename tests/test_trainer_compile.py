@@ -245,7 +245,10 @@ def test_every_observer_and_both_peaks_at_the_end(tmp_path):
     assert {record["kind"] for record in records} == {"plan_stats", "input_density", "memory_phases"}
     predicted, measured = trainer.memopt.plan_stats.predicted_peak_mib, trainer.memopt.measured_peak_mib
     assert f"predicted {predicted:.1f} MiB, measured {measured:.1f} MiB" in "\n".join(lines)
+    compared = [line for line in lines if line.startswith("predicted ")]
+    assert [line.split(") ")[1] for line in compared] == ["after 2 steps", "at the peak of the run"]
     summary = run_summary(trainer)
     assert f"predicted peak {predicted:.1f} MiB" in summary and f"measured peak  {measured:.1f} MiB" in summary
     logged = {name for entry in trainer.state.log_history for name in entry if name.startswith("memopt/")}
     assert {"memopt/plans/on", "memopt/run_peak_mib", "memopt/predicted_peak_mib"} <= logged
+    assert [entry["step"] for entry in trainer.state.log_history if "memopt/measured_of_predicted" in entry] == [2, 5]
