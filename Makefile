@@ -30,14 +30,21 @@ $(STAMP): setup.cfg constraints.txt | $(BIN)/pip
 	@touch $@
 	@echo "==> ready: try make demo"
 
+DEMO = $(BIN)/python examples/run_glue/run_glue.py --max_train_samples 1600 --max_eval_samples 500 \
+	--per_device_train_batch_size 16 --per_device_eval_batch_size 32 --num_train_epochs 1 \
+	--learning_rate 1e-4 --warmup_steps 0.1 --logging_steps 10 --save_strategy no \
+	--log_input_density --log_memory_phases --output_dir
+
 demo: export HF_HUB_OFFLINE := 1
 demo: $(STAMP)
-	$(BIN)/python examples/run_glue/run_glue.py --output_dir runs/demo \
-		--max_train_samples 1600 --max_eval_samples 500 \
-		--per_device_train_batch_size 16 --per_device_eval_batch_size 32 --num_train_epochs 1 \
-		--learning_rate 1e-4 --warmup_steps 0.1 --logging_steps 10 --save_strategy no \
-		--memory_opt_engine ort --memory_opt_config "Gelu+:1:-1" --log_input_density --log_memory_phases \
-		$(DEMO_ARGS)
+	@echo "==> ONNX Runtime: every Gelu is made again in the backward"
+	$(DEMO) runs/demo --memory_opt_engine ort --memory_opt_config "Gelu+:1:-1" $(DEMO_ARGS)
+	@echo "==> stock PyTorch, the same task: each layer is made again in the backward"
+	$(DEMO) runs/demo-compile --memory_opt_engine compile --memory_opt_level 1 $(DEMO_ARGS)
+	@echo "==> both engines, the same task:"
+	@cat runs/demo/summary.txt
+	@echo
+	@cat runs/demo-compile/summary.txt
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

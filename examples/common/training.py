@@ -1,5 +1,7 @@
 """What an example does once its trainer stands: train, save, evaluate, and say what came of it."""
 
+from pathlib import Path
+
 from transformers import Trainer
 
 from optimum_memopt import run_summary
@@ -28,6 +30,9 @@ def _record(trainer: Trainer, split: str, metrics: dict[str, float]) -> None:
 
 
 def report(trainer: Trainer, results: dict[str, str]) -> None:
-    """The end of the run: what the memory plan did, then the example's own results in the same columns."""
+    """The end of the run: what the memory plan did, then the example's own results in the same columns; also in
+    `summary.txt` of the output folder."""
     if trainer.is_world_process_zero():
-        print("\n".join([run_summary(trainer), *(f"{name:<14} {value}" for name, value in results.items())]))
+        lines = "\n".join([run_summary(trainer), *(f"{name:<14} {value}" for name, value in results.items())])
+        print(lines)
+        Path(trainer.args.output_dir, "summary.txt").write_text(lines + "\n")
