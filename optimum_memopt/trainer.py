@@ -105,7 +105,7 @@ def attach(trainer: Trainer, **options: Any) -> Attachment:
     ):
         if wanted:
             _callback(trainer, kind, log_steps=chosen.memory_opt_log_steps, path=chosen.memory_opt_log_file)
-    trainer.create_optimizer = _attaching(trainer, engine, chosen.memory_opt_optim)
+    trainer.create_optimizer = _attaching(trainer, engine, chosen.memory_opt_optim, _has_stock_loss(trainer))
     if chosen.ort_fp16_optimizer:
         _callback(trainer, fp16_optimizer.Fp16OptimizerCallback)
     if chosen.group_by_complexity:
@@ -176,13 +176,19 @@ def _callback(trainer: Trainer, kind: type, **arguments: Any) -> Any:
     return present
 
 
-def _attaching(trainer: Trainer, engine: Engine, optimizer: str | None) -> Any:
+def _has_stock_loss(trainer: Trainer) -> bool:
+    return type(trainer).compute_loss is Trainer.compute_loss and "compute_loss" not in vars(trainer)
+
+
+def _attaching(trainer: Trainer, engine: Engine, optimizer: str | None, has_stock_loss: bool) -> Any:
     create_optimizer = trainer.create_optimizer
 
     @functools.wraps(create_optimizer)
     def attach_and_create(*args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         if base.engine_of(trainer.model) is not engine:
             engine.detach()
+        # Else Trainer makes the loss from the logits (transformers 5.23, `Trainer.compute_loss`).
+        engine.loss_alone = has_stock_loss and trainer.compute_loss_func is None and trainer.label_smoother is None
         engine.attach(trainer.model)
         if optimizer is not None:
             return optim.create(optimizer, trainer, create_optimizer, *args, **kwargs)

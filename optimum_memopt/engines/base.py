@@ -34,9 +34,14 @@ class Selection:
 
 
 class Engine(Protocol):
-    """Trains a model, in place, under a memory plan."""
+    """Trains a model, in place, under a memory plan.
+
+    Attributes:
+        loss_alone: of a training forward's outputs the caller goes back from the loss alone; set before the first one.
+    """
 
     name: str
+    loss_alone: bool
 
     def check_arguments(self, args: "TrainingArguments") -> None:
         """Refuse Trainer arguments that this engine cannot train with. Raises MemOptError."""

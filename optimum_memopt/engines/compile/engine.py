@@ -18,6 +18,7 @@ from optimum_memopt.plans.table import PlanTable
 from . import compat, suitability
 from .backend import Backend, check_compiler, configured, default_compiler
 from .graphs import Graph, Modules, split
+from .outputs import loss_alone
 from .prediction import Forecast, resident
 from .rehearsal import Programs
 from .selection import matches
@@ -41,6 +42,7 @@ class CompileEngine:
     """
 
     name = "compile"
+    loss_alone = False
 
     def __init__(self, selection: Selection | None = None, compiler: str | None = None, dynamic: bool = True) -> None:
         self._compiler_asked = compiler
@@ -129,7 +131,8 @@ class CompileEngine:
             # it must not keep the model with it.
             split_of = weakref.WeakMethod(self._split)
             backend = Backend(self._compiler, lambda *joint: split_of()(*joint), str(self._selection))
-            forward = compat.with_own_code(self._dispatcher.plain_forward)
+            plain = self._dispatcher.plain_forward
+            forward = compat.with_own_code(loss_alone(plain) if self.loss_alone else plain)
             self._compiled = torch.compile(forward, backend=backend, dynamic=self._dynamic)
             self._wholes = Wholes(self._model)
         kwargs = suitability.without_cache(self._model, kwargs)

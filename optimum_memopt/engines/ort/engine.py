@@ -50,6 +50,7 @@ class OrtEngine:
     """
 
     name = "ort"
+    loss_alone = False
 
     def __init__(
         self, selection: Selection | None = None, options: OrtOptions | None = None, log_level: str = "info"
