@@ -50,9 +50,12 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
+# Each test computes on one thread, so two at a time on two cores; a worker takes up to 2 GiB.
+PYTEST = $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
+
 test test-all: export HF_HUB_OFFLINE := 1
 test: lint
-	$(BIN)/python -m pytest -m "not slow" $(TEST_ARGS)
+	$(PYTEST) -m "not slow" $(TEST_ARGS)
 
 test-all: lint
-	$(BIN)/python -m pytest $(TEST_ARGS)
+	$(PYTEST) $(TEST_ARGS)
