@@ -122,8 +122,8 @@ def measure(case: Case) -> Measurement:
     import torch
 
     import optimum_memopt
+    from optimum_memopt import malloc
     from optimum_memopt.engines import base
-    from optimum_memopt.engines.ort import allocator
     from optimum_memopt.memory import PeakMonitor
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -140,8 +140,8 @@ def measure(case: Case) -> Measurement:
         name, _ = base.resolve(case.options.get("memory_opt_engine", "auto"))
         own = {"ort_fallback": False} if name == "ort" else {}
         engine = optimum_memopt.optimize(model, **{"memory_opt_log_level": "warning", **own, **case.options})
-    if case.tuned_malloc and (engine is None or engine.name != "ort"):
-        allocator.give_back_freed_memory()
+    if case.tuned_malloc and engine is None:
+        malloc.give_back_freed_memory()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True) if case.optimizer else None
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=case.bf16)
     _step(model, batch, autocast, optimizer)

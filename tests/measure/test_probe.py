@@ -50,7 +50,7 @@ def test_untuned_malloc_stays_as_it_is(monkeypatch, tmp_path):
     """Here, in this process: the case must not touch malloc, and what it notes for the engine must not stay."""
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "131072")
     called = []
-    monkeypatch.setattr("optimum_memopt.engines.ort.allocator.give_back_freed_memory", lambda: called.append(1))
+    monkeypatch.setattr("optimum_memopt.malloc.give_back_freed_memory", lambda: called.append(1))
     folder = save(tmp_path, "roberta-mlm")
     case = Case(Workload(folder, "fill-mask", 2, 8), None, tuned_malloc=False, steps=1)
     probe.measure(case)

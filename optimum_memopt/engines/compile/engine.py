@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from optimum_memopt import malloc
 from optimum_memopt.engines import base, in_place
 from optimum_memopt.engines.base import Selection
 from optimum_memopt.errors import MemOptError
@@ -80,6 +81,9 @@ class CompileEngine:
         base.register(model, self)
         self._model = model
         self._dispatcher = in_place.Dispatcher(model, self._train_forward)
+        self._is_on_cpu = next(model.parameters()).device.type == "cpu"
+        if self._is_on_cpu:
+            malloc.give_back_freed_memory()
         self._forget()
 
     def detach(self) -> None:
@@ -89,6 +93,8 @@ class CompileEngine:
             return
         base.unregister(model)
         self._dispatcher.remove()
+        if self._is_on_cpu:
+            malloc.restore()
         self._forget()
 
     def plans(self) -> PlanTable | None:

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from optimum_memopt import malloc
 from optimum_memopt.engines import base, in_place
 from optimum_memopt.engines.base import Selection
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
 from optimum_memopt.logs import get_logger
 from optimum_memopt.plans.table import Plan, PlanTable, canonical_symbols
 
-from . import allocator, lever_checks, suitability
+from . import lever_checks, suitability
 from .extensions import BUILD_COMMAND
 from .graph_rules import residual_normalizations
 from .insight import applied_counts, parse_insight, to_plans
@@ -105,7 +106,7 @@ class OrtEngine:
             get_logger().warning(remark)
         self._dispatcher = in_place.Dispatcher(model, self._train_forward)
         if not self._options.ort_arena:
-            allocator.give_back_freed_memory()
+            malloc.give_back_freed_memory()
         self._forget_session()
 
     def detach(self) -> None:
@@ -119,7 +120,7 @@ class OrtEngine:
         if self._attention is not None:
             model.set_attn_implementation(self._attention)
         if not self._options.ort_arena:
-            allocator.restore()
+            malloc.restore()
 
     def smooth_labels(self, smoothing: LabelSmoothing | None) -> None:
         """Whether training forwards with labels return the smoothed loss; needs the loss inside ONNX Runtime."""

@@ -107,7 +107,7 @@ os._exit(0)  # gloo's threads abort the interpreter's end now and then.
 """
 
 PEAK = """
-from optimum_memopt.engines.ort import allocator
+from optimum_memopt import malloc
 from optimum_memopt.memory import MIB, PeakMonitor
 
 model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(32)))

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallo
 
 SCRIPT = """
 import sys
-from optimum_memopt.engines.ort import allocator
+from optimum_memopt import malloc
 import torch
 
 def resident():
@@ -42,7 +42,7 @@ def run(body, **variables):
 
 
 def test_freed_blocks_go_back_to_the_system():
-    told, kept = run("print(allocator.give_back_freed_memory(), kept_mib(512))")
+    told, kept = run("print(malloc.give_back_freed_memory(), kept_mib(512))")
     assert told == "True"
     assert float(kept) < 10
 
@@ -53,15 +53,26 @@ def test_they_do_not_without_it():
 
 
 def test_a_user_s_own_setting_wins():
-    told, kept = run("print(allocator.give_back_freed_memory(), kept_mib(512))", MALLOC_MMAP_THRESHOLD_=str(2**25))
+    told, kept = run("print(malloc.give_back_freed_memory(), kept_mib(512))", MALLOC_MMAP_THRESHOLD_=str(2**25))
     assert told == "False"
     assert float(kept) > 80
-    assert run("print(allocator.give_back_freed_memory())", MALLOC_TRIM_THRESHOLD_="0") == ["False"]
+    assert run("print(malloc.give_back_freed_memory())", MALLOC_TRIM_THRESHOLD_="0") == ["False"]
 
 
 def test_restore_takes_the_smaller_default_threshold_again():
     # 192 KiB lie between glibc's threshold and the one that is set.
-    (meanwhile,) = run("allocator.give_back_freed_memory(); print(kept_mib(192))")
-    (afterwards,) = run("allocator.give_back_freed_memory(); allocator.restore(); print(kept_mib(192))")
+    (meanwhile,) = run("malloc.give_back_freed_memory(); print(kept_mib(192))")
+    (afterwards,) = run("malloc.give_back_freed_memory(); malloc.restore(); print(kept_mib(192))")
     assert float(meanwhile) > 80
     assert float(afterwards) < 10
+
+
+@pytest.mark.parametrize("engine", ["ort", "compile"])
+def test_an_engine_tells_it_and_takes_it_back(engine):
+    attach = (
+        f"import optimum_memopt; it = optimum_memopt.optimize(torch.nn.Linear(2, 2), memory_opt_engine='{engine}'); "
+    )
+    (kept,) = run(attach + "print(kept_mib(512))")
+    assert float(kept) < 10
+    (small,) = run(attach + "it.detach(); print(kept_mib(192))")
+    assert float(small) < 10
