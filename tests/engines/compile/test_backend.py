@@ -118,14 +118,15 @@ print(_Partitioner(str(Selection(level=1))).uuid().hex())
     assert other_process.stdout.strip() == key("level 1").hex()
 
 
-def test_compilers(monkeypatch):
+def test_compilers():
     assert default_compiler("cpu")[0] == default_compiler("meta")[0] == "aot_eager"
-    monkeypatch.setattr(inductor_config.cpp, "cxx", ("no-such-compiler",))
-    with pytest.raises(MemOptError, match=r"there is no C\+\+ compiler; apt-get install g\+\+.*or take .*aot_eager"):
-        check_compiler("inductor", "cpu")
-    check_compiler("aot_eager", "cpu")
-    with pytest.raises(MemOptError, match="no C"):
-        CompileEngine(compiler="inductor").attach(Net())
+    # monkeypatch undoes a setting of torch's configuration by deleting it, for every test that follows.
+    with inductor_config.patch({"cpp.cxx": ("no-such-compiler",)}):
+        with pytest.raises(MemOptError, match=r"no C\+\+ compiler; apt-get install g\+\+.*or take .*aot_eager"):
+            check_compiler("inductor", "cpu")
+        check_compiler("aot_eager", "cpu")
+        with pytest.raises(MemOptError, match="no C"):
+            CompileEngine(compiler="inductor").attach(Net())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there may be Triton")
