@@ -55,9 +55,8 @@ def check_masks(ours: Run, without_plan: Run) -> None:
     """Each mask has a seed of its own, drawn once, so that nothing random is in the backward."""
     ours.split.check(ours.table)
     assert not any(is_random(node) for node in ours.split.backward.graph.nodes)
-    assert torch.equal(ours.losses, without_plan.losses), "other masks"
-    # Operators that are fused with others round otherwise.
-    assert wrong_gradients(ours.gradients, without_plan.gradients) == {}
+    # Operators that are fused with others round otherwise; other masks would change the loss by a hundredth.
+    assert_same(ours, without_plan.losses, without_plan.gradients)
 
 
 def found_in_cache() -> int:
