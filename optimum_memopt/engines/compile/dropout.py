@@ -29,6 +29,20 @@ def _(size: list[int], seed: torch.Tensor, keep: float, device: torch.device) ->
     return torch.empty(size, dtype=torch.bool, device=device)
 
 
+@torch.library.custom_op(f"{LIBRARY}::drop", mutates_args=())
+def drop(x: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
+    """`x * scale` where the mask is True, else 0.
+
+    One operator: a product of `x` and a mask casts the mask on the CPU, which takes as much memory as `x`, and time.
+    """
+    return torch.where(mask, x, x.new_zeros(()), out=torch.empty_like(x)).mul_(scale)
+
+
+@drop.register_fake
+def _(x: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
 def seeded_dropout(x: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor, torch.Tensor]:
     """aten::native_dropout by a seed."""
     if train is False or p == 0:
@@ -37,12 +51,12 @@ def seeded_dropout(x: torch.Tensor, p: float, train: bool | None) -> tuple[torch
         return torch.zeros_like(x), torch.zeros_like(x, dtype=torch.bool)
     seed = torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device="cpu")
     mask = keep_mask(list(x.shape), seed, 1 - p, x.device)
-    return x * mask * (1 / (1 - p)), mask
+    return drop(x, mask, 1 / (1 - p)), mask
 
 
 def dropout_backward(gradient: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
     """aten::native_dropout_backward, whose kernel on the CPU holds a scaled mask that no graph shows."""
-    return gradient * mask * scale
+    return drop(gradient, mask, scale)
 
 
 def decompositions() -> dict[torch._ops.OpOverload, Callable]:

@@ -5,7 +5,7 @@ import torch
 from model_zoo import ZOO
 
 from optimum_memopt.engines.compile.compat import is_random
-from optimum_memopt.engines.compile.dropout import keep_mask, seeded_dropout
+from optimum_memopt.engines.compile.dropout import drop, keep_mask, seeded_dropout
 from optimum_memopt.engines.compile.engine import CompileEngine
 from tests.engines.compile.compiled import DROPOUT, GPT2_DROPOUT, assert_bitwise_same, run, selection
 
@@ -33,6 +33,15 @@ def test_a_mask_is_a_function_of_its_seed():
     assert torch.equal(mask(64, 33), first)
     assert not torch.equal(mask(64, 33, seed=SEED + 1), first)
     torch.library.opcheck(keep_mask, ([4, 5], SEED, 0.5, CPU))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dropping_is_a_product_with_the_mask(dtype):
+    x = torch.randn(7, 5, 3, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for laid_out in (x, x.transpose(0, 2), x[:1].expand(4, 5, 3)):
+        kept = mask(*laid_out.shape, keep=0.6)
+        assert torch.equal(drop(laid_out, kept, 1.25), laid_out * kept * 1.25)
+        torch.library.opcheck(drop, (laid_out, kept, 1.25))
 
 
 @pytest.mark.parametrize("keep", [0.05, 0.5, 0.9, 0.999])
