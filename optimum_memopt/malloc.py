@@ -12,6 +12,8 @@ _MMAP_BYTES = 256 * 1024
 _TRIM_BYTES = 64 * 1024 * 1024
 _DEFAULT_BYTES = 128 * 1024
 
+_asked = 0  # by engines that are attached; malloc is one for the whole process
+
 
 def _mallopt(mmap_threshold: int, trim_threshold: int) -> bool:
     # A user who tuned malloc by its environment variables knows better; other systems' libc has no mallopt.
@@ -24,10 +26,16 @@ def _mallopt(mmap_threshold: int, trim_threshold: int) -> bool:
 
 
 def give_back_freed_memory() -> bool:
-    """From now on blocks of 256 KiB and more return to the system when freed; False where malloc cannot be told."""
+    """Until `restore` blocks from 256 KiB on go back to the system when freed; False where malloc cannot be told."""
+    global _asked
+    _asked += 1
     return _mallopt(_MMAP_BYTES, _TRIM_BYTES)
 
 
 def restore() -> None:
-    """Back to glibc's documented defaults of both thresholds (their automatic growth stays off)."""
-    _mallopt(_DEFAULT_BYTES, _DEFAULT_BYTES)
+    """Back to glibc's documented defaults of both thresholds (their automatic growth stays off), once for each call of
+    `give_back_freed_memory`: the last one does it."""
+    global _asked
+    _asked = max(0, _asked - 1)
+    if _asked == 0:
+        _mallopt(_DEFAULT_BYTES, _DEFAULT_BYTES)

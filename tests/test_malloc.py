@@ -67,6 +67,14 @@ def test_restore_takes_the_smaller_default_threshold_again():
     assert float(afterwards) < 10
 
 
+def test_two_that_asked_are_done_when_both_are():
+    asked = "malloc.give_back_freed_memory(); malloc.give_back_freed_memory(); malloc.restore(); "
+    (one_left,) = run(asked + "print(kept_mib(192))")
+    (none_left,) = run(asked + "malloc.restore(); print(kept_mib(192))")
+    assert float(one_left) > 80
+    assert float(none_left) < 10
+
+
 @pytest.mark.parametrize("engine", ["ort", "compile"])
 def test_an_engine_tells_it_and_takes_it_back(engine):
     attach = (

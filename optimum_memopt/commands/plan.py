@@ -45,7 +45,7 @@ class PlanCommand(BaseOptimumCLICommand):
             "the lowest peak. Takes minutes: a process needs 10 to 30 seconds.",
         )
         parser.add_argument("--steps", type=int, help="Measured steps after the first (default: 2).")
-        parser.add_argument("--max_runs", type=int, default=60, help="Processes at most with --measure (default: 60).")
+        parser.add_argument("--max_runs", type=int, help="Processes at most with --measure (default: 60).")
         parser.add_argument(
             "--output", help="Write the plans that are on, or found, as a JSON list for --memory_opt_config."
         )
@@ -81,6 +81,8 @@ def _case(args: Any) -> Any:
     for name in ("steps", "max_runs"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise MemOptError(f"--{name} {getattr(args, name)}: allowed are numbers from 1 on")
+    if args.max_runs is not None and not args.measure:
+        raise MemOptError(f"--max_runs {args.max_runs}: only --measure starts so many processes; leave it out")
     if args.measure and args.level:
         raise MemOptError(f"--level {args.level} with --measure: both levels are measured anyway; leave it out")
     if args.output and not args.measure and not (args.config or args.level):
@@ -147,13 +149,14 @@ def _measured(args: Any) -> tuple[dict[str, Any], str, str]:
 
     case = _case(args)
     case = replace(case, options={"memory_opt_engine": args.engine})
-    with tqdm(total=args.max_runs, unit="run", desc="measuring", file=sys.stderr) as bar:
+    max_runs = args.max_runs or 60
+    with tqdm(total=max_runs, unit="run", desc="measuring", file=sys.stderr) as bar:
 
         def say(name: str) -> None:
             bar.set_postfix_str(name)
             bar.update()
 
-        found = study(case, args.config, args.max_runs, say)
+        found = study(case, args.config, max_runs, say)
     _say_once(remark for trial in found.trials if trial.measurement for remark in trial.measurement.remarks)
     return found.to_dict(), found.to_text(), ",".join(sorted(found.winner.measurement.applied))
 

@@ -49,6 +49,7 @@ def run(*arguments: str) -> None:
         (["--engine", "orte"], "error: --engine orte: allowed are auto, "),
         (["--output", "plans.json"], "error: --output writes the plans that are on; give --config, "),
         (["--output", "no/such/plans.json", "--measure"], "error: --output no/such/plans.json: no such folder"),
+        (["--max_runs", "3"], "error: --max_runs 3: only --measure starts so many processes; leave it out"),
     ],
 )
 def test_bad_input_is_one_line_before_any_process_starts(arguments, message, folder, monkeypatch, capsys):

@@ -46,7 +46,7 @@ def test_a_real_model(albert, asked, grown):
     check(albert, asked, grown)
 
 
-def test_a_mask_is_cast_to_numbers_where_it_is_multiplied(roberta):
+def test_a_real_model_with_dropout(roberta):
     check(roberta, "Gelu+:1:-1,Dropout+:1:3", 3)
 
 
@@ -60,6 +60,7 @@ FUNCTIONS = {
     "split": lambda x: sum(one.exp().sum() * place for place, one in enumerate(x.exp().split(4, 1), 1)),
     "in place": lambda x: x.exp().clone().mul_(2).add_(x).relu_().sum(),
     "expanded": lambda x: (x.sum(1, keepdim=True).expand(-1, 16).exp() * x).sum(),
+    "cast to the other's numbers": lambda x: (x.exp() * (x > 0) + x.exp().long()).exp().sum(),
     "stacked": lambda x: torch.stack([x.sin(), x.cos()]).exp().sum(0).exp().sum(),
 }
 
