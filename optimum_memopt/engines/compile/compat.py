@@ -70,10 +70,8 @@ def extract(
     be recomputed at the beginning of the backward; `raise_getitems` frees the unread outputs of an operator at once.
     """
     forward, backward = partitioners._extract_fwd_bwd_modules(
-        joint, saved, saved_sym_nodes=saved_symbols, saved_opaque_nodes=[], num_fwd_outputs=num_fwd_outputs
+        joint, saved, saved_sym_nodes=saved_symbols, num_fwd_outputs=num_fwd_outputs
     )
-    for module in (forward, backward):
-        module.graph.eliminate_dead_code(is_impure_node=partitioners.is_not_collective)
     backward = partitioners.reordering_to_mimic_autograd_engine(backward)
     return partitioners.raise_getitems(forward), partitioners.raise_getitems(backward)
 

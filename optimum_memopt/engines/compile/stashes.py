@@ -61,9 +61,13 @@ def layer_of(node: fx.Node) -> str:
 
 
 def _module_stack(node: fx.Node) -> list[tuple[str, str]]:
-    """Dynamo's key and the path of each module around the operator, from the outside in."""
+    """Dynamo's key and the path of each module around the operator, from the outside in.
+
+    Until torch 2.10 the paths of lists have their inner names, `L['self']._modules['layer']._modules['0']`.
+    """
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    return [(key, re.sub(r"^L\['[^']*'\]\.?", "", path)) for key, (path, _) in stack.items()]
+    paths = {key: re.sub(r"\._modules\['([^']*)'\]", r".\1", path) for key, (path, _) in stack.items()}
+    return [(key, re.sub(r"^L\['[^']*'\]\.?", "", path)) for key, path in paths.items()]
 
 
 def is_crumb(size: sympy.Expr) -> bool:
