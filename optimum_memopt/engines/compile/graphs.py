@@ -14,7 +14,7 @@ from torch import fx
 from optimum_memopt.engines.base import Selection
 from optimum_memopt.plans.grammar import Strategy
 
-from . import compat, offload
+from . import barriers, compat, offload
 from .joint import Joint, is_number, is_tensor, root, value
 from .liveness import Handover, Prediction, handed_over, predict
 from .offers import Offer, asked_for, find_offers, layer_borders, of_level
@@ -87,6 +87,7 @@ def split(
         dropped, moved = chosen_roots(chosen)
         borders = layer_borders(joint) if selection.level else ()
         modules, free = partition(joint, kept(joint, stashes, dropped, borders)), frozenset()
+        barriers.insert(*modules)
         if moved:
             offload.insert(*modules, {node.name for node in moved})
     else:

@@ -1,0 +1,63 @@
+"""No layer is made again before the backward has come to it, whatever a compiler would like to run first."""
+
+import pytest
+from model_zoo import ZOO
+from torch import fx
+
+from optimum_memopt.engines.compile import compat
+from optimum_memopt.engines.compile.engine import CompileEngine
+from optimum_memopt.engines.compile.joint import is_view
+from optimum_memopt.engines.compile.stashes import layer_of
+from tests.engines.compile.compiled import selection
+
+
+def ancestors(node: fx.Node) -> set[str]:
+    found: set[str] = set()
+    todo = [node]
+    while todo:
+        for read in todo.pop().all_input_nodes:
+            if read.name not in found:
+                found.add(read.name)
+                todo.append(read)
+    return found
+
+
+@pytest.mark.parametrize("name", ["roberta", "gpt2", "albert"])
+@pytest.mark.parametrize("asked", ["level 1", "Gelu+:1:-1"])
+def test_what_a_layer_is_made_again_from_waits_for_the_layer_behind_it(name, asked, request):
+    captured = request.getfixturevalue(name)
+    parts = captured.split(asked.replace("Gelu", "Gelu" if name == "roberta" else "FastGelu"))
+    again = set(parts.made_again(captured.joint))
+    nodes = {node.name: node for node in parts.backward.graph.nodes}
+    made = [nodes[one] for one in again if layer_of(nodes[one]) and not is_view(nodes[one])]
+    first, second = sorted({layer_of(node) for node in made})
+    gradients = {
+        node.name
+        for node in nodes.values()
+        if node.op == "call_function" and node.name not in again and layer_of(node) == second and not is_view(node)
+    }
+    handed_over = {node.name for node in parts.handed_over}
+    checked = 0
+    for node in made:
+        before = ancestors(node)
+        if layer_of(node) == first and before & handed_over:
+            assert gradients <= before, node
+            checked += 1
+    assert checked and len(gradients) > 10
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not compat.inductor_works("cpu"), reason="there is no C++ compiler")
+def test_inductor_holds_what_the_graph_would():
+    model = ZOO["deberta-v2-classification"].build(num_hidden_layers=4)
+    batch = ZOO["deberta-v2-classification"].batch(8, 60, seed=1)
+    held = []
+    for compiler in ("aot_eager", "inductor"):
+        engine = CompileEngine(selection("level 1"), compiler, dynamic=False)
+        engine.attach(model)
+        model(**batch).loss.backward()
+        held.append(engine.forecast.activations())
+        assert not engine.forecast.doubt
+        engine.detach()
+    graph, program = held
+    assert program < graph
