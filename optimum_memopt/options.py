@@ -35,9 +35,9 @@ class MemOptOptions(OrtOptions):
         default=None,
         metadata={
             "choices": COMPILERS,
-            "help": "What runs the graphs of the compile engine: inductor (kernels of its own; minutes to compile on "
-            "a CPU) or aot_eager (PyTorch's operators one by one; seconds, loss and gradients bitwise those of "
-            "PyTorch). Default: inductor on a GPU, else aot_eager.",
+            "help": "What runs the graphs of the compile engine: inductor (kernels of its own; half a minute to "
+            "compile on a CPU) or aot_eager (PyTorch's operators one by one; seconds, loss and gradients bitwise "
+            "those of PyTorch). Default: inductor on a GPU, else aot_eager.",
         },
     )
     memory_opt_config: str | None = field(

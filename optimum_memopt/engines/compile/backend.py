@@ -82,7 +82,7 @@ def default_compiler(device_type: str) -> tuple[str, str]:
         device_type: of the model's parameters, as `cuda`.
     """
     if device_type in ("cpu", "meta"):
-        return "aot_eager", "on a CPU inductor compiles for minutes"
+        return "aot_eager", "on a CPU inductor compiles for half a minute and more"
     if missing := _missing(device_type):
         return "aot_eager", missing
     return "inductor", f"inductor works on {device_type}"
