@@ -51,12 +51,17 @@ def assert_same(ours: Run, losses: torch.Tensor, gradients: dict[str, torch.Tens
     assert wrong_gradients(ours.gradients, gradients) == {}
 
 
-def check_masks(ours: Run, without_plan: Run) -> None:
-    """Each mask has a seed of its own, drawn once, so that nothing random is in the backward."""
+def check_masks(ours: Run, without_plan: Run, rounding: float = 0) -> None:
+    """Each mask has a seed of its own, drawn once, so that nothing random is in the backward.
+
+    Args:
+        rounding: of the losses, relative, where operators of the forward are fused with others.
+    """
     ours.split.check(ours.table)
     assert not any(is_random(node) for node in ours.split.backward.graph.nodes)
-    # Operators that are fused with others round otherwise; other masks would change the loss by a hundredth.
-    assert_same(ours, without_plan.losses, without_plan.gradients)
+    torch.testing.assert_close(ours.losses, without_plan.losses, rtol=rounding, atol=0, msg="other masks")
+    # Operators that are fused with others round otherwise.
+    assert wrong_gradients(ours.gradients, without_plan.gradients) == {}
 
 
 def found_in_cache() -> int:
@@ -129,5 +134,6 @@ def test_a_transformer_with_dropout(name):
     for asked in ("Dropout+:1:-1", "Dropout+:3:-1", "level 1", "level 2"):
         ours = run(model, asked, *batches, compiler="inductor", seed=7)
         assert ours.table.enabled
-        check_masks(ours, without_plan)
+        # Other masks would change GPT-2's loss by a hundredth.
+        check_masks(ours, without_plan, rounding=TOLERANCE if name == "gpt2" else 0)
         assert torch.equal(torch.get_rng_state(), state)
