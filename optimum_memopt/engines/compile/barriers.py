@@ -37,13 +37,13 @@ def insert(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
         backward: each layer made again where its backward begins.
     """
     graph = backward.graph
+    nodes = list(graph.nodes)
+    order = {node: index for index, node in enumerate(nodes)}
     forwarded = {node.name for node in forward.graph.nodes}
     again: dict[str, list[fx.Node]] = {}
-    for node in graph.nodes:
-        if node.op == "call_function" and node.name in forwarded and not is_view(node) and layer_of(node):
-            again.setdefault(layer_of(node), []).append(node)
-    order = {node: index for index, node in enumerate(graph.nodes)}
-    nodes = list(graph.nodes)
+    for node in nodes:
+        if node.op == "call_function" and node.name in forwarded and not is_view(node) and (layer := layer_of(node)):
+            again.setdefault(layer, []).append(node)
     begin = 0
     for copies in again.values():
         here = order[copies[0]]
@@ -57,15 +57,10 @@ def insert(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
 
 def _made_and_read(nodes: list[fx.Node], forwarded: set[str], order: dict[fx.Node, int], here: int) -> list[fx.Node]:
     """What `nodes`, which stand before `here`, make of the backward's own, and is read from there on."""
-    live = {
-        root(node): None
-        for node in nodes
-        if node.op == "call_function"
-        and node.name not in forwarded
-        and is_tensor(node)
-        and any(order.get(user, here) >= here for user in node.users)
-    }
-    return [made for made in live if made.op == "call_function" and made.name not in forwarded]
+    roots = dict.fromkeys(
+        root(node) for node in nodes if is_tensor(node) and any(order.get(user, here) >= here for user in node.users)
+    )
+    return [made for made in roots if made.op == "call_function" and made.name not in forwarded]
 
 
 def _wait(graph: fx.Graph, copies: list[fx.Node], made: list[fx.Node], order: dict[fx.Node, int]) -> None:

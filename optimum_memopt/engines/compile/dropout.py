@@ -54,14 +54,10 @@ def seeded_dropout(x: torch.Tensor, p: float, train: bool | None) -> tuple[torch
     return drop(x, mask, 1 / (1 - p)), mask
 
 
-def dropout_backward(gradient: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
-    """aten::native_dropout_backward, whose kernel on the CPU holds a scaled mask that no graph shows."""
-    return drop(gradient, mask, scale)
-
-
 def decompositions() -> dict[torch._ops.OpOverload, Callable]:
     """For AOTAutograd where no compiler brings its own functional random numbers."""
     return {
         torch.ops.aten.native_dropout.default: seeded_dropout,
-        torch.ops.aten.native_dropout_backward.default: dropout_backward,
+        # Its own kernel on the CPU holds a scaled mask that no graph shows.
+        torch.ops.aten.native_dropout_backward.default: drop,
     }
