@@ -1,5 +1,6 @@
 """The plan table: what a training step stashes, what each plan would save and what is on. Text and JSON, both ways."""
 
+import html
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -91,8 +92,34 @@ class PlanTable:
 
     def to_text(self) -> str:
         """The table as the log shows it."""
-        columns = {
-            "Plan": range(1, len(self.plans) + 1),
+        grid = tabulate(self._columns(), headers="keys", tablefmt="simple", disable_numparse=True)
+        return "\n".join([*self._lines_above, grid, *self._lines_below])
+
+    __str__ = to_text
+
+    def _repr_html_(self) -> str:
+        """The table in a notebook."""
+        grid = tabulate(self._columns(), headers="keys", tablefmt="html", disable_numparse=True)
+        above, below = ("<br>".join(map(html.escape, lines)) for lines in (self._lines_above, self._lines_below))
+        return f"<div><p>{above}</p>{grid}<p>{below}</p></div>"
+
+    @property
+    def _lines_above(self) -> tuple[str, ...]:
+        return f"Memory plans of the {self.engine} engine", *self.header
+
+    @property
+    def _lines_below(self) -> tuple[str, ...]:
+        symbols = ", ".join(f"{name}={value}" for name, value in sorted(self.symbols.items()))
+        return (
+            f"First batch: {symbols}",
+            f"On: {len(self.enabled)} of {len(self.plans)} plans, claimed saving {self.claimed_saving_bytes:,} bytes "
+            f"({self.claimed_saving_bytes / 2**20:.1f} MiB) of stashed tensors; the peak is what the memory phases "
+            "measure",
+        )
+
+    def _columns(self) -> dict[str, list[object]]:
+        columns: dict[str, list[object]] = {
+            "Plan": list(range(1, len(self.plans) + 1)),
             "": ["ON" if plan.is_on else "OFF" for plan in self.plans],
             "Config": [plan.config for plan in self.plans],
             "Freq": [plan.frequency for plan in self.plans],
@@ -106,19 +133,7 @@ class PlanTable:
         for optional in ("Measured(Bytes)", "Saving Symbolic(Bytes)", "Note"):
             if not any(columns[optional]):
                 del columns[optional]
-        grid = tabulate(columns, headers="keys", tablefmt="simple", disable_numparse=True)
-        symbols = ", ".join(f"{name}={value}" for name, value in sorted(self.symbols.items()))
-        return "\n".join(
-            [
-                f"Memory plans of the {self.engine} engine",
-                *self.header,
-                grid,
-                f"First batch: {symbols}",
-                f"On: {len(self.enabled)} of {len(self.plans)} plans, claimed saving "
-                f"{self.claimed_saving_bytes:,} bytes ({self.claimed_saving_bytes / 2**20:.1f} MiB) of stashed "
-                "tensors; the peak is what the memory phases measure",
-            ]
-        )
+        return columns
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

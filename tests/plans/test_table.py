@@ -2,6 +2,7 @@ import itertools
 import json
 import random
 import re
+from html.parser import HTMLParser
 
 import pytest
 from hypothesis import given
@@ -87,6 +88,49 @@ def test_text_shows_every_row_with_its_numbers(table):
     assert any("Measured(Bytes)" in line for line in lines) is was_measured
     on = sum(plan.applied_count > 0 for plan in table.plans)
     assert f"On: {on} of {len(table.plans)} plans" in lines[-1]
+
+
+@given(TABLE)
+def test_printed_it_is_the_text(table):
+    assert str(table) == table.to_text()
+
+
+class Cells(HTMLParser):
+    """The text of each table row's cells, and of what stands around the table."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.rows, self.around, self._in_cell = [], [], False
+        self.feed(page)
+
+    def handle_starttag(self, tag, attributes):
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+            self._in_cell = True
+
+    def handle_endtag(self, tag):
+        if tag in ("td", "th"):
+            self._in_cell = False
+
+    def handle_data(self, data):
+        if self._in_cell:
+            self.rows[-1][-1] += data
+        elif data.strip():
+            self.around.append(data.strip())
+
+
+def test_a_notebook_shows_the_same_cells_and_no_markup_of_the_model():
+    plan = Plan("A+:1:-1", 2, 1000, "4*s<b>", requested_count=-1, applied_count=2)
+    table = PlanTable("ort", (plan,), {"inputs_x_dim0": 3}, ("<script>Model</script> on cpu",))
+    cells = Cells(table._repr_html_())
+    text = table.to_text().splitlines()
+    header, row = cells.rows
+    columns = ["Plan", "", "Config", "Freq", "Max Saving(Bytes)", "Saving Symbolic(Bytes)", "Requested", "Applied"]
+    assert [cell.strip() for cell in header] == columns
+    assert [cell.strip() for cell in row] == ["1", "ON", "A+:1:-1", "2", "1,000", "4*s<b>", "-1", "2"]
+    assert cells.around == [*text[:2], *text[5:]]
 
 
 def test_large_numbers_are_readable():
