@@ -14,7 +14,7 @@ import sys
 import threading
 import types
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -254,6 +254,28 @@ def symbolics(opset: int, custom_functions: bool = True) -> Iterator[None]:
             for name in registry._SYMBOLICS:
                 torch.onnx.unregister_custom_op_symbolic(name, opset)
             torch.onnx.unregister_custom_op_symbolic("prim::PythonOp", 1)
+
+
+def symbolic_names() -> tuple[str, ...]:
+    """Operators that ORT exports in its own way; they depend on the extensions and on variables read at its import."""
+    registry = importlib.import_module(f"{ORTMODULE}._custom_op_symbolic_registry").CustomOpSymbolicRegistry
+    return tuple(sorted(registry._SYMBOLICS))
+
+
+@contextlib.contextmanager
+def traced_graphs_shown(show: Callable[[object], None]) -> Iterator[None]:
+    """Calls `show` with each graph (`torch.Graph`) that `torch.onnx.export` has traced, before it goes on with it
+    (torch 2.9 to 2.13, torchscript_exporter/utils.py, `_create_jit_graph`)."""
+    utils = importlib.import_module(f"{_TORCHSCRIPT}.utils")
+    original = utils._trace_and_get_graph_from_model
+
+    def trace(*args: object, **kwargs: object) -> object:
+        graph, outputs = original(*args, **kwargs)
+        show(graph)
+        return graph, outputs
+
+    with replaced(utils, "_trace_and_get_graph_from_model", trace):
+        yield
 
 
 @contextlib.contextmanager

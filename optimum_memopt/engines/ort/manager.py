@@ -6,11 +6,9 @@ the instances of one ORTModule, so another ORTModule in the same process is left
 """
 
 import contextlib
-import hashlib
 import importlib
 import json
 import re
-import shutil
 import tempfile
 import types
 import warnings
@@ -21,9 +19,12 @@ from typing import Any
 
 import torch
 
+from optimum_memopt.engines.base import installed_version
 from optimum_memopt.errors import MemOptError
+from optimum_memopt.logs import logged_afterwards
 
-from . import allocator, compat, lever_mends, levers, module_with_loss
+from . import DISTRIBUTIONS, allocator, compat, lever_mends, levers, module_with_loss
+from .export_cache import ExportCache
 from .gather_indices import expand_indices_again
 from .options import OrtOptions
 from .padding import keep_padding_rows
@@ -223,6 +224,8 @@ class Manager:
         def export_model(*args: Any, **kwargs: Any) -> Any:
             self._building = True
             with contextlib.ExitStack() as stack:
+                # ORT catches what is written to stdout and stderr meanwhile (_logger.py, SuppressLogs).
+                stack.enter_context(logged_afterwards())
                 stack.enter_context(
                     compat.symbolics(options.onnx_opset_version, options.enable_custom_autograd_function)
                 )
@@ -236,16 +239,12 @@ class Manager:
                 stack.enter_context(lever_mends.label_sparsity(owner, marks_labels))
                 if not options.enable_custom_autograd_function:
                     self._seen_functions = stack.enter_context(compat.recorded_autograd_functions())
+                stack.enter_context(self._export_cache())
                 self._observer.symbolic_dim_collecting_completed = False
                 exported = export(*args, **kwargs)
-            if self._seen_functions and self._options.ort_cache_dir:
-                # A cached export would be taken next time without looking at the model again.
-                shutil.rmtree(options.ortmodule_cache_dir, ignore_errors=True)
             return exported
 
         def get_post_processed_model(inputs: Any, kwargs: Any) -> Any:
-            if self._options.ort_cache_dir:
-                options.ortmodule_cache_dir = self._export_cache(inputs, kwargs)
             with (
                 compat.environment(self._environment),
                 compat.replaced(owner, "_export_model", staticmethod(export_model)),
@@ -256,20 +255,12 @@ class Manager:
 
         return get_post_processed_model
 
-    def _export_cache(self, inputs: Any, kwargs: Mapping[str, Any]) -> str:
-        """ORT names a cached export by the module's repr alone, which is the same for other inputs, opsets, frozen
-        parameters and config values, and then runs the wrong graph: so each gets a folder of its own."""
-        module = self._training._original_module
-        described = {
-            "torch": torch.__version__,
-            "opset": self._training._runtime_options.onnx_opset_version,
-            "config": str(getattr(module, "config", "")),
-            "forward": getattr(module, module_with_loss.DESCRIPTION, ""),
-            "inputs": [[str(name), _describe(value)] for name, value in [*enumerate(inputs), *sorted(kwargs.items())]],
-            "trained": [name for name, parameter in module.named_parameters() if parameter.requires_grad],
-        }
-        digest = hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]
-        return str(Path(self._options.ort_cache_dir or "") / digest)
+    def _export_cache(self) -> contextlib.AbstractContextManager[None]:
+        if not self._options.ort_cache_dir:
+            return contextlib.nullcontext()
+        versions = (torch.__version__, installed_version(DISTRIBUTIONS), installed_version(("optimum-memopt",)))
+        others = (*map(str, versions), *compat.symbolic_names(), *map(str, sorted(self._environment.items())))
+        return ExportCache(self._options.ort_cache_dir, others).used()
 
     def _graph_builder(self, original: Callable[[Any], None]) -> Callable[[Any], None]:
         def build_graph(configuration: Any) -> None:
@@ -358,13 +349,6 @@ def _all_kinds_of_inputs(transition_manager: type) -> Iterator[None]:
 
 def _as_tensor(value: Any) -> Any:
     return torch.as_tensor(value) if isinstance(value, bool | int | float) else value
-
-
-def _describe(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"{value.dtype} {value.dim()}"
-    # ORT feeds numbers as tensors (num_items_in_batch) and builds everything else into the graph.
-    return type(value).__name__ if type(value) in (int, float) else repr(value)
 
 
 def one_line(error: BaseException) -> str:

@@ -25,8 +25,6 @@ from optimum_memopt.logs import get_logger
 
 _ROWS = "optimum_memopt::rows"
 IGNORE = -100
-# On a module whose forward was changed: what tells its export from one of the same module without the change.
-DESCRIPTION = "_memopt_forward"
 
 
 @dataclass(frozen=True)
@@ -107,7 +105,6 @@ def put_loss_inside(module: torch.nn.Module, smoothing: LabelSmoothing | None, s
         return outputs
 
     module.forward = types.MethodType(loss_alone, module)
-    setattr(module, DESCRIPTION, f"loss inside, {smoothing}, {sparse=}")
 
 
 class LabelShapes:

@@ -33,7 +33,10 @@ class OrtOptions:
     )
     ort_cache_dir: str | None = field(
         default=None,
-        metadata={"help": "Keep exported graphs here and skip the export when the same model runs again."},
+        metadata={
+            "help": "Keep exported graphs in this folder and skip most of the export when the same model runs again "
+            "with a first batch of the same shape."
+        },
     )
     ort_save_onnx: str | None = field(
         default=None, metadata={"help": "Write the exported, optimized and executed ONNX graphs into this folder."}
@@ -148,4 +151,8 @@ class OrtOptions:
             raise MemOptError(f"--ort_opset {self.ort_opset}: ONNX Runtime 1.19 trains graphs of opset 12 to 20")
         if self.ort_save_onnx is not None and not Path(self.ort_save_onnx).is_dir():
             raise MemOptError(f"--ort_save_onnx {self.ort_save_onnx}: no such folder; make it first")
+        if self.ort_cache_dir is not None:
+            folder = Path(self.ort_cache_dir)
+            if file := next((path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()), None):
+                raise MemOptError(f"--ort_cache_dir {self.ort_cache_dir}: {file} is a file; name a folder")
         check_here(self)
