@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import mmap
 import os
+import re
 import threading
 import weakref
 from collections.abc import Mapping
@@ -22,6 +23,7 @@ import torch
 MIB = 2.0**20
 
 _STATUS = Path("/proc/self/status")
+_STATUS_LINES = re.compile(r"^(VmRSS|VmHWM):\s*(\d+)", re.MULTILINE)
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _PROBE_BYTES = 16 << 20
 _SAMPLE_SECONDS = 0.005
@@ -71,8 +73,8 @@ def merged(earlier: MemoryT | None, later: MemoryT) -> MemoryT:
 
 
 def parse_status(text: str) -> CpuMemory:
-    """VmRSS and VmHWM (kB) out of the text of /proc/PID/status."""
-    kib = {line.split(":")[0]: line.split()[1] for line in text.splitlines() if line.startswith(("VmRSS", "VmHWM"))}
+    """VmRSS and VmHWM (kB) out of the text of /proc/PID/status; KeyError where it lacks one of them."""
+    kib = dict(_STATUS_LINES.findall(text))
     return CpuMemory(resident=int(kib["VmRSS"]) / 1024, peak_resident=int(kib["VmHWM"]) / 1024)
 
 
@@ -102,12 +104,13 @@ class _Gauge:
     def _clear(self) -> None:
         raise NotImplementedError
 
-    def reset(self) -> None:
-        """Lower the mark to what is held now, after every watcher has taken it into its own maxima."""
+    def reset(self) -> CpuMemory | CudaMemory:
+        """Read, then lower the mark to what is held now; every watcher has taken it into its own maxima."""
         reading = self.read()
         for monitor in tuple(self.watchers):
             monitor._fold(reading)
         self._clear()
+        return reading
 
 
 class _ResidentGauge(_Gauge):
@@ -212,8 +215,12 @@ class PeakMonitor:
 
     def start_phase(self) -> None:
         """Begin a phase: peaks read from now on are of this phase (under 0.1 ms)."""
-        self._gauge.reset()
-        self._phase = None
+        self.next_phase()
+
+    def next_phase(self) -> CpuMemory | CudaMemory:
+        """`read()` at the end of a phase, and `start_phase()`, with one reading."""
+        reading, self._phase = merged(self._phase, self._gauge.reset()), None
+        return reading
 
     def read(self) -> CpuMemory | CudaMemory:
         """What is held now, and the peaks since `start_phase()`, in MiB."""

@@ -64,7 +64,8 @@ class MemOptOptions(OrtOptions):
         default="info",
         metadata={
             "choices": tuple(LOG_LEVELS),
-            "help": "info: the plan table, on rank 0. devinfo: also each node as ONNX Runtime sees it, on all ranks. "
+            "help": "info: the plan table, on rank 0. devinfo: also each node as ONNX Runtime sees it, on all ranks, "
+            "and each memory phase as a line of its observer. "
             "verbose: also ONNX Runtime's own log.",
         },
     )
@@ -81,7 +82,8 @@ class MemOptOptions(OrtOptions):
     memory_opt_log_steps: int = field(
         default=0,
         metadata={
-            "help": "Steps at which density and phases are shown: 0 for steps 0-9 and then powers of two, or every N."
+            "help": "Steps of which trackers and the log file get density and phases: 0 for steps 0-9 and then powers "
+            "of two (the console shows 0, 1, 2, 4, 8, ...), or every N."
         },
     )
     memory_opt_log_file: str | None = field(

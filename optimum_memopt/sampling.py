@@ -220,13 +220,13 @@ class ComplexityCallback(TrainerCallback):
     """
 
     def __init__(self, path: str | None = None) -> None:
-        self._reporter = Reporter("complexity", path)
+        self.reporter = Reporter("complexity", path)
         self.sampler: ComplexitySampler | None = None
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        trainer = self._reporter.begin(state)
+        trainer = self.reporter.begin(state)
         sampler = self.sampler
         if sampler is None:
             raise MemOptError(
@@ -243,11 +243,11 @@ class ComplexityCallback(TrainerCallback):
             f"tokens of the slowest of {sampler.world_size} ranks {ours.slowest_rank:.3f} times the mean "
             f"({before.slowest_rank:.3f} in random order), "
         )
-        self._reporter.lines(
+        self.reporter.lines(
             f"grouped by complexity: {ranks if sampler.world_size > 1 else ''}{ours.density:.0%} of a padded batch "
             f"are tokens ({before.density:.0%} in random order)"
         )
-        self._reporter.metrics(
+        self.reporter.metrics(
             {
                 "complexity/slowest_rank": ours.slowest_rank,
                 "complexity/slowest_rank_at_random": before.slowest_rank,
@@ -255,7 +255,7 @@ class ComplexityCallback(TrainerCallback):
                 "complexity/density_at_random": before.density,
             }
         )
-        self._reporter.record(state.global_step, balance=asdict(ours), at_random=asdict(before))
+        self.reporter.records(state.global_step, [{"balance": asdict(ours), "at_random": asdict(before)}])
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -173,6 +173,8 @@ def _callback(trainer: Trainer, kind: type, **arguments: Any) -> Any:
     if present is None:
         present = kind(**arguments)
         trainer.add_callback(present)
+    if (reporter := getattr(present, "reporter", None)) is not None:
+        reporter.belongs_to(trainer)
     return present
 
 

@@ -16,6 +16,7 @@ from torch.utils.data import BatchSampler, IterableDataset
 
 from optimum_memopt import MemOptError, MemOptTrainer, optimize
 from optimum_memopt.sampling import ComplexitySampler, balance, complexities
+from tests.trackers import numbers, tracked
 from tests.trainer_runs import build, collate, log_lines, make, rows
 
 NAME = "roberta-classification"
@@ -220,7 +221,7 @@ def recorded_run(folder, resume=None, **changes):
     arguments = {"max_steps": -1, "num_train_epochs": 2, "seed": 3, **saving, **changes}
     with log_lines() as lines:
         trainer = make(folder, NAME, train_dataset=data, data_collator=record, group_by_complexity=True, **arguments)
-        trainer.train(resume_from_checkpoint=resume)
+        tracked(trainer).train(resume_from_checkpoint=resume)
     return trainer, batches, lines
 
 
@@ -278,7 +279,7 @@ def test_the_run_says_how_even_it_is(tmp_path):
     )
     (line,) = [line for line in lines if line.startswith("grouped by complexity")]
     assert "in random order" in line and "ranks" not in line
-    first = trainer.state.log_history[0]
+    first = numbers(trainer)[0]
     assert first["step"] == 0
     assert first["memopt/complexity/density"] > first["memopt/complexity/density_at_random"]
     assert first["memopt/complexity/slowest_rank"] == 1

@@ -14,6 +14,7 @@ from optimum_memopt.engines import base, ort
 from optimum_memopt.engines.base import engine_of
 from tests.gradients import assert_bitwise_same_step
 from tests.model_zoo import ZOO
+from tests.trackers import numbers, tracked
 from tests.trainer_runs import arguments, build, collate, distance, log_lines, make, rows, tables, weights
 
 ENGINE = {"memory_opt_engine": "compile", "memory_opt_compiler": "aot_eager"}
@@ -240,7 +241,7 @@ def test_every_observer_and_both_peaks_at_the_end(tmp_path):
         memory_opt_log_file=str(file),
     )
     with log_lines() as lines:
-        trainer.train()
+        tracked(trainer).train()
     records = [json.loads(line) for line in file.read_text().splitlines()]
     assert {record["kind"] for record in records} == {"plan_stats", "input_density", "memory_phases"}
     predicted, measured = trainer.memopt.plan_stats.predicted_peak_mib, trainer.memopt.measured_peak_mib
@@ -249,6 +250,6 @@ def test_every_observer_and_both_peaks_at_the_end(tmp_path):
     assert [line.split(") ")[1] for line in compared] == ["after 2 steps", "at the peak of the run"]
     summary = run_summary(trainer)
     assert f"predicted peak {predicted:.1f} MiB" in summary and f"measured peak  {measured:.1f} MiB" in summary
-    logged = {name for entry in trainer.state.log_history for name in entry if name.startswith("memopt/")}
+    logged = {name for entry in numbers(trainer) for name in entry}
     assert {"memopt/plans/on", "memopt/run_peak_mib", "memopt/predicted_peak_mib"} <= logged
-    assert [entry["step"] for entry in trainer.state.log_history if "memopt/measured_of_predicted" in entry] == [2, 5]
+    assert [entry["step"] for entry in numbers(trainer) if "memopt/measured_of_predicted" in entry] == [2, 5]

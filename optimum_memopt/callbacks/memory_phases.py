@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from tabulate import tabulate
 from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from optimum_memopt.callbacks.reporting import Reporter, check_log_steps, is_due, is_final
+from optimum_memopt.callbacks.reporting import Reporter, check_log_steps, is_due, is_final, is_printed
 from optimum_memopt.memory import CpuMemory, CudaMemory, PeakMonitor, merged
 
 
@@ -34,6 +35,15 @@ def format_line(step: int, phase: str, reading: CpuMemory | CudaMemory, method: 
     return f"rank-0 step {step} memory (MiB) | phase: {phase}{cells}{suffix}"
 
 
+def format_table(step: int, readings: Mapping[str, CpuMemory | CudaMemory], method: str) -> str:
+    """All phases of a step as a table, MiB; on the CPU with how the peak was measured."""
+    values = [dataclasses.asdict(reading) for reading in readings.values()]
+    kind = f", {method}" if "resident" in values[0] else ""
+    rows = [[phase, *row.values()] for phase, row in zip(readings, values, strict=True)]
+    header = [f"step {step} (MiB{kind})", *(name.replace("_", " ") for name in values[0])]
+    return "memory phases\n" + tabulate(rows, header, tablefmt="simple", floatfmt=".0f")
+
+
 def _at_end_of_backward(function: Callable[[], None]) -> None:
     """Call `function` once when the backward pass that runs now is done; from inside a tensor hook only.
 
@@ -46,13 +56,16 @@ def _at_end_of_backward(function: Callable[[], None]) -> None:
 class MemoryPhasesCallback(TrainerCallback):
     """Logs memory at `pre_forward`, `post_forward`, `pre_backward`, `post_backward` and `post_optimizer_step`.
 
-    Each line holds what is held at that moment and the peak since the phase before it, in MiB. On CUDA these are
-    allocated, cached and inactive memory of torch's allocator, with ONNX Runtime's line; on the CPU resident memory.
-    With gradient accumulation a line shows the last micro-batch, and peaks are the maximum over the micro-batches.
-    Steps count from 0, as ONNX Runtime's do; trackers get the Trainer's own `global_step`.
+    Each row holds what is held at that moment and the peak since the phase before it, in MiB. On CUDA these are
+    allocated, cached and inactive memory of torch's allocator; on the CPU resident memory. With gradient accumulation
+    a row shows the last micro-batch, and peaks are the maximum over the micro-batches. Steps count from 0, as ONNX
+    Runtime's do; trackers get the Trainer's own `global_step`.
+
+    The file and the trackers get all steps that are reported. The log shows a table of some of them (`is_printed`),
+    and on `devinfo` a line of ONNX Runtime's observer for each phase of all of them.
 
     Steps that are not reported cost nothing, and the run's peak stays exact on them: the high-water mark runs on. A
-    reported step reads and clears the mark at most six times a micro-batch, 0.07 ms each in a CPU process of 2 GB.
+    reported step reads and clears the mark at most six times a micro-batch.
 
     Works with plain models and with any engine that keeps the model object, since it hooks that object and its
     outputs and never looks inside. On CUDA it resets torch's peak statistics on reported steps: use
@@ -65,7 +78,7 @@ class MemoryPhasesCallback(TrainerCallback):
 
     def __init__(self, log_steps: int = 0, path: str | os.PathLike | None = None) -> None:
         self._log_steps = check_log_steps(log_steps)
-        self._reporter = Reporter("memory_phases", path)
+        self.reporter = Reporter("memory_phases", path)
         self._monitor: PeakMonitor | None = None
         self._handles: list[RemovableHandle] = []
         self._readings: dict[str, CpuMemory | CudaMemory] = {}
@@ -87,7 +100,7 @@ class MemoryPhasesCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         self._remove_hooks()  # a run that died left them
-        self._reporter.begin(state)
+        self.reporter.begin(state)
         self._first_step, self._due = state.global_step, False
         self._install_hooks(model)
         self._monitor = PeakMonitor(args.device)
@@ -97,7 +110,7 @@ class MemoryPhasesCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._readings = {}
-        self._due = self._reporter.active and is_due(state.global_step - self._first_step, self._log_steps)
+        self._due = self.reporter.active and is_due(state.global_step - self._first_step, self._log_steps)
         if self._due:
             self._monitor.start_phase()
 
@@ -113,13 +126,18 @@ class MemoryPhasesCallback(TrainerCallback):
             return
         self._due = False
         step, method = state.global_step - 1, self._monitor.method
-        metrics = {}
-        for phase, reading in self._readings.items():
-            values = dataclasses.asdict(reading)
-            self._reporter.lines(format_line(step, phase, reading, method))
-            self._reporter.record(step, phase=phase, unit="MiB", method=method, **values)
-            metrics |= {f"{phase}/{name}_mib": value for name, value in values.items()}
-        self._reporter.metrics(metrics)
+        values = {phase: dataclasses.asdict(reading) for phase, reading in self._readings.items()}
+        self.reporter.records(
+            step, [{"phase": phase, "unit": "MiB", "method": method, **row} for phase, row in values.items()]
+        )
+        self.reporter.metrics(
+            {f"{phase}/{name}_mib": value for phase, row in values.items() for name, value in row.items()}
+        )
+        if self._readings and self.reporter.shows() and is_printed(step - self._first_step, self._log_steps):
+            self.reporter.lines(format_table(step, self._readings, method))
+        if self.reporter.shows("devinfo"):
+            for phase, reading in self._readings.items():
+                self.reporter.lines(format_line(step, phase, reading, method), "devinfo")
 
     def on_log(
         self,
@@ -134,9 +152,11 @@ class MemoryPhasesCallback(TrainerCallback):
         self._monitor.end_run()
         peak, method = self._monitor.run_peak, self._monitor.method
         what = f"allocated on {args.device}" if args.device.type == "cuda" else f"resident in this process ({method})"
-        self._reporter.lines(f"measured peak of the run: {peak:.0f} MiB {what}")
-        self._reporter.record(state.global_step, phase="run", unit="MiB", method=method, measured_peak=peak)
-        self._reporter.metrics({"measured_peak_mib": peak})
+        self.reporter.lines(f"measured peak of the run: {peak:.0f} MiB {what}")
+        self.reporter.records(
+            state.global_step, [{"phase": "run", "unit": "MiB", "method": method, "measured_peak": peak}]
+        )
+        self.reporter.metrics({"measured_peak_mib": peak})
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -146,8 +166,7 @@ class MemoryPhasesCallback(TrainerCallback):
     def _observe(self, phase: str) -> None:
         if not self._due:
             return
-        self._readings[phase] = merged(self._readings.get(phase), self._monitor.read())
-        self._monitor.start_phase()
+        self._readings[phase] = merged(self._readings.get(phase), self._monitor.next_phase())
 
     def _install_hooks(self, model: torch.nn.Module) -> None:
         # Plain functions, since a deepcopy of the model (EMA, exporters) must not copy this object with them; and
@@ -171,6 +190,8 @@ class MemoryPhasesCallback(TrainerCallback):
                 for tensor in grad_tensors(outputs):
                     tensor.register_hook(lambda gradient: self._begin_backward())
 
+        for hook in (before_forward, after_forward):
+            hook.memopt_observer = True  # an engine need not hand such a hook what its model returns beside the loss
         self._handles = [model.register_forward_pre_hook(before_forward), model.register_forward_hook(after_forward)]
 
     def _begin_backward(self) -> None:

@@ -35,7 +35,7 @@ class PlanStatsCallback(TrainerCallback):
     """
 
     def __init__(self, path: str | os.PathLike | None = None) -> None:
-        self._reporter = Reporter("plan_stats", path)
+        self.reporter = Reporter("plan_stats", path)
         self._monitor: PeakMonitor | None = None
         self.table: PlanTable | None = None
         self.predicted_peak_mib: float | None = None
@@ -49,11 +49,11 @@ class PlanStatsCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self.table, self.predicted_peak_mib = None, None
-        self._reporter.begin(state)
+        self.reporter.begin(state)
         self._monitor = PeakMonitor(args.device)
         self._monitor.start_run()
         if engine_of(kwargs["model"]) is None:
-            self._reporter.lines("no engine holds this model, so there is no plan table; see optimum_memopt.attach")
+            self.reporter.lines("no engine holds this model, so there is no plan table; see optimum_memopt.attach")
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -61,26 +61,24 @@ class PlanStatsCallback(TrainerCallback):
         engine = engine_of(kwargs["model"])
         table = engine.plans() if engine else None
         if table is not None and state.global_step == _COMPARED_AFTER:
-            self._reporter.metrics(
+            self.reporter.metrics(
                 self._compared(engine, args, kwargs.get("optimizer"), f"after {_COMPARED_AFTER} steps")
             )
         if table is None or table is self.table:
             return
         self.table = table
-        self._reporter.lines(table.to_text())
+        self.reporter.lines(table.to_text())
         if insight := engine.insight():
             get_logger().log(LOG_LEVELS["devinfo"], f"rank {rank()}: {insight}")
-        self._reporter.metrics(
+        self.reporter.metrics(
             {
                 "plans/available": len(table.plans),
                 "plans/on": len(table.enabled),
                 "plans/claimed_saving_bytes": table.claimed_saving_bytes,
             }
         )
-        for plan in table.plans:
-            self._reporter.record(
-                state.global_step - 1, engine=table.engine, symbols=dict(table.symbols), **asdict(plan)
-            )
+        graph = {"engine": table.engine, "symbols": dict(table.symbols)}
+        self.reporter.records(state.global_step - 1, [{**graph, **asdict(plan)} for plan in table.plans])
 
     def on_log(
         self,
@@ -98,13 +96,13 @@ class PlanStatsCallback(TrainerCallback):
             return
         measured, claimed = self.measured_peak_mib, self.table.claimed_saving_bytes / MIB
         device = "allocated" if args.device.type == "cuda" else f"resident, {self._monitor.method}"
-        self._reporter.lines(
+        self.reporter.lines(
             f"measured peak of the run {measured:.1f} MiB ({device}); claimed saving of the "
             f"{len(self.table.enabled)} plans that are on {claimed:.1f} MiB, a sum over tensors of different moments"
         )
         engine = engine_of(kwargs["model"])
         compared = self._compared(engine, args, kwargs.get("optimizer"), "at the peak of the run") if engine else {}
-        self._reporter.metrics({"run_peak_mib": measured, **compared})
+        self.reporter.metrics({"run_peak_mib": measured, **compared})
 
     def _compared(
         self, engine: Engine, args: TrainingArguments, optimizer: torch.optim.Optimizer | None, when: str
@@ -115,7 +113,7 @@ class PlanStatsCallback(TrainerCallback):
             return {}
         self.predicted_peak_mib, measured = predicted, self.measured_peak_mib
         without = "; DeepSpeed's partitions and buffers are not predicted" if args.deepspeed else ""
-        self._reporter.lines(
+        self.reporter.lines(
             f"predicted {predicted:.1f} MiB, measured {measured:.1f} MiB ({measured / predicted:.1%}) {when}{without}"
         )
         return {"predicted_peak_mib": predicted, "measured_of_predicted": measured / predicted}

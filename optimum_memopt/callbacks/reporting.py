@@ -1,17 +1,17 @@
-"""Where the callbacks' findings go: the package log, `trainer.log` (hence every tracker), and a JSON-lines file."""
+"""Where the callbacks' findings go: the package log, the Trainer's trackers, and a JSON-lines file."""
 
-import json
 import os
 import sys
 import weakref
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerState
+from transformers import Trainer, TrainerState
 
+from optimum_memopt.callbacks.json_lines import json_lines
+from optimum_memopt.callbacks.trackers import log_to_trackers
 from optimum_memopt.errors import MemOptError
-from optimum_memopt.logs import get_logger
+from optimum_memopt.logs import LOG_LEVELS, get_logger
 
 METRIC_PREFIX = "memopt/"
 
@@ -32,21 +32,27 @@ def is_due(step: int, log_steps: int) -> bool:
     return step < 10 or step & (step - 1) == 0
 
 
+def is_printed(step: int, log_steps: int) -> bool:
+    """Whether step `step`, which is due, is also shown at info: with `log_steps` 0 steps 0, 1, 2, 4, 8, …, since ten
+    steps that are alike bury the lines that tell something."""
+    return bool(log_steps) or step & (step - 1) == 0
+
+
 def is_final(logs: Mapping[str, Any] | None) -> bool:
     """Whether these are the last logs of a training run, which Trainer writes just before `on_train_end`.
 
     What sums up a run is reported then: at `on_train_end` the trackers, called before us, have closed their runs, and
-    a late number would make them open a new one.
+    a late number would make them open a new one. (`train_runtime` is no sign of it: with
+    `include_num_input_tokens_seen` Trainer puts that into every entry.)
     """
-    return logs is not None and "train_runtime" in logs
+    return logs is not None and "train_loss" in logs
 
 
 def find_trainer(state: TrainerState) -> Trainer:
     """The Trainer that is firing the event which the caller handles; call it from `on_train_begin` only.
 
-    A Trainer gives its callbacks no reference to itself, yet only `trainer.log` reaches every tracker: callbacks are
-    appended after the trackers', so entries added to `logs` in `on_log` come too late. Every event is fired from a
-    method of the Trainer, so it is up the stack, as the `self` whose `state` is the event's own.
+    A Trainer gives its callbacks no reference to itself, yet the trackers are in its list of callbacks. Every event is
+    fired from a method of the Trainer, so it is up the stack, as the `self` whose `state` is the event's own.
     (Later in the run the frames in between hold batches, which looking into them may keep alive.)
 
     Raises:
@@ -67,47 +73,48 @@ class Reporter:
     Args:
         kind: name of the callback in the JSON-lines file: `memory_phases`, `input_density`, `plan_stats`.
         path: JSON-lines file to append to, one object a record; None writes no file.
+
+    Raises:
+        MemOptError: the file cannot be written.
     """
 
     def __init__(self, kind: str, path: str | os.PathLike | None = None) -> None:
         self.kind = kind
-        self.path = None if path is None else Path(path)
         self.active = False
+        self._file = None if path is None else json_lines(path)
         self._trainer: weakref.ref[Trainer] | None = None
 
-    def begin(self, state: TrainerState) -> Trainer:
-        """Find the Trainer of this run and return it; call it from `on_train_begin`."""
-        trainer = find_trainer(state)
+    def belongs_to(self, trainer: Trainer) -> None:
+        """Name the Trainer of the next runs, which `begin` otherwise looks for."""
         # The Trainer owns the callback that owns this: a strong reference would keep a dropped Trainer, and with it
         # the model, until the next garbage collection.
         self._trainer = weakref.ref(trainer)
+
+    def begin(self, state: TrainerState) -> Trainer:
+        """Return the Trainer of this run; call it from `on_train_begin`."""
+        trainer = self._trainer() if self._trainer is not None else None
+        if trainer is None or trainer.state is not state:
+            trainer = find_trainer(state)
+            self.belongs_to(trainer)
         self.active = state.is_world_process_zero
         return trainer
 
-    def lines(self, text: str) -> None:
-        """To the package log, at info."""
+    def shows(self, level: str = "info") -> bool:
+        """Whether `lines` at this level (a key of `LOG_LEVELS`) come to anything."""
+        return self.active and get_logger().isEnabledFor(LOG_LEVELS[level])
+
+    def lines(self, text: str, level: str = "info") -> None:
+        """To the package log."""
         if self.active:
-            get_logger().info(text)
+            get_logger().log(LOG_LEVELS[level], text)
 
     def metrics(self, values: Mapping[str, float]) -> None:
-        """To `trainer.log`, each name prefixed `memopt/`, at the Trainer's current global step."""
+        """To the trackers alone, each name prefixed `memopt/`, at the Trainer's current global step."""
         trainer = self._trainer() if self.active and self._trainer is not None else None
-        if trainer is None:
-            return
-        handler, control = trainer.callback_handler, trainer.control
-        # Logging clears `should_log`: the Trainer's own record of this step, asked for by now, would be dropped. And
-        # the console has our lines already, so what echoes each log there (progress bar, printer) is left out.
-        should_log, callbacks = control.should_log, handler.callbacks
-        handler.callbacks = [each for each in callbacks if not isinstance(each, (ProgressCallback, PrinterCallback))]
-        try:
-            trainer.log({METRIC_PREFIX + name: float(value) for name, value in values.items()})
-        finally:
-            control.should_log, handler.callbacks = should_log, callbacks
+        if trainer is not None:
+            log_to_trackers(trainer, {METRIC_PREFIX + name: float(value) for name, value in values.items()})
 
-    def record(self, step: int, **fields: Any) -> None:
-        """To the file: `{"step": step, "kind": kind, **fields}`."""
-        if not self.active or self.path is None:
-            return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, "kind": self.kind, **fields}) + "\n")
+    def records(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        """To the file, for each row: `{"step": step, "kind": kind, **row}`."""
+        if self.active and self._file is not None:
+            self._file.append({"step": step, "kind": self.kind, **row} for row in rows)

@@ -26,8 +26,10 @@ from optimum_memopt.callbacks.input_density import (
     embedding_inputs,
     label_inputs,
     padding_of,
+    valid_count,
     valid_per_row,
 )
+from tests.trackers import numbers, tracked
 
 LENGTHS = [3, 10, 7, 1]
 WIDTH = 10
@@ -86,7 +88,7 @@ def train(tmp_path):
             processing_class=processing_class,
             callbacks=[InputDensityCallback(log_steps, path)],
         )
-        prepare(trainer)
+        prepare(tracked(trainer))
         trainer.train()
         records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         return types.SimpleNamespace(
@@ -107,6 +109,8 @@ def test_density_against_counting(shape, dtype):
     expected = tuple(sum(value != 1 for value in torch.atleast_1d(row).flatten().tolist()) for row in rows)
     found = density(tensor, 1)
     assert found == Density(rows=expected, total=tensor.numel())
+    assert int(valid_count(tensor, 1)) == sum(expected)
+    assert int(valid_count(tensor, -100)) == int(valid_count(tensor, None)) == tensor.numel()
     assert found.percent == pytest.approx(100 * sum(expected) / tensor.numel() if tensor.numel() else 100)
     assert density(tensor, None).percent == 100
     assert density(tensor, -100).percent == 100
@@ -156,8 +160,8 @@ def test_where_the_index_is_missing_or_a_real_token_the_mask_is_read():
     del batch["attention_mask"]
     assert padding_of("input_ids", batch, ended, gpt2()) == Padding(index=4)
     assert padding_of("input_ids", batch, None, gpt2()) == Padding()
-    found = Padding(mask="attention_mask").valid_per_row("input_ids", batch)
-    assert found.tolist() == [WIDTH] * len(LENGTHS), "a batch that lacks the mask is all valid"
+    counted, index = Padding(mask="attention_mask").counted_in("input_ids", batch)
+    assert counted is batch["input_ids"] and index is None, "a batch that lacks the mask is all valid"
 
 
 def test_masked_language_model(train, capsys):
@@ -174,7 +178,7 @@ def test_masked_language_model(train, capsys):
     for column in ("STEP", "INPUT TYPE", "PAD IDX", "DENSITY", "VALID TOKENS", "TOTAL TOKENS", "VALID TOKENS/BATCH"):
         assert f"| {column}" in output
     assert "52.50%" in output
-    logged = [entry for entry in result.trainer.state.log_history if "memopt/density/input_ids" in entry]
+    logged = [entry for entry in numbers(result.trainer) if "memopt/density/input_ids" in entry]
     assert [(entry["step"], entry["memopt/valid_tokens/labels"]) for entry in logged] == [(1, 6.0)]
 
 
@@ -193,8 +197,7 @@ def test_a_step_sums_its_micro_batches_and_the_run_its_steps(train):
         assert (record["valid_tokens"], record["total_tokens"]) == (21, 40)
     assert sorted(result.steps[2, "input_ids"]["valid_tokens_per_row"]) == sorted(LENGTHS)
     assert (result.run["input_ids"]["valid_tokens"], result.run["input_ids"]["total_tokens"]) == (63, 120)
-    runs = [entry for entry in result.trainer.state.log_history if "memopt/run_density/input_ids" in entry]
-    assert [entry["memopt/run_density/input_ids"] for entry in runs] == [pytest.approx(52.5)]
+    assert numbers(result.trainer, "run_density/input_ids") == [pytest.approx(52.5)]
 
 
 def test_labels_are_seen_although_label_smoothing_takes_them_out(train):
@@ -267,7 +270,7 @@ def test_counting_does_not_wait_for_the_device():
     ids = padded(1).cuda()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        counted = valid_per_row(ids, 1) + valid_per_row(ids, 1)
+        rows, counted = valid_per_row(ids, 1), valid_count(ids, 1)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert counted.tolist() == [2 * length for length in LENGTHS]
+    assert rows.tolist() == LENGTHS and int(counted) == sum(LENGTHS)

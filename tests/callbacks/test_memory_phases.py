@@ -11,8 +11,10 @@ import torch
 from transformers import RobertaConfig, RobertaForSequenceClassification, Trainer, TrainerCallback, TrainingArguments
 
 from optimum_memopt import memory
-from optimum_memopt.callbacks.memory_phases import MemoryPhasesCallback, format_line, grad_tensors
+from optimum_memopt.callbacks.memory_phases import MemoryPhasesCallback, format_line, format_table, grad_tensors
+from optimum_memopt.logs import get_logger, set_log_level
 from optimum_memopt.memory import MIB, CpuMemory, CudaMemory
+from tests.trackers import numbers, tracked
 
 PHASES = ["pre_forward", "post_forward", "pre_backward", "post_backward", "post_optimizer_step"]
 SPIKE = 64  # MiB
@@ -97,7 +99,7 @@ def train(tmp_path):
             eval_dataset=data,
             callbacks=[*callbacks, callback],
         )
-        trainer.train()
+        tracked(trainer).train()
         records = [json.loads(line) for line in path.read_text().splitlines()]
         steps = {}
         for record in records:
@@ -151,19 +153,59 @@ def test_the_runs_peak_counts_steps_that_are_not_reported(train):
     assert [record["measured_peak"] for record in result.runs] == [result.callback.measured_peak_mib]
 
 
-def test_lines_and_metrics(train, capsys):
-    result = train(roberta(), token_data(), max_steps=1)
-    reading = result.steps[0]["post_backward"]
+def test_table_and_metrics(train, capsys):
+    result = train(roberta(), token_data(), max_steps=8)
     method = result.callback._monitor.method
-    line = format_line(0, "post_backward", CpuMemory(reading["resident"], reading["peak_resident"]), method)
     output = capsys.readouterr().err
-    assert line in output
+    titles = [line.split("   ")[0] for line in output.splitlines() if line.startswith("step ")]
+    assert titles == [f"step {step} (MiB, {method})" for step in (0, 1, 2, 4)], "not the steps that are alike"
+    readings = {
+        phase: CpuMemory(found["resident"], found["peak_resident"]) for phase, found in result.steps[4].items()
+    }
+    assert list(readings) == PHASES
+    assert format_table(4, readings, method) in output
+    assert "rank-0 step" not in output
     assert "measured peak of the run" in output
-    logged = [entry for entry in result.trainer.state.log_history if "memopt/post_backward/resident_mib" in entry]
-    assert [entry["step"] for entry in logged] == [1]
-    assert logged[0]["memopt/post_backward/resident_mib"] == reading["resident"]
-    peaks = [entry for entry in result.trainer.state.log_history if "memopt/measured_peak_mib" in entry]
-    assert len(peaks) == 1
+    assert [entry["step"] for entry in numbers(result.trainer) if "memopt/post_backward/resident_mib" in entry] == [
+        *range(1, 9)
+    ]
+    assert numbers(result.trainer, "post_backward/resident_mib")[4] == readings["post_backward"].resident
+    assert len(numbers(result.trainer, "measured_peak_mib")) == 1
+
+
+def test_devinfo_shows_all_reported_steps_in_the_shape_of_onnx_runtime(train, capsys):
+    before = get_logger().level
+    set_log_level("devinfo")
+    try:
+        result = train(roberta(), token_data(), max_steps=4)
+    finally:
+        get_logger().setLevel(before)
+    output = capsys.readouterr().err
+    for step, phases in result.steps.items():
+        for phase, found in phases.items():
+            reading = CpuMemory(found["resident"], found["peak_resident"])
+            assert format_line(step, phase, reading, found["method"]) in output
+
+
+def test_a_table_of_cuda_memory():
+    text = format_table(3, {"pre_forward": CudaMemory(1, 2, 3, 4, 5, 6)}, "exact")
+    assert [line.split() for line in text.splitlines()[1::2]] == [
+        [
+            "step",
+            "3",
+            "(MiB)",
+            "allocated",
+            "max",
+            "allocated",
+            "cached",
+            "max",
+            "cached",
+            "inactive",
+            "max",
+            "inactive",
+        ],
+        ["pre_forward", "1", "2", "3", "4", "5", "6"],
+    ]
 
 
 def test_line_shapes():

@@ -8,19 +8,16 @@ from transformers import RobertaForSequenceClassification, TrainerCallback
 
 from optimum_memopt import PlanStatsCallback, optimize, run_summary
 from optimum_memopt.logs import LOG_LEVELS, get_logger, set_log_level
+from tests.trackers import Tracker, numbers, tracked
 from tests.trainer_runs import build, collate, log_lines, make, rows, tables
 
 NAME = "roberta-classification"
 CONFIG = "Gelu+:1:-1"
 
 
-def entries(trainer, name):
-    return [entry[f"memopt/{name}"] for entry in trainer.state.log_history if f"memopt/{name}" in entry]
-
-
 def test_table_numbers_and_records(tmp_path):
     file = tmp_path / "deep" / "memopt.jsonl"
-    trainer = make(tmp_path, NAME, memory_opt_config=CONFIG, memory_opt_log_file=str(file))
+    trainer = tracked(make(tmp_path, NAME, memory_opt_config=CONFIG, memory_opt_log_file=str(file)))
     with log_lines() as lines:
         trainer.train()
     table = trainer.memopt.table
@@ -28,12 +25,12 @@ def test_table_numbers_and_records(tmp_path):
     row = next(line for line in table.to_text().splitlines() if CONFIG in line and "ON" in line)
     assert row.split()[-2:] == ["-1", "2"], "requested and applied"
 
-    assert entries(trainer, "plans/available") == [len(table.plans)]
-    assert entries(trainer, "plans/on") == [1]
+    assert numbers(trainer, "plans/available") == [len(table.plans)]
+    assert numbers(trainer, "plans/on") == [1]
     # Two Gelu outputs of (4 rows, 9 tokens, 24) floats.
     first = table.symbols["inputs_input_ids_dim0"] * table.symbols["inputs_input_ids_dim1"]
-    assert entries(trainer, "plans/claimed_saving_bytes") == [table.claimed_saving_bytes] == [2 * first * 24 * 4]
-    assert [e["step"] for e in trainer.state.log_history if "memopt/plans/on" in e] == [1]
+    assert numbers(trainer, "plans/claimed_saving_bytes") == [table.claimed_saving_bytes] == [2 * first * 24 * 4]
+    assert [e["step"] for e in numbers(trainer) if "memopt/plans/on" in e] == [1]
 
     records = [json.loads(line) for line in file.read_text().splitlines()]
     assert [record["config"] for record in records] == [plan.config for plan in table.plans]
@@ -45,13 +42,13 @@ def test_table_numbers_and_records(tmp_path):
 
 
 def test_the_end_sets_the_measured_beside_the_claimed(tmp_path):
-    trainer = make(tmp_path, NAME, memory_opt_config=CONFIG)
+    trainer = tracked(make(tmp_path, NAME, memory_opt_config=CONFIG))
     with log_lines() as lines:
         trainer.train()
     (summary,) = [line for line in lines if line.startswith("measured peak of the run")]
     claimed = trainer.memopt.table.claimed_saving_bytes / 2**20
     assert f"claimed saving of the 1 plans that are on {claimed:.1f} MiB" in summary
-    (peak,) = entries(trainer, "run_peak_mib")
+    (peak,) = numbers(trainer, "run_peak_mib")
     assert f"{peak:.1f} MiB (resident" in summary
     assert trainer.memopt.measured_peak_mib == pytest.approx(peak)
     assert 100 < peak < 100_000
@@ -62,7 +59,7 @@ def test_the_end_sets_the_measured_beside_the_claimed(tmp_path):
 @pytest.mark.parametrize(("level", "shown"), [("warning", 0), ("info", 1), ("devinfo", 1)])
 def test_log_levels(tmp_path, level, shown):
     before = get_logger().level
-    trainer = make(tmp_path, NAME, memory_opt_log_level=level, max_steps=2)
+    trainer = tracked(make(tmp_path, NAME, memory_opt_log_level=level, max_steps=2))
     try:
         with log_lines() as lines:
             trainer.train()
@@ -72,7 +69,7 @@ def test_log_levels(tmp_path, level, shown):
     insights = [line for line in lines if line.startswith("rank 0: ")]
     assert len(insights) == (level == "devinfo")
     assert all("MemoryInsight Summary" in line and "Gelu+" in line for line in insights)
-    assert entries(trainer, "plans/available"), "trackers get the numbers on every level"
+    assert numbers(trainer, "plans/available"), "trackers get the numbers on every level"
 
 
 def test_on_other_ranks_only_devinfo_speaks(monkeypatch, capsys):
@@ -117,13 +114,14 @@ def test_a_new_graph_shows_a_new_table(tmp_path):
             seen.append(trainer.memopt.table)
 
     trainer.add_callback(Watch())
+    tracked(trainer)
     with log_lines() as lines:
         trainer.train()
     shown = tables(lines)
     assert len(shown) == 2
     assert [table is seen[0] for table in seen] == [True, True, False, False]
     assert [bool(table.enabled) for table in (seen[0], seen[-1])] == [True, True]
-    assert [entry["step"] for entry in trainer.state.log_history if "memopt/plans/on" in entry] == [1, 3]
+    assert [entry["step"] for entry in numbers(trainer) if "memopt/plans/on" in entry] == [1, 3]
     assert sum("other inputs than before" in line for line in lines) == 1
 
 
@@ -142,7 +140,7 @@ def test_alone_with_a_stock_trainer_and_no_engine(tmp_path):
     with log_lines() as lines:
         trainer.train()
     assert [line for line in lines if "no engine holds this model" in line] == lines
-    assert callback.table is None and not file.exists()
+    assert callback.table is None and not file.read_text()
     assert callback.measured_peak_mib > 100
 
 
@@ -150,12 +148,12 @@ def test_alone_with_a_stock_trainer_on_a_model_that_has_an_engine(tmp_path):
     model = build(NAME)
     engine = optimize(model, memory_opt_config=CONFIG, ort_fallback=False)
     callback = PlanStatsCallback(tmp_path / "memopt.jsonl")
-    trainer = make(tmp_path, NAME, plain=True, model=model, callbacks=[callback])
+    trainer = make(tmp_path, NAME, plain=True, model=model, callbacks=[callback, Tracker()])
     with log_lines() as lines:
         trainer.train()
     assert callback.table is engine.plans() is not None
     assert tables(lines) == [callback.table.to_text()]
-    assert entries(trainer, "plans/on") == [1]
+    assert numbers(trainer, "plans/on") == [1]
     assert (tmp_path / "memopt.jsonl").stat().st_size > 100
 
 
@@ -186,14 +184,14 @@ def unexportable():
 def test_fallback_trains_and_says_so_once(tmp_path):
     plain = make(tmp_path, NAME, plain=True)
     plain.train()
-    trainer = make(tmp_path, NAME, model=unexportable(), ort_fallback=True)
+    trainer = tracked(make(tmp_path, NAME, model=unexportable(), ort_fallback=True))
     with log_lines() as lines:
         trainer.train()
     assert trainer.state.global_step == 5
     assert sum(line.startswith("NOT on ONNX Runtime") for line in lines) == 1
     (table,) = tables(lines)
     assert "NOT on ONNX Runtime" in table and trainer.memopt.table.header[0].startswith("NOT on ONNX Runtime")
-    assert entries(trainer, "plans/on") == [0]
+    assert numbers(trainer, "plans/on") == [0]
     assert "NOT on ONNX Runtime" in run_summary(trainer)
     for name, tensor in plain.model.state_dict().items():
         assert torch.equal(trainer.model.state_dict()[name], tensor), name

@@ -20,6 +20,7 @@ from optimum_memopt.engines.ort.module_with_loss import LabelSmoothing
 from optimum_memopt.engines.ort.options import OrtOptions
 from optimum_memopt.errors import UnsupportedModelError
 from optimum_memopt.plans.grammar import parse
+from tests.trackers import numbers, tracked
 from tests.trainer_runs import arguments, build, collate, distance, log_lines, make, rows, weights
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason="no onnxruntime-training")
@@ -256,8 +257,8 @@ def test_the_density_is_that_of_the_labels(tmp_path: Path) -> None:
         trainer = make(
             tmp_path, MLM, ort_module_with_loss=flag, log_input_density=True, label_smoothing_factor=0.1, **data
         )
-        trainer.train()
-        logged = {key: value for entry in trainer.state.log_history for key, value in entry.items()}
+        tracked(trainer).train()
+        logged = {key: value for entry in numbers(trainer) for key, value in entry.items()}
         found.append({key: value for key, value in logged.items() if "density" in key})
     assert found[0] == found[1]
     assert any("labels" in key for key in found[0])
