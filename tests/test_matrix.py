@@ -22,8 +22,8 @@ from model_zoo import SDPA, UNTRAINABLE, ZOO, Case
 
 from optimum_memopt.engines.base import Engine, Selection, create
 from optimum_memopt.engines.compile import engine as compile_engine
-from optimum_memopt.engines.compile import suitability
 from optimum_memopt.engines.compile.compat import is_random
+from optimum_memopt.engines.key_value_cache import without_key_value_cache
 from optimum_memopt.errors import UnsupportedModelError
 from optimum_memopt.options import MemOptOptions
 from optimum_memopt.plans.grammar import Strategy, parse
@@ -72,7 +72,7 @@ class Pair:
             return
         # As the engine does by itself. Caches lay keys and values out anew (GPT-2, T5), and products with them end in
         # other last bits.
-        batches = tuple(suitability.without_cache(self.plain, batch) for batch in batches)
+        batches = tuple(without_key_value_cache(self.plain, (), batch) for batch in batches)
         assert_bitwise_same_step(self.model, self.plain, *batches)
 
     def check_evaluation(self, batch: Batch) -> None:

@@ -43,13 +43,12 @@ class Dispatcher:
 
     def _make(self, model_class: type[torch.nn.Module]) -> Callable[..., Any]:
         dispatcher = self
-        previous = self.previous
+        covered = self.previous.__func__ if isinstance(self.previous, types.MethodType) else model_class.forward
 
-        @functools.wraps(model_class.forward)
+        @functools.wraps(covered)
         def forward(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             if model is not dispatcher._model:
-                function = previous.__func__ if isinstance(previous, types.MethodType) else model_class.forward
-                return types.MethodType(function, model)(*args, **kwargs)
+                return types.MethodType(covered, model)(*args, **kwargs)
             if model.training and torch.is_grad_enabled():
                 return dispatcher._train(*args, **kwargs)
             return dispatcher.plain_forward(*args, **kwargs)

@@ -10,6 +10,7 @@ from torch import fx
 from optimum_memopt import malloc
 from optimum_memopt.engines import base, in_place
 from optimum_memopt.engines.base import Selection
+from optimum_memopt.engines.key_value_cache import without_key_value_cache
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.logs import get_logger
 from optimum_memopt.memory import MIB
@@ -141,7 +142,7 @@ class CompileEngine:
             forward = compat.with_own_code(loss_alone(plain) if self.loss_alone else plain)
             self._compiled = torch.compile(forward, backend=backend, dynamic=self._dynamic)
             self._wholes = Wholes(self._model)
-        kwargs = suitability.without_cache(self._model, kwargs)
+        kwargs = without_key_value_cache(self._model, args, kwargs)
         watch = compat.Watch()
         try:
             with configured(), self._wholes.around_call(kwargs):

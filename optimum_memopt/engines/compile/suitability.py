@@ -1,7 +1,7 @@
 """What the compile engine cannot train, or would train otherwise than asked: refused before training."""
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -61,12 +61,3 @@ def check_arguments(args: "TrainingArguments") -> None:
             f"the compile engine with {args.n_gpu} GPUs in one process: start one process for each GPU, for example "
             "with accelerate launch, or make one GPU visible with CUDA_VISIBLE_DEVICES=0"
         )
-
-
-def without_cache(model: torch.nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """`kwargs` with `use_cache=False` where the model would return key-value caches, which nobody reads in training:
-    the caller would hold them, so that no plan could let go of them."""
-    config = getattr(model, "config", None)
-    return (
-        {**kwargs, "use_cache": False} if getattr(config, "use_cache", False) and "use_cache" not in kwargs else kwargs
-    )

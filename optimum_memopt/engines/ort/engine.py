@@ -12,6 +12,7 @@ import torch
 from optimum_memopt import malloc
 from optimum_memopt.engines import base, in_place
 from optimum_memopt.engines.base import Selection
+from optimum_memopt.engines.key_value_cache import without_key_value_cache
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
 from optimum_memopt.logs import get_logger
 from optimum_memopt.plans.table import Plan, PlanTable, canonical_symbols
@@ -182,7 +183,7 @@ class OrtEngine:
                 self._label_shapes = LabelShapes(bool(getattr(config, "is_encoder_decoder", False)))
             if self._options.ort_module_with_loss:
                 self._label_shapes.check(kwargs)
-            return self._manager.forward(*args, **suitability.training_arguments(self._model, args, kwargs))
+            return self._manager.forward(*args, **without_key_value_cache(self._model, args, kwargs, forced=True))
         except MemOptError:
             # Whoever catches it and goes on must not meet a graph without a session.
             self._forget_session()

@@ -1,6 +1,5 @@
 """What ONNX Runtime can train: refusals before training, and what has to be set for it to train rightly."""
 
-import inspect
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -204,20 +203,3 @@ def remarks(model: torch.nn.Module) -> tuple[str, ...]:
             "ONNX Runtime allocates CUDA memory beside torch's allocator: the memory phases do not see its part"
         )
     return tuple(lines)
-
-
-def training_arguments(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """`kwargs` with `use_cache=False` where the model would return key-value caches, which ORT cannot.
-
-    The config cannot be trusted to say that it would not: Trainer sets `use_cache` off in the outer config only, while
-    T5's decoder asks a copy of its own.
-    """
-    config = getattr(model, "config", None)
-    if not hasattr(config, "use_cache") or kwargs.get("use_cache") is False:
-        return kwargs
-    parameters = inspect.signature(type(model).forward).parameters
-    if "use_cache" in parameters:
-        passed = list(parameters).index("use_cache") <= len(args)
-        return kwargs if passed else {**kwargs, "use_cache": False}
-    takes = config.use_cache and any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return {**kwargs, "use_cache": False} if takes else kwargs

@@ -9,7 +9,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from optimum_memopt.engines.compile import compat
 from optimum_memopt.engines.compile.compat import is_random
-from optimum_memopt.engines.compile.suitability import without_cache
+from optimum_memopt.engines.key_value_cache import without_key_value_cache
 from optimum_memopt.plans.grammar import Strategy
 from tests.engines.compile.compiled import DROPOUT, GPT2_DROPOUT, Run, assert_bitwise_same, run
 
@@ -116,7 +116,7 @@ def test_a_transformer_without_dropout(name, asked):
     if name == "gpt2":
         asked = asked.replace("Gelu", "FastGelu")
     model = ZOO[name].build()
-    batches = [without_cache(model, ZOO[name].batch(*shape, seed=1)) for shape in ((8, 24), (3, 17))]
+    batches = [without_key_value_cache(model, (), ZOO[name].batch(*shape, seed=1)) for shape in ((8, 24), (3, 17))]
     ours = run(model, asked, *batches, compiler="inductor", dynamic=True)
     assert_same(ours, *accumulate(model, batches))
     if asked:

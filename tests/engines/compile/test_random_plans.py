@@ -10,7 +10,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from model_zoo import ZOO
 
-from optimum_memopt.engines.compile.suitability import without_cache
+from optimum_memopt.engines.key_value_cache import without_key_value_cache
 from optimum_memopt.plans.grammar import ALL, Strategy, parse
 from tests.engines.compile.compiled import Run, assert_bitwise_same, run
 
@@ -37,7 +37,7 @@ def subject(request: pytest.FixtureRequest) -> Subject:
     case = ZOO[request.param]
     model = case.build()
     # As the engine does by itself: caches lay keys and values out anew, and products with them end in other last bits.
-    batch = without_cache(model, case.batch(**LENGTHS))
+    batch = without_key_value_cache(model, (), case.batch(**LENGTHS))
     expected = accumulate(model, [batch])
     offers = run(model, "", batch).split.graph.offers
     rows: dict[str, dict[Strategy, int]] = {}

@@ -37,10 +37,3 @@ def test_several_gpus_in_one_process(tmp_path):
     args._n_gpu = 2
     line = refused(lambda: suitability.check_arguments(args), MemOptError)
     assert "2 GPUs in one process" in line and "CUDA_VISIBLE_DEVICES=0" in line
-
-
-@pytest.mark.parametrize("own", [{}, {"use_cache": True}, {"use_cache": False}], ids=str)
-def test_no_caches_unless_asked_for(own):
-    model = ZOO["gpt2"].build()
-    assert suitability.without_cache(model, own) == {"use_cache": own.get("use_cache", False)}
-    assert suitability.without_cache(ZOO["vit"].build(), own) == own

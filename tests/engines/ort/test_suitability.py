@@ -151,25 +151,3 @@ def test_hooks_on_submodules_are_remarked_and_the_model_s_own_are_not():
         module.register_full_backward_hook(lambda *_: None)
     (remark,) = suitability.remarks(model)
     assert "hooks on 5 submodules (0, 1, 2, …)" in remark
-
-
-def test_caches_are_switched_off_where_the_model_would_return_them():
-    ids = torch.ones(1, 2)
-    model = llama()
-    assert suitability.training_arguments(model, (ids,), {}) == {"use_cache": False}
-    assert suitability.training_arguments(model, (ids,), {"use_cache": True}) == {"use_cache": False}
-    assert suitability.training_arguments(model, (), {"input_ids": ids}) == {"input_ids": ids, "use_cache": False}
-    assert suitability.training_arguments(torch.nn.Linear(2, 2), (ids,), {}) == {}
-
-
-def test_a_cache_flag_by_position_is_not_given_twice():
-    class Model(torch.nn.Module):
-        config = transformers.LlamaConfig()
-
-        def forward(self, ids, mask=None, use_cache=None):
-            return ids
-
-    model, ids = Model(), torch.ones(1, 2)
-    for args in ((ids,), (ids, None), (ids, None, True)):
-        model(*args, **suitability.training_arguments(model, args, {}))
-    assert suitability.training_arguments(model, (ids, None), {}) == {"use_cache": False}
