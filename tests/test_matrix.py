@@ -18,7 +18,7 @@ import onnx
 import pytest
 import torch
 from gradients import Batch, accumulate, assert_bitwise_same_step, assert_same_step
-from model_zoo import SDPA, UNTRAINABLE, ZOO, Case
+from model_zoo import COMPILE_ONLY, SDPA, UNTRAINABLE, ZOO, Case
 
 from optimum_memopt.engines.base import Engine, Selection, create
 from optimum_memopt.engines.compile import engine as compile_engine
@@ -37,6 +37,8 @@ MODELS = [(name, "eager") for name in ZOO] + [(name, "sdpa") for name in SDPA]
 # The compile engine traces a model anew for each plan, which takes nearly all of the time here: so only these models
 # get every plan there, the others two of them, and one of them for their second kind of attention.
 EVERY_PLAN = ("roberta-classification", "deberta-v2-mlm", "gpt2")
+# Of these one plan, and the second by `make test-all`.
+ONE_PLAN = (*COMPILE_ONLY, "opt", "gemma")
 
 
 @dataclass
@@ -79,7 +81,9 @@ class Pair:
         for model in (self.model, self.plain):
             model.eval()
         with torch.no_grad():
-            ours, expected = self.model(**batch), self.plain(**batch)
+            ours = self.model(**batch)
+            with torch.compiler.set_stance("force_eager"):
+                expected = self.plain(**batch)
         for model in (self.model, self.plain):
             model.train()
         torch.testing.assert_close(ours.logits, expected.logits, rtol=0, atol=0)
@@ -105,6 +109,8 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     case = ZOO[name]
     model = case.build(attention)
     plain = copy.deepcopy(model)
+    if case.rounds_when_traced:
+        plain.compile(backend="aot_eager")
     folder = tmp_path_factory.mktemp(name)
     options = dict(OPTIONS[engine_name])
     if engine_name == "ort":
@@ -147,21 +153,21 @@ def check_applied(table: PlanTable, chosen: Selection) -> None:
 
 
 def check_partition(partitions: list[Partition], table: PlanTable) -> None:
-    """There is one graph. Its backward makes again what the table says and nothing else, and draws no random
-    number."""
-    ((graph, (_, backward)),) = partitions
-    assert not any(is_random(node) for node in backward.graph.nodes)
+    """The backward recomputes what the table says and nothing else, and draws no random number."""
+    recomputed: Counter[str] = Counter()
+    for graph, (_, backward) in partitions:
+        assert not any(is_random(node) for node in backward.graph.nodes)
+        names = {node.name for node in backward.graph.nodes if node.op == "call_function"}
+        recomputed.update(
+            offer.config
+            for offer in graph.offers
+            if offer.strategy is not Strategy.OFFLOAD
+            for occurrence in offer.occurrences
+            if occurrence.stash.root.name in names
+        )
     if not table.enabled:
         return
-    again = {node.name for node in backward.graph.nodes if node.op == "call_function"}
-    made_again = Counter(
-        offer.config
-        for offer in graph.offers
-        if offer.strategy is not Strategy.OFFLOAD
-        for one in offer.occurrences
-        if one.stash.root.name in again
-    )
-    assert made_again == {row.config: row.applied_count for row in table.enabled}
+    assert recomputed == {row.config: row.applied_count for row in table.enabled}
 
 
 def check_executed(folder: Path, table: PlanTable) -> None:
@@ -187,7 +193,11 @@ def pairs(engine: str, attention: str, names: Collection[str]) -> list[Any]:
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize(
     "pair",
-    [*pairs("ort", "eager", ZOO), *pairs("ort", "sdpa", ZOO), *pairs("compile", "eager", EVERY_PLAN)],
+    [
+        *pairs("ort", "eager", ZOO.keys() - set(COMPILE_ONLY)),
+        *pairs("ort", "sdpa", ZOO),
+        *pairs("compile", "eager", EVERY_PLAN),
+    ],
     indirect=True,
 )
 def test_trains_as_plain_pytorch(pair: Pair, plan: str) -> None:
@@ -195,12 +205,18 @@ def test_trains_as_plain_pytorch(pair: Pair, plan: str) -> None:
 
 
 @pytest.mark.parametrize("plan", ["level 1", "random"])
-@pytest.mark.parametrize("pair", pairs("compile", "eager", ZOO.keys() - set(EVERY_PLAN)), indirect=True)
+@pytest.mark.parametrize("pair", pairs("compile", "eager", ZOO.keys() - {*EVERY_PLAN, *ONE_PLAN}), indirect=True)
 def test_compiled_trains_as_plain_pytorch(pair: Pair, plan: str) -> None:
     check(pair, plan)
 
 
-@pytest.mark.parametrize("pair", pairs("compile", "sdpa", ZOO), indirect=True)
+@pytest.mark.parametrize("plan", ["level 1", pytest.param("random", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("pair", pairs("compile", "eager", ONE_PLAN), indirect=True)
+def test_other_architectures_compiled_train_as_plain_pytorch(pair: Pair, plan: str) -> None:
+    check(pair, plan)
+
+
+@pytest.mark.parametrize("pair", pairs("compile", "sdpa", ZOO.keys() - set(ONE_PLAN)), indirect=True)
 def test_compiled_trains_with_fused_attention(pair: Pair) -> None:
     check(pair, "level 1")
 
@@ -216,6 +232,8 @@ def check(pair: Pair, plan: str) -> None:
     if engine.name == "ort":
         check_executed(pair.folder, table)
     else:
+        # transformers installs the hooks that collect SegFormer's hidden states in its first forward, a graph break.
+        assert len(pair.partitions) == 1 or pair.name.startswith("segformer")
         check_partition(pair.partitions, table)
 
     pair.check_step(case.batch(3, 7, seed=1))
