@@ -7,3 +7,30 @@ class MemOptError(ValueError):
 
 class UnsupportedModelError(MemOptError):
     """The engine cannot train this model on this machine; the message says why and the way out."""
+
+
+QUOTED = 80
+_BEFORE = 30
+
+
+def excerpt(value: object, around: int = 0) -> str:
+    """What a user gave, for an error's line: printable and at most `QUOTED` characters, `…` where it is cut.
+
+    Args:
+        value: a string as it is, anything else by its `repr`.
+        around: the character that a long string is cut around.
+    """
+    text = value if isinstance(value, str) else _repr(value)
+    start = max(0, min(around - _BEFORE, len(text) - QUOTED + 1)) if len(text) > QUOTED else 0
+    end = start + QUOTED
+    printable = "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text[start:end])
+    lead, tail = "…" * (start > 0), "…" * (end < len(text) or len(printable) + (start > 0) > QUOTED)
+    return lead + printable[: QUOTED - len(lead) - len(tail)] + tail
+
+
+def _repr(value: object) -> str:
+    try:
+        return repr(value)
+    except Exception:
+        # Python writes no number of more than 4,300 digits, and an object's own `__repr__` may do anything.
+        return f"of type {type(value).__name__}"

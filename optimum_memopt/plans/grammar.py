@@ -9,12 +9,15 @@ what it does not understand, here every mistake is an error that points at its c
 """
 
 import json
+import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
+from typing import Any
 
-from optimum_memopt.errors import MemOptError
+from optimum_memopt.errors import MemOptError, excerpt
 
 ALL = -1
 
@@ -29,8 +32,11 @@ class Strategy(IntEnum):
 
 
 _CLUSTER_ID = re.compile(r"(?:[A-Za-z_]\w*\+)+", re.ASCII)
-_INTEGER = re.compile(r"[+-]?\d+", re.ASCII)
+# Python refuses to read a number of more than 4,300 digits; no graph has a billion of anything.
+_INTEGER = re.compile(r"[+-]?\d{1,9}", re.ASCII)
+_LARGEST_FILE = 2**20
 _SHAPE = "cluster_id:strategy:count, for example Gelu+:1:-1"
+_FILE_SHAPE = 'expected a JSON list of strings such as ["Gelu+:1:-1"]'
 _STRATEGIES = "0 (none), 1 (recompute), 2 (recompute with compromised saving) or 3 (offload to host)"
 
 
@@ -68,17 +74,68 @@ class PlanConfig:
         return json.dumps([str(request) for request in self.requests])
 
     @classmethod
-    def load(cls, text: str) -> "PlanConfig":
-        """Read a config given inline or as the path of a JSON list of strings.
+    def load(cls, source: Any) -> "PlanConfig":
+        """Read a config in any of the forms of `to_text`.
 
         Raises:
             ConfigError: unreadable file, bad syntax, or a cluster id that is asked for twice.
         """
+        text = to_text(source)
         return parse_file(Path(text)) if _is_path(text) else parse(text)
 
 
+def to_text(source: Any) -> str:
+    """A config as the flag's text; of a file it is the path, which is not read.
+
+    Args:
+        source: the text itself, inline or the path of a JSON list of strings; a list of `cluster_id:strategy:count`;
+            a dict of cluster id to strategy (`{"Gelu+": 1}`, all occurrences) or to `strategy:count`
+            (`{"Gelu+": "1:4"}`); a `Path`; a `PlanConfig`.
+
+    Raises:
+        ConfigError: nothing of these, or an empty list or dict.
+    """
+    if isinstance(source, str | PlanConfig):
+        return str(source)
+    if isinstance(source, os.PathLike):
+        return _path_text(os.fsdecode(source))
+    if not isinstance(source, Mapping | list | tuple):
+        raise ConfigError(
+            f"memory-optimizer config {excerpt(source)}: allowed are a string, a list of strings, a dict of cluster "
+            "id to strategy, or a path"
+        )
+    if not source:
+        raise ConfigError(f"memory-optimizer config: the {type(source).__name__} is empty; expected {_SHAPE}")
+    items = [_entry(*pair) for pair in source.items()] if isinstance(source, Mapping) else source
+    for number, item in enumerate(items, 1):
+        if not isinstance(item, str):
+            raise ConfigError(
+                f'memory-optimizer config, item {number}: expected a string such as "Gelu+:1:-1", not {excerpt(item)}'
+            )
+    return ",".join(items)
+
+
+def _entry(cluster_id: Any, plan: Any) -> str:
+    if isinstance(cluster_id, str) and isinstance(plan, int) and not isinstance(plan, bool):
+        return f"{cluster_id}:{excerpt(int(plan))}:{ALL}"
+    if isinstance(cluster_id, str) and isinstance(plan, str):
+        return f"{cluster_id}:{plan}"
+    raise ConfigError(
+        f"memory-optimizer config, {excerpt(cluster_id)}: {excerpt(plan)}: expected a cluster id and its strategy, "
+        'for example {"Gelu+": 1} or {"Gelu+": "1:-1"}'
+    )
+
+
+def _path_text(path: str) -> str:
+    """The path so that it is read as one."""
+    text = path if _is_path(path) else os.path.join(os.curdir, path)
+    if not _is_path(text):
+        raise ConfigError(f'memory-optimizer config file {excerpt(path)}: with ":" in it, its name must end in .json')
+    return text
+
+
 def _is_path(text: str) -> bool:
-    return text.endswith(".json") or ":" not in text and ("/" in text or Path(text).is_file())
+    return text.endswith(".json") or ":" not in text and ("/" in text or os.path.isfile(text))
 
 
 def parse(text: str) -> PlanConfig:
@@ -96,23 +153,40 @@ def parse_file(path: Path) -> PlanConfig:
     Raises:
         ConfigError: no such file, not JSON, not a list of strings, bad syntax, or a cluster id asked for twice.
     """
-    try:
-        items = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"memory-optimizer config {path}: not JSON, line {error.lineno} column {error.colno}: {error.msg}"
-        ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        raise ConfigError(f"memory-optimizer config file {path}: {reason}") from None
+    shown = excerpt(str(path))
+    items = _read_json(path, shown)
     if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
-        raise ConfigError(f'memory-optimizer config {path}: expected a JSON list of strings such as ["Gelu+:1:-1"]')
+        raise ConfigError(f"memory-optimizer config {shown}: {_FILE_SHAPE}")
     if not items:
-        raise ConfigError(f"memory-optimizer config {path}: the list is empty; expected {_SHAPE}")
+        raise ConfigError(f"memory-optimizer config {shown}: the list is empty; expected {_SHAPE}")
     found = [
-        request for number, item in enumerate(items, 1) for request in _requests(item, f"{path}, string {number}, ")
+        request for number, item in enumerate(items, 1) for request in _requests(item, f"{shown}, string {number}, ")
     ]
     return PlanConfig(_unique(found))
+
+
+def _read_json(path: Path, shown: str) -> Any:
+    try:
+        # No more than that of what has no end (`/dev/zero`).
+        with path.open("rb") as file:
+            content = file.read(_LARGEST_FILE + 1)
+    # ValueError: a path with a NUL.
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(f"memory-optimizer config file {shown}: {reason}") from None
+    if len(content) > _LARGEST_FILE:
+        raise ConfigError(f"memory-optimizer config file {shown}: larger than {_LARGEST_FILE // 2**20} MiB")
+    try:
+        return json.loads(content.decode())
+    except UnicodeDecodeError:
+        raise ConfigError(f"memory-optimizer config file {shown}: not UTF-8 text") from None
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"memory-optimizer config {shown}: not JSON, line {error.lineno} column {error.colno}: {error.msg}"
+        ) from None
+    # Lists in lists, or a number of more digits than Python reads.
+    except (RecursionError, ValueError):
+        raise ConfigError(f"memory-optimizer config {shown}: {_FILE_SHAPE}") from None
 
 
 @dataclass(frozen=True)
@@ -132,25 +206,32 @@ def _requests(text: str, source: str) -> list[_Located]:
 
 def _request(piece: str, begin: int, text: str, source: str) -> PlanRequest:
     def fail(offset: int, what: str) -> ConfigError:
-        return ConfigError(f'memory-optimizer config, {source}column {begin + offset + 1}: {what}, in "{text}"')
+        at = begin + offset
+        return ConfigError(
+            f'memory-optimizer config, {source}column {at + 1}: {what}, in "{excerpt(text, around=at)}"'
+        )
 
     if not piece:
         raise fail(0, f"nothing here; expected {_SHAPE}")
     fields = piece.split(":")
     if len(fields) != 3:
-        raise fail(0, f'"{piece}" has {len(fields)} field{"s" * (len(fields) > 1)} instead of 3; expected {_SHAPE}')
+        count = f"{len(fields)} field{'s' * (len(fields) > 1)}"
+        raise fail(0, f'"{excerpt(piece)}" has {count} instead of 3; expected {_SHAPE}')
     cluster_id, strategy, count = fields
     strategy_at = len(cluster_id) + 1
     count_at = strategy_at + len(strategy) + 1
     matched = _CLUSTER_ID.match(cluster_id)
     if matched is None or matched.end() != len(cluster_id):
         offset = matched.end() if matched else 0
-        hint = f'; did you mean "{cluster_id}+"?' if _CLUSTER_ID.fullmatch(f"{cluster_id}+") else ""
-        raise fail(offset, f'"{cluster_id}" is not a cluster id: operator names, each followed by "+"{hint}')
-    if not strategy.isascii() or not strategy.isdigit() or int(strategy) not in iter(Strategy):
-        raise fail(strategy_at, f'strategy "{strategy}" is not one of {_STRATEGIES}')
+        hint = f'; did you mean "{excerpt(cluster_id + "+")}"?' if _CLUSTER_ID.fullmatch(f"{cluster_id}+") else ""
+        raise fail(
+            offset,
+            f'"{excerpt(cluster_id, around=offset)}" is not a cluster id: operator names, each followed by "+"{hint}',
+        )
+    if strategy not in {str(int(one)) for one in Strategy}:
+        raise fail(strategy_at, f'strategy "{excerpt(strategy)}" is not one of {_STRATEGIES}')
     if not _INTEGER.fullmatch(count) or int(count) < ALL:
-        raise fail(count_at, f'count "{count}" is not -1 (all), 0 (off) or a number of occurrences')
+        raise fail(count_at, f'count "{excerpt(count)}" is not -1 (all), 0 (off) or a number of occurrences')
     return PlanRequest(cluster_id, Strategy(int(strategy)), int(count))
 
 
@@ -161,7 +242,7 @@ def _unique(found: list[_Located]) -> tuple[PlanRequest, ...]:
         if earlier is not located:
             problem = "is a duplicate of" if earlier.request == located.request else "contradicts"
             raise ConfigError(
-                f"memory-optimizer config, {located.place}: {located.request} {problem} "
-                f"{earlier.request} at {earlier.place}"
+                f"memory-optimizer config, {located.place}: {excerpt(str(located.request))} {problem} "
+                f"{excerpt(str(earlier.request))} at {earlier.place}"
             )
     return tuple(located.request for located in found)

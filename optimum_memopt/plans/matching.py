@@ -10,6 +10,8 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
+from optimum_memopt.errors import excerpt
+
 from .grammar import ALL, ConfigError, PlanConfig, PlanRequest
 
 # Fused operator to what computes the same activation elsewhere, nearest first; the last of each makes the activation.
@@ -102,7 +104,7 @@ def match(
         if not request.is_on and found:
             continue
         if found is None and is_fused(request.cluster_id) and len(config.requests) > 1:
-            remarks.append(f"{request}: this {here} has no plan for that activation, left out")
+            remarks.append(f"{excerpt(str(request))}: this {here} has no plan for that activation, left out")
             continue
         if found is None or request.strategy not in strategies[found]:
             problem = _unknown(request.cluster_id, strategies) if found is None else _wrong(request, strategies[found])
@@ -115,16 +117,16 @@ def match(
             remarks.append(f"{request} is {matched.plan} on this {here}: the same activation, not fused the same way")
         on.setdefault(matched.plan, matched)
     if not on and any(request.is_on for request in config.requests) and strict:
-        raise ConfigError(f"{config}: nothing of it applies to this model; {_listing(strategies)}")
+        raise ConfigError(f"{excerpt(str(config))}: nothing of it applies to this model; {_listing(strategies)}")
     return Matches(tuple(on.values()), tuple(remarks))
 
 
 def _unknown(cluster_id: str, strategies: Mapping[str, set[int]]) -> str:
-    return f'no plan "{cluster_id}" in this model; {_listing(strategies, near=cluster_id)}'
+    return f'no plan "{excerpt(cluster_id)}" in this model; {_listing(strategies, near=cluster_id)}'
 
 
 def _wrong(request: PlanRequest, available: set[int]) -> str:
-    return f"{request}: this plan has strategy {' or '.join(map(str, sorted(available)))} only"
+    return f"{excerpt(str(request))}: this plan has strategy {' or '.join(map(str, sorted(available)))} only"
 
 
 def _listing(strategies: Mapping[str, set[int]], near: str = "") -> str:

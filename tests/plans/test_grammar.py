@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optimum_memopt.errors import MemOptError
+from optimum_memopt.errors import MemOptError, excerpt
 from optimum_memopt.plans.grammar import ConfigError, PlanConfig, PlanRequest, Strategy, parse, parse_file
 
 NAME = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,7}", fullmatch=True)
@@ -111,13 +111,13 @@ def test_an_error_points_at_its_column(tmp_path_factory, spoil, data, config):
     with pytest.raises(ConfigError) as error:
         parse(text)
     assert column(error) == expected
-    assert text in str(error.value)
+    assert str(error.value).endswith(f'in "{excerpt(text, around=expected - 1)}"')
     assert "\n" not in str(error.value)
 
     path = write(tmp_path_factory.mktemp("grammar"), ["Never+Used+Elsewhere+Than+Here+:1:-1", text])
     with pytest.raises(ConfigError) as error:
         parse_file(path)
-    assert f"{path}, string 2, column {expected}:" in str(error.value)
+    assert f"{excerpt(str(path))}, string 2, column {expected}:" in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -158,8 +158,8 @@ def test_an_id_in_two_strings_of_a_file_names_both_places(tmp_path):
     path = write(tmp_path, ["Gelu+:1:-1", "Add+:1:-1,Gelu+:2:-1"])
     with pytest.raises(ConfigError) as error:
         parse_file(path)
-    assert f"{path}, string 2, column 11: Gelu+:2:-1 contradicts Gelu+:1:-1" in str(error.value)
-    assert f"{path}, string 1, column 1" in str(error.value)
+    assert f"{excerpt(str(path))}, string 2, column 11: Gelu+:2:-1 contradicts Gelu+:1:-1" in str(error.value)
+    assert f"{excerpt(str(path))}, string 1, column 1" in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -182,8 +182,8 @@ def test_bad_files(tmp_path, content, reason):
     with pytest.raises(ConfigError) as error:
         PlanConfig.load(str(path))
     assert reason in str(error.value)
-    assert str(path) in str(error.value)
-    assert "\n" not in str(error.value).replace(content, "")
+    assert excerpt(str(path)) in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_files_that_cannot_be_read(tmp_path):
@@ -193,7 +193,7 @@ def test_files_that_cannot_be_read(tmp_path):
     for path, reason in ((missing, "No such file"), (folder, "Is a directory"), (latin, "not UTF-8")):
         with pytest.raises(ConfigError, match=reason) as error:
             PlanConfig.load(str(path))
-        assert str(path) in str(error.value)
+        assert excerpt(str(path)) in str(error.value)
 
 
 def test_a_bom_is_named_as_what_is_wrong(tmp_path):

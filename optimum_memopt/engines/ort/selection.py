@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from optimum_memopt.errors import MemOptError
+from optimum_memopt.errors import MemOptError, excerpt
 from optimum_memopt.plans.grammar import ALL, ConfigError, PlanConfig, Strategy
 from optimum_memopt.plans.matching import match, operators
 
@@ -38,11 +38,12 @@ def check_supported(config: PlanConfig) -> None:
         ConfigError: a count other than -1 and 0 (ORT 1.18 and 1.19 apply every occurrence for any N >= 1), or offload.
     """
     for request in config.requests:
+        shown = excerpt(str(request))
         if request.strategy is Strategy.OFFLOAD:
-            raise ConfigError(f"{request}: strategy 3 (offload) is not available on the ort engine; allowed: 0, 1, 2")
+            raise ConfigError(f"{shown}: strategy 3 (offload) is not available on the ort engine; allowed: 0, 1, 2")
         if request.count not in (ALL, 0):
             raise ConfigError(
-                f"{request}: count {request.count} is not available on the ort engine, because ONNX Runtime 1.19 "
+                f"{shown}: count {request.count} is not available on the ort engine, because ONNX Runtime 1.19 "
                 "applies every occurrence for any count from 1; allowed: -1 (all) and 0 (off)"
             )
 
