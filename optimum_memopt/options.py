@@ -1,23 +1,31 @@
 """Every option of the package, once: the flags of the command line, the arguments of `attach` and of `optimize`."""
 
+import difflib
 import os
 from dataclasses import dataclass, field, fields
+from typing import Annotated, Any
 
+from optimum_memopt import option_values
 from optimum_memopt.engines.base import ENGINES
 from optimum_memopt.engines.ort.levers import from_environment
 from optimum_memopt.engines.ort.options import OrtOptions
-from optimum_memopt.errors import MemOptError
+from optimum_memopt.errors import MemOptError, excerpt
 from optimum_memopt.logs import LOG_LEVELS
 from optimum_memopt.optim import OPTIMIZERS
-from optimum_memopt.plans.grammar import PlanConfig
+from optimum_memopt.option_values import Numbers
+from optimum_memopt.plans.grammar import ConfigSource, PlanConfig, to_text
 
-LEVELS = (0, 1, 2)
+_LEVELS = Numbers(0, 2, "0 (the config), 1 (recompute in each layer) and 2 (also with compromised saving)")
 COMPILERS = ("inductor", "aot_eager")
 
 
 @dataclass
 class MemOptOptions(OrtOptions):
     """Which engine trains the model under which memory plan, and what is shown of it.
+
+    From Python `memory_opt_config` is also a list of `cluster_id:strategy:count`, a dict of cluster id to strategy
+    (`{"Gelu+": 1}`, all occurrences) or to `strategy:count` (`{"Gelu+": "1:4"}`), the `Path` of a file, or a
+    `PlanConfig`; `check` makes the flag's text of it, as it makes strings of paths.
 
     Raises:
         MemOptError: from `check`; nothing is read but a config file.
@@ -40,7 +48,7 @@ class MemOptOptions(OrtOptions):
             "those of PyTorch). Default: inductor on a GPU, else aot_eager.",
         },
     )
-    memory_opt_config: str | None = field(
+    memory_opt_config: ConfigSource | None = field(
         default=None,
         metadata={
             "help": "Plans to turn on, cluster_id:strategy:count separated by commas, or a JSON file with a list of "
@@ -49,7 +57,7 @@ class MemOptOptions(OrtOptions):
             "table lists the cluster ids of your model."
         },
     )
-    memory_opt_level: int = field(
+    memory_opt_level: Annotated[int, _LEVELS] = field(
         default=0,
         metadata={
             "help": "0: the plans of --memory_opt_config. 1: all recomputable plans inside each transformer layer, "
@@ -79,14 +87,14 @@ class MemOptOptions(OrtOptions):
             "help": "Log memory held and peak memory before and after forward and backward and after the optimizer."
         },
     )
-    memory_opt_log_steps: int = field(
+    memory_opt_log_steps: Annotated[int, Numbers(0)] = field(
         default=0,
         metadata={
             "help": "Steps of which trackers and the log file get density and phases: 0 for steps 0-9 and then powers "
             "of two (the console shows 0, 1, 2, 4, 8, ...), or every N."
         },
     )
-    memory_opt_log_file: str | None = field(
+    memory_opt_log_file: os.PathLike | str | None = field(
         default=None, metadata={"help": "Also append all findings to this file, one JSON object a line."}
     )
     memory_opt_optim: str | None = field(
@@ -134,32 +142,15 @@ class MemOptOptions(OrtOptions):
 
     def check_values(self) -> None:
         """`check` without the environment."""
-        if self.memory_opt_engine not in ("auto", *ENGINES):
-            raise MemOptError(
-                f"--memory_opt_engine {self.memory_opt_engine}: allowed are {', '.join(('auto', *ENGINES))}"
-            )
-        if self.memory_opt_log_level not in LOG_LEVELS:
-            raise MemOptError(
-                f"--memory_opt_log_level {self.memory_opt_log_level}: allowed are {', '.join(LOG_LEVELS)}"
-            )
-        if self.memory_opt_level not in LEVELS:
-            raise MemOptError(
-                f"--memory_opt_level {self.memory_opt_level}: allowed are 0 (the config), 1 (recompute in each layer) "
-                "and 2 (also with compromised saving)"
-            )
+        config = self.memory_opt_config
+        option_values.check(self, MemOptOptions)
+        if config is not None:
+            self.memory_opt_config = to_text(config)
         if self.memory_opt_level and self.memory_opt_config is not None:
             raise MemOptError(
                 f"--memory_opt_level {self.memory_opt_level} together with --memory_opt_config: a level chooses the "
                 "plans itself; give one of the two"
             )
-        if self.memory_opt_log_steps < 0:
-            raise MemOptError(
-                f"--memory_opt_log_steps {self.memory_opt_log_steps}: allowed are 0 and positive numbers"
-            )
-        if self.memory_opt_optim is not None and self.memory_opt_optim not in OPTIMIZERS:
-            raise MemOptError(f"--memory_opt_optim {self.memory_opt_optim}: allowed are {', '.join(OPTIMIZERS)}")
-        if self.memory_opt_compiler is not None and self.memory_opt_compiler not in COMPILERS:
-            raise MemOptError(f"--memory_opt_compiler {self.memory_opt_compiler}: allowed are {', '.join(COMPILERS)}")
         config = self.plan_config
         if self.memory_opt_engine != "auto":
             self.check_engine(self.memory_opt_engine)
@@ -192,3 +183,18 @@ class MemOptOptions(OrtOptions):
                 f"{', '.join(given)} with the {name} engine: only the ort engine reads "
                 f"{'it' if len(given) == 1 else 'them'}; leave out, or give --memory_opt_engine ort"
             )
+
+
+def from_keywords(**options: Any) -> MemOptOptions:
+    """The options of `attach` and `optimize`, not yet checked.
+
+    Raises:
+        MemOptError: a name that is no field of `MemOptOptions`; near names come with it.
+    """
+    names = [one.name for one in fields(MemOptOptions)]
+    for name in options:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=2)
+            hint = f"; did you mean {' or '.join(near)}?" if near else "; see optimum_memopt.MemOptOptions"
+            raise MemOptError(f"there is no option {excerpt(name)}{hint}")
+    return MemOptOptions(**options)

@@ -11,7 +11,6 @@ what it does not understand, here every mistake is an error that points at its c
 import json
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -74,7 +73,7 @@ class PlanConfig:
         return json.dumps([str(request) for request in self.requests])
 
     @classmethod
-    def load(cls, source: Any) -> "PlanConfig":
+    def load(cls, source: "ConfigSource") -> "PlanConfig":
         """Read a config in any of the forms of `to_text`.
 
         Raises:
@@ -84,7 +83,12 @@ class PlanConfig:
         return parse_file(Path(text)) if _is_path(text) else parse(text)
 
 
-def to_text(source: Any) -> str:
+# What `to_text` takes. HfArgumentParser reads a flag as the second type of a union, so that has to be str
+# (transformers 5.23).
+ConfigSource = os.PathLike | str | list | tuple | dict | PlanConfig
+
+
+def to_text(source: ConfigSource) -> str:
     """A config as the flag's text; of a file it is the path, which is not read.
 
     Args:
@@ -99,14 +103,14 @@ def to_text(source: Any) -> str:
         return str(source)
     if isinstance(source, os.PathLike):
         return _path_text(os.fsdecode(source))
-    if not isinstance(source, Mapping | list | tuple):
+    if not isinstance(source, dict | list | tuple):
         raise ConfigError(
             f"memory-optimizer config {excerpt(source)}: allowed are a string, a list of strings, a dict of cluster "
             "id to strategy, or a path"
         )
     if not source:
         raise ConfigError(f"memory-optimizer config: the {type(source).__name__} is empty; expected {_SHAPE}")
-    items = [_entry(*pair) for pair in source.items()] if isinstance(source, Mapping) else source
+    items = [_entry(*pair) for pair in source.items()] if isinstance(source, dict) else source
     for number, item in enumerate(items, 1):
         if not isinstance(item, str):
             raise ConfigError(

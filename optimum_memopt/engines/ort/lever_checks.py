@@ -1,6 +1,7 @@
 """Refuses levers that cannot work: on this machine, with one another, or with this model."""
 
 import json
+import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from optimum_memopt.engines.base import installed_version
-from optimum_memopt.errors import MemOptError, UnsupportedModelError
+from optimum_memopt.errors import MemOptError, UnsupportedModelError, excerpt
 
 from . import extensions
 from .levers import NO_SKIP
@@ -82,7 +83,7 @@ def _given(options: "OrtOptions") -> dict[str, str]:
     names = dict.fromkeys((*_NEED_CUDA, *_NEED_EXTENSIONS))
     values = {name: getattr(options, name) for name in names}
     return {
-        name: f"--{name}" if value is True else f"--{name} {value}"
+        name: f"--{name}" if value is True else f"--{name} {excerpt(value)}"
         for name, value in values.items()
         if value not in (None, False)
     }
@@ -97,10 +98,6 @@ def _check_combinations(options: "OrtOptions", given: dict[str, str]) -> None:
             raise MemOptError(
                 f"--{name} is part of what --ort_compute_optimizer false turns off; leave one of them out"
             )
-    if options.ort_tuning_duration_ms is not None and options.ort_tuning_duration_ms < 1:
-        raise MemOptError(f"--ort_tuning_duration_ms {options.ort_tuning_duration_ms}: allowed are numbers from 1 on")
-    if options.ort_conv_search not in (None, "HEURISTIC", "EXHAUSTIVE"):
-        raise MemOptError(f"--ort_conv_search {options.ort_conv_search}: allowed are HEURISTIC and EXHAUSTIVE")
     if options.ort_triton and find_spec("triton") is None:
         raise MemOptError("--ort_triton needs the package triton; pip install triton")
 
@@ -112,28 +109,28 @@ def _check_files(options: "OrtOptions") -> None:
         if path is None:
             continue
         if not is_read:
-            if not Path(path).absolute().parent.is_dir():
-                raise MemOptError(f"--{name} {path}: no such folder; make it first")
+            if not os.path.isdir(os.path.dirname(path) or os.curdir):
+                raise MemOptError(f"--{name} {excerpt(path)}: no such folder; make it first")
             continue
         try:
             json.loads(Path(path).read_text())
         except OSError as error:
-            raise MemOptError(f"--{name} {path}: {error.strerror}") from error
-        except ValueError as error:
-            raise MemOptError(f"--{name} {path}: not JSON ({error})") from error
+            raise MemOptError(f"--{name} {excerpt(path)}: {error.strerror}") from error
+        except (ValueError, RecursionError) as error:
+            raise MemOptError(f"--{name} {excerpt(path)}: not JSON ({excerpt(str(error))})") from error
 
 
 def _check_skips(policy: str) -> None:
     names = set(policy.split("|"))
     if names - {*_SKIPS, NO_SKIP}:
         raise MemOptError(
-            f"--ort_skip_check {policy}: allowed are {NO_SKIP}, or of {', '.join(_SKIPS)} several with |"
+            f"--ort_skip_check {excerpt(policy)}: allowed are {NO_SKIP}, or of {', '.join(_SKIPS)} several with |"
         )
     if NO_SKIP in names and len(names) > 1:
-        raise MemOptError(f"--ort_skip_check {policy}: {NO_SKIP} turns all others off; give it alone")
+        raise MemOptError(f"--ort_skip_check {excerpt(policy)}: {NO_SKIP} turns all others off; give it alone")
     if "SKIP_CHECK_EXECUTION_AGENT" in names and "SKIP_CHECK_BUILD_GRADIENT" not in names:
         raise MemOptError(
-            f"--ort_skip_check {policy}: a new graph would run in the session of the old one; "
+            f"--ort_skip_check {excerpt(policy)}: a new graph would run in the session of the old one; "
             "add SKIP_CHECK_BUILD_GRADIENT or leave out SKIP_CHECK_EXECUTION_AGENT"
         )
 

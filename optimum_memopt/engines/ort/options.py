@@ -1,12 +1,16 @@
 """Every option of ORTModule, typed: the `--ort_…` flags. Importing this imports nothing of onnxruntime."""
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
-from optimum_memopt.errors import MemOptError
+from optimum_memopt.errors import MemOptError, excerpt
+from optimum_memopt.option_values import Numbers
 
 from .lever_checks import check_here
 
+_OPSETS = Numbers(12, 20, "12 to 20, the opsets that ONNX Runtime 1.19 trains")
 CONV_SEARCHES = ("HEURISTIC", "EXHAUSTIVE")
 
 
@@ -31,17 +35,17 @@ class OrtOptions:
             "and what a plan saves is not given back to the rest of the process."
         },
     )
-    ort_cache_dir: str | None = field(
+    ort_cache_dir: os.PathLike | str | None = field(
         default=None,
         metadata={
             "help": "Keep exported graphs in this folder and skip most of the export when the same model runs again "
             "with a first batch of the same shape."
         },
     )
-    ort_save_onnx: str | None = field(
+    ort_save_onnx: os.PathLike | str | None = field(
         default=None, metadata={"help": "Write the exported, optimized and executed ONNX graphs into this folder."}
     )
-    ort_opset: int | None = field(
+    ort_opset: Annotated[int | None, _OPSETS] = field(
         default=None, metadata={"help": "ONNX opset of the export; ONNX Runtime's default is 17."}
     )
     ort_module_with_loss: bool = field(
@@ -113,7 +117,7 @@ class OrtOptions:
         default=False,
         metadata={"help": "Fuse operators into Triton kernels; needs CUDA. Once on, it is on for the process."},
     )
-    ort_triton_config: str | None = field(
+    ort_triton_config: os.PathLike | str | None = field(
         default=None, metadata={"help": "JSON file that says which operators Triton may fuse; with --ort_triton."}
     )
     ort_flash_attention: bool = field(
@@ -122,10 +126,10 @@ class OrtOptions:
     ort_tuning: bool = field(
         default=False, metadata={"help": "Time several kernels for an operator and keep the fastest; needs CUDA."}
     )
-    ort_tuning_duration_ms: int | None = field(
+    ort_tuning_duration_ms: Annotated[int | None, Numbers(1)] = field(
         default=None, metadata={"help": "Longest time to spend on one operator, in ms; with --ort_tuning."}
     )
-    ort_tuning_results: str | None = field(
+    ort_tuning_results: os.PathLike | str | None = field(
         default=None,
         metadata={"help": "JSON file with found kernels: written with --ort_tuning, read without it; needs CUDA."},
     )
@@ -147,12 +151,14 @@ class OrtOptions:
         Raises:
             MemOptError: one line that names the option and what is allowed, or the way out.
         """
-        if self.ort_opset is not None and not 12 <= self.ort_opset <= 20:
-            raise MemOptError(f"--ort_opset {self.ort_opset}: ONNX Runtime 1.19 trains graphs of opset 12 to 20")
-        if self.ort_save_onnx is not None and not Path(self.ort_save_onnx).is_dir():
-            raise MemOptError(f"--ort_save_onnx {self.ort_save_onnx}: no such folder; make it first")
+        if self.ort_save_onnx is not None and not os.path.isdir(self.ort_save_onnx):
+            raise MemOptError(f"--ort_save_onnx {excerpt(self.ort_save_onnx)}: no such folder; make it first")
         if self.ort_cache_dir is not None:
             folder = Path(self.ort_cache_dir)
-            if file := next((path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()), None):
-                raise MemOptError(f"--ort_cache_dir {self.ort_cache_dir}: {file} is a file; name a folder")
+            # Not `Path.exists`, which raises for a name that is too long.
+            there = (path for path in (folder, *folder.parents) if os.path.exists(path))
+            if file := next((path for path in there if not os.path.isdir(path)), None):
+                raise MemOptError(
+                    f"--ort_cache_dir {excerpt(self.ort_cache_dir)}: {excerpt(str(file))} is a file; name a folder"
+                )
         check_here(self)

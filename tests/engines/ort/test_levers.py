@@ -253,7 +253,7 @@ def test_what_needs_the_extensions_is_refused_without(option, monkeypatch):
         ({"ort_tuning_duration_ms": 5}, "--ort_tuning_duration_ms 5 without --ort_tuning does nothing"),
         (
             {"ort_tuning_duration_ms": -5, "ort_tuning": True},
-            "--ort_tuning_duration_ms -5: allowed are numbers",
+            "--ort_tuning_duration_ms -5: allowed are whole numbers from 1 on",
         ),
         ({"ort_tuning_results": "none.json"}, "--ort_tuning_results none.json: No such file"),
         (
@@ -261,7 +261,7 @@ def test_what_needs_the_extensions_is_refused_without(option, monkeypatch):
             "--ort_tuning_results no/such.json: no such",
         ),
         ({"ort_tuning_results": __file__}, "test_levers.py: not JSON"),
-        ({"ort_conv_search": "FAST"}, "--ort_conv_search FAST: allowed are HEURISTIC and EXHAUSTIVE"),
+        ({"ort_conv_search": "FAST"}, "--ort_conv_search FAST: allowed are HEURISTIC, EXHAUSTIVE"),
         (
             {"ort_mem_efficient_grad_mgmt": True, "ort_custom_autograd": False},
             "--ort_mem_efficient_grad_mgmt runs as a torch.autograd.Function; leave out --ort_custom_autograd false",

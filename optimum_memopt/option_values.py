@@ -1,0 +1,93 @@
+"""Checks the values of a dataclass of options against its own fields: their types, `choices` and `Numbers`."""
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+from optimum_memopt.errors import MemOptError, excerpt
+
+_PATH = {os.PathLike, str, type(None)}
+_PLURALS = {
+    bool: "true and false",
+    str: "strings",
+    os.PathLike: "paths",
+    list: "lists",
+    tuple: "tuples",
+    dict: "dicts",
+}
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """The whole numbers that an option takes, both ends included: `Annotated[int, Numbers(1, 9)]`.
+
+    It is no metadata of the field, since HfArgumentParser passes those on to argparse (transformers 5.23).
+
+    Attributes:
+        meaning: for the error's line, where the numbers alone say too little.
+    """
+
+    low: int = -(2**63)
+    high: int = 2**63 - 1
+    meaning: str = ""
+
+    def __str__(self) -> str:
+        if self.meaning:
+            return self.meaning
+        low = f" from {self.low}" if self.low > -(2**63) else ""
+        high = f" to {self.high}" if self.high < 2**63 - 1 else " on" if low else ""
+        return f"whole numbers{low}{high}"
+
+
+def check(options: Any, kind: type) -> None:
+    """Check the fields of the dataclass `kind` in `options`, an object of it or of a subclass.
+
+    Paths become strings and other libraries' integers Python's, so that the options stay serialisable.
+
+    Raises:
+        MemOptError: the first wrong value: the option, the value, and what is allowed.
+    """
+    # Not `field.type`, which HfArgumentParser overwrites.
+    hints = get_type_hints(kind, include_extras=True)
+    for field in dataclasses.fields(kind):
+        value = getattr(options, field.name)
+        setattr(options, field.name, _checked(field.name, value, hints[field.name], field.metadata.get("choices")))
+
+
+def _checked(name: str, value: Any, hint: Any, choices: Sequence[str] | None) -> Any:
+    numbers = Numbers()
+    if get_origin(hint) is Annotated:
+        hint, numbers = get_args(hint)
+    kinds = {get_origin(kind) or kind for kind in get_args(hint) or (hint,)}
+    allowed = ", ".join(choices) if choices else str(numbers) if int in kinds else _listed(kinds)
+    if not any(_is_a(value, kind) for kind in kinds):
+        shown = f"'{excerpt(value)}'" if isinstance(value, str) else excerpt(value)
+        raise MemOptError(f"--{name} {shown}: allowed are {allowed}")
+    if isinstance(value, os.PathLike):
+        value = os.fsdecode(value)
+    elif _is_a(value, int):
+        value = int(value)
+    is_allowed = (
+        value is None
+        or (not _is_a(value, int) or numbers.low <= value <= numbers.high)
+        and (not choices or value in choices)
+        and (kinds != _PATH or bool(value) and "\0" not in value)
+    )
+    if not is_allowed:
+        raise MemOptError(f"--{name} {excerpt(value) or repr(value)}: allowed are {allowed}")
+    return value
+
+
+def _is_a(value: Any, kind: type) -> bool:
+    """`isinstance` that tells truth values from numbers and takes other libraries' integers."""
+    if kind is int:
+        return isinstance(value, Integral) and not isinstance(value, bool)
+    return isinstance(value, kind)
+
+
+def _listed(kinds: set[type]) -> str:
+    *others, last = sorted(_PLURALS.get(kind, kind.__name__) for kind in kinds - {type(None)})
+    return f"{', '.join(others)} and {last}" if others else last
