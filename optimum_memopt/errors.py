@@ -13,19 +13,24 @@ QUOTED = 80
 _BEFORE = 30
 
 
-def excerpt(value: object, around: int = 0) -> str:
-    """What a user gave, for an error's line: printable and at most `QUOTED` characters, `…` where it is cut.
+def excerpt(value: object, around: int = 0, longest: int = QUOTED) -> str:
+    """What a user gave, for an error's line: printable and at most `longest` characters, `…` where it is cut.
 
     Args:
         value: a string as it is, anything else by its `repr`.
         around: the character that a long string is cut around.
     """
     text = value if isinstance(value, str) else _repr(value)
-    start = max(0, min(around - _BEFORE, len(text) - QUOTED + 1)) if len(text) > QUOTED else 0
-    end = start + QUOTED
+    start = max(0, min(around - _BEFORE, len(text) - longest + 1)) if len(text) > longest else 0
+    end = start + longest
     printable = "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text[start:end])
-    lead, tail = "…" * (start > 0), "…" * (end < len(text) or len(printable) + (start > 0) > QUOTED)
-    return lead + printable[: QUOTED - len(lead) - len(tail)] + tail
+    lead, tail = "…" * (start > 0), "…" * (end < len(text) or len(printable) + (start > 0) > longest)
+    return lead + printable[: longest - len(lead) - len(tail)] + tail
+
+
+def path_excerpt(path: object) -> str:
+    """`excerpt` of a path that is longer than what else is quoted, as paths are."""
+    return excerpt(str(path), longest=4 * QUOTED)
 
 
 def _repr(value: object) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from optimum_memopt.engines.base import installed_version
-from optimum_memopt.errors import MemOptError, UnsupportedModelError, excerpt
+from optimum_memopt.errors import MemOptError, UnsupportedModelError, excerpt, path_excerpt
 
 from . import extensions
 from .levers import NO_SKIP
@@ -110,14 +110,14 @@ def _check_files(options: "OrtOptions") -> None:
             continue
         if not is_read:
             if not os.path.isdir(os.path.dirname(path) or os.curdir):
-                raise MemOptError(f"--{name} {excerpt(path)}: no such folder; make it first")
+                raise MemOptError(f"--{name} {path_excerpt(path)}: no such folder; make it first")
             continue
         try:
             json.loads(Path(path).read_text())
         except OSError as error:
-            raise MemOptError(f"--{name} {excerpt(path)}: {error.strerror}") from error
+            raise MemOptError(f"--{name} {path_excerpt(path)}: {error.strerror}") from error
         except (ValueError, RecursionError) as error:
-            raise MemOptError(f"--{name} {excerpt(path)}: not JSON ({excerpt(str(error))})") from error
+            raise MemOptError(f"--{name} {path_excerpt(path)}: not JSON ({excerpt(str(error))})") from error
 
 
 def _check_skips(policy: str) -> None:

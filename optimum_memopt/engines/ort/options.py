@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-from optimum_memopt.errors import MemOptError, excerpt
+from optimum_memopt.errors import MemOptError, path_excerpt
 from optimum_memopt.option_values import Numbers
 
 from .lever_checks import check_here
@@ -152,13 +152,13 @@ class OrtOptions:
             MemOptError: one line that names the option and what is allowed, or the way out.
         """
         if self.ort_save_onnx is not None and not os.path.isdir(self.ort_save_onnx):
-            raise MemOptError(f"--ort_save_onnx {excerpt(self.ort_save_onnx)}: no such folder; make it first")
+            raise MemOptError(f"--ort_save_onnx {path_excerpt(self.ort_save_onnx)}: no such folder; make it first")
         if self.ort_cache_dir is not None:
             folder = Path(self.ort_cache_dir)
             # Not `Path.exists`, which raises for a name that is too long.
             there = (path for path in (folder, *folder.parents) if os.path.exists(path))
             if file := next((path for path in there if not os.path.isdir(path)), None):
                 raise MemOptError(
-                    f"--ort_cache_dir {excerpt(self.ort_cache_dir)}: {excerpt(str(file))} is a file; name a folder"
+                    f"--ort_cache_dir {path_excerpt(folder)}: {path_excerpt(file)} is a file; name a folder"
                 )
         check_here(self)
