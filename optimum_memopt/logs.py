@@ -1,11 +1,8 @@
 """The package's log: one logger, rank 0 only, and written around a progress bar instead of through it."""
 
-import contextlib
 import logging
 import os
 import sys
-import threading
-from collections.abc import Iterator
 
 import torch
 from tqdm.auto import tqdm
@@ -62,23 +59,3 @@ def get_logger() -> logging.Logger:
 def set_log_level(name: str) -> None:
     """Set the level by one of ORT's names (a key of `LOG_LEVELS`)."""
     get_logger().setLevel(LOG_LEVELS[name])
-
-
-@contextlib.contextmanager
-def logged_afterwards() -> Iterator[None]:
-    """Holds this thread's lines back until the end, for a call that redirects stderr; an error does not lose them."""
-    logger, thread, records = get_logger(), threading.get_ident(), []
-
-    def hold(record: logging.LogRecord) -> bool:
-        if record.thread != thread:
-            return True
-        records.append(record)
-        return False
-
-    logger.addFilter(hold)
-    try:
-        yield
-    finally:
-        logger.removeFilter(hold)
-        for record in records:
-            logger.handle(record)

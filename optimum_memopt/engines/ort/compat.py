@@ -9,6 +9,7 @@ import contextlib
 import importlib
 import importlib.util
 import inspect
+import logging
 import os
 import sys
 import threading
@@ -54,7 +55,8 @@ class Imported:
 
 
 _imported: Imported | None = None
-_lock = threading.Lock()
+# One thread at a time changes what is the whole process': environment, ORT's classes, torch.onnx' registry, warnings.
+_lock = threading.RLock()
 
 
 def load() -> Imported:
@@ -78,7 +80,13 @@ def _load() -> Imported:
         "ORTMODULE_ENABLE_CUSTOM_AUTOGRAD": str(int(has_extensions)),
     }
     # The package onnxruntime.training imports ortmodule too, and swallows its ImportError: nothing of it comes before.
-    with torch_names(), environment(switches), _replacements_undone(), _deepspeed_not_imported():
+    with (
+        torch_names(),
+        environment(switches),
+        _replacements_undone(),
+        _logging_and_path_left_alone(),
+        _deepspeed_not_imported(),
+    ):
         ortmodule = importlib.import_module(ORTMODULE)
         # ORT imports these later: the first reads the switch then, the second imports deepspeed and warns without it.
         importlib.import_module(f"{ORTMODULE}._custom_autograd_function")
@@ -96,13 +104,18 @@ def _load() -> Imported:
 @contextlib.contextmanager
 def environment(variables: Mapping[str, str | None]) -> Iterator[None]:
     """Environment variables, None for one that is not set, for the time of a call into ORT, which reads its options
-    nowhere else."""
-    before = {name: os.environ.get(name) for name in variables}
-    _set_environment(variables)
-    try:
-        yield
-    finally:
-        _set_environment(before)
+    nowhere else.
+
+    Every call into ORT that changes something global is made within this, and it lets in one thread at a time: a
+    thread that trains waits while another builds its session.
+    """
+    with _lock:
+        before = {name: os.environ.get(name) for name in variables}
+        try:
+            _set_environment(variables)
+            yield
+        finally:
+            _set_environment(before)
 
 
 def _set_environment(variables: Mapping[str, str | None]) -> None:
@@ -203,6 +216,23 @@ def _replacements_undone() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _logging_and_path_left_alone() -> Iterator[None]:
+    """The import calls `logging.basicConfig` (onnxruntime/tools/logger.py), after which a user's own does nothing,
+    and appends to `sys.path` a folder with modules like `utils` (tools/ort_format_model/__init__.py), where an import
+    that should fail would find them.
+    """
+    root = logging.getLogger()
+    handlers, level, path = list(root.handlers), root.level, list(sys.path)
+    try:
+        yield
+    finally:
+        for handler in [handler for handler in root.handlers if handler not in handlers]:
+            root.removeHandler(handler)
+        root.setLevel(level)
+        sys.path[:] = [entry for entry in sys.path if entry in path or f"{os.sep}onnxruntime{os.sep}" not in entry]
+
+
+@contextlib.contextmanager
 def _deepspeed_not_imported() -> Iterator[None]:
     """ORT imports deepspeed only to replace its checkpoint function, and is prepared for its absence; the import takes
     seconds and starts DeepSpeed's accelerator detection in runs that do not use it."""
@@ -223,9 +253,14 @@ def recorded_autograd_functions() -> Iterator[list[str]]:
     a word."""
     seen: list[str] = []
     original = torch.autograd.Function.__dict__["apply"]
+    thread = threading.get_ident()
 
     def apply(cls: type, *args: object, **kwargs: object) -> object:
-        if not cls.__module__.startswith("onnxruntime.") and cls.__qualname__ not in seen:
+        if (
+            threading.get_ident() == thread
+            and not cls.__module__.startswith("onnxruntime.")
+            and cls.__qualname__ not in seen
+        ):
             seen.append(cls.__qualname__)
         return original.__get__(None, cls)(*args, **kwargs)
 
@@ -260,6 +295,16 @@ def symbolic_names() -> tuple[str, ...]:
     """Operators that ORT exports in its own way; they depend on the extensions and on variables read at its import."""
     registry = importlib.import_module(f"{ORTMODULE}._custom_op_symbolic_registry").CustomOpSymbolicRegistry
     return tuple(sorted(registry._SYMBOLICS))
+
+
+@contextlib.contextmanager
+def output_not_captured() -> Iterator[None]:
+    """For the time of an export ORT sends the process' stdout and stderr to a temporary file, against messages of the
+    exporter (_logger.py, `SuppressLogs`); lost with them are a progress bar, other threads' output and every line that
+    is logged meanwhile. The exporter's messages are Python warnings since."""
+    logger = importlib.import_module(f"{ORTMODULE}._logger")
+    with replaced(logger, "_suppress_os_stream_output", lambda **_: contextlib.nullcontext()):
+        yield
 
 
 @contextlib.contextmanager

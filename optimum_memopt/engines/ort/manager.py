@@ -21,7 +21,6 @@ import torch
 
 from optimum_memopt.engines.base import installed_version
 from optimum_memopt.errors import MemOptError
-from optimum_memopt.logs import logged_afterwards
 
 from . import DISTRIBUTIONS, allocator, compat, lever_mends, levers, module_with_loss
 from .export_cache import ExportCache
@@ -110,8 +109,8 @@ class Manager:
         # Wherever torch sees a GPU this imports a third extension, torch_gpu_allocator, which is not built here.
         without_torch_allocator = compat.replaced(base, "_get_torch_gpu_allocator_function_addresses", lambda _: None)
         with (
-            compat.symbolics(opset),
             compat.environment(self._environment),
+            compat.symbolics(opset),
             without_torch_allocator,
             self._quiet(),
             _modes_kept(module),
@@ -224,8 +223,7 @@ class Manager:
         def export_model(*args: Any, **kwargs: Any) -> Any:
             self._building = True
             with contextlib.ExitStack() as stack:
-                # ORT catches what is written to stdout and stderr meanwhile (_logger.py, SuppressLogs).
-                stack.enter_context(logged_afterwards())
+                stack.enter_context(compat.output_not_captured())
                 stack.enter_context(
                     compat.symbolics(options.onnx_opset_version, options.enable_custom_autograd_function)
                 )

@@ -12,6 +12,7 @@ and an `nn.CrossEntropyLoss` as submodule, which transformers' models do not hav
 import contextlib
 import functools
 import inspect
+import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -188,10 +189,13 @@ def _sparse_smoothed_loss(
 def _cross_entropy_of_labelled_rows() -> Iterator[None]:
     """`torch.nn.functional.cross_entropy`, which every loss of transformers calls, on the rows that have a label."""
     original = functional.cross_entropy
+    thread = threading.get_ident()
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def cross_entropy(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if threading.get_ident() != thread:
+            return original(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         given = types.SimpleNamespace(**bound.arguments)

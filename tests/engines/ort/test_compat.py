@@ -237,6 +237,43 @@ def test_deepspeed_is_imported_only_without_the_mend(tmp_path, mended):
     assert ("deepspeed was imported" in after) is mended, "a user's own import must still work"
 
 
+@pytest.mark.parametrize("mended", [True, False])
+def test_logging_and_the_path_are_the_user_s_with_the_mend(tmp_path, mended):
+    without = "" if mended else "compat._logging_and_path_left_alone = contextlib.nullcontext\n"
+    output = succeed(
+        tmp_path,
+        f"""
+{without}
+import logging
+compat.load()
+print("path", [entry for entry in sys.path if "onnxruntime" in entry] == [])
+logging.basicConfig(level=logging.INFO, format="mine: %(message)s", stream=sys.stdout)
+logging.getLogger("mine").info("said")
+""",
+    )
+    assert ("mine: said" in output) is mended
+    assert (f"path {True}" in output) is mended
+
+
+@pytest.mark.parametrize("mended", [True, False])
+def test_output_during_an_export_is_seen_with_the_mend(tmp_path, mended):
+    without = "" if mended else "compat.output_not_captured = contextlib.nullcontext\n"
+    output = succeed(
+        tmp_path,
+        f"""
+{without}
+class Speaking(Words):
+    def forward(self, ids):
+        if torch.onnx.is_in_onnx_export():
+            os.write(1, b"exporting")
+        return super().forward(ids)
+
+train(Speaking(), torch.arange(10).reshape(2, 5))
+""",
+    )
+    assert ("exporting" in output) is mended
+
+
 def test_checkpointing_of_a_deepspeed_in_use_is_given_back(tmp_path):
     pytest.importorskip("deepspeed")
     succeed(
