@@ -18,6 +18,7 @@ _MODULES = {
     "MemOptTrainer": "trainer",
     "attach": "trainer",
     "optimize": "trainer",
+    "run": "script",
     "run_summary": "trainer",
     "InputDensityCallback": "callbacks.input_density",
     "MemoryPhasesCallback": "callbacks.memory_phases",

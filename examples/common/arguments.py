@@ -1,12 +1,10 @@
-"""The arguments that every example takes, how they are parsed, and how an example ends when it cannot go on."""
+"""The arguments that every example takes, and how they are parsed."""
 
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tqdm.auto import tqdm
 from transformers import HfArgumentParser
 
 from optimum_memopt import MemOptError, MemOptTrainingArguments
@@ -90,16 +88,3 @@ def loading(flag: str, value: str) -> Iterator[None]:
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise MemOptError(f"{flag} {value}: {reason}") from error
-
-
-def run(main: Callable[[], None]) -> None:
-    """Run an example; what the user can mend ends in one line and exit code 2, not in a traceback."""
-    try:
-        main()
-    except MemOptError as error:
-        # A bar that is still open would be drawn once more at exit, over and after the error.
-        for bar in tuple(getattr(tqdm, "_instances", ())):
-            bar.leave = False
-            bar.close()
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)

@@ -22,12 +22,12 @@ from transformers import (
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.arguments import DataArguments, ModelArguments, TrainingArguments, loading, parse, run
+from common.arguments import DataArguments, ModelArguments, TrainingArguments, loading, parse
 from common.data import load_rows, take
 from common.models import load_model
 from common.training import report, train_and_evaluate
 from common.verses import verse_pairs
-from optimum_memopt import MemOptError, MemOptTrainer
+from optimum_memopt import MemOptError, MemOptTrainer, run
 
 GlueTask = Literal["cola", "mnli", "mrpc", "qnli", "qqp", "rte", "sst2", "stsb", "wnli"]
 GLUE_HUB_ID = "nyu-mll/glue"

@@ -17,12 +17,12 @@ from transformers import (
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.arguments import DataArguments, ModelArguments, TrainingArguments, parse, run
+from common.arguments import DataArguments, ModelArguments, TrainingArguments, parse
 from common.data import load_rows, take
 from common.models import load_model
 from common.training import report, train_and_evaluate
 from common.verses import prose
-from optimum_memopt import MemOptError, MemOptTrainer
+from optimum_memopt import MemOptError, MemOptTrainer, run
 
 
 @dataclass

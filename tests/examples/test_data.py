@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("datasets", reason="needs the examples extra")
 
-from common.arguments import DataArguments, run
+from common.arguments import DataArguments
 from common.data import load_rows, take
 from optimum_memopt import MemOptError
 
@@ -67,13 +67,3 @@ def test_files_that_cannot_be_read_are_one_line(tmp_path, name):
     with pytest.raises(MemOptError, match=name.split(".")[1]) as caught:
         load_rows(DataArguments(train_file=str(tmp_path / name)), unused)
     assert "\n" not in str(caught.value)
-
-
-def test_run_ends_in_one_line_and_code_2(capsys):
-    def main():
-        raise MemOptError("no such cluster id")
-
-    with pytest.raises(SystemExit) as caught:
-        run(main)
-    assert caught.value.code == 2
-    assert capsys.readouterr().err == "error: no such cluster id\n"
