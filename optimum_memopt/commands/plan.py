@@ -4,6 +4,7 @@ Nothing heavy is imported before `run()`: optimum imports this module whenever a
 """
 
 import json
+import os
 import sys
 from argparse import ArgumentParser
 from dataclasses import asdict
@@ -52,16 +53,15 @@ class PlanCommand(BaseOptimumCLICommand):
         parser.add_argument("--json", action="store_true", help="Print JSON instead of tables.")
 
     def run(self) -> None:
-        from optimum_memopt.errors import MemOptError
+        from optimum_memopt.script import run
 
-        try:
-            report, text, config = _measured(self.args) if self.args.measure else _table(self.args)
-            print(json.dumps(report, indent=2) if self.args.json else text)
-            if self.args.output:
-                _write(self.args.output, config)
-        except MemOptError as error:
-            print(f"error: {error}", file=sys.stderr)
-            sys.exit(2)
+        run(self._run)
+
+    def _run(self) -> None:
+        report, text, config = _measured(self.args) if self.args.measure else _table(self.args)
+        print(json.dumps(report, indent=2) if self.args.json else text)
+        if self.args.output:
+            _write(self.args.output, config)
 
 
 def _case(args: Any) -> Any:
@@ -71,7 +71,7 @@ def _case(args: Any) -> Any:
         MemOptError: one line.
     """
     from optimum_memopt.engines import base
-    from optimum_memopt.errors import MemOptError
+    from optimum_memopt.errors import MemOptError, path_excerpt
     from optimum_memopt.measure.probe import Case
     from optimum_memopt.measure.workload import Workload
     from optimum_memopt.options import MemOptOptions
@@ -87,8 +87,10 @@ def _case(args: Any) -> Any:
         raise MemOptError(f"--level {args.level} with --measure: both levels are measured anyway; leave it out")
     if args.output and not args.measure and not (args.config or args.level):
         raise MemOptError("--output writes the plans that are on; give --config, --level or --measure")
-    if args.output and not Path(args.output).parent.is_dir():
-        raise MemOptError(f"--output {args.output}: no such folder")
+    if args.output and not os.path.isdir(os.path.dirname(args.output) or os.curdir):
+        raise MemOptError(f"--output {path_excerpt(args.output)}: no such folder")
+    if args.output and os.path.isdir(args.output):
+        raise MemOptError(f"--output {path_excerpt(args.output)}: is a folder; name a file in it")
     options = {
         "memory_opt_engine": args.engine,
         "memory_opt_config": args.config,
@@ -169,9 +171,13 @@ def _say_once(remarks: Any) -> None:
 
 
 def _write(path: str, config: str) -> None:
-    from optimum_memopt.errors import MemOptError
+    from optimum_memopt.errors import MemOptError, path_excerpt
     from optimum_memopt.plans.grammar import parse
 
     if not config:
         raise MemOptError(f"--output {path}: not written, since no plan is on")
-    Path(path).write_text(parse(config).to_json() + "\n", encoding="utf-8")
+    try:
+        Path(path).write_text(parse(config).to_json() + "\n", encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise MemOptError(f"--output {path_excerpt(path)}: not written: {reason}; the plans are {config}") from error

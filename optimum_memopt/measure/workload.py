@@ -1,11 +1,13 @@
 """A model from its config alone, and a batch for it: what a measurement trains."""
 
+import contextlib
 import difflib
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from optimum_memopt.errors import MemOptError
+from optimum_memopt.errors import MemOptError, excerpt, path_excerpt
 
 if TYPE_CHECKING:
     import torch
@@ -21,6 +23,11 @@ TASKS = {
     "text2text-generation": "AutoModelForSeq2SeqLM",
     "image-classification": "AutoModelForImageClassification",
 }
+
+# Where torch's operators begin to count in more than 32 bits, and more than anybody trains on at once.
+_MOST_TOKENS = 2**31
+# Several times what the largest models have that can be traced; they are built one by one, in a minute or so.
+_MOST_MODULES = 20_000
 
 
 @dataclass(frozen=True)
@@ -48,16 +55,22 @@ class Workload:
         if self.task not in TASKS:
             near = difflib.get_close_matches(self.task, TASKS, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]}? " if near else ""
-            raise MemOptError(f"--task {self.task}: {hint}Allowed are {', '.join(TASKS)}")
+            raise MemOptError(f"--task {excerpt(self.task)}: {hint}Allowed are {', '.join(TASKS)}")
         for name in ("batch_size", "seq_len"):
             if getattr(self, name) < 1:
                 raise MemOptError(f"--{name} {getattr(self, name)}: allowed are numbers from 1 on")
-        path = Path(self.model)
-        if path.is_dir() and not (path / "config.json").is_file():
-            raise MemOptError(f"--model {self.model}: there is no config.json in this folder")
+        if self.batch_size * self.seq_len > _MOST_TOKENS:
+            raise MemOptError(
+                f"--batch_size {self.batch_size} --seq_len {self.seq_len}: allowed are up to {_MOST_TOKENS:,} tokens "
+                "a step"
+            )
+        # Not `pathlib`, which raises for a name that is too long.
+        if os.path.isdir(self.model) and not os.path.isfile(os.path.join(self.model, "config.json")):
+            raise MemOptError(f"--model {path_excerpt(self.model)}: there is no config.json in this folder")
         # A name on the hub is "name" or "owner/name".
-        if not path.exists() and (path.is_absolute() or path.suffix == ".json" or self.model.count("/") > 1):
-            raise MemOptError(f"--model {self.model}: no such folder or config file")
+        is_path = os.path.isabs(self.model) or self.model.endswith(".json") or self.model.count("/") > 1
+        if is_path and not os.path.exists(self.model):
+            raise MemOptError(f"--model {path_excerpt(self.model)}: no such folder or config file")
 
     def load_config(self) -> "PretrainedConfig":
         """The model's config.
@@ -69,13 +82,12 @@ class Workload:
 
         try:
             return AutoConfig.from_pretrained(self.model)
-        except (OSError, ValueError, KeyError) as error:
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
-            raise MemOptError(
-                f"--model {self.model}: neither a folder nor a file here, and no config from the hub: {reason}"
-                if not Path(self.model).exists()
-                else f"--model {self.model}: {reason}"
-            ) from error
+        # A file may hold anything, and transformers checks a part of it only (5.23: `null` is a TypeError).
+        except Exception as error:
+            where = (
+                "" if os.path.exists(self.model) else "neither a folder nor a file here, and no config from the hub: "
+            )
+            raise MemOptError(f"--model {path_excerpt(self.model)}: {where}{_reason(error)}") from error
 
     def build(self) -> tuple["torch.nn.Module", dict[str, "torch.Tensor"]]:
         """A model with random weights in training mode and a batch with labels, the same at every call.
@@ -92,12 +104,17 @@ class Workload:
             raise MemOptError(f"--seq_len {self.seq_len}: this model has {longest} positions")
         torch.manual_seed(0)
         try:
-            model = getattr(transformers, TASKS[self.task]).from_config(config)
-        except ValueError as error:
-            if "Unrecognized configuration class" not in str(error):
-                raise
-            raise MemOptError(f"--task {self.task}: transformers has no {config.model_type} model for it") from error
-        return model.train(), self._batch(config)
+            with _at_most(_MOST_MODULES):
+                model = getattr(transformers, TASKS[self.task]).from_config(config)
+            return model.train(), self._batch(config)
+        except MemOptError as error:
+            raise MemOptError(f"--model {path_excerpt(self.model)}: {error}") from error
+        # Numbers of a config that do not go together end in whatever a model's code makes of them.
+        except Exception as error:
+            line = f"--model {path_excerpt(self.model)}: no model can be built from its config: {_reason(error)}"
+            if "Unrecognized configuration class" in str(error):
+                line = f"--task {self.task}: transformers has no {config.model_type} model for it"
+            raise MemOptError(line) from error
 
     def _batch(self, config: Any) -> dict[str, "torch.Tensor"]:
         import torch
@@ -117,6 +134,36 @@ class Workload:
         if self.task == "token-classification":
             return {**batch, "labels": torch.randint(0, config.num_labels, ids.shape)}
         return {**batch, "labels": ids.clone()}
+
+
+@contextlib.contextmanager
+def _at_most(modules: int) -> Iterator[None]:
+    """Refuse a model of more modules while it is built, since that may take hours.
+
+    Raises:
+        MemOptError: from within.
+    """
+    from torch.nn.modules.module import register_module_module_registration_hook
+
+    count = 0
+
+    def registered(*_: Any) -> None:
+        nonlocal count
+        count += 1
+        if count > modules:
+            raise MemOptError(f"its config asks for more than {modules:,} modules, which is more than is tried")
+
+    handle = register_module_module_registration_hook(registered)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _reason(error: Exception) -> str:
+    """An error in one line that is not too long."""
+    kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+    return kind + excerpt(" ".join(str(error).split()), longest=300)
 
 
 def _tokens(config: Any, rows: int, length: int) -> "torch.Tensor":
