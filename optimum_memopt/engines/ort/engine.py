@@ -192,6 +192,12 @@ class OrtEngine:
             # Says nothing about the model; a smaller batch may follow, which must not meet a forward left half-way.
             self._forget_session()
             raise
+        except IndexError:
+            # A label or an id of this batch; a session that was built runs the next one.
+            self._backward_is_due = False
+            if self._manager is None or self._manager.is_building or self._choice.redraws_random_numbers:
+                self._forget_session()
+            raise
         except Exception as error:
             if self._manager is not None and not self._manager.is_building:
                 raise

@@ -23,8 +23,11 @@ from optimum_memopt.engines.base import installed_version
 from optimum_memopt.errors import MemOptError
 
 from . import DISTRIBUTIONS, allocator, compat, lever_mends, levers, module_with_loss
+from .conv_gradients import flatten_grouped_gradients
+from .empty_losses import mean_of_no_labels
 from .export_cache import ExportCache
 from .gather_indices import expand_indices_again
+from .index_checks import IndexCheck, as_index_error, check_indices
 from .options import OrtOptions
 from .padding import keep_padding_rows
 
@@ -104,6 +107,7 @@ class Manager:
         self._config_file: str = ""
         self._seen_functions: list[str] = []
         self._building = True
+        self._index_checks: dict[str, IndexCheck] = {}
         opset = options.ort_opset or self._imported.ortmodule.ONNX_OPSET_VERSION
         base = importlib.import_module(f"{compat.ORTMODULE}._graph_execution_manager").GraphExecutionManager
         # Wherever torch sees a GPU this imports a third extension, torch_gpu_allocator, which is not built here.
@@ -130,11 +134,17 @@ class Manager:
 
         Raises:
             MemOptError: from the hooks.
+            IndexError: a label or an id is out of range, as in PyTorch.
             torch.OutOfMemoryError: also from the backward of the outputs.
             Exception: whatever ORT raises for a graph that it cannot build or run.
         """
         with _out_of_memory_as_torch_says_it():
-            return self._ort(*args, **kwargs)
+            try:
+                return self._ort(*args, **kwargs)
+            except Exception as error:
+                if (index_error := as_index_error(error, self._index_checks)) is not None:
+                    raise index_error from None
+                raise
 
     @property
     def is_building(self) -> bool:
@@ -264,8 +274,12 @@ class Manager:
         def build_graph(configuration: Any) -> None:
             with compat.environment(self._environment), lever_mends.graph_optimizers(self._options):
                 original(configuration)
-            keep_padding_rows(self.graph, self._training._original_module)
+            module = self._training._original_module
+            self._index_checks = check_indices(self.graph, module)
+            mean_of_no_labels(self.graph)
+            keep_padding_rows(self.graph, module)
             expand_indices_again(self.graph)
+            flatten_grouped_gradients(self.graph)
 
         return build_graph
 

@@ -204,11 +204,7 @@ def _cross_entropy_of_labelled_rows() -> Iterator[None]:
         if not (fits and reduced):
             return original(*args, **kwargs)
         chosen = dict(zip(("input", "target"), _labelled(given.input, given.target, given.ignore_index), strict=True))
-        if given.reduction == "sum" or given.weight is not None or given.label_smoothing:
-            return original(**{**bound.arguments, **chosen})
-        # ORT's mean of no labels is 0, torch's is not a number.
-        total = original(**{**bound.arguments, **chosen, "reduction": "sum"})
-        return total / chosen["target"].ne(given.ignore_index).sum()
+        return original(**{**bound.arguments, **chosen})
 
     functional.cross_entropy = cross_entropy
     try:

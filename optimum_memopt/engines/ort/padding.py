@@ -10,7 +10,8 @@ import numpy
 import onnx
 import torch
 
-_ROOT = "/_original_module/"
+from .graph_edits import NewNodes, embedding_of
+
 _ELEMENTS = {
     torch.float32: onnx.TensorProto.FLOAT,
     torch.float16: onnx.TensorProto.FLOAT16,
@@ -38,8 +39,7 @@ def keep_padding_rows(graph: Any, module: torch.nn.Module) -> int:
     for position, node in reversed(list(enumerate(graph.node))):
         if node.op_type != "GatherGrad":
             continue
-        scope = node.name.partition("_Grad/")[0].rpartition("/")[0]
-        embedding = embeddings.get(scope.removeprefix(_ROOT).replace("/", "."))
+        embedding = embedding_of(node.name, embeddings)
         if embedding is not None:
             _mask(graph, position, embedding)
             mended += 1
@@ -49,16 +49,10 @@ def keep_padding_rows(graph: Any, module: torch.nn.Module) -> int:
 def _mask(graph: Any, position: int, embedding: torch.nn.Embedding) -> None:
     node = graph.node[position]
     _, indices, gradient = node.input
-    name = f"{node.name}/padding"
+    new = NewNodes(graph, f"{node.name}/padding")
     kept = numpy.ones((embedding.num_embeddings, 1), numpy.float32)
     kept[embedding.padding_idx] = 0
-    graph.initializer.append(onnx.numpy_helper.from_array(kept, f"{name}_kept"))
-    node.input[2] = f"{name}_masked"
-    made = (
-        ("Gather", [f"{name}_kept", indices], f"{name}_rows", {}),
-        ("Cast", [f"{name}_rows"], f"{name}_mask", {"to": _ELEMENTS[embedding.weight.dtype]}),
-        ("Mul", [gradient, f"{name}_mask"], f"{name}_masked", {}),
-    )
-    for offset, (operator, inputs, output, attributes) in enumerate(made):
-        new = onnx.helper.make_node(operator, inputs, [output], f"{name}/{operator}", **attributes)
-        graph.node.insert(position + offset, new)
+    rows = new.add("Gather", [new.constant("kept", kept, numpy.float32), indices], "rows")
+    mask = new.add("Cast", [rows], "mask", to=_ELEMENTS[embedding.weight.dtype])
+    node.input[2] = new.add("Mul", [gradient, mask], "masked")
+    new.insert(position)
