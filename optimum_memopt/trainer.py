@@ -23,6 +23,7 @@ from optimum_memopt.engines.base import Engine
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.launch import check_world
 from optimum_memopt.logs import get_logger, set_log_level
+from optimum_memopt.loss_alone import is_called_for_loss_alone
 from optimum_memopt.memory import MIB
 from optimum_memopt.options import MemOptOptions
 from optimum_memopt.plans.table import PlanTable
@@ -87,6 +88,7 @@ def attach(trainer: Trainer, **options: Any) -> Attachment:
     set_log_level(chosen.memory_opt_log_level)
     name, reason = base.resolve(chosen.memory_opt_engine)
     engine = base.create(chosen)
+    engine.is_for_loss_alone = is_called_for_loss_alone
     engine.check_arguments(trainer.args)
     if chosen.ort_module_with_loss:
         loss_routing.check(trainer)
@@ -105,7 +107,7 @@ def attach(trainer: Trainer, **options: Any) -> Attachment:
     ):
         if wanted:
             _callback(trainer, kind, log_steps=chosen.memory_opt_log_steps, path=chosen.memory_opt_log_file)
-    trainer.create_optimizer = _attaching(trainer, engine, chosen.memory_opt_optim, _has_stock_loss(trainer))
+    trainer.create_optimizer = _attaching(trainer, engine, chosen.memory_opt_optim)
     if chosen.ort_fp16_optimizer:
         _callback(trainer, fp16_optimizer.Fp16OptimizerCallback)
     if chosen.group_by_complexity:
@@ -178,19 +180,13 @@ def _callback(trainer: Trainer, kind: type, **arguments: Any) -> Any:
     return present
 
 
-def _has_stock_loss(trainer: Trainer) -> bool:
-    return type(trainer).compute_loss is Trainer.compute_loss and "compute_loss" not in vars(trainer)
-
-
-def _attaching(trainer: Trainer, engine: Engine, optimizer: str | None, has_stock_loss: bool) -> Any:
+def _attaching(trainer: Trainer, engine: Engine, optimizer: str | None) -> Any:
     create_optimizer = trainer.create_optimizer
 
     @functools.wraps(create_optimizer)
     def attach_and_create(*args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         if base.engine_of(trainer.model) is not engine:
             engine.detach()
-        # Else Trainer makes the loss from the logits (transformers 5.23, `Trainer.compute_loss`).
-        engine.loss_alone = has_stock_loss and trainer.compute_loss_func is None and trainer.label_smoother is None
         engine.attach(trainer.model)
         if optimizer is not None:
             return optim.create(optimizer, trainer, create_optimizer, *args, **kwargs)

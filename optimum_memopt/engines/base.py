@@ -3,7 +3,7 @@
 import importlib
 import importlib.metadata
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -37,11 +37,11 @@ class Engine(Protocol):
     """Trains a model, in place, under a memory plan.
 
     Attributes:
-        loss_alone: of a training forward's outputs the caller goes back from the loss alone; set before the first one.
+        is_for_loss_alone: asked at each training forward: whether its caller goes back from the loss alone.
     """
 
     name: str
-    loss_alone: bool
+    is_for_loss_alone: Callable[[], bool]
 
     def check_arguments(self, args: "TrainingArguments") -> None:
         """Refuse Trainer arguments that this engine cannot train with. Raises MemOptError."""

@@ -63,7 +63,7 @@ def foresee(workload: Workload, selection: Selection, symbolic: bool = False) ->
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     engine = CompileEngine(selection, compiler="aot_eager", dynamic=symbolic)
     # As under a Trainer.
-    engine.loss_alone = True
+    engine.is_for_loss_alone = lambda: True
     with compat.fake_tensors():
         # Some models initialize in a loop until the values are right.
         with device, no_init_weights():

@@ -35,7 +35,7 @@ def test_a_prediction_is_what_a_real_step_is_planned_with(tmp_path, name):
 
     real, batch = workload.build()
     engine = CompileEngine(selection, compiler="aot_eager")
-    engine.loss_alone = True
+    engine.is_for_loss_alone = lambda: True
     engine.attach(real)
     real(**batch).loss.backward()
     table = engine.plans()

@@ -1,6 +1,7 @@
 """Trains a model through torch.compile in place, with plans in ONNX Runtime's grammar applied by a partitioner."""
 
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from optimum_memopt.plans.table import PlanTable
 from . import compat, suitability
 from .backend import Backend, check_compiler, configured, default_compiler
 from .graphs import Graph, Modules, split
-from .outputs import loss_alone
+from .outputs import loss_alone, refusing_gradients
 from .prediction import Forecast, resident
 from .rehearsal import Programs
 from .selection import matches
@@ -44,9 +45,9 @@ class CompileEngine:
     """
 
     name = "compile"
-    loss_alone = False
 
     def __init__(self, selection: Selection | None = None, compiler: str | None = None, dynamic: bool = True) -> None:
+        self.is_for_loss_alone: Callable[[], bool] = lambda: False
         self._compiler_asked = compiler
         self._dynamic = dynamic
         self._model: torch.nn.Module | None = None
@@ -123,7 +124,8 @@ class CompileEngine:
         return self._compiler_asked or default_compiler(next(self._model.parameters()).device.type)[0]
 
     def _forget(self) -> None:
-        self._compiled: Any = None
+        # One forward with all outputs in the graph, one with the loss alone: by whether it is the latter.
+        self._compiled: dict[bool, Callable[..., Any]] = {}
         # Graphs that the current forward has compiled so far.
         self._graphs: list[Graph] = []
         self._table: PlanTable | None = None
@@ -133,20 +135,14 @@ class CompileEngine:
         self._said: set[str] = set()
 
     def _train_forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._compiled is None:
-            # torch keeps each backend until the process ends (`torch/_dynamo/eval_frame.py`, `cached_backends`, 2.13);
-            # it must not keep the model with it.
-            split_of = weakref.WeakMethod(self._split)
-            backend = Backend(self._compiler, lambda *joint: split_of()(*joint), str(self._selection))
-            plain = self._dispatcher.plain_forward
-            forward = compat.with_own_code(loss_alone(plain) if self.loss_alone else plain)
-            self._compiled = torch.compile(forward, backend=backend, dynamic=self._dynamic)
-            self._wholes = Wholes(self._model)
+        alone = self.is_for_loss_alone()
+        if alone not in self._compiled:
+            self._compiled[alone] = self._compile(alone)
         kwargs = without_key_value_cache(self._model, args, kwargs)
         watch = compat.Watch()
         try:
             with configured(), self._wholes.around_call(kwargs):
-                outputs = self._compiled(*args, **kwargs)
+                outputs = self._compiled[alone](*args, **kwargs)
         except compat.FailOnRecompileLimitHit as error:
             reasons = "; ".join(sorted(self._said))
             self._forget()
@@ -165,7 +161,27 @@ class CompileEngine:
             self._show_nothing(watch)
         if self._forecast is not None:
             self._forecast.saw(kwargs)
-        return outputs
+        return refusing_gradients(outputs) if alone else outputs
+
+    def _compile(self, alone: bool) -> Callable[..., Any]:
+        if self._compiled:
+            self._say(
+                "compiling another training graph, in which "
+                + (
+                    "the loss alone has a gradient"
+                    if alone
+                    else "all outputs keep their gradients: somebody reads them"
+                )
+            )
+        else:
+            self._wholes = Wholes(self._model)
+        # torch keeps each backend until the process ends (`torch/_dynamo/eval_frame.py`, `cached_backends`, 2.13);
+        # it must not keep the model with it.
+        split_of = weakref.WeakMethod(self._split)
+        backend = Backend(self._compiler, lambda *joint: split_of()(*joint), str(self._selection))
+        plain = self._dispatcher.plain_forward
+        forward = compat.with_own_code(loss_alone(plain) if alone else plain)
+        return torch.compile(forward, backend=backend, dynamic=self._dynamic)
 
     def _split(
         self, programs: Programs, module: fx.GraphModule, inputs: Any, num_fwd_outputs: int, others: dict[str, Any]

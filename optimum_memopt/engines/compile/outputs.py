@@ -4,11 +4,17 @@ AOTAutograd feeds a gradient of zeros for every output that has one and that nob
 language model two buffers of their size, which plain PyTorch does not take.
 """
 
+import functools
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+
+from optimum_memopt.errors import MemOptError
+
+# Is given an output and its name.
+Change = Callable[[torch.Tensor, str], torch.Tensor]
 
 
 def loss_alone(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -17,24 +23,56 @@ def loss_alone(forward: Callable[..., Any]) -> Callable[..., Any]:
         return types.MethodType(loss_alone(forward.__func__), forward.__self__)
 
     def detaching(*args: Any, **kwargs: Any) -> Any:
-        outputs = forward(*args, **kwargs)
-        if isinstance(outputs, Mapping):
-            if _is_loss(outputs.get("loss")):
-                return type(outputs)(**{name: _detached(one, name == "loss") for name, one in outputs.items()})
-        elif isinstance(outputs, tuple) and outputs and _is_loss(outputs[0]):
-            return tuple(_detached(one, index == 0) for index, one in enumerate(outputs))
-        return outputs
+        return _beside_loss(forward(*args, **kwargs), _detach)
 
     return detaching
+
+
+def refusing_gradients(outputs: Any) -> Any:
+    """The outputs of a `loss_alone` forward, of which those beside the loss raise when a gradient comes back to them.
+
+    They require grad, as those of the plain forward do, but no graph is behind them: a loss made of them would train
+    without its gradient otherwise.
+    """
+    return _beside_loss(outputs, _refuse_gradient)
+
+
+def _beside_loss(outputs: Any, change: Change) -> Any:
+    if isinstance(outputs, Mapping):
+        if _is_loss(outputs.get("loss")):
+            values = {name: _changed(value, name, change) for name, value in outputs.items() if name != "loss"}
+            return type(outputs)(**{**outputs, **values})
+    elif isinstance(outputs, tuple) and outputs and _is_loss(outputs[0]):
+        return (outputs[0], *(_changed(value, str(index), change) for index, value in enumerate(outputs[1:], 1)))
+    return outputs
 
 
 def _is_loss(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() == 0
 
 
-def _detached(value: Any, is_loss: bool) -> Any:
-    if is_loss:
-        return value
+def _changed(value: Any, name: str, change: Change) -> Any:
     if isinstance(value, torch.Tensor):
-        return value.detach()
-    return tuple(_detached(one, False) for one in value) if type(value) is tuple else value
+        return change(value, name)
+    return tuple(_changed(inner, name, change) for inner in value) if type(value) is tuple else value
+
+
+def _detach(value: torch.Tensor, name: str) -> torch.Tensor:
+    return value.detach()
+
+
+def _refuse_gradient(value: torch.Tensor, name: str) -> torch.Tensor:
+    if not value.is_floating_point():
+        return value
+    # What the forward returns may be one of its inputs.
+    leaf = value.detach().requires_grad_()
+    leaf.register_hook(functools.partial(_raise, name))
+    return leaf
+
+
+def _raise(name: str, gradient: torch.Tensor) -> None:
+    raise MemOptError(
+        f"a gradient came back to the model's output {name!r}, which is out of the graph because Trainer's own "
+        "compute_loss reads the loss alone; make such a loss in compute_loss of a Trainer subclass or in "
+        "compute_loss_func"
+    )

@@ -52,7 +52,7 @@ class OrtEngine:
     """
 
     name = "ort"
-    loss_alone = False
+    is_for_loss_alone = staticmethod(lambda: False)
 
     def __init__(
         self, selection: Selection | None = None, options: OrtOptions | None = None, log_level: str = "info"
