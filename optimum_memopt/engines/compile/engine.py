@@ -124,8 +124,8 @@ class CompileEngine:
         return self._compiler_asked or default_compiler(next(self._model.parameters()).device.type)[0]
 
     def _forget(self) -> None:
-        # One forward with all outputs in the graph, one with the loss alone: by whether it is the latter.
-        self._compiled: dict[bool, Callable[..., Any]] = {}
+        # By whether the loss alone is in the graph, and the hooks of all modules.
+        self._compiled: dict[tuple[bool, tuple[int, ...]], Callable[..., Any]] = {}
         # Graphs that the current forward has compiled so far.
         self._graphs: list[Graph] = []
         self._table: PlanTable | None = None
@@ -136,13 +136,14 @@ class CompileEngine:
 
     def _train_forward(self, *args: Any, **kwargs: Any) -> Any:
         alone = self.is_for_loss_alone()
-        if alone not in self._compiled:
-            self._compiled[alone] = self._compile(alone)
+        variant = (alone, compat.global_hooks())
+        if variant not in self._compiled:
+            self._compiled[variant] = self._compile(alone)
         kwargs = without_key_value_cache(self._model, args, kwargs)
         watch = compat.Watch()
         try:
             with configured(), self._wholes.around_call(kwargs):
-                outputs = self._compiled[alone](*args, **kwargs)
+                outputs = self._compiled[variant](*args, **kwargs)
         except compat.FailOnRecompileLimitHit as error:
             reasons = "; ".join(sorted(self._said))
             self._forget()
@@ -165,14 +166,8 @@ class CompileEngine:
 
     def _compile(self, alone: bool) -> Callable[..., Any]:
         if self._compiled:
-            self._say(
-                "compiling another training graph, in which "
-                + (
-                    "the loss alone has a gradient"
-                    if alone
-                    else "all outputs keep their gradients: somebody reads them"
-                )
-            )
+            kept = "the loss alone keeps its gradient" if alone else "outputs beside the loss may be read and keep theirs"
+            self._say(f"compiling another training graph for other hooks or another caller: {kept}")
         else:
             self._wholes = Wholes(self._model)
         # torch keeps each backend until the process ends (`torch/_dynamo/eval_frame.py`, `cached_backends`, 2.13);

@@ -1,0 +1,96 @@
+"""Hooks of submodules that come and go after the first step are called as in plain PyTorch."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from gradients import assert_bitwise_same_step
+from torch.nn.modules import module as every
+from torch.utils.hooks import RemovableHandle
+from transformers.modeling_outputs import CausalLMOutput
+
+from optimum_memopt import optimize
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+        self.act = torch.nn.GELU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.act(self.linear(x))
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> CausalLMOutput:
+        for layer in self.layers:
+            x = layer(x)
+        return CausalLMOutput(loss=x.square().sum())
+
+
+def forward_hook(module: torch.nn.Module, count: Callable[[Any], None]) -> RemovableHandle:
+    def hook(module, inputs, outputs):
+        count(module)
+        return outputs + 0.5
+
+    return module.register_forward_hook(hook)
+
+
+def forward_pre_hook(module: torch.nn.Module, count: Callable[[Any], None]) -> RemovableHandle:
+    def hook(module, inputs):
+        count(module)
+        return (inputs[0] * 1.5,)
+
+    return module.register_forward_pre_hook(hook)
+
+
+def backward_hook(module: torch.nn.Module, count: Callable[[Any], None]) -> RemovableHandle:
+    def hook(module, grad_inputs, grad_outputs):
+        count(module)
+        return tuple(None if grad is None else grad * 2 for grad in grad_inputs)
+
+    return module.register_full_backward_hook(hook)
+
+
+def backward_pre_hook(module: torch.nn.Module, count: Callable[[Any], None]) -> RemovableHandle:
+    def hook(module, grad_outputs):
+        count(module)
+        return tuple(grad * 2 for grad in grad_outputs)
+
+    return module.register_full_backward_pre_hook(hook)
+
+
+def hook_of_every_module(module: torch.nn.Module, count: Callable[[Any], None]) -> RemovableHandle:
+    def hook(other, inputs, outputs):
+        if other is module:
+            count(module)
+            return outputs + 0.5
+        return None
+
+    return every.register_module_forward_hook(hook)
+
+
+@pytest.mark.parametrize(
+    "register", [forward_hook, forward_pre_hook, backward_hook, backward_pre_hook, hook_of_every_module]
+)
+def test_hooks_come_and_go(register):
+    ours, plain, batch = Net(), Net(), {"x": torch.randn(4, 8)}
+    optimize(ours, memory_opt_engine="compile", memory_opt_compiler="aot_eager", memory_opt_level=1)
+    assert_bitwise_same_step(ours, plain, batch)
+    for layer in (0, 1):
+        calls = Counter()
+        linears = [model.layers[layer].linear for model in (ours, plain)]
+        handles = [register(linear, lambda module, calls=calls: calls.update([module])) for linear in linears]
+        assert_bitwise_same_step(ours, plain, batch, batch)
+        for handle in handles:
+            handle.remove()
+        assert_bitwise_same_step(ours, plain, batch)
+        assert [calls[linear] for linear in linears] == [2, 2]
