@@ -166,7 +166,9 @@ class CompileEngine:
 
     def _compile(self, alone: bool) -> Callable[..., Any]:
         if self._compiled:
-            kept = "the loss alone keeps its gradient" if alone else "outputs beside the loss may be read and keep theirs"
+            kept = (
+                "the loss alone keeps its gradient" if alone else "outputs beside the loss may be read and keep theirs"
+            )
             self._say(f"compiling another training graph for other hooks or another caller: {kept}")
         else:
             self._wholes = Wholes(self._model)
