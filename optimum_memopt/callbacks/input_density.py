@@ -25,7 +25,7 @@ _COLUMNS = (
     ("TOTAL TOKENS", 15),
     ("VALID TOKENS/BATCH", 18),
 )
-_ROWS_SHOWN = 16
+_ROWS_SHOWN = 8
 
 
 @dataclass(frozen=True)

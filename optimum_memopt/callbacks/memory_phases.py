@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from tabulate import tabulate
 from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from optimum_memopt.callbacks.reporting import Reporter, check_log_steps, is_due, is_final, is_printed
-from optimum_memopt.memory import CpuMemory, CudaMemory, PeakMonitor, merged
+from optimum_memopt.memory import CpuMemory, CudaMemory, PeakMonitor, merged, peak
 
 
 def grad_tensors(outputs: Any) -> Iterator[torch.Tensor]:
@@ -37,11 +36,14 @@ def format_line(step: int, phase: str, reading: CpuMemory | CudaMemory, method: 
 
 def format_table(step: int, readings: Mapping[str, CpuMemory | CudaMemory], method: str) -> str:
     """All phases of a step as a table, MiB; on the CPU with how the peak was measured."""
-    values = [dataclasses.asdict(reading) for reading in readings.values()]
-    kind = f", {method}" if "resident" in values[0] else ""
-    rows = [[phase, *row.values()] for phase, row in zip(readings, values, strict=True)]
-    header = [f"step {step} (MiB{kind})", *(name.replace("_", " ") for name in values[0])]
-    return "memory phases\n" + tabulate(rows, header, tablefmt="simple", floatfmt=".0f")
+    values = {phase: dataclasses.asdict(reading) for phase, reading in readings.items()}
+    names = [name.replace("_", " ") for name in next(iter(values.values()))]
+    kind = f", {method}" if "resident" in names else ""
+    rows = [[f"step {step} (MiB{kind})", *names]]
+    rows += [[phase, *(f"{value:.0f}" for value in row.values())] for phase, row in values.items()]
+    width = max(len(row[0]) for row in rows)
+    lines = [row[0].ljust(width) + "".join(cell.rjust(15) for cell in row[1:]) for row in rows]
+    return "\n".join(["memory phases", *lines])
 
 
 def _at_end_of_backward(function: Callable[[], None]) -> None:
@@ -82,6 +84,8 @@ class MemoryPhasesCallback(TrainerCallback):
         self._monitor: PeakMonitor | None = None
         self._handles: list[RemovableHandle] = []
         self._readings: dict[str, CpuMemory | CudaMemory] = {}
+        # Peak, phase and step of the highest phase of the run, of the steps that were read.
+        self._highest: tuple[float, str, int] | None = None
         self._first_step = 0
         self._due = False
         self._in_backward = False
@@ -101,7 +105,7 @@ class MemoryPhasesCallback(TrainerCallback):
     ) -> None:
         self._remove_hooks()  # a run that died left them
         self.reporter.begin(state)
-        self._first_step, self._due = state.global_step, False
+        self._first_step, self._due, self._highest = state.global_step, False, None
         self._install_hooks(model)
         self._monitor = PeakMonitor(args.device)
         self._monitor.start_run()
@@ -126,6 +130,9 @@ class MemoryPhasesCallback(TrainerCallback):
             return
         self._due = False
         step, method = state.global_step - 1, self._monitor.method
+        for phase, reading in self._readings.items():
+            if self._highest is None or peak(reading) > self._highest[0]:
+                self._highest = (peak(reading), phase, step)
         values = {phase: dataclasses.asdict(reading) for phase, reading in self._readings.items()}
         self.reporter.records(
             step, [{"phase": phase, "unit": "MiB", "method": method, **row} for phase, row in values.items()]
@@ -150,13 +157,17 @@ class MemoryPhasesCallback(TrainerCallback):
         if not is_final(logs) or self._monitor is None:
             return
         self._monitor.end_run()
-        peak, method = self._monitor.run_peak, self._monitor.method
+        run_peak, method = self._monitor.run_peak, self._monitor.method
         what = f"allocated on {args.device}" if args.device.type == "cuda" else f"resident in this process ({method})"
-        self.reporter.lines(f"measured peak of the run: {peak:.0f} MiB {what}")
+        where = ""
+        if self._highest is not None:
+            highest, phase, step = self._highest
+            where = f"; of the measured steps highest up to {phase} of step {step}, {highest:.0f} MiB"
+        self.reporter.lines(f"measured peak of the run: {run_peak:.0f} MiB {what}{where}")
         self.reporter.records(
-            state.global_step, [{"phase": "run", "unit": "MiB", "method": method, "measured_peak": peak}]
+            state.global_step, [{"phase": "run", "unit": "MiB", "method": method, "measured_peak": run_peak}]
         )
-        self.reporter.metrics({"measured_peak_mib": peak})
+        self.reporter.metrics({"measured_peak_mib": run_peak})
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
