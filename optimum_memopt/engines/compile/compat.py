@@ -15,6 +15,7 @@ import torch
 from torch import fx
 from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.exc import FailOnRecompileLimitHit
+from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._functorch import config as functorch_config
 from torch._functorch import partitioners
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
@@ -228,6 +229,24 @@ def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     )
     copied.__kwdefaults__ = function.__kwdefaults__
     return copied
+
+
+def is_all_of(function: Callable[..., Any]) -> bool:
+    """While a graph is partitioned: whether it is the only one that torch makes of a call of `function`.
+
+    So it is when the frame of `function` itself was traced up to its return (`torch/_dynamo/symbolic_convert.py`,
+    `GraphCompileReason` in `output_graph.py`). A function that it calls may be the first to be traced, where there was
+    nothing before a graph break, and has no break of its own.
+    """
+    try:
+        translator = InstructionTranslator.current_tx()
+    # It is a thread's own, and not there before the first one.
+    except AttributeError:
+        return False
+    return (
+        translator.f_code is getattr(function, "__code__", None)
+        and not translator.output.compile_subgraph_reason.graph_break
+    )
 
 
 class Watch:

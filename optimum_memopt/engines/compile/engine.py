@@ -126,6 +126,8 @@ class CompileEngine:
     def _forget(self) -> None:
         # By whether the loss alone is in the graph, and the hooks of all modules.
         self._compiled: dict[tuple[bool, tuple[int, ...]], Callable[..., Any]] = {}
+        # What torch traces for them.
+        self._traced: list[Callable[..., Any]] = []
         # Graphs that the current forward has compiled so far.
         self._graphs: list[Graph] = []
         self._table: PlanTable | None = None
@@ -151,9 +153,11 @@ class CompileEngine:
                 f"torch has compiled {type(self._model).__name__} anew as often as it will ({reasons}); pad "
                 "batches to fewer lengths (pad_to_multiple_of), or raise torch._dynamo.config.recompile_limit"
             ) from error
-        except BaseException:
+        except BaseException as error:
             # Graphs of a forward that did not come to its end are no part of the next one's table.
             self._graphs = []
+            if isinstance(refusal := getattr(error, "inner_exception", None), MemOptError):
+                raise refusal from None
             raise
         if self._graphs:
             graphs, self._graphs = self._graphs, []
@@ -178,18 +182,26 @@ class CompileEngine:
         backend = Backend(self._compiler, lambda *joint: split_of()(*joint), str(self._selection))
         plain = self._dispatcher.plain_forward
         forward = compat.with_own_code(loss_alone(plain) if alone else plain)
+        self._traced.append(forward)
         return torch.compile(forward, backend=backend, dynamic=self._dynamic)
 
     def _split(
         self, programs: Programs, module: fx.GraphModule, inputs: Any, num_fwd_outputs: int, others: dict[str, Any]
     ) -> Modules:
-        graph, modules = split(module, inputs, num_fwd_outputs, others, self._selection, self._graphs)
+        is_only = self._table is None and any(compat.is_all_of(forward) for forward in self._traced)
+        graph, modules = split(module, inputs, num_fwd_outputs, others, self._selection, self._graphs, is_only)
         self._graphs.append(replace(graph, programs=programs))
         self._resident = resident(next(self._model.parameters()).device)
         return modules
 
     def _show(self, graphs: list[Graph], watch: compat.Watch, inputs: dict[str, Any]) -> None:
-        """The first forward's graphs are the table; later ones were compiled for inputs of another kind."""
+        """The first forward's graphs are the table; later ones were compiled for inputs of another kind.
+
+        A config is matched against all graphs of the forward, so that an id may be in any of them. Where the forward
+        is one graph, that has been done before it was compiled. With several graphs it is done when they have run:
+        each is compiled and run before the next one is traced, from values that it gave, so that only the end of the
+        forward tells which ids there are.
+        """
         offers = [offer for graph in graphs for offer in graph.offers]
         again = self._table is not None
         asked = Matches()

@@ -20,6 +20,7 @@ from .liveness import Handover, Prediction, handed_over, predict
 from .offers import Offer, asked_for, find_offers, layer_borders, of_level
 from .partition import kept, partition
 from .rehearsal import Programs
+from .selection import matches
 from .stashes import Subgraph, find_stashes
 
 _DIMENSION = re.compile(r"\['(?P<input>\w+)'\]\.size\(\)\[(?P<dim>\d+)\]$")
@@ -64,12 +65,17 @@ def split(
     others: dict[str, Any],
     selection: Selection,
     before: Iterable[Graph],
+    is_only: bool = False,
 ) -> tuple[Graph, Modules]:
     """Partition a joint graph under a selection.
 
     Args:
         inputs, others: passed on to torch's own partitioner, which runs where nothing is selected.
         before: graphs of the same forward that were split before this one; a count runs on through all of them.
+        is_only: no other graph of the forward can have what the config asks for and this one lacks.
+
+    Raises:
+        ConfigError: `is_only`, and the config asks for what the graph does not have.
     """
     module.graph.eliminate_dead_code()
     compat.remove_copies(module.graph)
@@ -81,6 +87,8 @@ def split(
     if selection.level:
         chosen = of_level(offers, selection.level)
     elif selection.config is not None:
+        if is_only:
+            matches(selection.config, offers, selection.strict)
         taken = Counter({offer.config: len(made) for graph in before for offer, made in graph.chosen.items()})
         chosen = asked_for(offers, selection.config, taken)
     if selection.level or selection.config is not None:
