@@ -3,11 +3,14 @@
 The model is taken over inside `create_optimizer`. Of all places that is the one after `model_init` has made the model
 anew and a checkpoint is loaded into it, and before DDP, DeepSpeed and autocast wrap it (transformers 5.23, `Trainer.
 _prepare_for_training`); DeepSpeed calls it twice, every `train()` once. Earlier, `model_init` silently replaces the
-wrapped model; later, autocast is silently bypassed or ranks go separate ways.
+wrapped model; later, autocast is silently bypassed or ranks go separate ways. It is given back when `train()` is over,
+however it ends.
 """
 
 import contextlib
+import copy
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +30,17 @@ from optimum_memopt.loss_alone import is_called_for_loss_alone
 from optimum_memopt.memory import MIB
 from optimum_memopt.options import MemOptOptions
 from optimum_memopt.plans.table import PlanTable
+
+# What `optimize` has no use for: it sees neither batches nor steps.
+_NEED_A_TRAINER = (
+    "memory_opt_optim",
+    "ort_fp16_optimizer",
+    "group_by_complexity",
+    "log_input_density",
+    "log_memory_phases",
+    "memory_opt_log_steps",
+    "memory_opt_log_file",
+)
 
 
 @dataclass(frozen=True)
@@ -48,7 +62,7 @@ class Attachment:
         return self.plan_stats.measured_peak_mib
 
     def detach(self) -> None:
-        """Give the model back; the next `train()` attaches it again."""
+        """Give the model back and free what was compiled for it; the next `train()` compiles anew."""
         self.engine.detach()
 
 
@@ -69,12 +83,16 @@ class MemOptTrainer(Trainer):
         attach(self)
 
 
-def attach(trainer: Trainer, **options: Any) -> Attachment:
-    """Give a Trainer an engine, in place; its model is taken over when training begins.
+def attach(trainer: Trainer, options: MemOptOptions | None = None, **overrides: Any) -> Attachment:
+    """Give a Trainer an engine, in place: it has the model for the time of each `train()`.
+
+    After `train()`, also one that failed or was interrupted, the model is plain again. What was compiled is kept for
+    the next `train()` on the same model, until `detach`.
 
     Args:
-        trainer: of any class; without `options`, its arguments must be `MemOptTrainingArguments`.
-        options: fields of `MemOptOptions`, for a Trainer with plain arguments.
+        trainer: of any class.
+        options: for a Trainer whose arguments are not `MemOptTrainingArguments`.
+        overrides: single fields of `MemOptOptions`, over `options` or the Trainer's arguments.
 
     Raises:
         MemOptError: bad options, options that do not go with the Trainer's arguments, a second `attach`, or a launch
@@ -82,7 +100,7 @@ def attach(trainer: Trainer, **options: Any) -> Attachment:
     """
     if hasattr(trainer, "memopt"):
         raise MemOptError("this Trainer has an engine already; use its trainer.memopt")
-    chosen = MemOptOptions(**options) if options or not isinstance(trainer.args, MemOptOptions) else trainer.args
+    chosen = _options(trainer.args, options, overrides)
     chosen.check()
     check_world(trainer.args.world_size)
     set_log_level(chosen.memory_opt_log_level)
@@ -117,6 +135,7 @@ def attach(trainer: Trainer, **options: Any) -> Attachment:
         trainer.compute_loss = loss_routing.inside(trainer, engine)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         trainer.compute_loss = _comparing(trainer, engine, chosen)
+    trainer.train = _releasing(trainer, engine)
     trainer.memopt = Attachment(chosen, engine, plan_stats)
     return trainer.memopt
 
@@ -136,9 +155,12 @@ def optimize(model: torch.nn.Module, **options: Any) -> Engine:
     """
     chosen = MemOptOptions(**options)
     chosen.check()
-    for name in ("memory_opt_optim", "ort_fp16_optimizer", "group_by_complexity"):
-        if getattr(chosen, name):
-            raise MemOptError(f"--{name} needs a Trainer: see optimum_memopt.attach; optimize() has the model only")
+    defaults = MemOptOptions()
+    if given := [f"--{name}" for name in _NEED_A_TRAINER if getattr(chosen, name) != getattr(defaults, name)]:
+        raise MemOptError(
+            f"{', '.join(given)} {'needs' if len(given) == 1 else 'need'} a Trainer: see optimum_memopt.attach; "
+            "optimize() has the model only"
+        )
     set_log_level(chosen.memory_opt_log_level)
     engine = base.create(chosen)
     engine.attach(model)
@@ -169,6 +191,40 @@ def run_summary(trainer: Trainer) -> str:
     return "\n".join(f"{name:<15}{value}" for name, value in lines.items())
 
 
+def _options(args: Any, options: MemOptOptions | None, overrides: Mapping[str, Any]) -> MemOptOptions:
+    """What `attach` was asked for.
+
+    Raises:
+        MemOptError: options in two places, or of another type.
+        TypeError: an override that is no field of `MemOptOptions`.
+    """
+    if options is not None and not isinstance(options, MemOptOptions):
+        raise MemOptError(
+            f"attach(trainer, {type(options).__name__}): the second argument is a MemOptOptions; give single options "
+            "by name, as in attach(trainer, memory_opt_level=1)"
+        )
+    if options is not None and isinstance(args, MemOptOptions):
+        raise MemOptError(
+            f"attach: options are given twice, as {type(options).__name__} and in the Trainer's "
+            f"{type(args).__name__}; give one of the two, or single options by name"
+        )
+    given = options if options is not None else args
+    if not isinstance(given, MemOptOptions):
+        if not overrides:
+            get_logger().warning(
+                "attach without a plan: the Trainer's arguments are not MemOptTrainingArguments and no option was "
+                "given, so the engine trains the model as it is; attach(trainer, memory_opt_level=1) recomputes "
+                "each layer"
+            )
+        given = MemOptOptions()
+    MemOptOptions(**overrides)
+    # A copy of the same class, whose defaults may be others.
+    chosen = copy.copy(given)
+    for name, value in overrides.items():
+        setattr(chosen, name, value)
+    return chosen
+
+
 def _callback(trainer: Trainer, kind: type, **arguments: Any) -> Any:
     """The Trainer's own callback of this kind where the user gave one, else a new one."""
     present = next((one for one in trainer.callback_handler.callbacks if isinstance(one, kind)), None)
@@ -180,14 +236,28 @@ def _callback(trainer: Trainer, kind: type, **arguments: Any) -> Any:
     return present
 
 
+def _releasing(trainer: Trainer, engine: Engine) -> Any:
+    """`train` that leaves a plain model behind."""
+    train = trainer.train
+
+    @functools.wraps(train)
+    def train_and_release(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return train(*args, **kwargs)
+        finally:
+            engine.suspend()
+
+    return train_and_release
+
+
 def _attaching(trainer: Trainer, engine: Engine, optimizer: str | None) -> Any:
     create_optimizer = trainer.create_optimizer
 
     @functools.wraps(create_optimizer)
     def attach_and_create(*args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        if base.engine_of(trainer.model) is not engine:
-            engine.detach()
-        engine.attach(trainer.model)
+        # Else a user calls this before `train`, which calls it again.
+        if trainer.is_in_train:
+            engine.attach(trainer.model)
         if optimizer is not None:
             return optim.create(optimizer, trainer, create_optimizer, *args, **kwargs)
         return create_optimizer(*args, **kwargs)

@@ -196,7 +196,7 @@ def run_dry(folder, plain=False, kind=RunsDry, dropout=0.0, **changes):
 def test_auto_find_batch_size_trains_on_through_ort(tmp_path):
     plain, _ = run_dry(tmp_path, plain=True)
     ours, lines = run_dry(tmp_path, memory_opt_level=1)
-    assert engine_of(ours.model) is ours.memopt.engine and ours.memopt.table.enabled
+    assert ours.memopt.table.enabled
     assert len(tables(lines)) == 2, "one of each attempt"
     assert distance(weights(ours.model), weights(plain.model)) < 1e-5
 

@@ -37,10 +37,13 @@ class Engine(Protocol):
     """Trains a model, in place, under a memory plan.
 
     Attributes:
+        name: a key of `ENGINES`.
+        reason: why this engine and no other.
         is_for_loss_alone: asked at each training forward: whether its caller goes back from the loss alone.
     """
 
     name: str
+    reason: str
     is_for_loss_alone: Callable[[], bool]
 
     def check_arguments(self, args: "TrainingArguments") -> None:
@@ -49,8 +52,11 @@ class Engine(Protocol):
     def attach(self, model: torch.nn.Module) -> None:
         """Take over the model's training forward. Raises MemOptError for what the engine cannot train."""
 
+    def suspend(self) -> None:
+        """Give the model back as it was. What was compiled for it is kept for the next `attach`, as are the plans."""
+
     def detach(self) -> None:
-        """Give the model back as it was; without effect when nothing is attached."""
+        """Give the model back as it was and forget it; without effect when nothing is attached."""
 
     def plans(self) -> PlanTable | None:
         """The table of the current training graph, None before the first training forward."""
@@ -87,7 +93,10 @@ def register(model: torch.nn.Module, engine: Engine) -> None:
     """
     holder = engine_of(model)
     if holder is not None and holder is not engine:
-        raise MemOptError(f"{type(model).__name__} already has the {holder.name} engine attached; detach() that first")
+        raise MemOptError(
+            f"{type(model).__name__} already has the {holder.name} engine attached; give it back first: detach() of "
+            "what optimize() returned, or trainer.memopt.detach() of the Trainer that is training it"
+        )
     _engines[model] = weakref.ref(engine)
 
 

@@ -2,44 +2,70 @@
 
 import functools
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from optimum_memopt.errors import MemOptError
+
+from . import base
+from .base import Selection
+
+TrainForward = Callable[..., Any]
+
 
 class Dispatcher:
     """Puts a forward on one model that sends training elsewhere; everything else is the model's own forward.
 
-    A deep copy or a pickle of the model is a plain model, and whoever wrapped the forward afterwards (accelerate's
-    autocast) is left with a forward that only passes on.
+    A deep copy or a pickle of the model is a plain model. Whoever wraps the forward after `start` (accelerate's
+    autocast) is left after `stop` with a forward that only passes on, and finds it working again after the next
+    `start`. Take it from `dispatcher`.
 
     Args:
         model: keeps its class, modules, parameters and state-dict keys.
-        train: called as the model's forward in training mode with gradients on.
 
     Attributes:
+        train: called as the model's forward in training mode with gradients on; None: nothing is taken over.
         plain_forward: the model's own, bound.
         previous: what lay over the class's forward before, None for nothing.
     """
 
-    def __init__(self, model: torch.nn.Module, train: Callable[..., Any]) -> None:
-        self._model: torch.nn.Module | None = model
-        self._train = train
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self.train: TrainForward | None = None
         self.previous = model.__dict__.get("forward")
         self.plain_forward: Callable[..., Any] = model.forward
         self._function = self._make(type(model))
-        model.forward = types.MethodType(self._function, model)
+        # What lay on the model at `stop`, where this was not taken off because something lay over it.
+        self._covered_by: Any = None
 
-    def remove(self) -> None:
+    def start(self, train: TrainForward) -> None:
+        """Send training forwards to `train` until `stop`."""
+        self.train = train
+        if self._covered_by is None:
+            self._model.forward = types.MethodType(self._function, self._model)
+        self._covered_by = None
+
+    def stop(self) -> None:
         """Give the model its own forward back; without effect the second time."""
-        model, self._model = self._model, None
-        if model is None or getattr(model.__dict__.get("forward"), "__func__", None) is not self._function:
+        if self.train is None:
             return
-        if self.previous is None:
-            del model.forward
+        self.train = None
+        lying = self._model.__dict__.get("forward")
+        if getattr(lying, "__func__", None) is not self._function:
+            self._covered_by = lying
+        elif self.previous is None:
+            del self._model.forward
         else:
-            model.forward = self.previous
+            self._model.forward = self.previous
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether `start` would lie over the same forward as the last time."""
+        lying = self._model.__dict__.get("forward")
+        return self.train is not None or lying is (self.previous if self._covered_by is None else self._covered_by)
 
     def _make(self, model_class: type[torch.nn.Module]) -> Callable[..., Any]:
         dispatcher = self
@@ -49,8 +75,113 @@ class Dispatcher:
         def forward(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             if model is not dispatcher._model:
                 return types.MethodType(covered, model)(*args, **kwargs)
-            if model.training and torch.is_grad_enabled():
-                return dispatcher._train(*args, **kwargs)
+            if dispatcher.train is not None and model.training and torch.is_grad_enabled():
+                return dispatcher.train(*args, **kwargs)
             return dispatcher.plain_forward(*args, **kwargs)
 
         return forward
+
+
+# Weak both ways: a dispatcher that something lies over is kept by the model, any other one by its engine.
+_dispatchers: "weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Dispatcher]]" = weakref.WeakKeyDictionary()
+
+
+def dispatcher(model: torch.nn.Module) -> Dispatcher:
+    """The model's dispatcher, the last one if it fits still.
+
+    accelerate wraps the forward of a model once and for all (1.15, `prepare_model`): the next engine has to come into
+    the place of the last one, under autocast.
+    """
+    held = _dispatchers.get(model)
+    known = held() if held is not None else None
+    if known is None or not known.is_in_place:
+        known = Dispatcher(model)
+        _dispatchers[model] = weakref.ref(known)
+    return known
+
+
+class InPlaceEngine:
+    """The life cycle of an engine: `attach`, `suspend`, `detach`.
+
+    What was compiled for a model is kept while the engine is suspended, and used again when it is attached to the
+    same model.
+    """
+
+    name: str
+    reason = "asked for"
+
+    def __init__(self, selection: Selection | None = None) -> None:
+        self._model: torch.nn.Module | None = None
+        self._dispatcher: Dispatcher | None = None
+        self._is_attached = False
+        self.is_for_loss_alone: Callable[[], bool] = lambda: False
+        self.apply(selection or Selection())
+
+    @property
+    def selection(self) -> Selection:
+        """The plans that were asked for."""
+        return self._selection
+
+    def apply(self, selection: Selection) -> None:
+        """Choose other plans; takes effect with the next training forward."""
+        self._selection = selection
+        self._forget()
+
+    def attach(self, model: torch.nn.Module) -> None:
+        """Take over `model`'s training forward, until `suspend` or `detach`.
+
+        Raises:
+            UnsupportedModelError: the engine cannot train this model.
+            MemOptError: the model has an engine already, or this engine is attached to another model.
+        """
+        if self._is_attached:
+            if self._model is not model:
+                raise MemOptError("this engine holds another model; detach() it first")
+            self._continue()
+            return
+        self._check(model)
+        base.register(model, self)
+        place = dispatcher(model)
+        if self._model is not model or self._dispatcher is not place:
+            self._forget()
+        self._model, self._dispatcher, self._is_attached = model, place, True
+        place.start(self._train_forward)
+        try:
+            self._enter()
+        except BaseException:
+            self.suspend()
+            raise
+        self._continue()
+
+    def suspend(self) -> None:
+        """Give the model back as it was and keep what was compiled for it; without effect when nothing is attached."""
+        if not self._is_attached:
+            return
+        self._is_attached = False
+        base.unregister(self._model)
+        self._dispatcher.stop()
+        self._leave()
+
+    def detach(self) -> None:
+        """`suspend`, and forget the model with all that was compiled for it."""
+        self.suspend()
+        self._forget()
+        self._model = self._dispatcher = None
+
+    def _check(self, model: torch.nn.Module) -> None:
+        """Refuse what the engine cannot train. Raises MemOptError."""
+
+    def _enter(self) -> None:
+        """Change what has to be different while the model is attached."""
+
+    def _leave(self) -> None:
+        """Undo `_enter`."""
+
+    def _continue(self) -> None:
+        """Training begins, or begins anew half-way through a step."""
+
+    def _forget(self) -> None:
+        """Drop all that was compiled."""
+
+    def _train_forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError

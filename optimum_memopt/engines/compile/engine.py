@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from optimum_memopt import malloc
-from optimum_memopt.engines import base, in_place
+from optimum_memopt.engines import in_place
 from optimum_memopt.engines.base import Selection
 from optimum_memopt.engines.key_value_cache import without_key_value_cache
 from optimum_memopt.errors import MemOptError
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
 
 
-class CompileEngine:
+class CompileEngine(in_place.InPlaceEngine):
     """The `compile` engine.
 
     Training forwards (training mode, gradients on) run through torch.compile, all others through the model's own
@@ -47,16 +47,10 @@ class CompileEngine:
     name = "compile"
 
     def __init__(self, selection: Selection | None = None, compiler: str | None = None, dynamic: bool = True) -> None:
-        self.is_for_loss_alone: Callable[[], bool] = lambda: False
         self._compiler_asked = compiler
         self._dynamic = dynamic
-        self._model: torch.nn.Module | None = None
-        self.apply(selection or Selection())
-
-    def apply(self, selection: Selection) -> None:
-        """Choose other plans; the next training forward compiles anew."""
-        self._selection = selection
-        self._forget()
+        self._is_on_cpu = False
+        super().__init__(selection)
 
     def check_arguments(self, args: "TrainingArguments") -> None:
         """Refuse Trainer arguments that do the engine's work too.
@@ -66,38 +60,19 @@ class CompileEngine:
         """
         suitability.check_arguments(args)
 
-    def attach(self, model: torch.nn.Module) -> None:
-        """Take over `model`'s training forward; it is compiled at the first one.
-
-        Raises:
-            UnsupportedModelError: DataParallel, activation checkpointing.
-            MemOptError: the model has an engine already, or this engine another model; the compiler is not there.
-        """
-        if self._model is model:
-            return
-        if self._model is not None:
-            raise MemOptError("this engine holds another model; detach() it first")
+    def _check(self, model: torch.nn.Module) -> None:
         suitability.check(model)
         if self._compiler_asked is not None:
             check_compiler(self._compiler_asked, next(model.parameters()).device.type)
-        base.register(model, self)
-        self._model = model
-        self._dispatcher = in_place.Dispatcher(model, self._train_forward)
-        self._is_on_cpu = next(model.parameters()).device.type == "cpu"
+
+    def _enter(self) -> None:
+        self._is_on_cpu = next(self._model.parameters()).device.type == "cpu"
         if self._is_on_cpu:
             malloc.give_back_freed_memory()
-        self._forget()
 
-    def detach(self) -> None:
-        """Give the model its own forward back; without effect when nothing is attached."""
-        model, self._model = self._model, None
-        if model is None:
-            return
-        base.unregister(model)
-        self._dispatcher.remove()
+    def _leave(self) -> None:
         if self._is_on_cpu:
             malloc.restore()
-        self._forget()
 
     def plans(self) -> PlanTable | None:
         """The table of the current training graphs, None before the first training forward."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from optimum_memopt import malloc
-from optimum_memopt.engines import base, in_place
+from optimum_memopt.engines import in_place
 from optimum_memopt.engines.base import Selection
 from optimum_memopt.engines.key_value_cache import without_key_value_cache
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
@@ -42,7 +42,7 @@ _ROOT_HOOKS = (
 )
 
 
-class OrtEngine:
+class OrtEngine(in_place.InPlaceEngine):
     """The `ort` engine.
 
     Training forwards (training mode, gradients on) go to ONNX Runtime, all others to the model's own forward.
@@ -52,16 +52,15 @@ class OrtEngine:
     """
 
     name = "ort"
-    is_for_loss_alone = staticmethod(lambda: False)
 
     def __init__(
         self, selection: Selection | None = None, options: OrtOptions | None = None, log_level: str = "info"
     ) -> None:
         self._options = options or OrtOptions()
         self._log_level = log_level
-        self._model: torch.nn.Module | None = None
         self._smoothing: LabelSmoothing | None = None
-        self.apply(selection or Selection())
+        self._exported_attention: str | None = None
+        super().__init__(selection)
 
     def apply(self, selection: Selection) -> None:
         """Choose other plans; the next training forward builds a new session with them.
@@ -71,8 +70,7 @@ class OrtEngine:
         """
         if selection.config is not None:
             check_supported(selection.config)
-        self._selection = selection
-        self._forget_session()
+        super().apply(selection)
 
     def check_arguments(self, args: "TrainingArguments") -> None:
         """Refuse Trainer arguments that ONNX Runtime cannot train with.
@@ -83,51 +81,35 @@ class OrtEngine:
         suitability.check_arguments(args, self._options.ort_allow_autograd_checkpoint, self._options.ort_zero_stage3)
         lever_checks.check_arguments(self._options, args)
 
-    def attach(self, model: torch.nn.Module) -> None:
-        """Take over `model`'s training forward; its graph is exported at the first one.
-
-        Raises:
-            UnsupportedModelError: gradient checkpointing, half precision on the CPU, several devices, DataParallel.
-            MemOptError: the model has an engine already, or this engine another model.
-        """
-        if self._model is model:
-            # The Trainer starts a run anew with the same model, after running out of memory half-way through a step.
-            if self._backward_is_due:
-                self._forget_session()
-            return
-        if self._model is not None:
-            raise MemOptError("this engine holds another model; detach() it first")
-        self._check(model)
-        base.register(model, self)
-        self._model = model
-        self._attention = suitability.choose_attention(model)
-        for remark in filter(
-            None, (*suitability.remarks(model), lever_checks.skip_check_remark(self._options.ort_skip_check))
-        ):
-            get_logger().warning(remark)
-        self._dispatcher = in_place.Dispatcher(model, self._train_forward)
+    def _enter(self) -> None:
+        self._attention = None
         if not self._options.ort_arena:
             malloc.give_back_freed_memory()
-        self._forget_session()
+        self._attention = suitability.choose_attention(self._model)
+        exported_with, self._exported_attention = self._exported_attention, suitability.attention(self._model)
+        if exported_with != self._exported_attention:
+            self._forget()
+        for remark in filter(
+            None, (*suitability.remarks(self._model), lever_checks.skip_check_remark(self._options.ort_skip_check))
+        ):
+            get_logger().warning(remark)
 
-    def detach(self) -> None:
-        """Give the model back: own forward, own attention implementation, ready for pickle and deepcopy."""
-        model, self._model = self._model, None
-        if model is None:
-            return
-        base.unregister(model)
-        self._forget_session()
-        self._dispatcher.remove()
+    def _leave(self) -> None:
         if self._attention is not None:
-            model.set_attn_implementation(self._attention)
+            self._model.set_attn_implementation(self._attention)
         if not self._options.ort_arena:
             malloc.restore()
+
+    def _continue(self) -> None:
+        # A forward whose backward never ran, as of a step that ran out of memory half-way.
+        if self._backward_is_due:
+            self._forget()
 
     def smooth_labels(self, smoothing: LabelSmoothing | None) -> None:
         """Whether training forwards with labels return the smoothed loss; needs the loss inside ONNX Runtime."""
         if smoothing != self._smoothing:
             self._smoothing = smoothing
-            self._forget_session()
+            self._forget()
 
     def _check(self, model: torch.nn.Module) -> None:
         suitability.check(model, self._options.ort_allow_autograd_checkpoint)
@@ -149,7 +131,7 @@ class OrtEngine:
         """The current training graph (`onnx.GraphProto`), None before the first training forward."""
         return self._manager.graph if self._manager is not None else None
 
-    def _forget_session(self) -> None:
+    def _forget(self) -> None:
         manager = getattr(self, "_manager", None)
         if manager is not None:
             manager.close()
@@ -186,17 +168,17 @@ class OrtEngine:
             return self._manager.forward(*args, **without_key_value_cache(self._model, args, kwargs, forced=True))
         except MemOptError:
             # Whoever catches it and goes on must not meet a graph without a session.
-            self._forget_session()
+            self._forget()
             raise
         except torch.OutOfMemoryError:
             # Says nothing about the model; a smaller batch may follow, which must not meet a forward left half-way.
-            self._forget_session()
+            self._forget()
             raise
         except IndexError:
             # A label or an id of this batch; a session that was built runs the next one.
             self._backward_is_due = False
             if self._manager is None or self._manager.is_building or self._choice.redraws_random_numbers:
-                self._forget_session()
+                self._forget()
             raise
         except Exception as error:
             if self._manager is not None and not self._manager.is_building:
@@ -212,7 +194,7 @@ class OrtEngine:
                 "--ort_fallback trains it with plain PyTorch instead"
             ) from error
         seen = self._seen
-        self._forget_session()
+        self._forget()
         self._fallback_reason, self._seen = reason, seen
         line = f"NOT on ONNX Runtime: it cannot train this model ({reason}); no plan is applied"
         get_logger().warning(line)
@@ -237,7 +219,7 @@ class OrtEngine:
             get_logger().info(
                 "parameters, their freezing, submodules' modes or autocast changed: building a new graph"
             )
-            self._forget_session()
+            self._forget()
             self._check(self._model)
         self._seen = state
         # Held, so that no new parameter comes to lie where an old one was and passes for it.

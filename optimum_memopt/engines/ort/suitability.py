@@ -167,6 +167,11 @@ def needs_eager_attention(config: Any) -> str:
     return ""
 
 
+def attention(model: torch.nn.Module) -> str | None:
+    """The attention implementation that a model of transformers has now."""
+    return getattr(getattr(model, "config", None), "_attn_implementation", None)
+
+
 def choose_attention(model: torch.nn.Module) -> str | None:
     """Set eager attention where the current one cannot train, and say so.
 
@@ -174,7 +179,7 @@ def choose_attention(model: torch.nn.Module) -> str | None:
         The implementation that it replaced, None when nothing was changed.
     """
     config = getattr(model, "config", None)
-    before = getattr(config, "_attn_implementation", None)
+    before = attention(model)
     if before in (None, "eager") or not hasattr(model, "set_attn_implementation"):
         return None
     reason = needs_eager_attention(config)
