@@ -1,11 +1,15 @@
 """The package's log: one logger, rank 0 only, and written around a progress bar instead of through it."""
 
+import contextlib
 import logging
 import os
 import sys
+from collections.abc import Callable, Iterator
 
 import torch
 from tqdm.auto import tqdm
+
+from optimum_memopt.errors import MemOptError
 
 LOGGER_NAME = "optimum_memopt"
 
@@ -59,3 +63,24 @@ def get_logger() -> logging.Logger:
 def set_log_level(name: str) -> None:
     """Set the level by one of ORT's names (a key of `LOG_LEVELS`)."""
     get_logger().setLevel(LOG_LEVELS[name])
+
+
+@contextlib.contextmanager
+def informing(what: str, otherwise: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Around code that says something about training and must not end it: an error there is a warning.
+
+    Args:
+        what: that is left out then.
+        otherwise: called then.
+
+    Raises:
+        MemOptError: a mistake of the user's, found on the way.
+    """
+    try:
+        yield
+    except MemOptError:
+        raise
+    except Exception as error:
+        reason = next(iter(str(error).splitlines()), "")
+        get_logger().warning(f"{what} is left out ({type(error).__name__}: {reason}); training is not affected")
+        otherwise()

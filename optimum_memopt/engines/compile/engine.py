@@ -1,5 +1,6 @@
 """Trains a model through torch.compile in place, with plans in ONNX Runtime's grammar applied by a partitioner."""
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +14,7 @@ from optimum_memopt.engines import in_place
 from optimum_memopt.engines.base import Selection
 from optimum_memopt.engines.key_value_cache import without_key_value_cache
 from optimum_memopt.errors import MemOptError
-from optimum_memopt.logs import get_logger
+from optimum_memopt.logs import get_logger, informing
 from optimum_memopt.memory import MIB
 from optimum_memopt.plans.matching import Matches
 from optimum_memopt.plans.table import PlanTable
@@ -91,8 +92,10 @@ class CompileEngine(in_place.InPlaceEngine):
         """Of the batches so far the highest peak of a step, MiB; None before the first training forward."""
         if self._forecast is None:
             return None
-        peaks = (self._forecast.footprint(sizes, optimizer, accumulates).peak for sizes in self._forecast.widest)
-        return max(peaks) / MIB
+        with self._predicting():
+            peaks = (self._forecast.footprint(sizes, optimizer, accumulates).peak for sizes in self._forecast.widest)
+            return max(peaks) / MIB
+        return None
 
     @property
     def _compiler(self) -> str:
@@ -140,7 +143,8 @@ class CompileEngine(in_place.InPlaceEngine):
         elif self._table is None:
             self._show_nothing(watch)
         if self._forecast is not None:
-            self._forecast.saw(kwargs)
+            with self._predicting():
+                self._forecast.saw(kwargs)
         return refusing_gradients(outputs) if alone else outputs
 
     def _compile(self, alone: bool) -> Callable[..., Any]:
@@ -195,8 +199,13 @@ class CompileEngine(in_place.InPlaceEngine):
             reasons = "; ".join(watch.graph_breaks())
             self._say(f"the training forward is in {len(graphs)} graphs, planned together: {reasons}")
         is_encoder_decoder = bool(getattr(getattr(self._model, "config", None), "is_encoder_decoder", False))
-        self._forecast = Forecast(self._model, graphs, inputs, self._resident, is_encoder_decoder)
-        self._table = to_table(graphs, self._selection, asked, self._header(graphs), is_encoder_decoder)
+        if all(graph.prediction for graph in graphs):
+            with self._predicting():
+                self._forecast = Forecast(self._model, graphs, inputs, self._resident, is_encoder_decoder)
+        header = self._header(graphs)
+        self._table = PlanTable(engine=self.name, plans=(), header=header)
+        with informing("the plan table"):
+            self._table = to_table(graphs, self._selection, asked, header, is_encoder_decoder)
         if self._selection.level and not self._table.enabled:
             get_logger().warning(
                 f"--memory_opt_level {self._selection.level}: nothing in a layer of {type(self._model).__name__} can "
@@ -208,6 +217,10 @@ class CompileEngine(in_place.InPlaceEngine):
         line = f"NOT under a plan: torch made no training graph of this model ({reasons})"
         get_logger().warning(line)
         self._table = PlanTable(engine=self.name, plans=(), header=(line,))
+
+    def _predicting(self) -> contextlib.AbstractContextManager:
+        """Around what reads the forecast: an error there is said, and nothing more is predicted."""
+        return informing("the predicted peak", lambda: setattr(self, "_forecast", None))
 
     def _say(self, line: str) -> None:
         if line not in self._said:
@@ -221,11 +234,17 @@ class CompileEngine(in_place.InPlaceEngine):
         elif self._selection.level:
             asked = f"level {self._selection.level}"
         device = next(self._model.parameters()).device.type
-        predicted = sum(graph.prediction.stashed for graph in graphs)
         pieces = f", in {len(graphs)} graphs" if len(graphs) > 1 else ""
+        line = f"{type(self._model).__name__} on {device} by {self._compiler}, {asked}{pieces}"
+        if self._forecast is not None:
+            with self._predicting():
+                return (line, *self._predicted(graphs))
+        return (line,)
+
+    def _predicted(self, graphs: list[Graph]) -> tuple[str, str]:
         footprint = self._forecast.footprint()
+        predicted = sum(graph.prediction.stashed for graph in graphs)
         return (
-            f"{type(self._model).__name__} on {device} by {self._compiler}, {asked}{pieces}",
             f"Predicted for the first batch: {predicted / MIB:.1f} MiB stashed, peak of activations and gradients "
             f"{footprint.activations / MIB:.1f} MiB{self._forecast.doubt and f' ({self._forecast.doubt})'}",
             f"Predicted peak of a step with AdamW: {footprint.peak / MIB:.1f} MiB = {footprint}",

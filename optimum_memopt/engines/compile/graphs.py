@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from optimum_memopt.engines.base import Selection
+from optimum_memopt.logs import informing
 from optimum_memopt.plans.grammar import Strategy
 
 from . import barriers, compat, offload
@@ -41,7 +42,7 @@ class Graph:
         free: occurrences that torch's own partition makes again without being asked; none where a plan is on.
         sizes: value of each symbol in the first batch.
         names: of the symbols, `input_ids_dim0`.
-        prediction: for the first batch.
+        prediction: for the first batch; None where it failed.
         predict: the same for other values of the symbols.
         handover: what the forward hands over to the backward.
         programs: what inductor makes of the two, once it has.
@@ -52,7 +53,7 @@ class Graph:
     free: frozenset[Subgraph]
     sizes: Mapping[sympy.Symbol, int]
     names: Mapping[sympy.Symbol, str]
-    prediction: Prediction
+    prediction: Prediction | None
     predict: Callable[[Mapping[sympy.Symbol, int]], Prediction]
     handover: Handover
     programs: Programs = field(default_factory=Programs)
@@ -101,15 +102,17 @@ def split(
     else:
         modules = compat.default_partition(module, inputs, num_fwd_outputs=num_fwd_outputs, **others)
         free = made_again(offers, modules[0], num_fwd_outputs)
-    names = symbol_names(compat.symbol_sources())
-    prediction = predict(*modules, num_fwd_outputs, sizes)
+    names, prediction, handover = {}, None, {}
+    with informing("the predicted peak"):
+        names = symbol_names(compat.symbol_sources())
+        handover = handed_over(modules[0], num_fwd_outputs)
+        prediction = predict(*modules, num_fwd_outputs, sizes)
     # Compilers change the modules that they are given.
     kept_modules = tuple(fx.GraphModule(one, copy.deepcopy(one.graph)) for one in modules) if sizes else modules
 
     def predict_for(others: Mapping[sympy.Symbol, int]) -> Prediction:
         return predict(*kept_modules, num_fwd_outputs, others)
 
-    handover = handed_over(modules[0], num_fwd_outputs)
     return Graph(offers, chosen, free, sizes, names, prediction, predict_for, handover), modules
 
 

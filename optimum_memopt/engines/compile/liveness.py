@@ -34,7 +34,8 @@ class Timeline:
 
     @property
     def peak(self) -> Moment:
-        return max(self.moments, key=lambda moment: moment.held)
+        # A backward that hands on the gradient it is given has no operator.
+        return max(self.moments, key=lambda moment: moment.held, default=Moment("", self.end))
 
 
 def size_of(node: fx.Node, sizes: Sizes) -> int:
