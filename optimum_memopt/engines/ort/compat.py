@@ -278,11 +278,11 @@ def symbolics(opset: int, custom_functions: bool = True) -> Iterator[None]:
     functions = importlib.import_module(f"{ORTMODULE}._custom_autograd_function")
     exporter = importlib.import_module(f"{ORTMODULE}._custom_autograd_function_exporter")
     with torch_names():
-        contrib.register()
-        registry.register_all(opset)
-        if custom_functions and functions.custom_autograd_function_enabler.state:
-            torch.onnx.register_custom_op_symbolic("prim::PythonOp", exporter._export, 1)
         try:
+            contrib.register()
+            registry.register_all(opset)
+            if custom_functions and functions.custom_autograd_function_enabler.state:
+                torch.onnx.register_custom_op_symbolic("prim::PythonOp", exporter._export, 1)
             yield
         finally:
             contrib.unregister()

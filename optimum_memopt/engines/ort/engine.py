@@ -19,9 +19,10 @@ from optimum_memopt.plans.table import Plan, PlanTable, canonical_symbols
 
 from . import lever_checks, suitability
 from .extensions import BUILD_COMMAND
+from .failures import one_line
 from .graph_rules import residual_normalizations
 from .insight import applied_counts, parse_insight, to_plans
-from .manager import POST_BACKWARD, PRE_FORWARD, Hooks, Manager, one_line
+from .manager import POST_BACKWARD, PRE_FORWARD, Hooks, Manager
 from .module_with_loss import LabelShapes, LabelSmoothing, put_loss_inside, with_label_smoothing
 from .options import OrtOptions
 from .selection import Choice, check_applied, check_supported, choose_config, choose_level
@@ -184,6 +185,10 @@ class OrtEngine(in_place.InPlaceEngine):
             if self._manager is not None and not self._manager.is_building:
                 raise
             give_back = self._give_back(one_line(error), error)
+        except BaseException:
+            # Training that goes on after Ctrl-C must not meet a graph without a session, or a forward left half-way.
+            self._forget()
+            raise
         return give_back(*args, **kwargs)
 
     def _give_back(self, reason: str, error: Exception | None = None) -> Callable[..., Any]:

@@ -8,11 +8,10 @@ the instances of one ORTModule, so another ORTModule in the same process is left
 import contextlib
 import importlib
 import json
-import re
 import tempfile
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,11 +20,13 @@ import torch
 
 from optimum_memopt.engines.base import installed_version
 from optimum_memopt.errors import MemOptError
+from optimum_memopt.progress import Progress, announced
 
 from . import DISTRIBUTIONS, allocator, compat, lever_mends, levers, module_with_loss
 from .conv_gradients import flatten_grouped_gradients
 from .empty_losses import mean_of_no_labels
 from .export_cache import ExportCache
+from .failures import out_of_memory_as_torch_says_it
 from .gather_indices import expand_indices_again
 from .index_checks import IndexCheck, as_index_error, check_indices
 from .options import OrtOptions
@@ -34,29 +35,6 @@ from .padding import keep_padding_rows
 # Beginning of every forward, end of its backward: the two ends of a pair (`Phase` in _runtime_inspector.py).
 PRE_FORWARD = 0
 POST_BACKWARD = 3
-
-
-# A failed check in ORT's C++ code: path, line, signature, condition or status, and in most cases a reason.
-_FAILED_CHECK = re.compile(
-    r"/onnxruntime_src/\S*?(?P<place>[^/\s]+:\d+) .*\)>? (?:const )?"
-    r"(?P<condition>\S.*was false\.|\[ONNXRuntimeError\][^:]*:[^:]*:[^:]*:) ?(?P<reason>.*)"
-)
-
-
-# What the CPU and CUDA allocators of ORT and torch say.
-_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "bad_alloc", "Failed to allocate memory")
-
-
-@contextlib.contextmanager
-def _out_of_memory_as_torch_says_it() -> Iterator[None]:
-    """ORT reports a lack of memory as any failed node. Trainer's auto_find_batch_size, and whoever else tries again
-    with a smaller batch, looks for torch's error and for these words (accelerate, `should_reduce_batch_size`)."""
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, torch.OutOfMemoryError) or not any(words in str(error) for words in _OUT_OF_MEMORY):
-            raise
-        raise torch.OutOfMemoryError(f"ONNX Runtime is out of memory. {one_line(error)}") from error
 
 
 @dataclass(frozen=True)
@@ -108,6 +86,7 @@ class Manager:
         self._seen_functions: list[str] = []
         self._building = True
         self._index_checks: dict[str, IndexCheck] = {}
+        self._progress = Progress()
         opset = options.ort_opset or self._imported.ortmodule.ONNX_OPSET_VERSION
         base = importlib.import_module(f"{compat.ORTMODULE}._graph_execution_manager").GraphExecutionManager
         # Wherever torch sees a GPU this imports a third extension, torch_gpu_allocator, which is not built here.
@@ -138,7 +117,7 @@ class Manager:
             torch.OutOfMemoryError: also from the backward of the outputs.
             Exception: whatever ORT raises for a graph that it cannot build or run.
         """
-        with _out_of_memory_as_torch_says_it():
+        with out_of_memory_as_torch_says_it(), contextlib.ExitStack() as self._announcement:
             try:
                 return self._ort(*args, **kwargs)
             except Exception as error:
@@ -209,7 +188,7 @@ class Manager:
         create_session = self._training._create_execution_agent
         self._training._create_execution_agent = compat.environment(self._environment)(create_session)
         # The autograd.Function that carries the session; this ORTModule's own class.
-        backward = _out_of_memory_as_torch_says_it()(self._training._forward_class.backward)
+        backward = out_of_memory_as_torch_says_it()(self._training._forward_class.backward)
         self._training._forward_class.backward = staticmethod(backward)
         self._observer.find_memory_optimization_opportunity = self._choose
         self._observer.inspect_memory = lambda phase: self._hooks.phase(int(phase))
@@ -232,6 +211,7 @@ class Manager:
 
         def export_model(*args: Any, **kwargs: Any) -> Any:
             self._building = True
+            self._announce()
             with contextlib.ExitStack() as stack:
                 stack.enter_context(compat.output_not_captured())
                 stack.enter_context(
@@ -263,6 +243,12 @@ class Manager:
 
         return get_post_processed_model
 
+    def _announce(self) -> None:
+        session = f"the ONNX Runtime session of {type(self._training._original_module).__name__}"
+        note = "exports the model and differentiates its graph; once for each kind of batch"
+        self._progress = self._announcement.enter_context(announced(f"building {session}", f"built {session}", note))
+        self._progress.stage = "exporting the model"
+
     def _export_cache(self) -> contextlib.AbstractContextManager[None]:
         if not self._options.ort_cache_dir:
             return contextlib.nullcontext()
@@ -272,6 +258,7 @@ class Manager:
 
     def _graph_builder(self, original: Callable[[Any], None]) -> Callable[[Any], None]:
         def build_graph(configuration: Any) -> None:
+            self._progress.stage = "building the training graph"
             with compat.environment(self._environment), lever_mends.graph_optimizers(self._options):
                 original(configuration)
             module = self._training._original_module
@@ -308,20 +295,32 @@ class Manager:
         that ORT lists nothing about them any more.
         """
         self._drop_config_file()
+        self._progress.stage = "creating the session"
         probe = options.recompute_probe_config
         options.memory_optimizer_config_file_path = ""
         text, symbolics = agent.get_serialized_ortmodule_memory_stat("", probe, True)
         configs = self._hooks.choose(text, {config: int(saving[1]) for config, saving in symbolics.items()})
         if configs:
-            with tempfile.NamedTemporaryFile("w", suffix=".json", prefix="memopt-", delete=False) as file:
-                json.dump(configs, file)
-            options.memory_optimizer_config_file_path = self._config_file = file.name
-            text, _ = agent.get_serialized_ortmodule_memory_stat(file.name, probe, True)
+            options.memory_optimizer_config_file_path = self._write_config(configs)
+            text, _ = agent.get_serialized_ortmodule_memory_stat(self._config_file, probe, True)
         self._hooks.report(text)
+
+    def _write_config(self, configs: Sequence[str]) -> str:
+        try:
+            with tempfile.NamedTemporaryFile("w", suffix=".json", prefix="memopt-", delete=False) as file:
+                self._config_file = file.name
+                json.dump(configs, file)
+        except OSError as error:
+            raise MemOptError(
+                f"cannot write the plan for ONNX Runtime into {tempfile.gettempdir()}: {error.strerror}; free some "
+                "space there or set TMPDIR to another folder"
+            ) from error
+        return self._config_file
 
     def _built(self) -> None:
         self._building = False
         self._drop_config_file()
+        self._announcement.close()
 
     def _drop_config_file(self) -> None:
         if self._config_file:
@@ -361,13 +360,3 @@ def _all_kinds_of_inputs(transition_manager: type) -> Iterator[None]:
 
 def _as_tensor(value: Any) -> Any:
     return torch.as_tensor(value) if isinstance(value, bool | int | float) else value
-
-
-def one_line(error: BaseException) -> str:
-    """The last telling line of an error, since ORT puts whole tracebacks and C++ signatures into its messages."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if not lines:
-        return type(error).__name__
-    if failed := _FAILED_CHECK.search(lines[-1]):
-        lines[-1] = f"{failed['place']}: {failed['reason'] or failed['condition']}"
-    return f"{type(error).__name__}: {lines[-1]}"

@@ -1,0 +1,54 @@
+"""The first forward takes long: the log says when it begins to build a session, and when it has."""
+
+from typing import Any
+
+import pytest
+import torch
+from model_zoo import ZOO
+
+from optimum_memopt.engines.ort import missing
+from optimum_memopt.engines.ort.engine import OrtEngine
+from optimum_memopt.engines.ort.options import OrtOptions
+from optimum_memopt.errors import MemOptError
+from optimum_memopt.logs import get_logger
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason="no onnxruntime-training")
+
+
+class Failing(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(2, 2)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        raise ValueError("no forward")
+
+
+def test_each_session_is_announced(monkeypatch: Any, caplog: Any) -> None:
+    monkeypatch.setattr(get_logger(), "propagate", True)
+    caplog.set_level("INFO")
+
+    def said() -> list[str]:
+        lines = [record.getMessage() for record in caplog.records]
+        caplog.clear()
+        return [line.split(":")[0].split(" in ")[0] for line in lines if "session" in line and "still" not in line]
+
+    model, batch = ZOO["roberta-mlm"].build(), ZOO["roberta-mlm"].batch()
+    engine = OrtEngine(None, OrtOptions(ort_fallback=False))
+    engine.attach(model)
+    session = "the ONNX Runtime session of RobertaForMaskedLM"
+    model(**batch).loss.backward()
+    assert said() == [f"building {session}", f"built {session}"]
+    model(**ZOO["roberta-mlm"].batch(3, 7)).loss.backward()
+    assert said() == []
+    del batch["labels"]
+    model(**batch).logits.sum().backward()
+    assert said() == [f"building {session}", f"built {session}"]
+    engine.detach()
+
+    failing = Failing()
+    engine.attach(failing)
+    with pytest.raises(MemOptError, match="no forward"):
+        failing(torch.ones(1, 2))
+    assert said() == ["building the ONNX Runtime session of Failing"]
+    engine.detach()
