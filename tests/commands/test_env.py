@@ -4,12 +4,18 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
+from argparse import ArgumentParser
 from pathlib import Path
 
 import pytest
 
-from optimum_memopt.commands.env import clash, install_command
+from optimum_memopt import MemOptError
+from optimum_memopt.commands.env import EnvCommand
+from optimum_memopt.engines import base, ort
+from optimum_memopt.engines.compile.backend import check_compiler
 from optimum_memopt.engines.ort import extensions, missing
+from optimum_memopt.engines.ort.environment import clash, install_command
 
 CLI = "import sys; from optimum.commands.optimum_cli import main; sys.argv[0] = 'optimum-cli'; main()"
 TRAINING = "onnxruntime-training-cpu"
@@ -43,19 +49,20 @@ def test_clash():
 
 
 @pytest.mark.parametrize(
-    "versions, command",
+    "versions, cuda, command",
     [
-        ({}, f"pip install {TRAINING}==1.19.2 onnx"),
-        ({"CUDA (of torch)": "13.0"}, "pip install onnxruntime-training==1.19.2 onnx"),
-        ({"onnxruntime": "1"}, f"pip uninstall -y onnxruntime && pip install {TRAINING}==1.19.2 onnx"),
+        ({}, None, f"pip install {TRAINING}==1.19.2 onnx"),
+        ({}, "13.0", "pip install onnxruntime-training==1.19.2 onnx"),
+        ({"onnxruntime": "1"}, None, f"pip uninstall -y onnxruntime && pip install {TRAINING}==1.19.2 onnx"),
         (
             {"onnxruntime": "1", TRAINING: "1"},
+            None,
             f"pip uninstall -y {TRAINING} onnxruntime && pip install {TRAINING}==1.19.2 onnx",
         ),
     ],
 )
-def test_the_command_leaves_one_onnxruntime(versions, command):
-    assert install_command(versions) == command
+def test_the_command_leaves_one_onnxruntime(versions, cuda, command):
+    assert install_command(versions, cuda) == command
 
 
 @needs_ort
@@ -125,6 +132,41 @@ def test_build_finds_what_is_built_and_says_where(tmp_path, monkeypatch):
         path.touch()
     done = cli("--build", "--json", cache=tmp_path / "cache", CXX="no-such-compiler")
     assert json.loads(done.stdout)["extensions"] == {n: str(p) for n, p in extensions.find().items()}
+
+
+def in_this_process(capsys, *arguments: str) -> str:
+    parser = ArgumentParser()
+    EnvCommand.parse_args(parser)
+    EnvCommand(None, parser.parse_args(arguments), from_defaults_factory=True, parser=parser).run()
+    return capsys.readouterr().out
+
+
+def test_the_compile_engine_is_there_without_onnxruntime_and_recommended(monkeypatch, capsys):
+    monkeypatch.setattr(base, "installed_version", lambda names: None)
+    monkeypatch.setattr(ort, "installed_version", lambda names: None)
+    report = json.loads(in_this_process(capsys, "--json"))
+    abilities = works(report)
+    assert not abilities["ort engine"]["works"]
+    for what in ("compile engine", "compiler aot_eager", "bf16, fp16 on the compile engine", "attention kernels"):
+        assert abilities[what]["works"] and abilities[what]["why"], what
+    assert report["advice"][0].startswith("recommended: --memory_opt_engine compile, for every model ")
+    assert report["advice"][-1].startswith("--memory_opt_engine auto takes compile (")
+    assert len(report["advice"]) == 2
+    assert "which engine:\n  recommended: --memory_opt_engine compile" in in_this_process(capsys)
+
+
+def test_what_inductor_lacks_and_the_command_that_gets_it(monkeypatch, capsys, tmp_path):
+    what = "compiler inductor on the CPU"
+    with monkeypatch.context() as patched:
+        patched.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+        headers = works(json.loads(in_this_process(capsys, "--json")))[what]
+        if not headers["command"].startswith("apt-get install g++"):
+            assert "Python.h" in headers["why"] and headers["command"].endswith("-dev")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    compiler = works(json.loads(in_this_process(capsys, "--json")))[what]
+    assert not compiler["works"] and compiler["command"] == "apt-get install g++"
+    with pytest.raises(MemOptError, match=r"--memory_opt_compiler inductor: there is no C\+\+ compiler"):
+        check_compiler("inductor", "cpu")
 
 
 def test_the_command_starts_without_loading_torch(tmp_path):

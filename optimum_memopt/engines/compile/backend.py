@@ -3,6 +3,8 @@
 import contextlib
 import functools
 import hashlib
+import sys
+import sysconfig
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
@@ -83,7 +85,7 @@ def default_compiler(device_type: str) -> tuple[str, str]:
     """
     if device_type in ("cpu", "meta"):
         return "aot_eager", "on a CPU inductor compiles for half a minute and more"
-    if missing := _missing(device_type):
+    if missing := missing_for(device_type)[0]:
         return "aot_eager", missing
     return "inductor", f"inductor works on {device_type}"
 
@@ -94,14 +96,21 @@ def check_compiler(compiler: str, device_type: str) -> None:
     Raises:
         MemOptError: inductor without what it compiles with.
     """
-    if compiler == "inductor" and (missing := _missing(device_type)):
-        raise MemOptError(f"--memory_opt_compiler inductor: {missing}; or take --memory_opt_compiler aot_eager")
+    lacking, command = missing_for(device_type)
+    if compiler == "inductor" and lacking:
+        raise MemOptError(
+            f"--memory_opt_compiler inductor: {lacking}; {command}; or take --memory_opt_compiler aot_eager"
+        )
 
 
-def _missing(device_type: str) -> str:
-    """What inductor lacks and how to get it, empty when nothing."""
-    if compat.inductor_works(device_type):
-        return ""
-    if device_type == "cpu":
-        return "there is no C++ compiler; apt-get install g++, or name one in the environment's CXX"
-    return "there is no Triton; pip install triton"
+def missing_for(device_type: str) -> tuple[str, str]:
+    """What inductor lacks on a device and the command that gets it, both empty when nothing."""
+    if not compat.inductor_works(device_type):
+        if device_type == "cpu":
+            return "there is no C++ compiler, or none that the environment's CXX names", "apt-get install g++"
+        return "there is no Triton", "pip install triton"
+    # Both its C++ kernels and Triton's launchers are Python extensions.
+    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        version = "{}.{}".format(*sys.version_info)
+        return "Python's headers (Python.h) are not there", f"apt-get install python{version}-dev"
+    return "", ""

@@ -1,0 +1,110 @@
+"""What the ort engine finds on this machine: packages that clash, the torch extensions, devices."""
+
+from collections.abc import Mapping
+
+import torch
+
+from optimum_memopt.engines.base import installed_version
+from optimum_memopt.engines.environment import Ability, Report
+from optimum_memopt.errors import MemOptError
+
+from . import compat, extensions, missing
+
+# All are imported as `onnxruntime` and write the same files; pip does not object to two of them.
+ONNXRUNTIMES = ("onnxruntime-training", "onnxruntime-training-cpu", "onnxruntime", "onnxruntime-gpu")
+
+
+def report() -> Report:
+    """Imports onnxruntime-training, which is the only way to know that it can be imported."""
+    installed = {name: _version(name) for name in (*ONNXRUNTIMES, "onnx")} | {"C++ compiler": _compiler()}
+    abilities = _abilities(installed)
+    advice = "--memory_opt_engine ort on a CPU where nothing is to be compiled, and for masked LM with few labels"
+    built = {name: str(path) for name, path in (extensions.find() or {}).items()}
+    return Report(installed, abilities, advice if abilities[0].works else "", built)
+
+
+def _version(distribution: str) -> str | None:
+    found = installed_version((distribution,))
+    return found and found[1]
+
+
+def _compiler() -> str | None:
+    try:
+        return extensions.check_compiler()
+    except MemOptError:
+        return None
+
+
+def clash(versions: Mapping[str, str | None]) -> list[str]:
+    """The installed packages that overwrite each other's files; empty when there is at most one."""
+    found = [name for name in ONNXRUNTIMES if versions.get(name)]
+    return found if len(found) > 1 else []
+
+
+def install_command(versions: Mapping[str, str | None], cuda: str | None) -> str:
+    """What installs the right onnxruntime-training and nothing that overwrites it.
+
+    Args:
+        cuda: the version that torch is built for, None without.
+    """
+    package = "onnxruntime-training" if cuda else "onnxruntime-training-cpu"
+    install = f"pip install {package}==1.19.2 onnx"
+    overwriting = clash(versions) or [name for name in ("onnxruntime", "onnxruntime-gpu") if versions.get(name)]
+    return f"pip uninstall -y {' '.join(overwriting)} && {install}" if overwriting else install
+
+
+def _abilities(versions: Mapping[str, str | None]) -> tuple[Ability, ...]:
+    engine = _ort_engine(versions)
+    needs_extensions = (
+        "custom torch.autograd.Function",
+        "memory-efficient gradient management",
+        "re-entrant activation checkpointing on the ort engine",
+    )
+    with_extensions = (_with_extensions(engine, what) for what in needs_extensions)
+    return (engine, *with_extensions, _half_precision(engine), _cuda_levers(engine))
+
+
+def _ort_engine(versions: Mapping[str, str | None]) -> Ability:
+    what, command = "ort engine", install_command(versions, torch.version.cuda)
+    if packages := clash(versions):
+        why = f"{' and '.join(packages)} are installed together and overwrite each other's files"
+        return Ability(what, False, why, command)
+    if why := missing():
+        return Ability(what, False, why, command)
+    try:
+        compat.load()
+    # Whatever a half-installed or overwritten native package does on import is the answer to the user's question.
+    except Exception as error:
+        return Ability(what, False, f"{type(error).__name__}: {error}".splitlines()[0], command)
+    return Ability(what, True, "onnxruntime-training can be imported")
+
+
+def _with_extensions(engine: Ability, what: str) -> Ability:
+    if not engine.works:
+        return Ability(what, False, "needs the ort engine")
+    if extensions.find():
+        return Ability(what, True, "the torch extensions are built")
+    try:
+        extensions.check_compiler()
+    except MemOptError as error:
+        return Ability(what, False, f"the torch extensions are not built: {error}", extensions.BUILD_COMMAND)
+    return Ability(what, False, "the torch extensions are not built", extensions.BUILD_COMMAND)
+
+
+def _half_precision(engine: Ability) -> Ability:
+    what = "fp16, bf16 on the ort engine"
+    if not engine.works:
+        return Ability(what, False, "needs the ort engine")
+    import onnxruntime
+
+    if "CUDAExecutionProvider" in onnxruntime.get_available_providers():
+        return Ability(what, True, "on CUDA devices; on the CPU float32 only")
+    return Ability(what, False, "ONNX Runtime's CPU provider trains float32 only")
+
+
+def _cuda_levers(engine: Ability) -> Ability:
+    what = "efficient and flash attention, Triton, tuning"
+    if not engine.works:
+        return Ability(what, False, "needs the ort engine")
+    lacking = extensions.cuda_missing()
+    return Ability(what, not lacking, lacking or "on CUDA devices")
