@@ -23,12 +23,12 @@ from optimum_memopt.callbacks.memory_phases import MemoryPhasesCallback
 from optimum_memopt.callbacks.plan_stats import PlanStatsCallback
 from optimum_memopt.engines import base
 from optimum_memopt.engines.base import Engine
-from optimum_memopt.errors import MemOptError
+from optimum_memopt.errors import MemOptError, excerpt
 from optimum_memopt.launch import check_world
 from optimum_memopt.logs import get_logger, set_log_level
 from optimum_memopt.loss_alone import is_called_for_loss_alone
 from optimum_memopt.memory import MIB
-from optimum_memopt.options import MemOptOptions
+from optimum_memopt.options import MemOptOptions, from_keywords
 from optimum_memopt.plans.table import PlanTable
 
 # What `optimize` has no use for: it sees neither batches nor steps.
@@ -98,6 +98,11 @@ def attach(trainer: Trainer, options: MemOptOptions | None = None, **overrides: 
         MemOptError: bad options, options that do not go with the Trainer's arguments, a second `attach`, or a launch
             of several processes that would each train alone.
     """
+    if not isinstance(trainer, Trainer):
+        raise MemOptError(
+            f"attach takes a transformers Trainer, not {excerpt(type(trainer).__name__)}; for a model without one: "
+            "optimum_memopt.optimize(model, …)"
+        )
     if hasattr(trainer, "memopt"):
         raise MemOptError("this Trainer has an engine already; use its trainer.memopt")
     chosen = _options(trainer.args, options, overrides)
@@ -153,7 +158,12 @@ def optimize(model: torch.nn.Module, **options: Any) -> Engine:
     Raises:
         MemOptError: bad options, or a model that the engine cannot train.
     """
-    chosen = MemOptOptions(**options)
+    if not isinstance(model, torch.nn.Module):
+        raise MemOptError(
+            f"optimize takes a torch.nn.Module, not {excerpt(type(model).__name__)}; for a Trainer: "
+            "optimum_memopt.attach(trainer, …)"
+        )
+    chosen = from_keywords(**options)
     chosen.check()
     defaults = MemOptOptions()
     if given := [f"--{name}" for name in _NEED_A_TRAINER if getattr(chosen, name) != getattr(defaults, name)]:
@@ -195,8 +205,7 @@ def _options(args: Any, options: MemOptOptions | None, overrides: Mapping[str, A
     """What `attach` was asked for.
 
     Raises:
-        MemOptError: options in two places, or of another type.
-        TypeError: an override that is no field of `MemOptOptions`.
+        MemOptError: options in two places, or of another type; an override that is no field of `MemOptOptions`.
     """
     if options is not None and not isinstance(options, MemOptOptions):
         raise MemOptError(
@@ -217,7 +226,7 @@ def _options(args: Any, options: MemOptOptions | None, overrides: Mapping[str, A
                 "each layer"
             )
         given = MemOptOptions()
-    MemOptOptions(**overrides)
+    from_keywords(**overrides)
     # A copy of the same class, whose defaults may be others.
     chosen = copy.copy(given)
     for name, value in overrides.items():

@@ -8,12 +8,22 @@ from typing import Any
 
 import torch
 
-from optimum_memopt.errors import MemOptError
+from optimum_memopt.errors import MemOptError, UnsupportedModelError
 
 from . import base
 from .base import Selection
 
 TrainForward = Callable[..., Any]
+
+
+def check_parameters(model: torch.nn.Module) -> None:
+    """Refuse a model in which there is nothing to train.
+
+    Raises:
+        UnsupportedModelError: it has no parameters.
+    """
+    if next(model.parameters(), None) is None:
+        raise UnsupportedModelError(f"{type(model).__name__} has no parameters, so there is nothing to train")
 
 
 class Dispatcher:

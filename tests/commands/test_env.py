@@ -164,7 +164,7 @@ def test_what_inductor_lacks_and_the_command_that_gets_it(monkeypatch, capsys, t
             assert "Python.h" in headers["why"] and headers["command"].endswith("-dev")
     monkeypatch.setenv("PATH", str(tmp_path))
     compiler = works(json.loads(in_this_process(capsys, "--json")))[what]
-    assert not compiler["works"] and compiler["command"] == "apt-get install g++"
+    assert not compiler["works"] and compiler["command"].startswith("apt-get install g++")
     with pytest.raises(MemOptError, match=r"--memory_opt_compiler inductor: there is no C\+\+ compiler"):
         check_compiler("inductor", "cpu")
 

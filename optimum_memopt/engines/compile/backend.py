@@ -85,8 +85,8 @@ def default_compiler(device_type: str) -> tuple[str, str]:
     """
     if device_type in ("cpu", "meta"):
         return "aot_eager", "on a CPU inductor compiles for half a minute and more"
-    if missing := missing_for(device_type)[0]:
-        return "aot_eager", missing
+    if any(missing := missing_for(device_type)):
+        return "aot_eager", "; ".join(missing)
     return "inductor", f"inductor works on {device_type}"
 
 
@@ -107,7 +107,7 @@ def missing_for(device_type: str) -> tuple[str, str]:
     """What inductor lacks on a device and the command that gets it, both empty when nothing."""
     if not compat.inductor_works(device_type):
         if device_type == "cpu":
-            return "there is no C++ compiler, or none that the environment's CXX names", "apt-get install g++"
+            return "there is no C++ compiler", "apt-get install g++  # or name one in CXX"
         return "there is no Triton", "pip install triton"
     # Both its C++ kernels and Triton's launchers are Python extensions.
     if not Path(sysconfig.get_path("include"), "Python.h").is_file():

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from optimum_memopt.engines import in_place
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -20,8 +21,9 @@ def check(model: torch.nn.Module) -> None:
     """Refuse what would be recomputed twice or trained beside the plan.
 
     Raises:
-        UnsupportedModelError: DataParallel, activation checkpointing.
+        UnsupportedModelError: no parameters, DataParallel, activation checkpointing.
     """
+    in_place.check_parameters(model)
     if isinstance(model, torch.nn.DataParallel):
         raise UnsupportedModelError(
             "the compile engine under torch.nn.DataParallel: start one process for each GPU, for example with "

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from optimum_memopt.engines import in_place
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
 from optimum_memopt.logs import get_logger
 
@@ -27,8 +28,10 @@ def check(model: torch.nn.Module, checkpointing: bool = False) -> None:
         checkpointing: re-entrant activation checkpointing is allowed.
 
     Raises:
-        UnsupportedModelError: DataParallel, gradient checkpointing, several devices, half precision on the CPU.
+        UnsupportedModelError: no parameters, DataParallel, gradient checkpointing, several devices, half precision
+            on the CPU.
     """
+    in_place.check_parameters(model)
     name = type(model).__name__
     if isinstance(model, torch.nn.DataParallel):
         raise UnsupportedModelError(f"the ort engine under torch.nn.DataParallel: {_DATA_PARALLEL_WAY_OUT}")
