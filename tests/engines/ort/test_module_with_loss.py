@@ -13,7 +13,7 @@ from transformers import Trainer
 from transformers.trainer_pt_utils import LabelSmoother
 
 from optimum_memopt import MemOptError, MemOptTrainer, MemOptTrainingArguments, attach
-from optimum_memopt.engines.base import Selection, engine_of
+from optimum_memopt.engines.base import Selection
 from optimum_memopt.engines.ort import missing
 from optimum_memopt.engines.ort.engine import OrtEngine
 from optimum_memopt.engines.ort.module_with_loss import LabelSmoothing
@@ -232,7 +232,7 @@ def test_the_trainer_ends_with_the_same_weights(tmp_path: Path, name: str, setup
     start = weights(ours.model)
     for trainer in (plain, ours):
         trainer.train()
-    assert (projected_rows(engine_of(ours.model)) == "ShrunkenGather") == (name != "roberta-classification")
+    assert (projected_rows(ours.memopt.engine) == "ShrunkenGather") == (name != "roberta-classification")
     assert distance(weights(plain.model), start) > 100 * TOLERANCE
     assert distance(weights(ours.model), weights(plain.model)) < TOLERANCE
     assert ours.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=TOLERANCE)
