@@ -69,8 +69,15 @@ def merged(earlier: MemoryT | None, later: MemoryT) -> MemoryT:
     """`later`, with each peak raised to the one of `earlier`."""
     if earlier is None:
         return later
-    peaks = [field.name for field in dataclasses.fields(later) if field.name.startswith(("peak_", "max_"))]
-    return dataclasses.replace(later, **{name: max(getattr(earlier, name), getattr(later, name)) for name in peaks})
+    higher = {
+        name: value for name in _peak_names(type(later)) if (value := getattr(earlier, name)) > getattr(later, name)
+    }
+    return dataclasses.replace(later, **higher) if higher else later
+
+
+@functools.cache
+def _peak_names(kind: type[CpuMemory] | type[CudaMemory]) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(kind) if field.name.startswith(("peak_", "max_")))
 
 
 def parse_status(text: str) -> CpuMemory:

@@ -201,8 +201,6 @@ class MemoryPhasesCallback(TrainerCallback):
                 for tensor in grad_tensors(outputs):
                     tensor.register_hook(lambda gradient: self._begin_backward())
 
-        for hook in (before_forward, after_forward):
-            hook.memopt_observer = True  # an engine need not hand such a hook what its model returns beside the loss
         self._handles = [model.register_forward_pre_hook(before_forward), model.register_forward_hook(after_forward)]
 
     def _begin_backward(self) -> None:
