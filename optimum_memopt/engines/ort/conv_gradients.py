@@ -7,9 +7,8 @@ convolution with groups over other than two dimensions; the process ends in glib
 
 from typing import Any
 
-from optimum_memopt.errors import UnsupportedModelError
-
-from .graph_edits import NewNodes
+from .graph_edits import NewNodes, module_scope
+from .suitability import Unsuitable
 
 # One dimension to two: what each list of the operator's attributes holds for the new one.
 _NEUTRAL = {"kernel_shape": 1, "strides": 1, "dilations": 1}
@@ -25,7 +24,7 @@ def flatten_grouped_gradients(graph: Any) -> int:
         How many there were.
 
     Raises:
-        UnsupportedModelError: one with groups over three dimensions or more.
+        Unsuitable: one with groups over three dimensions or more.
     """
     mended = 0
     for position, node in reversed(list(enumerate(graph.node))):
@@ -36,9 +35,9 @@ def flatten_grouped_gradients(graph: Any) -> int:
         if "group" not in attributes or attributes["group"].i == 1 or rank == 2:
             continue
         if rank > 2:
-            raise UnsupportedModelError(
-                f"ONNX Runtime's gradient of a convolution with groups over {rank} dimensions writes out of bounds "
-                f"({node.name.partition('_Grad/')[0]}); use --memory_opt_engine compile"
+            raise Unsuitable(
+                f"its gradient of a convolution with groups over {rank} dimensions writes out of bounds "
+                f"({module_scope(node.name)})"
             )
         _over_two_dimensions(graph, position, attributes)
         mended += 1

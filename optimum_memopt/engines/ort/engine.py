@@ -1,6 +1,5 @@
 """Trains a model through ONNX Runtime in place: the model keeps its class, modules, parameters and state-dict keys."""
 
-import copy
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -23,6 +22,7 @@ from .failures import one_line
 from .graph_rules import residual_normalizations
 from .insight import applied_counts, parse_insight, to_plans
 from .manager import POST_BACKWARD, PRE_FORWARD, Hooks, Manager
+from .module_state import Churn, ModuleState, SharedCopy, in_words
 from .module_with_loss import LabelShapes, LabelSmoothing, put_loss_inside, with_label_smoothing
 from .options import OrtOptions
 from .selection import Choice, check_applied, check_supported, choose_config, choose_level
@@ -61,6 +61,8 @@ class OrtEngine(in_place.InPlaceEngine):
         self._log_level = log_level
         self._smoothing: LabelSmoothing | None = None
         self._exported_attention: str | None = None
+        self._churn = Churn()
+        self._seen_autocast: Any = False
         super().__init__(selection)
 
     def apply(self, selection: Selection) -> None:
@@ -84,6 +86,7 @@ class OrtEngine(in_place.InPlaceEngine):
 
     def _enter(self) -> None:
         self._attention = None
+        self._churn = Churn()
         if not self._options.ort_arena:
             malloc.give_back_freed_memory()
         self._attention = suitability.choose_attention(self._model)
@@ -141,15 +144,15 @@ class OrtEngine(in_place.InPlaceEngine):
         self._insight = ""
         self._choice = Choice()
         self._plans: tuple[Plan, ...] = ()
-        self._seen: tuple[Any, ...] | None = None
-        self._seen_parameters: tuple[torch.nn.Parameter, ...] = ()
+        self._seen: ModuleState | None = None
         self._backward_is_due = False
+        self._was_exported = False
         self._fallback_reason = ""
 
     def _train_forward(self, *args: Any, **kwargs: Any) -> Any:
         self._notice_changes()
         if self._fallback_reason:
-            return self._fallback(*args, **kwargs)
+            return self._run_fallback(*args, **kwargs)
         suitability.check_autocast(self._model)
         if self._choice.redraws_random_numbers and self._backward_is_due:
             raise MemOptError(
@@ -166,7 +169,9 @@ class OrtEngine(in_place.InPlaceEngine):
                 self._label_shapes = LabelShapes(bool(getattr(config, "is_encoder_decoder", False)))
             if self._options.ort_module_with_loss:
                 self._label_shapes.check(kwargs)
-            return self._manager.forward(*args, **without_key_value_cache(self._model, args, kwargs, forced=True))
+            outputs = self._manager.forward(*args, **without_key_value_cache(self._model, args, kwargs, forced=True))
+            self._after_export()
+            return outputs
         except MemOptError:
             # Whoever catches it and goes on must not meet a graph without a session.
             self._forget()
@@ -182,9 +187,12 @@ class OrtEngine(in_place.InPlaceEngine):
                 self._forget()
             raise
         except Exception as error:
+            reason = str(error) if isinstance(error, suitability.Unsuitable) else one_line(error)
             if self._manager is not None and not self._manager.is_building:
-                raise
-            give_back = self._give_back(one_line(error), error)
+                if not (reason := self._why_not_this_batch(error, args, kwargs)):
+                    self._forget()
+                    raise
+            give_back = self._give_back(reason, error)
         except BaseException:
             # Training that goes on after Ctrl-C must not meet a graph without a session, or a forward left half-way.
             self._forget()
@@ -204,31 +212,63 @@ class OrtEngine(in_place.InPlaceEngine):
         line = f"NOT on ONNX Runtime: it cannot train this model ({reason}); no plan is applied"
         get_logger().warning(line)
         self._table = PlanTable(engine=self.name, plans=(), header=(line,))
-        return self._fallback
+        return self._run_fallback
 
     @property
     def _fallback(self) -> Callable[..., Any]:
         return with_label_smoothing(self._dispatcher.plain_forward, self._smoothing)
 
-    def _state(self) -> tuple[Any, ...]:
-        """What an exported graph has built in and ORT does not look at again."""
-        parameters = tuple(self._model.parameters())
-        device_type = parameters[0].device.type if parameters else "cpu"
-        autocast = torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type)
-        modes = tuple(module.training for module in self._model.modules())
-        return autocast, modes, *((id(p), p.shape, p.requires_grad, p.dtype, p.device) for p in parameters)
-
     def _notice_changes(self) -> None:
-        state = self._state()
-        if self._seen is not None and state != self._seen:
-            get_logger().info(
-                "parameters, their freezing, submodules' modes or autocast changed: building a new graph"
+        """Forget a session whose graph has built in what is no longer so."""
+        self._churn.forward()
+        autocast = _autocast(self._model)
+        changes: dict[str, tuple[str, str]] = {}
+        if self._seen is not None:
+            if autocast != self._seen_autocast:
+                changes["autocast"] = (str(self._seen_autocast), str(autocast))
+            if not self._seen.is_current():
+                changes |= self._seen.changes()
+            if self._fallback_reason and changes.keys() <= self._churn.refused:
+                changes = {}
+            if changes:
+                get_logger().info(f"building a new graph: {in_words(changes)}")
+                self._forget()
+                self._check(self._model)
+        if self._seen is None or not self._seen.is_current():
+            self._seen = ModuleState(self._model)
+        self._seen_autocast = autocast
+        if often := self._churn.seen(changes):
+            self._give_back(
+                f"{often} changes again and again ({' -> '.join(changes[often])}), and each change takes a new "
+                "export; keep it fixed, or use --memory_opt_engine compile"
             )
-            self._forget()
-            self._check(self._model)
-        self._seen = state
-        # Held, so that no new parameter comes to lie where an old one was and passes for it.
-        self._seen_parameters = tuple(self._model.parameters())
+
+    def _after_export(self) -> None:
+        """Settle what the model's own code changed when it was traced in this step."""
+        if self._was_exported:
+            self._was_exported = False
+            self._exported.give_back_attributes()
+            if self._seen is not None and self._seen.only_initialized():
+                self._seen = ModuleState(self._model)
+
+    def _run_fallback(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = self._fallback(*args, **kwargs)
+        if self._seen is not None and not self._seen.is_current():
+            # What the forward itself changes is no reason to try ONNX Runtime again.
+            self._seen = ModuleState(self._model)
+        return outputs
+
+    def _why_not_this_batch(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """Why ONNX Runtime fails on a batch that PyTorch takes; empty when PyTorch does not take it either."""
+        try:
+            with torch.no_grad():
+                self._dispatcher.plain_forward(*args, **kwargs)
+        except Exception:
+            return ""
+        return (
+            f"a batch after the first ends in an error, as where a graph holds the first one's shapes "
+            f"({one_line(error)}); pad all batches to one shape and drop the last, or use --memory_opt_engine compile"
+        )
 
     def _make_manager(self) -> Manager:
         return Manager(
@@ -243,7 +283,8 @@ class OrtEngine(in_place.InPlaceEngine):
     def _inner(self) -> torch.nn.Module:
         """What ORT exports: shares submodules and parameters with the model, but not the hooks, which the model's own
         `__call__` runs already."""
-        inner = copy.copy(self._model)
+        self._exported = SharedCopy(self._model)
+        inner = self._exported.module
         inner.__dict__.pop("forward", None)
         if isinstance(self._dispatcher.previous, types.MethodType):
             inner.forward = types.MethodType(self._dispatcher.previous.__func__, inner)
@@ -296,6 +337,7 @@ class OrtEngine(in_place.InPlaceEngine):
         for remark in check_applied(self._choice, counts, self._selection.strict and not self._selection.level):
             get_logger().warning(remark)
         rebuilt = self._table is not None
+        self._was_exported = True
         self._insight = text
         self._table = PlanTable(
             engine=self.name,
@@ -310,6 +352,13 @@ class OrtEngine(in_place.InPlaceEngine):
         provider = "CUDAExecutionProvider" if self._manager.device.type == "cuda" else "CPUExecutionProvider"
         asked = f"config {self._selection.config}" if self._selection.config else f"level {self._selection.level}"
         return (f"{type(self._model).__name__} on {provider}, {asked}",)
+
+
+def _autocast(model: torch.nn.Module) -> Any:
+    """The dtype of autocast where the model lies, False without it."""
+    parameter = next(model.parameters(), None)
+    device_type = parameter.device.type if parameter is not None else "cpu"
+    return torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type)
 
 
 def _with_counts(plan: Plan, choice: Choice, counts: Mapping[str, tuple[int, int]]) -> Plan:

@@ -4,7 +4,8 @@ ONNX Runtime's losses read whatever a label points to, at any distance, and its 
 counted from the end (onnxruntime 1.19.2); torch raises IndexError for both. The checks are nodes of the graph, ahead
 of the node that would read out of bounds, so that they see the very values that it reads: after shifts, masks and
 slices, and also positions that the model computes itself. A check is a dozen operators on the integers of a batch and
-stashes nothing: four checks take 0.1 to 0.3 ms for 1,024 ids each, and too little to tell for 8,192 (2 cores).
+stashes nothing: four checks take 0.1 to 0.3 ms for 1,024 ids each, and too little to tell for 8,192 (2 cores). On CUDA
+each of them waits for the device, since the shape that a Reshape gets lies on the host (not run: there was no GPU).
 """
 
 import re

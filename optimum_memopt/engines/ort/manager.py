@@ -26,6 +26,7 @@ from . import DISTRIBUTIONS, allocator, compat, lever_mends, levers, module_with
 from .conv_gradients import flatten_grouped_gradients
 from .empty_losses import mean_of_no_labels
 from .export_cache import ExportCache
+from .export_watch import side_effects_refused
 from .failures import out_of_memory_as_torch_says_it
 from .gather_indices import expand_indices_again
 from .index_checks import IndexCheck, as_index_error, check_indices
@@ -228,6 +229,11 @@ class Manager:
                 if not options.enable_custom_autograd_function:
                     self._seen_functions = stack.enter_context(compat.recorded_autograd_functions())
                 stack.enter_context(self._export_cache())
+                stack.enter_context(
+                    compat.replaced(
+                        owner, "_get_exported_model", staticmethod(self._watched(owner._get_exported_model))
+                    )
+                )
                 self._observer.symbolic_dim_collecting_completed = False
                 exported = export(*args, **kwargs)
             return exported
@@ -255,6 +261,15 @@ class Manager:
         versions = (torch.__version__, installed_version(DISTRIBUTIONS), installed_version(("optimum-memopt",)))
         others = (*map(str, versions), *compat.symbolic_names(), *map(str, sorted(self._environment.items())))
         return ExportCache(self._options.ort_cache_dir, others).used()
+
+    def _watched(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Runs within ORT's export, at the end of which it sets all random generators back."""
+
+        def get_exported_model(*args: Any, **kwargs: Any) -> Any:
+            with side_effects_refused(self._training._original_module):
+                return original(*args, **kwargs)
+
+        return get_exported_model
 
     def _graph_builder(self, original: Callable[[Any], None]) -> Callable[[Any], None]:
         def build_graph(configuration: Any) -> None:

@@ -21,6 +21,10 @@ _DATA_PARALLEL_WAY_OUT = (
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
+class Unsuitable(Exception):
+    """Why ONNX Runtime cannot train a model, found while its graph is built; the message goes on from "because"."""
+
+
 def check(model: torch.nn.Module, checkpointing: bool = False) -> None:
     """Refuse what ONNX Runtime would train wrongly or not at all.
 
@@ -73,11 +77,32 @@ def why_not(model: torch.nn.Module) -> str:
         if module.training and getattr(module, "track_running_stats", False) and module.running_mean is not None
     ]
     if norms:
-        return f"it would not keep the running statistics of {_some(norms)}"
+        return f"it would not keep the running statistics of {some(norms)}"
     still = [name for name, module in model.named_modules() if not module.training and _depends_on_mode(module)]
     if still:
-        return f"it trains all submodules or none, and {_some(still)} are in evaluation mode"
+        return f"it trains all submodules or none, and {some(still)} are in evaluation mode"
+    if dropped := _dropped_layers(model):
+        return f"it would drop the same layers at each step; set {some(dropped)} to 0"
     return ""
+
+
+def _dropped_layers(model: torch.nn.Module) -> list[str]:
+    """Probabilities to leave out whole layers, which a forward does in Python, where the export looks once: BART and
+    its kin have them on the modules, Wav2Vec2 in the config alone."""
+    found = {
+        f"model.{name}.{attribute}" if name else f"model.{attribute}": value
+        for name, module in model.named_modules()
+        for attribute, value in vars(module).items()
+        if "layerdrop" in attribute and isinstance(value, int | float)
+    }
+    if not found:
+        config = vars(model).get("config")
+        found = {
+            f"model.config.{attribute}": value
+            for attribute, value in getattr(config, "__dict__", {}).items()
+            if "layerdrop" in attribute and isinstance(value, int | float)
+        }
+    return [f"{name} (now {value})" for name, value in found.items() if value > 0]
 
 
 def _depends_on_mode(module: torch.nn.Module) -> bool:
@@ -87,7 +112,8 @@ def _depends_on_mode(module: torch.nn.Module) -> bool:
     return getattr(module, "track_running_stats", False) or any(value > 0 for value in dropouts)
 
 
-def _some(names: Sequence[str]) -> str:
+def some(names: Sequence[str]) -> str:
+    """The first three names, and how many more there are."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 

@@ -1,0 +1,220 @@
+"""What changes after the export is noticed; what a graph cannot follow is refused."""
+
+import copy
+import random
+
+import numpy
+import pytest
+import torch
+from gradients import assert_same_step
+from model_zoo import _BERT, _DEBERTA, ZOO, Case, masked_lm
+
+from optimum_memopt.engines.ort import missing
+from optimum_memopt.engines.ort.engine import OrtEngine
+from optimum_memopt.engines.ort.module_state import Churn, ModuleState, in_words
+from optimum_memopt.engines.ort.options import OrtOptions
+from optimum_memopt.errors import UnsupportedModelError
+from optimum_memopt.logs import get_logger
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason="no onnxruntime-training")
+
+
+@pytest.fixture
+def attach():
+    engines = []
+
+    def attach(model, fallback=False):
+        engines.append(OrtEngine(options=OrtOptions(ort_fallback=fallback)))
+        engines[-1].attach(model)
+        return engines[-1]
+
+    yield attach
+    for engine in engines:
+        engine.detach()
+
+
+@pytest.fixture
+def rebuilds(monkeypatch, caplog):
+    """A call returns the lines about new graphs since the last."""
+    monkeypatch.setattr(get_logger(), "propagate", True)
+    caplog.set_level("INFO")
+
+    def lines():
+        found = [text for record in caplog.records if "building a new graph" in (text := record.getMessage())]
+        caplog.clear()
+        return found
+
+    return lines
+
+
+def test_changed_settings_of_modules_train_as_in_pytorch(attach, rebuilds):
+    case = Case("RobertaForMaskedLM", "RobertaConfig", {**_BERT, "num_hidden_layers": 1}, masked_lm)
+    model = case.build()
+    plain = copy.deepcopy(model)
+    attach(model)
+
+    def in_both(change):
+        for trained in (model, plain):
+            change(trained.roberta.encoder.layer[0])
+        assert_same_step(model, plain, case.batch())
+        return rebuilds()
+
+    assert in_both(lambda layer: None) == []
+    for change, line in (
+        (lambda layer: setattr(layer.output.LayerNorm, "eps", 0.1), "output.LayerNorm.eps was 1e-12, is 0.1"),
+        (lambda layer: setattr(layer.attention.self, "scaling", 2.0), "attention.self.scaling was 0.35"),
+        (
+            lambda layer: setattr(layer.intermediate, "intermediate_act_fn", torch.nn.Tanh()),
+            "was GELUActivation, is Tanh",
+        ),
+    ):
+        (said,) = in_both(change)
+        assert line in said
+        assert in_both(lambda layer: setattr(layer, "note", object())) == []
+
+    with torch.no_grad():
+        before = float(model(**case.batch()).loss)
+    model.roberta.encoder.layer[0].output.dropout.p = 0.9
+    assert abs(float(model(**case.batch()).loss.detach()) - before) > 1e-3
+    (said,) = rebuilds()
+    assert "output.dropout.p was 0.0, is 0.9" in said
+
+
+class Counting(torch.nn.Module):
+    """A forward that does more than computing."""
+
+    def __init__(self, kind):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.kind, self.calls = torch.nn.Linear(4, 4), kind, 0
+        self.register_buffer("steps", torch.zeros(1))
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, values):
+        values = self.linear(values)
+        if self.kind == "counter":
+            self.calls += 1
+            return values.square().mean() * self.calls
+        if self.kind == "replaced buffer":
+            self.steps = self.steps + 1
+            return values.square().mean() * self.steps.sum()
+        if self.kind == "buffer in place":
+            self.mean.mul_(0.9).add_(values.detach().mean(0))
+            return (values - self.mean).square().mean()
+        chance = random.random() if self.kind == "random" else numpy.random.rand()
+        return values.square().mean() * (1 + (chance < 0.5))
+
+
+@pytest.mark.parametrize(
+    "kind, said",
+    [
+        ("replaced buffer", "its forward rewrites steps, which would stay as it was, in checkpoints too"),
+        ("buffer in place", "its forward rewrites mean"),
+        ("random", "draws from Python's random"),
+        ("numpy", "draws from numpy.random"),
+    ],
+)
+def test_side_effects_of_a_forward_are_refused_at_the_first_step(attach, kind, said):
+    model = Counting(kind)
+    attach(model)
+    with pytest.raises(UnsupportedModelError, match=said) as error:
+        model(torch.rand(3, 4))
+    assert "\n" not in str(error.value)
+
+    model, plain = Counting(kind), Counting(kind)
+    engine = attach(model, fallback=True)
+    for step in range(3):
+        values = torch.rand(3, 4)
+        for trained in (model, plain):
+            random.seed(step)
+            numpy.random.seed(step)
+            trained(values).backward()
+    assert said in engine.plans().header[0]
+    torch.testing.assert_close(model.linear.weight.grad, plain.linear.weight.grad)
+    torch.testing.assert_close(dict(model.named_buffers()), dict(plain.named_buffers()))
+
+
+def test_a_counter_of_the_forward_is_right_until_it_is_refused(attach, rebuilds):
+    model, plain = Counting("counter"), Counting("counter")
+    attach(model)
+    values = torch.rand(3, 4)
+    for _ in range(3):
+        torch.testing.assert_close(model(values), plain(values))
+    assert rebuilds()[0].endswith("calls was 0, is 1")
+    with pytest.raises(UnsupportedModelError, match=r"calls changes again and again \(2 -> 3\).*keep it fixed"):
+        model(values)
+
+
+def test_a_schedule_that_was_refused_is_said_once(attach, rebuilds, caplog):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.1), torch.nn.Linear(4, 1))
+    attach(model, fallback=True)
+    said = []
+    for step in range(8):
+        model[1].p = 0.1 + step / 20
+        model(torch.rand(3, 4)).sum().backward()
+        said += [record for record in caplog.records if "1.p changes again and again" in record.getMessage()]
+        rebuilds()
+    assert len(said) == 1
+
+
+def test_layerdrop_is_refused_with_the_line_that_sets_it(attach):
+    model = ZOO["bart"].build(encoder_layerdrop=0.5)
+    attach(model)
+    batch = ZOO["bart"].batch()
+    with pytest.raises(UnsupportedModelError, match=r"set model\.model\.encoder\.layerdrop \(now 0\.5\) to 0"):
+        model(**batch)
+    model.model.encoder.layerdrop = 0
+    plain = copy.deepcopy(model)
+    plain.__dict__.pop("forward")
+    assert_same_step(model, plain, batch)
+
+
+def test_a_second_shape_that_the_graph_does_not_take_is_a_line(attach):
+    case = Case("DebertaForMaskedLM", "DebertaConfig", {**_DEBERTA, "max_relative_positions": 16}, masked_lm)
+    model = case.build()
+    plain = copy.deepcopy(model)
+    attach(model)
+    assert_same_step(model, plain, case.batch())
+    with pytest.raises(
+        UnsupportedModelError, match="pad all batches to one shape.*--memory_opt_engine compile"
+    ) as error:
+        model(**case.batch(3, 7))
+    assert "\n" not in str(error.value)
+    wrong = {**case.batch(), "labels": torch.zeros(3, 2, dtype=torch.long)}
+    with pytest.raises((RuntimeError, ValueError)) as error:
+        model(**wrong)
+    assert not isinstance(error.value, UnsupportedModelError)
+
+
+def test_a_state_names_what_has_changed():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.1), torch.nn.BatchNorm1d(2))
+    model.scales = [1.0, {"a": (2, 3)}]
+    state = ModuleState(model)
+    assert state.is_current() and state.changes() == {}
+    model[2].running_mean.add_(1)
+    assert state.is_current()
+    for change, words in (
+        (lambda: setattr(model[1], "p", 0.2), "1.p was 0.1, is 0.2"),
+        (lambda: model.scales[1].update(a=4), "scales was"),
+        (lambda: model[0].weight.requires_grad_(False), "tensor 0.weight was"),
+        (lambda: model[1].eval(), "1.training was True, is False"),
+        (lambda: model.append(torch.nn.ReLU()), "class of 3 was not there, is ReLU"),
+        (lambda: setattr(model[0], "weight", torch.nn.Parameter(torch.rand(2, 2))), "tensor 0.weight was"),
+    ):
+        change()
+        assert not state.is_current()
+        assert words in " ".join(in_words({name: change}) for name, change in state.changes().items())
+        state = ModuleState(model)
+    del model[1].inplace
+    assert not state.is_current()
+
+
+def test_churn_is_as_many_changes_in_few_forwards():
+    churn = Churn()
+    found = []
+    for step in range(200):
+        churn.forward()
+        found.append(churn.seen({"rare.p": 0, "x.training": 0, "module y": 0}) if step % 20 == 0 else "")
+    assert set(found) == {""}
+    found = [churn.seen({"p": 0}) for _ in range(3)]
+    assert found == ["", "", "p"]
