@@ -320,9 +320,9 @@ SDPA = (
     "opt",
     "gemma",
 )
-# Trained by the compile engine alone: `UNTRAINABLE` says why of three. ONNX Runtime ends the process with ConvBERT and
-# refuses BatchNorm, whose running statistics it would not keep.
-COMPILE_ONLY = ("convbert-mlm", "modernbert-mlm", "whisper", "segformer", "mixtral")
+# Trained by the compile engine alone: `UNTRAINABLE` says why of three. ONNX Runtime refuses BatchNorm, whose running
+# statistics it would not keep.
+COMPILE_ONLY = ("modernbert-mlm", "whisper", "segformer", "mixtral")
 
 # What ONNX Runtime 1.19 cannot train: model, attention, changes to its config, and the reason as its error names it.
 UNTRAINABLE: dict[str, tuple[Case, str, dict[str, Any], str]] = {

@@ -38,7 +38,7 @@ MODELS = [(name, "eager") for name in ZOO] + [(name, "sdpa") for name in SDPA]
 # get every plan there, the others two of them, and one of them for their second kind of attention.
 EVERY_PLAN = ("roberta-classification", "deberta-v2-mlm", "gpt2")
 # Of these one plan, and the second by `make test-all`.
-ONE_PLAN = (*COMPILE_ONLY, "opt", "gemma")
+ONE_PLAN = (*COMPILE_ONLY, "convbert-mlm", "opt", "gemma")
 
 
 @dataclass

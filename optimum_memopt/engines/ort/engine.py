@@ -187,11 +187,13 @@ class OrtEngine(in_place.InPlaceEngine):
                 self._forget()
             raise
         except Exception as error:
-            reason = str(error) if isinstance(error, suitability.Unsuitable) else one_line(error)
             if self._manager is not None and not self._manager.is_building:
-                if not (reason := self._why_not_this_batch(error, args, kwargs)):
-                    self._forget()
-                    raise
+                reason = self._why_not_this_batch(error, args, kwargs)
+            else:
+                reason = str(error) if isinstance(error, suitability.Unsuitable) else one_line(error)
+            if not reason:
+                self._forget()
+                raise
             give_back = self._give_back(reason, error)
         except BaseException:
             # Training that goes on after Ctrl-C must not meet a graph without a session, or a forward left half-way.
