@@ -250,7 +250,7 @@ class OrtEngine(in_place.InPlaceEngine):
         if self._was_exported:
             self._was_exported = False
             self._exported.give_back_attributes()
-            if self._seen is not None and self._seen.only_initialized():
+            if self._seen is not None and self._seen.only_noted():
                 self._seen = ModuleState(self._model)
 
     def _run_fallback(self, *args: Any, **kwargs: Any) -> Any:

@@ -56,10 +56,16 @@ class ModuleState:
         """Whether everything is as it was."""
         return all(part.is_current() for part in self._parts)
 
-    def only_initialized(self) -> bool:
+    def only_noted(self) -> bool:
         """Whether all that has changed was None, as what a forward works out at its first call and then keeps
-        (`config.problem_type` of classifiers)."""
-        return all(before == "None" for before, _ in self.changes().values())
+        (`config.problem_type` of classifiers), or is a container that a forward notes things in."""
+        containers = {
+            part.prefix + field
+            for part in self._parts
+            for field in part.frozen
+            if isinstance(vars(part.owner).get(field), _CONTAINERS)
+        }
+        return all(before == "None" or name in containers for name, (before, _) in self.changes().items())
 
     def changes(self) -> dict[str, tuple[str, str]]:
         """Dotted names to what they were and what they are; empty where nothing that counts has changed."""
@@ -139,6 +145,7 @@ class _Part:
 
     def __init__(self, name: str, owner: Any, fields: dict[str, Any]) -> None:
         self.name = name
+        self.prefix = f"{name}." if name else ""
         self.owner = owner
         self._type = type(owner)
         self._is_module = is_module = isinstance(owner, torch.nn.Module)
@@ -153,7 +160,7 @@ class _Part:
         self._names = plain
         self._read: Callable[[Mapping[str, Any]], Any] = itemgetter(*plain) if plain else lambda fields: ()
         self._values = self._read(fields)
-        self._frozen = {
+        self.frozen = {
             field: frozen
             for field, value in counted
             if isinstance(value, (*_CONTAINERS, torch.Tensor)) and (frozen := _frozen(value)) is not None
@@ -172,7 +179,7 @@ class _Part:
                 return False
         except KeyError:
             return False
-        if self._frozen and any(_frozen(fields.get(name)) != value for name, value in self._frozen.items()):
+        if self.frozen and any(_frozen(fields.get(name)) != value for name, value in self.frozen.items()):
             return False
         if not self._is_module:
             return True
@@ -183,11 +190,13 @@ class _Part:
 
     def described(self) -> dict[str, Any]:
         """Full names to values that can be compared and shown."""
-        prefix = f"{self.name}." if self.name else ""
+        prefix = self.prefix
         values = self._values if len(self._names) > 1 else (self._values,)
         described: dict[str, Any] = {}
-        for name, value in (*zip(self._names, values, strict=False), *self._frozen.items()):
+        for name, value in zip(self._names, values, strict=False):
             described[prefix + name] = _Shown(value)
+        for name, frozen in self.frozen.items():
+            described[prefix + name] = _Shown(frozen, _words(frozen))
         described[f"class of {self.name or 'the model'}"] = self._type.__name__
         for name, module in self._children:
             described[f"module {prefix}{name}"] = _Shown(module, type(module).__name__)
@@ -250,3 +259,12 @@ def _frozen(value: Any, depth: int = 4) -> Any:
             return None
         return type(value).__name__, frozenset(copies) if isinstance(value, set | frozenset) else tuple(copies)
     return (value,) if isinstance(value, _PLAIN + _FUNCTIONS) else None
+
+
+def _words(frozen: tuple[Any, ...]) -> str:
+    """What `_frozen` copied, for a reader."""
+    if len(frozen) == 1:
+        return repr(frozen[0])
+    if isinstance(frozen[0], str):
+        return f"{frozen[0]}({', '.join(map(_words, frozen[1]))})"
+    return "another tensor"

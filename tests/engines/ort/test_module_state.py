@@ -195,7 +195,7 @@ def test_a_state_names_what_has_changed():
     assert state.is_current()
     for change, words in (
         (lambda: setattr(model[1], "p", 0.2), "1.p was 0.1, is 0.2"),
-        (lambda: model.scales[1].update(a=4), "scales was"),
+        (lambda: model.scales[1].update(a=4), "scales was list(1.0, dict("),
         (lambda: model[0].weight.requires_grad_(False), "tensor 0.weight was"),
         (lambda: model[1].eval(), "1.training was True, is False"),
         (lambda: model.append(torch.nn.ReLU()), "class of 3 was not there, is ReLU"),
