@@ -18,6 +18,7 @@ from optimum_memopt.logs import get_logger, informing
 from optimum_memopt.memory import MIB
 from optimum_memopt.plans.matching import Matches
 from optimum_memopt.plans.table import PlanTable
+from optimum_memopt.progress import Progress, announced
 
 from . import compat, suitability
 from .backend import Backend, check_compiler, configured, default_compiler
@@ -111,18 +112,20 @@ class CompileEngine(in_place.InPlaceEngine):
         self._table: PlanTable | None = None
         self._forecast: Forecast | None = None
         self._resident = 0
+        self._progress = Progress()
         # What has been logged, since each recompile has its reason said once.
         self._said: set[str] = set()
 
     def _train_forward(self, *args: Any, **kwargs: Any) -> Any:
         alone = self.is_for_loss_alone()
         variant = (alone, compat.global_hooks())
-        if variant not in self._compiled:
+        is_new = variant not in self._compiled
+        if is_new:
             self._compiled[variant] = self._compile(alone)
         kwargs = without_key_value_cache(self._model, args, kwargs)
         watch = compat.Watch()
         try:
-            with configured(), self._wholes.around_call(kwargs):
+            with configured(), self._wholes.around_call(kwargs), self._announced(is_new) as self._progress:
                 outputs = self._compiled[variant](*args, **kwargs)
         except compat.FailOnRecompileLimitHit as error:
             reasons = "; ".join(sorted(self._said))
@@ -167,11 +170,25 @@ class CompileEngine(in_place.InPlaceEngine):
     def _split(
         self, programs: Programs, module: fx.GraphModule, inputs: Any, num_fwd_outputs: int, others: dict[str, Any]
     ) -> Modules:
+        number = len(self._graphs) + 1
+        self._progress.stage = f"partitioning graph {number} of {len(module.graph.nodes)} operators"
         is_only = self._table is None and any(compat.is_all_of(forward) for forward in self._traced)
         graph, modules = split(module, inputs, num_fwd_outputs, others, self._selection, self._graphs, is_only)
         self._graphs.append(replace(graph, programs=programs))
         self._resident = resident(next(self._model.parameters()).device)
+        self._progress.stage = f"compiling graph {number}"
         return modules
+
+    def _announced(self, is_new: bool) -> contextlib.AbstractContextManager[Progress]:
+        """Lines around the first call of a compiled forward; nothing around the later ones."""
+        if not is_new:
+            return contextlib.nullcontext(Progress())
+        name = type(self._model).__name__
+        return announced(
+            f"compiling the training graph of {name} with {self._compiler}",
+            f"compiled the training graph of {name} and ran its forward",
+            "tracing forward and backward, partitioning, compiling; once, takes a minute for large models",
+        )
 
     def _show(self, graphs: list[Graph], watch: compat.Watch, inputs: dict[str, Any]) -> None:
         """The first forward's graphs are the table; later ones were compiled for inputs of another kind.
@@ -189,7 +206,7 @@ class CompileEngine(in_place.InPlaceEngine):
             asked = matches(self._selection.config, offers, self._selection.strict and not again)
         if again:
             for reason in dict.fromkeys(watch.recompiles()):
-                self._say(f"torch compiled a new training graph, since no longer: {reason}")
+                self._say(f"recompiled the training graph; failed guard: {reason}")
             for remark in asked.remarks:
                 self._say(f"in the new graph: {remark}")
             return
