@@ -5,6 +5,7 @@ file is named.
 """
 
 import contextlib
+import inspect
 import shutil
 import types
 from collections.abc import Callable, Iterable
@@ -14,7 +15,6 @@ import sympy
 import torch
 from torch import fx
 from torch._dynamo import utils as dynamo_utils
-from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._functorch import config as functorch_config
 from torch._functorch import partitioners
@@ -24,10 +24,12 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental import _config as symbolic_config
 from torch.fx.experimental.proxy_tensor import py_sym_types
 
-__all__ = ["CustomPartitionerFn", "FailOnRecompileLimitHit", "SymbolicNumber"]
+__all__ = ["CustomPartitionerFn", "SymbolicNumber"]
 
 SymbolicNumber = py_sym_types
 _RECOMPILES = 32
+_ISOLATES = "isolate_recompiles" in inspect.signature(torch.compile).parameters
+_NO_LIMIT = 2**31 - 1
 
 
 def is_tangent(node: fx.Node) -> bool:
@@ -182,10 +184,11 @@ def changes() -> tuple[contextlib.AbstractContextManager, ...]:
     - `specialize_float`: torch would make inputs of a model's numbers (`scaling` of an attention), tracing everything
       twice for it, with operators that belong to no module (`torch/fx/passes/_tensorify_python_scalars.py`). A number
       that changes from step to step has to be a tensor.
-    - `fail_on_recompile_limit_hit`: torch would go on without the plan, in a log that nobody reads.
-    - `recompile_limit`: 8 by default, too few for a model that is compiled for each padded length.
     - `skip_nnmodule_hook_guards`: a hook put on a submodule after the first step would never be called. Guards on the
       hooks cost 0.6 ms of CPU a forward for a RoBERTa of 12 layers (230 modules).
+    - `recompile_limit`, `accumulated_recompile_limit`: torch counts by code object, and behind a graph break models of
+      one class share theirs, so that a fresh model would be at the limit of all before it; and at the limit torch goes
+      on without the plan, in a log that nobody reads. The engine counts by itself, see `recompile_limit`.
     - `enable_autograd_cache`: a cached joint graph never comes by the partitioner, so there would be no table.
 
     Left alone is `backed_size_oblivious`, which would spare the recompile for a batch of one row: with torch 2.13,
@@ -194,8 +197,8 @@ def changes() -> tuple[contextlib.AbstractContextManager, ...]:
     return (
         torch._dynamo.config.patch(
             optimize_ddp=False,
-            fail_on_recompile_limit_hit=True,
-            recompile_limit=max(_RECOMPILES, torch._dynamo.config.recompile_limit),
+            recompile_limit=_NO_LIMIT,
+            accumulated_recompile_limit=_NO_LIMIT,
             specialize_float=True,
             skip_nnmodule_hook_guards=False,
         ),
@@ -210,11 +213,26 @@ def global_hooks() -> tuple[int, ...]:
     return tuple(id for kind in kinds for id in getattr(torch.nn.modules.module, f"_global_{kind}_hooks"))
 
 
+def recompile_limit() -> int:
+    """How often one model may be recompiled: more than torch's 8, too few for one that is compiled for each padded
+    length, and the user's where that is higher."""
+    return max(_RECOMPILES, torch._dynamo.config.recompile_limit)
+
+
+def compile_alone(forward: Callable[..., Any], backend: Callable[..., Any], dynamic: bool) -> Callable[..., Any]:
+    """`torch.compile` of a forward that shares no recompile's reason with another one of the same code.
+
+    `isolate_recompiles` is there since 2.13. Before, the reason that is given may be a guard of another model.
+    """
+    isolated = {"isolate_recompiles": True} if _ISOLATES else {}
+    return torch.compile(forward, backend=backend, dynamic=dynamic, **isolated)
+
+
 def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function or method as a copy with a code object of its own.
 
-    torch keeps what it has compiled, and counts recompiles up to a limit, by code object, and all of transformers'
-    models have the one of a decorator (`isolate_recompiles` does the same, since 2.13).
+    torch keeps what it has compiled by code object, and all of transformers' models have the one of a decorator: with
+    its own, what was compiled for a model goes with it.
     """
     if isinstance(function, types.MethodType):
         return types.MethodType(with_own_code(function.__func__), function.__self__)

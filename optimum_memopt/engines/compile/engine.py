@@ -33,6 +33,9 @@ from .wholes import Wholes
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
+# In the error of too many recompiles.
+_GUARDS_QUOTED = 3
+
 
 class CompileEngine(in_place.InPlaceEngine):
     """The `compile` engine.
@@ -113,7 +116,9 @@ class CompileEngine(in_place.InPlaceEngine):
         self._forecast: Forecast | None = None
         self._resident = 0
         self._progress = Progress()
-        # What has been logged, since each recompile has its reason said once.
+        # How often a forward after the first recompiled, and why: each guard once.
+        self._recompiles = 0
+        self._failed_guards: dict[str, None] = {}
         self._said: set[str] = set()
 
     def _train_forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -124,22 +129,18 @@ class CompileEngine(in_place.InPlaceEngine):
             self._compiled[variant] = self._compile(alone)
         kwargs = without_key_value_cache(self._model, args, kwargs)
         watch = compat.Watch()
+        is_first = is_new or self._table is None
         try:
-            with configured(), self._wholes.around_call(kwargs), self._announced(is_new) as self._progress:
+            with configured(), self._wholes.around_call(kwargs), self._announced(is_first) as self._progress:
                 outputs = self._compiled[variant](*args, **kwargs)
-        except compat.FailOnRecompileLimitHit as error:
-            reasons = "; ".join(sorted(self._said))
-            self._forget()
-            raise MemOptError(
-                f"torch has compiled {type(self._model).__name__} anew as often as it will ({reasons}); pad "
-                "batches to fewer lengths (pad_to_multiple_of), or raise torch._dynamo.config.recompile_limit"
-            ) from error
         except BaseException as error:
             # Graphs of a forward that did not come to its end are no part of the next one's table.
             self._graphs = []
             if isinstance(refusal := getattr(error, "inner_exception", None), MemOptError):
                 raise refusal from None
             raise
+        if not is_first:
+            self._note_recompile(watch)
         if self._graphs:
             graphs, self._graphs = self._graphs, []
             self._show(graphs, watch, kwargs)
@@ -165,7 +166,7 @@ class CompileEngine(in_place.InPlaceEngine):
         plain = self._dispatcher.plain_forward
         forward = compat.with_own_code(loss_alone(plain) if alone else plain)
         self._traced.append(forward)
-        return torch.compile(forward, backend=backend, dynamic=self._dynamic)
+        return compat.compile_alone(forward, backend, self._dynamic)
 
     def _split(
         self, programs: Programs, module: fx.GraphModule, inputs: Any, num_fwd_outputs: int, others: dict[str, Any]
@@ -179,9 +180,9 @@ class CompileEngine(in_place.InPlaceEngine):
         self._progress.stage = f"compiling graph {number}"
         return modules
 
-    def _announced(self, is_new: bool) -> contextlib.AbstractContextManager[Progress]:
+    def _announced(self, is_first: bool) -> contextlib.AbstractContextManager[Progress]:
         """Lines around the first call of a compiled forward; nothing around the later ones."""
-        if not is_new:
+        if not is_first:
             return contextlib.nullcontext(Progress())
         name = type(self._model).__name__
         return announced(
@@ -189,6 +190,29 @@ class CompileEngine(in_place.InPlaceEngine):
             f"compiled the training graph of {name} and ran its forward",
             "tracing forward and backward, partitioning, compiling; once, takes a minute for large models",
         )
+
+    def _note_recompile(self, watch: compat.Watch) -> None:
+        """Say why a later forward recompiled.
+
+        Raises:
+            MemOptError: it did so too often.
+        """
+        reasons = dict.fromkeys(watch.recompiles())
+        if not reasons:
+            return
+        self._recompiles += 1
+        for reason in reasons:
+            self._say(f"recompiled the training graph; failed guard: {reason}")
+        self._failed_guards.update(reasons)
+        limit = compat.recompile_limit()
+        if self._recompiles >= limit:
+            last = "; ".join(list(self._failed_guards)[-_GUARDS_QUOTED:])
+            self._forget()
+            raise MemOptError(
+                f"{type(self._model).__name__} was recompiled {limit} times, which is the limit; last failed guards: "
+                f"{last}; pad batches to fewer lengths (pad_to_multiple_of), or raise "
+                "torch._dynamo.config.recompile_limit"
+            )
 
     def _show(self, graphs: list[Graph], watch: compat.Watch, inputs: dict[str, Any]) -> None:
         """The first forward's graphs are the table; later ones were compiled for inputs of another kind.
@@ -205,8 +229,6 @@ class CompileEngine(in_place.InPlaceEngine):
             # A batch of one row may not have every plan (nothing to repeat), which is no mistake of the user.
             asked = matches(self._selection.config, offers, self._selection.strict and not again)
         if again:
-            for reason in dict.fromkeys(watch.recompiles()):
-                self._say(f"recompiled the training graph; failed guard: {reason}")
             for remark in asked.remarks:
                 self._say(f"in the new graph: {remark}")
             return
