@@ -17,12 +17,14 @@ class Progress:
         stage: what it does now, as `partitioning`; the next line shows it. Empty: unknown.
     """
 
-    def __init__(self) -> None:
-        self.stage = ""
+    def __init__(self, stage: str = "") -> None:
+        self.stage = stage
 
 
 @contextlib.contextmanager
-def announced(doing: str, done: str, note: str = "", every: float = _EVERY_SECONDS) -> Iterator[Progress]:
+def announced(
+    doing: str, done: str, note: str = "", stage: str = "", every: float = _EVERY_SECONDS
+) -> Iterator[Progress]:
     """Log one line when a task begins, one every `every` seconds while it runs, and one when it is over.
 
     The lines in between come from a thread, since neither torch's compilers nor ONNX Runtime's exporter report
@@ -32,12 +34,13 @@ def announced(doing: str, done: str, note: str = "", every: float = _EVERY_SECON
         doing: `compiling the training graph of GPT2LMHeadModel`.
         done: the same in the past tense.
         note: follows `doing` in the first line: what the task consists of, how often it comes.
+        stage: the first one, see `Progress`.
         every: in seconds.
 
     Yields:
         Progress: where the task notes its stage.
     """
-    progress, is_over, begin = Progress(), threading.Event(), time.monotonic()
+    progress, is_over, begin = Progress(stage), threading.Event(), time.monotonic()
 
     def report() -> None:
         while not is_over.wait(every):

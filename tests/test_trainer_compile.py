@@ -129,8 +129,8 @@ def test_a_recompile_says_its_reason_once():
         for size in (4, 3, 1, 1, 2):
             model(**ZOO["roberta-classification"].batch(size, 5 + size)).loss.backward()
     assert [line.split(" in ")[0] for line in lines[:2]] == [
-        "compiling the training graph of RobertaForSequenceClassification with aot_eager: tracing forward and backward, "
-        "partitioning, compiling; once, takes a minute for large models",
+        "compiling the training graph of RobertaForSequenceClassification with aot_eager: tracing forward and "
+        "backward, partitioning, compiling; once, takes a minute for large models",
         "compiled the training graph of RobertaForSequenceClassification and ran its forward",
     ]
     assert len(lines) == 3 and lines[2].startswith("recompiled the training graph; failed guard: "), lines

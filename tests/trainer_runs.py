@@ -114,9 +114,10 @@ def distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) 
 
 @contextlib.contextmanager
 def log_lines() -> Iterator[list[str]]:
-    """What the package logs meanwhile (its logger does not propagate)."""
+    """What the package logs meanwhile (its logger does not propagate), but for progress, which slow machines see."""
     lines: list[str] = []
     handler = logging.Handler()
+    handler.addFilter(lambda record: not record.getMessage().startswith("still "))
     handler.emit = lambda record: lines.append(record.getMessage())
     logger = get_logger()
     logger.addHandler(handler)

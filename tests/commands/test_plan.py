@@ -92,7 +92,9 @@ def test_a_prediction_in_a_process_of_its_own(folder):
     assert done.returncode == 0
     said = [line for line in done.stderr.splitlines() if not line.startswith("[memopt] still compiling ")]
     assert len(said) == 2
-    assert said[0].startswith("[memopt] compiling the training graph of RobertaForSequenceClassification with aot_eager: ")
+    assert said[0].startswith(
+        "[memopt] compiling the training graph of RobertaForSequenceClassification with aot_eager: "
+    )
     assert said[1].startswith("[memopt] compiled the training graph of RobertaForSequenceClassification ")
     lines = done.stdout.splitlines()
     assert lines[0] == "Memory plans of the compile engine"

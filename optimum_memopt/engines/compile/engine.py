@@ -97,8 +97,7 @@ class CompileEngine(in_place.InPlaceEngine):
         if self._forecast is None:
             return None
         with self._predicting():
-            peaks = (self._forecast.footprint(sizes, optimizer, accumulates).peak for sizes in self._forecast.widest)
-            return max(peaks) / MIB
+            return self._forecast.peak(optimizer, accumulates) / MIB
         return None
 
     @property
@@ -148,7 +147,7 @@ class CompileEngine(in_place.InPlaceEngine):
             self._show_nothing(watch)
         if self._forecast is not None:
             with self._predicting():
-                self._forecast.saw(kwargs)
+                self._forecast.saw(kwargs, outputs)
         return refusing_gradients(outputs) if alone else outputs
 
     def _compile(self, alone: bool) -> Callable[..., Any]:
@@ -189,6 +188,7 @@ class CompileEngine(in_place.InPlaceEngine):
             f"compiling the training graph of {name} with {self._compiler}",
             f"compiled the training graph of {name} and ran its forward",
             "tracing forward and backward, partitioning, compiling; once, takes a minute for large models",
+            stage="tracing",
         )
 
     def _note_recompile(self, watch: compat.Watch) -> None:

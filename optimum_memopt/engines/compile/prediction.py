@@ -3,7 +3,7 @@
 import math
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import sympy
 import torch
@@ -15,9 +15,8 @@ from optimum_memopt.plans.table import canonical_symbols
 from . import compat
 from .graphs import Graph
 from .liveness import Prediction
+from .pending import Forward, Pending, Sizes
 from .rehearsal import rehearse
-
-Sizes = Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -32,6 +31,7 @@ class Footprint:
         batch: the tensors that the forward is given.
         optimizer: its states.
         accumulated: gradients that are there before the forward, 0 where each step begins without.
+        other_forwards: saved by earlier forwards of the step, whose backward is still to come.
         gradients: of all trainable parameters, there in the optimizer's step.
         step: what the optimizer's step takes for its own time.
         constant: all else that was there before the first step: on CUDA other tensors and workspaces, on the CPU the
@@ -44,6 +44,7 @@ class Footprint:
     batch: int = 0
     optimizer: int = 0
     accumulated: int = 0
+    other_forwards: int = 0
     gradients: int = 0
     step: int = 0
     constant: int = 0
@@ -52,18 +53,24 @@ class Footprint:
     def peak(self) -> int:
         """The higher one of the forward with its backward, and the optimizer's step."""
         always = self.constant + self.parameters + self.buffers + self.batch + self.optimizer
-        return always + max(self.accumulated + self.activations, self.gradients + self.step)
+        return always + max(self._in_backward, self.gradients + self.step)
+
+    @property
+    def _in_backward(self) -> int:
+        return self.accumulated + self.other_forwards + self.activations
 
     def __str__(self) -> str:
+        is_in_backward = self._in_backward >= self.gradients + self.step
         moment = (
             f"activations and gradients {_mib(self.activations)}"
-            if self.accumulated + self.activations >= self.gradients + self.step
+            if is_in_backward
             else f"gradients and the optimizer's own step {_mib(self.gradients + self.step)}"
         )
         parts = {
             "parameters": self.parameters + self.buffers,
             "optimizer": self.optimizer,
             "gradients from before": self.accumulated,
+            "saved by earlier forwards": self.other_forwards if is_in_backward else 0,
             "batch": self.batch,
             "other": self.constant,
         }
@@ -74,17 +81,20 @@ def _mib(size: int) -> str:
     return f"{size / MIB:.1f}"
 
 
-def activations_of(graphs: Sequence[Prediction]) -> int:
+def activations_of(graphs: Sequence[Prediction], gradients: int = 0) -> int:
     """The peak of one forward and backward through graphs that run one after the other, in bytes.
 
     Exact for one graph. With several, what runs between them is not in it, and a gradient that one backward hands to
     the next may count in both.
+
+    Args:
+        gradients: there when the backward begins, and not yet in the forward.
     """
     peaks = []
     before = 0
     for index, graph in enumerate(graphs):
         returned = sum(later.backward.end for later in graphs[index + 1 :])
-        peaks += [before + graph.forward.peak.held, before + graph.backward.peak.held + returned]
+        peaks += [before + graph.forward.peak.held, before + graph.backward.peak.held + returned + gradients]
         before += graph.stashed
     return max(peaks)
 
@@ -126,16 +136,12 @@ def resident(device: torch.device) -> int:
     return round((held.allocated if isinstance(held, CudaMemory) else held.resident) * MIB)
 
 
-def widest(seen: Iterable[Sizes], new: Sizes) -> tuple[Sizes, ...]:
-    """`seen` and `new` without those that are in no dimension larger than another: memory grows with every one."""
+def widest(seen: Iterable[Forward], new: Forward) -> tuple[Forward, ...]:
+    """`seen` and `new` without those that another one covers."""
     seen = tuple(seen)
-    if any(_covers(one, new) for one in seen):
+    if any(forward.covers(new) for forward in seen):
         return seen
-    return (*(one for one in seen if not _covers(new, one)), dict(new))
-
-
-def _covers(larger: Sizes, smaller: Sizes) -> bool:
-    return larger.keys() == smaller.keys() and all(larger[name] >= size for name, size in smaller.items())
+    return (*(forward for forward in seen if not new.covers(forward)), new)
 
 
 class Forecast:
@@ -150,7 +156,7 @@ class Forecast:
 
     Attributes:
         first: sizes of the first batch by the plan table's names, `inputs_input_ids_dim0`.
-        widest: the largest batches of the run so far.
+        widest: the largest forwards of the run so far.
         doubt: why activations are not exact, empty where they are.
     """
 
@@ -173,7 +179,9 @@ class Forecast:
         }
         self._canonical = canonical_symbols(values, is_encoder_decoder)
         self.first: Sizes = {self._canonical[name]: value for name, value in values.items()}
-        self.widest: tuple[Sizes, ...] = (self.first,)
+        self.widest: tuple[Forward, ...] = (Forward(self.first),)
+        self._pending = Pending()
+        self._saved = [sympy.Add(*dict(filter(None, graph.handover.values())).values()) for graph in graphs]
         self._batch = tensor_bytes(value for value in inputs.values() if isinstance(value, torch.Tensor))
         there = tensor_bytes([*model.parameters(), *model.buffers()]) + self._batch
         there += tensor_bytes(one.grad for one in model.parameters() if one.grad is not None)
@@ -183,8 +191,13 @@ class Forecast:
         fake = any(compat.is_fake(one) for one in model.parameters())
         self._constant = resident if fake else max(0, resident - there)
 
-    def saw(self, inputs: Mapping[str, object]) -> None:
-        """Note the sizes of a training forward's keyword arguments."""
+    def saw(self, inputs: Mapping[str, object], outputs: object = None) -> None:
+        """Note a training forward.
+
+        Args:
+            inputs: its keyword arguments.
+            outputs: what it has returned, by which is known when its backward has run.
+        """
         sizes = {
             self._canonical[f"{name}_dim{index}"]: size
             for name, value in inputs.items()
@@ -192,7 +205,18 @@ class Forecast:
             for index, size in enumerate(value.shape)
             if f"{name}_dim{index}" in self._canonical
         }
-        self.widest = widest(self.widest, {**self.first, **sizes})
+        earlier = list(self._pending)
+        new = Forward({**self.first, **sizes}, sum(self.saved(forward.sizes) for forward in earlier))
+        self.widest = widest(self.widest, new)
+        if earlier:
+            self.widest = widest(self.widest, replace(earlier[-1], is_followed=True))
+        self._pending.add(new, outputs)
+
+    def saved(self, sizes: Sizes | None = None) -> int:
+        """Bytes that a forward saves for its backward; sizes as in `footprint`."""
+        wanted = {**self.first, **(sizes or {})}
+        pairs = zip(self._graphs, self._saved, strict=True)
+        return sum(int(saved.subs(self._values(graph, wanted))) for graph, saved in pairs)
 
     def activations(self, sizes: Sizes | None = None) -> int:
         """The most that a forward and its backward hold, in bytes; see `footprint`."""
@@ -207,6 +231,8 @@ class Forecast:
         sizes: Sizes | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         accumulates: bool = False,
+        saved_before: int = 0,
+        is_followed: bool = False,
     ) -> Footprint:
         """What a training step holds, nothing run or traced.
 
@@ -214,6 +240,8 @@ class Forecast:
             sizes: by the plan table's names; those left out, and None, are of the first batch.
             optimizer: None, or one that has not stepped yet, counts as AdamW with two states for each parameter.
             accumulates: gradients of micro-batches before are there.
+            saved_before: bytes that earlier forwards hold for the same backward, see `saved`.
+            is_followed: another forward runs before the backward, see `Forward`.
 
         Raises:
             MemOptError: a size that the model's graphs do not have, or that is not positive.
@@ -224,17 +252,26 @@ class Forecast:
                 raise MemOptError(f"size {name}={size}: allowed are numbers from 1 on for {', '.join(self.first)}")
         model = self._model()
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        weights = tensor_bytes(trainable)
         growth = math.prod(wanted[name] / size for name, size in self.first.items())
         return Footprint(
-            activations=self.activations(wanted),
+            activations=activations_of(self.graphs(wanted), weights if is_followed else 0),
             parameters=tensor_bytes(model.parameters()),
             buffers=tensor_bytes(model.buffers()),
             batch=round(self._batch * growth),
             optimizer=optimizer_bytes(optimizer, trainable),
-            accumulated=tensor_bytes(trainable) if accumulates else 0,
-            gradients=tensor_bytes(trainable),
+            accumulated=weights if accumulates else 0,
+            other_forwards=saved_before,
+            gradients=weights,
             step=step_bytes(optimizer, trainable),
             constant=self._constant,
+        )
+
+    def peak(self, optimizer: torch.optim.Optimizer | None, accumulates: bool) -> int:
+        """The highest of all steps so far, in bytes; see `footprint`."""
+        return max(
+            self.footprint(seen.sizes, optimizer, accumulates, seen.saved_before, seen.is_followed).peak
+            for seen in self.widest
         )
 
     def _predict(self, graph: Graph, sizes: Sizes) -> Prediction:

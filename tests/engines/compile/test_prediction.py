@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from optimum_memopt.engines.compile import compat, prediction
 from optimum_memopt.engines.compile.engine import CompileEngine
-from optimum_memopt.engines.compile.prediction import Footprint, optimizer_bytes, step_bytes, widest
+from optimum_memopt.engines.compile.prediction import Footprint, optimizer_bytes, step_bytes
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.plans.table import PlanTable
 from tests.engines.compile.compiled import DROPOUT, selection
@@ -257,12 +257,6 @@ def test_the_peak_is_the_higher_of_two_moments() -> None:
     high = Footprint(activations=50, parameters=10, buffers=1, optimizer=20, gradients=10, batch=2, accumulated=10)
     assert high.peak == 10 + 1 + 20 + 2 + 60
     assert "gradients from before" in str(high)
-
-
-def test_only_the_largest_batches_count() -> None:
-    assert widest([{"a": 2, "b": 9}], {"a": 1, "b": 9}) == ({"a": 2, "b": 9},)
-    assert widest([{"a": 2, "b": 9}], {"a": 3, "b": 9}) == ({"a": 3, "b": 9},)
-    assert widest([{"a": 2, "b": 9}], {"a": 3, "b": 1}) == ({"a": 2, "b": 9}, {"a": 3, "b": 1})
 
 
 def test_sizes_that_a_model_does_not_have(small_and_wide) -> None:

@@ -45,7 +45,7 @@ def _few_recompiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def attached(model: torch.nn.Module, selection: Selection | None = None) -> CompileEngine:
     engine = CompileEngine(selection, "aot_eager", dynamic=False)
-    engine.loss_alone = True
+    engine.is_for_loss_alone = lambda: True
     engine.attach(model)
     return engine
 
@@ -75,7 +75,9 @@ def test_fresh_models_of_a_class_in_pieces(monkeypatch: pytest.MonkeyPatch, isol
 
 
 @pytest.mark.parametrize("build", [Whole, Broken])
-def test_a_model_that_recompiles_with_every_batch_is_stopped_and_told_why(build: Callable[[], torch.nn.Module]) -> None:
+def test_a_model_that_recompiles_with_every_batch_is_stopped_and_told_why(
+    build: Callable[[], torch.nn.Module],
+) -> None:
     model = build()
     attached(model)
     with log_lines() as lines:
@@ -86,7 +88,9 @@ def test_a_model_that_recompiles_with_every_batch_is_stopped_and_told_why(build:
     recompiles = [line for line in lines if line.startswith("recompiled the training graph; failed guard: ")]
     assert len(recompiles) >= LIMIT and len(set(recompiles)) == len(recompiles)
     message = str(caught.value)
-    assert message.startswith(f"{build.__name__} was recompiled {LIMIT} times, which is the limit; last failed guards: ")
+    assert message.startswith(
+        f"{build.__name__} was recompiled {LIMIT} times, which is the limit; last failed guards: "
+    )
     assert "size mismatch at index 0" in message and "pad batches to fewer lengths" in message
     assert "\n" not in message and len(message) < 1000
 

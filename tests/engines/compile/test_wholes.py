@@ -56,7 +56,7 @@ def test_the_first_deberta_is_one_graph_for_all_sizes():
     engine = optimize(model, **ENGINE)
     with log_lines() as lines:
         assert_bitwise_same_step(model, plain, rows(3, 12), rows(2, 9))
-    assert not any("graph" in line for line in lines), lines
+    assert not any("recompiled" in line or "graphs, planned" in line for line in lines), lines
     assert len(engine.plans().enabled) > 5
     assert modeling_deberta.compute_attention_span is theirs
 
@@ -78,7 +78,7 @@ def test_only_the_batch_size_of_images_is_a_symbol():
     engine = optimize(model, **ENGINE)
     with log_lines() as lines:
         assert_bitwise_same_step(model, plain, images(3), images(2))
-    assert not any("compiled a new" in line for line in lines), lines
+    assert not any("recompiled" in line for line in lines), lines
     assert list(engine.plans().symbols) == ["inputs_pixel_values_dim0"]
 
 

@@ -1,0 +1,76 @@
+"""Training forwards whose saved activations are there: several at a time where a step runs several of them before one
+backward, as contrastive losses do."""
+
+import itertools
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Sizes = Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Forward:
+    """A training forward among those of the same step.
+
+    Attributes:
+        sizes: of its batch, by the plan table's names.
+        saved_before: bytes that earlier forwards have saved and still hold when it runs.
+        is_followed: another forward ran before its backward. That one's backward comes first, so that the gradients
+            of all parameters are there when its own begins.
+    """
+
+    sizes: Sizes
+    saved_before: int = 0
+    is_followed: bool = False
+
+    def covers(self, other: "Forward") -> bool:
+        """Whether it needs at least the memory of `other`, which grows with every size."""
+        return (
+            self.sizes.keys() == other.sizes.keys()
+            and all(self.sizes[name] >= size for name, size in other.sizes.items())
+            and self.saved_before >= other.saved_before
+            and self.is_followed >= other.is_followed
+        )
+
+
+class Pending:
+    """Those of one model, oldest first."""
+
+    def __init__(self) -> None:
+        self._forwards: dict[int, Forward] = {}
+        self._numbers = itertools.count()
+
+    def __iter__(self) -> Iterator[Forward]:
+        # A copy, since the garbage collector may drop a graph at any time.
+        return iter(tuple(self._forwards.values()))
+
+    def add(self, forward: Forward, outputs: Any) -> None:
+        """Count a forward until its backward has run, or nothing refers to its autograd graph any more.
+
+        Args:
+            outputs: what it has returned.
+        """
+        tensors = (leaf for leaf in torch.utils._pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor))
+        nodes = {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
+        if not nodes:
+            return
+        number = next(self._numbers)
+        self._forwards[number] = forward
+        release = _Release(self._forwards, number)
+        for node in nodes:
+            node.register_hook(release)
+
+
+class _Release:
+    """Hook of autograd nodes. They alone refer to it, so that it goes with the last of them."""
+
+    def __init__(self, forwards: dict[int, Forward], number: int) -> None:
+        self._release = weakref.finalize(self, forwards.pop, number, None)
+        self._release.atexit = False
+
+    def __call__(self, *gradients: Any) -> None:
+        self._release()
