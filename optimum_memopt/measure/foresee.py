@@ -35,9 +35,9 @@ class Foreseen:
         """The table, and what the prediction stands on."""
         return (
             f"{self.table.to_text()}\nPredicted, not run: attention is {self.attention}, with the kernel that torch "
-            f"takes on {self.device}; other devices may take another one. Exact with --memory_opt_compiler aot_eager; "
-            "inductor stashes the same, and the peak of its activations was seen a third lower to a fifth higher: "
-            "a run predicts it from inductor's own programs"
+            f"takes on {self.device}; other devices may take another one. Exact with --memory_opt_compiler aot_eager "
+            "but for what the header says in brackets; inductor stashes the same, and the peak of its activations was "
+            "seen a third lower to a fifth higher: a run predicts it from inductor's own programs"
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from . import compat, suitability
 from .backend import Backend, check_compiler, configured, default_compiler
 from .graphs import Graph, Modules, split
 from .outputs import loss_alone, refusing_gradients
-from .prediction import Forecast, resident
+from .prediction import Forecast, resident, stashed_of
 from .rehearsal import Programs
 from .selection import matches
 from .table import to_table
@@ -282,7 +282,7 @@ class CompileEngine(in_place.InPlaceEngine):
 
     def _predicted(self, graphs: list[Graph]) -> tuple[str, str]:
         footprint = self._forecast.footprint()
-        predicted = sum(graph.prediction.stashed for graph in graphs)
+        predicted = stashed_of([graph.prediction for graph in graphs])
         return (
             f"Predicted for the first batch: {predicted / MIB:.1f} MiB stashed, peak of activations and gradients "
             f"{footprint.activations / MIB:.1f} MiB{self._forecast.doubt and f' ({self._forecast.doubt})'}",

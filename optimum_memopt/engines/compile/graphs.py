@@ -22,7 +22,7 @@ from .offers import Offer, asked_for, find_offers, layer_borders, of_level
 from .partition import kept, partition
 from .rehearsal import Programs
 from .selection import matches
-from .stashes import Subgraph, find_stashes
+from .stashes import Subgraph, find_stashes, operator_name
 
 _DIMENSION = re.compile(r"\['(?P<input>\w+)'\]\.size\(\)\[(?P<dim>\d+)\]$")
 
@@ -45,6 +45,7 @@ class Graph:
         prediction: for the first batch; None where it failed.
         predict: the same for other values of the symbols.
         handover: what the forward hands over to the backward.
+        has_convolutions: whose kernels take workspaces that are no tensors of the graph.
         programs: what inductor makes of the two, once it has.
     """
 
@@ -56,6 +57,7 @@ class Graph:
     prediction: Prediction | None
     predict: Callable[[Mapping[sympy.Symbol, int]], Prediction]
     handover: Handover
+    has_convolutions: bool = False
     programs: Programs = field(default_factory=Programs)
 
 
@@ -102,18 +104,29 @@ def split(
     else:
         modules = compat.default_partition(module, inputs, num_fwd_outputs=num_fwd_outputs, **others)
         free = made_again(offers, modules[0], num_fwd_outputs)
-    names, prediction, handover = {}, None, {}
+    names, parameters, prediction, handover = {}, frozenset(), None, {}
     with informing("the predicted peak"):
         names = symbol_names(compat.symbol_sources())
+        parameters = static_inputs(joint, others.get("static_lifetime_input_indices") or ())
         handover = handed_over(modules[0], num_fwd_outputs)
-        prediction = predict(*modules, num_fwd_outputs, sizes)
+        prediction = predict(*modules, num_fwd_outputs, sizes, static_inputs=parameters)
     # Compilers change the modules that they are given.
     kept_modules = tuple(fx.GraphModule(one, copy.deepcopy(one.graph)) for one in modules) if sizes else modules
 
     def predict_for(others: Mapping[sympy.Symbol, int]) -> Prediction:
-        return predict(*kept_modules, num_fwd_outputs, others)
+        return predict(*kept_modules, num_fwd_outputs, others, static_inputs=parameters)
 
-    return Graph(offers, chosen, free, sizes, names, prediction, predict_for, handover), modules
+    convolves = any(operator_name(node).startswith("convolution") for node in joint.forward)
+    return Graph(offers, chosen, free, sizes, names, prediction, predict_for, handover, convolves), modules
+
+
+def static_inputs(joint: Joint, indices: Iterable[int]) -> frozenset[str]:
+    """Names of the inputs that stay where they are from step to step: parameters and buffers.
+
+    Args:
+        indices: as AOTAutograd counts inputs.
+    """
+    return frozenset(joint.inputs[index].name for index in indices)
 
 
 def chosen_roots(chosen: Mapping[Offer, Sequence[Subgraph]]) -> tuple[set[fx.Node], set[fx.Node]]:

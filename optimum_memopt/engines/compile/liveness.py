@@ -51,11 +51,17 @@ class Prediction:
         forward: the forward's run.
         backward: the backward's, which begins with what the forward has stashed.
         stashed: held between the two.
+        tangents: gradients that the backward is given.
+        returned: outputs of the forward that its caller alone may hold.
+        saved_inputs: inputs of the forward, beside parameters, that the backward reads.
     """
 
     forward: Timeline
     backward: Timeline
     stashed: int
+    tangents: int = 0
+    returned: int = 0
+    saved_inputs: int = 0
 
     @property
     def peak(self) -> int:
@@ -63,7 +69,12 @@ class Prediction:
 
 
 def predict(
-    forward: fx.GraphModule, backward: fx.GraphModule, num_fwd_outputs: int, sizes: Sizes, holds_outputs: bool = False
+    forward: fx.GraphModule,
+    backward: fx.GraphModule,
+    num_fwd_outputs: int,
+    sizes: Sizes,
+    holds_outputs: bool = False,
+    static_inputs: Collection[str] = (),
 ) -> Prediction:
     """Simulate both graphs as AOTAutograd runs them.
 
@@ -71,6 +82,7 @@ def predict(
         num_fwd_outputs: outputs of the forward that its caller gets; the others are handed to the backward.
         sizes: value of every symbol.
         holds_outputs: the caller keeps those outputs until after the backward; Trainer drops all but the loss.
+        static_inputs: names of parameters and buffers.
     """
     run = simulate(forward.graph, sizes)
     (output,) = forward.graph.find_nodes(op="output")
@@ -78,7 +90,9 @@ def predict(
     saved = {node.name: node for node in output.args[0][num_fwd_outputs:] if isinstance(node, fx.Node)}
     handed_over = {root(node) for node in saved.values()}
     dropped = set() if holds_outputs else {node for node in returned - handed_over if node.op == "call_function"}
-    stashed = run.end - sum(size_of(node, sizes) for node in dropped if is_tensor(node))
+    dropped_bytes = sum(size_of(node, sizes) for node in dropped if is_tensor(node))
+    stashed = run.end - dropped_bytes
+    inputs = {made for made in handed_over if made.op == "placeholder" and made.name not in static_inputs}
     owned, counted, gradients = [], set(), 0
     for node in backward.graph.find_nodes(op="placeholder"):
         if not is_tensor(node):
@@ -91,7 +105,14 @@ def predict(
         if made.op != "placeholder" and made not in counted and not (holds_outputs and made in returned):
             counted.add(made)
             owned.append(node)
-    return Prediction(run, simulate(backward.graph, sizes, owned, stashed + gradients), stashed)
+    return Prediction(
+        run,
+        simulate(backward.graph, sizes, owned, stashed + gradients),
+        stashed,
+        tangents=gradients,
+        returned=dropped_bytes,
+        saved_inputs=sum(size_of(node, sizes) for node in inputs if is_tensor(node)),
+    )
 
 
 def handed_over(forward: fx.GraphModule, num_fwd_outputs: int) -> Handover:

@@ -81,21 +81,35 @@ def _mib(size: int) -> str:
     return f"{size / MIB:.1f}"
 
 
+def stashed_of(graphs: Sequence[Prediction]) -> int:
+    """Bytes that graphs which run one after the other hold between forward and backward."""
+    return sum(graph.stashed for graph in graphs) + sum(_kept_inputs(graphs))
+
+
+def _kept_inputs(graphs: Sequence[Prediction]) -> list[int]:
+    """Bytes of what the graph before has returned and only the backward of this one reads, for each graph."""
+    before = (0, *(graph.returned for graph in graphs[:-1]))
+    return [min(passed, graph.saved_inputs) for passed, graph in zip(before, graphs, strict=True)]
+
+
 def activations_of(graphs: Sequence[Prediction], gradients: int = 0) -> int:
     """The peak of one forward and backward through graphs that run one after the other, in bytes.
 
-    Exact for one graph. With several, what runs between them is not in it, and a gradient that one backward hands to
-    the next may count in both.
+    Exact for one graph, and for several where each reads what the one before returned and nothing runs between them.
 
     Args:
         gradients: there when the backward begins, and not yet in the forward.
     """
     peaks = []
     before = 0
-    for index, graph in enumerate(graphs):
+    for index, (graph, kept) in enumerate(zip(graphs, _kept_inputs(graphs), strict=True)):
+        passed = graphs[index - 1].returned if index else 0
+        # What later backwards have returned: tangents of the one before each, which are counted there, and gradients.
         returned = sum(later.backward.end for later in graphs[index + 1 :])
-        peaks += [before + graph.forward.peak.held, before + graph.backward.peak.held + returned + gradients]
-        before += graph.stashed
+        returned -= sum(earlier.tangents for earlier in graphs[index:-1])
+        peaks.append(before + passed + graph.forward.peak.held)
+        peaks.append(before + kept + graph.backward.peak.held + max(0, returned) + gradients)
+        before += graph.stashed + kept
     return max(peaks)
 
 
@@ -157,7 +171,6 @@ class Forecast:
     Attributes:
         first: sizes of the first batch by the plan table's names, `inputs_input_ids_dim0`.
         widest: the largest forwards of the run so far.
-        doubt: why activations are not exact, empty where they are.
     """
 
     def __init__(
@@ -168,9 +181,10 @@ class Forecast:
         resident: int,
         is_encoder_decoder: bool = False,
     ) -> None:
-        self.doubt = ""
+        self._unread = ""
         self._model = weakref.ref(model)
         self._graphs = graphs
+        self._is_on_cuda = any(parameter.is_cuda for parameter in model.parameters())
         values = {
             name: graph.sizes[symbol]
             for graph in graphs
@@ -190,6 +204,23 @@ class Forecast:
         # Tensors without data hold nothing.
         fake = any(compat.is_fake(one) for one in model.parameters())
         self._constant = resident if fake else max(0, resident - there)
+
+    @property
+    def doubt(self) -> str:
+        """Why the activations are not exact, empty where they are."""
+        kernels = []
+        if any(graph.has_convolutions for graph in self._graphs):
+            kernels.append("convolutions")
+        if self._is_on_cuda:
+            kernels.append("CUDA's libraries")
+        reasons = (
+            self._unread,
+            f"not exact: {len(self._graphs)} graphs, and what runs between them is not counted"
+            if len(self._graphs) > 1
+            else "",
+            f"without the workspaces of {' and '.join(kernels)}" if kernels else "",
+        )
+        return "; ".join(filter(None, reasons))
 
     def saw(self, inputs: Mapping[str, object], outputs: object = None) -> None:
         """Note a training forward.
@@ -215,6 +246,8 @@ class Forecast:
     def saved(self, sizes: Sizes | None = None) -> int:
         """Bytes that a forward saves for its backward; sizes as in `footprint`."""
         wanted = {**self.first, **(sizes or {})}
+        if len(self._graphs) > 1:
+            return stashed_of(self.graphs(wanted))
         pairs = zip(self._graphs, self._saved, strict=True)
         return sum(int(saved.subs(self._values(graph, wanted))) for graph, saved in pairs)
 
@@ -280,10 +313,11 @@ class Forecast:
         if graph.programs.forward is None or graph.programs.backward is None:
             return found
         try:
-            return rehearse(graph.programs, graph.handover, found.stashed, values)
+            run = rehearse(graph.programs, graph.handover, found.stashed, values)
+            return replace(found, forward=run.forward, backward=run.backward)
         except Exception as error:
             # How inductor writes its programs is no promise to anybody, and training goes on without knowing.
-            self.doubt = f"without inductor's fusions, whose program cannot be read ({type(error).__name__})"
+            self._unread = f"without inductor's fusions, whose program cannot be read ({type(error).__name__})"
             return found
 
     def _values(self, graph: Graph, sizes: Sizes) -> dict[sympy.Symbol, int]:
