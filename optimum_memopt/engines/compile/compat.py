@@ -8,7 +8,7 @@ import contextlib
 import inspect
 import shutil
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import sympy
@@ -18,6 +18,7 @@ from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._functorch import config as functorch_config
 from torch._functorch import partitioners
+from torch._functorch._aot_autograd import graph_compile
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -79,14 +80,24 @@ def extract(
     return partitioners.raise_getitems(forward), partitioners.raise_getitems(backward)
 
 
-def remove_copies(graph: fx.Graph) -> None:
+def remove_copies(graph: fx.Graph, returned: Iterable[fx.Node]) -> None:
     """Takes out `clone` and the like where nobody could tell (`torch/_inductor/fx_passes/post_grad.py`).
 
     inductor does so before it partitions; without a compiler, dropout of 0 would stash its input twice.
+
+    Args:
+        returned: what allocates the forward's outputs. It stays, since the caller may write to an output, and what the
+            backward reads must not change with it; the pass knows of inputs and outputs alone.
     """
     from torch._inductor.fx_passes.post_grad import remove_noop_ops
 
-    remove_noop_ops(graph)
+    # The pass leaves alone what it knows nothing about.
+    hidden = {node: node.meta.pop("val") for node in set(returned) if "val" in node.meta}
+    try:
+        remove_noop_ops(graph)
+    finally:
+        for node, value in hidden.items():
+            node.meta["val"] = value
 
 
 def default_partition(
@@ -115,7 +126,8 @@ def compile_with_inductor(
         saw(module.graph, getattr(compiled, "compiled_fn_runner", None), bool(others.get("is_backward")))
         return compiled
 
-    return compile_fx(module, inputs, compile_inner, config_patches={"custom_partitioner_fn": partitioner})
+    with _without_donated_buffers():
+        return compile_fx(module, inputs, compile_inner, config_patches={"custom_partitioner_fn": partitioner})
 
 
 def silenced(runner: Any) -> Callable[..., Any]:
@@ -173,7 +185,25 @@ def compile_without_compiler(
     backend = aot_autograd(
         fw_compiler=boxed_nop, bw_compiler=boxed_nop, partition_fn=partitioner, decompositions=decompositions
     )
-    return backend(module, inputs)
+    with _without_donated_buffers():
+        return backend(module, inputs)
+
+
+@contextlib.contextmanager
+def _without_donated_buffers() -> Iterator[None]:
+    """While a backward is compiled: it overwrites none of the saved activations, so that it may run a second time.
+
+    Only inductor would, which lowers no peak: a RoBERTa's is the same with and without. `donated_buffer=False` would
+    have to be on while the backward runs, which is not in our hands: with the switch on then, torch refuses
+    `retain_graph=True` unless the list of donated buffers is there and empty
+    (`torch/_functorch/_aot_autograd/runtime_wrappers.py`).
+    """
+    collect = graph_compile.collect_bw_donated_buffer_idxs
+    graph_compile.collect_bw_donated_buffer_idxs = lambda *graphs: []
+    try:
+        yield
+    finally:
+        graph_compile.collect_bw_donated_buffer_idxs = collect
 
 
 def changes() -> tuple[contextlib.AbstractContextManager, ...]:
@@ -267,12 +297,21 @@ def is_all_of(function: Callable[..., Any]) -> bool:
     )
 
 
+def traced_module() -> torch.nn.Module | None:
+    """While a graph is partitioned: the module whose forward, or the rest of it behind a graph break, was traced."""
+    try:
+        traced = InstructionTranslator.current_tx().f_locals.get("self")
+    except AttributeError:
+        return None
+    return traced if isinstance(traced, torch.nn.Module) else None
+
+
 class Watch:
     """Why torch compiles and where it splits a forward, from its creation on (`torch/_dynamo/utils.py`)."""
 
     def __init__(self) -> None:
         self._compiled = dynamo_utils.get_compilation_metrics()
-        self._breaks = dict(dynamo_utils.counters["graph_break"])
+        self._breaks = {kind: dict(dynamo_utils.counters[kind]) for kind in ("graph_break", "unimplemented")}
 
     def recompiles(self) -> list[str]:
         """Reasons, one line each."""
@@ -282,8 +321,13 @@ class Watch:
 
     def graph_breaks(self) -> list[str]:
         """Reasons, one line each."""
-        found = dynamo_utils.counters["graph_break"]
-        return [_first_line(reason) for reason, count in found.items() if count > self._breaks.get(reason, 0)]
+        # A break in a loop is counted as not implemented only, and the whole frame left to Python.
+        found = self._new_breaks("graph_break") or self._new_breaks("unimplemented")
+        return list(dict.fromkeys(map(_first_line, found)))
+
+    def _new_breaks(self, kind: str) -> list[str]:
+        before = self._breaks[kind]
+        return [reason for reason, count in dynamo_utils.counters[kind].items() if count > before.get(reason, 0)]
 
 
 def _first_line(text: str) -> str:

@@ -23,6 +23,7 @@ from optimum_memopt.progress import Progress, announced
 from . import compat, suitability
 from .backend import Backend, check_compiler, configured, default_compiler
 from .graphs import Graph, Modules, split
+from .module_paths import add_outer_modules
 from .outputs import loss_alone, refusing_gradients
 from .prediction import Forecast, resident, stashed_of
 from .rehearsal import Programs
@@ -172,6 +173,7 @@ class CompileEngine(in_place.InPlaceEngine):
     ) -> Modules:
         number = len(self._graphs) + 1
         self._progress.stage = f"partitioning graph {number} of {len(module.graph.nodes)} operators"
+        add_outer_modules(module.graph, self._model, compat.traced_module())
         is_only = self._table is None and any(compat.is_all_of(forward) for forward in self._traced)
         graph, modules = split(module, inputs, num_fwd_outputs, others, self._selection, self._graphs, is_only)
         self._graphs.append(replace(graph, programs=programs))

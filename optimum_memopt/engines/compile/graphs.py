@@ -81,7 +81,7 @@ def split(
         ConfigError: `is_only`, and the config asks for what the graph does not have.
     """
     module.graph.eliminate_dead_code()
-    compat.remove_copies(module.graph)
+    compat.remove_copies(module.graph, map(root, Joint(module, num_fwd_outputs).forward_outputs))
     joint = Joint(module, num_fwd_outputs)
     stashes = find_stashes(joint)
     sizes = first_sizes(joint)

@@ -14,7 +14,7 @@ from torch import fx
 from optimum_memopt.engines.compile import compat, graphs
 from optimum_memopt.engines.compile.backend import Backend, configured
 from optimum_memopt.engines.compile.graphs import Graph
-from optimum_memopt.engines.compile.joint import Joint, symbolic, value
+from optimum_memopt.engines.compile.joint import Joint, root, symbolic, value
 from optimum_memopt.engines.compile.offers import Offer, find_offers
 from optimum_memopt.engines.compile.rehearsal import Programs
 from optimum_memopt.engines.compile.stashes import Stash, find_stashes, operator_name
@@ -95,7 +95,8 @@ class Captured:
         """As the engine looks at it; not to be changed."""
         module = self.copied()
         module.graph.eliminate_dead_code()
-        compat.remove_copies(module.graph)
+        joint = Joint(module, self.num_fwd_outputs)
+        compat.remove_copies(module.graph, map(root, joint.forward_outputs))
         return Joint(module, self.num_fwd_outputs)
 
     @cached_property

@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers.modeling_outputs import CausalLMOutput
 
 from optimum_memopt import optimize
+from tests.trainer_runs import log_lines
 
 
 class Block(torch.nn.Module):
@@ -94,3 +95,17 @@ def test_hooks_come_and_go(register):
             handle.remove()
         assert_bitwise_same_step(ours, plain, batch)
         assert [calls[linear] for linear in linears] == [2, 2]
+
+
+def test_layers_that_have_backward_hooks_from_the_start_are_layers_of_a_level():
+    """Such a hook splits the graph, and each layer is a graph of its own."""
+    ours, plain, batch = Net(), Net(), {"x": torch.randn(4, 8)}
+    calls = Counter()
+    for layer in (*ours.layers, *plain.layers):
+        backward_hook(layer, lambda module: calls.update([module]))
+    with log_lines() as lines:
+        engine = optimize(ours, memory_opt_engine="compile", memory_opt_compiler="aot_eager", memory_opt_level=1)
+        assert_bitwise_same_step(ours, plain, batch, batch)
+    assert [calls[layer] for layer in (*ours.layers, *plain.layers)] == [2, 2, 2, 2]
+    assert engine.plans().enabled
+    assert sum("graphs, planned together: Module-level backwards hooks" in line for line in lines) == 1, lines
