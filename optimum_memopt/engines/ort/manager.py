@@ -23,6 +23,7 @@ from optimum_memopt.errors import MemOptError
 from optimum_memopt.progress import Progress, announced
 
 from . import DISTRIBUTIONS, allocator, compat, lever_mends, levers, module_with_loss
+from .backward_once import refuse_more
 from .conv_gradients import flatten_grouped_gradients
 from .empty_losses import mean_of_no_labels
 from .export_cache import ExportCache
@@ -189,7 +190,7 @@ class Manager:
         create_session = self._training._create_execution_agent
         self._training._create_execution_agent = compat.environment(self._environment)(create_session)
         # The autograd.Function that carries the session; this ORTModule's own class.
-        backward = out_of_memory_as_torch_says_it()(self._training._forward_class.backward)
+        backward = refuse_more(out_of_memory_as_torch_says_it()(self._training._forward_class.backward))
         self._training._forward_class.backward = staticmethod(backward)
         self._observer.find_memory_optimization_opportunity = self._choose
         self._observer.inspect_memory = lambda phase: self._hooks.phase(int(phase))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._functorch import config as functorch_config
 
 from optimum_memopt import optimize
 from tests.engines.compile.test_hooks import Net
@@ -31,6 +32,25 @@ def test_a_backward_runs_as_often_as_it_is_asked_to(plan):
         torch.autograd.grad(model(x).loss, list(model.parameters()), create_graph=True) for model in (ours, plain)
     ]
     assert_equal(*created)
+
+
+@pytest.mark.slow
+def test_inductor_overwrites_saved_activations_unless_told_not_to():
+    def twice(model):
+        loss = model(x).loss
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return gradients(model)
+
+    x = torch.randn(4, 8)
+    model = Net()
+    optimize(model, memory_opt_engine="compile", memory_opt_compiler="inductor", memory_opt_level=1)
+    with pytest.raises(RuntimeError, match="^This backward function was compiled with .*donated_buffer=False.*$"):
+        twice(model)
+    with functorch_config.patch(donated_buffer=False):
+        model = Net()
+        optimize(model, memory_opt_engine="compile", memory_opt_compiler="inductor", memory_opt_level=1)
+        torch.testing.assert_close(twice(model), twice(Net()))
 
 
 def test_a_second_derivative_is_refused_in_a_line():
