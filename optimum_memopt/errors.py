@@ -6,7 +6,16 @@ class MemOptError(ValueError):
 
 
 class UnsupportedModelError(MemOptError):
-    """The engine cannot train this model on this machine; the message says why and the way out."""
+    """The engine cannot train this model on this machine.
+
+    Args:
+        why: the reason.
+        way_out: what to do about it; the message is both.
+    """
+
+    def __init__(self, why: str, way_out: str = "") -> None:
+        super().__init__(f"{why}; {way_out}" if way_out else why)
+        self.why = why
 
 
 QUOTED = 80

@@ -2,18 +2,16 @@
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import Trainer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from optimum_memopt.engines import base
+from optimum_memopt.engines.base import Engine
 from optimum_memopt.engines.ort.module_with_loss import LabelSmoothing
 from optimum_memopt.errors import MemOptError
-
-if TYPE_CHECKING:
-    from optimum_memopt.engines.ort.engine import OrtEngine
 
 
 def check(trainer: Trainer) -> None:
@@ -35,7 +33,7 @@ def check(trainer: Trainer) -> None:
         )
 
 
-def inside(trainer: Trainer, engine: "OrtEngine") -> Callable[..., Any]:
+def inside(trainer: Trainer, engine: Engine) -> Callable[..., Any]:
     """`compute_loss` that leaves label smoothing to the engine in training.
 
     With a smoother the Trainer (transformers 5.23) takes the labels out of the inputs and computes the loss from the
@@ -51,7 +49,8 @@ def inside(trainer: Trainer, engine: "OrtEngine") -> Callable[..., Any]:
             return compute_loss(model, *args, **kwargs)
         wrapped = own.get_base_model() if hasattr(own, "get_base_model") else own
         shifts = type(wrapped).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-        engine.smooth_labels(LabelSmoothing(smoother, shifts))
+        if not engine.smooth_labels(LabelSmoothing(smoother, shifts)):
+            return compute_loss(model, *args, **kwargs)
         trainer.label_smoother = None
         try:
             return compute_loss(model, *args, **kwargs)

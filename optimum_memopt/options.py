@@ -175,14 +175,17 @@ class MemOptOptions(OrtOptions):
                     "leave it out, or give --memory_opt_engine compile"
                 )
             return
-        # Of the object's own class: a subclass may have other defaults (the examples' `ort_fallback`).
-        defaults = {one.name: one.default for one in fields(self)}
-        given = [f"--{one.name}" for one in fields(OrtOptions) if getattr(self, one.name) != defaults[one.name]]
-        if given:
+        if given := self.given_for_ort():
             raise MemOptError(
                 f"{', '.join(given)} with the {name} engine: only the ort engine reads "
                 f"{'it' if len(given) == 1 else 'them'}; leave out, or give --memory_opt_engine ort"
             )
+
+    def given_for_ort(self) -> list[str]:
+        """Flags of the ort engine alone whose value is not the default."""
+        # Of the object's own class: a subclass may have other defaults (the examples' `ort_fallback`).
+        defaults = {field.name: field.default for field in fields(self)}
+        return [f"--{field.name}" for field in fields(OrtOptions) if getattr(self, field.name) != defaults[field.name]]
 
 
 def from_keywords(**options: Any) -> MemOptOptions:

@@ -109,7 +109,6 @@ def attach(trainer: Trainer, options: MemOptOptions | None = None, **overrides: 
     chosen.check()
     check_world(trainer.args.world_size)
     set_log_level(chosen.memory_opt_log_level)
-    name, reason = base.resolve(chosen.memory_opt_engine)
     engine = base.create(chosen)
     engine.is_for_loss_alone = is_called_for_loss_alone
     engine.check_arguments(trainer.args)
@@ -121,7 +120,7 @@ def attach(trainer: Trainer, options: MemOptOptions | None = None, **overrides: 
         fp16_optimizer.check()
     if chosen.group_by_complexity:
         sampling.check(trainer.args, trainer.train_dataset)
-    get_logger().info(f"engine {name} ({reason})")
+    get_logger().info(f"engine {engine.name} ({engine.reason})")
 
     plan_stats = _callback(trainer, PlanStatsCallback, path=chosen.memory_opt_log_file)
     for wanted, kind in (
@@ -219,7 +218,9 @@ def _options(args: Any, options: MemOptOptions | None, overrides: Mapping[str, A
         )
     given = options if options is not None else args
     if not isinstance(given, MemOptOptions):
-        if not overrides:
+        # Which becomes level 1; its names in transformers 5 and 6.
+        asked = (getattr(args, f"{kind}_checkpointing", False) for kind in ("gradient", "activation"))
+        if not overrides and not any(asked):
             get_logger().warning(
                 "attach without a plan: the Trainer's arguments are not MemOptTrainingArguments and no option was "
                 "given, so the engine trains the model as it is; attach(trainer, memory_opt_level=1) recomputes "

@@ -54,7 +54,6 @@ def test_a_default_of_a_subclass_is_nothing_that_the_user_gave():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"gradient_checkpointing": True}, "activation checkpointing with the compile engine"),
         ({"torch_compile": True}, "--torch_compile with the compile engine"),
     ],
     ids=str,

@@ -66,7 +66,7 @@ def test_refused_when_the_arguments_are_made(tmp_path, case):
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("case", ["malformed", "missing-file", "count"])
+@pytest.mark.parametrize("case", ["malformed", "missing-file"])
 def test_engine_auto_refuses_the_same(tmp_path, case):
     changes, message = AT_PARSE_TIME[case]
     assert message in refusal(tmp_path, memory_opt_engine="auto", **changes)
@@ -115,8 +115,6 @@ def test_without_strict_an_unknown_id_is_a_warning(tmp_path):
     [
         ("bf16", "--bf16 with the ort engine on the CPU"),
         ("fp16", "--fp16 with the ort engine on the CPU"),
-        ("gradient_checkpointing", "activation checkpointing with the ort engine"),
-        ("activation_checkpointing", "activation checkpointing with the ort engine"),
         ("torch_compile", "--torch_compile with the ort engine"),
     ],
 )
@@ -126,12 +124,6 @@ def test_arguments_that_ort_cannot_train_with(tmp_path, flag, message):
 
 def test_data_parallel_is_refused(tmp_path):
     assert "with 2 GPUs in one process" in refusal(tmp_path, prepare=lambda args: setattr(args, "_n_gpu", 2))
-
-
-def test_a_model_with_checkpointing_on_is_refused(tmp_path):
-    model = build(NAME)
-    model.gradient_checkpointing_enable()
-    assert "call model.gradient_checkpointing_disable()" in refusal(tmp_path, model=model)
 
 
 def test_half_precision_weights_are_refused(tmp_path):
@@ -146,7 +138,7 @@ def test_attach_and_optimize_refuse_alike(tmp_path):
             start(memory_opt_config="Gelu+:1")
     trainer = make(tmp_path, NAME, plain=True, bf16=True)
     with pytest.raises(MemOptError, match="--bf16 with the ort engine"):
-        attach(trainer, memory_opt_level=1)
+        attach(trainer, memory_opt_level=1, memory_opt_engine="ort")
     assert "create_optimizer" not in vars(trainer) and not hasattr(trainer, "memopt")
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
 
 # Name of the flag's value to the module that offers `create(options) -> Engine` and `missing() -> str` (empty: usable
-# here), in the order in which `auto` looks for one.
+# here) and `declines(options) -> str` (empty: does what they ask for), in the order in which `auto` tries them.
 ENGINES = {"ort": "optimum_memopt.engines.ort", "compile": "optimum_memopt.engines.compile"}
 
 
@@ -46,6 +46,10 @@ class Engine(Protocol):
     reason: str
     is_for_loss_alone: Callable[[], bool]
 
+    @property
+    def selection(self) -> Selection:
+        """The plans that were asked for."""
+
     def check_arguments(self, args: "TrainingArguments") -> None:
         """Refuse Trainer arguments that this engine cannot train with. Raises MemOptError."""
 
@@ -57,6 +61,9 @@ class Engine(Protocol):
 
     def detach(self) -> None:
         """Give the model back as it was and forget it; without effect when nothing is attached."""
+
+    def smooth_labels(self, smoothing: Any) -> bool:
+        """Return the smoothed loss from training forwards with labels, from now on; False: this engine does not."""
 
     def plans(self) -> PlanTable | None:
         """The table of the current training graph, None before the first training forward."""
@@ -85,14 +92,17 @@ def engine_of(model: torch.nn.Module) -> Engine | None:
     return held() if held is not None else None
 
 
-def register(model: torch.nn.Module, engine: Engine) -> None:
+def register(model: torch.nn.Module, engine: Engine, instead_of: Engine | None = None) -> None:
     """Note that `engine` holds `model`.
+
+    Args:
+        instead_of: an engine that does its work through `engine` from now on.
 
     Raises:
         MemOptError: another engine does already.
     """
     holder = engine_of(model)
-    if holder is not None and holder is not engine:
+    if holder is not None and holder not in (engine, instead_of):
         raise MemOptError(
             f"{type(model).__name__} already has the {holder.name} engine attached; give it back first: detach() of "
             "what optimize() returned, or trainer.memopt.detach() of the Trainer that is training it"
@@ -114,22 +124,31 @@ def resolve(name: str) -> tuple[str, str]:
         MemOptError: no such engine, or none that works on this machine.
     """
     if name == "auto":
-        return _first_usable()
+        (first, *_), reason = _usable()
+        return first, reason
     if name not in ENGINES:
         raise MemOptError(f"memory_opt_engine {name!r}: allowed are auto, {', '.join(ENGINES)}")
-    if missing := importlib.import_module(ENGINES[name]).missing():
+    if missing := _module(name).missing():
         raise MemOptError(f"memory_opt_engine {name}: {missing}")
     return name, "asked for"
 
 
-def _first_usable() -> tuple[str, str]:
-    reasons = []
-    for name, module in ENGINES.items():
-        missing = importlib.import_module(module).missing()
-        if not missing:
-            return name, "; ".join(["auto: the first engine that works here", *reasons])
-        reasons.append(f"{name}: {missing}")
-    raise MemOptError(f"memory_opt_engine auto: no engine works here: {'; '.join(reasons)}")
+def _usable(options: Any = None) -> tuple[list[str], str]:
+    """The engines that work here and do what is asked for, in their order, and why the first of them is the first."""
+    names, reasons = [], []
+    for name in ENGINES:
+        module = _module(name)
+        if reason := module.missing() or (options is not None and module.declines(options)):
+            reasons.append(f"{name}: {reason}")
+        else:
+            names.append(name)
+    if not names:
+        raise MemOptError(f"memory_opt_engine auto: no engine works here: {'; '.join(reasons)}")
+    return names, "; ".join(["auto: the first engine that works here", *reasons])
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(ENGINES[name])
 
 
 def create(options: Any) -> Engine:
@@ -141,9 +160,24 @@ def create(options: Any) -> Engine:
     Raises:
         MemOptError: it cannot work on this machine, or an option is of another engine only.
     """
-    name, _ = resolve(options.memory_opt_engine)
+    if options.memory_opt_engine != "auto":
+        (name, reason), others = resolve(options.memory_opt_engine), []
+    else:
+        (name, *others), reason = _usable(options)
     options.check_engine(name)
-    return importlib.import_module(ENGINES[name]).create(options)
+    engine: Engine = _module(name).create(options)
+    engine.reason = reason
+    if not others:
+        return engine
+    from .auto import AutoEngine
+
+    def create_second(selection: Selection) -> Engine:
+        second: Engine = _module(others[0]).create(options)
+        # As the first one read it, which may know more places than the options.
+        second.apply(selection)
+        return second
+
+    return AutoEngine(engine, create_second, options.given_for_ort())
 
 
 def installed_version(distributions: Sequence[str]) -> tuple[str, str] | None:

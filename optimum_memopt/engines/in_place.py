@@ -4,14 +4,17 @@ import functools
 import types
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
+from optimum_memopt.logs import get_logger
 
 from . import base
 from .base import Selection
+from .checkpointing import Checkpointing
 
 TrainForward = Callable[..., Any]
 
@@ -114,11 +117,13 @@ class InPlaceEngine:
     """The life cycle of an engine: `attach`, `suspend`, `detach`.
 
     What was compiled for a model is kept while the engine is suspended, and used again when it is attached to the
-    same model.
+    same model. Meanwhile the model's own activation checkpointing is off; level 1 takes its place where no plan was
+    asked for.
     """
 
     name: str
     reason = "asked for"
+    keeps_checkpointing = False
 
     def __init__(self, selection: Selection | None = None) -> None:
         self._model: torch.nn.Module | None = None
@@ -130,10 +135,11 @@ class InPlaceEngine:
     @property
     def selection(self) -> Selection:
         """The plans that were asked for."""
-        return self._selection
+        return self._asked
 
     def apply(self, selection: Selection) -> None:
         """Choose other plans; takes effect with the next training forward."""
+        self._asked = selection
         self._selection = selection
         self._forget()
 
@@ -155,9 +161,14 @@ class InPlaceEngine:
         if self._model is not model or self._dispatcher is not place:
             self._forget()
         self._model, self._dispatcher, self._is_attached = model, place, True
-        place.start(self._train_forward)
+        place.start(self._forward)
+        self._checkpointing = Checkpointing(model)
         try:
             self._enter()
+            if self._checkpointing.is_on and not self.keeps_checkpointing:
+                self._replace_checkpointing()
+            elif self._selection != self._asked:
+                self.apply(self._asked)
         except BaseException:
             self.suspend()
             raise
@@ -170,6 +181,7 @@ class InPlaceEngine:
         self._is_attached = False
         base.unregister(self._model)
         self._dispatcher.stop()
+        self._checkpointing.give_back()
         self._leave()
 
     def detach(self) -> None:
@@ -177,6 +189,27 @@ class InPlaceEngine:
         self.suspend()
         self._forget()
         self._model = self._dispatcher = None
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._checkpointing.is_on and not self.keeps_checkpointing:
+            # Switched on since, or by an activation_checkpointing_enable() of the user's training loop.
+            self._replace_checkpointing()
+        return self._train_forward(*args, **kwargs)
+
+    def _replace_checkpointing(self) -> None:
+        self._checkpointing.switch_off()
+        by = f"config {self._selection.config}" if self._selection.config else f"level {self._selection.level or 1}"
+        get_logger().info(
+            f"activation checkpointing of {type(self._model).__name__} is off while the {self.name} engine trains it; "
+            f"{by} recomputes instead"
+        )
+        if self._selection.config is None and not self._selection.level:
+            self._selection = replace(self._selection, level=1)
+            self._forget()
+
+    def smooth_labels(self, smoothing: Any) -> bool:
+        """See `Engine.smooth_labels`."""
+        return False
 
     def _check(self, model: torch.nn.Module) -> None:
         """Refuse what the engine cannot train. Raises MemOptError."""

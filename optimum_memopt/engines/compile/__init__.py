@@ -20,6 +20,11 @@ def missing() -> str:
     return ""
 
 
+def declines(options: Any) -> str:
+    """Empty: this engine does whatever plan the options ask for."""
+    return ""
+
+
 def create(options: Any) -> Engine:
     """An engine with the user's options, a `MemOptOptions`."""
     from .engine import CompileEngine

@@ -62,7 +62,7 @@ class CompileEngine(in_place.InPlaceEngine):
         """Refuse Trainer arguments that do the engine's work too.
 
         Raises:
-            MemOptError: activation checkpointing, torch_compile, FSDP, ZeRO 3, several GPUs in one process.
+            MemOptError: torch_compile, FSDP, ZeRO 3, several GPUs in one process.
         """
         suitability.check_arguments(args)
 

@@ -18,10 +18,10 @@ _SPLIT_BY_HOOKS = (
 
 
 def check(model: torch.nn.Module) -> None:
-    """Refuse what would be recomputed twice or trained beside the plan.
+    """Refuse what would be trained beside the plan.
 
     Raises:
-        UnsupportedModelError: no parameters, DataParallel, activation checkpointing.
+        UnsupportedModelError: no parameters, DataParallel.
     """
     in_place.check_parameters(model)
     if isinstance(model, torch.nn.DataParallel):
@@ -29,24 +29,14 @@ def check(model: torch.nn.Module) -> None:
             "the compile engine under torch.nn.DataParallel: start one process for each GPU, for example with "
             "accelerate launch, or make one GPU visible with CUDA_VISIBLE_DEVICES=0"
         )
-    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has activation checkpointing on, whose layers the compile engine would recompute "
-            "a second time; call model.gradient_checkpointing_disable() and use --memory_opt_level 1 instead"
-        )
 
 
 def check_arguments(args: "TrainingArguments") -> None:
     """Refuse Trainer arguments that do the engine's work too.
 
     Raises:
-        MemOptError: activation checkpointing, torch_compile, FSDP, ZeRO 3, several GPUs in one process.
+        MemOptError: torch_compile, FSDP, ZeRO 3, several GPUs in one process.
     """
-    if getattr(args, "activation_checkpointing", False) or getattr(args, "gradient_checkpointing", False):
-        raise MemOptError(
-            "activation checkpointing with the compile engine: both recompute the layers; leave it out and use "
-            "--memory_opt_level 1, which does the same with less kept"
-        )
     if args.torch_compile:
         raise MemOptError("--torch_compile with the compile engine, which compiles the model already; leave it out")
     # accelerate's launcher and config file ask for FSDP in the environment, without the Trainer's argument.

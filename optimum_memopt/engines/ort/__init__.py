@@ -8,6 +8,7 @@ from typing import Any
 
 from optimum_memopt.engines.base import Engine, Selection, installed_version
 from optimum_memopt.logs import get_logger, set_log_level
+from optimum_memopt.plans.grammar import ConfigError
 
 DISTRIBUTIONS = ("onnxruntime-training", "onnxruntime-training-cpu", "onnxruntime-training-rocm")
 
@@ -21,6 +22,20 @@ def missing() -> str:
             f"the package {clash[0]} overwrites onnxruntime-training, both are imported as onnxruntime; "
             f"pip uninstall {clash[0]} and reinstall onnxruntime-training"
         )
+    return ""
+
+
+def declines(options: Any) -> str:
+    """Which of the user's options, a `MemOptOptions`, ask for what this engine does not do; empty when none."""
+    from .selection import check_supported
+
+    if options.memory_opt_compiler is not None:
+        return f"--memory_opt_compiler {options.memory_opt_compiler} is for the compile engine"
+    try:
+        if (config := options.plan_config) is not None:
+            check_supported(config)
+    except ConfigError as error:
+        return str(error)
     return ""
 
 
@@ -38,5 +53,8 @@ def create(options: Any) -> Engine:
         set_log_level(chosen.memory_opt_log_level)
     for remark in remarks:
         get_logger().warning(remark)
+    if options.memory_opt_engine == "auto":
+        # What this engine cannot train another one does.
+        chosen.ort_fallback = False
     selection = Selection(chosen.plan_config, chosen.memory_opt_level, chosen.memory_opt_strict)
     return OrtEngine(selection, chosen, chosen.memory_opt_log_level)

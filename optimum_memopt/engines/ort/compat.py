@@ -21,6 +21,8 @@ from dataclasses import dataclass
 import torch
 import torch.utils.checkpoint
 
+from optimum_memopt.engines.base import installed_version
+
 from . import extensions
 
 ORTMODULE = "onnxruntime.training.ortmodule"
@@ -70,6 +72,16 @@ def load() -> Imported:
         if _imported is None:
             _imported = _load()
         return _imported
+
+
+def runs_on_gpus() -> bool:
+    """Whether the installed ONNX Runtime has a provider for GPUs."""
+    # The CPU build says so in its name, and needs no import for it.
+    if installed_version(("onnxruntime-training-cpu",)) is not None:
+        return False
+    load()
+    providers = importlib.import_module("onnxruntime").get_available_providers()
+    return bool({"CUDAExecutionProvider", "ROCMExecutionProvider"} & set(providers))
 
 
 def _load() -> Imported:

@@ -63,6 +63,7 @@ class OrtEngine(in_place.InPlaceEngine):
         self._exported_attention: str | None = None
         self._churn = Churn()
         self._seen_autocast: Any = False
+        self.keeps_checkpointing = self._options.ort_allow_autograd_checkpoint
         super().__init__(selection)
 
     def apply(self, selection: Selection) -> None:
@@ -109,11 +110,12 @@ class OrtEngine(in_place.InPlaceEngine):
         if self._backward_is_due:
             self._forget()
 
-    def smooth_labels(self, smoothing: LabelSmoothing | None) -> None:
-        """Whether training forwards with labels return the smoothed loss; needs the loss inside ONNX Runtime."""
+    def smooth_labels(self, smoothing: LabelSmoothing | None) -> bool:
+        """Return the smoothed loss from training forwards with labels; needs the loss inside ONNX Runtime."""
         if smoothing != self._smoothing:
             self._smoothing = smoothing
             self._forget()
+        return True
 
     def _check(self, model: torch.nn.Module) -> None:
         suitability.check(model, self._options.ort_allow_autograd_checkpoint)
@@ -205,13 +207,16 @@ class OrtEngine(in_place.InPlaceEngine):
         """From now on train with plain PyTorch, if the user wants that."""
         if not self._options.ort_fallback:
             raise UnsupportedModelError(
-                f"ONNX Runtime cannot train {type(self._model).__name__}: {reason}; "
-                "--ort_fallback trains it with plain PyTorch instead"
+                f"ONNX Runtime cannot train {type(self._model).__name__}: {reason}",
+                "--memory_opt_engine compile trains it under a plan, --ort_fallback with plain PyTorch",
             ) from error
         seen = self._seen
         self._forget()
         self._fallback_reason, self._seen = reason, seen
-        line = f"NOT on ONNX Runtime: it cannot train this model ({reason}); no plan is applied"
+        line = (
+            f"NOT on ONNX Runtime: it cannot train this model ({reason}); no plan is applied, "
+            "--memory_opt_engine compile trains it under one"
+        )
         get_logger().warning(line)
         self._table = PlanTable(engine=self.name, plans=(), header=(line,))
         return self._run_fallback
@@ -242,7 +247,7 @@ class OrtEngine(in_place.InPlaceEngine):
         if often := self._churn.seen(changes):
             self._give_back(
                 f"{often} changes again and again ({' -> '.join(changes[often])}), and each change takes a new "
-                "export; keep it fixed, or use --memory_opt_engine compile"
+                "export; keep it fixed"
             )
 
     def _after_export(self) -> None:
@@ -269,7 +274,7 @@ class OrtEngine(in_place.InPlaceEngine):
             return ""
         return (
             f"a batch after the first ends in an error, as where a graph holds the first one's shapes "
-            f"({one_line(error)}); pad all batches to one shape and drop the last, or use --memory_opt_engine compile"
+            f"({one_line(error)}); pad all batches to one shape and drop the last"
         )
 
     def _make_manager(self) -> Manager:
@@ -311,12 +316,14 @@ class OrtEngine(in_place.InPlaceEngine):
             way_out = "leave out --ort_custom_autograd false" if switched_off else f"build them with: {BUILD_COMMAND}"
             raise UnsupportedModelError(
                 f"{type(self._model).__name__} uses torch.autograd.Function ({', '.join(manager.inlined_functions)}), "
-                f"whose backward ONNX Runtime can only run with the torch extensions; {way_out}"
+                "whose backward ONNX Runtime can only run with the torch extensions",
+                f"{way_out}, or give --memory_opt_engine compile",
             )
         if manager.aten_operators and not manager.has_extensions:
             raise UnsupportedModelError(
                 f"{type(self._model).__name__} needs torch's own {', '.join(manager.aten_operators)}, which ONNX "
-                f"Runtime can only run with the torch extensions; build them with: {BUILD_COMMAND}"
+                "Runtime can only run with the torch extensions",
+                f"build them with: {BUILD_COMMAND}, or give --memory_opt_engine compile",
             )
         dimensions = manager.dimensions
         config = getattr(self._model, "config", None)

@@ -40,6 +40,10 @@ class LabelSmoothing:
     smoother: Callable[..., torch.Tensor]
     shift_labels: bool
 
+    def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """See `with_label_smoothing`."""
+        return with_label_smoothing(forward, self)
+
 
 def with_label_smoothing(
     forward: Callable[..., Any], smoothing: LabelSmoothing | None, sparse: bool = False

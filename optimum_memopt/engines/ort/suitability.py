@@ -7,8 +7,11 @@ from typing import Any
 import torch
 
 from optimum_memopt.engines import in_place
+from optimum_memopt.engines.base import installed_version
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
 from optimum_memopt.logs import get_logger
+
+from . import DISTRIBUTIONS, compat
 
 # Names of attention dropout in transformers' configs.
 _ATTENTION_DROPOUTS = ("attention_probs_dropout_prob", "attention_dropout", "attn_pdrop", "dropout_rate")
@@ -18,6 +21,7 @@ _DATA_PARALLEL_WAY_OUT = (
     "ONNX Runtime cannot train under DataParallel; start one process for each GPU, for example with accelerate "
     "launch, or make one GPU visible with CUDA_VISIBLE_DEVICES=0"
 )
+_COMPILE = "give --memory_opt_engine compile"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -29,11 +33,11 @@ def check(model: torch.nn.Module, checkpointing: bool = False) -> None:
     """Refuse what ONNX Runtime would train wrongly or not at all.
 
     Args:
-        checkpointing: re-entrant activation checkpointing is allowed.
+        checkpointing: activation checkpointing stays, which has to be re-entrant.
 
     Raises:
-        UnsupportedModelError: no parameters, DataParallel, gradient checkpointing, several devices, half precision
-            on the CPU.
+        UnsupportedModelError: no parameters, DataParallel, several devices, half precision on the CPU, a device that
+            ONNX Runtime does not run on, activation checkpointing that stays and is not re-entrant.
     """
     in_place.check_parameters(model)
     name = type(model).__name__
@@ -42,21 +46,38 @@ def check(model: torch.nn.Module, checkpointing: bool = False) -> None:
     checkpointed = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
     if checkpointed and checkpointing:
         _check_reentrant(name, checkpointed)
-    elif checkpointed:
-        raise UnsupportedModelError(
-            f"{name} has activation checkpointing on, which the ort engine cannot export; call "
-            "model.gradient_checkpointing_disable() and use --memory_opt_level 1 instead, which recomputes each layer"
-        )
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) > 1:
         placed = ", ".join(sorted(map(str, devices)))
         raise UnsupportedModelError(f"{name} lies on several devices ({placed}); the ort engine trains on one")
+    for device in devices:
+        check_device(name, device.type)
     halves = {p.dtype for p in model.parameters() if p.is_floating_point() and p.dtype != torch.float32}
     if halves and torch.device("cpu") in devices:
         dtypes = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in halves))
         raise UnsupportedModelError(
-            f"{name} has {dtypes} parameters; ONNX Runtime's CPU provider trains float32 only; call model.float()"
+            f"{name} has {dtypes} parameters; ONNX Runtime's CPU provider trains float32 only",
+            f"call model.float(), or {_COMPILE}",
         )
+
+
+def check_device(name: str, device_type: str) -> None:
+    """Refuse parameters where the installed ONNX Runtime does not run: it would read GPU memory as the host's.
+
+    Args:
+        name: of the model's class.
+        device_type: of its parameters, as `cuda`.
+
+    Raises:
+        UnsupportedModelError: see there.
+    """
+    if device_type == "cpu" or (device_type == "cuda" and compat.runs_on_gpus()):
+        return
+    build = " ".join(installed_version(DISTRIBUTIONS) or ("onnxruntime-training",))
+    raise UnsupportedModelError(
+        f"{name} lies on {device_type}, where {build} does not run",
+        f"{_COMPILE}, or install a build of onnxruntime-training for this device",
+    )
 
 
 def _check_reentrant(name: str, modules: Sequence[torch.nn.Module]) -> None:
@@ -126,8 +147,8 @@ def check_autocast(model: torch.nn.Module) -> None:
     parameter = next(model.parameters(), None)
     if (parameter is None or parameter.device.type == "cpu") and torch.is_autocast_enabled("cpu"):
         raise UnsupportedModelError(
-            "a training forward under torch.autocast on the CPU: ONNX Runtime's CPU provider trains float32 only; "
-            "leave autocast out or train on a GPU"
+            "a training forward under torch.autocast on the CPU: ONNX Runtime's CPU provider trains float32 only",
+            f"leave autocast out, train on a GPU, or {_COMPILE}",
         )
 
 
@@ -135,7 +156,7 @@ def check_arguments(args: Any, checkpointing: bool = False, zero_stage3: bool = 
     """Refuse `transformers.TrainingArguments` that ONNX Runtime cannot train with.
 
     Args:
-        checkpointing: re-entrant activation checkpointing is allowed.
+        checkpointing: activation checkpointing stays, which has to be re-entrant.
         zero_stage3: ZeRO stage 3 is allowed.
 
     Raises:
@@ -145,19 +166,14 @@ def check_arguments(args: Any, checkpointing: bool = False, zero_stage3: bool = 
         if getattr(args, precision) and args.device.type == "cpu":
             raise MemOptError(
                 f"--{precision} with the ort engine on the CPU: ONNX Runtime's CPU provider trains float32 only; "
-                f"leave --{precision} out or train on a GPU"
+                f"leave --{precision} out, train on a GPU, or {_COMPILE}"
             )
     asked = [name for name in ("activation_checkpointing", "gradient_checkpointing") if getattr(args, name, False)]
-    if asked and checkpointing:
-        if not any((getattr(args, f"{name}_kwargs", None) or {}).get("use_reentrant") for name in asked):
-            raise MemOptError(
-                f"--{asked[0]} that is not re-entrant with the ort engine: the export would lose it; add "
-                f"--{asked[0]}_kwargs '{{\"use_reentrant\": true}}'"
-            )
-    elif asked:
+    reentrant = any((getattr(args, f"{name}_kwargs", None) or {}).get("use_reentrant") for name in asked)
+    if asked and checkpointing and not reentrant:
         raise MemOptError(
-            "activation checkpointing with the ort engine: ONNX Runtime cannot export it; leave it out and use "
-            "--memory_opt_level 1, which recomputes each layer"
+            f"--{asked[0]} that is not re-entrant with the ort engine: the export would lose it; add "
+            f"--{asked[0]}_kwargs '{{\"use_reentrant\": true}}'"
         )
     if args.torch_compile:
         raise MemOptError("--torch_compile with the ort engine: both compile the model; leave one of them out")

@@ -6,7 +6,6 @@ from transformers import TrainingArguments
 
 from optimum_memopt.engines.compile import suitability
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
-from tests.model_zoo import ZOO
 
 
 def refused(check, error):
@@ -19,16 +18,6 @@ def refused(check, error):
 def test_data_parallel():
     model = torch.nn.DataParallel(torch.nn.Linear(2, 2))
     assert "accelerate launch" in refused(lambda: suitability.check(model), UnsupportedModelError)
-
-
-def test_a_model_with_activation_checkpointing():
-    model = ZOO["roberta-mlm"].build()
-    suitability.check(model)
-    model.gradient_checkpointing_enable()
-    line = refused(lambda: suitability.check(model), UnsupportedModelError)
-    assert "gradient_checkpointing_disable()" in line and "--memory_opt_level 1" in line
-    model.gradient_checkpointing_disable()
-    suitability.check(model)
 
 
 def test_several_gpus_in_one_process(tmp_path):

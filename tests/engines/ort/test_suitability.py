@@ -34,14 +34,7 @@ def test_ordinary_models_pass(make):
     suitability.check(make())
 
 
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 def test_models_that_ort_would_train_wrongly_are_refused_with_a_way_out():
-    checkpointing = roberta()
-    checkpointing.gradient_checkpointing_enable()
-    assert "model.gradient_checkpointing_disable()" in refused(checkpointing)
-    checkpointing.gradient_checkpointing_disable()
-    suitability.check(checkpointing)
-
     assert "accelerate launch" in refused(torch.nn.DataParallel(torch.nn.Linear(2, 2)))
     assert "has bfloat16, float16 parameters" in refused(
         torch.nn.Sequential(torch.nn.Linear(2, 2).half(), torch.nn.Linear(2, 2).bfloat16())
@@ -83,7 +76,6 @@ def test_ordinary_arguments_pass(arguments):
     [
         ("bf16", True, "--bf16"),
         ("fp16", True, "--fp16"),
-        ("gradient_checkpointing", True, "--memory_opt_level 1"),
         ("torch_compile", True, "--torch_compile"),
         ("fsdp", ["full_shard"], "FSDP with the ort engine"),
         ("deepspeed_plugin", types.SimpleNamespace(zero_stage=3), "use ZeRO stage 0, 1 or 2"),

@@ -1,0 +1,187 @@
+"""`auto`: the engine of choice, and the next one as soon as that one turns out unable to train the model."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from optimum_memopt.errors import MemOptError, UnsupportedModelError
+from optimum_memopt.logs import get_logger
+from optimum_memopt.plans.table import PlanTable
+
+from . import base, in_place
+from .base import Engine, Selection
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+
+class AutoEngine:
+    """Trains through one engine, and through another one from the moment on that the first cannot.
+
+    The moment may be a training forward, in most cases the first. Its inputs are then given to the second engine with
+    random generators and buffers as they were, so that the run is the second engine's from the beginning.
+
+    Args:
+        first: the engine to try.
+        create_second: makes the other one with these plans.
+        unused: options that the other one does not read, for the line that says so.
+    """
+
+    def __init__(
+        self, first: Engine, create_second: Callable[[Selection], Engine], unused: Sequence[str] = ()
+    ) -> None:
+        self._current = first
+        self._create_second: Callable[[Selection], Engine] | None = create_second
+        self._unused = f" ({', '.join(unused)} not used)" if unused else ""
+        self._model: torch.nn.Module | None = None
+        self._train_by_first: in_place.TrainForward | None = None
+        self._smoothing: Any = None
+
+    @property
+    def name(self) -> str:
+        """Of the engine that trains the model."""
+        return self._current.name
+
+    @property
+    def reason(self) -> str:
+        return self._current.reason
+
+    @property
+    def selection(self) -> Selection:
+        return self._current.selection
+
+    @property
+    def is_for_loss_alone(self) -> Callable[[], bool]:
+        return self._current.is_for_loss_alone
+
+    @is_for_loss_alone.setter
+    def is_for_loss_alone(self, asked: Callable[[], bool]) -> None:
+        self._current.is_for_loss_alone = asked
+
+    def check_arguments(self, args: "TrainingArguments") -> None:
+        """Decide by Trainer arguments. Raises MemOptError where neither engine can train with them."""
+        try:
+            self._current.check_arguments(args)
+        except MemOptError as error:
+            if self._create_second is None:
+                raise
+            self._go_on_with_second(f"auto: {error}")
+            self._current.check_arguments(args)
+
+    def attach(self, model: torch.nn.Module) -> None:
+        """Take over the model's training forward. Raises MemOptError for what neither engine can train."""
+        try:
+            self._current.attach(model)
+        except UnsupportedModelError as error:
+            if self._create_second is None:
+                raise
+            self._go_on_with_second(error.why)
+            get_logger().info(self._line)
+            self._current.attach(model)
+        base.register(model, self, instead_of=self._current)
+        self._model = model
+        dispatcher = in_place.dispatcher(model)
+        if self._create_second is not None and dispatcher.train != self._train_forward:
+            self._train_by_first = dispatcher.train
+            dispatcher.train = self._train_forward
+
+    def suspend(self) -> None:
+        self._current.suspend()
+
+    def detach(self) -> None:
+        self._current.detach()
+        self._model = self._train_by_first = None
+
+    def plans(self) -> PlanTable | None:
+        return self._current.plans()
+
+    def predicted_peak_mib(self, optimizer: torch.optim.Optimizer | None, accumulates: bool) -> float | None:
+        return self._current.predicted_peak_mib(optimizer, accumulates)
+
+    def insight(self) -> str:
+        return self._current.insight()
+
+    def apply(self, selection: Selection) -> None:
+        self._current.apply(selection)
+
+    def smooth_labels(self, smoothing: Any) -> bool:
+        """See `Engine.smooth_labels`."""
+        self._smoothing = smoothing
+        return self._current.smooth_labels(smoothing)
+
+    def _train_forward(self, *args: Any, **kwargs: Any) -> Any:
+        model = self._model
+        has_trained = self._current.plans() is not None
+        before = _State.of(model, with_buffers=not has_trained)
+        try:
+            return self._train_by_first(*args, **kwargs)
+        except UnsupportedModelError as error:
+            if has_trained and _world_size() > 1:
+                # The ranks have been compared, and this one cannot know whether the others go on with the first.
+                raise
+            why, smoothing = error.why, self._smoothing
+        self._go_on_with_second(why)
+        get_logger().info(self._line)
+        self._current.attach(model)
+        base.register(model, self, instead_of=self._current)
+        before.restore(model)
+        train = in_place.dispatcher(model).train
+        return (smoothing.around(train) if smoothing is not None else train)(*args, **kwargs)
+
+    def _go_on_with_second(self, why: str) -> None:
+        first, create = self._current, self._create_second
+        second = create(first.selection)
+        second.is_for_loss_alone, second.reason = first.is_for_loss_alone, f"{why}{self._unused}"
+        # Only now, since the second one may refuse the plan.
+        first.detach()
+        self._current, self._create_second, self._train_by_first = second, None, None
+
+    @property
+    def _line(self) -> str:
+        return f"{self.reason}; training with the {self.name} engine"
+
+
+def _world_size() -> int:
+    is_used = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size() if is_used else 1
+
+
+@dataclass(frozen=True)
+class _State:
+    """What a forward that fails may have changed: random generators, and the model's buffers."""
+
+    python: Any
+    numpy: Any
+    cpu: torch.Tensor
+    cuda: torch.Tensor | None
+    buffers: tuple[tuple[torch.nn.Module, str, torch.Tensor, torch.Tensor], ...]
+
+    @classmethod
+    def of(cls, model: torch.nn.Module, with_buffers: bool) -> "_State":
+        parameter = next(model.parameters(), None)
+        return cls(
+            random.getstate(),
+            np.random.get_state(),
+            torch.get_rng_state(),
+            torch.cuda.get_rng_state(parameter.device) if parameter is not None and parameter.is_cuda else None,
+            tuple(
+                (module, name, buffer, buffer.detach().clone())
+                for module in (model.modules() if with_buffers else ())
+                for name, buffer in module._buffers.items()
+                if buffer is not None
+            ),
+        )
+
+    def restore(self, model: torch.nn.Module) -> None:
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+        torch.set_rng_state(self.cpu)
+        if self.cuda is not None:
+            torch.cuda.set_rng_state(self.cuda, next(model.parameters()).device)
+        with torch.no_grad():
+            for module, name, buffer, values in self.buffers:
+                module._buffers[name] = buffer.copy_(values)
