@@ -40,7 +40,9 @@ class _Partitioner(compat.CustomPartitionerFn):
 
     def uuid(self) -> bytes:
         sources = (path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
-        return hashlib.sha256(b"".join([self.plan.encode(), *sources])).digest()
+        # Not in torch's own key: what was compiled to overwrite saved activations would be loaded to keep them.
+        donates = str(compat.functorch_config.donated_buffer)
+        return hashlib.sha256(b"".join([self.plan.encode(), donates.encode(), *sources])).digest()
 
 
 class Backend:
