@@ -21,7 +21,7 @@ from optimum_memopt import agreement, fp16_optimizer, loss_routing, optim, sampl
 from optimum_memopt.callbacks.input_density import InputDensityCallback
 from optimum_memopt.callbacks.memory_phases import MemoryPhasesCallback
 from optimum_memopt.callbacks.plan_stats import PlanStatsCallback
-from optimum_memopt.engines import base
+from optimum_memopt.engines import base, in_place
 from optimum_memopt.engines.base import Engine
 from optimum_memopt.errors import MemOptError, excerpt
 from optimum_memopt.launch import check_world
@@ -60,6 +60,12 @@ class Attachment:
     def measured_peak_mib(self) -> float:
         """Peak of the training run so far in MiB: resident on the CPU, allocated on CUDA; 0 before it."""
         return self.plan_stats.measured_peak_mib
+
+    def _repr_html_(self) -> str:
+        """The table in a notebook."""
+        if self.table is None:
+            return f"<p>{self.engine.name} engine: the plan table comes with the first training step</p>"
+        return self.table._repr_html_()
 
     def detach(self) -> None:
         """Give the model back and free what was compiled for it; the next `train()` compiles anew."""
@@ -152,7 +158,7 @@ def optimize(model: torch.nn.Module, **options: Any) -> Engine:
         options: fields of `MemOptOptions`.
 
     Returns:
-        The engine: `plans()` after the first training forward, `detach()` at the end.
+        The engine: `plans()` after the first training forward, which also logs the table; `detach()` at the end.
 
     Raises:
         MemOptError: bad options, or a model that the engine cannot train.
@@ -173,6 +179,8 @@ def optimize(model: torch.nn.Module, **options: Any) -> Engine:
     set_log_level(chosen.memory_opt_log_level)
     engine = base.create(chosen)
     engine.attach(model)
+    get_logger().info(f"engine {engine.name} ({engine.reason})")
+    _show_plans(model, engine)
     return engine
 
 
@@ -233,6 +241,22 @@ def _options(args: Any, options: MemOptOptions | None, overrides: Mapping[str, A
     for name, value in overrides.items():
         setattr(chosen, name, value)
     return chosen
+
+
+def _show_plans(model: torch.nn.Module, engine: Engine) -> None:
+    """Log each new plan table after its first training forward, as PlanStatsCallback does in a Trainer."""
+    dispatcher = in_place.dispatcher(model)
+    train, shown = dispatcher.train, None
+
+    def train_and_show(*args: Any, **kwargs: Any) -> Any:
+        nonlocal shown
+        outputs = train(*args, **kwargs)
+        if (table := engine.plans()) is not shown:
+            shown = table
+            get_logger().info(str(table))
+        return outputs
+
+    dispatcher.train = train_and_show
 
 
 def _callback(trainer: Trainer, kind: type, **arguments: Any) -> Any:
