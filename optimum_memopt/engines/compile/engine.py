@@ -26,6 +26,7 @@ from .graphs import Graph, Modules, split
 from .module_paths import add_outer_modules
 from .outputs import loss_alone, refusing_gradients
 from .prediction import Forecast, resident, stashed_of
+from .recompiles import FailedGuards
 from .rehearsal import Programs
 from .selection import matches
 from .table import to_table
@@ -33,9 +34,6 @@ from .wholes import Wholes
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
-
-# In the error of too many recompiles.
-_GUARDS_QUOTED = 3
 
 
 class CompileEngine(in_place.InPlaceEngine):
@@ -116,9 +114,9 @@ class CompileEngine(in_place.InPlaceEngine):
         self._forecast: Forecast | None = None
         self._resident = 0
         self._progress = Progress()
-        # How often a forward after the first recompiled, and why: each guard once.
+        # How often a forward after the first recompiled, and why.
         self._recompiles = 0
-        self._failed_guards: dict[str, None] = {}
+        self._failed_guards = FailedGuards()
         self._said: set[str] = set()
 
     def _train_forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -199,21 +197,20 @@ class CompileEngine(in_place.InPlaceEngine):
         Raises:
             MemOptError: it did so too often.
         """
-        reasons = dict.fromkeys(watch.recompiles())
+        reasons = watch.recompiles()
         if not reasons:
             return
         self._recompiles += 1
         for reason in reasons:
-            self._say(f"recompiled the training graph; failed guard: {reason}")
-        self._failed_guards.update(reasons)
+            if line := self._failed_guards.add(reason):
+                self._say(line)
         limit = compat.recompile_limit()
         if self._recompiles >= limit:
-            last = "; ".join(list(self._failed_guards)[-_GUARDS_QUOTED:])
+            guards = self._failed_guards
             self._forget()
             raise MemOptError(
                 f"{type(self._model).__name__} was recompiled {limit} times, which is the limit; last failed guards: "
-                f"{last}; pad batches to fewer lengths (pad_to_multiple_of), or raise "
-                "torch._dynamo.config.recompile_limit"
+                f"{guards.last}; {guards.advice}, or raise torch._dynamo.config.recompile_limit"
             )
 
     def _show(self, graphs: list[Graph], watch: compat.Watch, inputs: dict[str, Any]) -> None:

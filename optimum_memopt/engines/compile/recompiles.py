@@ -1,0 +1,75 @@
+"""Why a model is recompiled, read from the guards that torch says failed. Pure."""
+
+import re
+from collections import Counter
+
+_COMPILE_ID = re.compile(r"^\d+/\d+: ")
+_NUMBER = re.compile(r"(?<![\w.])-?(?:\d+(?:\.\d+)?(?:e[+-]?\d+)?|inf|nan)\b")
+# `self.calls == 3`, `self._modules['head'].scale == 0.5`, `alpha == 1.0`: torch compares Python numbers so.
+_CHANGED_NUMBER = re.compile(rf"^(?P<name>[\w.\[\]'\"]+) == {_NUMBER.pattern}$")
+# What torch calls the model where a wrapper that takes `*args` is traced (`outputs.loss_alone`).
+_MODEL = re.compile(r"\bargs\[0\](?=\.)")
+_QUOTED = 3
+
+
+class FailedGuards:
+    """The guards that failed since a model's first training graph.
+
+    Guards that differ in their numbers alone have one cause: batches of many sizes, or a number of the model that
+    changes at every step.
+    """
+
+    def __init__(self) -> None:
+        self._guards: dict[str, None] = {}
+        self._causes: Counter[str] = Counter()
+
+    def add(self, reason: str) -> str:
+        """Note a failed guard, as torch's recompile reason has it.
+
+        Returns:
+            The line that says it: at the first guard of a cause, and once more when a number changed again; else "".
+        """
+        guard = _MODEL.sub("self", _COMPILE_ID.sub("", reason))
+        if guard in self._guards:
+            return ""
+        self._guards[guard] = None
+        cause = _NUMBER.sub("N", guard)
+        self._causes[cause] += 1
+        if self._causes[cause] == 1:
+            return f"recompiled the training graph; failed guard: {guard}"
+        if self._causes[cause] == 2 and (name := _changed_number(guard)):
+            return f"the training graph is recompiled for each value of {name}: {_as_tensor(name)}"
+        return ""
+
+    @property
+    def last(self) -> str:
+        """The last ones, for a message."""
+        return "; ".join(list(self._guards)[-_QUOTED:])
+
+    @property
+    def advice(self) -> str:
+        """What the user can do so that torch recompiles less often."""
+        changed = dict.fromkeys(
+            name
+            for guard in self._guards
+            if (name := _changed_number(guard)) and self._causes[_NUMBER.sub("N", guard)] > 1
+        )
+        if changed:
+            return "; ".join(map(_as_tensor, list(changed)[-_QUOTED:]))
+        return "pad batches to fewer lengths (pad_to_multiple_of)"
+
+
+def _changed_number(guard: str) -> str:
+    match = _CHANGED_NUMBER.match(guard)
+    return match["name"] if match else ""
+
+
+def _as_tensor(name: str) -> str:
+    """How to keep a number from being a constant of the graph."""
+    if not name.startswith("self."):
+        return f"pass {name} as a tensor (torch.tensor({name})), whose value torch does not guard on"
+    attribute = name.rpartition(".")[2]
+    return (
+        f"make {name} a tensor, whose value torch does not guard on: register_buffer({attribute!r}, torch.tensor(…), "
+        f"persistent=False), changed in place (.fill_, .add_)"
+    )
