@@ -29,8 +29,8 @@ class ModelArguments:
 
 
 @dataclass
-class DataArguments:
-    """Which data to train on."""
+class RowArguments:
+    """Which rows to train and to evaluate on."""
 
     dataset_name: str | None = field(
         default=None, metadata={"help": "Data set on the Hugging Face hub, or a folder that `datasets` can load."}
@@ -41,7 +41,6 @@ class DataArguments:
         default=None,
         metadata={"help": "Evaluation data, of the same kind. Without it, 10%% of the training data are held out."},
     )
-    max_seq_length: int = field(default=128, metadata={"help": "Tokens a row at most; longer texts are cut."})
     max_train_samples: int | None = field(default=None, metadata={"help": "Train on the first N rows only."})
     max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on the first N rows only."})
     split_seed: int = field(
@@ -54,10 +53,25 @@ class DataArguments:
             raise MemOptError("--validation_file needs --train_file")
         if self.train_file and self.dataset_name:
             raise MemOptError("--train_file and --dataset_name exclude each other")
-        for name in ("max_seq_length", "max_train_samples", "max_eval_samples"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise MemOptError(f"--{name} must be at least 1, not {value}")
+        _check_positive(self, "max_train_samples", "max_eval_samples")
+
+
+@dataclass
+class DataArguments(RowArguments):
+    """Which data to train on."""
+
+    max_seq_length: int = field(default=128, metadata={"help": "Tokens a row at most; longer texts are cut."})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_positive(self, "max_seq_length")
+
+
+def _check_positive(arguments: object, *names: str) -> None:
+    for name in names:
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise MemOptError(f"--{name} must be at least 1, not {value}")
 
 
 @dataclass

@@ -5,14 +5,14 @@ from pathlib import Path
 
 from datasets import Dataset, DatasetDict, load_dataset
 
-from common.arguments import DataArguments, loading
+from common.arguments import RowArguments, loading
 from optimum_memopt import MemOptError
 
 FILE_FORMATS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".txt": "text"}
 HELD_OUT = 0.1
 
 
-def load_rows(args: DataArguments, packaged: Callable[[int], DatasetDict]) -> DatasetDict:
+def load_rows(args: RowArguments, packaged: Callable[[int], DatasetDict]) -> DatasetDict:
     """The rows that the arguments name, else the packaged ones, with a validation split in any case."""
     if args.dataset_name:
         with loading("--dataset_name", args.dataset_name):

