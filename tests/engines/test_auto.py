@@ -29,11 +29,13 @@ class NoGradient(torch.nn.Module):
         self.head = torch.nn.Linear(16, 3)
         self.register_buffer("forwards", torch.zeros(()))
 
-    def forward(self, input_ids, labels, attention_mask=None):
+    def forward(self, input_ids, labels=None, attention_mask=None):
         self.forwards.add_(1)
         hidden = torch.nn.functional.gelu(self.drop(self.embed(input_ids)).mean(1))
         scale = torch.histc(hidden.detach(), bins=4).max() / 100
         logits = self.head(hidden) * (1 + scale)
+        if labels is None:
+            return {"logits": logits}
         return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
