@@ -146,6 +146,7 @@ def test_label_smoothing_inside_the_model_survives_the_switch(tmp_path):
     models = [NoGradient(), NoGradient()]
     for model in models:
         model.config = PreTrainedConfig()
+        model.drop.p = 0.0  # the compile engine draws other masks than PyTorch
     plain = make(tmp_path / "plain", NAME, plain=True, model=models[0], **changes)
     ours = make(tmp_path / "ours", NAME, model=models[1], ort_module_with_loss=True, **AUTO, **changes)
     for trainer in (plain, ours):
