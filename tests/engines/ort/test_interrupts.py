@@ -5,6 +5,7 @@ import importlib
 import os
 import signal
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,14 @@ CASE = ZOO["roberta-mlm"]
 PLAN = Selection(config=parse("Gelu+:1:-1"))
 # Methods of ORT's TrainingManager, in the order in which a first forward calls them.
 PLACES = ("_build_graph", "_create_execution_agent", "execution_session_run_forward")
+
+
+@pytest.fixture(autouse=True)
+def _interrupts_arrive() -> Iterator[None]:
+    """A run that was started in the background ignores SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def attached(monkeypatch: pytest.MonkeyPatch, folder: Path) -> tuple[torch.nn.Module, torch.nn.Module, OrtEngine]:
