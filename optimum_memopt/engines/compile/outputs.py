@@ -66,11 +66,14 @@ def _refuse_gradient(value: torch.Tensor, name: str) -> torch.Tensor:
         return value
     # What the forward returns may be one of its inputs.
     leaf = value.detach().requires_grad_()
-    leaf.register_hook(functools.partial(_raise, name))
+    leaf.register_hook(functools.partial(_refuse, name))
     return leaf
 
 
-def _raise(name: str, gradient: torch.Tensor) -> None:
+def _refuse(name: str, gradient: torch.Tensor | None) -> None:
+    # DDP passes outputs through a function of its own, whose backward hands None back for those that nobody read.
+    if gradient is None:
+        return
     raise MemOptError(
         f"a gradient came back to the model's output {name!r}, which is out of the graph because Trainer's own "
         "compute_loss reads the loss alone; make such a loss in compute_loss of a Trainer subclass or in "

@@ -10,6 +10,7 @@ from model_zoo import ZOO
 from optimum_memopt import MemOptError
 from optimum_memopt.engines.base import Selection
 from optimum_memopt.engines.compile.engine import CompileEngine
+from optimum_memopt.engines.compile.outputs import refusing_gradients
 
 VOCABULARY = 999
 
@@ -45,3 +46,26 @@ def test_the_same_step_in_less_memory(name, return_dict):
     assert peaks[0] - peaks[1] >= 4 * 12 * VOCABULARY * 4, "a gradient of the logits' size less"
     if return_dict:
         assert_bitwise_same_step(model, plain, batch, case.batch(3, 7, seed=1))
+
+
+class Sink(torch.autograd.Function):
+    """What DistributedDataParallel puts around a module's outputs: a gradient that nobody computed stays None."""
+
+    @staticmethod
+    def forward(ctx, *outputs):
+        ctx.set_materialize_grads(False)
+        return tuple(output.clone() for output in outputs)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return gradients
+
+
+def test_outputs_that_pass_through_a_wrapper_unread_are_no_gradient():
+    weight = torch.ones(3, requires_grad=True)
+    outputs = refusing_gradients({"loss": (2 * weight).sum(), "logits": torch.ones(2, 3)})
+    loss, logits = Sink.apply(outputs["loss"], outputs["logits"])
+    loss.backward()
+    assert weight.grad.tolist() == [2, 2, 2]
+    with pytest.raises(MemOptError, match="a gradient came back to the model's output 'logits'"):
+        Sink.apply(outputs["logits"])[0].sum().backward()
