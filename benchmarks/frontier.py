@@ -10,7 +10,7 @@ dropout 0.1; the first one compiles and is not measured. All start from the same
 interleaved, each number is their median. `activations` is the peak over what is held between steps (weights,
 libraries): activations and gradients. Peaks are exact, resident on the CPU and of torch's allocator on CUDA.
 
-With --memory_cap each contestant gets the largest batch with which a step, with AdamW's, stays under the cap, which is
+With --memory_cap each baseline gets the largest batch with which a step, with AdamW's, stays under the cap, which is
 torch's own limit of the process on CUDA and the measured peak on the CPU. Needs matplotlib for the plot (the extra
 `benchmark`).
 """
@@ -28,13 +28,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from contestants import COMPILERS, EAGER, FAMILIES, Contestant, capped, contestants, measure, rows, without_plan
+from baselines import COMPILERS, EAGER, FAMILIES, Baseline, baselines, capped, measure, rows, without_plan
 from shared import MODELS, fill, make_config, pyplot, to_markdown
 from tqdm import tqdm
 
 from optimum_memopt.engines import base
 from optimum_memopt.errors import MemOptError
-from optimum_memopt.measure.probe import Measurement
+from optimum_memopt.measure.measure_case import Measurement
 from optimum_memopt.measure.workload import Workload
 
 DECIMALS = {"of eager": 2, "of eager ": 2, "s a step": 2, "CPU-s a step": 2, "samples/s": 2, " of eager ": 2}
@@ -44,34 +44,34 @@ _UNITS = {"GiB": 2**30, "MiB": 2**20}
 
 @dataclass
 class Result:
-    """What a contestant's processes said; `error` is why one of them, and with it the contestant, failed."""
+    """What a baseline's processes said; `error` is why one of them, and with it the baseline, failed."""
 
-    contestant: Contestant
+    baseline: Baseline
     runs: list[Measurement] = field(default_factory=list)
     error: str = ""
 
     @property
     def batch_size(self) -> float:
-        return self.contestant.workload.batch_size if self.runs else math.nan
+        return self.baseline.workload.batch_size if self.runs else math.nan
 
     def median(self, attribute: str) -> float:
         return statistics.median(getattr(run, attribute) for run in self.runs) if self.runs else math.nan
 
     def to_dict(self) -> dict[str, Any]:
         runs = [json.loads(run.to_json()) for run in self.runs]
-        return {"contestant": asdict(self.contestant), "runs": runs, "error": self.error}
+        return {"baseline": asdict(self.baseline), "runs": runs, "error": self.error}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Result":
         runs = [Measurement.from_json(json.dumps(run)) for run in data["runs"]]
-        return cls(Contestant.from_json(json.dumps(data["contestant"])), runs, data["error"])
+        return cls(Baseline.from_json(json.dumps(data["baseline"])), runs, data["error"])
 
 
 Results = dict[str, Result]
 
 
 def run(results: dict[str, Results], arguments: argparse.Namespace, folder: str, keep: Callable[[], None]) -> None:
-    """Measure until each contestant has `--repeats` runs.
+    """Measure until each baseline has `--repeats` runs.
 
     Args:
         results: what there is, by model; added to.
@@ -84,7 +84,7 @@ def run(results: dict[str, Results], arguments: argparse.Namespace, folder: str,
         for model in arguments.models:
             make_config(model, arguments.hidden, arguments.layers).save_pretrained(f"{folder}/{model}")
             workload = Workload(f"{folder}/{model}", MODELS[model], arguments.batch_size, arguments.seq_len)
-            make = partial(Contestant, workload, steps=arguments.steps, bf16=arguments.bf16)
+            make = partial(Baseline, workload, steps=arguments.steps, bf16=arguments.bf16)
             found = results.setdefault(model, {})
             for one in field_of(make, found, arguments):
                 if one.name != EAGER and not wanted.search(one.name):
@@ -97,29 +97,29 @@ def run(results: dict[str, Results], arguments: argparse.Namespace, folder: str,
     bar.close()
 
 
-def field_of(make: Callable[..., Contestant], found: Results, arguments: argparse.Namespace) -> Iterator[Contestant]:
-    """All contestants; those that are rows of a plan table when the table is there."""
-    yield from contestants(make, arguments.compilers, arguments.every, arguments.budgets)
+def field_of(make: Callable[..., Baseline], found: Results, arguments: argparse.Namespace) -> Iterator[Baseline]:
+    """All baselines; those that are rows of a plan table when the table is there."""
+    yield from baselines(make, arguments.compilers, arguments.every, arguments.budgets)
     for compiler in arguments.compilers:
         none = found.get(without_plan(compiler))
         if none and none.runs:
             yield from rows(make, compiler, none.runs[0], arguments.rows)
 
 
-def add_run(found: Results, contestant: Contestant, arguments: argparse.Namespace) -> None:
-    result = found.get(contestant.name)
+def add_run(found: Results, baseline: Baseline, arguments: argparse.Namespace) -> None:
+    result = found.get(baseline.name)
     try:
         if result is None:
             if arguments.memory_cap is not None:
-                contestant = capped(contestant, arguments.memory_cap, arguments.batch_step)
-            result = found[contestant.name] = Result(contestant)
+                baseline = capped(baseline, arguments.memory_cap, arguments.batch_step)
+            result = found[baseline.name] = Result(baseline)
         if not result.error:
             # The folder with the config is another one each time that this program runs.
-            workload = replace(contestant.workload, batch_size=result.contestant.workload.batch_size)
-            result.runs.append(measure(replace(result.contestant, workload=workload)))
+            workload = replace(baseline.workload, batch_size=result.baseline.workload.batch_size)
+            result.runs.append(measure(replace(result.baseline, workload=workload)))
     except MemOptError as error:
-        found.setdefault(contestant.name, Result(contestant)).error = str(error)
-        tqdm.write(f"{contestant.name}: {error}", file=sys.stderr)
+        found.setdefault(baseline.name, Result(baseline)).error = str(error)
+        tqdm.write(f"{baseline.name}: {error}", file=sys.stderr)
 
 
 def lines(results: Results, time: str) -> Iterator[dict[str, Any]]:
@@ -129,7 +129,7 @@ def lines(results: Results, time: str) -> Iterator[dict[str, Any]]:
     for name, result in results.items():
         if result.runs and not result.error:
             yield {
-                "contestant": name,
+                "baseline": name,
                 "peak MiB": result.median("peak_mib"),
                 "activations MiB": result.median("activations_mib"),
                 "of eager": result.median("activations_mib") / eager.median("activations_mib"),
@@ -149,7 +149,7 @@ def capped_lines(results: Results) -> Iterator[dict[str, Any]]:
     for name, result in results.items():
         if result.runs and not result.error:
             yield {
-                "contestant": name,
+                "baseline": name,
                 "batch": result.batch_size,
                 "of eager": result.batch_size / eager.batch_size,
                 "peak MiB": result.median("peak_mib"),
@@ -174,10 +174,10 @@ def plot(tables: Mapping[str, list[dict[str, Any]]], results: Mapping[str, Resul
         1, len(tables), figsize=(5.2 * len(tables), 4.6), squeeze=False, layout="constrained"
     )
     for panel, (model, table) in zip(panels[0], tables.items(), strict=True):
-        points = {row["contestant"]: (row["of eager "], row["of eager"]) for row in table}
+        points = {row["baseline"]: (row["of eager "], row["of eager"]) for row in table}
         panel.step(*zip(*frontier(points.values()), strict=True), where="post", color="lightgrey", zorder=0)
         for color, (family, marker) in enumerate(MARKERS.items()):
-            of_family = [name for name in points if results[model][name].contestant.family == family]
+            of_family = [name for name in points if results[model][name].baseline.family == family]
             if of_family:
                 times, peaks = zip(*(points[name] for name in of_family), strict=True)
                 panel.scatter(times, peaks, marker=marker, color=f"C{color}", label=family)
@@ -240,7 +240,7 @@ def load(path: Path, about: str) -> dict[str, Results]:
     if data["conditions"] != about:
         raise MemOptError(f"--json {path}: measured under other conditions: {data['conditions']}")
     loaded = {model: list(map(Result.from_dict, found)) for model, found in data["models"].items()}
-    return {model: {one.contestant.name: one for one in found} for model, found in loaded.items()}
+    return {model: {one.baseline.name: one for one in found} for model, found in loaded.items()}
 
 
 def size(text: str) -> int:
@@ -263,12 +263,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--every", nargs="+", type=int, default=[1, 2], help="checkpoint every n-th layer")
     parser.add_argument("--budgets", nargs="*", type=float, default=[0.1, 0.3, 0.5, 0.7, 0.9])
     parser.add_argument("--rows", type=int, default=3, help="single plans, those that claim the most")
-    parser.add_argument("--only", default="", help="regular expression of the contestants' names; eager is always one")
+    parser.add_argument("--only", default="", help="regular expression of the baselines' names; eager is always one")
     parser.add_argument("--steps", type=int, default=1, help="measured steps of each process")
-    parser.add_argument(
-        "--repeats", type=int, default=1, help="processes of each contestant, those in --json included"
-    )
-    parser.add_argument("--memory_cap", type=size, help="as 40GiB: find the largest batch of each contestant")
+    parser.add_argument("--repeats", type=int, default=1, help="processes of each baseline, those in --json included")
+    parser.add_argument("--memory_cap", type=size, help="as 40GiB: find the largest batch of each baseline")
     parser.add_argument("--batch_step", type=int, default=8, help="batches under --memory_cap are multiples of it")
     parser.add_argument(
         "--time", choices=("cpu_seconds", "step_seconds"), help="see ort_claims.py; default: by device"
@@ -303,7 +301,7 @@ def main() -> None:
     }
     sections = {model: to_markdown(table, DECIMALS) for model, table in tables.items()}
     counts = sorted({len(one.runs) for found in results.values() for one in found.values() if one.runs})
-    about += f"; processes of each contestant: {' to '.join(map(str, counts[:1] + counts[1:][-1:]))}"
+    about += f"; processes of each baseline: {' to '.join(map(str, counts[:1] + counts[1:][-1:]))}"
     print(about)
     for model, text in sections.items():
         failed = [f"failed: {name}: {one.error}" for name, one in results[model].items() if one.error]

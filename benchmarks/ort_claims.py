@@ -24,7 +24,7 @@ from typing import Any
 from shared import MODELS, fill, make_config, pyplot, to_markdown
 from tqdm import tqdm
 
-from optimum_memopt.measure.probe import Case, Measurement, spawn
+from optimum_memopt.measure.measure_case import Case, Measurement, spawn
 from optimum_memopt.measure.workload import Workload
 from optimum_memopt.plans.table import PlanTable
 

@@ -33,7 +33,7 @@ def measure(arguments: argparse.Namespace) -> dict:
 
     import optimum_memopt
     from optimum_memopt.engines.ort import allocator
-    from optimum_memopt.memory import PeakMonitor
+    from optimum_memopt.memory.peak_monitor import PeakMonitor
 
     torch.manual_seed(0)
     config = RobertaConfig(vocab_size=8192, num_hidden_layers=arguments.layers, max_position_embeddings=514)

@@ -40,7 +40,7 @@ def measure(arguments: argparse.Namespace) -> dict:
     import optimum_memopt
     from optimum_memopt.engines.ort import allocator
     from optimum_memopt.engines.ort.module_with_loss import LabelSmoothing
-    from optimum_memopt.memory import MIB, PeakMonitor
+    from optimum_memopt.memory.peak_monitor import MIB, PeakMonitor
 
     torch.manual_seed(0)
     config = transformers.RobertaConfig(

@@ -7,13 +7,13 @@ from typing import Annotated, Any
 
 from optimum_memopt import option_values
 from optimum_memopt.engines.base import ENGINES
-from optimum_memopt.engines.ort.levers import from_environment
+from optimum_memopt.engines.ort.env_options import from_environment
 from optimum_memopt.engines.ort.options import OrtOptions
 from optimum_memopt.errors import MemOptError, excerpt
 from optimum_memopt.logs import LOG_LEVELS
-from optimum_memopt.optim import OPTIMIZERS
 from optimum_memopt.option_values import Numbers
 from optimum_memopt.plans.grammar import ConfigSource, PlanConfig, to_text
+from optimum_memopt.training.optimizers import OPTIMIZERS
 
 _LEVELS = Numbers(0, 2, "0 (the config), 1 (recompute in each layer) and 2 (also with compromised saving)")
 COMPILERS = ("inductor", "aot_eager")

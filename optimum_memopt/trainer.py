@@ -17,19 +17,21 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainerState
 
-from optimum_memopt import agreement, fp16_optimizer, loss_routing, optim, sampling
 from optimum_memopt.callbacks.input_density import InputDensityCallback
 from optimum_memopt.callbacks.memory_phases import MemoryPhasesCallback
 from optimum_memopt.callbacks.plan_stats import PlanStatsCallback
+from optimum_memopt.distributed import rank_consistency
+from optimum_memopt.distributed.launch import check_world
 from optimum_memopt.engines import base, in_place
 from optimum_memopt.engines.base import Engine
+from optimum_memopt.engines.ort import fp16_optimizer, trainer_loss
 from optimum_memopt.errors import MemOptError, excerpt
-from optimum_memopt.launch import check_world
 from optimum_memopt.logs import get_logger, set_log_level
-from optimum_memopt.loss_alone import is_called_for_loss_alone
-from optimum_memopt.memory import MIB
+from optimum_memopt.memory.peak_monitor import MIB
 from optimum_memopt.options import MemOptOptions, from_keywords
 from optimum_memopt.plans.table import PlanTable
+from optimum_memopt.training import optimizers, sampling
+from optimum_memopt.training.loss_only import is_called_for_loss_only
 
 # What `optimize` has no use for: it sees neither batches nor steps.
 _NEED_A_TRAINER = (
@@ -116,12 +118,12 @@ def attach(trainer: Trainer, options: MemOptOptions | None = None, **overrides: 
     check_world(trainer.args.world_size)
     set_log_level(chosen.memory_opt_log_level)
     engine = base.create(chosen)
-    engine.is_for_loss_alone = is_called_for_loss_alone
+    engine.backward_from_loss_only = is_called_for_loss_only
     engine.check_arguments(trainer.args)
     if chosen.ort_module_with_loss:
-        loss_routing.check(trainer)
+        trainer_loss.check(trainer)
     if chosen.memory_opt_optim is not None:
-        optim.check(chosen.memory_opt_optim, trainer)
+        optimizers.check(chosen.memory_opt_optim, trainer)
     if chosen.ort_fp16_optimizer:
         fp16_optimizer.check()
     if chosen.group_by_complexity:
@@ -142,7 +144,7 @@ def attach(trainer: Trainer, options: MemOptOptions | None = None, **overrides: 
         balanced = _callback(trainer, sampling.ComplexityCallback, path=chosen.memory_opt_log_file)
         trainer._get_train_sampler = _sampling(trainer, balanced)
     if chosen.ort_module_with_loss:
-        trainer.compute_loss = loss_routing.inside(trainer, engine)
+        trainer.compute_loss = trainer_loss.inside(trainer, engine)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         trainer.compute_loss = _comparing(trainer, engine, chosen)
     trainer.train = _releasing(trainer, engine)
@@ -245,8 +247,8 @@ def _options(args: Any, options: MemOptOptions | None, overrides: Mapping[str, A
 
 def _show_plans(model: torch.nn.Module, engine: Engine) -> None:
     """Log each new plan table after its first training forward, as PlanStatsCallback does in a Trainer."""
-    dispatcher = in_place.dispatcher(model)
-    train, shown = dispatcher.train, None
+    training_forward = in_place.training_forward(model)
+    train, shown = training_forward.train, None
 
     def train_and_show(*args: Any, **kwargs: Any) -> Any:
         nonlocal shown
@@ -256,7 +258,7 @@ def _show_plans(model: torch.nn.Module, engine: Engine) -> None:
             get_logger().info(str(table))
         return outputs
 
-    dispatcher.train = train_and_show
+    training_forward.train = train_and_show
 
 
 def _callback(trainer: Trainer, kind: type, **arguments: Any) -> Any:
@@ -293,7 +295,7 @@ def _attaching(trainer: Trainer, engine: Engine, optimizer: str | None) -> Any:
         if trainer.is_in_train:
             engine.attach(trainer.model)
         if optimizer is not None:
-            return optim.create(optimizer, trainer, create_optimizer, *args, **kwargs)
+            return optimizers.create(optimizer, trainer, create_optimizer, *args, **kwargs)
         return create_optimizer(*args, **kwargs)
 
     return attach_and_create
@@ -346,13 +348,13 @@ def _comparing(trainer: Trainer, engine: Engine, options: MemOptOptions) -> Any:
         compared = trainer.state
         try:
             result = compute_loss(model, *args, **kwargs)
-            own = agreement.facts(engine.name, options, engine.plans())
+            own = rank_consistency.facts(engine.name, options, engine.plans())
         except Exception as error:
             # The others wait for this rank; it ends in its own error in any case.
             with contextlib.suppress(Exception):
-                agreement.check_ranks_agree(agreement.failure(error))
+                rank_consistency.check_ranks_agree(rank_consistency.failure(error))
             raise
-        agreement.check_ranks_agree(own)
+        rank_consistency.check_ranks_agree(own)
         return result
 
     return compute_and_compare

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from transformers import TrainingArguments
 
+from optimum_memopt.distributed.launch import check_world
 from optimum_memopt.engines import base
-from optimum_memopt.launch import check_world
 from optimum_memopt.options import MemOptOptions
 
 

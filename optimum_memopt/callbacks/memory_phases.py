@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from optimum_memopt.callbacks.reporting import Reporter, check_log_steps, is_due, is_final, is_printed
-from optimum_memopt.memory import CpuMemory, CudaMemory, PeakMonitor, merged, peak
+from optimum_memopt.memory.peak_monitor import CpuMemory, CudaMemory, PeakMonitor, merged, peak
 
 
 def grad_tensors(outputs: Any) -> Iterator[torch.Tensor]:

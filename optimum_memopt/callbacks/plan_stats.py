@@ -10,7 +10,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from optimum_memopt.callbacks.reporting import Reporter, is_final
 from optimum_memopt.engines.base import Engine, engine_of
 from optimum_memopt.logs import LOG_LEVELS, get_logger, rank
-from optimum_memopt.memory import MIB, PeakMonitor
+from optimum_memopt.memory.peak_monitor import MIB, PeakMonitor
 from optimum_memopt.plans.table import PlanTable
 
 # Steps after which the prediction is compared with what was measured: an optimizer's states are there from the first

@@ -72,7 +72,7 @@ def _case(args: Any) -> Any:
     """
     from optimum_memopt.engines import base
     from optimum_memopt.errors import MemOptError, path_excerpt
-    from optimum_memopt.measure.probe import Case
+    from optimum_memopt.measure.measure_case import Case
     from optimum_memopt.measure.workload import Workload
     from optimum_memopt.options import MemOptOptions
 
@@ -114,7 +114,7 @@ def _case(args: Any) -> Any:
 def _table(args: Any) -> tuple[dict[str, Any], str, str]:
     """One measurement, or one prediction: report, text, and the config of the plans that are on."""
     from optimum_memopt.engines import base
-    from optimum_memopt.measure.probe import spawn
+    from optimum_memopt.measure.measure_case import spawn
 
     case = _case(args)
     if base.resolve(args.engine)[0] == "compile":
@@ -133,11 +133,11 @@ def _table(args: Any) -> tuple[dict[str, Any], str, str]:
 
 def _foreseen(case: Any, symbolic: bool) -> tuple[dict[str, Any], str, str]:
     from optimum_memopt.engines.base import Selection
-    from optimum_memopt.measure.foresee import foresee
+    from optimum_memopt.measure.estimate import estimate
     from optimum_memopt.options import MemOptOptions
 
     options = MemOptOptions(**case.options)
-    found = foresee(case.workload, Selection(options.plan_config, options.memory_opt_level), symbolic)
+    found = estimate(case.workload, Selection(options.plan_config, options.memory_opt_level), symbolic)
     return found.to_dict(), found.to_text(), ",".join(plan.config for plan in found.table.enabled)
 
 
@@ -147,7 +147,7 @@ def _measured(args: Any) -> tuple[dict[str, Any], str, str]:
 
     from tqdm import tqdm
 
-    from optimum_memopt.measure.study import study
+    from optimum_memopt.measure.sweep import study
 
     case = _case(args)
     case = replace(case, options={"memory_opt_engine": args.engine})

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from optimum_memopt.engines import base, in_place
+from optimum_memopt.engines.base import Engine, Selection
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
 from optimum_memopt.logs import get_logger
 from optimum_memopt.plans.table import PlanTable
-
-from . import base, in_place
-from .base import Engine, Selection
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -55,12 +54,12 @@ class AutoEngine:
         return self._current.selection
 
     @property
-    def is_for_loss_alone(self) -> Callable[[], bool]:
-        return self._current.is_for_loss_alone
+    def backward_from_loss_only(self) -> Callable[[], bool]:
+        return self._current.backward_from_loss_only
 
-    @is_for_loss_alone.setter
-    def is_for_loss_alone(self, asked: Callable[[], bool]) -> None:
-        self._current.is_for_loss_alone = asked
+    @backward_from_loss_only.setter
+    def backward_from_loss_only(self, asked: Callable[[], bool]) -> None:
+        self._current.backward_from_loss_only = asked
 
     def check_arguments(self, args: "TrainingArguments") -> None:
         """Decide by Trainer arguments. Raises MemOptError where neither engine can train with them."""
@@ -84,10 +83,10 @@ class AutoEngine:
             self._current.attach(model)
         base.register(model, self, instead_of=self._current)
         self._model = model
-        dispatcher = in_place.dispatcher(model)
-        if self._create_second is not None and dispatcher.train != self._train_forward:
-            self._train_by_first = dispatcher.train
-            dispatcher.train = self._train_forward
+        training_forward = in_place.training_forward(model)
+        if self._create_second is not None and training_forward.train != self._train_forward:
+            self._train_by_first = training_forward.train
+            training_forward.train = self._train_forward
 
     def suspend(self) -> None:
         self._current.suspend()
@@ -129,13 +128,13 @@ class AutoEngine:
         self._current.attach(model)
         base.register(model, self, instead_of=self._current)
         before.restore(model)
-        train = in_place.dispatcher(model).train
+        train = in_place.training_forward(model).train
         return (smoothing.around(train) if smoothing is not None else train)(*args, **kwargs)
 
     def _go_on_with_second(self, why: str) -> None:
         first, create = self._current, self._create_second
         second = create(first.selection)
-        second.is_for_loss_alone, second.reason = first.is_for_loss_alone, f"{why}{self._unused}"
+        second.backward_from_loss_only, second.reason = first.backward_from_loss_only, f"{why}{self._unused}"
         # Only now, since the second one may refuse the plan.
         first.detach()
         self._current, self._create_second, self._train_by_first = second, None, None

@@ -39,12 +39,12 @@ class Engine(Protocol):
     Attributes:
         name: a key of `ENGINES`.
         reason: why this engine and no other.
-        is_for_loss_alone: asked at each training forward: whether its caller goes back from the loss alone.
+        backward_from_loss_only: asked at each training forward: whether its caller goes back from the loss alone.
     """
 
     name: str
     reason: str
-    is_for_loss_alone: Callable[[], bool]
+    backward_from_loss_only: Callable[[], bool]
 
     @property
     def selection(self) -> Selection:
@@ -169,7 +169,7 @@ def create(options: Any) -> Engine:
     engine.reason = reason
     if not others:
         return engine
-    from .auto import AutoEngine
+    from optimum_memopt.engines.auto import AutoEngine
 
     def create_second(selection: Selection) -> Engine:
         second: Engine = _module(others[0]).create(options)

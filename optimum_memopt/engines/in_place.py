@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 
+from optimum_memopt.engines import base
+from optimum_memopt.engines.base import Selection
+from optimum_memopt.engines.checkpointing import Checkpointing
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
 from optimum_memopt.logs import get_logger
-
-from . import base
-from .base import Selection
-from .checkpointing import Checkpointing
 
 TrainForward = Callable[..., Any]
 
@@ -29,12 +28,12 @@ def check_parameters(model: torch.nn.Module) -> None:
         raise UnsupportedModelError(f"{type(model).__name__} has no parameters, so there is nothing to train")
 
 
-class Dispatcher:
+class TrainingForward:
     """Puts a forward on one model that sends training elsewhere; everything else is the model's own forward.
 
     A deep copy or a pickle of the model is a plain model. Whoever wraps the forward after `start` (accelerate's
     autocast) is left after `stop` with a forward that only passes on, and finds it working again after the next
-    `start`. Take it from `dispatcher`.
+    `start`. Take it from `training_forward`.
 
     Args:
         model: keeps its class, modules, parameters and state-dict keys.
@@ -81,35 +80,37 @@ class Dispatcher:
         return self.train is not None or lying is (self.previous if self._covered_by is None else self._covered_by)
 
     def _make(self, model_class: type[torch.nn.Module]) -> Callable[..., Any]:
-        dispatcher = self
+        training_forward = self
         covered = self.previous.__func__ if isinstance(self.previous, types.MethodType) else model_class.forward
 
         @functools.wraps(covered)
         def forward(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if model is not dispatcher._model:
+            if model is not training_forward._model:
                 return types.MethodType(covered, model)(*args, **kwargs)
-            if dispatcher.train is not None and model.training and torch.is_grad_enabled():
-                return dispatcher.train(*args, **kwargs)
-            return dispatcher.plain_forward(*args, **kwargs)
+            if training_forward.train is not None and model.training and torch.is_grad_enabled():
+                return training_forward.train(*args, **kwargs)
+            return training_forward.plain_forward(*args, **kwargs)
 
         return forward
 
 
-# Weak both ways: a dispatcher that something lies over is kept by the model, any other one by its engine.
-_dispatchers: "weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Dispatcher]]" = weakref.WeakKeyDictionary()
+# Weak both ways: a training_forward that something lies over is kept by the model, any other one by its engine.
+_training_forwards: "weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[TrainingForward]]" = (
+    weakref.WeakKeyDictionary()
+)
 
 
-def dispatcher(model: torch.nn.Module) -> Dispatcher:
-    """The model's dispatcher, the last one if it fits still.
+def training_forward(model: torch.nn.Module) -> TrainingForward:
+    """The model's training_forward, the last one if it fits still.
 
     accelerate wraps the forward of a model once and for all (1.15, `prepare_model`): the next engine has to come into
     the place of the last one, under autocast.
     """
-    held = _dispatchers.get(model)
+    held = _training_forwards.get(model)
     known = held() if held is not None else None
     if known is None or not known.is_in_place:
-        known = Dispatcher(model)
-        _dispatchers[model] = weakref.ref(known)
+        known = TrainingForward(model)
+        _training_forwards[model] = weakref.ref(known)
     return known
 
 
@@ -127,9 +128,9 @@ class InPlaceEngine:
 
     def __init__(self, selection: Selection | None = None) -> None:
         self._model: torch.nn.Module | None = None
-        self._dispatcher: Dispatcher | None = None
+        self._training_forward: TrainingForward | None = None
         self._is_attached = False
-        self.is_for_loss_alone: Callable[[], bool] = lambda: False
+        self.backward_from_loss_only: Callable[[], bool] = lambda: False
         self.apply(selection or Selection())
 
     @property
@@ -157,10 +158,10 @@ class InPlaceEngine:
             return
         self._check(model)
         base.register(model, self)
-        place = dispatcher(model)
-        if self._model is not model or self._dispatcher is not place:
+        place = training_forward(model)
+        if self._model is not model or self._training_forward is not place:
             self._forget()
-        self._model, self._dispatcher, self._is_attached = model, place, True
+        self._model, self._training_forward, self._is_attached = model, place, True
         place.start(self._forward)
         self._checkpointing = Checkpointing(model)
         try:
@@ -180,7 +181,7 @@ class InPlaceEngine:
             return
         self._is_attached = False
         base.unregister(self._model)
-        self._dispatcher.stop()
+        self._training_forward.stop()
         self._checkpointing.give_back()
         self._leave()
 
@@ -188,7 +189,7 @@ class InPlaceEngine:
         """`suspend`, and forget the model with all that was compiled for it."""
         self.suspend()
         self._forget()
-        self._model = self._dispatcher = None
+        self._model = self._training_forward = None
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._checkpointing.is_on and not self.keeps_checkpointing:

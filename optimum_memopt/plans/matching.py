@@ -11,8 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from optimum_memopt.errors import excerpt
-
-from .grammar import ALL, ConfigError, PlanConfig, PlanRequest
+from optimum_memopt.plans.grammar import ALL, ConfigError, PlanConfig, PlanRequest
 
 # Fused operator to what computes the same activation elsewhere, nearest first; the last of each makes the activation.
 UNFUSED = {

@@ -7,20 +7,20 @@ import sys
 from argparse import ArgumentTypeError
 from dataclasses import replace
 
-import contestants
+import baselines
 import frontier
 import pytest
 import shared
-from contestants import Contestant, capped, largest_batch
+from baselines import Baseline, capped, largest_batch
 from frontier import Result
 from saved_configs import save
 
 from optimum_memopt.errors import MemOptError
-from optimum_memopt.measure.probe import Measurement
+from optimum_memopt.measure.measure_case import Measurement
 from optimum_memopt.measure.workload import Workload
 from optimum_memopt.plans.table import Plan, PlanTable
 
-ONE = Contestant(Workload("folder", "fill-mask"), None, name="budget 0.5, aot_eager", backend="aot_eager", budget=0.5)
+ONE = Baseline(Workload("folder", "fill-mask"), None, name="budget 0.5, aot_eager", backend="aot_eager", budget=0.5)
 
 
 @pytest.mark.parametrize("limit", [0, 3, 8, 9, 40, 129, 1000])
@@ -34,9 +34,9 @@ def test_the_largest_batch_is_found_from_any_guess(limit, guess, step):
 
 
 def _of_batch(mib_a_row, error=""):
-    def measure(contestant):
-        rows = contestant.workload.batch_size
-        if contestant.memory_cap is not None and error and rows > 50:
+    def measure(baseline):
+        rows = baseline.workload.batch_size
+        if baseline.memory_cap is not None and error and rows > 50:
             raise MemOptError(error)
         return Measurement(100 + mib_a_row * rows, 1.0, 1.0, held_mib=100)
 
@@ -44,24 +44,24 @@ def _of_batch(mib_a_row, error=""):
 
 
 def test_under_a_cap_the_peak_counts_and_running_out_of_memory(monkeypatch):
-    monkeypatch.setattr(contestants, "measure", _of_batch(2.5))
+    monkeypatch.setattr(baselines, "measure", _of_batch(2.5))
     found = capped(ONE, 200 * 2**20, 8)
     assert found == replace(ONE, workload=replace(ONE.workload, batch_size=40), memory_cap=200 * 2**20, optimizer=True)
-    monkeypatch.setattr(contestants, "measure", _of_batch(0.1, "torch.OutOfMemoryError: CUDA out of memory. Tried"))
+    monkeypatch.setattr(baselines, "measure", _of_batch(0.1, "torch.OutOfMemoryError: CUDA out of memory. Tried"))
     assert capped(ONE, 200 * 2**20, 8).workload.batch_size == 48
     with pytest.raises(MemOptError, match="^a batch of 8 does not fit$"):
         capped(ONE, 100 * 2**20, 8)
 
 
 def test_another_error_is_not_a_batch_too_large(monkeypatch):
-    monkeypatch.setattr(contestants, "measure", _of_batch(0.1, "RuntimeError: no such operator"))
+    monkeypatch.setattr(baselines, "measure", _of_batch(0.1, "RuntimeError: no such operator"))
     with pytest.raises(MemOptError, match="no such operator"):
         capped(ONE, 200 * 2**20, 8)
 
 
 def test_who_takes_part():
     workload = Workload("folder", "fill-mask")
-    found = list(contestants.contestants(lambda **own: Contestant(workload, **own), ["aot_eager"], [1, 2], [0.5]))
+    found = list(baselines.baselines(lambda **own: Baseline(workload, **own), ["aot_eager"], [1, 2], [0.5]))
     assert [one.name for one in found] == [
         "eager",
         "compile: no plan, aot_eager",
@@ -78,7 +78,7 @@ def test_who_takes_part():
     assert {one.family for one in found} == set(frontier.MARKERS)
     table = PlanTable("compile", (Plan("A+:1:-1", 1, 9, ""), Plan("B+:2:-1", 1, 5, "")))
     none = Measurement(1, 1, 1, table=table)
-    (row,) = contestants.rows(lambda **own: Contestant(workload, **own), "inductor", none, 1)
+    (row,) = baselines.rows(lambda **own: Baseline(workload, **own), "inductor", none, 1)
     assert row.name == "compile: A+, inductor" and row.options["memory_opt_config"] == "A+:1:-1"
 
 
@@ -134,7 +134,7 @@ def test_preparing_a_model(tmp_path):
 
     workload = Workload(save(tmp_path, "roberta-mlm"), "fill-mask", 2, 8)
     model, _ = workload.build()
-    Contestant(workload, None, activation_checkpointing=True, every_n_layers=2).prepare(model)
+    Baseline(workload, None, activation_checkpointing=True, every_n_layers=2).prepare(model)
     layers = [layer.gradient_checkpointing for layer in model.roberta.encoder.layer]
     assert layers == [index % 2 == 0 for index in range(len(layers))] and len(layers) > 1
     before = torch._functorch.config.activation_memory_budget
@@ -159,7 +159,7 @@ def test_real_processes_fill_a_page_and_are_not_repeated(tmp_path):
     for _ in range(2):
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-    results = {one["contestant"]["name"]: one for one in json.loads(found.read_text())["models"]["roberta"]}
+    results = {one["baseline"]["name"]: one for one in json.loads(found.read_text())["models"]["roberta"]}
     assert all(len(one["runs"]) == 1 and not one["error"] for one in results.values())
     peaks = {name: one["runs"][0]["peak_mib"] - one["runs"][0]["held_mib"] for name, one in results.items()}
     assert len(peaks) == 4

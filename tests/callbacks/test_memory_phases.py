@@ -10,17 +10,16 @@ import pytest
 import torch
 from transformers import RobertaConfig, RobertaForSequenceClassification, Trainer, TrainerCallback, TrainingArguments
 
-from optimum_memopt import memory
 from optimum_memopt.callbacks.memory_phases import MemoryPhasesCallback, format_line, format_table, grad_tensors
 from optimum_memopt.logs import get_logger, set_log_level
-from optimum_memopt.memory import MIB, CpuMemory, CudaMemory
+from optimum_memopt.memory.peak_monitor import MIB, CpuMemory, CudaMemory, peak_monitor
 from tests.trackers import numbers, tracked
 
 PHASES = ["pre_forward", "post_forward", "pre_backward", "post_backward", "post_optimizer_step"]
 SPIKE = 64  # MiB
 SLACK = 16  # MiB
 
-exact_only = pytest.mark.skipif(not memory.can_reset_resident_peak(), reason="VmHWM cannot be reset here")
+exact_only = pytest.mark.skipif(not peak_monitor.can_reset_resident_peak(), reason="VmHWM cannot be reset here")
 
 
 def spike(mib):

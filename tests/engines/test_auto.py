@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig
 from optimum_memopt import MemOptError, MemOptOptions, optimize
 from optimum_memopt.engines import base
 from optimum_memopt.engines.base import Selection, engine_of
-from optimum_memopt.engines.ort import suitability
+from optimum_memopt.engines.ort import support_checks
 from optimum_memopt.errors import UnsupportedModelError
 from tests.model_zoo import ZOO
 from tests.trainer_runs import build, distance, log_lines, make, weights
@@ -159,7 +159,7 @@ def test_parameters_where_onnx_runtime_does_not_run():
     """The CPU build reads the memory of a GPU as the host's, and dies."""
     message = r"lies on cuda, where onnxruntime-training-cpu \S+ does not run; give --memory_opt_engine compile"
     with pytest.raises(UnsupportedModelError, match=message):
-        suitability.check_device("Model", "cuda")
+        support_checks.check_device("Model", "cuda")
     with pytest.raises(UnsupportedModelError, match="RobertaForSequenceClassification lies on meta"):
         optimize(build(NAME).to("meta"), memory_opt_engine="ort")
 

@@ -23,7 +23,7 @@ from transformers import Trainer, TrainerCallback
 
 from optimum_memopt import MemOptError
 from optimum_memopt.logs import rank
-from optimum_memopt.optim import OPTIMIZERS as OWN_OPTIMIZERS
+from optimum_memopt.training.optimizers import OPTIMIZERS as OWN_OPTIMIZERS
 from tests.trainer_runs import ROWS, log_lines, make, rows, weights
 
 # A value of Trainer's --optim, or a class that Trainer does not know.

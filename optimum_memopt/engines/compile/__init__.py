@@ -27,7 +27,7 @@ def declines(options: Any) -> str:
 
 def create(options: Any) -> Engine:
     """An engine with the user's options, a `MemOptOptions`."""
-    from .engine import CompileEngine
+    from optimum_memopt.engines.compile.engine import CompileEngine
 
     selection = Selection(options.plan_config, options.memory_opt_level, options.memory_opt_strict)
     return CompileEngine(selection, options.memory_opt_compiler)

@@ -12,15 +12,17 @@ from typing import Any
 
 from torch import fx
 
+from optimum_memopt.engines.compile import compat
+from optimum_memopt.engines.compile.memory.inductor_memory import InductorPrograms
+from optimum_memopt.engines.compile.passes import dropout
 from optimum_memopt.errors import MemOptError
-
-from . import compat, dropout
-from .rehearsal import Programs
 
 COMPILERS = ("inductor", "aot_eager")
 # Gets what will hold inductor's programs, the joint graph, its inputs, how many of its outputs are the forward's, and
 # what else torch passes on.
-Partition = Callable[[Programs, fx.GraphModule, Any, int, dict[str, Any]], tuple[fx.GraphModule, fx.GraphModule]]
+Partition = Callable[
+    [InductorPrograms, fx.GraphModule, Any, int, dict[str, Any]], tuple[fx.GraphModule, fx.GraphModule]
+]
 
 _compiling: ContextVar[Callable[..., tuple[fx.GraphModule, fx.GraphModule]]] = ContextVar("_compiling")
 
@@ -39,7 +41,7 @@ class _Partitioner(compat.CustomPartitionerFn):
         return _compiling.get()(joint, joint_inputs, num_fwd_outputs, others)
 
     def uuid(self) -> bytes:
-        sources = (path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+        sources = (path.read_bytes() for path in sorted(Path(__file__).parent.rglob("*.py")))
         # Not in torch's own key: what was compiled to overwrite saved activations would be loaded to keep them.
         donates = str(compat.functorch_config.donated_buffer)
         return hashlib.sha256(b"".join([self.plan.encode(), donates.encode(), *sources])).digest()
@@ -60,7 +62,7 @@ class Backend:
         self._partitioner = _Partitioner(plan)
 
     def __call__(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        programs = Programs()
+        programs = InductorPrograms()
         before = _compiling.set(functools.partial(self._partition, programs))
         try:
             if self._compiler == "inductor":

@@ -9,28 +9,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from optimum_memopt import malloc
 from optimum_memopt.engines import in_place
 from optimum_memopt.engines.base import Selection
+from optimum_memopt.engines.compile import compat, support_checks
+from optimum_memopt.engines.compile.analysis.module_paths import add_outer_modules
+from optimum_memopt.engines.compile.backend import Backend, check_compiler, configured, default_compiler
+from optimum_memopt.engines.compile.detach_outputs import loss_only, refusing_gradients
+from optimum_memopt.engines.compile.memory.inductor_memory import InductorPrograms
+from optimum_memopt.engines.compile.memory.step_memory import StepMemoryPredictor, resident, stashed_of
+from optimum_memopt.engines.compile.partitioned_graph import Modules, PartitionedGraph, split
+from optimum_memopt.engines.compile.recompiles import FailedGuards
+from optimum_memopt.engines.compile.selection import matches
+from optimum_memopt.engines.compile.table import to_table
+from optimum_memopt.engines.compile.trace_fixes import TraceFixes
 from optimum_memopt.engines.key_value_cache import without_key_value_cache
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.logs import get_logger, informing
-from optimum_memopt.memory import MIB
+from optimum_memopt.memory import malloc
+from optimum_memopt.memory.peak_monitor import MIB
 from optimum_memopt.plans.matching import Matches
 from optimum_memopt.plans.table import PlanTable
 from optimum_memopt.progress import Progress, announced
-
-from . import compat, suitability
-from .backend import Backend, check_compiler, configured, default_compiler
-from .graphs import Graph, Modules, split
-from .module_paths import add_outer_modules
-from .outputs import loss_alone, refusing_gradients
-from .prediction import Forecast, resident, stashed_of
-from .recompiles import FailedGuards
-from .rehearsal import Programs
-from .selection import matches
-from .table import to_table
-from .wholes import Wholes
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -62,10 +61,10 @@ class CompileEngine(in_place.InPlaceEngine):
         Raises:
             MemOptError: torch_compile, FSDP, ZeRO 3, several GPUs in one process.
         """
-        suitability.check_arguments(args)
+        support_checks.check_arguments(args)
 
     def _check(self, model: torch.nn.Module) -> None:
-        suitability.check(model)
+        support_checks.check(model)
         if self._compiler_asked is not None:
             check_compiler(self._compiler_asked, next(model.parameters()).device.type)
 
@@ -87,16 +86,16 @@ class CompileEngine(in_place.InPlaceEngine):
         return ""
 
     @property
-    def forecast(self) -> Forecast | None:
+    def predictor(self) -> StepMemoryPredictor | None:
         """Predicts a training step of any batch and sequence length; None before the first training forward."""
-        return self._forecast
+        return self._predictor
 
     def predicted_peak_mib(self, optimizer: torch.optim.Optimizer | None, accumulates: bool) -> float | None:
         """Of the batches so far the highest peak of a step, MiB; None before the first training forward."""
-        if self._forecast is None:
+        if self._predictor is None:
             return None
         with self._predicting():
-            return self._forecast.peak(optimizer, accumulates) / MIB
+            return self._predictor.peak(optimizer, accumulates) / MIB
         return None
 
     @property
@@ -109,9 +108,9 @@ class CompileEngine(in_place.InPlaceEngine):
         # What torch traces for them.
         self._traced: list[Callable[..., Any]] = []
         # Graphs that the current forward has compiled so far.
-        self._graphs: list[Graph] = []
+        self._graphs: list[PartitionedGraph] = []
         self._table: PlanTable | None = None
-        self._forecast: Forecast | None = None
+        self._predictor: StepMemoryPredictor | None = None
         self._resident = 0
         self._progress = Progress()
         # How often a forward after the first recompiled, and why.
@@ -120,7 +119,7 @@ class CompileEngine(in_place.InPlaceEngine):
         self._said: set[str] = set()
 
     def _train_forward(self, *args: Any, **kwargs: Any) -> Any:
-        alone = self.is_for_loss_alone()
+        alone = self.backward_from_loss_only()
         variant = (alone, compat.global_hooks())
         is_new = variant not in self._compiled
         if is_new:
@@ -129,7 +128,7 @@ class CompileEngine(in_place.InPlaceEngine):
         watch = compat.Watch()
         is_first = is_new or self._table is None
         try:
-            with configured(), self._wholes.around_call(kwargs), self._announced(is_first) as self._progress:
+            with configured(), self._trace_fixes.around_call(kwargs), self._announced(is_first) as self._progress:
                 outputs = self._compiled[variant](*args, **kwargs)
         except BaseException as error:
             # Graphs of a forward that did not come to its end are no part of the next one's table.
@@ -144,9 +143,9 @@ class CompileEngine(in_place.InPlaceEngine):
             self._show(graphs, watch, kwargs)
         elif self._table is None:
             self._show_nothing(watch)
-        if self._forecast is not None:
+        if self._predictor is not None:
             with self._predicting():
-                self._forecast.saw(kwargs, outputs)
+                self._predictor.saw(kwargs, outputs)
         return refusing_gradients(outputs) if alone else outputs
 
     def _compile(self, alone: bool) -> Callable[..., Any]:
@@ -156,18 +155,23 @@ class CompileEngine(in_place.InPlaceEngine):
             )
             self._say(f"compiling another training graph for other hooks or another caller: {kept}")
         else:
-            self._wholes = Wholes(self._model)
+            self._trace_fixes = TraceFixes(self._model)
         # torch keeps each backend until the process ends (`torch/_dynamo/eval_frame.py`, `cached_backends`, 2.13);
         # it must not keep the model with it.
         split_of = weakref.WeakMethod(self._split)
         backend = Backend(self._compiler, lambda *joint: split_of()(*joint), str(self._selection))
-        plain = self._dispatcher.plain_forward
-        forward = compat.with_own_code(loss_alone(plain) if alone else plain)
+        plain = self._training_forward.plain_forward
+        forward = compat.with_own_code(loss_only(plain) if alone else plain)
         self._traced.append(forward)
         return compat.compile_alone(forward, backend, self._dynamic)
 
     def _split(
-        self, programs: Programs, module: fx.GraphModule, inputs: Any, num_fwd_outputs: int, others: dict[str, Any]
+        self,
+        programs: InductorPrograms,
+        module: fx.GraphModule,
+        inputs: Any,
+        num_fwd_outputs: int,
+        others: dict[str, Any],
     ) -> Modules:
         number = len(self._graphs) + 1
         self._progress.stage = f"partitioning graph {number} of {len(module.graph.nodes)} operators"
@@ -213,7 +217,7 @@ class CompileEngine(in_place.InPlaceEngine):
                 f"{guards.last}; {guards.advice}, or raise torch._dynamo.config.recompile_limit"
             )
 
-    def _show(self, graphs: list[Graph], watch: compat.Watch, inputs: dict[str, Any]) -> None:
+    def _show(self, graphs: list[PartitionedGraph], watch: compat.Watch, inputs: dict[str, Any]) -> None:
         """The first forward's graphs are the table; later ones were compiled for inputs of another kind.
 
         A config is matched against all graphs of the forward, so that an id may be in any of them. Where the forward
@@ -221,12 +225,12 @@ class CompileEngine(in_place.InPlaceEngine):
         each is compiled and run before the next one is traced, from values that it gave, so that only the end of the
         forward tells which ids there are.
         """
-        offers = [offer for graph in graphs for offer in graph.offers]
+        candidates = [candidate for graph in graphs for candidate in graph.candidates]
         again = self._table is not None
         asked = Matches()
         if self._selection.config is not None:
             # A batch of one row may not have every plan (nothing to repeat), which is no mistake of the user.
-            asked = matches(self._selection.config, offers, self._selection.strict and not again)
+            asked = matches(self._selection.config, candidates, self._selection.strict and not again)
         if again:
             for remark in asked.remarks:
                 self._say(f"in the new graph: {remark}")
@@ -239,7 +243,7 @@ class CompileEngine(in_place.InPlaceEngine):
         is_encoder_decoder = bool(getattr(getattr(self._model, "config", None), "is_encoder_decoder", False))
         if all(graph.prediction for graph in graphs):
             with self._predicting():
-                self._forecast = Forecast(self._model, graphs, inputs, self._resident, is_encoder_decoder)
+                self._predictor = StepMemoryPredictor(self._model, graphs, inputs, self._resident, is_encoder_decoder)
         header = self._header(graphs)
         self._table = PlanTable(engine=self.name, plans=(), header=header)
         with informing("the plan table"):
@@ -257,15 +261,15 @@ class CompileEngine(in_place.InPlaceEngine):
         self._table = PlanTable(engine=self.name, plans=(), header=(line,))
 
     def _predicting(self) -> contextlib.AbstractContextManager:
-        """Around what reads the forecast: an error there is said, and nothing more is predicted."""
-        return informing("the predicted peak", lambda: setattr(self, "_forecast", None))
+        """Around what reads the predictor: an error there is said, and nothing more is predicted."""
+        return informing("the predicted peak", lambda: setattr(self, "_predictor", None))
 
     def _say(self, line: str) -> None:
         if line not in self._said:
             self._said.add(line)
             get_logger().info(line)
 
-    def _header(self, graphs: list[Graph]) -> tuple[str, ...]:
+    def _header(self, graphs: list[PartitionedGraph]) -> tuple[str, ...]:
         asked = "no plan: torch's own partition"
         if self._selection.config is not None:
             asked = f"config {self._selection.config}"
@@ -274,16 +278,16 @@ class CompileEngine(in_place.InPlaceEngine):
         device = next(self._model.parameters()).device.type
         pieces = f", in {len(graphs)} graphs" if len(graphs) > 1 else ""
         line = f"{type(self._model).__name__} on {device} by {self._compiler}, {asked}{pieces}"
-        if self._forecast is not None:
+        if self._predictor is not None:
             with self._predicting():
                 return (line, *self._predicted(graphs))
         return (line,)
 
-    def _predicted(self, graphs: list[Graph]) -> tuple[str, str]:
-        footprint = self._forecast.footprint()
+    def _predicted(self, graphs: list[PartitionedGraph]) -> tuple[str, str]:
+        footprint = self._predictor.footprint()
         predicted = stashed_of([graph.prediction for graph in graphs])
         return (
             f"Predicted for the first batch: {predicted / MIB:.1f} MiB stashed, peak of activations and gradients "
-            f"{footprint.activations / MIB:.1f} MiB{self._forecast.doubt and f' ({self._forecast.doubt})'}",
+            f"{footprint.activations / MIB:.1f} MiB{self._predictor.caveat and f' ({self._predictor.caveat})'}",
             f"Predicted peak of a step with AdamW: {footprint.peak / MIB:.1f} MiB = {footprint}",
         )

@@ -3,10 +3,9 @@
 import torch
 
 from optimum_memopt.engines.base import installed_version
+from optimum_memopt.engines.compile import missing
+from optimum_memopt.engines.compile.backend import default_compiler, missing_for
 from optimum_memopt.engines.environment import Ability, Report
-
-from . import missing
-from .backend import default_compiler, missing_for
 
 _TRITONS = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-windows")
 

@@ -7,7 +7,7 @@ _COMPILE_ID = re.compile(r"^\d+/\d+: ")
 _NUMBER = re.compile(r"(?<![\w.])-?(?:\d+(?:\.\d+)?(?:e[+-]?\d+)?|inf|nan)\b")
 # `self.calls == 3`, `self._modules['head'].scale == 0.5`, `alpha == 1.0`: torch compares Python numbers so.
 _CHANGED_NUMBER = re.compile(rf"^(?P<name>[\w.\[\]'\"]+) == {_NUMBER.pattern}$")
-# What torch calls the model where a wrapper that takes `*args` is traced (`outputs.loss_alone`).
+# What torch calls the model where a wrapper that takes `*args` is traced (`outputs.loss_only`).
 _MODEL = re.compile(r"\bargs\[0\](?=\.)")
 _QUOTED = 3
 

@@ -1,16 +1,15 @@
-"""What the user asked for against what the graphs offer. Pure."""
+"""What the user asked for against what the graphs candidate. Pure."""
 
 from collections import Counter
 from collections.abc import Iterable
 
+from optimum_memopt.engines.compile.analysis.candidates import Candidate
+from optimum_memopt.engines.compile.analysis.naming import translate
 from optimum_memopt.plans.grammar import ALL, PlanConfig
 from optimum_memopt.plans.matching import Matches, match
 
-from .naming import translate
-from .offers import Offer
 
-
-def matches(config: PlanConfig, offers: Iterable[Offer], strict: bool) -> Matches:
+def matches(config: PlanConfig, candidates: Iterable[Candidate], strict: bool) -> Matches:
     """Each request with the row that it means, over all graphs of a forward.
 
     A count of more occurrences than there are means all, with a remark.
@@ -19,8 +18,8 @@ def matches(config: PlanConfig, offers: Iterable[Offer], strict: bool) -> Matche
         ConfigError: `strict`, and an id (or its strategy) that no graph has; near matches come first in the message.
     """
     frequencies = Counter()
-    for offer in offers:
-        frequencies[offer.config] += len(offer.occurrences)
+    for candidate in candidates:
+        frequencies[candidate.config] += len(candidate.occurrences)
     found = match(config, frequencies, strict, here="engine", translate=translate)
     too_many = (
         f"{one.request}: there are {frequencies[one.plan]} only, all of them are on"

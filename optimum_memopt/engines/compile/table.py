@@ -6,13 +6,12 @@ from dataclasses import dataclass
 import sympy
 
 from optimum_memopt.engines.base import Selection
+from optimum_memopt.engines.compile.analysis.candidates import Candidate
+from optimum_memopt.engines.compile.analysis.saved_activations import RecomputeChain
+from optimum_memopt.engines.compile.partitioned_graph import PartitionedGraph
 from optimum_memopt.plans.grammar import ALL, Strategy
 from optimum_memopt.plans.matching import Matches
 from optimum_memopt.plans.table import Plan, PlanTable, canonical_symbols, sorted_plans
-
-from .graphs import Graph
-from .offers import Offer
-from .stashes import Subgraph
 
 _AUTO = "AUTO: torch makes {count} again by itself"
 _OFFLOAD = "offload"
@@ -23,13 +22,17 @@ _OFFLOAD_ON_CPU = "offload; saves nothing on the CPU, whose memory is the host's
 class _Part:
     """One graph's share of a row, its saving in the table's symbols."""
 
-    graph: Graph
-    offer: Offer
+    graph: PartitionedGraph
+    candidate: Candidate
     saving: sympy.Expr
 
 
 def to_table(
-    graphs: Sequence[Graph], selection: Selection, asked: Matches, header: Sequence[str], is_encoder_decoder: bool
+    graphs: Sequence[PartitionedGraph],
+    selection: Selection,
+    asked: Matches,
+    header: Sequence[str],
+    is_encoder_decoder: bool,
 ) -> PlanTable:
     """Rows of all graphs, those of one id and strategy together.
 
@@ -49,9 +52,14 @@ def to_table(
             symbol: sympy.Symbol(canonical.get(name, name), integer=True, positive=True)
             for symbol, name in graph.names.items()
         }
-        for offer in graph.offers:
-            rows.setdefault(offer.config, []).append(_Part(graph, offer, offer.saving.subs(symbols)))
-    remade = {offer.cluster_id for graph in graphs for offer in graph.offers if offer.strategy is not Strategy.OFFLOAD}
+        for candidate in graph.candidates:
+            rows.setdefault(candidate.config, []).append(_Part(graph, candidate, candidate.saving.subs(symbols)))
+    remade = {
+        candidate.cluster_id
+        for graph in graphs
+        for candidate in graph.candidates
+        if candidate.strategy is not Strategy.OFFLOAD
+    }
     plans = [_plan(parts, selection, asked) for parts in rows.values() if _is_shown(parts, remade, asked)]
     return PlanTable(
         engine="compile",
@@ -62,39 +70,41 @@ def to_table(
 
 
 def _is_shown(parts: Sequence[_Part], remade: Collection[str], asked: Matches) -> bool:
-    offer = parts[0].offer
-    if offer.strategy is not Strategy.OFFLOAD or any(one.plan == offer.config for one in asked.on):
+    candidate = parts[0].candidate
+    if candidate.strategy is not Strategy.OFFLOAD or any(one.plan == candidate.config for one in asked.on):
         return True
-    return offer.cluster_id not in remade and not offer.is_on_cpu
+    return candidate.cluster_id not in remade and not candidate.is_on_cpu
 
 
 def _plan(parts: Sequence[_Part], selection: Selection, asked: Matches) -> Plan:
-    config, strategy = parts[0].offer.config, parts[0].offer.strategy
-    saves = strategy is not Strategy.OFFLOAD or not parts[0].offer.is_on_cpu
-    occurrences = [(part.graph, made) for part in parts for made in part.offer.occurrences]
-    chosen = [(part.graph, made) for part in parts for made in part.graph.chosen.get(part.offer, ())]
-    free = sum(made in graph.free for graph, made in occurrences)
+    config, strategy = parts[0].candidate.config, parts[0].candidate.strategy
+    saves = strategy is not Strategy.OFFLOAD or not parts[0].candidate.is_on_cpu
+    occurrences = [(part.graph, made) for part in parts for made in part.candidate.occurrences]
+    chosen = [(part.graph, made) for part in parts for made in part.graph.chosen.get(part.candidate, ())]
+    auto_recomputed = sum(made in graph.auto_recomputed for graph, made in occurrences)
     meant = next((one for one in asked.on if one.plan == config), None)
     notes = (
         meant.note if meant else "",
         "" if strategy is not Strategy.OFFLOAD else _OFFLOAD if saves else _OFFLOAD_ON_CPU,
-        _AUTO.format(count="all" if free == len(occurrences) else free) if free else "",
+        _AUTO.format(count="all" if auto_recomputed == len(occurrences) else auto_recomputed)
+        if auto_recomputed
+        else "",
     )
     return Plan(
         config=config,
         frequency=len(occurrences),
         saving_bytes=_bytes(occurrences) if saves else 0,
         saving_symbolic=str(sympy.factor_terms(sympy.expand(sympy.Add(*(part.saving for part in parts if saves))))),
-        requested_count=meant.request.count if meant else _of_level(parts[0].offer, selection.level),
+        requested_count=meant.request.count if meant else _of_level(parts[0].candidate, selection.level),
         applied_count=len(chosen),
         note="; ".join(filter(None, notes)),
         applied_saving_bytes=_bytes(chosen) if saves else 0,
     )
 
 
-def _bytes(occurrences: Sequence[tuple[Graph, Subgraph]]) -> int:
+def _bytes(occurrences: Sequence[tuple[PartitionedGraph, RecomputeChain]]) -> int:
     return sum(int(made.saving.subs(graph.sizes)) for graph, made in occurrences)
 
 
-def _of_level(offer: Offer, level: int) -> int:
-    return ALL if offer.strategy in (Strategy.RECOMPUTE, Strategy.RECOMPUTE_WITH_COMPROMISE)[:level] else 0
+def _of_level(candidate: Candidate, level: int) -> int:
+    return ALL if candidate.strategy in (Strategy.RECOMPUTE, Strategy.RECOMPUTE_WITH_COMPROMISE)[:level] else 0

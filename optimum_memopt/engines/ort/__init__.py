@@ -27,7 +27,7 @@ def missing() -> str:
 
 def declines(options: Any) -> str:
     """Which of the user's options, a `MemOptOptions`, ask for what this engine does not do; empty when none."""
-    from .selection import check_supported
+    from optimum_memopt.engines.ort.selection import check_supported
 
     if options.memory_opt_compiler is not None:
         return f"--memory_opt_compiler {options.memory_opt_compiler} is for the compile engine"
@@ -45,8 +45,8 @@ def create(options: Any) -> Engine:
     Raises:
         MemOptError: a variable has a value that is not allowed.
     """
-    from .engine import OrtEngine
-    from .levers import from_environment
+    from optimum_memopt.engines.ort.engine import OrtEngine
+    from optimum_memopt.engines.ort.env_options import from_environment
 
     chosen, remarks = from_environment(options, os.environ)
     if chosen.memory_opt_log_level != options.memory_opt_log_level:

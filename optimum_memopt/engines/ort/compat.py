@@ -2,7 +2,7 @@
 
 onnxruntime-training 1.19.2 is the last release and was made for torch 2.4. Each mend below is applied where its break
 is found (never by version), says what breaks without it, and is limited to ORT's own modules or undone afterwards.
-The names of torch and of ORT's import that are private live here; those of ORT's running session in `manager.py`.
+The names of torch and of ORT's import that are private live here; those of ORT's running session in `session.py`.
 """
 
 import contextlib
@@ -22,8 +22,7 @@ import torch
 import torch.utils.checkpoint
 
 from optimum_memopt.engines.base import installed_version
-
-from . import extensions
+from optimum_memopt.engines.ort import extensions
 
 ORTMODULE = "onnxruntime.training.ortmodule"
 EXTENSIONS_PACKAGE = f"{ORTMODULE}.torch_cpp_extensions"
@@ -205,8 +204,8 @@ def _provide_extensions() -> bool:
 
 def _run_without_extensions() -> None:
     """ORT refuses to start without its extensions, although ordinary models ask nothing of them."""
-    manager = importlib.import_module(f"{ORTMODULE}._graph_execution_manager")
-    manager.load_aten_op_executor_cpp_extension = lambda: None
+    session = importlib.import_module(f"{ORTMODULE}._graph_execution_manager")
+    session.load_aten_op_executor_cpp_extension = lambda: None
     # This symbolic makes embeddings an ATen call, which the extension would run; without it they export as Gather.
     registry = importlib.import_module(f"{ORTMODULE}._custom_op_symbolic_registry").CustomOpSymbolicRegistry
     registry._SYMBOLICS.pop("::embedding", None)

@@ -7,8 +7,8 @@ convolution with groups over other than two dimensions; the process ends in glib
 
 from typing import Any
 
-from .graph_edits import NewNodes, module_scope
-from .suitability import Unsuitable
+from optimum_memopt.engines.ort.graph_edits import NewNodes, module_scope
+from optimum_memopt.engines.ort.support_checks import Unsuitable
 
 # One dimension to two: what each list of the operator's attributes holds for the new one.
 _NEUTRAL = {"kernel_shape": 1, "strides": 1, "dilations": 1}

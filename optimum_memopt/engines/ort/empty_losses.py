@@ -8,8 +8,8 @@ from typing import Any
 import numpy
 import onnx
 
-from .graph_edits import NewNodes, element_type
-from .index_checks import LOSSES, ignored_name
+from optimum_memopt.engines.ort.graph_edits import NewNodes, element_type
+from optimum_memopt.engines.ort.index_checks import LOSSES, ignored_name
 
 _TYPES = {onnx.TensorProto.FLOAT16: numpy.float16, onnx.TensorProto.DOUBLE: numpy.float64}
 

@@ -8,24 +8,28 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from optimum_memopt import malloc
 from optimum_memopt.engines import in_place
 from optimum_memopt.engines.base import Selection
 from optimum_memopt.engines.key_value_cache import without_key_value_cache
+from optimum_memopt.engines.ort import env_option_checks, support_checks
+from optimum_memopt.engines.ort.extensions import BUILD_COMMAND
+from optimum_memopt.engines.ort.failures import one_line
+from optimum_memopt.engines.ort.insight import applied_counts, parse_insight, to_plans
+from optimum_memopt.engines.ort.module_state import Churn, ModuleState, SharedCopy, in_words
+from optimum_memopt.engines.ort.module_with_loss import (
+    LabelShapes,
+    LabelSmoothing,
+    put_loss_inside,
+    with_label_smoothing,
+)
+from optimum_memopt.engines.ort.options import OrtOptions
+from optimum_memopt.engines.ort.post_norm import residual_normalizations
+from optimum_memopt.engines.ort.selection import Choice, check_applied, check_supported, choose_config, choose_level
+from optimum_memopt.engines.ort.session import POST_BACKWARD, PRE_FORWARD, Hooks, OrtSession
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
 from optimum_memopt.logs import get_logger
+from optimum_memopt.memory import malloc
 from optimum_memopt.plans.table import Plan, PlanTable, canonical_symbols
-
-from . import lever_checks, suitability
-from .extensions import BUILD_COMMAND
-from .failures import one_line
-from .graph_rules import residual_normalizations
-from .insight import applied_counts, parse_insight, to_plans
-from .manager import POST_BACKWARD, PRE_FORWARD, Hooks, Manager
-from .module_state import Churn, ModuleState, SharedCopy, in_words
-from .module_with_loss import LabelShapes, LabelSmoothing, put_loss_inside, with_label_smoothing
-from .options import OrtOptions
-from .selection import Choice, check_applied, check_supported, choose_config, choose_level
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -82,20 +86,23 @@ class OrtEngine(in_place.InPlaceEngine):
         Raises:
             MemOptError: half precision on the CPU, activation checkpointing, torch.compile, FSDP, DataParallel.
         """
-        suitability.check_arguments(args, self._options.ort_allow_autograd_checkpoint, self._options.ort_zero_stage3)
-        lever_checks.check_arguments(self._options, args)
+        support_checks.check_arguments(
+            args, self._options.ort_allow_autograd_checkpoint, self._options.ort_zero_stage3
+        )
+        env_option_checks.check_arguments(self._options, args)
 
     def _enter(self) -> None:
         self._attention = None
         self._churn = Churn()
         if not self._options.ort_arena:
             malloc.give_back_freed_memory()
-        self._attention = suitability.choose_attention(self._model)
-        exported_with, self._exported_attention = self._exported_attention, suitability.attention(self._model)
+        self._attention = support_checks.choose_attention(self._model)
+        exported_with, self._exported_attention = self._exported_attention, support_checks.attention(self._model)
         if exported_with != self._exported_attention:
             self._forget()
         for remark in filter(
-            None, (*suitability.remarks(self._model), lever_checks.skip_check_remark(self._options.ort_skip_check))
+            None,
+            (*support_checks.remarks(self._model), env_option_checks.skip_check_remark(self._options.ort_skip_check)),
         ):
             get_logger().warning(remark)
 
@@ -118,8 +125,8 @@ class OrtEngine(in_place.InPlaceEngine):
         return True
 
     def _check(self, model: torch.nn.Module) -> None:
-        suitability.check(model, self._options.ort_allow_autograd_checkpoint)
-        lever_checks.check_model(self._options, model)
+        support_checks.check(model, self._options.ort_allow_autograd_checkpoint)
+        env_option_checks.check_model(self._options, model)
 
     def plans(self) -> PlanTable | None:
         """The table of the current training graph, None before the first training forward."""
@@ -135,13 +142,13 @@ class OrtEngine(in_place.InPlaceEngine):
     @property
     def graph(self) -> Any:
         """The current training graph (`onnx.GraphProto`), None before the first training forward."""
-        return self._manager.graph if self._manager is not None else None
+        return self._session.graph if self._session is not None else None
 
     def _forget(self) -> None:
-        manager = getattr(self, "_manager", None)
-        if manager is not None:
-            manager.close()
-        self._manager: Manager | None = None
+        session = getattr(self, "_session", None)
+        if session is not None:
+            session.close()
+        self._session: OrtSession | None = None
         self._table: PlanTable | None = None
         self._insight = ""
         self._choice = Choice()
@@ -155,7 +162,7 @@ class OrtEngine(in_place.InPlaceEngine):
         self._notice_changes()
         if self._fallback_reason:
             return self._run_fallback(*args, **kwargs)
-        suitability.check_autocast(self._model)
+        support_checks.check_autocast(self._model)
         if self._choice.redraws_random_numbers and self._backward_is_due:
             raise MemOptError(
                 "a training forward follows one whose backward has not run: ONNX Runtime draws recomputed dropout "
@@ -163,15 +170,15 @@ class OrtEngine(in_place.InPlaceEngine):
                 "backward first, use torch.no_grad() for forwards without one, or leave out the Dropout plans"
             )
         try:
-            if self._manager is None:
-                if reason := suitability.why_not(self._model):
+            if self._session is None:
+                if reason := support_checks.why_not(self._model):
                     return self._give_back(reason)(*args, **kwargs)
-                self._manager = self._make_manager()
+                self._session = self._make_session()
                 config = getattr(self._model, "config", None)
                 self._label_shapes = LabelShapes(bool(getattr(config, "is_encoder_decoder", False)))
             if self._options.ort_module_with_loss:
                 self._label_shapes.check(kwargs)
-            outputs = self._manager.forward(*args, **without_key_value_cache(self._model, args, kwargs, forced=True))
+            outputs = self._session.forward(*args, **without_key_value_cache(self._model, args, kwargs, forced=True))
             self._after_export()
             return outputs
         except MemOptError:
@@ -185,14 +192,14 @@ class OrtEngine(in_place.InPlaceEngine):
         except IndexError:
             # A label or an id of this batch; a session that was built runs the next one.
             self._backward_is_due = False
-            if self._manager is None or self._manager.is_building or self._choice.redraws_random_numbers:
+            if self._session is None or self._session.is_building or self._choice.redraws_random_numbers:
                 self._forget()
             raise
         except Exception as error:
-            if self._manager is not None and not self._manager.is_building:
+            if self._session is not None and not self._session.is_building:
                 reason = self._why_not_this_batch(error, args, kwargs)
             else:
-                reason = str(error) if isinstance(error, suitability.Unsuitable) else one_line(error)
+                reason = str(error) if isinstance(error, support_checks.Unsuitable) else one_line(error)
             if not reason:
                 self._forget()
                 raise
@@ -223,7 +230,7 @@ class OrtEngine(in_place.InPlaceEngine):
 
     @property
     def _fallback(self) -> Callable[..., Any]:
-        return with_label_smoothing(self._dispatcher.plain_forward, self._smoothing)
+        return with_label_smoothing(self._training_forward.plain_forward, self._smoothing)
 
     def _notice_changes(self) -> None:
         """Forget a session whose graph has built in what is no longer so."""
@@ -269,7 +276,7 @@ class OrtEngine(in_place.InPlaceEngine):
         """Why ONNX Runtime fails on a batch that PyTorch takes; empty when PyTorch does not take it either."""
         try:
             with torch.no_grad():
-                self._dispatcher.plain_forward(*args, **kwargs)
+                self._training_forward.plain_forward(*args, **kwargs)
         except Exception:
             return ""
         return (
@@ -277,8 +284,8 @@ class OrtEngine(in_place.InPlaceEngine):
             f"({one_line(error)}); pad all batches to one shape and drop the last"
         )
 
-    def _make_manager(self) -> Manager:
-        return Manager(
+    def _make_session(self) -> OrtSession:
+        return OrtSession(
             self._inner(),
             self._options,
             layerwise=self._selection.level > 0,
@@ -293,8 +300,8 @@ class OrtEngine(in_place.InPlaceEngine):
         self._exported = SharedCopy(self._model)
         inner = self._exported.module
         inner.__dict__.pop("forward", None)
-        if isinstance(self._dispatcher.previous, types.MethodType):
-            inner.forward = types.MethodType(self._dispatcher.previous.__func__, inner)
+        if isinstance(self._training_forward.previous, types.MethodType):
+            inner.forward = types.MethodType(self._training_forward.previous.__func__, inner)
         for name in _ROOT_HOOKS:
             inner.__dict__[name] = OrderedDict()
         if self._options.ort_module_with_loss:
@@ -310,22 +317,22 @@ class OrtEngine(in_place.InPlaceEngine):
             self._backward_is_due = False
 
     def _choose(self, text: str, combinations: Mapping[str, int]) -> tuple[str, ...]:
-        manager = self._manager
-        if manager.inlined_functions:
-            switched_off = manager.has_extensions
+        session = self._session
+        if session.inlined_functions:
+            switched_off = session.has_extensions
             way_out = "leave out --ort_custom_autograd false" if switched_off else f"build them with: {BUILD_COMMAND}"
             raise UnsupportedModelError(
-                f"{type(self._model).__name__} uses torch.autograd.Function ({', '.join(manager.inlined_functions)}), "
+                f"{type(self._model).__name__} uses torch.autograd.Function ({', '.join(session.inlined_functions)}), "
                 "whose backward ONNX Runtime can only run with the torch extensions",
                 f"{way_out}, or give --memory_opt_engine compile",
             )
-        if manager.aten_operators and not manager.has_extensions:
+        if session.aten_operators and not session.has_extensions:
             raise UnsupportedModelError(
-                f"{type(self._model).__name__} needs torch's own {', '.join(manager.aten_operators)}, which ONNX "
+                f"{type(self._model).__name__} needs torch's own {', '.join(session.aten_operators)}, which ONNX "
                 "Runtime can only run with the torch extensions",
                 f"build them with: {BUILD_COMMAND}, or give --memory_opt_engine compile",
             )
-        dimensions = manager.dimensions
+        dimensions = session.dimensions
         config = getattr(self._model, "config", None)
         names = canonical_symbols(dimensions, bool(getattr(config, "is_encoder_decoder", False)))
         values = {names[name]: value for name, value in dimensions.items() if name in names}
@@ -336,7 +343,7 @@ class OrtEngine(in_place.InPlaceEngine):
         if selection.config is not None:
             self._choice = choose_config(selection.config, existing, selection.strict)
         elif selection.level:
-            self._choice = choose_level(selection.level, existing, residual_normalizations(manager.graph))
+            self._choice = choose_level(selection.level, existing, residual_normalizations(session.graph))
         for remark in self._choice.remarks:
             get_logger().warning(remark)
         return self._choice.configs
@@ -358,7 +365,7 @@ class OrtEngine(in_place.InPlaceEngine):
             get_logger().info("other inputs than before: ONNX Runtime built a new training graph")
 
     def _header(self) -> tuple[str, ...]:
-        provider = "CUDAExecutionProvider" if self._manager.device.type == "cuda" else "CPUExecutionProvider"
+        provider = "CUDAExecutionProvider" if self._session.device.type == "cuda" else "CPUExecutionProvider"
         asked = f"config {self._selection.config}" if self._selection.config else f"level {self._selection.level}"
         return (f"{type(self._model).__name__} on {provider}, {asked}",)
 

@@ -6,9 +6,8 @@ import torch
 
 from optimum_memopt.engines.base import installed_version
 from optimum_memopt.engines.environment import Ability, Report
+from optimum_memopt.engines.ort import compat, extensions, missing
 from optimum_memopt.errors import MemOptError
-
-from . import compat, extensions, missing
 
 # All are imported as `onnxruntime` and write the same files; pip does not object to two of them.
 ONNXRUNTIMES = ("onnxruntime-training", "onnxruntime-training-cpu", "onnxruntime", "onnxruntime-gpu")

@@ -18,9 +18,8 @@ from typing import Any
 
 import torch
 
+from optimum_memopt.engines.ort import compat
 from optimum_memopt.logs import get_logger
-
-from . import compat
 
 FLAG = "--ort_cache_dir"
 

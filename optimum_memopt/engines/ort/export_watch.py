@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy
 import torch
 
-from .suitability import Unsuitable, some
+from optimum_memopt.engines.ort.support_checks import Unsuitable, some
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ import numpy
 import onnx
 import torch
 
-from .graph_edits import NewNodes, element_type, embedding_of, module_scope
+from optimum_memopt.engines.ort.graph_edits import NewNodes, element_type, embedding_of, module_scope
 
 LOSSES = frozenset({"SoftmaxCrossEntropyLoss", "SoftmaxCrossEntropyLossInternal"})
 # Operators whose first input's values are their output's values.

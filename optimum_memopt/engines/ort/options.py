@@ -5,10 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
+from optimum_memopt.engines.ort.env_option_checks import check_here
 from optimum_memopt.errors import MemOptError, path_excerpt
 from optimum_memopt.option_values import Numbers
-
-from .lever_checks import check_here
 
 _OPSETS = Numbers(12, 20, "12 to 20, the opsets that ONNX Runtime 1.19 trains")
 CONV_SEARCHES = ("HEURISTIC", "EXHAUSTIVE")

@@ -10,7 +10,7 @@ import numpy
 import onnx
 import torch
 
-from .graph_edits import NewNodes, embedding_of
+from optimum_memopt.engines.ort.graph_edits import NewNodes, embedding_of
 
 _ELEMENTS = {
     torch.float32: onnx.TensorProto.FLOAT,

@@ -3,11 +3,10 @@
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
+from optimum_memopt.engines.ort.post_norm import POST_NORM_REASON
 from optimum_memopt.errors import MemOptError, excerpt
 from optimum_memopt.plans.grammar import ALL, ConfigError, PlanConfig, Strategy
 from optimum_memopt.plans.matching import match, operators
-
-from .graph_rules import POST_NORM_REASON
 
 RANDOM_OPERATORS = frozenset({"Dropout", "BiasDropout", "BitmaskDropout", "BitmaskBiasDropout", "BiasSoftmaxDropout"})
 

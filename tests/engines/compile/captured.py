@@ -1,4 +1,4 @@
-"""Joint graphs of real models as the engine's backend gets them, and what the engine makes of them."""
+"""JointGraph graphs of real models as the engine's backend gets them, and what the engine makes of them."""
 
 import copy
 import dataclasses
@@ -11,13 +11,17 @@ import sympy
 import torch
 from torch import fx
 
-from optimum_memopt.engines.compile import compat, graphs
+from optimum_memopt.engines.compile import compat, partitioned_graph
+from optimum_memopt.engines.compile.analysis.candidates import Candidate, find_candidates
+from optimum_memopt.engines.compile.analysis.joint import JointGraph, root, symbolic, value
+from optimum_memopt.engines.compile.analysis.saved_activations import (
+    SavedActivation,
+    find_saved_activations,
+    operator_name,
+)
 from optimum_memopt.engines.compile.backend import Backend, configured
-from optimum_memopt.engines.compile.graphs import Graph
-from optimum_memopt.engines.compile.joint import Joint, root, symbolic, value
-from optimum_memopt.engines.compile.offers import Offer, find_offers
-from optimum_memopt.engines.compile.rehearsal import Programs
-from optimum_memopt.engines.compile.stashes import Stash, find_stashes, operator_name
+from optimum_memopt.engines.compile.memory.inductor_memory import InductorPrograms
+from optimum_memopt.engines.compile.partitioned_graph import PartitionedGraph
 from tests.engines.compile.compiled import selection
 
 
@@ -25,7 +29,7 @@ from tests.engines.compile.compiled import selection
 class Parts:
     """The two halves of a graph under a selection."""
 
-    graph: Graph
+    graph: PartitionedGraph
     forward: fx.GraphModule
     backward: fx.GraphModule
     num_fwd_outputs: int
@@ -36,7 +40,7 @@ class Parts:
         return {node.name: index for index, node in enumerate(self.backward.graph.nodes)}
 
     @property
-    def handed_over(self) -> list[fx.Node]:
+    def find_saved_for_backward(self) -> list[fx.Node]:
         """What the forward gives the backward beside its inputs, in order."""
         (output,) = self.forward.graph.find_nodes(op="output")
         rest = output.args[0][self.num_fwd_outputs :]
@@ -46,7 +50,7 @@ class Parts:
     def operators_of_backward(self) -> list[str]:
         return [operator_name(node) for node in self.backward.graph.nodes if node.op == "call_function"]
 
-    def made_again(self, joint: Joint) -> list[str]:
+    def recomputed_by_torch(self, joint: JointGraph) -> list[str]:
         """Names of the forward's operators that the backward runs again, in its order."""
         forward = {node.name for node in joint.forward}
         nodes = self.backward.graph.nodes
@@ -60,7 +64,7 @@ class Executed(fx.Interpreter):
         made: by node; nothing is freed, so that no two share an address by accident.
     """
 
-    def __init__(self, joint: Joint, sizes: Mapping[sympy.Symbol, int]) -> None:
+    def __init__(self, joint: JointGraph, sizes: Mapping[sympy.Symbol, int]) -> None:
         super().__init__(joint.module, garbage_collect_values=False)
         self.made: dict[fx.Node, Any] = {}
         given = [value(node) for node in joint.nodes if node.op == "placeholder"]
@@ -91,35 +95,35 @@ class Captured:
     names: Mapping[sympy.Symbol, str]
 
     @cached_property
-    def joint(self) -> Joint:
+    def joint(self) -> JointGraph:
         """As the engine looks at it; not to be changed."""
         module = self.copied()
         module.graph.eliminate_dead_code()
-        joint = Joint(module, self.num_fwd_outputs)
+        joint = JointGraph(module, self.num_fwd_outputs)
         compat.remove_copies(module.graph, map(root, joint.forward_outputs))
-        return Joint(module, self.num_fwd_outputs)
+        return JointGraph(module, self.num_fwd_outputs)
 
     @cached_property
-    def stashes(self) -> tuple[Stash, ...]:
-        return find_stashes(self.joint)
+    def stashes(self) -> tuple[SavedActivation, ...]:
+        return find_saved_activations(self.joint)
 
     @cached_property
     def sizes(self) -> dict[sympy.Symbol, int]:
-        return graphs.first_sizes(self.joint)
+        return partitioned_graph.size_hints(self.joint)
 
     @cached_property
-    def offers(self) -> tuple[Offer, ...]:
-        return find_offers(self.joint, self.stashes, self.sizes)
+    def candidates(self) -> tuple[Candidate, ...]:
+        return find_candidates(self.joint, self.stashes, self.sizes)
 
     @property
     def configs(self) -> dict[str, int]:
         """Each row and how often it occurs."""
-        return {offer.config: len(offer.occurrences) for offer in self.offers}
+        return {candidate.config: len(candidate.occurrences) for candidate in self.candidates}
 
     def split(self, asked: str = "") -> Parts:
         """Under a config, `level 1` or nothing."""
         others = (self.inputs, self.num_fwd_outputs, self.others)
-        graph, modules = graphs.split(self.copied(), *others, selection(asked), ())
+        graph, modules = partitioned_graph.split(self.copied(), *others, selection(asked), ())
         # Names come from the tracer, which is gone.
         return Parts(dataclasses.replace(graph, names=self.names), *modules, self.num_fwd_outputs)
 
@@ -132,9 +136,9 @@ def capture(function: Callable[..., Any], *args: Any, dynamic: bool = True, **kw
     found = []
 
     def record(
-        _: Programs, module: fx.GraphModule, inputs: Any, num_fwd_outputs: int, others: dict[str, Any]
+        _: InductorPrograms, module: fx.GraphModule, inputs: Any, num_fwd_outputs: int, others: dict[str, Any]
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        names = graphs.symbol_names(compat.symbol_sources())
+        names = partitioned_graph.symbol_names(compat.symbol_sources())
         untouched = fx.GraphModule(module, copy.deepcopy(module.graph))
         found.append(Captured(untouched, inputs, num_fwd_outputs, others, names))
         return compat.default_partition(module, inputs, num_fwd_outputs=num_fwd_outputs, **others)

@@ -16,7 +16,7 @@ from torch import fx
 from optimum_memopt.engines.base import Selection
 from optimum_memopt.engines.compile import engine as compile_engine
 from optimum_memopt.engines.compile.engine import CompileEngine
-from optimum_memopt.engines.compile.graphs import Graph
+from optimum_memopt.engines.compile.partitioned_graph import PartitionedGraph
 from optimum_memopt.plans.grammar import ALL, Strategy, parse
 from optimum_memopt.plans.table import PlanTable
 
@@ -28,13 +28,13 @@ GPT2_DROPOUT = {"attn_pdrop": 0.1, "embd_pdrop": 0.1, "resid_pdrop": 0.1}
 class Split:
     """One joint graph as it was partitioned, before a compiler changed the two."""
 
-    graph: Graph
+    graph: PartitionedGraph
     forward: fx.GraphModule
     backward: fx.GraphModule
     num_fwd_outputs: int
 
     @property
-    def handed_over(self) -> set[str]:
+    def find_saved_for_backward(self) -> set[str]:
         """Names of the operators whose results wait for the backward."""
         (output,) = self.forward.graph.find_nodes(op="output")
         rest = output.args[0][self.num_fwd_outputs :]
@@ -46,23 +46,23 @@ class Split:
 
     def request(self, root: str, strategy: Strategy, count: int = ALL) -> str:
         """The config of the row that this operator's result is an occurrence of."""
-        for offer in self.graph.offers:
-            if offer.strategy is strategy and any(one.stash.root.name == root for one in offer.occurrences):
-                return f"{offer.cluster_id}:{int(strategy)}:{count}"
+        for candidate in self.graph.candidates:
+            if candidate.strategy is strategy and any(one.stash.root.name == root for one in candidate.occurrences):
+                return f"{candidate.cluster_id}:{int(strategy)}:{count}"
         raise LookupError(f"no row with strategy {strategy} has {root}")
 
     def check(self, table: PlanTable) -> None:
         """What the table says is made again, or waits on the host, is; all else is handed over as it is."""
         again, moved = Counter(), Counter()
-        for offer in self.graph.offers:
-            for occurrence in offer.occurrences:
+        for candidate in self.graph.candidates:
+            for occurrence in candidate.occurrences:
                 name = occurrence.stash.root.name
-                is_again, is_moved = name in self.run_in_backward, f"{name}_on_host" in self.handed_over
-                assert is_again + is_moved + (name in self.handed_over) == 1, name
-                if offer.strategy is Strategy.OFFLOAD:
-                    moved[offer.config] += is_moved
+                is_again, is_moved = name in self.run_in_backward, f"{name}_on_host" in self.find_saved_for_backward
+                assert is_again + is_moved + (name in self.find_saved_for_backward) == 1, name
+                if candidate.strategy is Strategy.OFFLOAD:
+                    moved[candidate.config] += is_moved
                 else:
-                    again[offer.config] += is_again
+                    again[candidate.config] += is_again
         applied = {row.config: row.applied_count for row in table.enabled}
         assert +again + +moved == applied
 

@@ -1,4 +1,4 @@
-"""Joint graphs that several files look at, traced once each."""
+"""JointGraph graphs that several files look at, traced once each."""
 
 import pytest
 from model_zoo import ZOO

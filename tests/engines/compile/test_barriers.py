@@ -5,9 +5,9 @@ from model_zoo import ZOO
 from torch import fx
 
 from optimum_memopt.engines.compile import compat
+from optimum_memopt.engines.compile.analysis.joint import is_view
+from optimum_memopt.engines.compile.analysis.saved_activations import layer_of
 from optimum_memopt.engines.compile.engine import CompileEngine
-from optimum_memopt.engines.compile.joint import is_view
-from optimum_memopt.engines.compile.stashes import layer_of
 from tests.engines.compile.compiled import selection
 
 
@@ -27,7 +27,7 @@ def ancestors(node: fx.Node) -> set[str]:
 def test_what_a_layer_is_made_again_from_waits_for_the_layer_behind_it(name, asked, request):
     captured = request.getfixturevalue(name)
     parts = captured.split(asked.format(gelu="Gelu" if name == "roberta" else "FastGelu"))
-    again = set(parts.made_again(captured.joint))
+    again = set(parts.recomputed_by_torch(captured.joint))
     nodes = {node.name: node for node in parts.backward.graph.nodes}
     made = [nodes[one] for one in again if layer_of(nodes[one]) and not is_view(nodes[one])]
     first, second = sorted({layer_of(node) for node in made})
@@ -36,11 +36,11 @@ def test_what_a_layer_is_made_again_from_waits_for_the_layer_behind_it(name, ask
         for node in nodes.values()
         if node.op == "call_function" and node.name not in again and layer_of(node) == second and not is_view(node)
     }
-    handed_over = {node.name for node in parts.handed_over}
+    find_saved_for_backward = {node.name for node in parts.find_saved_for_backward}
     checked = 0
     for node in made:
         before = ancestors(node)
-        if layer_of(node) == first and before & handed_over:
+        if layer_of(node) == first and before & find_saved_for_backward:
             assert gradients <= before, node
             checked += 1
     assert checked and len(gradients) > 10
@@ -56,8 +56,8 @@ def test_inductor_holds_what_the_graph_would():
         engine = CompileEngine(selection("level 1"), compiler, dynamic=False)
         engine.attach(model)
         model(**batch).loss.backward()
-        held.append(engine.forecast.activations())
-        assert not engine.forecast.doubt
+        held.append(engine.predictor.activations())
+        assert not engine.predictor.caveat
         engine.detach()
     graph, program = held
     assert program < graph

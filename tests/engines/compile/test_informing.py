@@ -6,8 +6,8 @@ from gradients import assert_bitwise_same_step
 
 from optimum_memopt import optimize
 from optimum_memopt.engines.compile import engine as compile_engine
-from optimum_memopt.engines.compile import graphs
-from optimum_memopt.engines.compile.prediction import Forecast
+from optimum_memopt.engines.compile import partitioned_graph
+from optimum_memopt.engines.compile.memory.step_memory import StepMemoryPredictor
 from tests.engines.compile.test_hooks import Net
 from tests.trainer_runs import log_lines, make, weights
 
@@ -19,11 +19,11 @@ def fails(*args, **kwargs):
 @pytest.mark.parametrize(
     ("owner", "name", "left_out"),
     [
-        (graphs, "predict", "the predicted peak"),
-        (graphs, "symbol_names", "the predicted peak"),
-        (compile_engine, "Forecast", "the predicted peak"),
-        (Forecast, "footprint", "the predicted peak"),
-        (Forecast, "saw", "the predicted peak"),
+        (partitioned_graph, "predict", "the predicted peak"),
+        (partitioned_graph, "symbol_names", "the predicted peak"),
+        (compile_engine, "StepMemoryPredictor", "the predicted peak"),
+        (StepMemoryPredictor, "footprint", "the predicted peak"),
+        (StepMemoryPredictor, "saw", "the predicted peak"),
         (compile_engine, "to_table", "the plan table"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

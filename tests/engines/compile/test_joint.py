@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from optimum_memopt.engines.compile.joint import is_tensor, is_view, root, storage_bytes
+from optimum_memopt.engines.compile.analysis.joint import is_tensor, is_view, root, storage_bytes
 from tests.engines.compile.captured import Captured, Executed, capture
 
 

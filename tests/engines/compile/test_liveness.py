@@ -5,8 +5,8 @@ import torch
 from torch import fx
 from torch.profiler import ProfilerActivity, profile
 
-from optimum_memopt.engines.compile.joint import is_tensor, value
-from optimum_memopt.engines.compile.liveness import predict, simulate
+from optimum_memopt.engines.compile.analysis.joint import is_tensor, value
+from optimum_memopt.engines.compile.memory.liveness import predict, simulate
 from tests.engines.compile.captured import Captured, capture, real
 
 # What operators take while they run, in bytes: a tensor of each number that they are given, and two rows of a layer

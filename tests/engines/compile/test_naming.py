@@ -6,8 +6,15 @@ from gradients import accumulate
 from model_zoo import ZOO
 
 from optimum_memopt.engines.base import Engine, create
-from optimum_memopt.engines.compile.naming import CUT_ELSEWHERE, LAYOUTS, MODULES, OPERATORS, cluster_id, translate
-from optimum_memopt.engines.compile.stashes import subgraph
+from optimum_memopt.engines.compile.analysis.naming import (
+    CUT_ELSEWHERE,
+    LAYOUTS,
+    MODULES,
+    OPERATORS,
+    cluster_id,
+    translate,
+)
+from optimum_memopt.engines.compile.analysis.saved_activations import recompute_chain
 from optimum_memopt.options import MemOptOptions
 from optimum_memopt.plans.grammar import Strategy, parse
 from optimum_memopt.plans.matching import operators
@@ -53,7 +60,7 @@ INDICES = ("Range", "CumSum", "GatherElements", "Pad", "Slice")
 
 def ids(captured: Captured) -> dict[str, int]:
     """Rows that are made again, without those that make indices."""
-    found = {o.cluster_id: len(o.occurrences) for o in captured.offers if o.strategy is not Strategy.OFFLOAD}
+    found = {o.cluster_id: len(o.occurrences) for o in captured.candidates if o.strategy is not Strategy.OFFLOAD}
     return {name: count for name, count in found.items() if not set(operators(name)) & set(INDICES)}
 
 
@@ -67,13 +74,13 @@ def test_ids_of_gpt2(gpt2):
 
 def test_the_same_layer_has_the_same_ids(roberta, gpt2, albert):
     for captured in (roberta, gpt2, albert):
-        layers = sorted({one.stash.layer for offer in captured.offers for one in offer.occurrences} - {""})
+        layers = sorted({one.stash.layer for candidate in captured.candidates for one in candidate.occurrences} - {""})
         assert len(layers) == 2
-        for offer in captured.offers:
+        for candidate in captured.candidates:
             # What a layer hands on is named by who reads it, too: the next layer, or the head.
-            inside = [one.stash.layer for one in offer.occurrences if not one.stash.leaves_layer]
+            inside = [one.stash.layer for one in candidate.occurrences if not one.stash.leaves_layer]
             counts = [inside.count(layer) for layer in layers]
-            assert counts[0] == counts[1], offer.config
+            assert counts[0] == counts[1], candidate.config
 
 
 def test_ids_are_the_same_for_other_batches(roberta, roberta_of_another_batch):
@@ -88,9 +95,9 @@ def test_ids_are_the_same_in_fixed_sizes():
 
 def test_no_id_is_longer_than_a_person_types(roberta, gpt2, albert):
     for captured in (roberta, gpt2, albert):
-        for offer in captured.offers:
-            assert len(operators(offer.cluster_id)) <= 10
-            parse(offer.config)
+        for candidate in captured.candidates:
+            assert len(operators(candidate.cluster_id)) <= 10
+            parse(candidate.config)
 
 
 def test_a_long_id_keeps_what_is_nearest_to_the_activation():
@@ -100,7 +107,7 @@ def test_a_long_id_keeps_what_is_nearest_to_the_activation():
         return x.sin().sum()
 
     captured = capture(function, torch.randn(3, 4, requires_grad=True))
-    made = subgraph(captured.joint, captured.stashes[-1], ())
+    made = recompute_chain(captured.joint, captured.stashes[-1], ())
     assert len(made.nodes) == 16
     assert cluster_id(made) == "Mul+Abs+Add+Neg+Mul+Abs+"
 
@@ -139,7 +146,7 @@ def ort_rows(request: pytest.FixtureRequest) -> tuple[str, dict[str, int]]:
 
 def test_every_id_of_onnx_runtime_is_known_here(ort_rows, roberta, gpt2):
     name, rows = ort_rows
-    here = {offer.cluster_id for offer in (gpt2 if name == "gpt2" else roberta).offers}
+    here = {candidate.cluster_id for candidate in (gpt2 if name == "gpt2" else roberta).candidates}
     found = {asked: translate(asked, here) for asked in rows}
     assert {asked for asked, meant in found.items() if meant is None} <= set(NOT_HERE)
     renamed = {asked: meant for asked, meant in found.items() if meant not in (None, asked)}

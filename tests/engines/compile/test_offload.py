@@ -11,10 +11,11 @@ from model_zoo import ZOO
 from torch import fx
 from transformers.modeling_outputs import CausalLMOutput
 
-from optimum_memopt.engines.compile import graphs, offload
+from optimum_memopt.engines.compile import partitioned_graph
+from optimum_memopt.engines.compile.analysis.joint import is_tensor, value
 from optimum_memopt.engines.compile.engine import CompileEngine
-from optimum_memopt.engines.compile.joint import is_tensor, value
-from optimum_memopt.engines.compile.liveness import predict
+from optimum_memopt.engines.compile.memory.liveness import predict
+from optimum_memopt.engines.compile.strategies import offload
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.plans.grammar import Strategy
 from tests.engines.compile.compiled import DROPOUT, Run, assert_bitwise_same, run, selection
@@ -122,10 +123,10 @@ def test_stashes_wait_on_the_host(blocks, batch, plain, gelus):
     assert_bitwise_same(ours, accumulate(blocks, [batch]))
     ours.split.check(ours.table)
     moved = {"gelu", "gelu_1", "gelu_2", "gelu_3", "gelu_4", "getitem", "getitem_3"}
-    assert {name for name in ours.split.handed_over if name.endswith("_on_host")} == {
+    assert {name for name in ours.split.find_saved_for_backward if name.endswith("_on_host")} == {
         f"{one}_on_host" for one in moved
     }
-    assert not moved & ours.split.handed_over
+    assert not moved & ours.split.find_saved_for_backward
     # What is made again reads what has come back.
     assert {"clone", "clone_1", "clone_2"} < ours.split.run_in_backward
     assert not moved & ours.split.run_in_backward
@@ -155,16 +156,16 @@ def test_what_the_forward_returns_stays(blocks, batch, norms):
     assert_bitwise_same(ours, accumulate(blocks, [batch]))
     (row,) = ours.table.enabled
     assert row.applied_count == row.frequency == 4
-    assert "getitem_3" in ours.split.handed_over
+    assert "getitem_3" in ours.split.find_saved_for_backward
 
 
 def test_row_statistics_stay(plain, norms):
     graph = plain.split.graph
-    (offer,) = (one for one in graph.offers if one.config == norms)
-    assert [one.stash.root.name for one in offer.occurrences] == [
+    (candidate,) = (one for one in graph.candidates if one.config == norms)
+    assert [one.stash.root.name for one in candidate.occurrences] == [
         f"getitem{end}" for end in ("", "_3", "_6", "_9", "_12")
     ]
-    assert {one.strategy for one in graph.offers} == {Strategy.RECOMPUTE, Strategy.OFFLOAD}
+    assert {one.strategy for one in graph.candidates} == {Strategy.RECOMPUTE, Strategy.OFFLOAD}
 
 
 def test_several_forwards_before_their_backwards(blocks, batch, gelus, norms):
@@ -201,8 +202,8 @@ def test_a_transformer(transformer, plan):
     if plan.startswith("Add+"):
         # The residual streams, of which the first two in graph order, and both gelus.
         assert counts == {"FusedMatMul+Add+Dropout+Add+:3:-1": (2, 2), "Gelu+:3:-1": (-1, 2)}
-        streams = next(one for one in ours.split.graph.offers if "Dropout+Add+:3" in one.config)
-        moved = [f"{one.stash.root.name}_on_host" in ours.split.handed_over for one in streams.occurrences]
+        streams = next(one for one in ours.split.graph.candidates if "Dropout+Add+:3" in one.config)
+        moved = [f"{one.stash.root.name}_on_host" in ours.split.find_saved_for_backward for one in streams.occurrences]
         assert moved == [True, True, False, False]
     else:
         assert all(applied for _, applied in counts.values()) and len(counts) == 2
@@ -229,7 +230,7 @@ def gpu_graphs(blocks, batch, gelus):
         original(forward, backward, stashes)
 
     original = offload.insert
-    with mock.patch.object(graphs.offload, "insert", insert):
+    with mock.patch.object(partitioned_graph.offload, "insert", insert):
         run(blocks, gelus, batch)
     return made
 

@@ -8,11 +8,11 @@ from torch import fx
 from torch._functorch import partitioners
 
 from optimum_memopt.engines.compile import compat
-from optimum_memopt.engines.compile.graphs import chosen_roots
-from optimum_memopt.engines.compile.joint import is_tensor, is_view, root
-from optimum_memopt.engines.compile.offers import layer_borders
-from optimum_memopt.engines.compile.partition import kept
-from optimum_memopt.engines.compile.stashes import is_output, is_statistic, layer_of, operator_name
+from optimum_memopt.engines.compile.analysis.candidates import layer_boundaries
+from optimum_memopt.engines.compile.analysis.joint import is_tensor, is_view, root
+from optimum_memopt.engines.compile.analysis.saved_activations import is_output, is_statistic, layer_of, operator_name
+from optimum_memopt.engines.compile.partitioned_graph import chosen_roots
+from optimum_memopt.engines.compile.passes.partition import kept
 from optimum_memopt.plans.grammar import Strategy
 from tests.engines.compile.captured import Captured, Parts, capture
 
@@ -25,15 +25,15 @@ def check(captured: Captured, parts: Parts) -> None:
     """The plan's stashes are made again by their own operators, every other stash is handed over, once."""
     joint, nodes = captured.joint, by_name(captured)
     chosen = {one.stash.root.name: one for some in parts.graph.chosen.values() for one in some}
-    handed = [root(node).name for node in parts.handed_over if is_tensor(node)]
+    handed = [root(node).name for node in parts.find_saved_for_backward if is_tensor(node)]
     kept_roots = {stash.root.name for stash in captured.stashes} - set(chosen)
     extra = set(handed) - kept_roots
     # In exchange: seeds.
-    assert extra <= {kept.name for one in chosen.values() for kept in one.keeps}
+    assert extra <= {kept.name for one in chosen.values() for kept in one.extra_saved}
     assert kept_roots <= set(handed)
     assert len(handed) == len(set(handed)), "one storage twice"
 
-    again = parts.made_again(joint)
+    again = parts.recomputed_by_torch(joint)
     compute = [name for name in again if not is_view(nodes[name]) and is_tensor(nodes[name])]
     allowed = {node.name for one in chosen.values() for node in one.nodes}
     # A view of a parameter or of a stash costs nothing and is no part of a plan.
@@ -44,7 +44,7 @@ def check(captured: Captured, parts: Parts) -> None:
 
 
 def rows(captured: Captured) -> list[str]:
-    return [offer.config for offer in captured.offers if offer.strategy is not Strategy.OFFLOAD]
+    return [candidate.config for candidate in captured.candidates if candidate.strategy is not Strategy.OFFLOAD]
 
 
 def test_each_row_alone_is_made_again_and_nothing_else(gpt2):
@@ -61,14 +61,14 @@ def test_any_rows_together_are_made_again_and_nothing_else(roberta, albert, seed
     chosen = random.Random(seed).sample(rows(captured), k=2 + seed % 8)
     counted = [config.replace(":-1", f":{1 + index}") if index % 3 else config for index, config in enumerate(chosen)]
     parts = captured.split(",".join(counted))
-    taken = {offer.config: len(some) for offer, some in parts.graph.chosen.items()}
+    taken = {candidate.config: len(some) for candidate, some in parts.graph.chosen.items()}
     asked = {config: 1 + index if index % 3 else captured.configs[config] for index, config in enumerate(chosen)}
     assert taken == {config: min(count, captured.configs[config]) for config, count in asked.items()}
     # Several together reach further back: the one's way leads through the other.
-    again = parts.made_again(captured.joint)
+    again = parts.recomputed_by_torch(captured.joint)
     assert {one.stash.root.name for some in parts.graph.chosen.values() for one in some} <= set(again)
     assert not any(compat.is_random(node) for node in parts.backward.graph.nodes)
-    handed = {root(node) for node in parts.handed_over if is_tensor(node)}
+    handed = {root(node) for node in parts.find_saved_for_backward if is_tensor(node)}
     dropped, _ = chosen_roots(parts.graph.chosen)
     assert {node.name for node in handed}.isdisjoint(node.name for node in dropped)
     assert {stash.root.name for stash in captured.stashes} - {n.name for n in dropped} <= {n.name for n in handed}
@@ -78,24 +78,26 @@ def test_every_row_is_on_nothing_is_kept_but_what_must_be(roberta):
     parts = roberta.split(",".join(rows(roberta)))
     nodes = by_name(roberta)
     left = {
-        operator_name(node) for node in parts.handed_over if is_tensor(node) and not is_statistic(nodes[node.name])
+        operator_name(node)
+        for node in parts.find_saved_for_backward
+        if is_tensor(node) and not is_statistic(nodes[node.name])
     }
     assert left <= {"randint", "index", "gather", "nll_loss_forward"} | {
         operator_name(stash.root)
         for stash in roberta.stashes
-        if stash.is_returned or stash.root not in {one.stash.root for o in roberta.offers for one in o.occurrences}
+        if stash.is_returned or stash.root not in {one.stash.root for o in roberta.candidates for one in o.occurrences}
     }
 
 
 @pytest.mark.parametrize("count, taken", [(1, 1), (2, 2), (5, 5), (99, 6)])
 def test_a_count_takes_the_first_in_graph_order(roberta, count, taken):
     config = next(config for config in rows(roberta) if config.startswith("FusedMatMul+Add+Reshape+Transpose+"))
-    offer = next(offer for offer in roberta.offers if offer.config == config)
-    expected = [one.stash.root.name for one in offer.occurrences][:taken]
+    candidate = next(candidate for candidate in roberta.candidates if candidate.config == config)
+    expected = [one.stash.root.name for one in candidate.occurrences][:taken]
     assert expected == sorted(expected, key=lambda name: roberta.joint.order[by_name(roberta)[name]])
     parts = roberta.split(config.replace(":-1", f":{count}"))
-    again = set(parts.made_again(roberta.joint))
-    assert [one.stash.root.name for one in offer.occurrences if one.stash.root.name in again] == expected
+    again = set(parts.recomputed_by_torch(roberta.joint))
+    assert [one.stash.root.name for one in candidate.occurrences if one.stash.root.name in again] == expected
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -103,8 +105,8 @@ def test_a_level_keeps_a_layers_input_and_statistics_alone(roberta, gpt2, albert
     for captured in (roberta, gpt2, albert):
         parts = captured.split(f"level {level}")
         nodes = by_name(captured)
-        inside = [node for node in parts.handed_over if is_tensor(node) and layer_of(nodes[node.name])]
-        borders = {node.name for node in layer_borders(captured.joint)}
+        inside = [node for node in parts.find_saved_for_backward if is_tensor(node) and layer_of(nodes[node.name])]
+        borders = {node.name for node in layer_boundaries(captured.joint)}
         for node in inside:
             made = nodes[node.name]
             leaves = next((s.leaves_layer for s in captured.stashes if s.root is root(made)), False)
@@ -118,7 +120,7 @@ def test_a_level_keeps_a_layers_input_and_statistics_alone(roberta, gpt2, albert
 def test_a_level_makes_each_layer_again_when_its_backward_starts(roberta, gpt2, albert):
     for captured in (roberta, gpt2, albert):
         parts = captured.split("level 1")
-        again = set(parts.made_again(captured.joint))
+        again = set(parts.recomputed_by_torch(captured.joint))
         nodes = by_name(captured)
         first, second = sorted({layer_of(nodes[name]) for name in again} - {""})
         backward = list(parts.backward.graph.nodes)
@@ -160,7 +162,9 @@ def test_without_a_plan_the_halves_are_torchs_own(roberta, gpt2):
         # Views of the whole are gone, as they are where inductor partitions.
         assert computing(parts.forward) == computing(expected.forward)
         assert computing(parts.backward) == computing(expected.backward)
-        handed, torchs = ([root(n).name for n in one.handed_over if is_tensor(n)] for one in (parts, expected))
+        handed, torchs = (
+            [root(n).name for n in one.find_saved_for_backward if is_tensor(n)] for one in (parts, expected)
+        )
         assert handed == torchs
         assert not any(parts.graph.chosen.values())
 
@@ -169,13 +173,13 @@ def test_what_torch_makes_again_by_itself_is_known(roberta, gpt2):
     frees = []
     for captured in (roberta, gpt2):
         expected = torchs_own(captured)
-        handed = {root(node).name for node in expected.handed_over if is_tensor(node)}
-        offered = {one.stash.root.name for offer in captured.offers for one in offer.occurrences}
-        free = {one.stash.root.name for one in captured.split().graph.free}
-        assert free == offered - handed
-        assert free <= set(expected.made_again(captured.joint))
-        assert not captured.split("level 1").graph.free
-        frees.append(len(free))
+        handed = {root(node).name for node in expected.find_saved_for_backward if is_tensor(node)}
+        offered = {one.stash.root.name for candidate in captured.candidates for one in candidate.occurrences}
+        auto_recomputed = {one.stash.root.name for one in captured.split().graph.auto_recomputed}
+        assert auto_recomputed == offered - handed
+        assert auto_recomputed <= set(expected.recomputed_by_torch(captured.joint))
+        assert not captured.split("level 1").graph.auto_recomputed
+        frees.append(len(auto_recomputed))
     # Elementwise operators of an activation that is not one operator.
     assert frees[1] >= 4
 
@@ -193,10 +197,10 @@ def test_logits_that_are_stashed_are_handed_over_as_they_are():
     captured = capture(Head().forward, torch.randn(5, 8))
     (stash,) = [stash for stash in captured.stashes if stash.is_returned]
     assert operator_name(stash.root) == "tanh"
-    assert stash.root not in {one.stash.root for offer in captured.offers for one in offer.occurrences}
+    assert stash.root not in {one.stash.root for candidate in captured.candidates for one in candidate.occurrences}
     parts = captured.split("level 1")
     (output,) = parts.forward.graph.find_nodes(op="output")
-    logits, handed = output.args[0][1], [node for node in parts.handed_over if is_tensor(node)]
+    logits, handed = output.args[0][1], [node for node in parts.find_saved_for_backward if is_tensor(node)]
     assert root(logits).name == "tanh" and [root(node).name for node in handed] == ["tanh"]
     assert "clone" not in {operator_name(node) for node in parts.forward.graph.nodes if node.op == "call_function"}
 
@@ -213,4 +217,4 @@ def test_what_must_not_run_twice_is_kept_though_no_stash_leads_there():
     assert config.endswith("+:2:-1")
     parts = captured.split(config)
     check(captured, parts)
-    assert [node.name for node in parts.handed_over if is_tensor(node)] == ["rand"]
+    assert [node.name for node in parts.find_saved_for_backward if is_tensor(node)] == ["rand"]

@@ -39,10 +39,10 @@ def subject(request: pytest.FixtureRequest) -> Subject:
     # As the engine does by itself: caches lay keys and values out anew, and products with them end in other last bits.
     batch = without_key_value_cache(model, (), case.batch(**LENGTHS))
     expected = accumulate(model, [batch])
-    offers = run(model, "", batch).split.graph.offers
+    candidates = run(model, "", batch).split.graph.candidates
     rows: dict[str, dict[Strategy, int]] = {}
-    for offer in offers:
-        rows.setdefault(offer.cluster_id, {})[offer.strategy] = len(offer.occurrences)
+    for candidate in candidates:
+        rows.setdefault(candidate.cluster_id, {})[candidate.strategy] = len(candidate.occurrences)
     # A plan that is off is a plan: torch's own partition is not asked.
     kept = run(model, f"{next(iter(rows))}:1:0", batch)
     return Subject(model, batch, expected, kept, rows)

@@ -10,7 +10,7 @@ from tests.engines.compile.captured import Captured
 
 
 def asked(captured: Captured, config: str, strict: bool = True, graphs: int = 1):
-    return matches(parse(config), captured.offers * graphs, strict)
+    return matches(parse(config), captured.candidates * graphs, strict)
 
 
 def test_the_same_config_as_for_onnx_runtime_applies(roberta):
@@ -44,7 +44,9 @@ def test_a_mistyped_id_is_refused_with_near_ones(roberta, typed, near):
     message = str(caught.value)
     assert message.startswith(f'no plan "{typed}" in this model; did you mean ')
     assert near in re.search(r"did you mean (.*?)\?", message)[1].split(" or ")
-    assert set(re.search(r"Available: (.*)", message)[1].split(", ")) == {offer.cluster_id for offer in roberta.offers}
+    assert set(re.search(r"Available: (.*)", message)[1].split(", ")) == {
+        candidate.cluster_id for candidate in roberta.candidates
+    }
     assert "\n" not in message
 
 

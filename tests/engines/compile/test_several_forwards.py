@@ -7,8 +7,8 @@ import pytest
 import torch
 from gradients import Batch
 
-from optimum_memopt.engines.compile.pending import Forward, Pending
-from optimum_memopt.engines.compile.prediction import widest
+from optimum_memopt.engines.compile.memory.pending import Forward, Pending
+from optimum_memopt.engines.compile.memory.step_memory import largest_shapes
 from tests.engines.compile.test_prediction import EXACT, Predicted, allocated, predicted
 
 # In the first model activations are most of a step, in the second weights are.
@@ -53,24 +53,25 @@ def one_after_the_other(model: torch.nn.Module, batches: list[Batch]) -> None:
 )
 def test_the_peak_of_a_step_is_the_allocators(subject: Predicted, step, picked: tuple[int, ...]) -> None:
     batches = [subject.batches[index] for index in picked]
-    forecast = subject.engine.forecast
+    predictor = subject.engine.predictor
     for _ in range(2):
-        forecast.widest = ()
+        predictor.largest_shapes = ()
         subject.model.zero_grad(set_to_none=True)
         peak, _, _ = allocated(lambda: step(subject.model, batches))
     found = [
-        forecast.footprint(seen.sizes, None, False, seen.saved_before, seen.is_followed) for seen in forecast.widest
+        predictor.footprint(seen.sizes, None, False, seen.saved_before, seen.is_followed)
+        for seen in predictor.largest_shapes
     ]
     assert max(part.other_forwards + part.activations for part in found) == pytest.approx(peak, **EXACT)
-    assert forecast.peak(None, False) == max(part.peak for part in found)
+    assert predictor.peak(None, False) == max(part.peak for part in found)
     assert (max(part.other_forwards for part in found) > 0) == (step is contrast and len(picked) > 1)
 
 
 def test_what_a_forward_saves_is_what_its_graph_hands_over(subject: Predicted) -> None:
-    forecast = subject.engine.forecast
+    predictor = subject.engine.predictor
     for rows in (1, 3, 8):
-        sizes = {next(iter(forecast.first)): rows}
-        assert forecast.saved(sizes) == sum(graph.stashed for graph in forecast.graphs(sizes))
+        sizes = {next(iter(predictor.first)): rows}
+        assert predictor.saved(sizes) == sum(graph.stashed for graph in predictor.graphs(sizes))
 
 
 def test_a_forward_is_pending_until_its_backward_has_run_or_its_graph_is_dropped() -> None:
@@ -90,12 +91,12 @@ def test_a_forward_is_pending_until_its_backward_has_run_or_its_graph_is_dropped
 
 def test_only_the_largest_forwards_count() -> None:
     small, wide, long = Forward({"a": 1, "b": 9}), Forward({"a": 3, "b": 1}), Forward({"a": 2, "b": 9})
-    assert widest([long], small) == (long,)
-    assert widest([long], Forward({"a": 3, "b": 9})) == (Forward({"a": 3, "b": 9}),)
-    assert widest([long], wide) == (long, wide)
+    assert largest_shapes([long], small) == (long,)
+    assert largest_shapes([long], Forward({"a": 3, "b": 9})) == (Forward({"a": 3, "b": 9}),)
+    assert largest_shapes([long], wide) == (long, wide)
     later = Forward({"a": 2, "b": 9}, saved_before=5)
-    assert widest([long], later) == (later,)
-    assert widest([later], Forward({"a": 2, "b": 9}, is_followed=True)) == (
+    assert largest_shapes([long], later) == (later,)
+    assert largest_shapes([later], Forward({"a": 2, "b": 9}, is_followed=True)) == (
         later,
         Forward({"a": 2, "b": 9}, is_followed=True),
     )

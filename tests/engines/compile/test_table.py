@@ -13,7 +13,7 @@ from tests.engines.compile.compiled import selection
 
 def table_of(parts: Parts, asked: str = "", graphs: int = 1) -> PlanTable:
     chosen = selection(asked)
-    found = matches(chosen.config, parts.graph.offers, strict=True) if chosen.config else Matches()
+    found = matches(chosen.config, parts.graph.candidates, strict=True) if chosen.config else Matches()
     return to_table([parts.graph] * graphs, chosen, found, ("a header",), is_encoder_decoder=False)
 
 
@@ -72,9 +72,9 @@ def test_what_torch_makes_again_by_itself_is_said(gpt2):
     parts = gpt2.split()
     table = table_of(parts)
     for plan in table.plans:
-        offer = next(offer for offer in gpt2.offers if offer.config == plan.config)
-        free = {one.stash.root.name for one in parts.graph.free}
-        count = sum(one.stash.root.name in free for one in offer.occurrences)
+        candidate = next(candidate for candidate in gpt2.candidates if candidate.config == plan.config)
+        auto_recomputed = {one.stash.root.name for one in parts.graph.auto_recomputed}
+        count = sum(one.stash.root.name in auto_recomputed for one in candidate.occurrences)
         said = {0: "", plan.frequency: "AUTO: torch makes all again by itself"}
         assert plan.note == said.get(count, f"AUTO: torch makes {count} again by itself")
     assert row(table, "FastGelu+:1:-1").note == "AUTO: torch makes 4 again by itself"

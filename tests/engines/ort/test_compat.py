@@ -15,15 +15,15 @@ SETUP = """
 import contextlib, importlib, os, sys, types
 import torch
 from optimum_memopt.engines.ort import compat
-from optimum_memopt.engines.ort.manager import Hooks, Manager
+from optimum_memopt.engines.ort.session import Hooks, OrtSession
 from optimum_memopt.engines.ort.options import OrtOptions
 
 def train(model, batch):
     hooks = Hooks(choose=lambda text, rows: (), report=lambda text: None, phase=lambda phase: None)
-    manager = Manager(model, OrtOptions(ort_fallback=False), layerwise=False, recompute=False, hooks=hooks)
-    manager.forward(batch).pow(2).sum().backward()
+    session = OrtSession(model, OrtOptions(ort_fallback=False), layerwise=False, recompute=False, hooks=hooks)
+    session.forward(batch).pow(2).sum().backward()
     assert all(parameter.grad.abs().sum() > 0 for parameter in model.parameters())
-    return manager
+    return session
 
 class Words(torch.nn.Module):
     def __init__(self):
@@ -79,10 +79,10 @@ compat.environment = lambda variables: environment(
 WITHOUT_ATEN = """
 run = compat._run_without_extensions
 def run_but_load_aten():
-    manager = importlib.import_module(compat.ORTMODULE + "._graph_execution_manager")
-    load = manager.load_aten_op_executor_cpp_extension
+    session = importlib.import_module(compat.ORTMODULE + "._graph_execution_manager")
+    load = session.load_aten_op_executor_cpp_extension
     run()
-    manager.load_aten_op_executor_cpp_extension = load
+    session.load_aten_op_executor_cpp_extension = load
 compat._run_without_extensions = run_but_load_aten
 """
 WITHOUT_GATHER = """

@@ -4,7 +4,7 @@ from gradients import assert_same_step
 from model_zoo import ZOO
 
 from optimum_memopt.engines.base import create
-from optimum_memopt.engines.ort import gather_indices, manager, missing
+from optimum_memopt.engines.ort import gather_indices, missing, session
 from optimum_memopt.options import MemOptOptions
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason="no onnxruntime-training")
@@ -37,7 +37,7 @@ def test_indices_are_expanded_again_and_every_gradient_is_torchs():
 
 def test_without_it_they_are_stashed(monkeypatch):
     """Fails when ONNX Runtime learns it, and this can go."""
-    monkeypatch.setattr(manager, "expand_indices_again", lambda graph: 0)
+    monkeypatch.setattr(session, "expand_indices_again", lambda graph: 0)
     engine, model = trained("deberta-v2-mlm")
     model(**ZOO["deberta-v2-mlm"].batch()).loss.backward()
     assert not any(expanded_for_gradients(engine.graph))

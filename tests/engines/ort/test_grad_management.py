@@ -107,8 +107,8 @@ os._exit(0)  # gloo's threads abort the interpreter's end now and then.
 """
 
 PEAK = """
-from optimum_memopt import malloc
-from optimum_memopt.memory import MIB, PeakMonitor
+from optimum_memopt.memory import malloc
+from optimum_memopt.memory.peak_monitor import MIB, PeakMonitor
 
 model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(32)))
 managed(model, ort_mem_efficient_grad_mgmt=sys.argv[1] == "managed")

@@ -7,7 +7,7 @@ import torch
 from gradients import accumulate, assert_same_step
 from model_zoo import _BERT, IGNORE, ZOO, Case, tokens
 
-from optimum_memopt.engines.ort import manager, missing
+from optimum_memopt.engines.ort import missing, session
 from optimum_memopt.engines.ort.engine import OrtEngine
 from optimum_memopt.engines.ort.index_checks import IndexCheck, as_index_error
 from optimum_memopt.engines.ort.options import OrtOptions
@@ -213,7 +213,7 @@ def test_a_batch_without_labels_has_pytorchs_loss(attach, name, inside):
 
 def test_without_the_checks_ids_and_labels_are_read_wherever_they_point(attach, monkeypatch):
     """Fails when ONNX Runtime learns it, and they can go."""
-    monkeypatch.setattr(manager, "check_indices", lambda graph, module: {})
+    monkeypatch.setattr(session, "check_indices", lambda graph, module: {})
     case = ZOO["roberta-classification"]
     model = case.build()
     attach(model)

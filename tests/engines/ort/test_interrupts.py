@@ -53,8 +53,8 @@ def interrupt_in(model: torch.nn.Module, place: str, monkeypatch: pytest.MonkeyP
         layer = model.get_submodule("roberta.encoder.layer.1")
         return layer.register_forward_pre_hook(lambda *_: signal.raise_signal(signal.SIGINT)).remove
     compat.load()
-    manager = importlib.import_module(f"{compat.ORTMODULE}._training_manager").TrainingManager
-    original = getattr(manager, place)
+    session = importlib.import_module(f"{compat.ORTMODULE}._training_manager").TrainingManager
+    original = getattr(session, place)
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
         signal.raise_signal(signal.SIGINT)
@@ -62,7 +62,7 @@ def interrupt_in(model: torch.nn.Module, place: str, monkeypatch: pytest.MonkeyP
 
     is_static = place == "execution_session_run_forward"
     context = monkeypatch.context()
-    context.__enter__().setattr(manager, place, staticmethod(interrupted) if is_static else interrupted)
+    context.__enter__().setattr(session, place, staticmethod(interrupted) if is_static else interrupted)
     return lambda: context.__exit__(None, None, None)
 
 

@@ -25,7 +25,7 @@ STEPS = 3
 
 def state() -> dict[str, Any]:
     """What the engine changes for the time of a call."""
-    manager = importlib.import_module(f"{compat.ORTMODULE}._graph_transition_manager").GraphTransitionManager
+    session = importlib.import_module(f"{compat.ORTMODULE}._graph_transition_manager").GraphTransitionManager
     return {
         "environment": dict(os.environ),
         "warnings": list(warnings.filters),
@@ -33,7 +33,7 @@ def state() -> dict[str, Any]:
         "cross_entropy": torch.nn.functional.cross_entropy,
         "apply": torch.autograd.Function.__dict__["apply"],
         "export": torch.onnx.export,
-        "manager": dict(vars(manager)),
+        "session": dict(vars(session)),
     }
 
 

@@ -1,0 +1,169 @@
+"""Who takes part in frontier.py, and how large a batch each of them trains under a cap.
+
+python benchmarks/baselines.py < baseline.json
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from optimum_memopt.errors import MemOptError
+from optimum_memopt.measure import measure_case
+from optimum_memopt.measure.measure_case import Case, Measurement
+from optimum_memopt.memory.peak_monitor import MIB
+
+if TYPE_CHECKING:
+    import torch
+
+# Of the compile engine, and backends of `torch.compile` that do the same without it: `aot_eager` has inductor's
+# partitioner and runs PyTorch's operators one by one. `aot_eager_decomp_partition` takes them apart first, and so
+# needs more memory and time (RoBERTa of 6 layers: 424 MiB against 406, with a budget of 0.1 315 against 298).
+COMPILERS = ("aot_eager", "inductor")
+EAGER = "eager"
+FAMILIES = (EAGER, "checkpointing", "torch.compile", "budget", "compile", "ort")
+_LEVELS = {"no plan": {}, "level 1": {"memory_opt_level": 1}, "level 2": {"memory_opt_level": 2}}
+_NO_MEMORY = re.compile(r"out ?of ?memory|want of memory|can't allocate memory", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Baseline(Case):
+    """A case, with what is no business of the package's own command.
+
+    Attributes:
+        name: in the tables.
+        family: one of `FAMILIES`.
+        every_n_layers: of those that activation checkpointing takes.
+        backend: of `torch.compile`; None leaves the model alone.
+        budget: torch's `activation_memory_budget`.
+        memory_cap: bytes that torch may take on CUDA.
+    """
+
+    name: str = ""
+    family: str = ""
+    every_n_layers: int = 1
+    backend: str | None = None
+    budget: float | None = None
+    memory_cap: int | None = None
+
+    def prepare(self, model: "torch.nn.Module") -> None:
+        import torch
+
+        # In memory in every Trainer's run, with all that it imports, and so in every baseline's.
+        from transformers import Trainer  # noqa: F401
+
+        if self.activation_checkpointing:
+            model.activation_checkpointing_enable(every_n_layers=self.every_n_layers)
+        if self.budget is not None:
+            torch._functorch.config.activation_memory_budget = self.budget
+        if self.backend is not None:
+            model.compile(backend=self.backend)
+        if self.memory_cap is not None and torch.cuda.is_available():
+            total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, self.memory_cap / total))
+
+
+def measure(baseline: Baseline) -> Measurement:
+    return measure_case.spawn(baseline, [__file__])
+
+
+def baselines(
+    make: Callable[..., Baseline], compilers: Sequence[str], every: Sequence[int], budgets: Sequence[float]
+) -> Iterator[Baseline]:
+    """All but those that are rows of a plan table.
+
+    Args:
+        make: a baseline with workload and steps from the fields given.
+    """
+    yield make(name=EAGER, family=EAGER, options=None)
+    for compiler in compilers:
+        yield _engine(make, compiler, "no plan", _LEVELS["no plan"])
+    for n in every:
+        name = f"checkpointing, {'all layers' if n == 1 else f'1 of {n} layers'}"
+        yield make(name=name, family="checkpointing", options=None, activation_checkpointing=True, every_n_layers=n)
+    for compiler in compilers:
+        plain = partial(make, options=None, backend=compiler)
+        yield plain(name=f"torch.compile, {compiler}", family="torch.compile")
+        for budget in budgets:
+            yield plain(name=f"budget {budget}, {compiler}", family="budget", budget=budget)
+        for level in ("level 1", "level 2"):
+            yield _engine(make, compiler, level, _LEVELS[level])
+    for name, options in _LEVELS.items():
+        yield make(name=f"ort: {name}", family="ort", options={"memory_opt_engine": "ort", **options})
+
+
+def rows(make: Callable[..., Baseline], compiler: str, none: Measurement, count: int) -> Iterator[Baseline]:
+    """The plans that claim the most, each alone.
+
+    Args:
+        none: of the compile engine without a plan.
+    """
+    for plan in none.table.plans[:count]:
+        yield _engine(make, compiler, plan.config.removesuffix(":1:-1"), {"memory_opt_config": plan.config})
+
+
+def without_plan(compiler: str) -> str:
+    """Name of the compile engine's baseline that has no plan on."""
+    return f"compile: no plan, {compiler}"
+
+
+def _engine(make: Callable[..., Baseline], compiler: str, name: str, options: Mapping[str, Any]) -> Baseline:
+    own = {"memory_opt_engine": "compile", "memory_opt_compiler": compiler, **options}
+    return make(name=f"compile: {name}, {compiler}", family="compile", options=own)
+
+
+def largest_batch(fits: Callable[[int], bool], guess: int, step: int) -> int:
+    """The largest multiple of `step` that fits, 0 where none does.
+
+    Args:
+        fits: True up to some batch size, False from there on.
+        guess: where to look first.
+    """
+    low, high, jump = 0, None, step
+    candidate = max(step, guess // step * step)
+    while True:
+        if fits(candidate):
+            low = candidate
+        else:
+            high = candidate
+        if high is not None and high - low <= step:
+            return low
+        if high is None:
+            candidate = low + jump
+        elif low == 0:
+            candidate = max(step, high - jump)
+        else:
+            candidate = (low + high) // 2 // step * step
+        jump *= 2
+
+
+def capped(baseline: Baseline, cap: int, step: int) -> Baseline:
+    """The baseline with the largest batch that it trains under the cap.
+
+    Raises:
+        MemOptError: none fits, or the baseline fails for another reason.
+    """
+    one = replace(baseline, memory_cap=cap, optimizer=True)
+
+    def of(batch_size: int) -> Baseline:
+        return replace(one, workload=replace(one.workload, batch_size=batch_size))
+
+    def fits(batch_size: int) -> bool:
+        try:
+            return measure(of(batch_size)).peak_mib * MIB <= cap
+        except MemOptError as error:
+            if _NO_MEMORY.search(str(error)):
+                return False
+            raise
+
+    small = measure(of(step))
+    guess = step * (cap / MIB - small.held_mib) / small.activations_mib
+    found = largest_batch(fits, int(guess), step)
+    if found == 0:
+        raise MemOptError(f"a batch of {step} does not fit")
+    return of(found)
+
+
+if __name__ == "__main__":
+    measure_case.main(Baseline)

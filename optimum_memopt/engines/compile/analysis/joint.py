@@ -1,0 +1,148 @@
+"""The joint graph of forward and backward, read: what makes each storage, who reads it, how large it is. Pure.
+
+A *storage* is named by its root, the operator that allocates it; views are followed back to it by the aliasing that
+their schemas declare (a FakeTensor's own storage cannot be asked: functionalization makes new ones for views).
+"""
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import sympy
+import torch
+from torch import fx
+
+from optimum_memopt.engines.compile import compat
+
+# Declared without an alias, yet it never copies (aten/src/ATen/native/TensorShape.cpp).
+_UNDECLARED_VIEWS = frozenset({"_unsafe_view", "lift_fresh"})
+
+
+def value(node: fx.Node) -> object:
+    """What the tracer put through: a FakeTensor, a symbolic number, or a tuple of them."""
+    return node.meta.get("val")
+
+
+def is_tensor(node: fx.Node) -> bool:
+    return isinstance(value(node), torch.Tensor)
+
+
+def is_number(node: fx.Node) -> bool:
+    """A symbolic size or another symbolic number."""
+    return isinstance(value(node), compat.SymbolicNumber)
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the operator returns memory of its first argument."""
+    if node.op != "call_function":
+        return False
+    if node.target is operator.getitem:
+        return isinstance(node.args[0], fx.Node) and is_view(node.args[0])
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not node.args or not isinstance(node.args[0], fx.Node):
+        return False
+    if node.target._opname in _UNDECLARED_VIEWS:
+        return True
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+
+
+def root(node: fx.Node) -> fx.Node:
+    """The node that allocates the storage that `node` lies in; an output of a multi-output operator is its own."""
+    while is_view(node):
+        node = node.args[0]
+    return node
+
+
+def symbolic(number: int | torch.SymInt) -> sympy.Expr:
+    return number.node.expr if isinstance(number, torch.SymInt) else sympy.Integer(int(number))
+
+
+def storage_bytes(node: fx.Node) -> sympy.Expr:
+    """Bytes of the storage of a root, gaps between strides included."""
+    tensor = value(node)
+    if getattr(node.target, "_opname", "") == "copy":
+        # Made as large as the storage of what it is copied over, of which it may be a part.
+        return symbolic(tensor.untyped_storage().nbytes())
+    elements = sympy.Integer(1)
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        elements += (symbolic(size) - 1) * symbolic(stride)
+    empty = any(size == 0 for size in tensor.shape if isinstance(size, int))
+    return sympy.Integer(0) if empty else sympy.expand(elements * tensor.dtype.itemsize)
+
+
+@dataclass(frozen=True)
+class JointGraph:
+    """A joint graph as AOTAutograd traced it.
+
+    Attributes:
+        module: its graph is functional; dead code is gone.
+        num_fwd_outputs: how many of the graph's outputs belong to the forward.
+    """
+
+    module: fx.GraphModule
+    num_fwd_outputs: int
+
+    @cached_property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        return tuple(self.module.graph.nodes)
+
+    @cached_property
+    def order(self) -> dict[fx.Node, int]:
+        return {node: index for index, node in enumerate(self.nodes)}
+
+    @cached_property
+    def outputs(self) -> tuple[fx.Node, ...]:
+        (output,) = self.module.graph.find_nodes(op="output")
+        return tuple(torch.utils._pytree.arg_tree_leaves(*output.args))
+
+    @cached_property
+    def forward_outputs(self) -> tuple[fx.Node, ...]:
+        return tuple(node for node in self.outputs[: self.num_fwd_outputs] if isinstance(node, fx.Node))
+
+    @cached_property
+    def backward_outputs(self) -> tuple[fx.Node, ...]:
+        return tuple(node for node in self.outputs[self.num_fwd_outputs :] if isinstance(node, fx.Node))
+
+    @cached_property
+    def backward(self) -> frozenset[fx.Node]:
+        """All that depends on a gradient or was traced in the backward."""
+        found: set[fx.Node] = set()
+        for node in self.nodes:
+            if node.op == "output":
+                continue
+            if compat.is_tangent(node) or compat.is_tagged_backward(node) or node in found:
+                found.add(node)
+                found.update(user for user in node.users if user.op != "output")
+        return frozenset(found)
+
+    @cached_property
+    def inputs(self) -> tuple[fx.Node, ...]:
+        return tuple(n for n in self.nodes if n.op == "placeholder" and n not in self.backward)
+
+    @cached_property
+    def mutated_inputs(self) -> frozenset[fx.Node]:
+        return compat.mutated_inputs(self.module.graph)
+
+    def is_impure(self, node: fx.Node) -> bool:
+        """Whether running this again would give something else: it draws random numbers, or reads an input that has
+        another value since (running statistics)."""
+        if node.target is operator.getitem:
+            node = node.args[0]
+        reads = (root(one) for one in node.all_input_nodes)
+        return compat.is_random(node) or any(one in self.mutated_inputs for one in reads)
+
+    @cached_property
+    def forward(self) -> tuple[fx.Node, ...]:
+        """Operators of the forward, in the order of execution."""
+        return tuple(n for n in self.nodes if n.op in ("call_function", "get_attr") and n not in self.backward)
+
+    def backward_reads(self) -> Iterator[fx.Node]:
+        """Tensors of the forward that the backward reads or returns, in graph order."""
+        returned = set(self.backward_outputs)
+        for node in self.forward:
+            readers = [user for user in node.users if user in self.backward]
+            # A read of sizes alone needs the sizes, not the tensor.
+            reads_data = any(not is_number(user) for user in readers)
+            if is_tensor(node) and (reads_data or node in returned):
+                yield node

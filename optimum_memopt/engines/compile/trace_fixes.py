@@ -1,0 +1,96 @@
+"""Keeps a model's training forward in one graph, and quick to compile: what transformers decides in ways that torch
+cannot trace, decided for it for the time of a call.
+
+Seen in transformers 5.23. Without these a model trains all the same, in several graphs or with a recompile.
+"""
+
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from optimum_memopt.engines.compile import compat
+
+# DeBERTa picks the rows that have a label, by an index whose length is data; others set `problem_type` themselves.
+_PICKS_LABELLED_ROWS = frozenset({"deberta", "deberta-v2"})
+_ONE_LABEL = "single_label_classification"
+# What `PreTrainedModel.loss_function` takes, after a warning that splits the graph, where no name of a loss fits the
+# class's name (GPT2LMHeadModel).
+_LOSS_WITHOUT_NAME = "ForCausalLM"
+# DeBERTa (the first one) puts a size into a tensor and slices with it, in each layer.
+_SIZE_IN_A_TENSOR = "compute_attention_span"
+# Images and films: batch, channels, height, width. With symbols for all of them Swin compiles for minutes.
+_IMAGE_DIMS = 4
+
+
+class TraceFixes:
+    """For one model under one compiled forward."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._config = getattr(model, "config", None)
+        self._nameless = [m for m in model.modules() if "loss_type" in vars(m) and m.loss_type is None]
+        files = {sys.modules.get(type(module).__module__) for module in model.modules()}
+        self._sizes_in_tensors = [file for file in files if hasattr(file, _SIZE_IN_A_TENSOR)]
+        # What the forward itself makes of a `problem_type` that is None.
+        self._found: str | None = None
+
+    @contextlib.contextmanager
+    def around_call(self, inputs: Mapping[str, Any]) -> Iterator[None]:
+        """Set what keeps the graph whole, and give back what the user would find after a plain forward.
+
+        Args:
+            inputs: the keyword arguments of the call.
+        """
+        with contextlib.ExitStack() as stack:
+            for module in self._nameless:
+                stack.callback(setattr, module, "loss_type", module.loss_type)
+                module.loss_type = _LOSS_WITHOUT_NAME
+            for file in self._sizes_in_tensors:
+                stack.callback(setattr, file, _SIZE_IN_A_TENSOR, getattr(file, _SIZE_IN_A_TENSOR))
+                setattr(file, _SIZE_IN_A_TENSOR, _attention_span)
+            for tensor in inputs.values():
+                if isinstance(tensor, torch.Tensor) and tensor.dim() >= _IMAGE_DIMS and tensor.is_floating_point():
+                    compat.mark_static(tensor, range(1, tensor.dim()))
+            if self._config is not None and hasattr(self._config, "problem_type"):
+                stack.enter_context(self._problem_type(inputs.get("labels")))
+            yield
+
+    @contextlib.contextmanager
+    def _problem_type(self, labels: Any) -> Iterator[None]:
+        config = self._config
+        if config.problem_type is None and _each_row_has_one_label(config, labels):
+            config.problem_type = _ONE_LABEL
+            try:
+                yield
+            finally:
+                config.problem_type = None
+            return
+        # A forward that has found its problem type would be compiled anew with the second step; it finds it again.
+        before = config.problem_type
+        if before is not None and before == self._found:
+            config.problem_type = None
+        try:
+            yield
+        finally:
+            if before is None:
+                self._found = config.problem_type
+            elif config.problem_type is None:
+                config.problem_type = before
+
+
+def _attention_span(query: torch.Tensor, key: torch.Tensor, most: int) -> int:
+    return min(max(query.size(-2), key.size(-2)), most)
+
+
+def _each_row_has_one_label(config: Any, labels: Any) -> bool:
+    """Whether DeBERTa's loss would pick all rows; then it is the plain cross entropy, in float32 too."""
+    return (
+        getattr(config, "model_type", None) in _PICKS_LABELLED_ROWS
+        and isinstance(labels, torch.Tensor)
+        and labels.dim() == 1
+        and not labels.is_floating_point()
+        and config.num_labels > 1
+        and bool((labels >= 0).all())
+    )

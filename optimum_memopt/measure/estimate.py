@@ -1,0 +1,110 @@
+"""The plan table and predicted peak of a model that is traced and never run: no weights, no data, no GPU memory."""
+
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from optimum_memopt.engines.base import Selection
+from optimum_memopt.errors import MemOptError
+from optimum_memopt.measure.workload import Workload
+from optimum_memopt.memory.peak_monitor import MIB
+from optimum_memopt.plans.table import PlanTable, canonical_symbols
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a step would hold.
+
+    Attributes:
+        table: the plan table, with the prediction in its header.
+        parts: bytes by name, see `Footprint`.
+        peak_mib: of a step with AdamW.
+        device: whose kernels were assumed.
+        attention: transformers' name of the implementation that was assumed.
+    """
+
+    table: PlanTable
+    parts: dict[str, int]
+    peak_mib: float
+    device: str
+    attention: str
+
+    def to_text(self) -> str:
+        """The table, and what the prediction stands on."""
+        return (
+            f"{self.table.to_text()}\nPredicted, not run: attention is {self.attention}, with the kernel that torch "
+            f"takes on {self.device}; other devices may take another one. Exact with --memory_opt_compiler aot_eager "
+            "but for what the header says in brackets; inductor stashes the same, and the peak of its activations was "
+            "seen a third lower to a fifth higher: a run predicts it from inductor's own programs"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def estimate(workload: Workload, selection: Selection, symbolic: bool = False) -> Estimate:
+    """Trace one training forward and its backward on tensors without data, and plan them with the compile engine.
+
+    Args:
+        selection: which plans.
+        symbolic: sizes stay symbols, so that savings are formulas; takes several times as long.
+
+    Raises:
+        MemOptError: bad sizes or plans, or a model whose forward depends on the values in its tensors.
+    """
+    import torch
+    from transformers.initialization import no_init_weights
+
+    from optimum_memopt.engines.compile import compat
+    from optimum_memopt.engines.compile.engine import CompileEngine
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    engine = CompileEngine(selection, compiler="aot_eager", dynamic=symbolic)
+    # As under a Trainer.
+    engine.backward_from_loss_only = lambda: True
+    with compat.fake_tensors():
+        # Some models initialize in a loop until the values are right.
+        with device, no_init_weights():
+            model, batch = workload.build()
+        model.tie_weights()
+        _decide_problem_type(model.config, batch.get("labels"))
+        engine.attach(model)
+        try:
+            model(**batch)
+        except MemOptError:
+            raise
+        except Exception as error:
+            reason = next(iter(str(error).splitlines()), "")
+            raise MemOptError(
+                f"{type(model).__name__} cannot be traced on tensors without data ({type(error).__name__}: {reason}); "
+                "--measure runs it"
+            ) from error
+    table, predictor = engine.plans(), engine.predictor
+    if predictor is None:
+        raise MemOptError("; ".join(table.header))
+    footprint = predictor.footprint()
+    attention = getattr(model.config, "_attn_implementation", None) or "eager"
+    if not symbolic:
+        table = _without_formulas(table, batch, bool(getattr(model.config, "is_encoder_decoder", False)))
+    return Estimate(table, asdict(footprint), footprint.peak / MIB, device.type, attention)
+
+
+def _decide_problem_type(config: Any, labels: "torch.Tensor | None") -> None:
+    """Where one class is the label of each row, say so: DeBERTa's forward would look into the labels to find out."""
+    if labels is None or labels.dim() != 1 or labels.is_floating_point():
+        return
+    if getattr(config, "problem_type", None) is None:
+        config.problem_type = "single_label_classification"
+
+
+def _without_formulas(table: PlanTable, batch: "dict[str, torch.Tensor]", is_encoder_decoder: bool) -> PlanTable:
+    """The table of fixed sizes: they have no formula, and their names come from the batch."""
+    sizes = {f"{name}_dim{dim}": size for name, tensor in batch.items() for dim, size in enumerate(tensor.shape)}
+    canonical = canonical_symbols(sizes, is_encoder_decoder)
+    return replace(
+        table,
+        plans=tuple(replace(plan, saving_symbolic="") for plan in table.plans),
+        symbols={canonical[name]: size for name, size in sizes.items()},
+    )

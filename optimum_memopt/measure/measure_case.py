@@ -1,0 +1,235 @@
+"""One measurement: a few training steps of one case in a process of its own, peak and time as JSON.
+
+    python -m optimum_memopt.measure.measure_case < case.json
+
+A step is forward and backward: an optimizer's states come on top, the same for every case. The first step builds the
+engine's graph and is not measured.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from optimum_memopt.errors import MemOptError
+from optimum_memopt.measure.workload import Workload
+from optimum_memopt.plans.table import PlanTable
+
+if TYPE_CHECKING:
+    import torch
+    from typing_extensions import Self
+
+_REMARK = "[memopt] "
+
+
+@dataclass(frozen=True)
+class Case:
+    """What one process measures.
+
+    Attributes:
+        workload: model and batch.
+        options: fields of `MemOptOptions`; None trains with plain PyTorch.
+        activation_checkpointing: PyTorch's own.
+        tuned_malloc: freed blocks go back to the system, as the ort engine asks of malloc; False: glibc's defaults.
+        steps: measured steps after the first.
+        bf16: forwards run under autocast to bfloat16, as Trainer's `--bf16` has them.
+        optimizer: steps end with that of Trainer's default, a fused AdamW.
+    """
+
+    workload: Workload
+    options: Mapping[str, Any] | None = field(default_factory=dict)
+    activation_checkpointing: bool = False
+    tuned_malloc: bool = True
+    steps: int = 2
+    bf16: bool = False
+    optimizer: bool = False
+
+    def prepare(self, model: "torch.nn.Module") -> None:
+        """What is done to the model on its device before an engine gets it; for other baselines to add to."""
+        if self.activation_checkpointing:
+            model.gradient_checkpointing_enable()
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Self":
+        data = json.loads(text)
+        return cls(**{**data, "workload": Workload(**data["workload"])})
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What a case took.
+
+    Attributes:
+        peak_mib: the most memory held over the measured steps: resident on the CPU; on CUDA torch's allocator and what
+            others in this process took beside it.
+        held_mib: of that, what is held between steps: weights, the optimizer's states, libraries.
+        step_seconds: wall time of a step, median.
+        cpu_seconds: processor time of a step, median; unlike wall time it stays about the same on a busy machine.
+        method: `exact`, or `sampled` where the system cannot reset the mark of resident memory.
+        table: the engine's plan table, None for plain PyTorch.
+        remarks: what the package logged.
+    """
+
+    peak_mib: float
+    step_seconds: float
+    cpu_seconds: float
+    method: str = "exact"
+    table: PlanTable | None = None
+    remarks: tuple[str, ...] = ()
+    held_mib: float = 0.0
+
+    @property
+    def activations_mib(self) -> float:
+        """The peak over what is held between steps: activations, gradients and what operators take for themselves."""
+        return self.peak_mib - self.held_mib
+
+    @property
+    def claimed_bytes(self) -> int:
+        return self.table.claimed_saving_bytes if self.table else 0
+
+    @property
+    def applied(self) -> frozenset[str]:
+        """The `cluster_id:strategy:-1` that the engine reports as applied."""
+        enabled = self.table.enabled if self.table else ()
+        return frozenset(part for plan in enabled for part in plan.config.split(","))
+
+    def to_json(self) -> str:
+        return json.dumps({**vars(self), "table": self.table and self.table.to_json()})
+
+    @classmethod
+    def from_json(cls, text: str) -> "Measurement":
+        data = json.loads(text)
+        table = data["table"] and PlanTable.from_json(data["table"])
+        return cls(**{**data, "table": table, "remarks": tuple(data["remarks"])})
+
+
+def measure(case: Case) -> Measurement:
+    """Run the case in this process, which should have done nothing before.
+
+    Raises:
+        MemOptError: the model cannot be built, or the engine cannot train it so.
+    """
+    import torch
+
+    import optimum_memopt
+    from optimum_memopt.engines import base
+    from optimum_memopt.memory.peak_monitor import PeakMonitor, malloc
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    occupied = _occupied_mib(device)
+    model, batch = case.workload.build()
+    model.to(device)
+    batch = {name: tensor.to(device) for name, tensor in batch.items()}
+    case.prepare(model)
+    if not case.tuned_malloc:
+        # glibc reads this at the start only; now it says no more than that malloc is not the engine's business.
+        os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(128 * 1024))
+    engine = None
+    if case.options is not None:
+        name, _ = base.resolve(case.options.get("memory_opt_engine", "auto"))
+        own = {"ort_fallback": False} if name == "ort" else {}
+        engine = optimum_memopt.optimize(model, **{"memory_opt_log_level": "warning", **own, **case.options})
+    if case.tuned_malloc and engine is None:
+        malloc.give_back_freed_memory()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True) if case.optimizer else None
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=case.bf16)
+    _step(model, batch, autocast, optimizer)
+    monitor = PeakMonitor(device)
+    monitor.start_run()
+    # As nothing has run since, the peak so far is what is held.
+    held = monitor.run_peak
+    times = [_step(model, batch, autocast, optimizer) for _ in range(case.steps)]
+    return Measurement(
+        peak_mib=monitor.run_peak + _beside_torch_mib(device, occupied),
+        step_seconds=statistics.median(wall for wall, _ in times),
+        cpu_seconds=statistics.median(cpu for _, cpu in times),
+        method=monitor.method,
+        table=engine.plans() if engine else None,
+        held_mib=held,
+    )
+
+
+def _step(
+    model: "torch.nn.Module",
+    batch: Mapping[str, "torch.Tensor"],
+    autocast: contextlib.AbstractContextManager,
+    optimizer: "torch.optim.Optimizer | None",
+) -> tuple[float, float]:
+    """Forward, backward and what `optimizer` does; wall and processor seconds."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    with autocast:
+        loss = model(**batch).loss
+    loss.backward()
+    if optimizer is not None:
+        optimizer.step()
+    loss.item()
+    model.zero_grad()
+    return time.perf_counter() - wall, time.process_time() - cpu
+
+
+def _occupied_mib(device: "torch.device") -> float:
+    import torch
+
+    if device.type != "cuda":
+        return 0.0
+    free, total = torch.cuda.mem_get_info(device)
+    return (total - free) / 2**20
+
+
+def _beside_torch_mib(device: "torch.device", before: float) -> float:
+    """What the process took of the GPU without asking torch's allocator. ONNX Runtime has an arena of its own, which
+    never shrinks: what it holds at the end is the most it held."""
+    import torch
+
+    if device.type != "cuda":
+        return 0.0
+    return max(0.0, _occupied_mib(device) - before - torch.cuda.memory_reserved(device) / 2**20)
+
+
+def spawn(case: Case, program: Sequence[str] = ("-m", "optimum_memopt.measure.measure_case")) -> Measurement:
+    """Measure the case in a fresh process.
+
+    Args:
+        program: what Python runs; it calls `main` with the case's class.
+
+    Raises:
+        MemOptError: the process ended without a result; the message is its error's last line.
+    """
+    done = subprocess.run([sys.executable, *program], input=case.to_json(), capture_output=True, text=True)
+    if done.returncode != 0:
+        raise MemOptError(_reason(done.returncode, done.stderr))
+    remarks = (line.removeprefix(_REMARK) for line in done.stderr.splitlines() if line.startswith(_REMARK))
+    found = Measurement.from_json(done.stdout.splitlines()[-1])
+    return Measurement(**{**vars(found), "remarks": tuple(dict.fromkeys(remarks))})
+
+
+def _reason(returncode: int, stderr: str) -> str:
+    if returncode < 0:
+        name = signal.Signals(-returncode).name
+        hint = ", probably for want of memory" if -returncode == signal.SIGKILL else ""
+        return f"the measuring process was ended by {name}{hint}"
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    return lines[-1].removeprefix("error: ") if lines else f"the measuring process ended with exit code {returncode}"
+
+
+def main(kind: type[Case] = Case) -> None:
+    """Measure the case on standard input, one of the class `kind`."""
+    try:
+        print(measure(kind.from_json(sys.stdin.read())).to_json())
+    except MemOptError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,222 @@
+"""What the analysis calls stashed, against what autograd saves."""
+
+import pytest
+import torch
+from model_zoo import ZOO
+from torch.nn import functional
+
+from optimum_memopt.engines.compile.analysis.joint import is_view, root
+from optimum_memopt.engines.compile.analysis.saved_activations import (
+    is_negligible,
+    is_statistic,
+    layer_of,
+    module_path,
+    operator_name,
+    recompute_chain,
+)
+from tests.engines.compile.captured import Captured, capture
+
+
+class Block(torch.nn.Module):
+    """A layer whose stashes are read through views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(16, 16)
+        self.up = torch.nn.Linear(16, 24)
+        self.down = torch.nn.Linear(24, 16)
+        self.norm = torch.nn.LayerNorm(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.inner(x).view(*x.shape[:2], 2, 8).transpose(1, 2)
+        weights = (heads @ heads.transpose(-1, -2)).softmax(-1)
+        mixed = (weights @ heads).transpose(1, 2).flatten(2)
+        return self.norm(x + self.down(functional.gelu(self.up(mixed))))
+
+
+class Stack(torch.nn.Module):
+    """The loss of two layers after an embedding whose weight is the head's too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(50, 16)
+        self.layers = torch.nn.ModuleList([Block(), Block()])
+
+    def forward(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        logits = functional.linear(x, self.embedding.weight)
+        return functional.cross_entropy(logits.flatten(0, 1), ids.flatten()), x
+
+
+IDS = torch.arange(3 * 7).view(3, 7)
+
+
+def saved_by_autograd(function, *args) -> list[int]:
+    """Bytes of each storage that eager autograd saves, parameters and inputs left out."""
+    kept = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        function(*args)
+    there = {one.untyped_storage().data_ptr() for one in (*function.parameters(), *args)}
+    return sorted(one.untyped_storage().nbytes() for address, one in kept.items() if address not in there)
+
+
+@pytest.fixture(scope="module")
+def stack() -> Captured:
+    torch.manual_seed(0)
+    return capture(Stack().forward, IDS)
+
+
+def made_by(captured: Captured, name: str) -> list:
+    return [stash for stash in captured.stashes if operator_name(stash.root) == name]
+
+
+def test_stashes_are_the_storages_that_autograd_saves(stack):
+    found = [int(stash.bytes.subs(stack.sizes)) for stash in stack.stashes]
+    # Eager saves the total weight of the loss, one number, which the graph reads too.
+    assert sorted(found) == saved_by_autograd(Stack(), IDS)
+
+
+def test_a_real_models_stashes_are_the_storages_that_autograd_saves():
+    """Numbers of tokens by numbers of features; small ones, of masks and positions, differ."""
+    case = ZOO["gpt2"]
+    batch = case.batch()
+    model = case.build(use_cache=False)
+    model.loss_type = "ForCausalLM"
+    plain = capture(model.forward, **batch)
+    saved = saved_by_autograd(Keywords(model, batch))
+    found = sorted(int(stash.bytes.subs(plain.sizes)) for stash in plain.stashes)
+    assert [size for size in found if size > 1000] == [size for size in saved if size > 1000]
+
+
+class Keywords(torch.nn.Module):
+    """A model with its batch."""
+
+    def __init__(self, model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.model, self.batch = model, batch
+
+    def forward(self):
+        return self.model(**self.batch)
+
+
+def test_parameters_are_not_stashed_not_even_where_two_modules_share_one(stack):
+    assert all(stash.root.op == "call_function" for stash in stack.stashes)
+    weights = [node for node in stack.joint.inputs if node.users]
+    assert {root(read) for stash in stack.stashes for read in stash.reads}.isdisjoint(weights)
+
+
+def test_all_views_of_a_storage_are_one_stash():
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x.exp()
+        return (y.t().sin() + y.sum() + y[:, 1:4].t().cos().sum()).sum()
+
+    captured = capture(function, torch.randn(5, 5, requires_grad=True))
+    # The gradient of `exp` reads its output, the others a view of it each.
+    (stash,) = captured.stashes
+    assert [operator_name(read) for read in stash.reads] == ["detach", "t", "t"]
+    assert all(is_view(read) for read in stash.reads)
+    assert {root(read) for read in stash.reads} == {stash.root}
+
+
+def test_stashes_come_in_the_order_in_which_they_are_made(stack):
+    roots = [stash.root for stash in stack.stashes]
+    assert len(set(roots)) == len(roots) > 15
+    assert roots == sorted(roots, key=stack.joint.order.__getitem__)
+
+
+def test_each_stash_knows_its_module_and_layer(stack):
+    assert [(module_path(stash.root), stash.layer) for stash in made_by(stack, "gelu")] == [
+        ("layers.0", "layers.0"),
+        ("layers.1", "layers.1"),
+    ]
+    assert [module_path(stash.root) for stash in made_by(stack, "addmm")] == ["layers.0.up", "layers.1.up"]
+    (loss,) = made_by(stack, "_log_softmax")
+    assert loss.layer == module_path(loss.root) == ""
+
+
+def test_every_operator_of_a_forward_comes_from_a_call(roberta, gpt2):
+    """Not from what torch would make of a model's numbers, which belongs to no module."""
+    for captured in (roberta, gpt2):
+        assert [node for node in captured.joint.forward if node.meta.get("seq_nr") is None] == []
+
+
+def test_layers_of_transformers_are_found(roberta, gpt2):
+    assert {stash.layer for stash in roberta.stashes} == {"", "roberta.encoder.layer.0", "roberta.encoder.layer.1"}
+    assert {stash.layer for stash in gpt2.stashes} == {"", "transformer.h.0", "transformer.h.1"}
+
+
+def test_a_layer_that_is_called_twice_is_two(albert):
+    first, second = sorted({stash.layer for stash in albert.stashes} - {""})
+    assert second == f"{first}@1"
+    counts = [sum(stash.layer == layer for stash in albert.stashes) for layer in (first, second)]
+    assert counts[0] == counts[1] > 10
+
+
+def test_what_the_forward_returns_is_marked(stack):
+    (returned,) = [stash for stash in stack.stashes if stash.is_returned]
+    assert operator_name(returned.root) == "native_layer_norm" and returned.layer == "layers.1"
+
+
+def test_what_a_layer_hands_on_leaves_it(stack):
+    leaving = [stash for stash in stack.stashes if stash.layer and stash.leaves_layer]
+    assert [(operator_name(stash.root), stash.layer) for stash in leaving] == [
+        ("native_layer_norm", "layers.0"),
+        ("native_layer_norm", "layers.1"),
+    ]
+
+
+def test_a_subgraph_reaches_to_what_stays_and_no_further(stack):
+    available = {stash.root for stash in stack.stashes}
+    gelu = made_by(stack, "gelu")[1]
+    near = recompute_chain(stack.joint, gelu, available)
+    assert [operator_name(node) for node in near.nodes if not is_view(node)] == ["gelu"]
+    assert [operator_name(node) for node in near.reads] == ["addmm"]
+    far = recompute_chain(stack.joint, gelu, available - set(near.reads))
+    assert "addmm" in [operator_name(node) for node in far.nodes]
+    assert near.saving == far.saving == gelu.bytes
+    everything = recompute_chain(stack.joint, gelu, {gelu.root})
+    assert {node.op for node in everything.reads} == {"placeholder"}
+    assert layer_of(everything.nodes[-1]) == "layers.1" and "layers.0" in map(layer_of, everything.nodes)
+
+
+def test_statistics_are_never_made_again(roberta):
+    available = {stash.root for stash in roberta.stashes}
+    statistics = [stash for stash in roberta.stashes if is_statistic(stash.root)]
+    assert len(statistics) == 10, "mean and deviation of five norms"
+    assert all(recompute_chain(roberta.joint, stash, available) is None for stash in statistics)
+
+
+def test_a_seed_is_kept_and_never_drawn_again(roberta):
+    masks = made_by(roberta, "keep_mask")
+    assert len(masks) == 9
+    for mask in masks:
+        made = recompute_chain(roberta.joint, mask, {stash.root for stash in roberta.stashes} - {mask.root})
+        assert [operator_name(node) for node in made.nodes] == ["keep_mask"]
+        assert [operator_name(node) for node in made.extra_saved] == ["randint"]
+        assert made.saving == mask.bytes and not made.is_compromise
+
+
+def test_what_is_kept_in_exchange_is_no_saving():
+    class Noisy(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            rows = torch.rand(x.shape[0], 1)
+            return (x + rows).sin().sum()
+
+    captured = capture(Noisy().forward, torch.randn(8, 6, requires_grad=True))
+    (stash,) = captured.stashes
+    made = recompute_chain(captured.joint, stash, ())
+    assert [operator_name(node) for node in made.extra_saved] == ["rand"]
+    assert made.saving.subs(captured.sizes) == (8 * 6 - 8) * 4
+    assert made.is_compromise
+
+
+def test_crumbs_are_small_and_of_one_size(stack):
+    symbol = next(iter(stack.sizes))
+    assert is_negligible(symbol * 0 + 4095) and not is_negligible(symbol * 0 + 4096) and not is_negligible(symbol)

@@ -1,0 +1,86 @@
+"""What malloc does is a matter of the whole process and of its past, so each case has a process of its own."""
+
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
+
+SCRIPT = """
+import sys
+from optimum_memopt.memory import malloc
+import torch
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096 / 2**20
+
+def kept_mib(block_kib):
+    # One early free makes glibc raise its threshold, and the last block stays, so that the heap cannot shrink.
+    del_me = torch.ones(2**20); del del_me
+    before = resident()
+    blocks = [torch.ones(block_kib * 256) for _ in range(100 * 1024 // block_kib)]
+    assert resident() - before > 90
+    del blocks[:-1]
+    return resident() - before
+"""
+
+
+def run(body, **variables):
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT + body],
+        env={**inherited, **variables},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    return done.stdout.split()
+
+
+def test_freed_blocks_go_back_to_the_system():
+    told, kept = run("print(malloc.give_back_freed_memory(), kept_mib(512))")
+    assert told == "True"
+    assert float(kept) < 10
+
+
+def test_they_do_not_without_it():
+    (kept,) = run("print(kept_mib(512))")
+    assert float(kept) > 80
+
+
+def test_a_user_s_own_setting_wins():
+    told, kept = run("print(malloc.give_back_freed_memory(), kept_mib(512))", MALLOC_MMAP_THRESHOLD_=str(2**25))
+    assert told == "False"
+    assert float(kept) > 80
+    assert run("print(malloc.give_back_freed_memory())", MALLOC_TRIM_THRESHOLD_="0") == ["False"]
+
+
+def test_restore_takes_the_smaller_default_threshold_again():
+    # 192 KiB lie between glibc's threshold and the one that is set.
+    (meanwhile,) = run("malloc.give_back_freed_memory(); print(kept_mib(192))")
+    (afterwards,) = run("malloc.give_back_freed_memory(); malloc.restore(); print(kept_mib(192))")
+    assert float(meanwhile) > 80
+    assert float(afterwards) < 10
+
+
+def test_two_that_asked_are_done_when_both_are():
+    asked = "malloc.give_back_freed_memory(); malloc.give_back_freed_memory(); malloc.restore(); "
+    (one_left,) = run(asked + "print(kept_mib(192))")
+    (none_left,) = run(asked + "malloc.restore(); print(kept_mib(192))")
+    assert float(one_left) > 80
+    assert float(none_left) < 10
+
+
+@pytest.mark.parametrize("engine", ["ort", "compile"])
+def test_an_engine_tells_it_and_takes_it_back(engine):
+    attach = (
+        f"import optimum_memopt; it = optimum_memopt.optimize(torch.nn.Linear(2, 2), memory_opt_engine='{engine}'); "
+    )
+    (kept,) = run(attach + "print(kept_mib(512))")
+    assert float(kept) < 10
+    (small,) = run(attach + "it.detach(); print(kept_mib(192))")
+    assert float(small) < 10
