@@ -12,7 +12,8 @@ from transformers import RobertaConfig, RobertaForSequenceClassification, Traine
 
 from optimum_memopt.callbacks.memory_phases import MemoryPhasesCallback, format_line, format_table, grad_tensors
 from optimum_memopt.logs import get_logger, set_log_level
-from optimum_memopt.memory.peak_monitor import MIB, CpuMemory, CudaMemory, peak_monitor
+from optimum_memopt.memory import peak_monitor
+from optimum_memopt.memory.peak_monitor import MIB, CpuMemory, CudaMemory
 from tests.trackers import numbers, tracked
 
 PHASES = ["pre_forward", "post_forward", "pre_backward", "post_backward", "post_optimizer_step"]

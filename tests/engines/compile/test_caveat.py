@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from tests.engines.compile.test_prediction import EXACT, measured
 
 from optimum_memopt.engines.compile.engine import CompileEngine
 from optimum_memopt.engines.compile.memory.step_memory import stashed_of
 from tests.engines.compile.compiled import selection
+from tests.engines.compile.test_step_memory import EXACT, measured
 
 
 class Output(dict):
