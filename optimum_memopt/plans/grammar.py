@@ -16,7 +16,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-from optimum_memopt.errors import MemOptError, excerpt
+from optimum_memopt.errors import MemOptError, excerpt, path_excerpt
 
 ALL = -1
 
@@ -134,7 +134,9 @@ def _path_text(path: str) -> str:
     """The path so that it is read as one."""
     text = path if _is_path(path) else os.path.join(os.curdir, path)
     if not _is_path(text):
-        raise ConfigError(f'memory-optimizer config file {excerpt(path)}: with ":" in it, its name must end in .json')
+        raise ConfigError(
+            f'memory-optimizer config file {path_excerpt(path)}: with ":" in it, its name must end in .json'
+        )
     return text
 
 
@@ -157,7 +159,7 @@ def parse_file(path: Path) -> PlanConfig:
     Raises:
         ConfigError: no such file, not JSON, not a list of strings, bad syntax, or a cluster id asked for twice.
     """
-    shown = excerpt(str(path))
+    shown = path_excerpt(path)
     items = _read_json(path, shown)
     if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
         raise ConfigError(f"memory-optimizer config {shown}: {_FILE_SHAPE}")

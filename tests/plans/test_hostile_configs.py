@@ -16,7 +16,7 @@ GOOD = "Gelu+:1:-1,FusedMatMul+Add+:2:0,Softmax+:3:4"
 LONG = "N" * 300
 
 # Of all that is in an error's line no more than three things are quoted, of which two may have place and text.
-LONGEST_LINE = 3 * QUOTED + 300
+LONGEST_LINE = 5 * QUOTED + 300
 
 
 def line(error: ConfigError) -> str:

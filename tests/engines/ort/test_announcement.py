@@ -1,6 +1,6 @@
 """The first forward takes long: the log says when it begins to build a session, and when it has."""
 
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from optimum_memopt.engines.ort import missing
 from optimum_memopt.engines.ort.engine import OrtEngine
 from optimum_memopt.engines.ort.options import OrtOptions
 from optimum_memopt.errors import MemOptError
-from optimum_memopt.logs import get_logger
+from tests.trainer_runs import log_lines
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason="no onnxruntime-training")
 
@@ -24,14 +24,17 @@ class Failing(torch.nn.Module):
         raise ValueError("no forward")
 
 
-def test_each_session_is_announced(monkeypatch: Any, caplog: Any) -> None:
-    monkeypatch.setattr(get_logger(), "propagate", True)
-    caplog.set_level("INFO")
+@pytest.fixture
+def lines() -> Iterator[list[str]]:
+    with log_lines() as lines:
+        yield lines
 
+
+def test_each_session_is_announced(lines: list[str]) -> None:
     def said() -> list[str]:
-        lines = [record.getMessage() for record in caplog.records]
-        caplog.clear()
-        return [line.split(":")[0].split(" in ")[0] for line in lines if "session" in line and "still" not in line]
+        found = [line.split(":")[0].split(" in ")[0] for line in lines if "session" in line]
+        lines.clear()
+        return found
 
     model, batch = ZOO["roberta-mlm"].build(), ZOO["roberta-mlm"].batch()
     engine = OrtEngine(None, OrtOptions(ort_fallback=False))
