@@ -123,7 +123,8 @@ def measure(case: Case) -> Measurement:
 
     import optimum_memopt
     from optimum_memopt.engines import base
-    from optimum_memopt.memory.peak_monitor import PeakMonitor, malloc
+    from optimum_memopt.memory import malloc
+    from optimum_memopt.memory.peak_monitor import PeakMonitor
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     occupied = _occupied_mib(device)
