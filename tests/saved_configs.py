@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from model_zoo import ZOO
+
+from tests.model_zoo import ZOO
 
 
 def save(folder: Path, name: str, **changes: Any) -> str:

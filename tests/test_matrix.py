@@ -17,8 +17,6 @@ from unittest import mock
 import onnx
 import pytest
 import torch
-from gradients import Batch, accumulate, assert_bitwise_same_step, assert_same_step
-from model_zoo import COMPILE_ONLY, SDPA, UNTRAINABLE, ZOO, Case
 
 from optimum_memopt.engines.base import Engine, Selection, create
 from optimum_memopt.engines.compile import engine as compile_engine
@@ -28,6 +26,8 @@ from optimum_memopt.errors import UnsupportedModelError
 from optimum_memopt.options import MemOptOptions
 from optimum_memopt.plans.grammar import Strategy, parse
 from optimum_memopt.plans.table import Plan, PlanTable
+from tests.gradients import Batch, accumulate, assert_bitwise_same_step, assert_same_step
+from tests.model_zoo import COMPILE_ONLY, SDPA, UNTRAINABLE, ZOO, Case
 
 OPTIONS = {"ort": {"ort_fallback": False}, "compile": {"memory_opt_compiler": "aot_eager"}}
 # A compiled graph, and its forward and backward.

@@ -1,10 +1,10 @@
 """What `optimize` says, and what a notebook shows."""
 
 import pytest
-from gradients import accumulate
-from model_zoo import ZOO
 
 from optimum_memopt import MemOptTrainer, MemOptTrainingArguments, optimize
+from tests.gradients import accumulate
+from tests.model_zoo import ZOO
 
 CASE = ZOO["roberta-classification"]
 OPTIONS = {

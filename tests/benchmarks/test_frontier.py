@@ -13,12 +13,12 @@ import pytest
 import shared
 from baselines import Baseline, capped, largest_batch
 from frontier import Result
-from saved_configs import save
 
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.measure.measure_case import Measurement
 from optimum_memopt.measure.workload import Workload
 from optimum_memopt.plans.table import Plan, PlanTable
+from tests.saved_configs import save
 
 ONE = Baseline(Workload("folder", "fill-mask"), None, name="budget 0.5, aot_eager", backend="aot_eager", budget=0.5)
 

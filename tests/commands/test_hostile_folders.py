@@ -5,10 +5,10 @@ from argparse import ArgumentParser
 from pathlib import Path
 
 import pytest
-from saved_configs import save
 
 from optimum_memopt.commands.plan import PlanCommand
 from optimum_memopt.measure import workload
+from tests.saved_configs import save
 
 
 def refused(capsys, *arguments: str) -> str:

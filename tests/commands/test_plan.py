@@ -7,11 +7,11 @@ from argparse import ArgumentParser
 from pathlib import Path
 
 import pytest
-from saved_configs import save
 
 from optimum_memopt.commands.plan import PlanCommand
 from optimum_memopt.engines.ort import missing
 from optimum_memopt.plans.grammar import parse_file
+from tests.saved_configs import save
 
 CLI = "import sys; from optimum.commands.optimum_cli import main; sys.argv[0] = 'optimum-cli'; main()"
 needs_ort = pytest.mark.skipif(bool(missing()), reason="no onnxruntime-training")

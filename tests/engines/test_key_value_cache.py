@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from gradients import assert_same_step
-from model_zoo import ZOO
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from transformers.modeling_outputs import SequenceClassifierOutput as Output
 
 from optimum_memopt import optimize
 from optimum_memopt.engines import ort
 from optimum_memopt.engines.key_value_cache import without_key_value_cache
+from tests.gradients import assert_same_step
+from tests.model_zoo import ZOO
 
 OFF = {"use_cache": False}
 

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from saved_configs import save
 
 from optimum_memopt.engines.base import Selection
 from optimum_memopt.engines.compile.engine import CompileEngine
@@ -13,6 +12,7 @@ from optimum_memopt.measure.estimate import estimate
 from optimum_memopt.measure.workload import Workload
 from optimum_memopt.plans.grammar import parse
 from optimum_memopt.plans.table import Plan, PlanTable
+from tests.saved_configs import save
 
 DROPOUT = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
 # Model, changes to its config, task, plans. Attention is transformers' default, and changes with dropout.

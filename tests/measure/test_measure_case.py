@@ -5,13 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from saved_configs import save
 
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.measure import measure_case
 from optimum_memopt.measure.measure_case import Case, Measurement, spawn
 from optimum_memopt.measure.workload import Workload
 from optimum_memopt.plans.table import Plan, PlanTable
+from tests.saved_configs import save
 
 CASE = Case(Workload("folder", "fill-mask"), {"memory_opt_level": 1}, steps=3)
 TABLE = PlanTable("ort", (Plan("A+:1:-1,B+:1:-1", 2, 9, "", -1, 2), Plan("C+:1:-1", 1, 5, "")), {"dim": 2}, ("line",))

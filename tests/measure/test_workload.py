@@ -2,10 +2,10 @@ import json
 
 import pytest
 import torch
-from saved_configs import save
 
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.measure.workload import TASKS, Workload
+from tests.saved_configs import save
 
 MODELS = {
     "text-classification": "roberta-mlm",

@@ -10,7 +10,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from gradients import Batch, Gradients, accumulate
 from torch import fx
 
 from optimum_memopt.engines.base import Selection
@@ -19,6 +18,7 @@ from optimum_memopt.engines.compile.engine import CompileEngine
 from optimum_memopt.engines.compile.partitioned_graph import PartitionedGraph
 from optimum_memopt.plans.grammar import ALL, Strategy, parse
 from optimum_memopt.plans.table import PlanTable
+from tests.gradients import Batch, Gradients, accumulate
 
 DROPOUT = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
 GPT2_DROPOUT = {"attn_pdrop": 0.1, "embd_pdrop": 0.1, "resid_pdrop": 0.1}

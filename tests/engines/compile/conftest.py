@@ -1,10 +1,10 @@
 """JointGraph graphs that several files look at, traced once each."""
 
 import pytest
-from model_zoo import ZOO
 
 from tests.engines.compile.captured import Captured, capture
 from tests.engines.compile.compiled import DROPOUT, GPT2_DROPOUT
+from tests.model_zoo import ZOO
 
 
 def _of(name: str, **changes: object) -> Captured:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from gradients import accumulate
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch.fx.experimental import _config as symbolic_config
@@ -20,6 +19,7 @@ from optimum_memopt.engines.compile.backend import _Partitioner, check_compiler,
 from optimum_memopt.engines.compile.engine import CompileEngine
 from optimum_memopt.errors import MemOptError
 from tests.engines.compile.compiled import selection
+from tests.gradients import accumulate
 
 CONFIGS = (torch._dynamo.config, functorch_config, symbolic_config, inductor_config)
 

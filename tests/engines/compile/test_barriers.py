@@ -1,7 +1,6 @@
 """No layer is made again before the backward has come to it, whatever a compiler would like to run first."""
 
 import pytest
-from model_zoo import ZOO
 from torch import fx
 
 from optimum_memopt.engines.compile import compat
@@ -9,6 +8,7 @@ from optimum_memopt.engines.compile.analysis.joint import is_view
 from optimum_memopt.engines.compile.analysis.saved_activations import layer_of
 from optimum_memopt.engines.compile.engine import CompileEngine
 from tests.engines.compile.compiled import selection
+from tests.model_zoo import ZOO
 
 
 def ancestors(node: fx.Node) -> set[str]:

@@ -4,13 +4,13 @@ import copy
 
 import pytest
 import torch
-from gradients import Batch, assert_bitwise_same_step
-from model_zoo import ZOO
 
 from optimum_memopt import MemOptError
 from optimum_memopt.engines.base import Selection
 from optimum_memopt.engines.compile.detach_outputs import refusing_gradients
 from optimum_memopt.engines.compile.engine import CompileEngine
+from tests.gradients import Batch, assert_bitwise_same_step
+from tests.model_zoo import ZOO
 
 VOCABULARY = 999
 

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from model_zoo import ZOO
 
 from optimum_memopt.engines.compile.compat import is_random
 from optimum_memopt.engines.compile.engine import CompileEngine
 from optimum_memopt.engines.compile.passes.dropout import drop, keep_mask, seeded_dropout
 from tests.engines.compile.compiled import DROPOUT, GPT2_DROPOUT, assert_bitwise_same, run, selection
+from tests.model_zoo import ZOO
 
 CPU = torch.device("cpu")
 SEED = torch.tensor([2**62 + 12345])

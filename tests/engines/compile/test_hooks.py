@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from gradients import assert_bitwise_same_step
 from torch.nn.modules import module as every
 from torch.utils.hooks import RemovableHandle
 from transformers.modeling_outputs import CausalLMOutput
 
 from optimum_memopt import optimize
+from tests.gradients import assert_bitwise_same_step
 from tests.trainer_runs import log_lines
 
 

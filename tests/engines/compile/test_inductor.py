@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from gradients import TOLERANCE, Batch, accumulate, wrong_gradients
-from model_zoo import ZOO
 from torch._dynamo.utils import counters
 from transformers.modeling_outputs import CausalLMOutput
 
@@ -12,6 +10,8 @@ from optimum_memopt.engines.compile.compat import is_random
 from optimum_memopt.engines.key_value_cache import without_key_value_cache
 from optimum_memopt.plans.grammar import Strategy
 from tests.engines.compile.compiled import DROPOUT, GPT2_DROPOUT, Run, assert_bitwise_same, run
+from tests.gradients import TOLERANCE, Batch, accumulate, wrong_gradients
+from tests.model_zoo import ZOO
 
 pytestmark = [
     pytest.mark.timeout(1800),

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from gradients import assert_bitwise_same_step
 
 from optimum_memopt import optimize
 from optimum_memopt.engines.compile import engine as compile_engine
 from optimum_memopt.engines.compile import partitioned_graph
 from optimum_memopt.engines.compile.memory.step_memory import StepMemoryPredictor
 from tests.engines.compile.test_hooks import Net
+from tests.gradients import assert_bitwise_same_step
 from tests.trainer_runs import log_lines, make, weights
 
 

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from gradients import accumulate
-from model_zoo import ZOO
 
 from optimum_memopt.engines.base import Engine, create
 from optimum_memopt.engines.compile.analysis.naming import (
@@ -20,6 +18,8 @@ from optimum_memopt.plans.grammar import Strategy, parse
 from optimum_memopt.plans.matching import operators
 from tests.engines.compile.captured import Captured, capture
 from tests.engines.compile.compiled import DROPOUT, GPT2_DROPOUT
+from tests.gradients import accumulate
+from tests.model_zoo import ZOO
 
 ROBERTA = {
     "Dropout+": 6,

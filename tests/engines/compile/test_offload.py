@@ -6,8 +6,6 @@ from unittest import mock
 
 import pytest
 import torch
-from gradients import accumulate
-from model_zoo import ZOO
 from torch import fx
 from transformers.modeling_outputs import CausalLMOutput
 
@@ -19,6 +17,8 @@ from optimum_memopt.engines.compile.strategies import offload
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.plans.grammar import Strategy
 from tests.engines.compile.compiled import DROPOUT, Run, assert_bitwise_same, run, selection
+from tests.gradients import accumulate
+from tests.model_zoo import ZOO
 
 HIDDEN = 64
 ROWS = 32

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from gradients import Batch, Gradients, accumulate
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from model_zoo import ZOO
 
 from optimum_memopt.engines.key_value_cache import without_key_value_cache
 from optimum_memopt.plans.grammar import ALL, Strategy, parse
 from tests.engines.compile.compiled import Run, assert_bitwise_same, run
+from tests.gradients import Batch, Gradients, accumulate
+from tests.model_zoo import ZOO
 
 MODELS = ("roberta-classification", "deberta-v2-mlm", "gpt2")
 LENGTHS = {"batch_size": 8, "length": 24}

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from model_zoo import ZOO
 from torch.nn import functional
 
 from optimum_memopt.engines.compile.analysis.joint import is_view, root
@@ -15,6 +14,7 @@ from optimum_memopt.engines.compile.analysis.saved_activations import (
     recompute_chain,
 )
 from tests.engines.compile.captured import Captured, capture
+from tests.model_zoo import ZOO
 
 
 class Block(torch.nn.Module):

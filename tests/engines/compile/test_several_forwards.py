@@ -5,11 +5,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from gradients import Batch
 
 from optimum_memopt.engines.compile.memory.pending import Forward, Pending
 from optimum_memopt.engines.compile.memory.step_memory import largest_shapes
 from tests.engines.compile.test_step_memory import EXACT, Predicted, allocated, predicted
+from tests.gradients import Batch
 
 # In the first model activations are most of a step, in the second weights are.
 MODELS = {"roberta": {}, "gpt2": {"n_embd": 128, "n_layer": 1}}

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from gradients import Batch
-from model_zoo import ZOO
 from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 
@@ -20,6 +18,8 @@ from optimum_memopt.engines.compile.memory.step_memory import Footprint, optimiz
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.plans.table import PlanTable
 from tests.engines.compile.compiled import DROPOUT, selection
+from tests.gradients import Batch
+from tests.model_zoo import ZOO
 
 MODELS = {
     "roberta": ("roberta-classification", DROPOUT),

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from model_zoo import ZOO
 
 from optimum_memopt.engines.ort import missing
 from optimum_memopt.engines.ort.engine import OrtEngine
 from optimum_memopt.engines.ort.options import OrtOptions
 from optimum_memopt.errors import MemOptError
+from tests.model_zoo import ZOO
 from tests.trainer_runs import log_lines
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason="no onnxruntime-training")

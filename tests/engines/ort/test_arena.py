@@ -1,10 +1,10 @@
 """The arena that `--ort_arena` gives ONNX Runtime: right gradients, one registration for many engines."""
 
 import torch
-from gradients import accumulate, wrong_gradients
-from model_zoo import ZOO
 
 import optimum_memopt
+from tests.gradients import accumulate, wrong_gradients
+from tests.model_zoo import ZOO
 
 
 def batch(case):

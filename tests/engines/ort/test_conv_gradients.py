@@ -13,10 +13,10 @@ pytestmark = pytest.mark.skipif(bool(missing()), reason="no onnxruntime-training
 # In a process of its own, which without the mend does not live to the end.
 SCRIPT = f"""
 import copy, sys
-sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+sys.path.insert(0, {str(Path(__file__).parents[3])!r})
 import pytest, torch
-from gradients import assert_same_step
-from model_zoo import _BERT, Case, masked_lm
+from tests.gradients import assert_same_step
+from tests.model_zoo import _BERT, Case, masked_lm
 from optimum_memopt import UnsupportedModelError
 from optimum_memopt.engines.base import Selection
 from optimum_memopt.engines.ort.engine import OrtEngine

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from gradients import TOLERANCE, accumulate, assert_same_step
-from model_zoo import ZOO
 
 import optimum_memopt
 from optimum_memopt import MemOptError, MemOptOptions, UnsupportedModelError
 from optimum_memopt.engines.ort import env_option_checks, env_option_patches, extensions, missing
 from optimum_memopt.engines.ort.env_options import ENV_OPTIONS, KNOWN, from_environment
 from optimum_memopt.engines.ort.options import OrtOptions
+from tests.gradients import TOLERANCE, accumulate, assert_same_step
+from tests.model_zoo import ZOO
 
 needs_ort = pytest.mark.skipif(bool(missing()), reason="no onnxruntime-training")
 MLM = ZOO["roberta-mlm"]
@@ -456,11 +456,9 @@ def test_graph_rewrites_belong_to_the_model_that_asked_for_them():
 
 def run(script: str, environment: dict[str, str], *, cwd: Path) -> str:
     """The output of a script that may import the tests' own modules."""
-    tests = Path(__file__).parents[2]
-    paths = os.pathsep.join(map(str, (tests, tests.parent)))
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)],
-        env={**environment, "PYTHONPATH": paths},
+        env={**environment, "PYTHONPATH": str(Path(__file__).parents[3])},
         cwd=cwd,
         capture_output=True,
         text=True,

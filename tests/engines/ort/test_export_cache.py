@@ -12,8 +12,6 @@ from typing import Any
 import peft
 import pytest
 import torch
-from gradients import assert_same_step
-from model_zoo import ZOO
 
 import optimum_memopt
 from optimum_memopt.engines.base import Selection
@@ -23,6 +21,8 @@ from optimum_memopt.engines.ort.options import OrtOptions
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
 from optimum_memopt.logs import get_logger
 from optimum_memopt.plans.grammar import parse
+from tests.gradients import assert_same_step
+from tests.model_zoo import ZOO
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason="no onnxruntime-training")
 
@@ -116,8 +116,8 @@ def test_another_process_takes_it(attach: Any, tmp_path: Path) -> None:
     train(attach, tmp_path)
     script = f"""
 import sys
-sys.path.insert(0, {str(Path(__file__).parents[2])!r})
-from model_zoo import ZOO
+sys.path.insert(0, {str(Path(__file__).parents[3])!r})
+from tests.model_zoo import ZOO
 import optimum_memopt
 model = ZOO["roberta-mlm"].build()
 optimum_memopt.optimize(model, memory_opt_engine="ort", ort_fallback=False, ort_cache_dir={str(tmp_path)!r})

@@ -1,11 +1,11 @@
 import onnx
 import pytest
-from gradients import assert_same_step
-from model_zoo import ZOO
 
 from optimum_memopt.engines.base import create
 from optimum_memopt.engines.ort import gather_indices, missing, session
 from optimum_memopt.options import MemOptOptions
+from tests.gradients import assert_same_step
+from tests.model_zoo import ZOO
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason="no onnxruntime-training")
 

@@ -17,8 +17,8 @@ pytestmark = [
 
 SETUP = """
 import os, sys, torch
-from gradients import accumulate, assert_same_step, wrong_gradients
-from model_zoo import ZOO
+from tests.gradients import accumulate, assert_same_step, wrong_gradients
+from tests.model_zoo import ZOO
 import optimum_memopt
 
 torch.set_num_threads(1)
@@ -72,7 +72,7 @@ def unused(model):
 RANKS = """
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from trainer_runs import make
+from tests.trainer_runs import make
 from optimum_memopt import MemOptError
 
 dist.init_process_group("gloo")
@@ -128,10 +128,9 @@ def script(tmp_path: Path, text: str) -> str:
 
 
 def run(command: list[str], environment: dict[str, str]) -> str:
-    tests = Path(__file__).parents[2]
     done = subprocess.run(
         [sys.executable, *command],
-        env={**environment, "PYTHONPATH": f"{tests}:{tests.parent}"},
+        env={**environment, "PYTHONPATH": str(Path(__file__).parents[3])},
         capture_output=True,
         text=True,
         timeout=600,

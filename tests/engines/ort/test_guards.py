@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from gradients import TOLERANCE, accumulate, assert_same_step, wrong_gradients
-from model_zoo import IGNORE, ZOO
 
 from optimum_memopt.engines.base import Selection, engine_of
 from optimum_memopt.engines.ort import missing
@@ -21,6 +19,8 @@ from optimum_memopt.engines.ort.engine import OrtEngine
 from optimum_memopt.engines.ort.options import OrtOptions
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
 from optimum_memopt.plans.grammar import ConfigError, parse
+from tests.gradients import TOLERANCE, accumulate, assert_same_step, wrong_gradients
+from tests.model_zoo import IGNORE, ZOO
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason="no onnxruntime-training")
 
@@ -837,10 +837,10 @@ def test_ignored_labels_do_not_count(attach: Attach) -> None:
 
 TRAIN = f"""
 import os, sys
-sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+sys.path.insert(0, {str(Path(__file__).parents[3])!r})
 import torch, torch.utils.checkpoint
-from gradients import accumulate
-from model_zoo import ZOO
+from tests.gradients import accumulate
+from tests.model_zoo import ZOO
 from optimum_memopt.engines.base import Selection
 from optimum_memopt.engines.ort.engine import OrtEngine
 from optimum_memopt.engines.ort.options import OrtOptions

@@ -4,13 +4,13 @@ import copy
 
 import pytest
 import torch
-from gradients import accumulate, assert_same_step
-from model_zoo import _BERT, IGNORE, ZOO, Case, tokens
 
 from optimum_memopt.engines.ort import missing, session
 from optimum_memopt.engines.ort.engine import OrtEngine
 from optimum_memopt.engines.ort.index_checks import IndexCheck, as_index_error
 from optimum_memopt.engines.ort.options import OrtOptions
+from tests.gradients import accumulate, assert_same_step
+from tests.model_zoo import _BERT, IGNORE, ZOO, Case, tokens
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason="no onnxruntime-training")
 

@@ -6,8 +6,6 @@ import random
 import numpy
 import pytest
 import torch
-from gradients import assert_same_step
-from model_zoo import _BERT, _DEBERTA, ZOO, Case, masked_lm
 
 from optimum_memopt.engines.ort import missing
 from optimum_memopt.engines.ort.engine import OrtEngine
@@ -15,6 +13,8 @@ from optimum_memopt.engines.ort.module_state import Churn, ModuleState, in_words
 from optimum_memopt.engines.ort.options import OrtOptions
 from optimum_memopt.errors import UnsupportedModelError
 from optimum_memopt.logs import get_logger
+from tests.gradients import assert_same_step
+from tests.model_zoo import _BERT, _DEBERTA, ZOO, Case, masked_lm
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason="no onnxruntime-training")
 

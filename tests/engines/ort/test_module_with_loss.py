@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from gradients import TOLERANCE, accumulate, assert_same_step
-from model_zoo import IGNORE, UNTRAINABLE, ZOO
 from transformers import Trainer
 from transformers.trainer_pt_utils import LabelSmoother
 
@@ -20,6 +18,8 @@ from optimum_memopt.engines.ort.module_with_loss import LabelSmoothing
 from optimum_memopt.engines.ort.options import OrtOptions
 from optimum_memopt.errors import UnsupportedModelError
 from optimum_memopt.plans.grammar import parse
+from tests.gradients import TOLERANCE, accumulate, assert_same_step
+from tests.model_zoo import IGNORE, UNTRAINABLE, ZOO
 from tests.trackers import numbers, tracked
 from tests.trainer_runs import arguments, build, collate, distance, log_lines, make, rows, weights
 

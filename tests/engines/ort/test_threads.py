@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from gradients import assert_same_step
-from model_zoo import ZOO
 
 from optimum_memopt.engines.base import Selection
 from optimum_memopt.engines.ort import compat, missing
 from optimum_memopt.engines.ort.engine import OrtEngine
 from optimum_memopt.engines.ort.options import OrtOptions
+from tests.gradients import assert_same_step
+from tests.model_zoo import ZOO
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason="no onnxruntime-training")
 
