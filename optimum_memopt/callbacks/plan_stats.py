@@ -108,7 +108,7 @@ class PlanStatsCallback(TrainerCallback):
         self, engine: Engine, args: TrainingArguments, optimizer: torch.optim.Optimizer | None, when: str
     ) -> dict[str, float]:
         """Metrics of the prediction, which is logged beside what was measured so far; none without a prediction."""
-        predicted = engine.predicted_peak_mib(optimizer, accumulates=args.gradient_accumulation_steps > 1)
+        predicted = engine.predicted_peak_mib(optimizer, gradient_accumulation=args.gradient_accumulation_steps > 1)
         if not predicted:
             return {}
         self.predicted_peak_mib, measured = predicted, self.measured_peak_mib

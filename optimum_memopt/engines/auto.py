@@ -98,8 +98,8 @@ class AutoEngine:
     def plans(self) -> PlanTable | None:
         return self._current.plans()
 
-    def predicted_peak_mib(self, optimizer: torch.optim.Optimizer | None, accumulates: bool) -> float | None:
-        return self._current.predicted_peak_mib(optimizer, accumulates)
+    def predicted_peak_mib(self, optimizer: torch.optim.Optimizer | None, gradient_accumulation: bool) -> float | None:
+        return self._current.predicted_peak_mib(optimizer, gradient_accumulation)
 
     def insight(self) -> str:
         return self._current.insight()

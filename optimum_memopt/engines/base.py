@@ -68,11 +68,11 @@ class Engine(Protocol):
     def plans(self) -> PlanTable | None:
         """The table of the current training graph, None before the first training forward."""
 
-    def predicted_peak_mib(self, optimizer: torch.optim.Optimizer | None, accumulates: bool) -> float | None:
+    def predicted_peak_mib(self, optimizer: torch.optim.Optimizer | None, gradient_accumulation: bool) -> float | None:
         """What the largest step of the run so far should have held, MiB; None where the engine does not predict.
 
         Args:
-            accumulates: gradients of several micro-batches add up.
+            gradient_accumulation: whether gradients of several micro-batches add up.
         """
 
     def insight(self) -> str:

@@ -90,12 +90,12 @@ class CompileEngine(in_place.InPlaceEngine):
         """Predicts a training step of any batch and sequence length; None before the first training forward."""
         return self._predictor
 
-    def predicted_peak_mib(self, optimizer: torch.optim.Optimizer | None, accumulates: bool) -> float | None:
+    def predicted_peak_mib(self, optimizer: torch.optim.Optimizer | None, gradient_accumulation: bool) -> float | None:
         """Of the batches so far the highest peak of a step, MiB; None before the first training forward."""
         if self._predictor is None:
             return None
         with self._predicting():
-            return self._predictor.peak(optimizer, accumulates) / MIB
+            return self._predictor.peak(optimizer, gradient_accumulation) / MIB
         return None
 
     @property

@@ -132,7 +132,7 @@ class OrtEngine(in_place.InPlaceEngine):
         """The table of the current training graph, None before the first training forward."""
         return self._table
 
-    def predicted_peak_mib(self, optimizer: torch.optim.Optimizer | None, accumulates: bool) -> None:
+    def predicted_peak_mib(self, optimizer: torch.optim.Optimizer | None, gradient_accumulation: bool) -> None:
         """None: ONNX Runtime allocates as it likes."""
 
     def insight(self) -> str:

@@ -35,7 +35,7 @@ def test_a_failure_is_one_warning(monkeypatch, owner, name, left_out):
     with log_lines() as lines:
         for _ in range(2):
             assert_bitwise_same_step(ours, plain, batch)
-            peak = engine.predicted_peak_mib(None, accumulates=False)
+            peak = engine.predicted_peak_mib(None, gradient_accumulation=False)
     expected = f"{left_out} is left out (IndexError: no such thing); training is not affected"
     assert [line for line in lines if "left out" in line] == [expected]
     assert (peak is None) == (name != "to_table")

@@ -216,7 +216,7 @@ def test_a_whole_step_is_the_sum_of_its_parts(small_and_wide, micro_batches, how
 
     peak, _, _ = allocated(lambda: (step(), step()))
     predictor = small_and_wide.engine.predictor
-    found = predictor.footprint(sizes_of(batch, predictor.first), optimizer, accumulates=micro_batches > 1)
+    found = predictor.footprint(sizes_of(batch, predictor.first), optimizer, gradient_accumulation=micro_batches > 1)
     over = found.peak - found.constant - found.parameters - found.buffers - found.batch
     # Left out: a step count for each parameter.
     assert over == pytest.approx(peak, rel=5e-3)
@@ -244,7 +244,7 @@ def test_frozen_weights_have_no_gradients_and_no_states() -> None:
         parameter.requires_grad_(False)
     one.train("no plan")
     head = sum(parameter.nbytes for parameter in one.model.classifier.parameters())
-    found = one.engine.predictor.footprint(accumulates=True)
+    found = one.engine.predictor.footprint(gradient_accumulation=True)
     assert (found.gradients, found.accumulated, found.optimizer) == (head, head, 2 * head)
     assert found.parameters > 10 * head
     one.check()

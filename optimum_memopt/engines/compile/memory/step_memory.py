@@ -262,7 +262,7 @@ class StepMemoryPredictor:
         self,
         sizes: Sizes | None = None,
         optimizer: torch.optim.Optimizer | None = None,
-        accumulates: bool = False,
+        gradient_accumulation: bool = False,
         saved_before: int = 0,
         is_followed: bool = False,
     ) -> Footprint:
@@ -271,7 +271,7 @@ class StepMemoryPredictor:
         Args:
             sizes: by the plan table's names; those left out, and None, are of the first batch.
             optimizer: None, or one that has not stepped yet, counts as AdamW with two states for each parameter.
-            accumulates: gradients of micro-batches before are there.
+            gradient_accumulation: gradients of earlier micro-batches are in memory.
             saved_before: bytes that earlier forwards hold for the same backward, see `saved`.
             is_followed: another forward runs before the backward, see `Forward`.
 
@@ -292,17 +292,17 @@ class StepMemoryPredictor:
             buffers=tensor_bytes(model.buffers()),
             batch=round(self._batch * growth),
             optimizer=optimizer_bytes(optimizer, trainable),
-            accumulated=weights if accumulates else 0,
+            accumulated=weights if gradient_accumulation else 0,
             other_forwards=saved_before,
             gradients=weights,
             step=step_bytes(optimizer, trainable),
             constant=self._constant,
         )
 
-    def peak(self, optimizer: torch.optim.Optimizer | None, accumulates: bool) -> int:
+    def peak(self, optimizer: torch.optim.Optimizer | None, gradient_accumulation: bool) -> int:
         """The highest of all steps so far, in bytes; see `footprint`."""
         return max(
-            self.footprint(seen.sizes, optimizer, accumulates, seen.saved_before, seen.is_followed).peak
+            self.footprint(seen.sizes, optimizer, gradient_accumulation, seen.saved_before, seen.is_followed).peak
             for seen in self.largest_shapes
         )
 
