@@ -1,38 +1,86 @@
-"""See what a training step stashes, trade it for recompute by name or by layer, and see what was won.
+"""Fit a training step into memory: recompute or offload saved activations by name or by layer, and predict the peak.
 
-The public names; each is imported when it is first used, so that this import brings neither onnxruntime nor deepspeed.
+The public names. Each is imported when it is first used, so that `import optimum_memopt` is instant and imports neither
+onnxruntime nor deepspeed.
 """
 
 import importlib
-from typing import Any
+import importlib.metadata
+from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:
+    from optimum_memopt.callbacks.input_density import InputDensityCallback
+    from optimum_memopt.callbacks.memory_phases import MemoryPhasesCallback
+    from optimum_memopt.callbacks.plan_stats import PlanStatsCallback
+    from optimum_memopt.engines.base import Engine
+    from optimum_memopt.engines.compile.memory.step_memory import Footprint
+    from optimum_memopt.errors import MemOptError, UnsupportedModelError
+    from optimum_memopt.options import MemOptOptions
+    from optimum_memopt.plans.grammar import ConfigError, PlanConfig, PlanRequest, Strategy
+    from optimum_memopt.plans.table import Plan, PlanTable
+    from optimum_memopt.script import run
+    from optimum_memopt.trainer import Attachment, MemOptTrainer, attach, optimize, run_summary
+    from optimum_memopt.trainer_args import MemOptTrainingArguments
+
+    __version__: str
+
+__all__ = [
+    "Attachment",
+    "ConfigError",
+    "Engine",
+    "Footprint",
+    "InputDensityCallback",
+    "MemOptError",
+    "MemOptOptions",
+    "MemOptTrainer",
+    "MemOptTrainingArguments",
+    "MemoryPhasesCallback",
+    "Plan",
+    "PlanConfig",
+    "PlanRequest",
+    "PlanStatsCallback",
+    "PlanTable",
+    "Strategy",
+    "UnsupportedModelError",
+    "attach",
+    "optimize",
+    "run",
+    "run_summary",
+]
+
+# The imports above, for a running interpreter; tests/test_public_names.py compares the two.
 _MODULES = {
-    "MemOptError": "errors",
-    "UnsupportedModelError": "errors",
+    "Attachment": "trainer",
     "ConfigError": "plans.grammar",
-    "PlanConfig": "plans.grammar",
-    "Plan": "plans.table",
-    "PlanTable": "plans.table",
+    "Engine": "engines.base",
+    "Footprint": "engines.compile.memory.step_memory",
+    "InputDensityCallback": "callbacks.input_density",
+    "MemOptError": "errors",
     "MemOptOptions": "options",
-    "MemOptTrainingArguments": "trainer_args",
     "MemOptTrainer": "trainer",
+    "MemOptTrainingArguments": "trainer_args",
+    "MemoryPhasesCallback": "callbacks.memory_phases",
+    "Plan": "plans.table",
+    "PlanConfig": "plans.grammar",
+    "PlanRequest": "plans.grammar",
+    "PlanStatsCallback": "callbacks.plan_stats",
+    "PlanTable": "plans.table",
+    "Strategy": "plans.grammar",
+    "UnsupportedModelError": "errors",
     "attach": "trainer",
     "optimize": "trainer",
     "run": "script",
     "run_summary": "trainer",
-    "InputDensityCallback": "callbacks.input_density",
-    "MemoryPhasesCallback": "callbacks.memory_phases",
-    "PlanStatsCallback": "callbacks.plan_stats",
 }
-
-__all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return importlib.metadata.version("optimum-memopt")
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return [*__all__, "__version__"]

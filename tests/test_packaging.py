@@ -33,6 +33,10 @@ def test_every_module_is_in_the_wheel(wheel_files):
     assert modules and modules <= wheel_files
 
 
+def test_type_checkers_read_the_packages_annotations(wheel_files):
+    assert "optimum_memopt/py.typed" in wheel_files
+
+
 def test_optimums_own_packages_are_left_alone(wheel_files):
     """The command is found, and nothing here shadows the `optimum` it is added to."""
     assert {name for name in wheel_files if name.startswith("optimum/")} == {COMMAND}

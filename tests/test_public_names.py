@@ -1,6 +1,10 @@
+import ast
 import importlib
+import importlib.metadata
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +23,25 @@ def imported(statements):
         check=True,
     )
     return set(done.stdout.split())
+
+
+def typed_imports():
+    """Name to module, of the imports that a type checker sees."""
+    tree = ast.parse(Path(optimum_memopt.__file__).read_text())
+    [block] = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    return {alias.name: node.module for node in imports for alias in node.names}
+
+
+def test_a_type_checker_sees_the_names_that_a_running_interpreter_finds():
+    assert typed_imports() == {name: f"optimum_memopt.{module}" for name, module in optimum_memopt._MODULES.items()}
+    assert sorted(typed_imports()) == optimum_memopt.__all__
+
+
+def test_the_version_is_the_installed_one():
+    assert optimum_memopt.__version__ == importlib.metadata.version("optimum-memopt")
+    assert re.match(r"\d+\.\d+", optimum_memopt.__version__)
+    assert "__version__" in dir(optimum_memopt)
 
 
 @pytest.mark.parametrize("name", optimum_memopt.__all__)
