@@ -1,4 +1,4 @@
-"""Fit a training step into memory: recompute or offload saved activations by name or by layer, and predict the peak.
+"""Fit a training step into memory: recompute or offload saved activations by name or by layer, predict the peak.
 
 The public names. Each is imported when it is first used, so that `import optimum_memopt` is instant and imports neither
 onnxruntime nor deepspeed.
