@@ -1,6 +1,6 @@
 """Fit a training step into memory: recompute or offload saved activations by name or by layer, predict the peak.
 
-The public names. Each is imported when it is first used, so that `import optimum_memopt` is instant and imports neither
+The public names. Each is imported when it is first used, so that importing the package is instant and brings neither
 onnxruntime nor deepspeed.
 """
 
