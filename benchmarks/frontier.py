@@ -32,8 +32,8 @@ from baselines import COMPILERS, EAGER, FAMILIES, Baseline, baselines, capped, m
 from shared import MODELS, fill, make_config, pyplot, to_markdown
 from tqdm import tqdm
 
-from optimum_memopt.engines import base
 from optimum_memopt.errors import MemOptError
+from optimum_memopt.installed import installed_version
 from optimum_memopt.measure.measure_case import Measurement
 from optimum_memopt.measure.workload import Workload
 
@@ -204,7 +204,7 @@ def conditions(arguments: argparse.Namespace) -> str:
     import transformers
 
     versions = [f"torch {torch.__version__}", f"transformers {transformers.__version__}"]
-    ort = base.installed_version(("onnxruntime-training", "onnxruntime-training-cpu"))
+    ort = installed_version(("onnxruntime-training", "onnxruntime-training-cpu"))
     if torch.cuda.is_available():
         device = torch.cuda.get_device_name()
     else:

@@ -1,14 +1,26 @@
-"""Every option of the package, once: the flags of the command line, the arguments of `attach` and of `optimize`."""
+"""Every option of the package, once: the flags of the command line, the arguments of `attach` and of `optimize`.
 
+`resolve` decides, once for a run, what they come to on this machine.
+"""
+
+import copy
 import difflib
 import os
-from dataclasses import dataclass, field, fields
-from typing import Annotated, Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, make_dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
 from optimum_memopt import option_values
-from optimum_memopt.engines.base import ENGINES
-from optimum_memopt.engines.ort.env_options import from_environment
-from optimum_memopt.engines.ort.options import OrtOptions
+from optimum_memopt.engines.base import (
+    AUTO,
+    Selection,
+    check_flags_of_others,
+    choose_engines,
+    engine_names,
+    factory,
+    given_flags,
+    registrations,
+)
 from optimum_memopt.errors import MemOptError, excerpt
 from optimum_memopt.logs import LOG_LEVELS
 from optimum_memopt.option_values import Numbers
@@ -20,32 +32,20 @@ COMPILERS = ("inductor", "aot_eager")
 
 
 @dataclass
-class MemOptOptions(OrtOptions):
-    """Which engine trains the model under which memory plan, and what is shown of it.
+class PlanOptions:
+    """What every engine reads: which engine trains the model under which plan, and what is shown of it.
 
     From Python `memory_opt_config` is also a list of `cluster_id:strategy:count`, a dict of cluster id to strategy
     (`{"Gelu+": 1}`, all occurrences) or to `strategy:count` (`{"Gelu+": "1:4"}`), the `Path` of a file, or a
-    `PlanConfig`; `check` makes the flag's text of it, as it makes strings of paths.
-
-    Raises:
-        MemOptError: from `check`; nothing is read but a config file.
+    `PlanConfig`; `MemOptOptions.check` makes the flag's text of it.
     """
 
     memory_opt_engine: str = field(
         default="auto",
         metadata={
-            "choices": ("auto", *ENGINES),
-            "help": "What trains the model: ort (ONNX Runtime's ORTModule), compile (torch.compile), or auto: the "
-            "first of them that works here.",
-        },
-    )
-    memory_opt_compiler: str | None = field(
-        default=None,
-        metadata={
-            "choices": COMPILERS,
-            "help": "What runs the graphs of the compile engine: inductor (kernels of its own; half a minute to "
-            "compile on a CPU) or aot_eager (PyTorch's operators one by one; seconds, loss and gradients bitwise "
-            "those of PyTorch). Default: inductor on a GPU, else aot_eager.",
+            "choices": (AUTO, *engine_names()),
+            "help": f"What trains the model: {', '.join(f'{one.name} ({one.summary})' for one in registrations())}, "
+            "or auto: the first of them that works here.",
         },
     )
     memory_opt_config: ConfigSource | None = field(
@@ -72,9 +72,8 @@ class MemOptOptions(OrtOptions):
         default="info",
         metadata={
             "choices": tuple(LOG_LEVELS),
-            "help": "info: the plan table, on rank 0. devinfo: also each node as ONNX Runtime sees it, on all ranks, "
-            "and each memory phase as a line of its observer. "
-            "verbose: also ONNX Runtime's own log.",
+            "help": "info: the plan table, on rank 0. devinfo: also each node as the engine sees it, on all ranks, "
+            "and a line for each memory phase. verbose: also the engine's own log.",
         },
     )
     log_input_density: bool = field(
@@ -102,14 +101,7 @@ class MemOptOptions(OrtOptions):
         metadata={
             "choices": tuple(OPTIMIZERS),
             "help": "AdamW of another library, with Trainer's learning rate, betas, epsilon and weight decay, instead "
-            "of --optim. ort_fused_adam needs CUDA, deepspeed_cpu_adam the CPU or DeepSpeed's offload.",
-        },
-    )
-    ort_fp16_optimizer: bool = field(
-        default=False,
-        metadata={
-            "help": "Put ONNX Runtime's FP16_Optimizer around DeepSpeed's or Apex's fp16 optimizer, if it knows that "
-            "version, and say so if it does not."
+            f"of --optim. {'; '.join(f'{name} needs {one.needs}' for name, one in OPTIMIZERS.items() if one.needs)}.",
         },
     )
     group_by_complexity: bool = field(
@@ -120,25 +112,54 @@ class MemOptOptions(OrtOptions):
         },
     )
 
+
+if TYPE_CHECKING:
+    from optimum_memopt.engines.compile.options import CompileOptions
+    from optimum_memopt.engines.ort.options import OrtOptions
+
+    @dataclass
+    class _EngineOptions(OrtOptions, CompileOptions, PlanOptions):
+        pass
+else:
+    # Fields of the last base come first, in `--help` too.
+    _bases = (*(registration.options for registration in registrations()), PlanOptions)
+    _EngineOptions = make_dataclass("_EngineOptions", (), bases=_bases)
+
+
+@dataclass
+class MemOptOptions(_EngineOptions):
+    """Every option of the package: `PlanOptions` and the options of each engine.
+
+    Raises:
+        MemOptError: from `check`; nothing is read but a config file, and that once.
+    """
+
     @property
     def plan_config(self) -> PlanConfig | None:
-        """`memory_opt_config`, read.
+        """`memory_opt_config`, read; a file is read the first time.
 
         Raises:
             ConfigError: it cannot be read.
         """
-        return None if self.memory_opt_config is None else PlanConfig.load(self.memory_opt_config)
+        # No field, so that it is neither a flag nor serialised; shallow copies share it.
+        configs: dict[str, PlanConfig] = vars(self).setdefault("_configs", {})
+        if self.memory_opt_config is None:
+            return None
+        text = to_text(self.memory_opt_config)
+        if text not in configs:
+            configs[text] = PlanConfig.load(text)
+        return configs[text]
 
-    def check(self) -> None:
+    def check(self, environ: Mapping[str, str] = os.environ) -> None:
         """Find everything that is wrong before a model or data is loaded.
 
         Raises:
-            MemOptError: one line that names the option, or ONNX Runtime's variable in the environment, and what is
+            MemOptError: one line that names the option, or an engine's variable in the environment, and what is
                 allowed.
         """
         self.check_values()
-        if self.memory_opt_engine in ("auto", "ort"):
-            from_environment(self, os.environ)
+        for name in self._engines:
+            factory(name).in_force(self, environ)
 
     def check_values(self) -> None:
         """`check` without the environment."""
@@ -151,41 +172,65 @@ class MemOptOptions(OrtOptions):
                 f"--memory_opt_level {self.memory_opt_level} together with --memory_opt_config: a level chooses the "
                 "plans itself; give one of the two"
             )
-        config = self.plan_config
-        if self.memory_opt_engine != "auto":
-            self.check_engine(self.memory_opt_engine)
-        # compile takes offload and any count; `auto` decides when the engine is made.
-        if self.memory_opt_engine == "ort" and config is not None:
-            from optimum_memopt.engines.ort.selection import check_supported
+        # A mistake in it is an error whichever engine trains.
+        _ = self.plan_config
+        if self.memory_opt_engine != AUTO:
+            check_flags_of_others(self, self.memory_opt_engine)
+        for name in self._engines:
+            factory(name).check_options(self)
 
-            check_supported(config)
-        if self.memory_opt_engine != "compile":
-            self.check_ort()
+    @property
+    def _engines(self) -> tuple[str, ...]:
+        """Those that may train the model."""
+        return engine_names() if self.memory_opt_engine == AUTO else (self.memory_opt_engine,)
 
-    def check_engine(self, name: str) -> None:
-        """Refuse options that the engine `name` would not read.
 
-        Raises:
-            MemOptError: one line that names them.
-        """
-        if name == "ort":
-            if self.memory_opt_compiler is not None:
-                raise MemOptError(
-                    f"--memory_opt_compiler {self.memory_opt_compiler} with the ort engine, which has no compiler: "
-                    "leave it out, or give --memory_opt_engine compile"
-                )
-            return
-        if given := self.given_for_ort():
-            raise MemOptError(
-                f"{', '.join(given)} with the {name} engine: only the ort engine reads "
-                f"{'it' if len(given) == 1 else 'them'}; leave out, or give --memory_opt_engine ort"
-            )
+@dataclass(frozen=True)
+class Resolved:
+    """What trains the model under which plan: decided once, the same for everyone who asks later.
 
-    def given_for_ort(self) -> list[str]:
-        """Flags of the ort engine alone whose value is not the default."""
-        # Of the object's own class: a subclass may have other defaults (the examples' `ort_fallback`).
-        defaults = {field.name: field.default for field in fields(self)}
-        return [f"--{field.name}" for field in fields(OrtOptions) if getattr(self, field.name) != defaults[field.name]]
+    Attributes:
+        engine: its name.
+        reason: why this one.
+        options: those in force: the user's, as the engine's variables in the environment change them.
+        config: the plans that were asked for by name.
+        remarks: a line for each variable of the environment that counts; not logged yet.
+        given: flags of this engine alone that the user gave.
+        then: what takes over if this engine turns out unable to train the model; None: nothing.
+    """
+
+    engine: str
+    reason: str
+    options: MemOptOptions
+    config: PlanConfig | None
+    remarks: tuple[str, ...] = ()
+    given: tuple[str, ...] = ()
+    then: "Resolved | None" = None
+
+    @property
+    def selection(self) -> Selection:
+        """The plans, for the engine."""
+        return Selection(self.config, self.options.memory_opt_level, self.options.memory_opt_strict)
+
+
+def resolve(options: MemOptOptions, environ: Mapping[str, str] = os.environ) -> Resolved:
+    """Decide what trains the model under which plan; `options`, which are checked already, stay as they are.
+
+    Raises:
+        MemOptError: no engine that works here does what the options ask for.
+    """
+    names, reason = choose_engines(options.memory_opt_engine, options)
+    check_flags_of_others(options, names[0])
+    following = _resolved(names[1], "", options, environ, None) if len(names) > 1 else None
+    return _resolved(names[0], reason, options, environ, following)
+
+
+def _resolved(
+    name: str, reason: str, options: MemOptOptions, environ: Mapping[str, str], then: Resolved | None
+) -> Resolved:
+    in_force, remarks = factory(name).in_force(copy.copy(options), environ)
+    given = tuple(given_flags(options, name))
+    return Resolved(name, reason, in_force, in_force.plan_config, remarks, given, then)
 
 
 def from_keywords(**options: Any) -> MemOptOptions:
@@ -194,7 +239,7 @@ def from_keywords(**options: Any) -> MemOptOptions:
     Raises:
         MemOptError: a name that is no field of `MemOptOptions`; near names come with it.
     """
-    names = [one.name for one in fields(MemOptOptions)]
+    names = [option.name for option in fields(MemOptOptions)]
     for name in options:
         if name not in names:
             near = difflib.get_close_matches(name, names, n=2)

@@ -1,17 +1,16 @@
 """Puts an engine and the callbacks into a Trainer. The only file that knows the Trainer's private order of calls.
 
-The model is taken over inside `create_optimizer`. Of all places that is the one after `model_init` has made the model
-anew and a checkpoint is loaded into it, and before DDP, DeepSpeed and autocast wrap it (transformers 5.23, `Trainer.
-_prepare_for_training`); DeepSpeed calls it twice, every `train()` once. Earlier, `model_init` silently replaces the
-wrapped model; later, autocast is silently bypassed or ranks go separate ways. It is given back when `train()` is over,
-however it ends.
+The engine is attached inside `create_optimizer`: after `model_init` has built the model and a checkpoint is loaded
+into it, and before DDP, DeepSpeed and autocast wrap it (transformers 5.23, `Trainer._prepare_for_training`); DeepSpeed
+calls it twice, every `train()` once. Earlier, `model_init` silently replaces the wrapped model; later, autocast is
+silently bypassed or ranks go separate ways. The engine is suspended when `train()` is over, however it ends.
 """
 
 import contextlib
 import copy
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -22,13 +21,13 @@ from optimum_memopt.callbacks.memory_phases import MemoryPhasesCallback
 from optimum_memopt.callbacks.plan_stats import PlanStatsCallback
 from optimum_memopt.distributed import rank_consistency
 from optimum_memopt.distributed.launch import check_world
-from optimum_memopt.engines import base, in_place
-from optimum_memopt.engines.base import Engine
-from optimum_memopt.engines.ort import fp16_optimizer, trainer_loss
+from optimum_memopt.engines.auto import create
+from optimum_memopt.engines.base import Engine, factory, registrations
+from optimum_memopt.engines.forward_patch import training_forward
 from optimum_memopt.errors import MemOptError, excerpt
 from optimum_memopt.logs import get_logger, set_log_level
 from optimum_memopt.memory.peak_monitor import MIB
-from optimum_memopt.options import MemOptOptions, from_keywords
+from optimum_memopt.options import MemOptOptions, Resolved, from_keywords, resolve
 from optimum_memopt.plans.table import PlanTable
 from optimum_memopt.training import optimizers, sampling
 from optimum_memopt.training.loss_only import is_called_for_loss_only
@@ -36,7 +35,6 @@ from optimum_memopt.training.loss_only import is_called_for_loss_only
 # What `optimize` has no use for: it sees neither batches nor steps.
 _NEED_A_TRAINER = (
     "memory_opt_optim",
-    "ort_fp16_optimizer",
     "group_by_complexity",
     "log_input_density",
     "log_memory_phases",
@@ -47,7 +45,13 @@ _NEED_A_TRAINER = (
 
 @dataclass(frozen=True)
 class Attachment:
-    """What `attach` put into a Trainer; `trainer.memopt`."""
+    """What `attach` put into a Trainer; `trainer.memopt`.
+
+    Attributes:
+        options: those in force: of the flags, the keywords and the environment.
+        engine: what trains the model.
+        plan_stats: shows the plan table and measures the peak.
+    """
 
     options: MemOptOptions
     engine: Engine
@@ -70,7 +74,7 @@ class Attachment:
         return self.table._repr_html_()
 
     def detach(self) -> None:
-        """Give the model back and free what was compiled for it; the next `train()` compiles anew."""
+        """Restore the model and free what was compiled for it; the next `train()` compiles again."""
         self.engine.detach()
 
 
@@ -92,10 +96,10 @@ class MemOptTrainer(Trainer):
 
 
 def attach(trainer: Trainer, options: MemOptOptions | None = None, **overrides: Any) -> Attachment:
-    """Give a Trainer an engine, in place: it has the model for the time of each `train()`.
+    """Have an engine train a Trainer's model, in place, in each `train()`.
 
-    After `train()`, also one that failed or was interrupted, the model is plain again. What was compiled is kept for
-    the next `train()` on the same model, until `detach`.
+    After `train()`, also one that failed or was interrupted, the model is as it was. What was compiled is kept for the
+    next `train()` on the same model, until `detach`.
 
     Args:
         trainer: of any class.
@@ -113,47 +117,39 @@ def attach(trainer: Trainer, options: MemOptOptions | None = None, **overrides: 
         )
     if hasattr(trainer, "memopt"):
         raise MemOptError("this Trainer has an engine already; use its trainer.memopt")
-    chosen = _options(trainer.args, options, overrides)
-    chosen.check()
+    given = _options(trainer.args, options, overrides)
+    given.check()
     check_world(trainer.args.world_size)
-    set_log_level(chosen.memory_opt_log_level)
-    engine = base.create(chosen)
+    resolved = resolve(given)
+    _log_remarks(resolved)
+    chosen = resolved.options
+    engine = create(resolved)
     engine.backward_from_loss_only = is_called_for_loss_only
     engine.check_arguments(trainer.args)
-    if chosen.ort_module_with_loss:
-        trainer_loss.check(trainer)
     if chosen.memory_opt_optim is not None:
         optimizers.check(chosen.memory_opt_optim, trainer)
-    if chosen.ort_fp16_optimizer:
-        fp16_optimizer.check()
     if chosen.group_by_complexity:
         sampling.check(trainer.args, trainer.train_dataset)
+    # Whatever may fail comes before the Trainer is changed.
+    callbacks = _callbacks(trainer, chosen)
+    for registration in registrations():
+        factory(registration.name).prepare_trainer(trainer, engine, chosen)
     get_logger().info(f"engine {engine.name} ({engine.reason})")
-
-    plan_stats = _callback(trainer, PlanStatsCallback, path=chosen.memory_opt_log_file)
-    for wanted, kind in (
-        (chosen.log_input_density, InputDensityCallback),
-        (chosen.log_memory_phases, MemoryPhasesCallback),
-    ):
-        if wanted:
-            _callback(trainer, kind, log_steps=chosen.memory_opt_log_steps, path=chosen.memory_opt_log_file)
+    _keep_serialisable(trainer.args, given, overrides)
+    for callback in callbacks.values():
+        _add_callback(trainer, callback)
     trainer.create_optimizer = _attaching(trainer, engine, chosen.memory_opt_optim)
-    if chosen.ort_fp16_optimizer:
-        _callback(trainer, fp16_optimizer.Fp16OptimizerCallback)
     if chosen.group_by_complexity:
-        balanced = _callback(trainer, sampling.ComplexityCallback, path=chosen.memory_opt_log_file)
-        trainer._get_train_sampler = _sampling(trainer, balanced)
-    if chosen.ort_module_with_loss:
-        trainer.compute_loss = trainer_loss.inside(trainer, engine)
+        trainer._get_train_sampler = _sampling(trainer, callbacks[sampling.ComplexityCallback])
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         trainer.compute_loss = _comparing(trainer, engine, chosen)
     trainer.train = _releasing(trainer, engine)
-    trainer.memopt = Attachment(chosen, engine, plan_stats)
+    trainer.memopt = Attachment(chosen, engine, callbacks[PlanStatsCallback])
     return trainer.memopt
 
 
 def optimize(model: torch.nn.Module, **options: Any) -> Engine:
-    """Give a model an engine, in place, for a training loop without a Trainer.
+    """Have an engine train a model, in place, in a training loop without a Trainer.
 
     Args:
         model: on its device, in its final dtype, before DDP or another wrapper goes around it.
@@ -173,17 +169,25 @@ def optimize(model: torch.nn.Module, **options: Any) -> Engine:
     chosen = from_keywords(**options)
     chosen.check()
     defaults = MemOptOptions()
-    if given := [f"--{name}" for name in _NEED_A_TRAINER if getattr(chosen, name) != getattr(defaults, name)]:
+    names = (*_NEED_A_TRAINER, *(name for registration in registrations() for name in registration.need_trainer))
+    if given := [f"--{name}" for name in names if getattr(chosen, name) != getattr(defaults, name)]:
         raise MemOptError(
             f"{', '.join(given)} {'needs' if len(given) == 1 else 'need'} a Trainer: see optimum_memopt.attach; "
             "optimize() has the model only"
         )
-    set_log_level(chosen.memory_opt_log_level)
-    engine = base.create(chosen)
+    resolved = resolve(chosen)
+    _log_remarks(resolved)
+    engine = create(resolved)
     engine.attach(model)
     get_logger().info(f"engine {engine.name} ({engine.reason})")
     _show_plans(model, engine)
     return engine
+
+
+def _log_remarks(resolved: Resolved) -> None:
+    set_log_level(resolved.options.memory_opt_log_level)
+    for remark in resolved.remarks:
+        get_logger().warning(remark)
 
 
 def run_summary(trainer: Trainer) -> str:
@@ -245,10 +249,19 @@ def _options(args: Any, options: MemOptOptions | None, overrides: Mapping[str, A
     return chosen
 
 
+def _keep_serialisable(args: Any, checked: MemOptOptions, overrides: Mapping[str, Any]) -> None:
+    """Give the Trainer's arguments the values as they were checked: a `Path` that was assigned to one of them since
+    they were made is text again when the Trainer and its trackers write them."""
+    if isinstance(args, MemOptOptions):
+        for option in fields(MemOptOptions):
+            if option.name not in overrides:
+                setattr(args, option.name, getattr(checked, option.name))
+
+
 def _show_plans(model: torch.nn.Module, engine: Engine) -> None:
     """Log each new plan table after its first training forward, as PlanStatsCallback does in a Trainer."""
-    training_forward = in_place.training_forward(model)
-    train, shown = training_forward.train, None
+    patch = training_forward(model)
+    train, shown = patch.train, None
 
     def train_and_show(*args: Any, **kwargs: Any) -> Any:
         nonlocal shown
@@ -258,22 +271,38 @@ def _show_plans(model: torch.nn.Module, engine: Engine) -> None:
             get_logger().info(str(table))
         return outputs
 
-    training_forward.train = train_and_show
+    patch.train = train_and_show
 
 
-def _callback(trainer: Trainer, kind: type, **arguments: Any) -> Any:
-    """The Trainer's own callback of this kind where the user gave one, else a new one."""
-    present = next((one for one in trainer.callback_handler.callbacks if isinstance(one, kind)), None)
-    if present is None:
-        present = kind(**arguments)
-        trainer.add_callback(present)
-    if (reporter := getattr(present, "reporter", None)) is not None:
-        reporter.belongs_to(trainer)
-    return present
+def _callbacks(trainer: Trainer, options: MemOptOptions) -> dict[type, Any]:
+    """The callbacks that the options ask for, by kind: the Trainer's own where the user gave one, else new ones.
+
+    Raises:
+        MemOptError: the log file cannot be written.
+    """
+    path, log_steps = options.memory_opt_log_file, options.memory_opt_log_steps
+    wanted: list[tuple[bool, type, dict[str, Any]]] = [
+        (True, PlanStatsCallback, {"path": path}),
+        (options.log_input_density, InputDensityCallback, {"log_steps": log_steps, "path": path}),
+        (options.log_memory_phases, MemoryPhasesCallback, {"log_steps": log_steps, "path": path}),
+        (options.group_by_complexity, sampling.ComplexityCallback, {"path": path}),
+    ]
+    present = trainer.callback_handler.callbacks
+    return {
+        kind: next((callback for callback in present if isinstance(callback, kind)), None) or kind(**arguments)
+        for is_wanted, kind, arguments in wanted
+        if is_wanted
+    }
+
+
+def _add_callback(trainer: Trainer, callback: Any) -> None:
+    if callback not in trainer.callback_handler.callbacks:
+        trainer.add_callback(callback)
+    callback.reporter.belongs_to(trainer)
 
 
 def _releasing(trainer: Trainer, engine: Engine) -> Any:
-    """`train` that leaves a plain model behind."""
+    """`train` that suspends the engine when it is over."""
     train = trainer.train
 
     @functools.wraps(train)
@@ -325,8 +354,8 @@ def _sampling(trainer: Trainer, balanced: sampling.ComplexityCallback) -> Any:
 
 def _padding_id(trainer: Trainer) -> int | None:
     for owner in (trainer.processing_class, getattr(trainer.model, "config", None)):
-        if (found := getattr(owner, "pad_token_id", None)) is not None:
-            return found
+        if (padding := getattr(owner, "pad_token_id", None)) is not None:
+            return padding
     return None
 
 

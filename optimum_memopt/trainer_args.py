@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from transformers import TrainingArguments
 
 from optimum_memopt.distributed.launch import check_world
-from optimum_memopt.engines import base
-from optimum_memopt.options import MemOptOptions
+from optimum_memopt.engines.auto import create
+from optimum_memopt.options import MemOptOptions, resolve
 
 
 @dataclass
@@ -24,4 +24,4 @@ class MemOptTrainingArguments(MemOptOptions, TrainingArguments):
         check_world(self.world_size)
         if self.deepspeed_plugin is not None:
             # ZeRO 3 divides the weights while from_pretrained loads them: when there is a Trainer it is too late.
-            base.create(self).check_arguments(self)
+            create(resolve(self)).check_arguments(self)

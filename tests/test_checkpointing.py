@@ -7,7 +7,7 @@ from peft import LoraConfig
 from transformers import set_seed
 
 from optimum_memopt import attach, optimize
-from optimum_memopt.engines.base import ENGINES
+from optimum_memopt.engines.base import engine_names
 from tests.callbacks import test_trl
 from tests.model_zoo import ZOO
 from tests.trainer_runs import build, distance, log_lines, make, weights
@@ -18,7 +18,7 @@ NAME = "roberta-classification"
 CLOSE = 1e-5
 
 
-@pytest.fixture(params=ENGINES)
+@pytest.fixture(params=engine_names())
 def engine(request):
     return request.param
 

@@ -18,12 +18,13 @@ import onnx
 import pytest
 import torch
 
-from optimum_memopt.engines.base import Engine, Selection, create
+from optimum_memopt.engines.auto import create
+from optimum_memopt.engines.base import Engine, Selection
 from optimum_memopt.engines.compile import engine as compile_engine
 from optimum_memopt.engines.compile.compat import is_random
 from optimum_memopt.engines.key_value_cache import without_key_value_cache
 from optimum_memopt.errors import UnsupportedModelError
-from optimum_memopt.options import MemOptOptions
+from optimum_memopt.options import MemOptOptions, resolve
 from optimum_memopt.plans.grammar import Strategy, parse
 from optimum_memopt.plans.table import Plan, PlanTable
 from tests.gradients import Batch, accumulate, assert_bitwise_same_step, assert_same_step
@@ -115,7 +116,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     options = dict(OPTIONS[engine_name])
     if engine_name == "ort":
         options["ort_save_onnx"] = str(folder)
-    engine = create(MemOptOptions(memory_opt_engine=engine_name, **options))
+    engine = create(resolve(MemOptOptions(memory_opt_engine=engine_name, **options)))
     engine.attach(model)
     assert model.config._attn_implementation == attention
     pair = Pair(f"{name}-{attention}", case, model, plain, engine, folder)
@@ -264,7 +265,7 @@ def check_one_row(pair: Pair) -> None:
 def test_what_onnx_runtime_cannot_train_says_why(name: str) -> None:
     case, attention, changes, reason = UNTRAINABLE[name]
     model = case.build("eager", **changes)
-    engine = create(MemOptOptions(memory_opt_engine="ort", ort_fallback=False))
+    engine = create(resolve(MemOptOptions(memory_opt_engine="ort", ort_fallback=False)))
     engine.attach(model)
     # The engine replaces attention that cannot train before it exports; this asks for it again.
     model.set_attn_implementation(attention)
@@ -281,7 +282,7 @@ def test_what_onnx_runtime_cannot_train_falls_back_or_trains_another_way(name: s
     case, attention, changes, _ = UNTRAINABLE[name]
     model = case.build(attention, **changes)
     plain = copy.deepcopy(model)
-    engine = create(MemOptOptions(memory_opt_engine="ort", memory_opt_level=1))
+    engine = create(resolve(MemOptOptions(memory_opt_engine="ort", memory_opt_level=1)))
     engine.attach(model)
     plain.set_attn_implementation(model.config._attn_implementation)
     fell_back = attention == "eager"

@@ -10,7 +10,7 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from optimum_memopt import MemOptError, MemOptTrainer, MemOptTrainingArguments, attach, optimize, run_summary
-from optimum_memopt.engines.base import ENGINES, engine_of
+from optimum_memopt.engines.base import engine_names, engine_of
 from tests.model_zoo import ZOO
 from tests.trainer_runs import ROWS, arguments, build, collate, distance, log_lines, make, rows, tables, weights
 
@@ -31,7 +31,7 @@ UNDER_PLANS = [
 CLOSE = 1e-5
 
 
-@pytest.fixture(params=ENGINES)
+@pytest.fixture(params=engine_names())
 def engine(request):
     return request.param
 

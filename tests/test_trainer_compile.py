@@ -10,8 +10,10 @@ from safetensors.torch import load_file
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, TrainingArguments
 
 from optimum_memopt import MemOptError, MemOptOptions, MemOptTrainingArguments, attach, optimize, run_summary
-from optimum_memopt.engines import base, ort
-from optimum_memopt.engines.base import engine_of
+from optimum_memopt.engines.auto import create
+from optimum_memopt.engines.base import choose_engines, engine_of
+from optimum_memopt.engines.ort import installed
+from optimum_memopt.options import resolve
 from tests.gradients import assert_bitwise_same_step
 from tests.model_zoo import ZOO
 from tests.trackers import numbers, tracked
@@ -67,7 +69,7 @@ def test_arguments_that_do_not_go_together(tmp_path, changes, message):
 def test_fsdp_by_accelerate_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(MemOptError, match="FSDP with the compile engine.*use DDP or ZeRO 0, 1, 2"):
-        engine = base.create(MemOptOptions(memory_opt_engine="compile"))
+        engine = create(resolve(MemOptOptions(memory_opt_engine="compile")))
         engine.check_arguments(arguments(TrainingArguments, tmp_path))
 
 
@@ -76,9 +78,9 @@ def test_counts_and_offload_are_no_errors_of_the_command_line(tmp_path):
 
 
 def test_auto_takes_it_where_onnx_runtime_is_not_installed(tmp_path, monkeypatch):
-    monkeypatch.setattr(ort, "missing", lambda: "onnxruntime-training is not installed")
-    assert base.resolve("auto") == (
-        "compile",
+    monkeypatch.setattr(installed, "missing", lambda: "onnxruntime-training is not installed")
+    assert choose_engines("auto") == (
+        ("compile",),
         "auto: the first engine that works here; ort: onnxruntime-training is not installed",
     )
     model = build("gpt2")

@@ -5,14 +5,14 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from optimum_memopt import MemOptError, MemOptOptions, MemOptTrainer, MemOptTrainingArguments, attach, optimize
-from optimum_memopt.engines.base import ENGINES, engine_of
+from optimum_memopt.engines.base import engine_names, engine_of
 from tests.trainer_runs import arguments, build, collate, distance, log_lines, make, rows, tables, weights
 
 NAME = "roberta-classification"
 CLOSE = 1e-5
 
 
-@pytest.fixture(params=ENGINES)
+@pytest.fixture(params=engine_names())
 def engine(request):
     return request.param
 

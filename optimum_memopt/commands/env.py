@@ -3,7 +3,6 @@
 Nothing heavy is imported before `run()`: optimum imports this module whenever any of its commands starts.
 """
 
-import importlib
 import json
 import platform
 import sys
@@ -26,40 +25,40 @@ class EnvCommand(BaseOptimumCLICommand):
         parser.add_argument(
             "--build",
             action="store_true",
-            help="Build the two torch extensions of onnxruntime-training into the user's cache (1 to 3 minutes).",
+            help="Build the C++ extensions that engines can use into the user's cache (1 to 3 minutes).",
         )
         parser.add_argument("--json", action="store_true", help="Print JSON instead of tables.")
 
     def run(self) -> None:
-        from optimum_memopt.engines.base import ENGINES
+        from optimum_memopt.engines.base import engine_names, factory
         from optimum_memopt.errors import MemOptError
 
+        factories = [factory(name) for name in engine_names()]
         if self.args.build:
-            from optimum_memopt.engines.ort import extensions
-
             try:
-                extensions.build()
+                for engine in factories:
+                    engine.build()
             except MemOptError as error:
                 sys.exit(f"error: {error}")
-        reports = [importlib.import_module(f"{module}.environment").report() for module in ENGINES.values()]
+        reports = [engine.environment_report() for engine in factories]
         versions = installed(reports)
         if self.args.json:
-            found = {
+            report = {
                 "installed": versions,
                 "works": [asdict(ability) for report in reports for ability in report.abilities],
                 "extensions": {name: path for report in reports for name, path in report.built.items()},
                 "advice": advice(reports),
             }
-            print(json.dumps(found, indent=2))
+            print(json.dumps(report, indent=2))
         else:
             print(to_text(versions, reports))
 
 
 def installed(reports: "Sequence[Report]") -> dict[str, str | None]:
     """Versions by name, None for what is not installed."""
-    from optimum_memopt.engines.base import installed_version
+    from optimum_memopt.installed import installed_version
 
-    versions = {name: found and found[1] for name in LIBRARIES for found in [installed_version((name,))]}
+    versions = {name: version and version[1] for name in LIBRARIES for version in [installed_version((name,))]}
     own = {name: version for report in reports for name, version in report.installed.items()}
     return {"python": platform.python_version(), **versions, "CUDA (of torch)": _cuda(), **own}
 
@@ -74,11 +73,11 @@ def _cuda() -> str | None:
 
 def advice(reports: "Sequence[Report]") -> list[str]:
     """When to take which engine, and what `auto` takes."""
-    from optimum_memopt.engines import base
+    from optimum_memopt.engines.base import AUTO, choose_engines
     from optimum_memopt.errors import MemOptError
 
     try:
-        name, reason = base.resolve("auto")
+        (name, *_), reason = choose_engines(AUTO)
         default = f"--memory_opt_engine auto takes {name} ({reason})"
     except MemOptError as error:
         default = str(error)

@@ -70,7 +70,7 @@ def _case(args: Any) -> Any:
     Raises:
         MemOptError: one line.
     """
-    from optimum_memopt.engines import base
+    from optimum_memopt.engines.base import choose_engines, engine_names, factory
     from optimum_memopt.errors import MemOptError, path_excerpt
     from optimum_memopt.measure.measure_case import Case
     from optimum_memopt.measure.workload import Workload
@@ -101,24 +101,27 @@ def _case(args: Any) -> Any:
     except MemOptError as error:
         # The same options have shorter names here.
         raise MemOptError(str(error).replace("--memory_opt_", "--")) from error
-    predicts = base.resolve(args.engine)[0] == "compile" and not args.measure
+    (name, *_), _ = choose_engines(args.engine)
+    predicts = factory(name).predicts and not args.measure
     if args.symbolic and not predicts:
-        raise MemOptError("--symbolic is for predictions of the compile engine; leave it out")
+        predicting = ", ".join(name for name in engine_names() if factory(name).predicts)
+        raise MemOptError(f"--symbolic is for predictions of the {predicting} engine; leave it out")
     if args.steps is not None and predicts:
         raise MemOptError(
-            f"--steps {args.steps}: the compile engine predicts without a step; leave it out, or add --measure"
+            f"--steps {args.steps}: the {name} engine predicts without a step; leave it out, or add --measure"
         )
     return Case(workload, options, steps=args.steps or 2)
 
 
 def _table(args: Any) -> tuple[dict[str, Any], str, str]:
     """One measurement, or one prediction: report, text, and the config of the plans that are on."""
-    from optimum_memopt.engines import base
+    from optimum_memopt.engines.base import choose_engines, factory
     from optimum_memopt.measure.measure_case import spawn
 
     case = _case(args)
-    if base.resolve(args.engine)[0] == "compile":
-        return _foreseen(case, args.symbolic)
+    (name, *_), _ = choose_engines(args.engine)
+    if factory(name).predicts:
+        return _foreseen(case, name, args.symbolic)
     found = spawn(case)
     _say_once(found.remarks)
     report = {
@@ -131,13 +134,13 @@ def _table(args: Any) -> tuple[dict[str, Any], str, str]:
     return report, f"{found.table.to_text()}\n{line}", ",".join(sorted(found.applied))
 
 
-def _foreseen(case: Any, symbolic: bool) -> tuple[dict[str, Any], str, str]:
-    from optimum_memopt.engines.base import Selection
-    from optimum_memopt.measure.estimate import estimate
+def _foreseen(case: Any, engine: str, symbolic: bool) -> tuple[dict[str, Any], str, str]:
+    from optimum_memopt.engines.base import Selection, factory
     from optimum_memopt.options import MemOptOptions
 
     options = MemOptOptions(**case.options)
-    found = estimate(case.workload, Selection(options.plan_config, options.memory_opt_level), symbolic)
+    selection = Selection(options.plan_config, options.memory_opt_level)
+    found = factory(engine).estimate(case.workload, selection, symbolic)
     return found.to_dict(), found.to_text(), ",".join(plan.config for plan in found.table.enabled)
 
 

@@ -1,25 +1,24 @@
-"""Sees to it that all ranks train under the same plan with the same software, before the first gradient is averaged.
+"""Checks that all ranks train under the same plan with the same software, before the first gradient is averaged.
 
-Ranks that differ do train: DDP and ZeRO average whatever they are given. So a node with another ONNX Runtime, or with
-another variable in its environment, would go unnoticed.
+Ranks that differ do train: DDP and ZeRO average whatever they are given. So a node with another version of an engine,
+or with another variable in its environment, would go unnoticed.
 """
 
 import dataclasses
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed
 
-from optimum_memopt.engines.base import installed_version
-from optimum_memopt.engines.ort import DISTRIBUTIONS
+from optimum_memopt.engines.base import factory, registrations
 from optimum_memopt.errors import MemOptError
+from optimum_memopt.installed import installed_version
 from optimum_memopt.options import MemOptOptions
 from optimum_memopt.plans.table import PlanTable
 
-_SOFTWARE = (("optimum-memopt",), ("torch",), ("transformers",), DISTRIBUTIONS)
+_SOFTWARE = ("optimum-memopt", "torch", "transformers")
 # What may differ from rank to rank: where things lie, and what is shown.
 _OWN_OPTIONS = frozenset(
     {
@@ -28,11 +27,8 @@ _OWN_OPTIONS = frozenset(
         "memory_opt_log_file",
         "log_input_density",
         "log_memory_phases",
-        "ort_cache_dir",
-        "ort_save_onnx",
     }
 )
-_OWN_VARIABLES = frozenset({"ORTMODULE_CACHE_DIR"})
 _FAILURE = "failure"
 _ABSENT = "nothing"
 
@@ -42,29 +38,23 @@ def facts(engine: str, options: MemOptOptions, table: PlanTable | None) -> dict[
 
     Of the table that is what each row is and whether it is on. Bytes, formulas and the order of the rows come from the
     first batch, which is another one on each rank.
-
-    Raises:
-        ConfigError: the config file has become unreadable since the run began.
     """
-    names = [field.name for field in dataclasses.fields(MemOptOptions) if field.name not in _OWN_OPTIONS]
+    own = _OWN_OPTIONS.union(*(registration.per_rank for registration in registrations()))
+    names = [field.name for field in dataclasses.fields(MemOptOptions) if field.name not in own]
     chosen = {f"--{name}": str(getattr(options, name)) for name in names}
     # As it was read: files of one name may differ on two nodes, and files of two names may say the same.
     chosen["--memory_opt_config"] = str(options.plan_config)
-    versions = (installed_version(distributions) for distributions in _SOFTWARE)
-    variables = {
-        f"{name} in the environment": value
-        for name, value in os.environ.items()
-        if name.startswith("ORTMODULE_") and name not in _OWN_VARIABLES
-    }
+    versions = (installed_version((distribution,)) for distribution in _SOFTWARE)
+    of_engines = (factory(registration.name).version_facts() for registration in registrations())
     rows = {
         f"plan {plan.config}": f"{plan.frequency} occurrences, {plan.applied_count} applied"
         for plan in (table.plans if table is not None else ())
     }
     return {
         "engine": engine,
-        **{f"version of {found[0]}": found[1] for found in versions if found},
+        **{f"version of {version[0]}": version[1] for version in versions if version},
+        **{name: value for facts_of_engine in of_engines for name, value in facts_of_engine.items()},
         **chosen,
-        **variables,
         **rows,
     }
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from optimum_memopt.engines import base, in_place
-from optimum_memopt.engines.base import Engine, Selection
+from optimum_memopt.engines.base import Engine, Selection, Smoothing, factory, note_engine
+from optimum_memopt.engines.forward_patch import TrainForward, training_forward
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
 from optimum_memopt.logs import get_logger
 from optimum_memopt.plans.table import PlanTable
@@ -17,17 +17,40 @@ from optimum_memopt.plans.table import PlanTable
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
+    from optimum_memopt.options import Resolved
+
+
+def create(resolved: "Resolved") -> Engine:
+    """The engine that was decided on, not yet attached; with one that takes over if there is one. Logs nothing."""
+    engine = _create(resolved)
+    if (following := resolved.then) is None:
+        return engine
+
+    def create_second(selection: Selection) -> Engine:
+        second = _create(following)
+        # As the first one read it, which may know more places than the options.
+        second.apply(selection)
+        return second
+
+    return AutoEngine(engine, create_second, resolved.given)
+
+
+def _create(resolved: "Resolved") -> Engine:
+    engine = factory(resolved.engine).create(resolved.options, resolved.selection)
+    engine.reason = resolved.reason
+    return engine
+
 
 class AutoEngine:
-    """Trains through one engine, and through another one from the moment on that the first cannot.
+    """Trains with one engine, and with another one as soon as the first turns out unable to.
 
-    The moment may be a training forward, in most cases the first. Its inputs are then given to the second engine with
-    random generators and buffers as they were, so that the run is the second engine's from the beginning.
+    That may be in a training forward, in most cases the first. The second engine then runs the same inputs, with
+    random generators and buffers restored, so that the run is the second engine's from the beginning.
 
     Args:
         first: the engine to try.
         create_second: makes the other one with these plans.
-        unused: options that the other one does not read, for the line that says so.
+        unused: flags that the other one does not read, for the line that says so.
     """
 
     def __init__(
@@ -37,8 +60,8 @@ class AutoEngine:
         self._create_second: Callable[[Selection], Engine] | None = create_second
         self._unused = f" ({', '.join(unused)} not used)" if unused else ""
         self._model: torch.nn.Module | None = None
-        self._train_by_first: in_place.TrainForward | None = None
-        self._smoothing: Any = None
+        self._train_by_first: TrainForward | None = None
+        self._smoothing: Smoothing | None = None
 
     @property
     def name(self) -> str:
@@ -81,12 +104,12 @@ class AutoEngine:
             self._go_on_with_second(error.why)
             get_logger().info(self._line)
             self._current.attach(model)
-        base.register(model, self, instead_of=self._current)
+        note_engine(model, self, instead_of=self._current)
         self._model = model
-        training_forward = in_place.training_forward(model)
-        if self._create_second is not None and training_forward.train != self._train_forward:
-            self._train_by_first = training_forward.train
-            training_forward.train = self._train_forward
+        patch = training_forward(model)
+        if self._create_second is not None and patch.train != self._train_forward:
+            self._train_by_first = patch.train
+            patch.train = self._train_forward
 
     def suspend(self) -> None:
         self._current.suspend()
@@ -107,7 +130,7 @@ class AutoEngine:
     def apply(self, selection: Selection) -> None:
         self._current.apply(selection)
 
-    def smooth_labels(self, smoothing: Any) -> bool:
+    def smooth_labels(self, smoothing: Smoothing | None) -> bool:
         """See `Engine.smooth_labels`."""
         self._smoothing = smoothing
         return self._current.smooth_labels(smoothing)
@@ -126,9 +149,9 @@ class AutoEngine:
         self._go_on_with_second(why)
         get_logger().info(self._line)
         self._current.attach(model)
-        base.register(model, self, instead_of=self._current)
+        note_engine(model, self, instead_of=self._current)
         before.restore(model)
-        train = in_place.training_forward(model).train
+        train = training_forward(model).train
         return (smoothing.around(train) if smoothing is not None else train)(*args, **kwargs)
 
     def _go_on_with_second(self, why: str) -> None:
@@ -170,8 +193,7 @@ class _State:
             tuple(
                 (module, name, buffer, buffer.detach().clone())
                 for module in (model.modules() if with_buffers else ())
-                for name, buffer in module._buffers.items()
-                if buffer is not None
+                for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
             ),
         )
 
@@ -183,4 +205,4 @@ class _State:
             torch.cuda.set_rng_state(self.cuda, next(model.parameters()).device)
         with torch.no_grad():
             for module, name, buffer, values in self.buffers:
-                module._buffers[name] = buffer.copy_(values)
+                setattr(module, name, buffer.copy_(values))

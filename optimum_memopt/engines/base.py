@@ -1,24 +1,28 @@
-"""What an engine is, and which one a model has. A new engine is a new package and a line in `ENGINES`."""
+"""What an engine is, which engines there are, and which one a model has.
 
-import importlib
-import importlib.metadata
+A new engine is a folder beside this file whose `__init__` ends in `register_engine`; nothing else names it.
+"""
+
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from optimum_memopt.engines.environment import Report
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.plans.grammar import PlanConfig
 from optimum_memopt.plans.table import PlanTable
 
 if TYPE_CHECKING:
-    from transformers import TrainingArguments
+    from transformers import Trainer, TrainingArguments
 
-# Name of the flag's value to the module that offers `create(options) -> Engine` and `missing() -> str` (empty: usable
-# here) and `declines(options) -> str` (empty: does what they ask for), in the order in which `auto` tries them.
-ENGINES = {"ort": "optimum_memopt.engines.ort", "compile": "optimum_memopt.engines.compile"}
+    from optimum_memopt.measure.workload import Workload
+    from optimum_memopt.options import MemOptOptions
+
+AUTO = "auto"
 
 
 @dataclass(frozen=True)
@@ -33,13 +37,20 @@ class Selection:
     strict: bool = True
 
 
+class Smoothing(Protocol):
+    """Label smoothing as a part of the training forward."""
+
+    def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """`forward` with the smoothed loss in its outputs."""
+
+
 class Engine(Protocol):
     """Trains a model, in place, under a memory plan.
 
     Attributes:
-        name: a key of `ENGINES`.
-        reason: why this engine and no other.
-        backward_from_loss_only: asked at each training forward: whether its caller goes back from the loss alone.
+        name: as it is registered.
+        reason: why this engine trains the model.
+        backward_from_loss_only: asked at each training forward: whether the caller only calls backward() on the loss.
     """
 
     name: str
@@ -57,12 +68,12 @@ class Engine(Protocol):
         """Take over the model's training forward. Raises MemOptError for what the engine cannot train."""
 
     def suspend(self) -> None:
-        """Give the model back as it was. What was compiled for it is kept for the next `attach`, as are the plans."""
+        """Restore the model. What was compiled for it is kept for the next `attach`, as are the plans."""
 
     def detach(self) -> None:
-        """Give the model back as it was and forget it; without effect when nothing is attached."""
+        """Restore the model and free what was compiled for it; without effect when nothing is attached."""
 
-    def smooth_labels(self, smoothing: Any) -> bool:
+    def smooth_labels(self, smoothing: "Smoothing | None") -> bool:
         """Return the smoothed loss from training forwards with labels, from now on; False: this engine does not."""
 
     def plans(self) -> PlanTable | None:
@@ -82,6 +93,223 @@ class Engine(Protocol):
         """Choose other plans; takes effect with the next training forward."""
 
 
+class Estimate(Protocol):
+    """What a training step is predicted to hold, without running it."""
+
+    @property
+    def table(self) -> PlanTable:
+        """The plan table of the traced graph."""
+
+    def to_text(self) -> str:
+        """For a terminal."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+
+
+class EngineFactory:
+    """What can be asked of an engine that has no model yet. The defaults are those of an engine without needs.
+
+    Attributes:
+        predicts: has `estimate`.
+        options_to_measure: options under which a model that the engine cannot train ends in an error, so that nothing
+            else is measured in its place.
+    """
+
+    predicts = False
+    options_to_measure: Mapping[str, Any] = {}
+
+    def missing(self) -> str:
+        """Why this engine cannot work here and how to get it; empty when it can."""
+        return ""
+
+    def declines(self, options: "MemOptOptions") -> str:
+        """Why `auto` passes this engine over for these options; empty when it does not."""
+        return ""
+
+    def check_options(self, options: "MemOptOptions") -> None:
+        """Refuse what cannot work on this machine, before a model or data is loaded. Raises MemOptError."""
+
+    def in_force(
+        self, options: "MemOptOptions", environ: Mapping[str, str]
+    ) -> tuple["MemOptOptions", tuple[str, ...]]:
+        """The options as this engine's own environment variables change them, and a line for each variable.
+
+        Args:
+            options: left as they are.
+            environ: like `os.environ`.
+
+        Raises:
+            MemOptError: a variable has a value that is not allowed.
+        """
+        return options, ()
+
+    def create(self, options: "MemOptOptions", selection: Selection) -> Engine:
+        """An engine, not yet attached; logs nothing.
+
+        Args:
+            options: as `in_force` returned them.
+
+        Raises:
+            MemOptError: the engine cannot do what is selected.
+        """
+        raise NotImplementedError
+
+    def prepare_trainer(self, trainer: "Trainer", engine: Engine, options: "MemOptOptions") -> None:
+        """Put what this engine's options ask for into a Trainer. Called for all engines, whichever trains.
+
+        Args:
+            engine: the one that trains.
+
+        Raises:
+            MemOptError: the options do not go with this Trainer, which is left as it was.
+        """
+
+    def environment_report(self) -> Report:
+        """What this engine finds on this machine; compiles nothing."""
+        return Report({}, ())
+
+    def build(self) -> None:
+        """Build what this engine can compile for itself ahead of use. Raises MemOptError."""
+
+    def estimate(self, workload: "Workload", selection: Selection, symbolic: bool) -> Estimate:
+        """Predict a training step without running it; only where `predicts`.
+
+        Args:
+            symbolic: sizes stay symbols, so that savings are formulas.
+
+        Raises:
+            MemOptError: bad sizes or plans, or a model that cannot be traced without data.
+        """
+        raise NotImplementedError
+
+    def version_facts(self) -> dict[str, str]:
+        """What must be the same on all ranks beside the options: versions, environment variables."""
+        return {}
+
+
+@dataclass(frozen=True)
+class Registration:
+    """See `register_engine`."""
+
+    name: str
+    options: type
+    load: Callable[[], EngineFactory]
+    summary: str
+    order: int
+    for_any_engine: frozenset[str]
+    need_trainer: frozenset[str]
+    per_rank: frozenset[str]
+
+
+_registrations: dict[str, Registration] = {}
+
+
+def register_engine(
+    name: str,
+    *,
+    options: type,
+    load: Callable[[], EngineFactory],
+    summary: str,
+    order: int = 100,
+    for_any_engine: frozenset[str] = frozenset(),
+    need_trainer: frozenset[str] = frozenset(),
+    per_rank: frozenset[str] = frozenset(),
+) -> None:
+    """Make an engine known: its flags, its name as a value of `--memory_opt_engine`, its turn in `auto`.
+
+    Args:
+        options: a dataclass of the engine's flags, all with defaults and with names that no other engine has.
+        load: imports the engine's code; called when it is first needed.
+        summary: a few words for the help of `--memory_opt_engine`.
+        order: `auto` tries the lowest first; flags of the lowest come last in `--help`.
+        for_any_engine: options that also count while another engine trains.
+        need_trainer: options that `optimize` has no use for.
+        per_rank: options that may differ from rank to rank.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    if name in _registrations or name == AUTO:
+        raise ValueError(f"there is an engine {name} already")
+    registration = Registration(name, options, load, summary, order, for_any_engine, need_trainer, per_rank)
+    _registrations[name] = registration
+
+
+def registrations() -> tuple[Registration, ...]:
+    """All engines, in the order in which `auto` tries them."""
+    return tuple(sorted(_registrations.values(), key=lambda registration: registration.order))
+
+
+def engine_names() -> tuple[str, ...]:
+    """Values of `--memory_opt_engine` beside `auto`, in the order in which `auto` tries them."""
+    return tuple(registration.name for registration in registrations())
+
+
+@lru_cache
+def factory(name: str) -> EngineFactory:
+    """The factory of a registered engine.
+
+    Raises:
+        MemOptError: no such engine.
+    """
+    if name not in _registrations:
+        raise MemOptError(f"memory_opt_engine {name!r}: allowed are {', '.join((AUTO, *engine_names()))}")
+    return _registrations[name].load()
+
+
+def choose_engines(name: str, options: "MemOptOptions | None" = None) -> tuple[tuple[str, ...], str]:
+    """The engine for a value of `--memory_opt_engine`, behind it those that could take over, and why it is the first.
+
+    Args:
+        name: `auto`, or a registered name.
+        options: what the engines are to do; None: anything.
+
+    Raises:
+        MemOptError: no such engine, or none that works on this machine.
+    """
+    if name != AUTO:
+        if missing := factory(name).missing():
+            raise MemOptError(f"memory_opt_engine {name}: {missing}")
+        return (name,), "asked for"
+    names, reasons = [], []
+    for candidate in engine_names():
+        engine = factory(candidate)
+        if reason := engine.missing() or (options is not None and engine.declines(options)):
+            reasons.append(f"{candidate}: {reason}")
+        else:
+            names.append(candidate)
+    if not names:
+        raise MemOptError(f"memory_opt_engine auto: no engine works here: {'; '.join(reasons)}")
+    return tuple(names), "; ".join(["auto: the first engine that works here", *reasons])
+
+
+def given_flags(options: Any, name: str) -> list[str]:
+    """Flags of the engine `name` alone whose value is not the default, in the order of its fields."""
+    registration = _registrations[name]
+    # Of the object's own class: a subclass may have other defaults (the examples' `TrainingArguments`).
+    defaults = {field.name: field.default for field in fields(options)}
+    return [
+        f"--{field.name}"
+        for field in fields(registration.options)
+        if field.name not in registration.for_any_engine and getattr(options, field.name) != defaults[field.name]
+    ]
+
+
+def check_flags_of_others(options: Any, name: str) -> None:
+    """Refuse flags that the engine `name` would not read.
+
+    Raises:
+        MemOptError: one line that names them.
+    """
+    for other in engine_names():
+        if other != name and (given := given_flags(options, other)):
+            raise MemOptError(
+                f"{', '.join(given)} with the {name} engine: only the {other} engine reads "
+                f"{'it' if len(given) == 1 else 'them'}; leave out, or give --memory_opt_engine {other}"
+            )
+
+
 # Weak both ways, since an engine refers to its model; what it puts on the model keeps it alive, this keeps neither.
 _engines: "weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Engine]]" = weakref.WeakKeyDictionary()
 
@@ -92,99 +320,24 @@ def engine_of(model: torch.nn.Module) -> Engine | None:
     return held() if held is not None else None
 
 
-def register(model: torch.nn.Module, engine: Engine, instead_of: Engine | None = None) -> None:
-    """Note that `engine` holds `model`.
+def note_engine(model: torch.nn.Module, engine: Engine, instead_of: Engine | None = None) -> None:
+    """Note that `engine` is attached to `model`.
 
     Args:
         instead_of: an engine that does its work through `engine` from now on.
 
     Raises:
-        MemOptError: another engine does already.
+        MemOptError: another engine is attached already.
     """
     holder = engine_of(model)
     if holder is not None and holder not in (engine, instead_of):
         raise MemOptError(
-            f"{type(model).__name__} already has the {holder.name} engine attached; give it back first: detach() of "
-            "what optimize() returned, or trainer.memopt.detach() of the Trainer that is training it"
+            f"{type(model).__name__} already has the {holder.name} engine attached; detach it first: detach() of what "
+            "optimize() returned, or trainer.memopt.detach() of the Trainer that is training it"
         )
     _engines[model] = weakref.ref(engine)
 
 
-def unregister(model: torch.nn.Module) -> None:
+def forget_engine(model: torch.nn.Module) -> None:
+    """Note that no engine is attached to `model`."""
     _engines.pop(model, None)
-
-
-def resolve(name: str) -> tuple[str, str]:
-    """The engine for a flag value, and why.
-
-    Args:
-        name: `auto` or a key of `ENGINES`.
-
-    Raises:
-        MemOptError: no such engine, or none that works on this machine.
-    """
-    if name == "auto":
-        (first, *_), reason = _usable()
-        return first, reason
-    if name not in ENGINES:
-        raise MemOptError(f"memory_opt_engine {name!r}: allowed are auto, {', '.join(ENGINES)}")
-    if missing := _module(name).missing():
-        raise MemOptError(f"memory_opt_engine {name}: {missing}")
-    return name, "asked for"
-
-
-def _usable(options: Any = None) -> tuple[list[str], str]:
-    """The engines that work here and do what is asked for, in their order, and why the first of them is the first."""
-    names, reasons = [], []
-    for name in ENGINES:
-        module = _module(name)
-        if reason := module.missing() or (options is not None and module.declines(options)):
-            reasons.append(f"{name}: {reason}")
-        else:
-            names.append(name)
-    if not names:
-        raise MemOptError(f"memory_opt_engine auto: no engine works here: {'; '.join(reasons)}")
-    return names, "; ".join(["auto: the first engine that works here", *reasons])
-
-
-def _module(name: str) -> Any:
-    return importlib.import_module(ENGINES[name])
-
-
-def create(options: Any) -> Engine:
-    """The engine that `options` name, not yet attached.
-
-    Args:
-        options: a `MemOptOptions`, which is checked against `ENGINES` and so stands above this module.
-
-    Raises:
-        MemOptError: it cannot work on this machine, or an option is of another engine only.
-    """
-    if options.memory_opt_engine != "auto":
-        (name, reason), others = resolve(options.memory_opt_engine), []
-    else:
-        (name, *others), reason = _usable(options)
-    options.check_engine(name)
-    engine: Engine = _module(name).create(options)
-    engine.reason = reason
-    if not others:
-        return engine
-    from optimum_memopt.engines.auto import AutoEngine
-
-    def create_second(selection: Selection) -> Engine:
-        second: Engine = _module(others[0]).create(options)
-        # As the first one read it, which may know more places than the options.
-        second.apply(selection)
-        return second
-
-    return AutoEngine(engine, create_second, options.given_for_ort())
-
-
-def installed_version(distributions: Sequence[str]) -> tuple[str, str] | None:
-    """Name and version of the first of these distributions that is installed; nothing is imported."""
-    for distribution in distributions:
-        try:
-            return distribution, importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None

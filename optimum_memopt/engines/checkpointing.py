@@ -35,7 +35,7 @@ class Checkpointing:
         return any(module.gradient_checkpointing for module in self._able)
 
     def switch_off(self) -> None:
-        """Until `give_back`."""
+        """Until `restore`."""
         for module in self._able:
             if module.gradient_checkpointing:
                 module.gradient_checkpointing = False
@@ -44,11 +44,11 @@ class Checkpointing:
             hooks = module._forward_hooks
             for key, hook in tuple(hooks.items()):
                 if getattr(hook, "__name__", "") in _INPUT_GRADIENT_HOOKS:
-                    # A handle's remove() finds the hook by its key, also after `give_back`.
+                    # A handle's remove() finds the hook by its key, also after `restore`.
                     self._hooks.append((hooks, key, hooks.pop(key)))
 
-    def give_back(self) -> None:
-        """Put back what `switch_off` has taken."""
+    def restore(self) -> None:
+        """Undo `switch_off`."""
         for module in self._switched_off:
             module.gradient_checkpointing = True
         for hooks, key, hook in self._hooks:

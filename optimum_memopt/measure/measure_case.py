@@ -122,7 +122,7 @@ def measure(case: Case) -> Measurement:
     import torch
 
     import optimum_memopt
-    from optimum_memopt.engines import base
+    from optimum_memopt.engines.base import AUTO, factory
     from optimum_memopt.memory import malloc
     from optimum_memopt.memory.peak_monitor import PeakMonitor
 
@@ -137,8 +137,8 @@ def measure(case: Case) -> Measurement:
         os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(128 * 1024))
     engine = None
     if case.options is not None:
-        name, _ = base.resolve(case.options.get("memory_opt_engine", "auto"))
-        own = {"ort_fallback": False} if name == "ort" else {}
+        name = case.options.get("memory_opt_engine", AUTO)
+        own = {} if name == AUTO else factory(name).options_to_measure
         engine = optimum_memopt.optimize(model, **{"memory_opt_log_level": "warning", **own, **case.options})
     if case.tuned_malloc and engine is None:
         malloc.give_back_freed_memory()

@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from optimum_memopt.engines.base import installed_version
 from optimum_memopt.errors import MemOptError
+from optimum_memopt.installed import installed_version
 from optimum_memopt.logs import get_logger
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainingArguments
 
 FLAG = "--memory_opt_optim"
-_FUSED_OPS = "onnxruntime.training.ortmodule.torch_cpp_extensions.fused_ops"
 
 
 @dataclass(frozen=True)
@@ -30,10 +29,12 @@ class Provider:
     Attributes:
         missing: why it cannot run on this device type and the way out, empty when it can.
         load: the class, and the arguments that make it torch's AdamW (decoupled weight decay).
+        needs: for the flag's help, as `CUDA`; empty: nothing.
     """
 
     missing: Callable[[str], str]
     load: Callable[[], tuple[type[torch.optim.Optimizer], dict[str, Any]]]
+    needs: str = ""
 
 
 def check(name: str, trainer: "Trainer") -> None:
@@ -125,38 +126,6 @@ def _step_device(trainer: "Trainer") -> str:
     return "cpu" if _offloads(deepspeed_config(trainer)) else trainer.args.device.type
 
 
-def _ort_missing(device: str) -> str:
-    from optimum_memopt.engines.ort import missing
-
-    if reason := missing():
-        return reason
-    if device != "cuda":
-        return f"ONNX Runtime's FusedAdam runs on CUDA only, this run is on {device}; use torch_fused_adamw"
-    if not has_fused_ops():
-        return (
-            "ONNX Runtime's FusedAdam needs its torch extension fused_ops, which is not built here; use "
-            "deepspeed_fused_adam or torch_fused_adamw"
-        )
-    return ""
-
-
-def has_fused_ops() -> bool:
-    """Whether ONNX Runtime's CUDA extension for FusedAdam and FP16_Optimizer is built. Imports onnxruntime."""
-    from optimum_memopt.engines.ort import compat
-
-    compat.load()
-    return importlib.util.find_spec(_FUSED_OPS) is not None
-
-
-def _ort_load() -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    from optimum_memopt.engines.ort import compat
-
-    compat.load()
-    optim = importlib.import_module("onnxruntime.training.optim")
-    # Its default is the AdamW that transformers once had, which decays after the step.
-    return optim.FusedAdam, {"adam_w_mode": optim.AdamWMode.ADAMW_TORCH}
-
-
 def _deepspeed_missing(device: str, builder: str, needs_cpu: bool) -> str:
     if installed_version(("deepspeed",)) is None:
         return "deepspeed is not installed; pip install 'optimum-memopt[deepspeed]', or use torch_fused_adamw"
@@ -203,7 +172,6 @@ def _torch_missing(device: str) -> str:
 
 
 OPTIMIZERS = {
-    "ort_fused_adam": Provider(_ort_missing, _ort_load),
     "deepspeed_fused_adam": Provider(
         lambda device: _deepspeed_missing(device, "FusedAdamBuilder", needs_cpu=False),
         lambda: _deepspeed_load("FusedAdam", "adam_w_mode"),
@@ -211,6 +179,18 @@ OPTIMIZERS = {
     "deepspeed_cpu_adam": Provider(
         lambda device: _deepspeed_missing(device, "CPUAdamBuilder", needs_cpu=True),
         lambda: _deepspeed_load("DeepSpeedCPUAdam", "adamw_mode"),
+        needs="the CPU or DeepSpeed's offload",
     ),
     "torch_fused_adamw": Provider(_torch_missing, lambda: (torch.optim.AdamW, {"fused": True})),
 }
+
+
+def register_optimizer(name: str, provider: Provider) -> None:
+    """Make a value of the flag known, before `optimum_memopt.options` is imported.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    if name in OPTIMIZERS:
+        raise ValueError(f"there is an optimizer {name} already")
+    OPTIMIZERS[name] = provider

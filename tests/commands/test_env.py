@@ -12,7 +12,7 @@ import pytest
 
 from optimum_memopt import MemOptError
 from optimum_memopt.commands.env import EnvCommand
-from optimum_memopt.engines import base, ort
+from optimum_memopt.engines import ort
 from optimum_memopt.engines.compile.backend import check_compiler
 from optimum_memopt.engines.ort import extensions, missing
 from optimum_memopt.engines.ort.environment import clash, install_command
@@ -142,8 +142,7 @@ def in_this_process(capsys, *arguments: str) -> str:
 
 
 def test_the_compile_engine_is_there_without_onnxruntime_and_recommended(monkeypatch, capsys):
-    monkeypatch.setattr(base, "installed_version", lambda names: None)
-    monkeypatch.setattr(ort, "installed_version", lambda names: None)
+    monkeypatch.setattr(ort.installed, "installed_version", lambda names: None)
     report = json.loads(in_this_process(capsys, "--json"))
     abilities = works(report)
     assert not abilities["ort engine"]["works"]

@@ -6,8 +6,8 @@ import pytest
 
 from optimum_memopt import MemOptError, MemOptOptions, Plan, PlanTable
 from optimum_memopt.distributed.rank_consistency import describe_difference, digest, facts, failure
-from optimum_memopt.engines.base import installed_version
 from optimum_memopt.engines.ort import DISTRIBUTIONS
+from optimum_memopt.installed import installed_version
 
 PLAN = Plan("Gelu+:1:-1", 2, 1024, "8*inputs_input_ids_dim0", requested_count=-1, applied_count=2)
 OTHER = Plan("Dropout+:1:-1", 3, 512, "4*inputs_input_ids_dim0")

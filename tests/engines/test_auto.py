@@ -6,10 +6,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedConfig
 
 from optimum_memopt import MemOptError, MemOptOptions, optimize
-from optimum_memopt.engines import base
+from optimum_memopt.engines.auto import create
 from optimum_memopt.engines.base import Selection, engine_of
 from optimum_memopt.engines.ort import support_checks
 from optimum_memopt.errors import UnsupportedModelError
+from optimum_memopt.options import resolve
 from tests.model_zoo import ZOO
 from tests.trainer_runs import build, distance, log_lines, make, weights
 
@@ -112,9 +113,9 @@ def test_a_rank_that_has_trained_does_not_switch_alone():
     ids=str,
 )
 def test_what_only_the_other_engine_does_is_its_from_the_beginning(changes):
-    assert base.create(MemOptOptions(**changes)).name == "compile"
+    assert create(resolve(MemOptOptions(**changes))).name == "compile"
     with pytest.raises(MemOptError, match="--ort_arena with the compile engine"):
-        base.create(MemOptOptions(**changes, ort_arena=True))
+        resolve(MemOptOptions(**changes, ort_arena=True))
 
 
 def test_arguments_and_dtypes_of_the_other_engine(tmp_path):
@@ -166,7 +167,7 @@ def test_parameters_where_onnx_runtime_does_not_run():
 
 def test_an_explicit_engine_names_the_other_one():
     for fallback in (True, False):
-        engine = base.create(MemOptOptions(memory_opt_engine="ort", ort_fallback=fallback))
+        engine = create(resolve(MemOptOptions(memory_opt_engine="ort", ort_fallback=fallback)))
         model = NoGradient()
         engine.attach(model)
         batch = ZOO[NAME].batch()

@@ -11,8 +11,8 @@ from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from transformers.modeling_outputs import SequenceClassifierOutput as Output
 
 from optimum_memopt import optimize
-from optimum_memopt.engines import ort
 from optimum_memopt.engines.key_value_cache import without_key_value_cache
+from optimum_memopt.engines.ort import missing
 from tests.gradients import assert_same_step
 from tests.model_zoo import ZOO
 
@@ -52,7 +52,7 @@ class ByPosition(torch.nn.Module):
 @pytest.mark.parametrize("head", [Classifier, Passing])
 @pytest.mark.parametrize("engine", ["compile", "ort"])
 def test_a_head_of_ones_own_trains(head: type[Classifier], engine: str) -> None:
-    if engine == "ort" and (reason := ort.missing()):
+    if engine == "ort" and (reason := missing()):
         pytest.skip(reason)
     torch.manual_seed(0)
     model = head(ZOO["llama"].build().model)

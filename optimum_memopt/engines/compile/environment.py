@@ -2,10 +2,9 @@
 
 import torch
 
-from optimum_memopt.engines.base import installed_version
-from optimum_memopt.engines.compile import missing
 from optimum_memopt.engines.compile.backend import default_compiler, missing_for
 from optimum_memopt.engines.environment import Ability, Report
+from optimum_memopt.installed import installed_version
 
 _TRITONS = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-windows")
 
@@ -14,8 +13,6 @@ def report() -> Report:
     """Looks at what is installed; compiles nothing."""
     triton = installed_version(_TRITONS)
     installed = {"triton": triton and triton[1]}
-    if why := missing():
-        return Report(installed, (Ability("compile engine", False, why, "pip install -U torch"),))
     devices = ["cpu"]
     if (accelerator := torch.accelerator.current_accelerator(check_available=True)) is not None:
         devices.append(accelerator.type)

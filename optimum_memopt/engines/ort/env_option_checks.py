@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from optimum_memopt.engines.base import installed_version
 from optimum_memopt.engines.ort import extensions
 from optimum_memopt.engines.ort.env_options import NO_SKIP
 from optimum_memopt.errors import MemOptError, UnsupportedModelError, excerpt, path_excerpt
+from optimum_memopt.installed import installed_version
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments

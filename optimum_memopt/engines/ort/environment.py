@@ -4,10 +4,11 @@ from collections.abc import Mapping
 
 import torch
 
-from optimum_memopt.engines.base import installed_version
 from optimum_memopt.engines.environment import Ability, Report
-from optimum_memopt.engines.ort import compat, extensions, missing
+from optimum_memopt.engines.ort import compat, extensions
+from optimum_memopt.engines.ort.installed import missing
 from optimum_memopt.errors import MemOptError
+from optimum_memopt.installed import installed_version
 
 # All are imported as `onnxruntime` and write the same files; pip does not object to two of them.
 ONNXRUNTIMES = ("onnxruntime-training", "onnxruntime-training-cpu", "onnxruntime", "onnxruntime-gpu")

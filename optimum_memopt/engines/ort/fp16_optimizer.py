@@ -11,12 +11,12 @@ import warnings
 from typing import Any
 
 import torch
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from optimum_memopt.engines.ort import missing
+from optimum_memopt.engines.ort.fused_adam import has_fused_ops
+from optimum_memopt.engines.ort.installed import missing
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.logs import get_logger
-from optimum_memopt.training.optimizers import has_fused_ops
 
 FLAG = "--ort_fp16_optimizer"
 
@@ -29,6 +29,12 @@ def check() -> None:
     """
     if reason := missing():
         raise MemOptError(f"{FLAG}: {reason}")
+
+
+def add_callback(trainer: Trainer) -> None:
+    """Have `modify` applied when a run of this Trainer begins."""
+    if not any(isinstance(callback, Fp16OptimizerCallback) for callback in trainer.callback_handler.callbacks):
+        trainer.add_callback(Fp16OptimizerCallback())
 
 
 def modify(optimizer: torch.optim.Optimizer) -> str:

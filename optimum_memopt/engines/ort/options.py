@@ -11,6 +11,10 @@ from optimum_memopt.option_values import Numbers
 
 _OPSETS = Numbers(12, 20, "12 to 20, the opsets that ONNX Runtime 1.19 trains")
 CONV_SEARCHES = ("HEURISTIC", "EXHAUSTIVE")
+# See `register_engine`.
+FOR_ANY_ENGINE = frozenset({"ort_fp16_optimizer"})
+NEED_TRAINER = frozenset({"ort_fp16_optimizer"})
+PER_RANK = frozenset({"ort_cache_dir", "ort_save_onnx"})
 
 
 @dataclass
@@ -31,7 +35,7 @@ class OrtOptions:
         default=False,
         metadata={
             "help": "Let ONNX Runtime keep freed CPU memory in its arena: faster steps at up to a tenth more peak, "
-            "and what a plan saves is not given back to the rest of the process."
+            "and what a plan saves is not there for the rest of the process."
         },
     )
     ort_cache_dir: os.PathLike | str | None = field(
@@ -55,6 +59,13 @@ class OrtOptions:
         },
     )
 
+    ort_fp16_optimizer: bool = field(
+        default=False,
+        metadata={
+            "help": "Put ONNX Runtime's FP16_Optimizer around DeepSpeed's or Apex's fp16 optimizer, if it knows that "
+            "version, and say so if it does not."
+        },
+    )
     ort_custom_autograd: bool | None = field(
         default=None,
         metadata={
@@ -65,7 +76,7 @@ class OrtOptions:
     ort_mem_efficient_grad_mgmt: bool = field(
         default=False,
         metadata={
-            "help": "Hand each parameter its gradient as soon as it is there, instead of all at the end of backward: "
+            "help": "Accumulate each gradient as soon as it is computed, instead of all at the end of backward: "
             "a lower peak. Needs the torch extensions."
         },
     )

@@ -18,9 +18,7 @@ from typing import Any
 
 import torch
 
-from optimum_memopt.engines.base import installed_version
 from optimum_memopt.engines.ort import (
-    DISTRIBUTIONS,
     allocator,
     compat,
     env_option_patches,
@@ -35,9 +33,11 @@ from optimum_memopt.engines.ort.export_watch import side_effects_refused
 from optimum_memopt.engines.ort.failures import out_of_memory_as_torch_says_it
 from optimum_memopt.engines.ort.gather_indices import expand_indices_again
 from optimum_memopt.engines.ort.index_checks import IndexCheck, as_index_error, check_indices
+from optimum_memopt.engines.ort.installed import DISTRIBUTIONS
 from optimum_memopt.engines.ort.options import OrtOptions
 from optimum_memopt.engines.ort.padding import keep_padding_rows
 from optimum_memopt.errors import MemOptError
+from optimum_memopt.installed import installed_version
 from optimum_memopt.progress import Progress, announced
 
 # Beginning of every forward, end of its backward: the two ends of a pair (`Phase` in _runtime_inspector.py).

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from optimum_memopt.engines import in_place
-from optimum_memopt.engines.base import installed_version
-from optimum_memopt.engines.ort import DISTRIBUTIONS, compat
+from optimum_memopt.engines.ort import compat
+from optimum_memopt.engines.ort.installed import DISTRIBUTIONS
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
+from optimum_memopt.installed import installed_version
 from optimum_memopt.logs import get_logger
 
 # Names of attention dropout in transformers' configs.

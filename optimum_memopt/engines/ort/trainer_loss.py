@@ -1,4 +1,4 @@
-"""Takes the Trainer's loss into the model's forward: the Trainer's side of `--ort_module_with_loss`."""
+"""Moves the Trainer's loss into the model's forward: the Trainer's side of `--ort_module_with_loss`."""
 
 import functools
 from collections.abc import Callable
@@ -8,8 +8,7 @@ import torch
 from transformers import Trainer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from optimum_memopt.engines import base
-from optimum_memopt.engines.base import Engine
+from optimum_memopt.engines.base import Engine, engine_of
 from optimum_memopt.engines.ort.module_with_loss import LabelSmoothing
 from optimum_memopt.errors import MemOptError
 
@@ -45,7 +44,7 @@ def inside(trainer: Trainer, engine: Engine) -> Callable[..., Any]:
     def compute(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         smoother, own = trainer.label_smoother, trainer.accelerator.unwrap_model(model)
         in_training = model.training and torch.is_grad_enabled()
-        if smoother is None or not in_training or base.engine_of(own) is not engine:
+        if smoother is None or not in_training or engine_of(own) is not engine:
             return compute_loss(model, *args, **kwargs)
         wrapped = own.get_base_model() if hasattr(own, "get_base_model") else own
         shifts = type(wrapped).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from optimum_memopt.engines.base import Engine, create
+from optimum_memopt.engines.auto import create
+from optimum_memopt.engines.base import Engine
 from optimum_memopt.engines.compile.analysis.naming import (
     CUT_ELSEWHERE,
     LAYOUTS,
@@ -13,7 +14,7 @@ from optimum_memopt.engines.compile.analysis.naming import (
     translate,
 )
 from optimum_memopt.engines.compile.analysis.saved_activations import recompute_chain
-from optimum_memopt.options import MemOptOptions
+from optimum_memopt.options import MemOptOptions, resolve
 from optimum_memopt.plans.grammar import Strategy, parse
 from optimum_memopt.plans.matching import operators
 from tests.engines.compile.captured import Captured, capture
@@ -131,7 +132,7 @@ NOT_HERE = {
 @pytest.fixture(scope="module", params=["roberta-classification", "gpt2"])
 def ort_rows(request: pytest.FixtureRequest) -> tuple[str, dict[str, int]]:
     """ONNX Runtime's ids for a model, with their frequency."""
-    engine: Engine = create(MemOptOptions(memory_opt_engine="ort", ort_fallback=False))
+    engine: Engine = create(resolve(MemOptOptions(memory_opt_engine="ort", ort_fallback=False)))
     case = ZOO[request.param]
     model = case.build(**(GPT2_DROPOUT if request.param == "gpt2" else DROPOUT))
     engine.attach(model)

@@ -1,9 +1,9 @@
 import onnx
 import pytest
 
-from optimum_memopt.engines.base import create
+from optimum_memopt.engines.auto import create
 from optimum_memopt.engines.ort import gather_indices, missing, session
-from optimum_memopt.options import MemOptOptions
+from optimum_memopt.options import MemOptOptions, resolve
 from tests.gradients import assert_same_step
 from tests.model_zoo import ZOO
 
@@ -19,7 +19,9 @@ def expanded_for_gradients(graph) -> list[bool]:
 
 
 def trained(name: str):
-    engine = create(MemOptOptions(memory_opt_engine="ort", ort_fallback=False, memory_opt_log_level="warning"))
+    engine = create(
+        resolve(MemOptOptions(memory_opt_engine="ort", ort_fallback=False, memory_opt_log_level="warning"))
+    )
     model = ZOO[name].build()
     engine.attach(model)
     return engine, model

@@ -7,8 +7,8 @@ import torch
 
 from optimum_memopt.engines.base import Selection
 from optimum_memopt.engines.compile.engine import CompileEngine
+from optimum_memopt.engines.compile.estimate import estimate
 from optimum_memopt.errors import MemOptError
-from optimum_memopt.measure.estimate import estimate
 from optimum_memopt.measure.workload import Workload
 from optimum_memopt.plans.grammar import parse
 from optimum_memopt.plans.table import Plan, PlanTable

@@ -1,0 +1,45 @@
+"""What can be asked of the compile engine before it has a model.
+
+Its other modules import torch's compilers, of which private names change with each version: they are imported when
+this torch is known to be new enough.
+"""
+
+from typing import TYPE_CHECKING
+
+from optimum_memopt.engines.base import Engine, EngineFactory, Estimate, Selection
+from optimum_memopt.engines.compile.installed import missing
+from optimum_memopt.engines.environment import Ability, Report
+
+if TYPE_CHECKING:
+    from optimum_memopt.measure.workload import Workload
+    from optimum_memopt.options import MemOptOptions
+
+
+class CompileFactory(EngineFactory):
+    """See `EngineFactory`."""
+
+    predicts = True
+
+    def missing(self) -> str:
+        """Why this engine cannot work here and how to get it; empty when it can."""
+        return missing()
+
+    def create(self, options: "MemOptOptions", selection: Selection) -> Engine:
+        """An engine, not yet attached."""
+        from optimum_memopt.engines.compile.engine import CompileEngine
+
+        return CompileEngine(selection, options.memory_opt_compiler)
+
+    def environment_report(self) -> Report:
+        """Compilers, devices, kernels, and what is missing."""
+        if why := missing():
+            return Report({}, (Ability("compile engine", False, why, "pip install -U torch"),))
+        from optimum_memopt.engines.compile.environment import report
+
+        return report()
+
+    def estimate(self, workload: "Workload", selection: Selection, symbolic: bool) -> Estimate:
+        """See `engines.compile.estimate`."""
+        from optimum_memopt.engines.compile.estimate import estimate
+
+        return estimate(workload, selection, symbolic)

@@ -1,0 +1,97 @@
+"""What can be asked of the ort engine before it has a model; imports nothing of onnxruntime."""
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from optimum_memopt.engines.base import Engine, EngineFactory, Selection, engine_names, given_flags
+from optimum_memopt.engines.environment import Report
+from optimum_memopt.engines.ort import env_options, extensions, installed
+from optimum_memopt.engines.ort.engine import OrtEngine
+from optimum_memopt.engines.ort.selection import check_supported
+from optimum_memopt.installed import installed_version
+from optimum_memopt.plans.grammar import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+    from optimum_memopt.options import MemOptOptions
+
+_PER_RANK_VARIABLES = frozenset({"ORTMODULE_CACHE_DIR"})
+
+
+class OrtFactory(EngineFactory):
+    """See `EngineFactory`."""
+
+    options_to_measure: Mapping[str, bool] = {"ort_fallback": False}
+
+    def missing(self) -> str:
+        """Why this engine cannot work here and how to get it; empty when it can."""
+        return installed.missing()
+
+    def declines(self, options: "MemOptOptions") -> str:
+        """Flags of another engine, or a plan that ONNX Runtime cannot apply."""
+        for other in engine_names():
+            if other != OrtEngine.name and (given := given_flags(options, other)):
+                return f"{', '.join(given)} {'is' if len(given) == 1 else 'are'} for the {other} engine"
+        try:
+            if (config := options.plan_config) is not None:
+                check_supported(config)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    def check_options(self, options: "MemOptOptions") -> None:
+        """See `EngineFactory.check_options`; under `auto` another engine may take a plan that this one cannot."""
+        if options.memory_opt_engine == OrtEngine.name and (config := options.plan_config) is not None:
+            check_supported(config)
+        options.check_ort()
+
+    def in_force(
+        self, options: "MemOptOptions", environ: Mapping[str, str]
+    ) -> tuple["MemOptOptions", tuple[str, ...]]:
+        """The options as ORT's variables change them; under `auto` another engine is the fallback."""
+        chosen, remarks = env_options.from_environment(options, environ)
+        if options.memory_opt_engine != OrtEngine.name:
+            chosen.ort_fallback = False
+        return chosen, remarks
+
+    def create(self, options: "MemOptOptions", selection: Selection) -> Engine:
+        """An engine, not yet attached. Raises ConfigError for a plan that ONNX Runtime cannot apply."""
+        return OrtEngine(selection, options, options.memory_opt_log_level)
+
+    def prepare_trainer(self, trainer: "Trainer", engine: Engine, options: "MemOptOptions") -> None:
+        """`--ort_module_with_loss` and `--ort_fp16_optimizer`.
+
+        Raises:
+            MemOptError: a loss that the model does not know; no ONNX Runtime.
+        """
+        from optimum_memopt.engines.ort import fp16_optimizer, trainer_loss
+
+        if options.ort_module_with_loss:
+            trainer_loss.check(trainer)
+        if options.ort_fp16_optimizer:
+            fp16_optimizer.check()
+            fp16_optimizer.add_callback(trainer)
+        if options.ort_module_with_loss:
+            trainer.compute_loss = trainer_loss.inside(trainer, engine)
+
+    def environment_report(self) -> Report:
+        """Packages that clash, the torch extensions, devices; imports onnxruntime-training."""
+        from optimum_memopt.engines.ort.environment import report
+
+        return report()
+
+    def build(self) -> None:
+        """Compile ONNX Runtime's two torch extensions. Raises MemOptError."""
+        extensions.build()
+
+    def version_facts(self) -> dict[str, str]:
+        """The version of onnxruntime-training, and ORT's variables in the environment."""
+        version = installed_version(installed.DISTRIBUTIONS)
+        variables = {
+            f"{name} in the environment": value
+            for name, value in os.environ.items()
+            if name.startswith(env_options.PREFIX) and name not in _PER_RANK_VARIABLES
+        }
+        return ({f"version of {version[0]}": version[1]} if version else {}) | variables
