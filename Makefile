@@ -1,4 +1,4 @@
-# make setup | demo | test | test-all | lint      PYTHON=… chooses the interpreter that .venv is made from
+# make setup | demo | test | test-all | lint | docs      PYTHON=… chooses the interpreter that .venv is made from
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -12,7 +12,7 @@ PYTHON := $(shell for p in python3.11 python3.12 python3.10 python3.13 python3; 
 	$$p -c 'import sys, venv; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 14))' 2>/dev/null && echo $$p && break; done)
 endif
 
-.PHONY: setup demo test test-all lint
+.PHONY: setup demo test test-all lint docs
 
 setup: $(STAMP)
 
@@ -37,9 +37,9 @@ DEMO = $(BIN)/python examples/run_glue/run_glue.py --max_train_samples 1600 --ma
 
 demo: export HF_HUB_OFFLINE := 1
 demo: $(STAMP)
-	@echo "==> ONNX Runtime: every Gelu is made again in the backward"
+	@echo "==> ONNX Runtime: recompute every GELU in the backward pass"
 	$(DEMO) runs/demo --memory_opt_engine ort --memory_opt_config "Gelu+:1:-1" $(DEMO_ARGS)
-	@echo "==> stock PyTorch, the same task: each layer is made again in the backward"
+	@echo "==> stock PyTorch, the same task: recompute each layer in the backward pass"
 	$(DEMO) runs/demo-compile --memory_opt_engine compile --memory_opt_level 1 $(DEMO_ARGS)
 	@echo "==> both engines, the same task:"
 	@cat runs/demo/summary.txt
@@ -59,3 +59,14 @@ test: lint
 
 test-all: lint
 	$(PYTEST) $(TEST_ARGS)
+
+# The pages' own packages come on demand: tests do not need them.
+DOCS_STAMP := $(VENV)/.installed-docs
+
+$(DOCS_STAMP): setup.cfg constraints.txt | $(STAMP)
+	$(BIN)/pip install -e ".[docs]" -c constraints.txt
+	@touch $@
+
+docs: $(DOCS_STAMP)
+	$(BIN)/mkdocs build --strict
+	@echo "==> open site/index.html"
