@@ -18,6 +18,9 @@ import torch
 
 # Attributes of every module, `training` apart: torch's own bookkeeping.
 _OF_TORCH = frozenset(vars(torch.nn.Module())) - {"training"}
+# What `save_pretrained`, and so every checkpoint of a Trainer, writes into a config. No exported forward reads it; the
+# dtypes of the parameters are compared themselves.
+_OF_SAVING = frozenset({"architectures", "dtype"})
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
 _CONTAINERS = (list, tuple, set, frozenset, dict)
@@ -153,7 +156,7 @@ class _Part:
         counted = [
             (field, value)
             for field, value in fields.items()
-            if not (is_module and field in _OF_TORCH) and not (root and field == "forward")
+            if field not in (_OF_TORCH if is_module else _OF_SAVING) and not (root and field == "forward")
         ]
         self._size = len(fields)
         plain = [field for field, value in counted if isinstance(value, _PLAIN + _FUNCTIONS)]

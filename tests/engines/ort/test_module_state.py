@@ -80,6 +80,19 @@ def test_changed_settings_of_modules_train_as_in_pytorch(attach, rebuilds):
     assert "output.dropout.p was 0.0, is 0.9" in said
 
 
+def test_a_checkpoint_takes_no_new_graph(attach, rebuilds, tmp_path):
+    """It writes the class and the dtype of the model into its config, which a new model has not."""
+    case = ZOO["roberta-mlm"]
+    model = case.build()
+    attach(model)
+    model(**case.batch()).loss.backward()
+    assert model.config.architectures is None
+    model.save_pretrained(tmp_path)
+    assert model.config.architectures == ["RobertaForMaskedLM"]
+    model(**case.batch(seed=1)).loss.backward()
+    assert rebuilds() == []
+
+
 class Counting(torch.nn.Module):
     """A forward that does more than computing."""
 
