@@ -1,8 +1,8 @@
-"""The errors that a user of this package meets."""
+"""The errors that this package raises for its users."""
 
 
 class MemOptError(ValueError):
-    """Bad input or a combination that cannot work here; the message is one line: what, where, what is allowed."""
+    """Bad input or an unsupported combination; the message is one line: what, where, what is allowed."""
 
 
 class UnsupportedModelError(MemOptError):
@@ -10,7 +10,7 @@ class UnsupportedModelError(MemOptError):
 
     Args:
         why: the reason.
-        way_out: what to do about it; the message is both.
+        way_out: what to do about it; appended to the message.
     """
 
     def __init__(self, why: str, way_out: str = "") -> None:
@@ -23,22 +23,24 @@ _BEFORE = 30
 
 
 def excerpt(value: object, around: int = 0, longest: int = QUOTED) -> str:
-    """What a user gave, for an error's line: printable and at most `longest` characters, `…` where it is cut.
+    """A user's input for an error message: printable and at most `longest` characters, `…` where it is cut.
 
     Args:
         value: a string as it is, anything else by its `repr`.
-        around: the character that a long string is cut around.
+        around: position in a long string that stays visible.
     """
     text = value if isinstance(value, str) else _repr(value)
     start = max(0, min(around - _BEFORE, len(text) - longest + 1)) if len(text) > longest else 0
     end = start + longest
-    printable = "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text[start:end])
+    printable = "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text[start:end]
+    )
     lead, tail = "…" * (start > 0), "…" * (end < len(text) or len(printable) + (start > 0) > longest)
     return lead + printable[: longest - len(lead) - len(tail)] + tail
 
 
 def path_excerpt(path: object) -> str:
-    """`excerpt` of a path that is longer than what else is quoted, as paths are."""
+    """`excerpt` with a higher limit, since paths are long."""
     return excerpt(str(path), longest=4 * QUOTED)
 
 
@@ -46,5 +48,5 @@ def _repr(value: object) -> str:
     try:
         return repr(value)
     except Exception:
-        # Python writes no number of more than 4,300 digits, and an object's own `__repr__` may do anything.
+        # Python does not print numbers of more than 4,300 digits, and an object's own `__repr__` may raise anything.
         return f"of type {type(value).__name__}"

@@ -1,4 +1,4 @@
-"""The package's log: one logger, rank 0 only, and written around a progress bar instead of through it."""
+"""The package's log: one logger, rank 0 only, written without breaking progress bars."""
 
 import contextlib
 import logging
@@ -13,8 +13,8 @@ from optimum_memopt.errors import MemOptError
 
 LOGGER_NAME = "optimum_memopt"
 
-# ONNX Runtime's own names and their meaning (onnxruntime/training/ortmodule/options.py, LogLevel): `devinfo` stands
-# between info and verbose and is the first level at which every rank speaks.
+# Names as in ONNX Runtime (onnxruntime/training/ortmodule/options.py, LogLevel): `devinfo` is between info and verbose
+# and the first level at which every rank logs.
 LOG_LEVELS = {
     "warning": logging.WARNING,
     "info": logging.INFO,
@@ -24,14 +24,14 @@ LOG_LEVELS = {
 
 
 def rank() -> int:
-    """This process's rank among all processes of the run, 0 when there is only one."""
+    """The global rank of this process, 0 without distributed training."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank()
     return int(os.environ.get("RANK", "0"))
 
 
 class _BarSafeHandler(logging.Handler):
-    """Writes above tqdm's bars: a plain write to the stream tears the Trainer's progress bar."""
+    """Writes above tqdm's bars: a plain write to the stream breaks the Trainer's progress bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -41,14 +41,14 @@ class _BarSafeHandler(logging.Handler):
 
 
 class _RankFilter(logging.Filter):
-    """Lets rank 0 speak; below `info` (devinfo, verbose) every rank does, as in ONNX Runtime."""
+    """Passes records of rank 0; below `info` (devinfo, verbose) those of every rank."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return rank() == 0 or record.levelno < logging.INFO
 
 
 def get_logger() -> logging.Logger:
-    """The package's logger, with its own handler in place; it does not propagate, or lines would come twice."""
+    """The package's logger with its own handler; it does not propagate, which would print lines twice."""
     logger = logging.getLogger(LOGGER_NAME)
     if not any(isinstance(handler, _BarSafeHandler) for handler in logger.handlers):
         handler = _BarSafeHandler()
@@ -61,20 +61,20 @@ def get_logger() -> logging.Logger:
 
 
 def set_log_level(name: str) -> None:
-    """Set the level by one of ORT's names (a key of `LOG_LEVELS`)."""
+    """Set the level by name, a key of `LOG_LEVELS`."""
     get_logger().setLevel(LOG_LEVELS[name])
 
 
 @contextlib.contextmanager
 def informing(what: str, otherwise: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Around code that says something about training and must not end it: an error there is a warning.
+    """Run reporting code that must not stop training: its errors become warnings.
 
     Args:
-        what: that is left out then.
-        otherwise: called then.
+        what: subject of the warning, as `a memory snapshot`.
+        otherwise: called after an error.
 
     Raises:
-        MemOptError: a mistake of the user's, found on the way.
+        MemOptError: the error is a mistake of the user's.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Says in the log that a long task has begun, where it is while it runs, and how many seconds it took."""
+"""Logs the begin of a long task, its stage while it runs, and how many seconds it took."""
 
 import contextlib
 import threading
@@ -11,10 +11,10 @@ _EVERY_SECONDS = 10.0
 
 
 class Progress:
-    """A long task as it runs.
+    """The state of a running task.
 
     Attributes:
-        stage: what it does now, as `partitioning`; the next line shows it. Empty: unknown.
+        stage: what the task is doing, as `partitioning`, for the next log line; empty: unknown.
     """
 
     def __init__(self, stage: str = "") -> None:
@@ -25,20 +25,20 @@ class Progress:
 def announced(
     doing: str, done: str, note: str = "", stage: str = "", every: float = _EVERY_SECONDS
 ) -> Iterator[Progress]:
-    """Log one line when a task begins, one every `every` seconds while it runs, and one when it is over.
+    """Log one line when a task begins, one every `every` seconds while it runs, and one when it has ended.
 
-    The lines in between come from a thread, since neither torch's compilers nor ONNX Runtime's exporter report
-    progress. A task that raises has no last line: its error says more.
+    The lines in between come from a thread, since neither torch's compilers nor engines' exporters report progress. A
+    task that raises has no last line.
 
     Args:
         doing: `compiling the training graph of GPT2LMHeadModel`.
         done: the same in the past tense.
-        note: follows `doing` in the first line: what the task consists of, how often it comes.
-        stage: the first one, see `Progress`.
-        every: in seconds.
+        note: appended to the first line: what the task consists of, how often it runs.
+        stage: the initial one, see `Progress`.
+        every: interval in seconds.
 
     Yields:
-        Progress: where the task notes its stage.
+        Progress: for the task to set its stage.
     """
     progress, is_over, begin = Progress(stage), threading.Event(), time.monotonic()
 
@@ -54,6 +54,6 @@ def announced(
         yield progress
     finally:
         is_over.set()
-        # A line of its own after the last one would be about a task that is over.
+        # No line of the thread may follow the last one.
         reporter.join()
     get_logger().info(f"{done} in {time.monotonic() - begin:.1f} s")

@@ -152,7 +152,7 @@ class AutoEngine:
         note_engine(model, self, instead_of=self._current)
         before.restore(model)
         train = training_forward(model).train
-        return (smoothing.around(train) if smoothing is not None else train)(*args, **kwargs)
+        return (smoothing.wrap(train) if smoothing is not None else train)(*args, **kwargs)
 
     def _go_on_with_second(self, why: str) -> None:
         first, create = self._current, self._create_second

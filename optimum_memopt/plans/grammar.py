@@ -4,8 +4,8 @@
     request    = cluster_id ":" strategy ":" count
     cluster_id = ONNX operator names, each followed by "+": `Gelu+`, `FusedMatMul+Add+`
 
-It is ONNX Runtime Training's own grammar (docs/Memory_Optimizer.md in its repository), read strictly: ORT passes over
-what it does not understand, here every mistake is an error that points at its column.
+This is ONNX Runtime Training's own grammar (docs/Memory_Optimizer.md in its repository), parsed strictly: ORT ignores
+what it does not understand, here every mistake is an error with its column.
 """
 
 import json
@@ -22,7 +22,7 @@ ALL = -1
 
 
 class Strategy(IntEnum):
-    """What to do with a stashed activation."""
+    """What to do with a saved activation."""
 
     NONE = 0
     RECOMPUTE = 1
@@ -31,7 +31,7 @@ class Strategy(IntEnum):
 
 
 _CLUSTER_ID = re.compile(r"(?:[A-Za-z_]\w*\+)+", re.ASCII)
-# Python refuses to read a number of more than 4,300 digits; no graph has a billion of anything.
+# Python does not parse numbers of more than 4,300 digits; no graph has a billion occurrences.
 _INTEGER = re.compile(r"[+-]?\d{1,9}", re.ASCII)
 _LARGEST_FILE = 2**20
 _SHAPE = "cluster_id:strategy:count, for example Gelu+:1:-1"
@@ -40,7 +40,7 @@ _STRATEGIES = "0 (none), 1 (recompute), 2 (recompute with compromised saving) or
 
 
 class ConfigError(MemOptError):
-    """A memory-optimizer config that cannot be read; the message names the place and what is allowed there."""
+    """An invalid memory-optimizer config; the message says where and what is allowed there."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """What a user asked for, in the order of asking, each cluster id once."""
+    """The requests of a user in their order, each cluster id once."""
 
     requests: tuple[PlanRequest, ...]
 
@@ -77,27 +77,27 @@ class PlanConfig:
         """Read a config in any of the forms of `to_text`.
 
         Raises:
-            ConfigError: unreadable file, bad syntax, or a cluster id that is asked for twice.
+            ConfigError: unreadable file, bad syntax, or a duplicate cluster id.
         """
         text = to_text(source)
         return parse_file(Path(text)) if _is_path(text) else parse(text)
 
 
-# What `to_text` takes. HfArgumentParser reads a flag as the second type of a union, so that has to be str
+# Accepted by `to_text`. HfArgumentParser parses a flag as the second type of a union, so that has to be str
 # (transformers 5.23).
 ConfigSource = os.PathLike | str | list | tuple | dict | PlanConfig
 
 
 def to_text(source: ConfigSource) -> str:
-    """A config as the flag's text; of a file it is the path, which is not read.
+    """A config as the text of the flag; for a file, its path (the file is not read).
 
     Args:
-        source: the text itself, inline or the path of a JSON list of strings; a list of `cluster_id:strategy:count`;
+        source: the text itself, a config or the path of a JSON list of strings; a list of `cluster_id:strategy:count`;
             a dict of cluster id to strategy (`{"Gelu+": 1}`, all occurrences) or to `strategy:count`
             (`{"Gelu+": "1:4"}`); a `Path`; a `PlanConfig`.
 
     Raises:
-        ConfigError: nothing of these, or an empty list or dict.
+        ConfigError: another type, or an empty list or dict.
     """
     if isinstance(source, str | PlanConfig):
         return str(source)
@@ -131,7 +131,7 @@ def _entry(cluster_id: Any, plan: Any) -> str:
 
 
 def _path_text(path: str) -> str:
-    """The path so that it is read as one."""
+    """The path, spelled so that `_is_path` recognizes it."""
     text = path if _is_path(path) else os.path.join(os.curdir, path)
     if not _is_path(text):
         raise ConfigError(
@@ -145,10 +145,10 @@ def _is_path(text: str) -> bool:
 
 
 def parse(text: str) -> PlanConfig:
-    """Read an inline config; columns in errors count from 1.
+    """Parse a config; columns in errors start at 1.
 
     Raises:
-        ConfigError: bad syntax, or a cluster id that is asked for twice.
+        ConfigError: bad syntax, or a duplicate cluster id.
     """
     return PlanConfig(_unique(_requests(text, "")))
 
@@ -157,7 +157,7 @@ def parse_file(path: Path) -> PlanConfig:
     """Read a JSON list of config strings (ONNX Runtime 1.19's own format).
 
     Raises:
-        ConfigError: no such file, not JSON, not a list of strings, bad syntax, or a cluster id asked for twice.
+        ConfigError: no such file, not JSON, not a list of strings, bad syntax, or a duplicate cluster id.
     """
     shown = path_excerpt(path)
     items = _read_json(path, shown)
@@ -165,15 +165,15 @@ def parse_file(path: Path) -> PlanConfig:
         raise ConfigError(f"memory-optimizer config {shown}: {_FILE_SHAPE}")
     if not items:
         raise ConfigError(f"memory-optimizer config {shown}: the list is empty; expected {_SHAPE}")
-    found = [
+    located = [
         request for number, item in enumerate(items, 1) for request in _requests(item, f"{shown}, string {number}, ")
     ]
-    return PlanConfig(_unique(found))
+    return PlanConfig(_unique(located))
 
 
 def _read_json(path: Path, shown: str) -> Any:
     try:
-        # No more than that of what has no end (`/dev/zero`).
+        # Bounded, because a path may have no end (`/dev/zero`).
         with path.open("rb") as file:
             content = file.read(_LARGEST_FILE + 1)
     # ValueError: a path with a NUL.
@@ -190,7 +190,7 @@ def _read_json(path: Path, shown: str) -> Any:
         raise ConfigError(
             f"memory-optimizer config {shown}: not JSON, line {error.lineno} column {error.colno}: {error.msg}"
         ) from None
-    # Lists in lists, or a number of more digits than Python reads.
+    # Deeply nested lists, or a number with more digits than Python parses.
     except (RecursionError, ValueError):
         raise ConfigError(f"memory-optimizer config {shown}: {_FILE_SHAPE}") from None
 
@@ -234,16 +234,16 @@ def _request(piece: str, begin: int, text: str, source: str) -> PlanRequest:
             offset,
             f'"{excerpt(cluster_id, around=offset)}" is not a cluster id: operator names, each followed by "+"{hint}',
         )
-    if strategy not in {str(int(one)) for one in Strategy}:
+    if strategy not in {str(int(strategy)) for strategy in Strategy}:
         raise fail(strategy_at, f'strategy "{excerpt(strategy)}" is not one of {_STRATEGIES}')
     if not _INTEGER.fullmatch(count) or int(count) < ALL:
         raise fail(count_at, f'count "{excerpt(count)}" is not -1 (all), 0 (off) or a number of occurrences')
     return PlanRequest(cluster_id, Strategy(int(strategy)), int(count))
 
 
-def _unique(found: list[_Located]) -> tuple[PlanRequest, ...]:
+def _unique(requests: list[_Located]) -> tuple[PlanRequest, ...]:
     first: dict[str, _Located] = {}
-    for located in found:
+    for located in requests:
         earlier = first.setdefault(located.request.cluster_id, located)
         if earlier is not located:
             problem = "is a duplicate of" if earlier.request == located.request else "contradicts"
@@ -251,4 +251,4 @@ def _unique(found: list[_Located]) -> tuple[PlanRequest, ...]:
                 f"memory-optimizer config, {located.place}: {excerpt(str(located.request))} {problem} "
                 f"{excerpt(str(earlier.request))} at {earlier.place}"
             )
-    return tuple(located.request for located in found)
+    return tuple(located.request for located in requests)

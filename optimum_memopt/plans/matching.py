@@ -1,7 +1,7 @@
-"""What a user asked for against the plans that a graph has: other spellings of an activation, near matches. Pure.
+"""Matches a user's requests with the plans of a graph: other spellings of an activation, near matches. Pure.
 
-Recipes are portable where the same activation has another cluster id because ONNX Runtime fuses other operators: its
-CUDA provider fuses bias and dropout operators that the CPU provider leaves apart (onnxruntime 1.19.2,
+The same activation has different cluster ids where ONNX Runtime fuses different operators: its CUDA provider fuses
+bias and dropout operators that the CPU provider does not (onnxruntime 1.19.2,
 core/optimizer/{bias_gelu_fusion,bias_softmax_fusion,bias_dropout_fusion,bitmask_dropout_replacement}.cc).
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from optimum_memopt.errors import excerpt
 from optimum_memopt.plans.grammar import ALL, ConfigError, PlanConfig, PlanRequest
 
-# Fused operator to what computes the same activation elsewhere, nearest first; the last of each makes the activation.
+# A fused operator to the unfused operators of the same activation, nearest first; the last one produces it.
 UNFUSED = {
     "BiasGelu": (("Gelu",), ("Add", "Gelu")),
     "BiasSoftmax": (("Softmax",), ("Add", "Softmax")),
@@ -30,19 +30,19 @@ def operators(cluster_id: str) -> tuple[str, ...]:
 
 
 def is_fused(cluster_id: str) -> bool:
-    """Whether the id holds an operator that only some providers make."""
+    """Whether the id contains an operator that only some providers fuse."""
     return any(operator in UNFUSED for operator in operators(cluster_id))
 
 
 def unfused(cluster_id: str) -> tuple[str, ...]:
-    """The ids that the same activation may have without provider-only fusions, nearest first."""
+    """Ids of the same activation without provider-specific fusions, nearest first."""
     choices = [UNFUSED.get(operator, ((operator,),)) for operator in operators(cluster_id)]
     spelled = (itertools.chain.from_iterable(parts) for parts in itertools.product(*choices))
     return tuple("".join(f"{operator}+" for operator in parts) for parts in spelled)
 
 
 def translate(cluster_id: str, existing: Collection[str]) -> str | None:
-    """The existing id that names the same activation: itself, its unfused or its fused spelling; None without one."""
+    """The existing id of the same activation: itself, its unfused or its fused spelling; None without one."""
     if cluster_id in existing:
         return cluster_id
     fused = [other for other in existing if is_fused(other) and cluster_id in unfused(other)]
@@ -52,7 +52,7 @@ def translate(cluster_id: str, existing: Collection[str]) -> str | None:
 
 @dataclass(frozen=True)
 class Match:
-    """A request that is on, and the plan of the graph that it means."""
+    """A request that is on, with the matching plan of the graph."""
 
     request: PlanRequest
     cluster_id: str
@@ -63,13 +63,13 @@ class Match:
 
     @property
     def note(self) -> str:
-        """For the plan's row of the table; empty where the id is the one that was asked for."""
+        """Note for the plan's row of the table; empty if the id is spelled as in the request."""
         return "" if self.cluster_id == self.request.cluster_id else f"asked for as {self.request.cluster_id}"
 
 
 @dataclass(frozen=True)
 class Matches:
-    """What of a config applies, each plan once, in the order of asking; `remarks` are lines to say once."""
+    """The matches of a config, each plan once, in the order of the requests; `remarks` are lines to log once."""
 
     on: tuple[Match, ...] = ()
     remarks: tuple[str, ...] = ()
@@ -82,13 +82,13 @@ def match(
     here: str,
     translate: Callable[[str, Collection[str]], str | None] = translate,
 ) -> Matches:
-    """Find each request's plan.
+    """Find the plan of each request.
 
     Args:
         existing: `cluster_id:strategy:-1` of every plan in the graph.
         strict: unknown ids are errors; otherwise remarks.
-        here: `provider` or `engine`: whose names these are.
-        translate: finds the existing id that means the same.
+        here: `provider` or `engine`, depending on which of them determines the names.
+        translate: finds the existing id of the same activation.
 
     Raises:
         ConfigError: an id (or its strategy) that the graph does not have; near matches come first in the message.
@@ -99,20 +99,24 @@ def match(
         strategies.setdefault(cluster_id, set()).add(int(strategy))
     on, remarks = {}, []
     for request in config.requests:
-        found = translate(request.cluster_id, strategies)
-        if not request.is_on and found:
+        matching_id = translate(request.cluster_id, strategies)
+        if not request.is_on and matching_id:
             continue
-        if found is None and is_fused(request.cluster_id) and len(config.requests) > 1:
+        if matching_id is None and is_fused(request.cluster_id) and len(config.requests) > 1:
             remarks.append(f"{excerpt(str(request))}: this {here} has no plan for that activation, left out")
             continue
-        if found is None or request.strategy not in strategies[found]:
-            problem = _unknown(request.cluster_id, strategies) if found is None else _wrong(request, strategies[found])
+        if matching_id is None or request.strategy not in strategies[matching_id]:
+            problem = (
+                _unknown(request.cluster_id, strategies)
+                if matching_id is None
+                else _wrong(request, strategies[matching_id])
+            )
             if strict:
                 raise ConfigError(problem)
             remarks.append(f"{problem}; left out")
             continue
-        matched = Match(request, found)
-        if found != request.cluster_id:
+        matched = Match(request, matching_id)
+        if matching_id != request.cluster_id:
             remarks.append(f"{request} is {matched.plan} on this {here}: the same activation, not fused the same way")
         on.setdefault(matched.plan, matched)
     if not on and any(request.is_on for request in config.requests) and strict:

@@ -1,4 +1,4 @@
-"""The plan table: what a training step stashes, what each plan would save and what is on. Text and JSON, both ways."""
+"""The plan table: saved activations of a training step, what each plan would save and what is on; text and JSON."""
 
 import html
 import json
@@ -18,18 +18,18 @@ _LIKE_DECODER_INPUT_IDS = ("decoder_input_ids", "decoder_attention_mask", "decod
 
 @dataclass(frozen=True)
 class Plan:
-    """One row.
+    """One row of the table.
 
     Attributes:
         config: `cluster_id:strategy:-1`; several joined by commas where only together they save anything.
         frequency: occurrences in the graph.
-        saving_bytes: bytes of stashed activations saved in the first batch, None when a size is unknown.
-        saving_symbolic: the same as a formula in the batch's dimensions.
-        requested_count: occurrences asked for (-1 all, 0 none).
+        saving_bytes: bytes of saved activations that the plan frees in the first batch, None when a size is unknown.
+        saving_symbolic: `saving_bytes` as a formula in the batch's dimensions.
+        requested_count: requested occurrences (-1 all, 0 none).
         applied_count: occurrences that the engine reports as applied.
-        note: why a row that a level would take is left out, or how an id was understood.
-        measured_saving_bytes: what this row alone took off the measured peak (negative: it came on top), None when
-            that was not measured.
+        note: why a level leaves the row out, or which other spelling of the id was requested.
+        measured_saving_bytes: how much this row alone lowered the measured peak (negative: raised it), None when it
+            was not measured.
         applied_saving_bytes: `saving_bytes` of the applied occurrences, None where the engine applies all or none.
     """
 
@@ -54,12 +54,12 @@ class Plan:
 
 @dataclass(frozen=True)
 class PlanTable:
-    """All plans of one training graph, largest saving first; equal savings by config, so that runs compare.
+    """All plans of one training graph, largest saving first, ties by config, so that tables of runs are comparable.
 
     Attributes:
-        engine: who made the graph.
+        engine: name of the engine.
         plans: the rows.
-        symbols: value of each symbolic dimension in the first batch.
+        symbols: symbolic dimensions to their values in the first batch.
         header: lines above the table (device, level, fallback).
     """
 
@@ -74,7 +74,7 @@ class PlanTable:
 
     @property
     def claimed_saving_bytes(self) -> int:
-        """Sum over what is on of the rows. Not the peak: tensors of different moments are added up."""
+        """Sum over the rows that are on. It is not the reduction of the peak: the tensors live at different times."""
         savings = (
             plan.saving_bytes if plan.applied_saving_bytes is None else plan.applied_saving_bytes
             for plan in self.enabled
@@ -82,23 +82,23 @@ class PlanTable:
         return sum(saving or 0 for saving in savings)
 
     def with_measured(self, savings: Mapping[str, int]) -> "PlanTable":
-        """The same table with a measured column.
+        """A copy of the table with a measured column.
 
         Args:
-            savings: config of a row to `measured_saving_bytes`.
+            savings: a row's config to its `measured_saving_bytes`.
         """
         plans = (replace(plan, measured_saving_bytes=savings.get(plan.config)) for plan in self.plans)
         return replace(self, plans=tuple(plans))
 
     def to_text(self) -> str:
-        """The table as the log shows it."""
+        """The table as in the log."""
         grid = tabulate(self._columns(), headers="keys", tablefmt="simple", disable_numparse=True)
         return "\n".join([*self._lines_above, grid, *self._lines_below])
 
     __str__ = to_text
 
     def _repr_html_(self) -> str:
-        """The table in a notebook."""
+        """The table as in a notebook."""
         grid = tabulate(self._columns(), headers="keys", tablefmt="html", disable_numparse=True)
         above, below = ("<br>".join(map(html.escape, lines)) for lines in (self._lines_above, self._lines_below))
         return f"<div><p>{above}</p>{grid}<p>{below}</p></div>"
@@ -159,14 +159,14 @@ def sorted_plans(plans: Iterable[Plan]) -> tuple[Plan, ...]:
 
 
 def canonical_symbols(values: Mapping[str, int], is_encoder_decoder: bool = False) -> dict[str, str]:
-    """One name for each dimension that several inputs share, since exporters pick among them at random.
+    """One canonical name for each dimension that several inputs share; exporters choose among them at random.
 
-    Inputs share a dimension when they are known to (attention_mask and input_ids; every input's dimension 0) and their
-    values agree in this batch. Names come out as `inputs_<input>_dim<k>`.
+    Inputs share a dimension if they are known to (attention_mask and input_ids; dimension 0 of every input) and the
+    values agree in this batch. Canonical names have the form `inputs_<input>_dim<k>`.
 
     Args:
         values: `<input>_dim<k>` to its value in the first batch.
-        is_encoder_decoder: labels then have the decoder's length, otherwise that of `input_ids`.
+        is_encoder_decoder: labels have the decoder's length, otherwise the length of `input_ids`.
     """
     families = (
         (*_LIKE_INPUT_IDS, *(() if is_encoder_decoder else ("labels",))),
@@ -192,14 +192,14 @@ def canonical_symbols(values: Mapping[str, int], is_encoder_decoder: bool = Fals
 
 
 def simplified(expression: str, names: Mapping[str, str]) -> sympy.Expr:
-    """A formula over dimension names, canonical names put in, expanded terms collected."""
+    """A formula over dimension names with canonical names, expanded and with terms collected."""
     symbols = {old: sympy.Symbol(new, integer=True, positive=True) for old, new in names.items()}
     exact = sympy.nsimplify(parse_expr(expression, local_dict=symbols), rational=True)
     return sympy.factor_terms(sympy.expand(exact))
 
 
 def evaluated(expression: sympy.Expr, values: Mapping[str, int]) -> int | None:
-    """The formula's value in bytes, None while a symbol in it has no value."""
+    """The formula's value in bytes, None if a symbol has no value."""
     result = expression.subs(
         {symbol: values[symbol.name] for symbol in expression.free_symbols if symbol.name in values}
     )

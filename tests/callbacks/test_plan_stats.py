@@ -122,7 +122,7 @@ def test_a_new_graph_shows_a_new_table(tmp_path):
     assert [table is seen[0] for table in seen] == [True, True, False, False]
     assert [bool(table.enabled) for table in (seen[0], seen[-1])] == [True, True]
     assert [entry["step"] for entry in numbers(trainer) if "memopt/plans/on" in entry] == [1, 3]
-    assert sum("other inputs than before" in line for line in lines) == 1
+    assert sum("the inputs changed" in line for line in lines) == 1
 
 
 def test_new_shapes_alone_show_no_new_table(tmp_path):

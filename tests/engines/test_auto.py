@@ -158,10 +158,10 @@ def test_label_smoothing_inside_the_model_survives_the_switch(tmp_path):
 
 def test_parameters_where_onnx_runtime_does_not_run():
     """The CPU build reads the memory of a GPU as the host's, and dies."""
-    message = r"lies on cuda, where onnxruntime-training-cpu \S+ does not run; give --memory_opt_engine compile"
+    message = r"is on cuda, where onnxruntime-training-cpu \S+ does not run; give --memory_opt_engine compile"
     with pytest.raises(UnsupportedModelError, match=message):
         support_checks.check_device("Model", "cuda")
-    with pytest.raises(UnsupportedModelError, match="RobertaForSequenceClassification lies on meta"):
+    with pytest.raises(UnsupportedModelError, match="RobertaForSequenceClassification is on meta"):
         optimize(build(NAME).to("meta"), memory_opt_engine="ort")
 
 

@@ -1,21 +1,23 @@
-"""Imports ONNX Runtime's ORTModule on a torch that it was not made for, and touches nobody else's torch for it.
+"""Imports ONNX Runtime's ORTModule on a torch that it was not built for, without changing torch for anybody else.
 
-onnxruntime-training 1.19.2 is the last release and was made for torch 2.4. Each mend below is applied where its break
-is found (never by version), says what breaks without it, and is limited to ORT's own modules or undone afterwards.
-The names of torch and of ORT's import that are private live here; those of ORT's running session in `session.py`.
+onnxruntime-training 1.19.2 is the last release and was built for torch 2.4. Each patch below is applied where it is
+needed (never by version), says what breaks without it, and is limited to ORT's own modules or undone afterwards.
+
+Private names of torch and of ONNX Runtime are used in the compat files only: here those of the import, in
+`compat_export.py` those of an export, in `compat_session.py` those of the running session, in `compat_options.py`
+those of single options, in `compat_torch.py` those of torch's modules and tensors.
 """
 
 import contextlib
 import importlib
 import importlib.util
-import inspect
 import logging
 import os
 import sys
 import threading
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -26,14 +28,14 @@ from optimum_memopt.installed import installed_version
 
 ORTMODULE = "onnxruntime.training.ortmodule"
 EXTENSIONS_PACKAGE = f"{ORTMODULE}.torch_cpp_extensions"
-_TORCHSCRIPT = "torch.onnx._internal.torchscript_exporter"
+TORCHSCRIPT = "torch.onnx._internal.torchscript_exporter"
 
 # torch 2.9 moved the TorchScript exporter's modules (pytorch PR 161323) and ORT imports them from their old places:
 # without these, `import onnxruntime.training.ortmodule` fails with ModuleNotFoundError.
 MOVED_MODULES = {
-    "torch.onnx._internal.jit_utils": f"{_TORCHSCRIPT}.jit_utils",
-    "torch.onnx._type_utils": f"{_TORCHSCRIPT}._type_utils",
-    "torch.onnx._globals": f"{_TORCHSCRIPT}._globals",
+    "torch.onnx._internal.jit_utils": f"{TORCHSCRIPT}.jit_utils",
+    "torch.onnx._type_utils": f"{TORCHSCRIPT}._type_utils",
+    "torch.onnx._globals": f"{TORCHSCRIPT}._globals",
 }
 # The same move dropped private names from the public module, which ORT's symbolic for convolutions reads (ViT).
 MOVED_NAMES = {"torch.onnx.symbolic_opset9": ("_convolution", "_convolution_mode")}
@@ -49,19 +51,19 @@ _REPLACED_BY_IMPORT = (
 
 @dataclass(frozen=True)
 class Imported:
-    """ORT's package as mended; `has_extensions` tells whether its C++ extensions for torch are loaded."""
+    """ORT's patched package; `has_extensions` tells whether its C++ extensions for torch are loaded."""
 
     ortmodule: types.ModuleType
     has_extensions: bool
 
 
 _imported: Imported | None = None
-# One thread at a time changes what is the whole process': environment, ORT's classes, torch.onnx' registry, warnings.
+# Guards process-wide state: the environment, ORT's classes, the registry of torch.onnx, warnings.
 _lock = threading.RLock()
 
 
 def load() -> Imported:
-    """Import `onnxruntime.training.ortmodule` with every mend it needs here; later calls return the first's.
+    """Import `onnxruntime.training.ortmodule` with every patch it needs here; later calls return the same object.
 
     Raises:
         ImportError: onnxruntime-training is not installed.
@@ -85,18 +87,18 @@ def runs_on_gpus() -> bool:
 
 def _load() -> Imported:
     has_extensions = _provide_extensions()
-    # Each model has its own levers; these two would decide for the whole process.
+    # Options are per model; read at import, these two variables would decide for the whole process.
     switches = {
         **dict.fromkeys(("ORTMODULE_USE_EFFICIENT_ATTENTION", "ORTMODULE_USE_FLASH_ATTENTION")),
         "ORTMODULE_ENABLE_CUSTOM_AUTOGRAD": str(int(has_extensions)),
     }
-    # The package onnxruntime.training imports ortmodule too, and swallows its ImportError: nothing of it comes before.
+    # onnxruntime.training imports ortmodule too and swallows its ImportError: import nothing of it earlier.
     with (
-        torch_names(),
+        moved_torch_names(),
         environment(switches),
-        _replacements_undone(),
-        _logging_and_path_left_alone(),
-        _deepspeed_not_imported(),
+        _undo_replacements(),
+        _preserve_logging_and_path(),
+        _block_deepspeed_import(),
     ):
         ortmodule = importlib.import_module(ORTMODULE)
         # ORT imports these later: the first reads the switch then, the second imports deepspeed and warns without it.
@@ -105,7 +107,7 @@ def _load() -> Imported:
             warnings.simplefilter("ignore")
             importlib.import_module("onnxruntime.training.utils.hooks")
     _silence_missing_nvtx()
-    # Set by the import because no compiled file lies in ORT's own folder; every ORTModule() would raise it again.
+    # Set by the import because ORT's own folder has no compiled extension; every ORTModule() would raise it again.
     ortmodule._FALLBACK_INIT_EXCEPTION = None
     if not has_extensions:
         _run_without_extensions()
@@ -114,11 +116,10 @@ def _load() -> Imported:
 
 @contextlib.contextmanager
 def environment(variables: Mapping[str, str | None]) -> Iterator[None]:
-    """Environment variables, None for one that is not set, for the time of a call into ORT, which reads its options
-    nowhere else.
+    """Set environment variables (None: unset) during a call into ORT, which reads its options nowhere else.
 
-    Every call into ORT that changes something global is made within this, and it lets in one thread at a time: a
-    thread that trains waits while another builds its session.
+    Every call into ORT that changes process-wide state runs inside this context, one thread at a time: a thread that
+    trains waits while another builds its session.
     """
     with _lock:
         before = {name: os.environ.get(name) for name in variables}
@@ -138,8 +139,8 @@ def _set_environment(variables: Mapping[str, str | None]) -> None:
 
 
 @contextlib.contextmanager
-def torch_names() -> Iterator[None]:
-    """torch's moved names at their old places, for the time that ORT imports or exports; only the missing ones."""
+def moved_torch_names() -> Iterator[None]:
+    """Make torch's moved names available at their old places while ORT imports or exports; only the missing ones."""
     added: list[tuple[types.ModuleType, str]] = []
     aliased: list[str] = []
     for old, new in MOVED_MODULES.items():
@@ -150,8 +151,8 @@ def torch_names() -> Iterator[None]:
         parent, _, leaf = old.rpartition(".")
         added.extend(_add(importlib.import_module(parent), leaf, sys.modules[old]))
     for module, names in MOVED_NAMES.items():
-        source = f"{_TORCHSCRIPT}.{module.rpartition('.')[2]}"
-        if importlib.util.find_spec(_TORCHSCRIPT) is not None:
+        source = f"{TORCHSCRIPT}.{module.rpartition('.')[2]}"
+        if importlib.util.find_spec(TORCHSCRIPT) is not None:
             for name in names:
                 added.extend(
                     _add(importlib.import_module(module), name, getattr(importlib.import_module(source), name))
@@ -172,12 +173,6 @@ def _add(owner: types.ModuleType, name: str, value: object) -> list[tuple[types.
     return [(owner, name)]
 
 
-def export_arguments() -> dict[str, bool]:
-    """Arguments that ORT has to add to `torch.onnx.export`: since torch 2.9 dynamo=True is the default, and its graphs
-    lack the names and dynamic axes that ORTModule relies on (pytorch PR 162726)."""
-    return {"dynamo": False} if "dynamo" in inspect.signature(torch.onnx.export).parameters else {}
-
-
 def _silence_missing_nvtx() -> None:
     """torch's NVTX stub raises ("NVTX functions not installed") on builds without CUDA; ORT calls it unasked."""
     try:
@@ -190,30 +185,30 @@ def _silence_missing_nvtx() -> None:
 
 
 def _provide_extensions() -> bool:
-    """Load the built extensions; where there are none, put a stand-in in the place that ORT imports from."""
+    """Load the built extensions; without them, register a stub under the name that ORT imports."""
     built = extensions.find()
     if built is not None:
         extensions.load(built)
         return True
-    stand_in = types.ModuleType(f"{EXTENSIONS_PACKAGE}.torch_interop_utils")
-    stand_in.clear_all_grad_fns = lambda: None
-    stand_in.get_custom_function_forward_runner = stand_in.get_custom_function_backward_runner = lambda: 0
-    sys.modules[stand_in.__name__] = stand_in
+    stub = types.ModuleType(f"{EXTENSIONS_PACKAGE}.torch_interop_utils")
+    stub.clear_all_grad_fns = lambda: None
+    stub.get_custom_function_forward_runner = stub.get_custom_function_backward_runner = lambda: 0
+    sys.modules[stub.__name__] = stub
     return False
 
 
 def _run_without_extensions() -> None:
-    """ORT refuses to start without its extensions, although ordinary models ask nothing of them."""
+    """ORT refuses to start without its extensions, although ordinary models do not use them."""
     session = importlib.import_module(f"{ORTMODULE}._graph_execution_manager")
     session.load_aten_op_executor_cpp_extension = lambda: None
-    # This symbolic makes embeddings an ATen call, which the extension would run; without it they export as Gather.
+    # This symbolic exports embeddings as an ATen call, which needs the extension; without it they export as Gather.
     registry = importlib.import_module(f"{ORTMODULE}._custom_op_symbolic_registry").CustomOpSymbolicRegistry
     registry._SYMBOLICS.pop("::embedding", None)
 
 
 @contextlib.contextmanager
-def _replacements_undone() -> Iterator[None]:
-    """Give back what the import replaces: seeds are passed on by the engine, checkpointing is refused with it."""
+def _undo_replacements() -> Iterator[None]:
+    """Restore what the import replaces: the engine forwards seeds itself and refuses checkpointing."""
     before = [
         (sys.modules[module], name, getattr(sys.modules[module], name))
         for module, name in _REPLACED_BY_IMPORT
@@ -227,10 +222,10 @@ def _replacements_undone() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _logging_and_path_left_alone() -> Iterator[None]:
-    """The import calls `logging.basicConfig` (onnxruntime/tools/logger.py), after which a user's own does nothing,
-    and appends to `sys.path` a folder with modules like `utils` (tools/ort_format_model/__init__.py), where an import
-    that should fail would find them.
+def _preserve_logging_and_path() -> Iterator[None]:
+    """Undo two side effects of the import: it calls `logging.basicConfig` (onnxruntime/tools/logger.py), which makes
+    a later call by the user a no-op, and appends to `sys.path` a folder with modules such as `utils`
+    (tools/ort_format_model/__init__.py), which would shadow imports that should fail.
     """
     root = logging.getLogger()
     handlers, level, path = list(root.handlers), root.level, list(sys.path)
@@ -244,9 +239,9 @@ def _logging_and_path_left_alone() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _deepspeed_not_imported() -> Iterator[None]:
-    """ORT imports deepspeed only to replace its checkpoint function, and is prepared for its absence; the import takes
-    seconds and starts DeepSpeed's accelerator detection in runs that do not use it."""
+def _block_deepspeed_import() -> Iterator[None]:
+    """Keep ORT from importing deepspeed, which it does only to replace the checkpoint function and can do without: the
+    import takes seconds and starts DeepSpeed's accelerator detection in runs that do not use it."""
     if "deepspeed" in sys.modules:
         yield
         return
@@ -258,85 +253,8 @@ def _deepspeed_not_imported() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def recorded_autograd_functions() -> Iterator[list[str]]:
-    """The `torch.autograd.Function`s applied meanwhile, but for ORT's own, which it puts around every model: an export
-    without the extensions inlines them, and a backward that is not the derivative of its forward would be lost without
-    a word."""
-    seen: list[str] = []
-    original = torch.autograd.Function.__dict__["apply"]
-    thread = threading.get_ident()
-
-    def apply(cls: type, *args: object, **kwargs: object) -> object:
-        if (
-            threading.get_ident() == thread
-            and not cls.__module__.startswith("onnxruntime.")
-            and cls.__qualname__ not in seen
-        ):
-            seen.append(cls.__qualname__)
-        return original.__get__(None, cls)(*args, **kwargs)
-
-    with replaced(torch.autograd.Function, "apply", classmethod(apply)):
-        yield seen
-
-
-@contextlib.contextmanager
-def symbolics(opset: int, custom_functions: bool = True) -> Iterator[None]:
-    """ORT's ONNX symbolics, for the time of an export, with `custom_functions` also that of a torch.autograd.Function,
-    which otherwise is inlined. Every ORTModule() registers them for the whole process, which
-    would leave a user's own `torch.onnx.export` with ATen and com.microsoft operators in it."""
-    contrib = importlib.import_module("onnxruntime.tools.pytorch_export_contrib_ops")
-    registry = importlib.import_module(f"{ORTMODULE}._custom_op_symbolic_registry").CustomOpSymbolicRegistry
-    functions = importlib.import_module(f"{ORTMODULE}._custom_autograd_function")
-    exporter = importlib.import_module(f"{ORTMODULE}._custom_autograd_function_exporter")
-    with torch_names():
-        try:
-            contrib.register()
-            registry.register_all(opset)
-            if custom_functions and functions.custom_autograd_function_enabler.state:
-                torch.onnx.register_custom_op_symbolic("prim::PythonOp", exporter._export, 1)
-            yield
-        finally:
-            contrib.unregister()
-            for name in registry._SYMBOLICS:
-                torch.onnx.unregister_custom_op_symbolic(name, opset)
-            torch.onnx.unregister_custom_op_symbolic("prim::PythonOp", 1)
-
-
-def symbolic_names() -> tuple[str, ...]:
-    """Operators that ORT exports in its own way; they depend on the extensions and on variables read at its import."""
-    registry = importlib.import_module(f"{ORTMODULE}._custom_op_symbolic_registry").CustomOpSymbolicRegistry
-    return tuple(sorted(registry._SYMBOLICS))
-
-
-@contextlib.contextmanager
-def output_not_captured() -> Iterator[None]:
-    """For the time of an export ORT sends the process' stdout and stderr to a temporary file, against messages of the
-    exporter (_logger.py, `SuppressLogs`); lost with them are a progress bar, other threads' output and every line that
-    is logged meanwhile. The exporter's messages are Python warnings since."""
-    logger = importlib.import_module(f"{ORTMODULE}._logger")
-    with replaced(logger, "_suppress_os_stream_output", lambda **_: contextlib.nullcontext()):
-        yield
-
-
-@contextlib.contextmanager
-def traced_graphs_shown(show: Callable[[object], None]) -> Iterator[None]:
-    """Calls `show` with each graph (`torch.Graph`) that `torch.onnx.export` has traced, before it goes on with it
-    (torch 2.9 to 2.13, torchscript_exporter/utils.py, `_create_jit_graph`)."""
-    utils = importlib.import_module(f"{_TORCHSCRIPT}.utils")
-    original = utils._trace_and_get_graph_from_model
-
-    def trace(*args: object, **kwargs: object) -> object:
-        graph, outputs = original(*args, **kwargs)
-        show(graph)
-        return graph, outputs
-
-    with replaced(utils, "_trace_and_get_graph_from_model", trace):
-        yield
-
-
-@contextlib.contextmanager
-def replaced(owner: type | types.ModuleType, name: str, value: object) -> Iterator[None]:
-    """An attribute of a class or module for the time of a call, given back as it was (also a staticmethod)."""
+def patched(owner: type | types.ModuleType, name: str, value: object) -> Iterator[None]:
+    """Replace an attribute of a class or module inside the context; a staticmethod is restored as one."""
     before = owner.__dict__[name]
     setattr(owner, name, value)
     try:

@@ -1,6 +1,6 @@
-"""Makes the mean loss of a batch without labels what it is in PyTorch: not a number.
+"""Makes the mean loss of a batch without labels NaN, as in PyTorch.
 
-ONNX Runtime's cross entropies (1.19.2) give 0 for the mean over no rows. The gradients are zero in both.
+ONNX Runtime's cross entropies (1.19.2) return 0 for the mean over no rows. The gradients are zero in both.
 """
 
 from typing import Any
@@ -14,14 +14,14 @@ from optimum_memopt.engines.ort.index_checks import LOSSES, ignored_name
 _TYPES = {onnx.TensorProto.FLOAT16: numpy.float16, onnx.TensorProto.DOUBLE: numpy.float64}
 
 
-def mean_of_no_labels(graph: Any) -> int:
-    """Let every cross entropy with the reduction "mean" be NaN when all its labels are ignored; in place.
+def nan_mean_without_labels(graph: Any) -> int:
+    """Make every cross entropy with reduction "mean" return NaN when all its labels are ignored, in place.
 
     Args:
         graph: an `onnx.GraphProto` of the training graph.
 
     Returns:
-        How many there were.
+        The number of changed nodes.
     """
     means = [(position, node) for position, node in enumerate(graph.node) if node.op_type in LOSSES and _is_mean(node)]
     for position, node in reversed(means):

@@ -1,9 +1,8 @@
-"""Trains a model through ONNX Runtime in place: the model keeps its class, modules, parameters and state-dict keys."""
+"""Trains a model through ONNX Runtime in place; class, modules, parameters and state-dict keys stay the same."""
 
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,24 +11,22 @@ from optimum_memopt.engines import in_place
 from optimum_memopt.engines.base import Selection
 from optimum_memopt.engines.key_value_cache import without_key_value_cache
 from optimum_memopt.engines.ort import env_option_checks, support_checks
-from optimum_memopt.engines.ort.extensions import BUILD_COMMAND
 from optimum_memopt.engines.ort.failures import one_line
-from optimum_memopt.engines.ort.insight import applied_counts, parse_insight, to_plans
-from optimum_memopt.engines.ort.module_state import Churn, ModuleState, SharedCopy, in_words
+from optimum_memopt.engines.ort.graph_plans import GraphPlans, applied_remarks, choose_plans
+from optimum_memopt.engines.ort.module_state import ModuleState, ReexportLimit, SharedCopy, describe_changes
 from optimum_memopt.engines.ort.module_with_loss import (
     LabelShapes,
     LabelSmoothing,
-    put_loss_inside,
+    return_loss_only,
     with_label_smoothing,
 )
 from optimum_memopt.engines.ort.options import OrtOptions
-from optimum_memopt.engines.ort.post_norm import residual_normalizations
-from optimum_memopt.engines.ort.selection import Choice, check_applied, check_supported, choose_config, choose_level
+from optimum_memopt.engines.ort.selection import check_supported
 from optimum_memopt.engines.ort.session import POST_BACKWARD, PRE_FORWARD, Hooks, OrtSession
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
 from optimum_memopt.logs import get_logger
 from optimum_memopt.memory import malloc
-from optimum_memopt.plans.table import Plan, PlanTable, canonical_symbols
+from optimum_memopt.plans.table import PlanTable
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -50,10 +47,10 @@ _ROOT_HOOKS = (
 class OrtEngine(in_place.InPlaceEngine):
     """The `ort` engine.
 
-    Training forwards (training mode, gradients on) go to ONNX Runtime, all others to the model's own forward.
+    Training forwards (training mode, gradients enabled) run in ONNX Runtime, all others in the model's own forward.
 
     Raises:
-        ConfigError: the selection asks for what ONNX Runtime cannot do (a count other than -1 and 0, offload).
+        ConfigError: ONNX Runtime does not support the selection (a count other than -1 and 0, offload).
     """
 
     name = "ort"
@@ -65,13 +62,13 @@ class OrtEngine(in_place.InPlaceEngine):
         self._log_level = log_level
         self._smoothing: LabelSmoothing | None = None
         self._exported_attention: str | None = None
-        self._churn = Churn()
-        self._seen_autocast: Any = False
+        self._reexports = ReexportLimit()
+        self._exported_autocast: Any = False
         self.keeps_checkpointing = self._options.ort_allow_autograd_checkpoint
         super().__init__(selection)
 
     def apply(self, selection: Selection) -> None:
-        """Choose other plans; the next training forward builds a new session with them.
+        """Select other plans; the next training forward builds a new session with them.
 
         Raises:
             ConfigError: see the class.
@@ -93,7 +90,7 @@ class OrtEngine(in_place.InPlaceEngine):
 
     def _enter(self) -> None:
         self._attention = None
-        self._churn = Churn()
+        self._reexports = ReexportLimit()
         if not self._options.ort_arena:
             malloc.give_back_freed_memory()
         self._attention = support_checks.choose_attention(self._model)
@@ -113,12 +110,12 @@ class OrtEngine(in_place.InPlaceEngine):
             malloc.restore()
 
     def _continue(self) -> None:
-        # A forward whose backward never ran, as of a step that ran out of memory half-way.
+        # A step that was interrupted, for instance by running out of memory, leaves a forward without its backward.
         if self._backward_is_due:
             self._forget()
 
     def smooth_labels(self, smoothing: LabelSmoothing | None) -> bool:
-        """Return the smoothed loss from training forwards with labels; needs the loss inside ONNX Runtime."""
+        """Return the smoothed loss from training forwards with labels; needs `--ort_module_with_loss`."""
         if smoothing != self._smoothing:
             self._smoothing = smoothing
             self._forget()
@@ -133,7 +130,7 @@ class OrtEngine(in_place.InPlaceEngine):
         return self._table
 
     def predicted_peak_mib(self, optimizer: torch.optim.Optimizer | None, gradient_accumulation: bool) -> None:
-        """None: ONNX Runtime allocates as it likes."""
+        """None: ONNX Runtime's allocations cannot be predicted."""
 
     def insight(self) -> str:
         """ONNX Runtime's own per-node text of the current training graph."""
@@ -151,19 +148,18 @@ class OrtEngine(in_place.InPlaceEngine):
         self._session: OrtSession | None = None
         self._table: PlanTable | None = None
         self._insight = ""
-        self._choice = Choice()
-        self._plans: tuple[Plan, ...] = ()
-        self._seen: ModuleState | None = None
+        self._plans = GraphPlans()
+        self._state: ModuleState | None = None
         self._backward_is_due = False
         self._was_exported = False
         self._fallback_reason = ""
 
     def _train_forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._notice_changes()
+        self._drop_outdated_session()
         if self._fallback_reason:
             return self._run_fallback(*args, **kwargs)
         support_checks.check_autocast(self._model)
-        if self._choice.redraws_random_numbers and self._backward_is_due:
+        if self._plans.choice.redraws_random_numbers and self._backward_is_due:
             raise MemOptError(
                 "a training forward follows one whose backward has not run: ONNX Runtime draws recomputed dropout "
                 "masks in the order of the forwards, so this plan needs forward and backward in pairs; run each "
@@ -171,55 +167,58 @@ class OrtEngine(in_place.InPlaceEngine):
             )
         try:
             if self._session is None:
-                if reason := support_checks.why_not(self._model):
-                    return self._give_back(reason)(*args, **kwargs)
-                self._session = self._make_session()
-                config = getattr(self._model, "config", None)
-                self._label_shapes = LabelShapes(bool(getattr(config, "is_encoder_decoder", False)))
+                if reason := support_checks.unsupported_reason(self._model):
+                    return self._fall_back(reason)(*args, **kwargs)
+                self._session = self._create_session()
+                self._label_shapes = LabelShapes(_is_encoder_decoder(self._model))
             if self._options.ort_module_with_loss:
                 self._label_shapes.check(kwargs)
             outputs = self._session.forward(*args, **without_key_value_cache(self._model, args, kwargs, forced=True))
             self._after_export()
             return outputs
         except MemOptError:
-            # Whoever catches it and goes on must not meet a graph without a session.
+            # A caller may catch this and continue: do not leave a graph without a session behind.
             self._forget()
             raise
         except torch.OutOfMemoryError:
-            # Says nothing about the model; a smaller batch may follow, which must not meet a forward left half-way.
+            # Not the model's fault: a smaller batch may follow, and must not find an unfinished forward.
             self._forget()
             raise
         except IndexError:
-            # A label or an id of this batch; a session that was built runs the next one.
+            # A label or an id of this batch is out of range; a session that is built can run the next batch.
             self._backward_is_due = False
-            if self._session is None or self._session.is_building or self._choice.redraws_random_numbers:
+            if self._session is None or self._session.is_building or self._plans.choice.redraws_random_numbers:
                 self._forget()
             raise
         except Exception as error:
             if self._session is not None and not self._session.is_building:
-                reason = self._why_not_this_batch(error, args, kwargs)
+                reason = self._batch_failure(error, args, kwargs)
             else:
-                reason = str(error) if isinstance(error, support_checks.Unsuitable) else one_line(error)
+                reason = str(error) if isinstance(error, support_checks.UnsupportedByOrt) else one_line(error)
             if not reason:
                 self._forget()
                 raise
-            give_back = self._give_back(reason, error)
+            fallback = self._fall_back(reason, error)
         except BaseException:
-            # Training that goes on after Ctrl-C must not meet a graph without a session, or a forward left half-way.
+            # Training may continue after Ctrl-C: leave neither a graph without a session nor an unfinished forward.
             self._forget()
             raise
-        return give_back(*args, **kwargs)
+        return fallback(*args, **kwargs)
 
-    def _give_back(self, reason: str, error: Exception | None = None) -> Callable[..., Any]:
-        """From now on train with plain PyTorch, if the user wants that."""
+    def _fall_back(self, reason: str, error: Exception | None = None) -> Callable[..., Any]:
+        """Train with plain PyTorch from now on.
+
+        Raises:
+            UnsupportedModelError: the user turned the fallback off.
+        """
         if not self._options.ort_fallback:
             raise UnsupportedModelError(
                 f"ONNX Runtime cannot train {type(self._model).__name__}: {reason}",
                 "--memory_opt_engine compile trains it under a plan, --ort_fallback with plain PyTorch",
             ) from error
-        seen = self._seen
+        state = self._state
         self._forget()
-        self._fallback_reason, self._seen = reason, seen
+        self._fallback_reason, self._state = reason, state
         line = (
             f"NOT on ONNX Runtime: it cannot train this model ({reason}); no plan is applied, "
             "--memory_opt_engine compile trains it under one"
@@ -232,61 +231,61 @@ class OrtEngine(in_place.InPlaceEngine):
     def _fallback(self) -> Callable[..., Any]:
         return with_label_smoothing(self._training_forward.plain_forward, self._smoothing)
 
-    def _notice_changes(self) -> None:
-        """Forget a session whose graph has built in what is no longer so."""
-        self._churn.forward()
+    def _drop_outdated_session(self) -> None:
+        """Drop a session whose graph has baked in state of the model that has changed since."""
+        self._reexports.count_forward()
         autocast = _autocast(self._model)
         changes: dict[str, tuple[str, str]] = {}
-        if self._seen is not None:
-            if autocast != self._seen_autocast:
-                changes["autocast"] = (str(self._seen_autocast), str(autocast))
-            if not self._seen.is_current():
-                changes |= self._seen.changes()
-            if self._fallback_reason and changes.keys() <= self._churn.refused:
+        if self._state is not None:
+            if autocast != self._exported_autocast:
+                changes["autocast"] = (str(self._exported_autocast), str(autocast))
+            if not self._state.is_current():
+                changes |= self._state.changes()
+            if self._fallback_reason and changes.keys() <= self._reexports.exceeded:
                 changes = {}
             if changes:
-                get_logger().info(f"building a new graph: {in_words(changes)}")
+                get_logger().info(f"re-exporting the model: {describe_changes(changes)}")
                 self._forget()
                 self._check(self._model)
-        if self._seen is None or not self._seen.is_current():
-            self._seen = ModuleState(self._model)
-        self._seen_autocast = autocast
-        if often := self._churn.seen(changes):
-            self._give_back(
-                f"{often} changes again and again ({' -> '.join(changes[often])}), and each change takes a new "
-                "export; keep it fixed"
+        if self._state is None or not self._state.is_current():
+            self._state = ModuleState(self._model)
+        self._exported_autocast = autocast
+        if name := self._reexports.record(changes):
+            self._fall_back(
+                f"{name} keeps changing ({' -> '.join(changes[name])}), and each change needs a new export; keep it "
+                "fixed"
             )
 
     def _after_export(self) -> None:
-        """Settle what the model's own code changed when it was traced in this step."""
+        """Write back what the traced forward has set on the exported copy, and accept it as the model's state."""
         if self._was_exported:
             self._was_exported = False
-            self._exported.give_back_attributes()
-            if self._seen is not None and self._seen.only_noted():
-                self._seen = ModuleState(self._model)
+            self._exported.write_back_attributes()
+            if self._state is not None and self._state.only_caches_changed():
+                self._state = ModuleState(self._model)
 
     def _run_fallback(self, *args: Any, **kwargs: Any) -> Any:
         outputs = self._fallback(*args, **kwargs)
-        if self._seen is not None and not self._seen.is_current():
-            # What the forward itself changes is no reason to try ONNX Runtime again.
-            self._seen = ModuleState(self._model)
+        if self._state is not None and not self._state.is_current():
+            # Changes by the forward itself are no reason to try ONNX Runtime again.
+            self._state = ModuleState(self._model)
         return outputs
 
-    def _why_not_this_batch(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """Why ONNX Runtime fails on a batch that PyTorch takes; empty when PyTorch does not take it either."""
+    def _batch_failure(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """Why ONNX Runtime fails on a batch that PyTorch can run; empty when PyTorch fails too."""
         try:
             with torch.no_grad():
                 self._training_forward.plain_forward(*args, **kwargs)
         except Exception:
             return ""
         return (
-            f"a batch after the first ends in an error, as where a graph holds the first one's shapes "
+            f"a batch after the first fails, for instance because the graph has the first one's shapes baked in "
             f"({one_line(error)}); pad all batches to one shape and drop the last"
         )
 
-    def _make_session(self) -> OrtSession:
+    def _create_session(self) -> OrtSession:
         return OrtSession(
-            self._inner(),
+            self._export_copy(),
             self._options,
             layerwise=self._selection.level > 0,
             recompute=self._selection.level > 0 or self._selection.config is not None,
@@ -294,21 +293,21 @@ class OrtEngine(in_place.InPlaceEngine):
             log_level=self._log_level,
         )
 
-    def _inner(self) -> torch.nn.Module:
-        """What ORT exports: shares submodules and parameters with the model, but not the hooks, which the model's own
-        `__call__` runs already."""
+    def _export_copy(self) -> torch.nn.Module:
+        """The module that ORT exports. It shares submodules and parameters with the model, but not the root's hooks,
+        which the model's own `__call__` runs already."""
         self._exported = SharedCopy(self._model)
-        inner = self._exported.module
-        inner.__dict__.pop("forward", None)
+        module = self._exported.module
+        module.__dict__.pop("forward", None)
         if isinstance(self._training_forward.previous, types.MethodType):
-            inner.forward = types.MethodType(self._training_forward.previous.__func__, inner)
+            module.forward = types.MethodType(self._training_forward.previous.__func__, module)
         for name in _ROOT_HOOKS:
-            inner.__dict__[name] = OrderedDict()
+            module.__dict__[name] = OrderedDict()
         if self._options.ort_module_with_loss:
             options = self._options
             sparse = options.ort_compute_optimizer and options.ort_label_sparse_optimizer is not False
-            put_loss_inside(inner, self._smoothing, sparse)
-        return inner
+            return_loss_only(module, self._smoothing, sparse)
+        return module
 
     def _phase(self, phase: int) -> None:
         if phase == PRE_FORWARD:
@@ -318,69 +317,43 @@ class OrtEngine(in_place.InPlaceEngine):
 
     def _choose(self, text: str, combinations: Mapping[str, int]) -> tuple[str, ...]:
         session = self._session
-        if session.inlined_functions:
-            switched_off = session.has_extensions
-            way_out = "leave out --ort_custom_autograd false" if switched_off else f"build them with: {BUILD_COMMAND}"
-            raise UnsupportedModelError(
-                f"{type(self._model).__name__} uses torch.autograd.Function ({', '.join(session.inlined_functions)}), "
-                "whose backward ONNX Runtime can only run with the torch extensions",
-                f"{way_out}, or give --memory_opt_engine compile",
-            )
-        if session.aten_operators and not session.has_extensions:
-            raise UnsupportedModelError(
-                f"{type(self._model).__name__} needs torch's own {', '.join(session.aten_operators)}, which ONNX "
-                "Runtime can only run with the torch extensions",
-                f"build them with: {BUILD_COMMAND}, or give --memory_opt_engine compile",
-            )
-        dimensions = session.dimensions
-        config = getattr(self._model, "config", None)
-        names = canonical_symbols(dimensions, bool(getattr(config, "is_encoder_decoder", False)))
-        values = {names[name]: value for name, value in dimensions.items() if name in names}
-        self._plans = to_plans(parse_insight(text), combinations, names, values)
-        self._values = values
-        existing = dict.fromkeys(part for plan in self._plans for part in plan.config.split(","))
-        selection = self._selection
-        if selection.config is not None:
-            self._choice = choose_config(selection.config, existing, selection.strict)
-        elif selection.level:
-            self._choice = choose_level(selection.level, existing, residual_normalizations(session.graph))
-        for remark in self._choice.remarks:
+        support_checks.check_operators(
+            type(self._model).__name__, session.inlined_functions, session.aten_operators, session.has_extensions
+        )
+        self._plans = choose_plans(
+            text,
+            combinations,
+            session.dimensions,
+            _is_encoder_decoder(self._model),
+            self._selection,
+            session.graph,
+        )
+        for remark in self._plans.choice.remarks:
             get_logger().warning(remark)
-        return self._choice.configs
+        return self._plans.choice.configs
 
     def _report(self, text: str) -> None:
-        counts = applied_counts(parse_insight(text))
-        for remark in check_applied(self._choice, counts, self._selection.strict and not self._selection.level):
+        for remark in applied_remarks(self._plans, text, self._selection):
             get_logger().warning(remark)
-        rebuilt = self._table is not None
+        is_rebuilt = self._table is not None
         self._was_exported = True
         self._insight = text
-        self._table = PlanTable(
-            engine=self.name,
-            plans=tuple(_with_counts(plan, self._choice, counts) for plan in self._plans),
-            symbols=self._values,
-            header=self._header(),
-        )
-        if rebuilt:
-            get_logger().info("other inputs than before: ONNX Runtime built a new training graph")
+        self._table = self._plans.to_table(self.name, text, self._header())
+        if is_rebuilt:
+            get_logger().info("the inputs changed: ONNX Runtime built a new training graph")
 
     def _header(self) -> tuple[str, ...]:
         provider = "CUDAExecutionProvider" if self._session.device.type == "cuda" else "CPUExecutionProvider"
-        asked = f"config {self._selection.config}" if self._selection.config else f"level {self._selection.level}"
-        return (f"{type(self._model).__name__} on {provider}, {asked}",)
+        selected = f"config {self._selection.config}" if self._selection.config else f"level {self._selection.level}"
+        return (f"{type(self._model).__name__} on {provider}, {selected}",)
+
+
+def _is_encoder_decoder(model: torch.nn.Module) -> bool:
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
 def _autocast(model: torch.nn.Module) -> Any:
-    """The dtype of autocast where the model lies, False without it."""
+    """The autocast dtype on the model's device, False without autocast."""
     parameter = next(model.parameters(), None)
     device_type = parameter.device.type if parameter is not None else "cpu"
     return torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type)
-
-
-def _with_counts(plan: Plan, choice: Choice, counts: Mapping[str, tuple[int, int]]) -> Plan:
-    """The plan with what was asked for and applied; a joint row is on when all of its parts are."""
-    parts = plan.config.split(",")
-    requested = -1 if all(part in choice.configs for part in parts) else 0
-    applied = min(counts.get(part, (0, 0))[1] for part in parts) if requested else 0
-    notes = dict.fromkeys(choice.notes[part] for part in parts if part in choice.notes)
-    return replace(plan, requested_count=requested, applied_count=min(applied, plan.frequency), note="; ".join(notes))

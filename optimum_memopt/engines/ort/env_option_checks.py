@@ -1,4 +1,4 @@
-"""Refuses levers that cannot work: on this machine, with one another, or with this model."""
+"""Refuses ORT options that cannot work on this machine, together, or with this model."""
 
 import json
 import os
@@ -44,14 +44,14 @@ _NEED_ANOTHER = {
     "ort_flash_attention": "ort_triton",
     "ort_tuning_duration_ms": "ort_tuning",
 }
-# Parameters get their gradients within the backward of ONNX Runtime's one autograd node, not from torch's graph.
+# Parameters get their gradients inside the backward of ONNX Runtime's single autograd node, not from torch's graph.
 _HIDE_PARAMETERS = ("ort_mem_efficient_grad_mgmt", "ort_allow_autograd_checkpoint")
-# The last one that ORT's hooks know; newer ones changed ZeRO stage 3's parameter hooks (DeepSpeed PR 4966).
+# The last version that ORT's hooks support; later ones changed ZeRO stage 3's parameter hooks (DeepSpeed PR 4966).
 _LAST_DEEPSPEED = (0, 13, 1)
 
 
 def check_here(options: "OrtOptions") -> None:
-    """Refuse what cannot work on this machine with any model.
+    """Refuse options that cannot work on this machine with any model.
 
     Raises:
         MemOptError: see there.
@@ -78,7 +78,7 @@ def check_here(options: "OrtOptions") -> None:
 
 
 def _given(options: "OrtOptions") -> dict[str, str]:
-    """Names of the options that ask for something, and how a user wrote them."""
+    """Names of the options that are set, with the text of the flag."""
     names = dict.fromkeys((*_NEED_CUDA, *_NEED_EXTENSIONS))
     values = {name: getattr(options, name) for name in names}
     return {
@@ -102,7 +102,7 @@ def _check_combinations(options: "OrtOptions", given: dict[str, str]) -> None:
 
 
 def _check_files(options: "OrtOptions") -> None:
-    """ORT goes on without a word when a file is missing, and in the middle of training when it cannot be read."""
+    """ORT ignores a missing file silently, and fails on an unreadable one in the middle of training."""
     for name, is_read in (("ort_triton_config", True), ("ort_tuning_results", not options.ort_tuning)):
         path = getattr(options, name)
         if path is None:
@@ -135,54 +135,55 @@ def _check_skips(policy: str) -> None:
 
 
 def skip_check_remark(policy: str | None) -> str:
-    """What is not noticed any more under `--ort_skip_check`; empty when everything is."""
+    """What `--ort_skip_check` leaves undetected; empty when nothing."""
     skipped = {
         "SKIP_CHECK_BUILD_GRADIENT": "other keyword arguments or dtypes than the first's are ignored or an error",
-        "SKIP_CHECK_EXECUTION_AGENT": "another device or torch.use_deterministic_algorithms() is not noticed",
-        "SKIP_CHECK_DEVICE": "inputs on another device than the model are not noticed",
+        "SKIP_CHECK_EXECUTION_AGENT": "another device or torch.use_deterministic_algorithms() is not detected",
+        "SKIP_CHECK_DEVICE": "inputs on another device than the model are not detected",
     }
-    lost = [skipped[name] for name in (policy or NO_SKIP).split("|") if name in skipped]
-    return f"--ort_skip_check {policy}: from the second step on {'; '.join(lost)}" if lost else ""
+    undetected = [skipped[name] for name in (policy or NO_SKIP).split("|") if name in skipped]
+    return f"--ort_skip_check {policy}: from the second step on {'; '.join(undetected)}" if undetected else ""
 
 
 def _check_deepspeed() -> None:
-    found = installed_version(("deepspeed",))
+    installed = installed_version(("deepspeed",))
     last = ".".join(map(str, _LAST_DEEPSPEED))
-    if found is None:
+    if installed is None:
         raise MemOptError(f"--ort_zero_stage3 needs DeepSpeed {last} or older, which is not installed")
-    version = tuple(int(part) for part in found[1].split("+")[0].split(".")[:3] if part.isdigit())
+    version = tuple(int(part) for part in installed[1].split("+")[0].split(".")[:3] if part.isdigit())
     if version > _LAST_DEEPSPEED:
         raise MemOptError(
-            f"--ort_zero_stage3: ONNX Runtime 1.19 knows the hooks of DeepSpeed up to {last}, and {found[1]} is "
-            "installed; use ZeRO 0, 1 or 2"
+            f"--ort_zero_stage3: ONNX Runtime 1.19 supports the hooks of DeepSpeed up to {last}, and {installed[1]} "
+            "is installed; use ZeRO 0, 1 or 2"
         )
 
 
 def check_model(options: "OrtOptions", model: torch.nn.Module) -> None:
-    """Refuse levers that need CUDA for a model that lies on the CPU.
+    """Refuse options that need CUDA for a model on the CPU.
 
     Raises:
         UnsupportedModelError: see there.
     """
     given = _given(options)
-    asked = [given[name] for name in _NEED_CUDA if name in given]
+    needs_cuda = [given[name] for name in _NEED_CUDA if name in given]
     on_cpu = [name for name, parameter in model.named_parameters() if parameter.device.type == "cpu"]
-    if asked and on_cpu:
+    if needs_cuda and on_cpu:
         raise UnsupportedModelError(
-            f"{asked[0]} needs CUDA, and {type(model).__name__} lies on the CPU; move it to a GPU or leave that out"
+            f"{needs_cuda[0]} needs CUDA, and {type(model).__name__} is on the CPU; move it to a GPU or leave that "
+            "option out"
         )
 
 
 def check_arguments(options: "OrtOptions", args: "TrainingArguments") -> None:
-    """Refuse Trainer arguments that do not go with the levers.
+    """Refuse Trainer arguments that conflict with ORT options.
 
     Raises:
-        MemOptError: DDP would look for parameters in an autograd graph that does not hold them.
+        MemOptError: DDP would search the autograd graph for parameters that are not in it.
     """
     hidden = [name for name in _HIDE_PARAMETERS if getattr(options, name)]
     with_ddp = args.world_size > 1 and not args.deepspeed
     if hidden and with_ddp and args.ddp_find_unused_parameters is not False:
         raise MemOptError(
-            f"--{hidden[0]} with {args.world_size} processes: DDP would take all parameters for unused; "
+            f"--{hidden[0]} with {args.world_size} processes: DDP would find all parameters unused; "
             "add --ddp_find_unused_parameters false"
         )

@@ -1,4 +1,4 @@
-"""ORT's environment variables and the options that stand for them; no variable is ignored without a word.
+"""ORT's environment variables and the options that correspond to them; no variable is ignored silently.
 
 Read in onnxruntime-training 1.19.2: ortmodule/{__init__,options,_fallback,_custom_autograd_function,
 _custom_autograd_function_exporter,_graph_transition_manager,_custom_op_symbolic_registry}.py,
@@ -24,12 +24,12 @@ NO_SKIP = "SKIP_CHECK_DISABLED"
 
 @dataclass(frozen=True)
 class EnvOption:
-    """One variable of ORT, without its prefix, and the field of `MemOptOptions` that stands for it.
+    """One environment variable of ORT, without its prefix, and the corresponding field of `MemOptOptions`.
 
     Attributes:
-        read: the variable's text to the option's value; raises ValueError that says what is allowed.
-        passed: ORT itself gets the value, through this variable; otherwise the engine does what it stands for.
-        attribute: where ORT's `_RuntimeOptions` keeps what it made of the value, empty when nowhere.
+        read: converts the variable's text to the option's value; raises a ValueError that says what is allowed.
+        passed: ORT itself reads the value from this variable; otherwise the engine implements the option.
+        attribute: attribute of ORT's `_RuntimeOptions` that holds the parsed value, empty when there is none.
     """
 
     variable: str
@@ -136,16 +136,16 @@ ENV_OPTIONS = (
     EnvOption("ENABLE_ZERO_STAGE3", "ort_zero_stage3", _switch, attribute="enable_zero_stage3_support"),
 )
 
-# What ORT, or somebody who read its sources, knows beside the levers, and what to say of it.
+# Other variables that ORT reads, or that are easily mistaken for one of them, with a remark for the user.
 _NOT_USED = {
     "PRINT_INPUT_DENSITY": "not used; --log_input_density shows it",
     "PRINT_MEMORY_STATS": "not used; --log_memory_phases shows them",
     "FALLBACK_RETRY": "not used; after --ort_fallback has fallen back, a changed model is tried again",
     "JSON_CONFIG_PATH": "not used; ONNX Runtime reads it in load_config_from_json only, give the flags instead",
     "IS_DETERMINISTIC": "no variable of ONNX Runtime; it follows torch.use_deterministic_algorithms()",
-    "TORCH_CPP_DIR": "no variable of ONNX Runtime; OPTIMUM_MEMOPT_CACHE says where its extensions lie",
-    "EXTERNAL_TORCH_CPP_EXTENSION_DIR": "not read by ONNX Runtime; OPTIMUM_MEMOPT_CACHE says where they lie",
-    "EXTERNAL_TORCH_CUDA_EXTENSION_DIR": "not read by ONNX Runtime; OPTIMUM_MEMOPT_CACHE says where they lie",
+    "TORCH_CPP_DIR": "no variable of ONNX Runtime; OPTIMUM_MEMOPT_CACHE sets the folder of its extensions",
+    "EXTERNAL_TORCH_CPP_EXTENSION_DIR": "not read by ONNX Runtime; OPTIMUM_MEMOPT_CACHE sets their folder",
+    "EXTERNAL_TORCH_CUDA_EXTENSION_DIR": "not read by ONNX Runtime; OPTIMUM_MEMOPT_CACHE sets their folder",
 }
 # Read once, when ORT is imported, for the whole process.
 SDPA_FALLBACK = f"{PREFIX}ATEN_SDPA_FALLBACK"
@@ -153,23 +153,23 @@ _PROCESS_WIDE = {
     "ATEN_SDPA_FALLBACK": "for all models of this process, sdpa runs as torch's memory-efficient attention",
     "TRITON_DEBUG": "for all models of this process, the Triton kernels of --ort_triton are written to triton_debug/",
 }
-KNOWN = tuple(PREFIX + name for name in (*(one.variable for one in ENV_OPTIONS), *_NOT_USED, *_PROCESS_WIDE))
+KNOWN = tuple(PREFIX + name for name in (*(option.variable for option in ENV_OPTIONS), *_NOT_USED, *_PROCESS_WIDE))
 
 
 def from_environment(options: "MemOptOptions", environ: Mapping[str, str]) -> tuple["MemOptOptions", tuple[str, ...]]:
-    """The options as the environment has them: a variable that the user has set for ORT wins over the flag.
+    """Options with values from the environment: a variable that the user has set for ORT overrides the flag.
 
     Args:
-        options: left as they are.
+        options: not changed.
         environ: like `os.environ`; a variable without a value counts as not set.
 
     Returns:
-        A copy with the variables' values, already checked, and a line for each variable.
+        A checked copy with the variables' values, and a log line for each variable.
 
     Raises:
         MemOptError: a variable's value is not allowed; the message names both.
     """
-    effective, remarks, taken = copy.copy(options), [], []
+    effective, remarks, sources = copy.copy(options), [], []
     given = {name: value for name, value in environ.items() if name.startswith(PREFIX) and value}
     defaults = type(options).__dataclass_fields__
     for env_option in ENV_OPTIONS:
@@ -185,14 +185,14 @@ def from_environment(options: "MemOptOptions", environ: Mapping[str, str]) -> tu
             f", not --{env_option.option} {flag}" if flag not in (value, defaults[env_option.option].default) else ""
         )
         remarks.append(f"{source} in the environment is used{overrides or f', as --{env_option.option} {value}'}")
-        taken.append(source)
+        sources.append(source)
         setattr(effective, env_option.option, value)
     remarks.extend(_decide_between_plans(options, effective, given))
-    if taken:
+    if sources:
         try:
             effective.check_values()
         except MemOptError as error:
-            raise MemOptError(f"{error} (from the environment: {', '.join(taken)})") from error
+            raise MemOptError(f"{error} (from the environment: {', '.join(sources)})") from error
     if SDPA_FALLBACK in given and (reason := cuda_missing()):
         raise MemOptError(
             f"{SDPA_FALLBACK}={given[SDPA_FALLBACK]} in the environment: torch's memory-efficient attention needs "
@@ -205,15 +205,15 @@ def from_environment(options: "MemOptOptions", environ: Mapping[str, str]) -> tu
 def _decide_between_plans(
     options: "MemOptOptions", effective: "MemOptOptions", given: Mapping[str, str]
 ) -> tuple[str, ...]:
-    """A level and a config exclude each other, so one from the environment takes the place of the other flag."""
+    """A level and a config exclude each other, so one from the environment replaces the other flag."""
     has_level = given.get(f"{PREFIX}MEMORY_OPT_LEVEL", "0") != "0"
     has_config = f"{PREFIX}MEMORY_OPT_CONFIG" in given
     if has_level and not has_config and options.memory_opt_config is not None:
         effective.memory_opt_config = None
-        return (f"{PREFIX}MEMORY_OPT_LEVEL takes the place of --memory_opt_config {options.memory_opt_config}",)
+        return (f"{PREFIX}MEMORY_OPT_LEVEL replaces --memory_opt_config {options.memory_opt_config}",)
     if has_config and not has_level and effective.memory_opt_level:
         effective.memory_opt_level = 0
-        return (f"{PREFIX}MEMORY_OPT_CONFIG takes the place of --memory_opt_level {options.memory_opt_level}",)
+        return (f"{PREFIX}MEMORY_OPT_CONFIG replaces --memory_opt_level {options.memory_opt_level}",)
     return ()
 
 
@@ -230,14 +230,16 @@ def _other_remarks(given: Mapping[str, str]) -> list[str]:
 
 
 def variables(options: "OrtOptions") -> dict[str, str | None]:
-    """What ORT is to find in the environment for one model: every variable it reads but the process-wide ones; None:
-    not set. Plans are chosen by the engine, and falling back is its business too: ORT's own covers few errors."""
+    """The environment that ORT sees for one model: every variable it reads except the process-wide ones; None: unset.
+
+    Plans and the fallback are the engine's own; ORT's fallback covers few errors.
+    """
     values: dict[str, str | None] = {name: None for name in KNOWN if name.removeprefix(PREFIX) not in _PROCESS_WIDE}
     values |= {
         f"{PREFIX}FALLBACK_POLICY": "FALLBACK_DISABLE",
         f"{PREFIX}MEMORY_OPT_LEVEL": "0",
-        # By default ORT runs the first batch's graph for whatever comes later: other keyword arguments, int32 ids, a
-        # batch without labels. With the checks it builds a new one, and new shapes alone still do not need it.
+        # By default ORT runs the first batch's graph for every later batch: other keyword arguments, int32 ids, no
+        # labels. With the checks it builds a new graph for these; new shapes alone do not need one.
         f"{PREFIX}SKIPCHECK_POLICY": NO_SKIP,
     }
     for env_option in ENV_OPTIONS:
@@ -247,19 +249,19 @@ def variables(options: "OrtOptions") -> dict[str, str | None]:
     return values
 
 
-def not_taken(options: "OrtOptions", runtime_options: Any) -> tuple[str, ...]:
-    """Flags that ORT made something else of, without a word.
+def ignored_options(options: "OrtOptions", runtime_options: Any) -> tuple[str, ...]:
+    """Flags that ORT silently ignored or changed.
 
     Args:
-        runtime_options: ORT's `_RuntimeOptions`, made while `variables` were set.
+        runtime_options: ORT's `_RuntimeOptions`, created while `variables` were set.
     """
-    asked = (
+    given = (
         (env_option, getattr(options, env_option.option))
         for env_option in ENV_OPTIONS
         if env_option.attribute and env_option.passed
     )
     return tuple(
         f"--{env_option.option} {value}"
-        for env_option, value in asked
+        for env_option, value in given
         if value is not None and getattr(runtime_options, env_option.attribute) != value
     )

@@ -1,4 +1,4 @@
-"""What the ort engine finds on this machine: packages that clash, the torch extensions, devices."""
+"""The ort engine's part of `memopt env`: conflicting packages, torch extensions, devices."""
 
 from collections.abc import Mapping
 
@@ -10,12 +10,12 @@ from optimum_memopt.engines.ort.installed import missing
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.installed import installed_version
 
-# All are imported as `onnxruntime` and write the same files; pip does not object to two of them.
+# All are imported as `onnxruntime` and install the same files; pip allows several of them.
 ONNXRUNTIMES = ("onnxruntime-training", "onnxruntime-training-cpu", "onnxruntime", "onnxruntime-gpu")
 
 
 def report() -> Report:
-    """Imports onnxruntime-training, which is the only way to know that it can be imported."""
+    """Imports onnxruntime-training, the only way to find out whether it can be imported."""
     installed = {name: _version(name) for name in (*ONNXRUNTIMES, "onnx")} | {"C++ compiler": _compiler()}
     abilities = _abilities(installed)
     advice = "--memory_opt_engine ort on a CPU where nothing is to be compiled, and for masked LM with few labels"
@@ -24,8 +24,8 @@ def report() -> Report:
 
 
 def _version(distribution: str) -> str | None:
-    found = installed_version((distribution,))
-    return found and found[1]
+    installed = installed_version((distribution,))
+    return installed and installed[1]
 
 
 def _compiler() -> str | None:
@@ -37,15 +37,15 @@ def _compiler() -> str | None:
 
 def clash(versions: Mapping[str, str | None]) -> list[str]:
     """The installed packages that overwrite each other's files; empty when there is at most one."""
-    found = [name for name in ONNXRUNTIMES if versions.get(name)]
-    return found if len(found) > 1 else []
+    installed = [name for name in ONNXRUNTIMES if versions.get(name)]
+    return installed if len(installed) > 1 else []
 
 
 def install_command(versions: Mapping[str, str | None], cuda: str | None) -> str:
-    """What installs the right onnxruntime-training and nothing that overwrites it.
+    """The command that installs the right onnxruntime-training without packages that overwrite it.
 
     Args:
-        cuda: the version that torch is built for, None without.
+        cuda: the CUDA version that torch is built for, None without CUDA.
     """
     package = "onnxruntime-training" if cuda else "onnxruntime-training-cpu"
     install = f"pip install {package}==1.19.2 onnx"
@@ -61,7 +61,7 @@ def _abilities(versions: Mapping[str, str | None]) -> tuple[Ability, ...]:
         "re-entrant activation checkpointing on the ort engine",
     )
     with_extensions = (_with_extensions(engine, what) for what in needs_extensions)
-    return (engine, *with_extensions, _half_precision(engine), _cuda_levers(engine))
+    return (engine, *with_extensions, _half_precision(engine), _cuda_options(engine))
 
 
 def _ort_engine(versions: Mapping[str, str | None]) -> Ability:
@@ -73,7 +73,7 @@ def _ort_engine(versions: Mapping[str, str | None]) -> Ability:
         return Ability(what, False, why, command)
     try:
         compat.load()
-    # Whatever a half-installed or overwritten native package does on import is the answer to the user's question.
+    # A half-installed or overwritten native package can raise anything; the report shows the error.
     except Exception as error:
         return Ability(what, False, f"{type(error).__name__}: {error}".splitlines()[0], command)
     return Ability(what, True, "onnxruntime-training can be imported")
@@ -102,7 +102,7 @@ def _half_precision(engine: Ability) -> Ability:
     return Ability(what, False, "ONNX Runtime's CPU provider trains float32 only")
 
 
-def _cuda_levers(engine: Ability) -> Ability:
+def _cuda_options(engine: Ability) -> Ability:
     what = "efficient and flash attention, Triton, tuning"
     if not engine.works:
         return Ability(what, False, "needs the ort engine")

@@ -1,8 +1,8 @@
-"""What is changed in a copy of the wheel's C++ sources before they are compiled.
+"""Patches for a copy of the wheel's C++ sources, applied before they are compiled.
 
-onnxruntime-training 1.19.2 was written for torch ~2.4. Every replacement below is spelled so that it compiles on both
-sides of the change in torch that makes it necessary (`auto`, `decltype`, functions that torch exports), so nothing
-here asks which torch is installed. Built and run on torch 2.13.0; compiled against 2.9.1 and 2.15.0.
+onnxruntime-training 1.19.2 was written for torch ~2.4. Every replacement compiles before and after the change in torch
+that makes it necessary (`auto`, `decltype`, functions that torch exports), so none depends on the installed version.
+Built and run on torch 2.13.0; compiled against 2.9.1 and 2.15.0.
 """
 
 import re
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from optimum_memopt.errors import MemOptError
 
-# torch >= 2.7 hides what libtorch_python.so does not mark TORCH_PYTHON_API.
+# torch >= 2.7 hides symbols of libtorch_python.so without TORCH_PYTHON_API.
 _HIDDEN = "https://github.com/pytorch/pytorch/issues/154105"
 # torch >= 2.13: autograd nodes are owned by c10::intrusive_ptr instead of std::shared_ptr ...
 _INTRUSIVE = "https://github.com/pytorch/pytorch/pull/181782"
@@ -21,15 +21,15 @@ _WRAPPING = "https://github.com/pytorch/pytorch/pull/181390"
 
 @dataclass(frozen=True)
 class Substitution:
-    """One piece of text replaced in one file.
+    """A replacement in one file.
 
     Args:
         file: path below the wheel's `torch_cpp_extensions/cpu`.
-        old: text, or a pattern of text, that occurs exactly once in that file.
-        new: what replaces it.
-        since: the torch release from which `old` fails; `any` when it fails with every one.
+        old: text or pattern that occurs exactly once in that file.
+        new: the replacement.
+        since: first torch release with which `old` fails; `any`: fails with all.
         why: how it fails.
-        link: the change or report in torch's tracker.
+        link: pull request or issue of torch.
     """
 
     file: str
@@ -46,7 +46,7 @@ SUBSTITUTIONS: tuple[Substitution, ...] = (
         old='["-O3", "-std=c++17"]',
         new='["-O3"]',
         since="2.14",
-        why="torch's headers need C++20; without a -std flag torch's BuildExtension gives the one they need",
+        why="torch's headers need C++20; without a -std flag torch's BuildExtension sets the right one",
         link="https://github.com/pytorch/pytorch/pull/178150",
     ),
     Substitution(
@@ -56,7 +56,7 @@ SUBSTITUTIONS: tuple[Substitution, ...] = (
 #include <torch/csrc/autograd/python_function.h>
 #include <torch/extension.h>
 
-// The tensor takes the capsule's memory over; the name tells the capsule's destructor so (DLPack's protocol).
+// The tensor takes ownership of the capsule's memory; renaming tells the capsule's destructor (DLPack's protocol).
 inline at::Tensor tensor_from_capsule(PyObject* capsule) {
   auto* managed = static_cast<DLManagedTensor*>(PyCapsule_GetPointer(capsule, "dltensor"));
   TORCH_CHECK(managed != nullptr, "not a DLPack capsule that still owns its tensor");
@@ -66,7 +66,7 @@ inline at::Tensor tensor_from_capsule(PyObject* capsule) {
 }
 """,
         since="2.7",
-        why="gives the two files below what torch::utils::tensor_fromDLPack did, by exported functions only",
+        why="replaces torch::utils::tensor_fromDLPack in the two files below, with exported functions only",
         link=_HIDDEN,
     ),
     *(
@@ -141,8 +141,8 @@ inline at::Tensor tensor_from_capsule(PyObject* capsule) {
           }
 """,
         since="any",
-        why="the gradient of an unused output had the shape of the first batch for ever: an error, or a wrong "
-        "broadcast, as soon as the batch changes; torch's own record for this very call has the right one",
+        why="the gradient of an unused output always had the shape of the first batch: an error, or a wrong "
+        "broadcast, as soon as the batch changes; torch's own record of this call has the right shape",
         link="https://github.com/pytorch/pytorch/blob/v2.9.1/torch/csrc/autograd/python_function.cpp",
     ),
     Substitution(
@@ -157,25 +157,25 @@ inline at::Tensor tensor_from_capsule(PyObject* capsule) {
 
 
 def substitute(text: str, substitution: Substitution) -> str:
-    """`text` with the substitution made.
+    """`text` with the substitution applied.
 
     Raises:
-        MemOptError: the text to replace is not there exactly once: these are not the sources this was written for.
+        MemOptError: the text does not occur exactly once: not the sources of onnxruntime-training 1.19.2.
     """
     old = substitution.old
     pattern = old if isinstance(old, re.Pattern) else re.compile(re.escape(old))
-    mended, found = pattern.subn(lambda _: substitution.new, text)
-    if found != 1:
+    patched, count = pattern.subn(lambda _: substitution.new, text)
+    if count != 1:
         first_line = (old if isinstance(old, str) else old.pattern).strip().splitlines()[0]
         raise MemOptError(
-            f"{substitution.file}: expected once, found {found} times: `{first_line}`; "
+            f"{substitution.file}: expected once, found {count} times: `{first_line}`; "
             "the torch extensions can be built from the sources of onnxruntime-training 1.19.2 only"
         )
-    return mended
+    return patched
 
 
-def mend(file: str, text: str, substitutions: Iterable[Substitution] = SUBSTITUTIONS) -> str:
-    """The text of `file` (a path below the wheel's `torch_cpp_extensions/cpu`) with all of its substitutions made."""
+def patch_source(file: str, text: str, substitutions: Iterable[Substitution] = SUBSTITUTIONS) -> str:
+    """The text of `file` (a path below the wheel's `torch_cpp_extensions/cpu`) with its substitutions applied."""
     for substitution in substitutions:
         if substitution.file == file:
             text = substitute(text, substitution)

@@ -1,8 +1,8 @@
-"""Builds, finds and loads the two torch C++ extensions that ORTModule can use.
+"""Builds, finds and loads the two torch C++ extensions of ORTModule.
 
 `torch_interop_utils` runs a user's `torch.autograd.Function` inside ONNX Runtime's graph, `aten_op_executor` runs
 single torch operators there. onnxruntime-training ships them as sources only, and its own build writes into
-site-packages and fails on torch >= 2.7. Here a mended copy (`extension_sources.py`) is built into a user cache.
+site-packages and fails on torch >= 2.7. Here a patched copy (`extension_sources.py`) is built into a user cache.
 
 Nothing here imports `onnxruntime.training`: that import already needs what is built here.
 """
@@ -28,7 +28,7 @@ import torch
 from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
 
-from optimum_memopt.engines.ort.extension_sources import SUBSTITUTIONS, mend
+from optimum_memopt.engines.ort.extension_sources import SUBSTITUTIONS, patch_source
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.logs import get_logger, rank
 
@@ -40,7 +40,7 @@ _PARENT = "onnxruntime.training.ortmodule.torch_cpp_extensions"
 
 
 def onnxruntime_dir() -> Path | None:
-    """Where the package `onnxruntime` lies, found without importing it; None when it is not installed."""
+    """The folder of the package `onnxruntime`, found without importing it; None when it is not installed."""
     spec = importlib.util.find_spec("onnxruntime")
     locations = (spec and spec.submodule_search_locations) or ()
     return next((Path(location) for location in locations), None)
@@ -63,10 +63,10 @@ def sources_dir() -> Path:
 
 
 def onnxruntime_build() -> dict[str, str]:
-    """What the installed files say they are: `package_name`, `__version__` and, in a CUDA build, `cuda_version`.
+    """Build information of the installed files: `package_name`, `__version__` and, in a CUDA build, `cuda_version`.
 
-    The metadata of a distribution does not tell, since `onnxruntime` and `onnxruntime-training` overwrite each other's
-    files. Empty when onnxruntime is not installed.
+    The metadata of the distributions is not reliable, since `onnxruntime` and `onnxruntime-training` overwrite each
+    other's files. Empty when onnxruntime is not installed.
     """
     package = onnxruntime_dir()
     info = package and package / "capi" / "build_and_package_info.py"
@@ -92,7 +92,7 @@ def cache_root() -> Path:
 
 
 def cache_dir() -> Path:
-    """Where the extensions for exactly this torch, onnxruntime and Python lie once built (it need not exist)."""
+    """The folder of the extensions for this exact torch, onnxruntime and Python; it may not exist yet."""
     accelerator = torch.version.cuda or torch.version.hip or "cpu"
     sources = hashlib.sha256(repr(SUBSTITUTIONS).encode()).hexdigest()[:8]
     key = (
@@ -105,12 +105,12 @@ def cache_dir() -> Path:
 
 
 def expected_paths(folder: Path) -> dict[str, Path]:
-    """Where a finished build puts the extensions in `folder`."""
+    """Paths of the extensions in `folder` after a build."""
     return {name: folder / f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}" for name in NAMES}
 
 
 def find() -> dict[str, Path] | None:
-    """The built extensions by name, or None unless both are there."""
+    """The built extensions by name; None unless both exist."""
     paths = expected_paths(cache_dir())
     return paths if all(path.is_file() for path in paths.values()) else None
 
@@ -136,28 +136,27 @@ def check_compiler() -> str:
 
 
 def build() -> dict[str, Path]:
-    """Compile both extensions into `cache_dir()`, unless they are there; returns their paths by name.
+    """Compile both extensions into `cache_dir()` unless they exist; returns their paths by name.
 
-    Takes 1 to 3 minutes. Processes that start together wait for the first one and then find its result. Every file
-    appears complete or not at all.
+    Takes 1 to 3 minutes. Concurrent processes wait for the first one and use its result. Files appear atomically.
 
     Raises:
-        MemOptError: onnxruntime-training or a compiler is missing, or the compilation failed; then the first error is
-            in the message and the compiler's whole output in the file that it names.
+        MemOptError: onnxruntime-training or a compiler is missing, or the compilation failed; the message has the
+            first error and the path of the compiler's full output.
     """
-    if found := find():
-        return found
+    if built := find():
+        return built
     sources, folder = sources_dir(), cache_dir()
     check_compiler()
     folder.mkdir(parents=True, exist_ok=True)
     with _progress() as show, _locked(folder / "lock", partial(show, "waiting for another process that builds")):
-        if found := find():
-            return found
+        if built := find():
+            return built
         work, log = folder / "build", folder / "build.log"
-        # Left by a build that was killed; the lock says that nobody is in there.
+        # Left by a build that was killed; the lock guarantees that nobody uses it.
         shutil.rmtree(work, ignore_errors=True)
         try:
-            _copy_mended(sources, work)
+            _copy_patched(sources, work)
             for number, name in enumerate(NAMES, 1):
                 _compile(work / name, log, partial(show, f"building {name} ({number}/{len(NAMES)})"))
             for name, path in expected_paths(folder).items():
@@ -170,13 +169,13 @@ def build() -> dict[str, Path]:
 
 
 def load(paths: dict[str, Path]) -> dict[str, ModuleType]:
-    """Import the built extensions under the names by which onnxruntime imports them; a second call changes nothing.
+    """Import the built extensions under the names that onnxruntime imports; a second call has no effect.
 
     Args:
         paths: as `find()` and `build()` return them.
 
     Raises:
-        MemOptError: a file cannot be loaded, for instance one that another machine put into a shared home.
+        MemOptError: a file cannot be loaded, for instance one that another machine built in a shared home folder.
     """
     modules = {}
     for name, path in paths.items():
@@ -190,27 +189,32 @@ def load(paths: dict[str, Path]) -> dict[str, ModuleType]:
             except ImportError as error:
                 raise MemOptError(f"{error}; delete {path.parent} and run: {BUILD_COMMAND}") from error
             sys.modules[full_name] = module
-        # An import of the parent that is still to come finds the module in sys.modules by itself.
+        # A later import of the parent finds the module in sys.modules by itself.
         if parent := sys.modules.get(_PARENT):
             setattr(parent, name, module)
         modules[name] = module
     return modules
 
 
-def _copy_mended(sources: Path, destination: Path) -> None:
-    """Copy the sources of both extensions with the substitutions made."""
+def _copy_patched(sources: Path, destination: Path) -> None:
+    """Copy the sources of both extensions with the substitutions applied."""
     for name in NAMES:
         for source in sorted((sources / name).iterdir()):
             if source.suffix in (".py", ".cc", ".h"):
                 target = destination / name / source.name
                 target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_text(mend(f"{name}/{source.name}", source.read_text(encoding="utf-8")), encoding="utf-8")
+                target.write_text(
+                    patch_source(f"{name}/{source.name}", source.read_text(encoding="utf-8")), encoding="utf-8"
+                )
 
 
 def _compile(folder: Path, log: Path, tick: Callable[[], None]) -> None:
-    """Build and import what lies in `folder`, in processes of their own, output to `log`; `tick` is called meanwhile.
+    """Build the extension in `folder` and import it, each in a subprocess with output to `log`.
 
-    It is imported because a symbol that torch hides is missed only then, not by the linker.
+    The import finds symbols that torch hides, which the linker does not.
+
+    Args:
+        tick: called while a subprocess runs.
     """
     for python_arguments in (
         ["setup.py", "build_ext", "--build-lib", "out", "--build-temp", "tmp"],
@@ -220,12 +224,12 @@ def _compile(folder: Path, log: Path, tick: Callable[[], None]) -> None:
             returncode = _run([sys.executable, *python_arguments], folder, output, tick)
         if returncode != 0:
             reason = first_error(log.read_text(encoding="utf-8", errors="replace"))
-            raise MemOptError(f"building {folder.name} failed: {reason} (all of the output: {log})")
+            raise MemOptError(f"building {folder.name} failed: {reason} (full output: {log})")
 
 
 def _run(command: list[str], folder: Path, output: TextIO, tick: Callable[[], None]) -> int:
-    """Run to the end, or to this process' own interruption; returns the exit code."""
-    # Python's own flags ask for debug information: 40 MB of files and half a minute that nobody looks at.
+    """Run a command and return its exit code; terminates it if this process is interrupted."""
+    # Python's own flags include debug information: 40 MB of files and half a minute for nothing.
     environment = {**os.environ, "CFLAGS": f"{os.environ.get('CFLAGS', '')} -g0"}
     process = subprocess.Popen(command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT)
     try:
@@ -241,10 +245,10 @@ def _run(command: list[str], folder: Path, output: TextIO, tick: Callable[[], No
 
 
 def first_error(output: str) -> str:
-    """The line of a compiler's or linker's output that says what went wrong; the last line when none looks like it."""
+    """The first error line in a compiler's or linker's output; the last line when there is none."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    wrong = re.compile(r"\b(fatal )?error: |undefined reference|cannot find -l|No space left")
-    return next(filter(wrong.search, lines), lines[-1] if lines else "no output")
+    error = re.compile(r"\b(fatal )?error: |undefined reference|cannot find -l|No space left")
+    return next(filter(error.search, lines), lines[-1] if lines else "no output")
 
 
 def _tick_seconds() -> float:
@@ -253,7 +257,7 @@ def _tick_seconds() -> float:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
-    """Gives a function that shows what is being done and for how long, on one line of rank 0."""
+    """Yield a function that sets the text of a progress line with the elapsed time, on rank 0."""
     layout = "[memopt] {desc}: {elapsed}"
     with tqdm(disable=rank() != 0, bar_format=layout, desc="torch extensions", leave=False) as bar:
         yield bar.set_description_str
@@ -261,7 +265,7 @@ def _progress() -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def _locked(path: Path, tick: Callable[[], None]) -> Iterator[None]:
-    """Hold the lock file, calling `tick` while another process does."""
+    """Hold the lock file; call `tick` while waiting for another process."""
     lock = FileLock(path)
     while not lock.is_locked:
         try:

@@ -1,4 +1,4 @@
-"""What ORT's errors say, in one line, and a lack of memory in torch's words."""
+"""Shortens ORT's errors to one line and raises torch's error when memory runs out."""
 
 import contextlib
 import re
@@ -6,21 +6,22 @@ from collections.abc import Iterator
 
 import torch
 
-# A failed check in ORT's C++ code: path, line, signature, condition or status, and in most cases a reason.
+# A failed check in ORT's C++ code: path, line, signature, condition or status, and mostly a reason.
 _FAILED_CHECK = re.compile(
     r"/onnxruntime_src/\S*?(?P<place>[^/\s]+:\d+) .*\)>? (?:const )?"
     r"(?P<condition>\S.*was false\.|\[ONNXRuntimeError\][^:]*:[^:]*:[^:]*:) ?(?P<reason>.*)"
 )
-
-
 # What the CPU and CUDA allocators of ORT and torch say.
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "bad_alloc", "Failed to allocate memory")
 
 
 @contextlib.contextmanager
-def out_of_memory_as_torch_says_it() -> Iterator[None]:
-    """ORT reports a lack of memory as any failed node. Trainer's auto_find_batch_size, and whoever else tries again
-    with a smaller batch, looks for torch's error and for these words (accelerate, `should_reduce_batch_size`)."""
+def translate_out_of_memory() -> Iterator[None]:
+    """Raise torch.OutOfMemoryError where ORT reports out of memory as a failed node.
+
+    Code that retries with a smaller batch, such as Trainer's auto_find_batch_size, looks for torch's error and for
+    these words (accelerate, `should_reduce_batch_size`).
+    """
     try:
         yield
     except Exception as error:
@@ -30,7 +31,7 @@ def out_of_memory_as_torch_says_it() -> Iterator[None]:
 
 
 def one_line(error: BaseException) -> str:
-    """The last telling line of an error, since ORT puts whole tracebacks and C++ signatures into its messages."""
+    """The last meaningful line of an error; ORT's messages contain tracebacks and C++ signatures."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__

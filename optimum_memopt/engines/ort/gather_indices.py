@@ -1,10 +1,10 @@
-"""Makes expanded indices of a gather anew for its gradient, instead of stashing them.
+"""Recomputes the expanded indices of a gather in the backward, instead of stashing them.
 
-`x.gather(-1, index.expand(…))` costs torch nothing: an expanded tensor is a view. ONNX Runtime writes it out, and the
-gradient of the gather reads it, so that it is stashed as int64 at full size: in DeBERTa-v2 two tensors of
-(batch * heads, length, length) a layer, a quarter of all that a step holds (docs/ort_claims.md). The memory optimizer
-has no row for them: it traces the Expand back to a Clip, which is not among the operators that it recomputes
-(onnxruntime 1.19.2, orttraining/core/optimizer/memory_optimizer/recompute_analysis.cc).
+`x.gather(-1, index.expand(…))` needs no memory in torch, where an expanded tensor is a view. ONNX Runtime
+materializes it, and the gather's gradient reads it, so it is stashed as int64 at full size: in DeBERTa-v2 two tensors
+of shape (batch * heads, length, length) per layer, a quarter of all that a step holds (docs/ort_claims.md). The memory
+optimizer has no row for them: it traces the Expand back to a Clip, which it cannot recompute (onnxruntime 1.19.2,
+orttraining/core/optimizer/memory_optimizer/recompute_analysis.cc).
 """
 
 from typing import Any
@@ -12,30 +12,30 @@ from typing import Any
 import onnx
 
 
-def expand_indices_again(graph: Any) -> int:
-    """Let every GatherElementsGrad read an Expand of its own, which can only run in the backward; in place.
+def expand_indices_in_backward(graph: Any) -> int:
+    """Give every GatherElementsGrad its own Expand that runs in the backward, in place.
 
-    The gradient that flows in has the shape of the indices (ONNX, GatherElements), so that the new Expand takes its
-    shape from there. Numbers stay the same to the bit.
+    The incoming gradient has the shape of the indices (ONNX, GatherElements), so the new Expand reads its shape. The
+    result is bitwise the same.
 
     Args:
         graph: an `onnx.GraphProto` of the training graph.
 
     Returns:
-        How many there were.
+        The number of changed nodes.
     """
     expanded = {node.output[0]: node.input[0] for node in graph.node if node.op_type == "Expand"}
-    found = [
+    gradients = [
         (position, node)
         for position, node in enumerate(graph.node)
         if node.op_type == "GatherElementsGrad" and node.input[2] in expanded
     ]
-    for position, node in reversed(found):
+    for position, node in reversed(gradients):
         gradient, _, indices = node.input
-        shape, again = f"{node.name}/indices_shape", f"{node.name}/indices"
-        node.input[2] = again
+        shape, recomputed = f"{node.name}/indices_shape", f"{node.name}/indices"
+        node.input[2] = recomputed
         graph.node.insert(
-            position, onnx.helper.make_node("Expand", [expanded[indices], shape], [again], f"{again}/Expand")
+            position, onnx.helper.make_node("Expand", [expanded[indices], shape], [recomputed], f"{recomputed}/Expand")
         )
-        graph.node.insert(position, onnx.helper.make_node("Shape", [gradient], [shape], f"{again}/Shape"))
-    return len(found)
+        graph.node.insert(position, onnx.helper.make_node("Shape", [gradient], [shape], f"{recomputed}/Shape"))
+    return len(gradients)

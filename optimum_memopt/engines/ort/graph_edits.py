@@ -1,4 +1,4 @@
-"""Puts new nodes into an ONNX training graph."""
+"""Inserts nodes into an ONNX training graph."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +7,7 @@ import numpy
 import onnx
 import torch
 
-# The export names nodes after the submodules that they come from, under this.
+# The export names nodes after their submodules, under this prefix.
 ROOT = "/_original_module/"
 
 
@@ -16,7 +16,7 @@ class NewNodes:
 
     Args:
         graph: an `onnx.GraphProto`.
-        prefix: of the names of everything new.
+        prefix: of the names of all new nodes and constants.
     """
 
     def __init__(self, graph: Any, prefix: str) -> None:
@@ -25,18 +25,18 @@ class NewNodes:
         self._nodes: list[Any] = []
 
     def constant(self, name: str, value: Any, dtype: Any = numpy.int64) -> str:
-        """A new initializer's full name."""
+        """Add an initializer; returns its full name."""
         full = f"{self._prefix}/{name}"
         self._graph.initializer.append(onnx.numpy_helper.from_array(numpy.asarray(value, dtype), full))
         return full
 
     def add(self, operator: str, inputs: Sequence[str], output: str, label: str = "", **attributes: Any) -> str:
-        """A new node's output, by its full name.
+        """Add a node; returns the full name of its output.
 
         Args:
             inputs: full names.
-            output: its name under the prefix.
-            label: the node's name, by default that of its output and operator.
+            output: its name without the prefix.
+            label: the node's name; by default made of output and operator.
         """
         full = f"{self._prefix}/{output}"
         self._nodes.append(
@@ -45,19 +45,19 @@ class NewNodes:
         return full
 
     def rename_last_output(self, name: str) -> None:
-        """Let the last node produce what others read under `name`."""
+        """Rename the output of the last node."""
         self._nodes[-1].output[0] = name
 
     def insert(self, position: int) -> None:
-        """Put them into the graph, the first at `position`."""
+        """Insert the nodes into the graph, the first at `position`."""
         for offset, node in enumerate(self._nodes):
             self._graph.node.insert(position + offset, node)
 
 
 def embedding_of(node_name: str, embeddings: dict[str, torch.nn.Embedding]) -> torch.nn.Embedding | None:
-    """The embedding among `embeddings` (by module name) that a node came from.
+    """The embedding that a node was exported from; `embeddings` are keyed by module name.
 
-    A submodule that a forward calls several times has a number at the end of its scope from the second call on.
+    From the second call of a submodule in one forward on, its scope ends with a number.
     """
     scope = module_scope(node_name)
     if scope in embeddings:
@@ -67,11 +67,11 @@ def embedding_of(node_name: str, embeddings: dict[str, torch.nn.Embedding]) -> t
 
 
 def module_scope(node_name: str) -> str:
-    """The name of the module whose forward made this node or, for one of the backward, the node that it belongs to."""
+    """Name of the module that a node was exported from; a gradient node has the module of its forward node."""
     return node_name.partition("_Grad/")[0].rpartition("/")[0].removeprefix(ROOT).replace("/", ".")
 
 
 def element_type(graph: Any, name: str, default: int) -> int:
-    """The `onnx.TensorProto` type of a value, as far as the graph says it."""
+    """The `onnx.TensorProto` type of a value, `default` if the graph does not have it."""
     values = (*graph.value_info, *graph.input, *graph.output)
     return next((value.type.tensor_type.elem_type for value in values if value.name == name), 0) or default

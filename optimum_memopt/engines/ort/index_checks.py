@@ -1,11 +1,11 @@
-"""Checks labels and ids where the training graph reads them, as PyTorch does.
+"""Adds bounds checks for labels and ids to the training graph, as PyTorch has them.
 
-ONNX Runtime's losses read whatever a label points to, at any distance, and its Gather takes a negative id for one
-counted from the end (onnxruntime 1.19.2); torch raises IndexError for both. The checks are nodes of the graph, ahead
-of the node that would read out of bounds, so that they see the very values that it reads: after shifts, masks and
-slices, and also positions that the model computes itself. A check is a dozen operators on the integers of a batch and
-stashes nothing: four checks take 0.1 to 0.3 ms for 1,024 ids each, and too little to tell for 8,192 (2 cores). On CUDA
-each of them waits for the device, since the shape that a Reshape gets lies on the host (not run: there was no GPU).
+ONNX Runtime's losses read out of bounds for a label out of range, and its Gather counts negative ids from the end
+(onnxruntime 1.19.2); torch raises IndexError for both. A check is a group of nodes before the node that would read out
+of bounds, so it sees the values that this node reads: after shifts, masks and slices, and positions that the model
+computes itself. A check is a dozen operators on the integers of a batch and stashes nothing: four checks take 0.1 to
+0.3 ms for 1,024 ids each, and are not measurable for 8,192 (2 cores). On CUDA each check synchronizes with the device,
+because Reshape reads its shape on the host (not run: there was no GPU).
 """
 
 import re
@@ -20,22 +20,22 @@ import torch
 from optimum_memopt.engines.ort.graph_edits import NewNodes, element_type, embedding_of, module_scope
 
 LOSSES = frozenset({"SoftmaxCrossEntropyLoss", "SoftmaxCrossEntropyLossInternal"})
-# Operators whose first input's values are their output's values.
+# Operators that pass the values of their first input on unchanged.
 _SAME_VALUES = frozenset(
     {"Cast", "Concat", "ConcatTraining", "Flatten", "Identity", "Pad", "Reshape", "ShrunkenGather", "Slice", "Squeeze"}
     | {"Transpose", "Unsqueeze"}
 )
 _MARK = "/index_range"
-# Added to a value out of range, which is clipped to the half of it: what is left is positive and holds the value.
+# Added to a value out of range, clipped to half of this, so that the sum is positive and encodes the value.
 _OFFSET = 2**40
 _FAILED_CHECK = re.compile(rf"Name:'(?P<node>[^']*){_MARK}'.*requested shape:\{{(?P<coded>\d+)\}}", re.DOTALL)
-# ORT's own check (gather.cc, gather_elements.cc), on the CPU only: ids past the end, also where no check of ours is.
+# ORT's own check (gather.cc, gather_elements.cc), on the CPU only: ids past the end, also without a check of ours.
 _FAILED_GATHER = re.compile(
     r"Name:'(?P<node>[^']*)'.*(?:idx|index)\D*=?\s*(?P<value>-?\d+) must be within the inclusive range "
     r"\[-(?P<size>\d+),",
     re.DOTALL,
 )
-# What torch itself says when the model runs for the export; ORT puts it at the end of a traceback.
+# torch's own errors when the model runs for the export; ORT puts them at the end of a traceback.
 _FAILED_EXPORT = re.compile(
     r"(?:^|Error: )(?P<reason>index out of range in self|Target -?\d+ is out of bounds\.|"
     r"index -?\d+ is out of bounds for dimension \d+ with size \d+|"
@@ -48,9 +48,9 @@ class IndexCheck:
     """One check in a graph.
 
     Attributes:
-        what: the input of the model that holds the indices, or the submodule that reads them.
-        size: allowed are 0 to `size` - 1; None where it varies between batches.
-        ignored: allowed as well; None where the loss has none, or one that varies.
+        what: the model input that holds the indices, or the submodule that reads them.
+        size: allowed are 0 to `size` - 1; None if it varies between batches.
+        ignored: also allowed; None if the loss has none, or one that varies.
     """
 
     what: str
@@ -64,14 +64,14 @@ class IndexCheck:
 
 
 def check_indices(graph: Any, module: torch.nn.Module) -> dict[str, IndexCheck]:
-    """Put a check ahead of every node that reads labels, or ids where torch allows no negative ones; in place.
+    """Add a check before every node that reads labels, or ids where torch allows no negative ones; in place.
 
     Args:
         graph: an `onnx.GraphProto` of the training graph.
         module: the model that it was exported from; its nodes are named after the submodules.
 
     Returns:
-        The checks by the name of the node that they stand before.
+        The checks by the name of the node that they precede.
     """
     embeddings = {
         name: submodule
@@ -103,7 +103,7 @@ def check_indices(graph: Any, module: torch.nn.Module) -> dict[str, IndexCheck]:
 
 
 def as_index_error(error: BaseException, checks: Mapping[str, IndexCheck]) -> IndexError | None:
-    """The IndexError that says what `error`, of ONNX Runtime, says about an index out of range; None for others."""
+    """Convert an error of ONNX Runtime about an index out of range to an IndexError; None for other errors."""
     text = str(error)
     if failed := _FAILED_CHECK.search(text):
         return checks[failed["node"]].error(int(failed["coded"]) - 1 - _OFFSET)
@@ -117,7 +117,7 @@ def as_index_error(error: BaseException, checks: Mapping[str, IndexCheck]) -> In
 
 
 def ignored_name(graph: Any, node: Any, new: NewNodes) -> str:
-    """The name of the value that labels of this loss may have without counting, empty for none."""
+    """Name of the value that holds this loss's ignore index, empty when it has none."""
     if node.op_type not in LOSSES:
         return ""
     if len(node.input) > 3 and node.input[3]:
@@ -136,7 +136,7 @@ def _ignored_value(graph: Any, node: Any) -> int | None:
 
 
 def _source(name: str, producers: Mapping[str, Any], inputs: Collection[str]) -> str:
-    """The model's input whose values `name` has, empty when they are computed."""
+    """The model input that `name` has its values from, empty when they are computed."""
     while name in producers and producers[name].op_type in _SAME_VALUES:
         name = producers[name].input[0]
     return name if name in inputs else ""
@@ -147,9 +147,9 @@ def _attribute(node: Any, name: str, default: int | None = None) -> int | None:
 
 
 def _insert(graph: Any, position: int, axis: int | None) -> None:
-    """Ahead of the node at `position`, which then reads indices that were checked.
+    """Insert a check before the node at `position`, which then reads the checked indices.
 
-    axis: of the node's first input, whose size is the limit; None for a OneHot, whose limit is its second input.
+    axis: axis of the node's first input whose size is the limit; None for a OneHot, whose second input is the limit.
     """
     node = graph.node[position]
     slot = 0 if axis is None else 1
@@ -172,11 +172,11 @@ def _insert(graph: Any, position: int, axis: int | None) -> None:
     coded = new.add("Add", [clipped, new.constant("offset", _OFFSET)], "coded")
     coded = new.add("Where", [wrong, coded, zero], "coded_wrong")
     coded = new.add("Reshape", [coded, new.constant("flat", [-1])], "coded_list")
-    # With a zero more, since the maximum of an empty batch is an error.
+    # Append a zero, since the maximum of an empty batch is an error.
     length_zero = new.constant("length_zero", [0])
     largest = new.add("ReduceMax", [new.add("Concat", [coded, length_zero], "all", axis=0)], "largest", keepdims=1)
     length = new.add("Add", [largest, new.constant("one", [1])], "length")
-    # Fails for every length but 1, on every provider, and its message holds the length.
+    # Fails for every length but 1, on every provider, with the length in its message.
     passed = new.add("Reshape", [length_zero, length], "passed", label=f"{node.name}{_MARK}")
     passed = new.add("Reshape", [passed, new.constant("scalar", numpy.zeros(0))], "passed_scalar")
     dtype = element_type(graph, node.input[slot], onnx.TensorProto.INT64)

@@ -1,7 +1,7 @@
 """Reads ONNX Runtime's "MemoryInsight Summary", the text of its C++ memory optimizer.
 
-The same call also returns a dict of symbolic savings, which sums one arbitrary output of each node (the first of a
-hash map), so that the saving of LayerNormalization or Dropout rows changes between identical runs. The text lists all.
+The same call also returns a dict of symbolic savings, which counts one arbitrary output of each node (the first of a
+hash map), so the saving of LayerNormalization or Dropout rows varies between identical runs. The text has all outputs.
 Source: onnxruntime 1.19.2, orttraining/core/optimizer/memory_optimizer/memory_insight.cc; 1.19.2 is the last release.
 """
 
@@ -23,7 +23,7 @@ _STRATEGY = {"Recompute": 1, "RecomputeWithCompromise": 2}
 
 @dataclass(frozen=True)
 class StashedOutput:
-    """One tensor: elements as a formula in dimension names, bytes an element, and the part that is saved (0 to 1)."""
+    """One tensor: number of elements as a formula in dimension names, bytes per element, saved part (0 to 1)."""
 
     elements: str
     element_bytes: int
@@ -38,7 +38,7 @@ class StashedOutput:
 class Opportunity:
     """Occurrences of one cluster id with equal stashed outputs.
 
-    `reuses_buffer`: an output lives in another node's buffer, so that node may have to be recomputed together with it.
+    `reuses_buffer`: an output by_config another node's buffer, so both nodes may have to be recomputed together.
     """
 
     cluster_id: str
@@ -56,21 +56,21 @@ class Opportunity:
 
 def parse_insight(text: str) -> tuple[Opportunity, ...]:
     """All opportunities of an insight text, in its order."""
-    found: list[Opportunity] = []
+    opportunities: list[Opportunity] = []
     frequency = 0
     for line in text.splitlines():
         if match := _FREQUENCY.match(line):
             frequency = int(match[1])
         if match := _OPTION.search(line):
-            found.append(Opportunity(match[2], _STRATEGY[match[1]], frequency, ()))
+            opportunities.append(Opportunity(match[2], _STRATEGY[match[1]], frequency, ()))
         elif match := _STATUS.search(line):
-            found[-1] = replace(found[-1], requested_count=int(match[1]), applied_count=int(match[2]))
+            opportunities[-1] = replace(opportunities[-1], requested_count=int(match[1]), applied_count=int(match[2]))
         elif "ReuseFreq" in line:
-            found[-1] = replace(found[-1], reuses_buffer=True)
+            opportunities[-1] = replace(opportunities[-1], reuses_buffer=True)
         elif match := _OUTPUT.search(line):
             output = StashedOutput(match[1], int(match[2]), int(match[3]) / 100)
-            found[-1] = replace(found[-1], outputs=(*found[-1].outputs, output))
-    return tuple(found)
+            opportunities[-1] = replace(opportunities[-1], outputs=(*opportunities[-1].outputs, output))
+    return tuple(opportunities)
 
 
 def to_plans(
@@ -84,27 +84,31 @@ def to_plans(
     Args:
         opportunities: of one insight text.
         combinations: ORT's rows (configs joined by commas where only together they save) to their frequency.
-        names: dimension names as ORT writes them to the names that the table shows.
-        values: shown names to their values in the first batch.
+        names: ORT's dimension names to the names in the table.
+        values: names in the table to their values in the first batch.
     """
-    shares: dict[str, list[Opportunity]] = {config: [] for config in combinations}
-    left = Counter({config: frequency for config, frequency in combinations.items() if "," in config})
+    by_config: dict[str, list[Opportunity]] = {config: [] for config in combinations}
+    unassigned = Counter({config: frequency for config, frequency in combinations.items() if "," in config})
     for opportunity in opportunities:
-        joint = [config for config in left if opportunity.key in config.split(",") and left[config] > 0]
+        joint = [config for config in unassigned if opportunity.key in config.split(",") and unassigned[config] > 0]
         if opportunity.reuses_buffer and joint:
-            config = max(joint, key=lambda config: (left[config] == opportunity.frequency, left[config], config))
-            left[config] -= opportunity.frequency
+            config = max(
+                joint, key=lambda config: (unassigned[config] == opportunity.frequency, unassigned[config], config)
+            )
+            unassigned[config] -= opportunity.frequency
         else:
             config = opportunity.key
-        if config in shares:
-            shares[config].append(opportunity)
-    return sorted_plans(_row(config, combinations[config], share, names, values) for config, share in shares.items())
+        if config in by_config:
+            by_config[config].append(opportunity)
+    return sorted_plans(
+        _row(config, combinations[config], share, names, values) for config, share in by_config.items()
+    )
 
 
 def _row(
     config: str, frequency: int, share: list[Opportunity], names: Mapping[str, str], values: Mapping[str, int]
 ) -> Plan:
-    terms = [f"{one.frequency}*{output.formula}" for one in share for output in one.outputs]
+    terms = [f"{part.frequency}*{output.formula}" for part in share for output in part.outputs]
     saving = simplified(" + ".join(terms), names) if terms else sympy.Integer(0)
     return Plan(
         config=",".join(sorted(config.split(","))),
@@ -115,7 +119,7 @@ def _row(
 
 
 def applied_counts(opportunities: Iterable[Opportunity]) -> dict[str, tuple[int, int]]:
-    """`cluster_id:strategy:-1` to (requested count, applied count); an id requested anywhere keeps its request."""
+    """`cluster_id:strategy:-1` to (requested count, applied count); one request for an id counts for all its cells."""
     counts: dict[str, tuple[int, int]] = {}
     for opportunity in opportunities:
         requested, applied = counts.get(opportunity.key, (0, 0))

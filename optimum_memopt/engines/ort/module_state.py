@@ -1,8 +1,8 @@
-"""What an exported graph has built in of the model's Python state, compared with the model at each step.
+"""Compares the Python state that an exported graph has baked in with the model at each step.
 
-The graph holds what the forward read when it was traced: numbers and flags on modules (`Dropout.p`, a LayerNorm's
-`eps`, an attention's `scaling`) and in configs, activation functions, the module tree itself, tensors that are no
-parameters. ONNX Runtime does not look at any of it again.
+The graph holds what the forward read during tracing: numbers and flags on modules (`Dropout.p`, a LayerNorm's `eps`,
+an attention's `scaling`) and in configs, activation functions, the module tree, tensors that are not parameters. ONNX
+Runtime does not read any of it again.
 """
 
 import copy
@@ -10,70 +10,69 @@ import enum
 import functools
 import types
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from operator import itemgetter
 from typing import Any
 
 import torch
 
-# Attributes of every module, `training` apart: torch's own bookkeeping.
-_OF_TORCH = frozenset(vars(torch.nn.Module())) - {"training"}
-# What `save_pretrained`, and so every checkpoint of a Trainer, writes into a config. No exported forward reads it; the
-# dtypes of the parameters are compared themselves.
-_OF_SAVING = frozenset({"architectures", "dtype"})
+from optimum_memopt.engines.ort import compat_torch
+
+# What `save_pretrained`, and so every checkpoint of a Trainer, writes into a config. No exported forward reads it, and
+# the dtypes of the parameters are compared separately.
+_CHECKPOINT_FIELDS = frozenset({"architectures", "dtype"})
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
 _CONTAINERS = (list, tuple, set, frozenset, dict)
-# Longer ones are tables, which no forward reads as a setting.
-_MOST_ITEMS = 64
-# As many changes of one attribute in as many training forwards are a schedule or a counter, not a setting.
-_CHANGES = 3
-_FORWARDS = 16
+# Longer containers are tables, which no forward reads as a setting.
+_MAX_ITEMS = 64
+# This many changes of one attribute within this many training forwards are a schedule or a counter, not a setting.
+_MAX_CHANGES = 3
+_WINDOW = 16
 
 
 class ModuleState:
-    """A model's Python state at one moment.
+    """A snapshot of a model's Python state.
 
-    It refers to all that it compares by identity, so that nothing new comes to lie where something old was and passes
-    for it. Comparing takes 0.5 to 0.6 ms for BERT-base (233 modules, 202 parameters; 1 core), half of it for the
+    Keeps a reference to everything that is compared by identity, so that no new object can get the id of an old one.
+    A comparison takes 0.5 to 0.6 ms for BERT-base (233 modules, 202 parameters; 1 core), half of it for the
     parameters.
 
     Args:
-        model: the root; its own `forward` is left out, which wrappers replace.
+        model: the root; its own `forward` is not compared, because wrappers replace it.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
-        modules = [_Part(name, module, vars(module)) for name, module in model.named_modules()]
+        modules = [_ObjectState(name, module, vars(module)) for name, module in model.named_modules()]
         configs = [
-            _Part(f"{part.name}.{name}" if part.name else name, value, vars(value))
+            _ObjectState(f"{part.name}.{name}" if part.name else name, value, vars(value))
             for part in modules
             for name, value in vars(part.owner).items()
             if _is_config(name, value)
         ]
-        # Under the name nearest to the root, where modules share one.
+        # Where modules share a config, it gets the name nearest to the root.
         configs = {id(part.owner): part for part in reversed(configs)}.values()
         self._parts = (*modules, *configs)
 
     def is_current(self) -> bool:
-        """Whether everything is as it was."""
+        """Whether nothing has changed since the snapshot."""
         return all(part.is_current() for part in self._parts)
 
-    def only_noted(self) -> bool:
-        """Whether all that has changed was None, as what a forward works out at its first call and then keeps
-        (`config.problem_type` of classifiers), or is a container that a forward notes things in."""
+    def only_caches_changed(self) -> bool:
+        """Whether only caches of the forward have changed: attributes that were None and are set by the first call
+        (`config.problem_type` of classifiers), and containers."""
         containers = {
             part.prefix + field
             for part in self._parts
-            for field in part.frozen
+            for field in part.snapshots
             if isinstance(vars(part.owner).get(field), _CONTAINERS)
         }
         return all(before == "None" or name in containers for name, (before, _) in self.changes().items())
 
     def changes(self) -> dict[str, tuple[str, str]]:
-        """Dotted names to what they were and what they are; empty where nothing that counts has changed."""
-        before = {name: value for part in self._parts for name, value in part.described().items()}
-        after = {name: value for part in ModuleState(self._model)._parts for name, value in part.described().items()}
+        """Dotted names to their values before and now; empty when nothing that is compared has changed."""
+        before, after = self._values(), ModuleState(self._model)._values()
         names = dict.fromkeys((*before, *after))
         return {
             name: (str(before.get(name, "not there")), str(after.get(name, "not there")))
@@ -81,9 +80,12 @@ class ModuleState:
             if before.get(name) != after.get(name)
         }
 
+    def _values(self) -> dict[str, Any]:
+        return {name: value for part in self._parts for name, value in part.values().items()}
+
 
 class SharedCopy:
-    """A shallow copy of a model, which shares submodules, parameters and buffers with it.
+    """A shallow copy of a model that shares its submodules, parameters and buffers.
 
     Attributes:
         module: the copy.
@@ -94,57 +96,61 @@ class SharedCopy:
         self.module = copy.copy(model)
         self._fields = dict(vars(self.module))
 
-    def give_back_attributes(self) -> None:
-        """Set on the model what the copy's forward, when it was traced, has set on the copy."""
+    def write_back_attributes(self) -> None:
+        """Copy attributes that the traced forward has set on the copy to the model."""
         for name, value in vars(self.module).items():
-            if name not in _OF_TORCH and isinstance(value, _PLAIN) and self._fields.get(name, self) is not value:
+            if (
+                name not in compat_torch.MODULE_FIELDS
+                and isinstance(value, _PLAIN)
+                and self._fields.get(name, self) is not value
+            ):
                 self._fields[name] = value
                 vars(self._model)[name] = value
 
 
-class Churn:
-    """Notices attributes that change again and again, each time for a new export.
+class ReexportLimit:
+    """Detects attributes that keep changing, each time causing a new export.
 
     Attributes:
-        refused: those that have.
+        exceeded: names of those attributes.
     """
 
     def __init__(self) -> None:
-        self.refused: set[str] = set()
+        self.exceeded: set[str] = set()
         self._forwards = 0
         self._changed: dict[str, deque[int]] = {}
 
-    def forward(self) -> None:
+    def count_forward(self) -> None:
         """Count a training forward."""
         self._forwards += 1
 
-    def seen(self, names: Mapping[str, Any]) -> str:
-        """Note changed attributes; modes, modules and tensors are none.
+    def record(self, names: Iterable[str]) -> str:
+        """Record changed attributes; training modes, modules and tensors do not count.
 
         Returns:
-            The first of them that has changed too often, empty when none has.
+            The first attribute that has reached the limit, empty when none has.
         """
-        often = ""
+        first = ""
         for name in names:
             if " " in name or name.endswith(".training"):
                 continue
-            times = self._changed.setdefault(name, deque(maxlen=_CHANGES))
+            times = self._changed.setdefault(name, deque(maxlen=_MAX_CHANGES))
             times.append(self._forwards)
-            if len(times) == _CHANGES and times[-1] - times[0] < _FORWARDS:
-                often = often or name
-                self.refused.add(name)
-        return often
+            if len(times) == _MAX_CHANGES and times[-1] - times[0] < _WINDOW:
+                first = first or name
+                self.exceeded.add(name)
+        return first
 
 
-def in_words(changes: Mapping[str, tuple[str, str]]) -> str:
-    """One line of what has changed."""
+def describe_changes(changes: Mapping[str, tuple[str, str]]) -> str:
+    """One line about the changes."""
     (name, (before, after)), *others = changes.items()
     more = f" (and {len(others)} more)" if others else ""
     return f"{name} was {before[:40]}, is {after[:40]}{more}"
 
 
-class _Part:
-    """What is compared of one module or one config."""
+class _ObjectState:
+    """The compared state of one module or one config."""
 
     def __init__(self, name: str, owner: Any, fields: dict[str, Any]) -> None:
         self.name = name
@@ -153,25 +159,28 @@ class _Part:
         self._type = type(owner)
         self._is_module = is_module = isinstance(owner, torch.nn.Module)
         root = is_module and not name
-        counted = [
+        compared = [
             (field, value)
             for field, value in fields.items()
-            if field not in (_OF_TORCH if is_module else _OF_SAVING) and not (root and field == "forward")
+            if field not in (compat_torch.MODULE_FIELDS if is_module else _CHECKPOINT_FIELDS)
+            and not (root and field == "forward")
         ]
         self._size = len(fields)
-        plain = [field for field, value in counted if isinstance(value, _PLAIN + _FUNCTIONS)]
+        plain = [field for field, value in compared if isinstance(value, _PLAIN + _FUNCTIONS)]
         self._names = plain
         self._read: Callable[[Mapping[str, Any]], Any] = itemgetter(*plain) if plain else lambda fields: ()
         self._values = self._read(fields)
-        self.frozen = {
-            field: frozen
-            for field, value in counted
-            if isinstance(value, (*_CONTAINERS, torch.Tensor)) and (frozen := _frozen(value)) is not None
+        self.snapshots = {
+            field: snapshot
+            for field, value in compared
+            if isinstance(value, (*_CONTAINERS, torch.Tensor)) and (snapshot := _snapshot(value)) is not None
         }
-        self._children = tuple(owner._modules.items()) if is_module else ()
+        self._children = tuple(compat_torch.children(owner).items()) if is_module else ()
         self._tensors = _tensors(owner) if is_module else ()
         # Kept alive for the identities in `_tensors`.
-        self._held = (*owner._parameters.values(), *owner._buffers.values()) if is_module else ()
+        self._held = (
+            (*compat_torch.parameters(owner).values(), *compat_torch.buffers(owner).values()) if is_module else ()
+        )
 
     def is_current(self) -> bool:
         fields = self.owner.__dict__
@@ -182,63 +191,63 @@ class _Part:
                 return False
         except KeyError:
             return False
-        if self.frozen and any(_frozen(fields.get(name)) != value for name, value in self.frozen.items()):
+        if self.snapshots and any(_snapshot(fields.get(name)) != value for name, value in self.snapshots.items()):
             return False
         if not self._is_module:
             return True
-        modules = fields["_modules"]
+        modules = compat_torch.children(self.owner)
         if (modules or self._children) and tuple(modules.items()) != self._children:
             return False
         return _tensors(self.owner) == self._tensors
 
-    def described(self) -> dict[str, Any]:
-        """Full names to values that can be compared and shown."""
+    def values(self) -> dict[str, Any]:
+        """Full names to values that can be compared and printed."""
         prefix = self.prefix
         values = self._values if len(self._names) > 1 else (self._values,)
-        described: dict[str, Any] = {}
+        named: dict[str, Any] = {}
         for name, value in zip(self._names, values, strict=False):
-            described[prefix + name] = _Shown(value)
-        for name, frozen in self.frozen.items():
-            described[prefix + name] = _Shown(frozen, _words(frozen))
-        described[f"class of {self.name or 'the model'}"] = self._type.__name__
+            named[prefix + name] = _StateValue(value)
+        for name, snapshot in self.snapshots.items():
+            named[prefix + name] = _StateValue(snapshot, _snapshot_text(snapshot))
+        named[f"class of {self.name or 'the model'}"] = self._type.__name__
         for name, module in self._children:
-            described[f"module {prefix}{name}"] = _Shown(module, type(module).__name__)
+            named[f"module {prefix}{name}"] = _StateValue(module, type(module).__name__)
         for name, *facts in self._tensors:
             identity, *rest = facts
-            described[f"tensor {prefix}{name}"] = _Shown((identity, *rest), " ".join(map(str, rest)) or "another")
-        return described
+            named[f"tensor {prefix}{name}"] = _StateValue((identity, *rest), " ".join(map(str, rest)) or "another")
+        return named
 
 
-class _Shown:
-    """A value that is compared as it is and shown in words."""
+class _StateValue:
+    """A value with the text that stands for it in a log line."""
 
-    def __init__(self, value: Any, words: str = "") -> None:
+    def __init__(self, value: Any, text: str = "") -> None:
         self._value = value
-        self._words = words or getattr(value, "__name__", None) or repr(value)
+        self._text = text or getattr(value, "__name__", None) or repr(value)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Shown) and (self._value is other._value or self._value == other._value)
+        return isinstance(other, _StateValue) and (self._value is other._value or self._value == other._value)
 
     def __hash__(self) -> int:
-        return hash(self._words)
+        return hash(self._text)
 
     def __str__(self) -> str:
-        return self._words
+        return self._text
 
 
 def _tensors(module: torch.nn.Module) -> tuple[tuple[Any, ...], ...]:
-    """Parameters, in the form that they were exported in, and buffers; those that ORT does not get at each step, which
-    no state dict holds, with a count of their changes."""
-    parameters, buffers = module._parameters, module._buffers
+    """Parameters, as they were exported, and buffers. Non-persistent buffers, which ORT does not read at each step,
+    come with their version counter."""
+    parameters, buffers = compat_torch.parameters(module), compat_torch.buffers(module)
     if not parameters and not buffers:
         return ()
     facts = [
         (name, id(p), p.shape, p.requires_grad, p.dtype, p.device) for name, p in parameters.items() if p is not None
     ]
     if buffers:
-        constants = module._non_persistent_buffers_set
+        constants = compat_torch.non_persistent_buffers(module)
         facts += [
-            (name, id(b), b.shape, b.dtype, b.device, b._version if name in constants and not b.is_inference() else 0)
+            (name, id(b), b.shape, b.dtype, b.device, compat_torch.version(b) if name in constants else 0)
             for name, b in buffers.items()
             if b is not None
         ]
@@ -249,25 +258,25 @@ def _is_config(name: str, value: Any) -> bool:
     return (name == "config" or name.endswith("_config")) and hasattr(value, "__dict__")
 
 
-def _frozen(value: Any, depth: int = 4) -> Any:
-    """A copy that can be compared later; None for what holds something else than settings."""
+def _snapshot(value: Any, depth: int = 4) -> Any:
+    """A copy that can be compared later; None for values that hold anything but settings."""
     if isinstance(value, torch.Tensor):
-        return id(value), value.shape, 0 if value.is_inference() else value._version
+        return id(value), value.shape, compat_torch.version(value)
     if isinstance(value, _CONTAINERS):
-        if not depth or len(value) > _MOST_ITEMS:
+        if not depth or len(value) > _MAX_ITEMS:
             return None
         items = value.items() if isinstance(value, dict) else value
-        copies = [_frozen(item, depth - 1) for item in items]
+        copies = [_snapshot(item, depth - 1) for item in items]
         if any(copy is None for copy in copies):
             return None
         return type(value).__name__, frozenset(copies) if isinstance(value, set | frozenset) else tuple(copies)
     return (value,) if isinstance(value, _PLAIN + _FUNCTIONS) else None
 
 
-def _words(frozen: tuple[Any, ...]) -> str:
-    """What `_frozen` copied, for a reader."""
-    if len(frozen) == 1:
-        return repr(frozen[0])
-    if isinstance(frozen[0], str):
-        return f"{frozen[0]}({', '.join(map(_words, frozen[1]))})"
+def _snapshot_text(snapshot: tuple[Any, ...]) -> str:
+    """A result of `_snapshot` as text."""
+    if len(snapshot) == 1:
+        return repr(snapshot[0])
+    if isinstance(snapshot[0], str):
+        return f"{snapshot[0]}({', '.join(map(_snapshot_text, snapshot[1]))})"
     return "another tensor"

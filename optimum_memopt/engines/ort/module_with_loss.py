@@ -1,12 +1,13 @@
-"""Brings the loss, and with it the sparsity of the labels, into the graph that ONNX Runtime runs.
+"""Moves the loss into the graph that ONNX Runtime runs, and uses the sparsity of the labels there.
 
-A model that gets labels computes its loss inside its forward, so in ORT. What stays outside without this: the
-Trainer's label smoothing, which takes the labels away from the model; and the knowledge that a row whose label is
-ignored needs no logits. With it, rows are chosen ahead of the loss by ShrunkenGather, which ORT's compute optimizer
-moves up through the projection to the vocabulary, so that projection, loss and their gradients see labelled rows only.
+A model that gets labels computes its loss inside its forward, so in ORT. Two things stay outside: the Trainer's label
+smoothing, which takes the labels away from the model, and the fact that a row with an ignored label needs no logits.
+With the loss inside, labelled rows are selected before the loss with ShrunkenGather, which ORT's compute optimizer
+moves up through the projection to the vocabulary, so that projection, loss and their gradients run on labelled rows
+only.
 
-ORT inserts that operator itself (`InsertGatherBeforeSceLoss`, 1.19.2) behind a mark that needs its torch extensions
-and an `nn.CrossEntropyLoss` as submodule, which transformers' models do not have.
+ORT inserts that operator itself (`InsertGatherBeforeSceLoss`, 1.19.2) only behind a marker that needs its torch
+extensions and an `nn.CrossEntropyLoss` submodule, which transformers' models do not have.
 """
 
 import contextlib
@@ -40,7 +41,7 @@ class LabelSmoothing:
     smoother: Callable[..., torch.Tensor]
     shift_labels: bool
 
-    def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """See `with_label_smoothing`."""
         return with_label_smoothing(forward, self)
 
@@ -48,12 +49,12 @@ class LabelSmoothing:
 def with_label_smoothing(
     forward: Callable[..., Any], smoothing: LabelSmoothing | None, sparse: bool = False
 ) -> Callable[..., Any]:
-    """`forward` whose output has the smoothed loss when `labels` are given, as `Trainer.compute_loss` computes it.
+    """Wrap `forward` to return the smoothed loss when `labels` are given, as `Trainer.compute_loss` computes it.
 
     Args:
         forward: a bound forward; takes `labels` by name, returns logits of shape (…, classes) as `logits` or first.
-        smoothing: None leaves the forward as it is.
-        sparse: compute it from the rows that have a label.
+        smoothing: None returns the forward unchanged.
+        sparse: compute the loss from the labelled rows only.
     """
     if smoothing is None:
         return forward
@@ -76,16 +77,15 @@ def with_label_smoothing(
     return smoothed
 
 
-def put_loss_inside(module: torch.nn.Module, smoothing: LabelSmoothing | None, sparse: bool = True) -> None:
-    """Make `module.forward` return nothing but its loss.
+def return_loss_only(module: torch.nn.Module, smoothing: LabelSmoothing | None, sparse: bool = True) -> None:
+    """Make `module.forward` return only its loss.
 
-    The other outputs would have to be kept, all rows of the logits among them. Outputs without a loss stay as they
-    are.
+    Other outputs would stay alive, including all rows of the logits. Outputs without a loss are returned unchanged.
 
     Args:
         module: what ORT exports; its forward is replaced on this instance and keeps its signature.
         smoothing: see `with_label_smoothing`.
-        sparse: compute the loss from the rows that have a label, where labels are given for each token.
+        sparse: compute the loss from the labelled rows only, if there is a label per token.
     """
     own = module.forward
     signature = inspect.signature(own)
@@ -93,12 +93,12 @@ def put_loss_inside(module: torch.nn.Module, smoothing: LabelSmoothing | None, s
     sparse_forward = with_label_smoothing(own, smoothing, sparse=True)
 
     @functools.wraps(own.__func__)
-    def loss_alone(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def loss_only(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         labels = signature.bind(*args, **kwargs).arguments.get("labels", kwargs.get("labels"))
-        # Labels of whole sequences are rarely ignored, and what makes their logits is small.
-        for_each_token = isinstance(labels, torch.Tensor) and labels.dim() > 1
-        if sparse and for_each_token:
-            with _cross_entropy_of_labelled_rows():
+        # Labels of sequences are rarely ignored, and their classifier is small.
+        per_token = isinstance(labels, torch.Tensor) and labels.dim() > 1
+        if sparse and per_token:
+            with _sparse_cross_entropy():
                 outputs = sparse_forward(*args, **kwargs)
         else:
             outputs = forward(*args, **kwargs)
@@ -106,55 +106,58 @@ def put_loss_inside(module: torch.nn.Module, smoothing: LabelSmoothing | None, s
             return type(outputs)(loss=outputs["loss"])
         if isinstance(outputs, tuple) and labels is not None:
             return outputs[:1]
-        get_logger().warning("--ort_module_with_loss: the model returned no loss for this batch, so nothing changes")
+        get_logger().warning(
+            "--ort_module_with_loss: the model returned no loss for this batch; its outputs are unchanged"
+        )
         return outputs
 
-    module.forward = types.MethodType(loss_alone, module)
+    module.forward = types.MethodType(loss_only, module)
 
 
 class LabelShapes:
-    """Sees that labels go on fitting what they label: without all rows of the logits, ORT cannot tell any more.
+    """Checks that labels have the shape of their inputs, which ORT cannot check without all rows of the logits.
 
     Args:
-        is_encoder_decoder: labels then belong to the decoder's inputs.
+        is_encoder_decoder: labels belong to the decoder's inputs.
     """
 
     def __init__(self, is_encoder_decoder: bool) -> None:
-        self._labelled = "decoder_input_ids" if is_encoder_decoder else "input_ids"
-        self._agreed: bool | None = None
+        self._input_name = "decoder_input_ids" if is_encoder_decoder else "input_ids"
+        self._agreed_at_first: bool | None = None
 
     def check(self, inputs: Mapping[str, Any]) -> None:
-        """Compare the shapes in `inputs`, if they agreed at first, where the model itself compared them.
+        """Compare the shapes in `inputs`. Shapes that differ in the first batch, which the model checked itself, are
+        never compared again.
 
         Raises:
-            MemOptError: they do not any more.
+            MemOptError: they agreed in the first batch and differ now.
         """
-        labels, labelled = inputs.get("labels"), inputs.get(self._labelled)
+        labels, labelled = inputs.get("labels"), inputs.get(self._input_name)
         if not isinstance(labels, torch.Tensor) or not isinstance(labelled, torch.Tensor):
             return
         if labels.dim() < 2 or labels.is_floating_point():
             return
         agree = labels.shape == labelled.shape
-        if self._agreed is None:
-            self._agreed = agree
-        if self._agreed and not agree:
+        if self._agreed_at_first is None:
+            self._agreed_at_first = agree
+        if self._agreed_at_first and not agree:
             raise MemOptError(
-                f"labels of shape {tuple(labels.shape)} for {self._labelled} of shape {tuple(labelled.shape)}: each "
+                f"labels of shape {tuple(labels.shape)} for {self._input_name} of shape {tuple(labelled.shape)}: each "
                 "token needs a label, -100 where it does not count"
             )
 
 
 @contextlib.contextmanager
 def exportable(opset: int) -> Iterator[None]:
-    """Lets `torch.onnx.export` know the choice of rows, for the time of an export."""
+    """Register the symbolic of the row selection for `torch.onnx.export` inside the context."""
 
     def shrunken_gather(graph: Any, tensor: Any, rows: Any) -> Any:
-        # ORT's compute optimizer moves this operator, and of Gathers only those of a known size.
-        chosen = graph.op("com.microsoft::ShrunkenGather", tensor, rows, axis_i=0)
+        # ORT's compute optimizer moves this operator, but Gathers only if their size is known.
+        selected = graph.op("com.microsoft::ShrunkenGather", tensor, rows, axis_i=0)
         sizes = tensor.type().sizes()
         if sizes is not None:
-            chosen.setType(tensor.type().with_sizes([None, *sizes[1:]]))
-        return chosen
+            selected.setType(tensor.type().with_sizes([None, *sizes[1:]]))
+        return selected
 
     torch.onnx.register_custom_op_symbolic(_ROWS, shrunken_gather, opset)
     try:
@@ -168,9 +171,11 @@ def _exported_rows(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return tensor.index_select(0, rows)
 
 
-def _labelled(logits: torch.Tensor, labels: torch.Tensor, ignore_index: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Those of the logits (rows, classes) and labels (rows,) that count, and the first row in any case: ORT 1.19.2
-    crashes on a projection of no rows."""
+def _select_labelled_rows(
+    logits: torch.Tensor, labels: torch.Tensor, ignore_index: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Select the rows of logits (rows, classes) and labels (rows,) that are not ignored, and always the first row: ORT
+    1.19.2 crashes on a projection of no rows."""
     counted = labels.ne(ignore_index)
     rows = torch.cat([torch.ones_like(counted[:1]), counted[1:]]).nonzero().squeeze(1)
     if torch.onnx.is_in_onnx_export():
@@ -183,15 +188,15 @@ def _sparse_smoothed_loss(
 ) -> torch.Tensor:
     ignore_index = getattr(smoothing.smoother, "ignore_index", IGNORE)
     if smoothing.shift_labels:
-        # The smoother would cut the last row out of the logits, which a choice of rows cannot be moved through.
+        # The smoother would slice off the last row of the logits, and the row selection cannot be moved past a slice.
         labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    logits, labels = _labelled(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index)
+    logits, labels = _select_labelled_rows(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index)
     return smoothing.smoother({"logits": logits}, labels, num_items_in_batch=items)
 
 
 @contextlib.contextmanager
-def _cross_entropy_of_labelled_rows() -> Iterator[None]:
-    """`torch.nn.functional.cross_entropy`, which every loss of transformers calls, on the rows that have a label."""
+def _sparse_cross_entropy() -> Iterator[None]:
+    """Make `torch.nn.functional.cross_entropy`, which every transformers loss calls, use the labelled rows only."""
     original = functional.cross_entropy
     thread = threading.get_ident()
     signature = inspect.signature(original)
@@ -202,13 +207,15 @@ def _cross_entropy_of_labelled_rows() -> Iterator[None]:
             return original(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        given = types.SimpleNamespace(**bound.arguments)
-        fits = given.input.dim() == 2 and given.target.dim() == 1 and len(given.input) == len(given.target)
-        reduced = given.reduction in ("mean", "sum") and given.size_average is None and given.reduce is None
+        call = types.SimpleNamespace(**bound.arguments)
+        fits = call.input.dim() == 2 and call.target.dim() == 1 and len(call.input) == len(call.target)
+        reduced = call.reduction in ("mean", "sum") and call.size_average is None and call.reduce is None
         if not (fits and reduced):
             return original(*args, **kwargs)
-        chosen = dict(zip(("input", "target"), _labelled(given.input, given.target, given.ignore_index), strict=True))
-        return original(**{**bound.arguments, **chosen})
+        selected = dict(
+            zip(("input", "target"), _select_labelled_rows(call.input, call.target, call.ignore_index), strict=True)
+        )
+        return original(**{**bound.arguments, **selected})
 
     functional.cross_entropy = cross_entropy
     try:

@@ -1,7 +1,7 @@
 """Keeps the gradient of an embedding's padding row at zero, as torch does.
 
-Without the torch extensions embeddings are exported as Gather, which knows no `padding_idx`: the row would get a
-gradient from every padded position that the loss sees, and train away.
+Without the torch extensions embeddings are exported as Gather, which has no `padding_idx`: the row would get a
+gradient from every padded position that the loss reads, and would be trained.
 """
 
 from typing import Any
@@ -20,39 +20,39 @@ _ELEMENTS = {
 }
 
 
-def keep_padding_rows(graph: Any, module: torch.nn.Module) -> int:
-    """Put a mask ahead of every GatherGrad of an embedding with a padding row; in place.
+def mask_padding_gradients(graph: Any, module: torch.nn.Module) -> int:
+    """Mask the incoming gradient of every GatherGrad of an embedding with a padding row, in place.
 
     Args:
         graph: an `onnx.GraphProto` of the training graph.
         module: the model that it was exported from; its nodes are named after the submodules.
 
     Returns:
-        How many there were.
+        The number of changed nodes.
     """
     embeddings = {
         name: submodule
         for name, submodule in module.named_modules(remove_duplicate=False)
         if isinstance(submodule, torch.nn.Embedding) and submodule.padding_idx is not None
     }
-    mended = 0
+    count = 0
     for position, node in reversed(list(enumerate(graph.node))):
         if node.op_type != "GatherGrad":
             continue
         embedding = embedding_of(node.name, embeddings)
         if embedding is not None:
             _mask(graph, position, embedding)
-            mended += 1
-    return mended
+            count += 1
+    return count
 
 
 def _mask(graph: Any, position: int, embedding: torch.nn.Embedding) -> None:
     node = graph.node[position]
     _, indices, gradient = node.input
     new = NewNodes(graph, f"{node.name}/padding")
-    kept = numpy.ones((embedding.num_embeddings, 1), numpy.float32)
-    kept[embedding.padding_idx] = 0
-    rows = new.add("Gather", [new.constant("kept", kept, numpy.float32), indices], "rows")
+    row_mask = numpy.ones((embedding.num_embeddings, 1), numpy.float32)
+    row_mask[embedding.padding_idx] = 0
+    rows = new.add("Gather", [new.constant("row_mask", row_mask, numpy.float32), indices], "rows")
     mask = new.add("Cast", [rows], "mask", to=_ELEMENTS[embedding.weight.dtype])
     node.input[2] = new.add("Mul", [gradient, mask], "masked")
     new.insert(position)

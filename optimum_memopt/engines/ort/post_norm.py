@@ -1,4 +1,4 @@
-"""Rules about which rows of a level raise the peak instead of lowering it, read off the training graph."""
+"""Finds the normalizations of a training graph whose recompute raises the peak instead of lowering it."""
 
 from collections import defaultdict
 from typing import Any
@@ -6,19 +6,19 @@ from typing import Any
 NORMALIZATIONS = frozenset({"LayerNormalization", "SimplifiedLayerNormalization"})
 
 POST_NORM_REASON = (
-    "left out: this normalization makes the residual stream; recomputing it keeps all layers alive (peak goes up)"
+    "left out: this normalization produces the residual stream; recomputing it keeps all layers alive (higher peak)"
 )
 
 
 def residual_normalizations(graph: Any) -> frozenset[str]:
     """The normalization operators whose output is itself a residual operand (post-LN: BERT, RoBERTa, DeBERTa).
 
-    There the input of each normalization is made from the output of the one before, so that recomputing one asks for
-    all of them and the chain stays alive through the backward pass. In pre-LN models (GPT-2, Llama, ViT) the residual
-    stream passes beside the normalization, and recomputing it does save.
+    In post-LN models the input of each normalization depends on the output of the previous one, so recomputing one
+    needs all of them and the chain stays alive through the backward pass. In pre-LN models (GPT-2, Llama, ViT) the
+    residual stream bypasses the normalization, and recomputing it saves memory.
 
     Args:
-        graph: an `onnx.GraphProto` of the training graph, forward nodes ahead of the `YieldOp` that ends the forward.
+        graph: an `onnx.GraphProto` of the training graph, forward nodes before the `YieldOp` that ends the forward.
     """
     consumers: dict[str, list[str]] = defaultdict(list)
     produced: list[tuple[str, str]] = []

@@ -1,4 +1,4 @@
-"""From what the user asked for and what the graph offers to the exact configs that ONNX Runtime is given. Pure."""
+"""Matches a config or a level with the plans of a graph and returns the exact configs for ONNX Runtime. Pure."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
@@ -13,12 +13,12 @@ RANDOM_OPERATORS = frozenset({"Dropout", "BiasDropout", "BitmaskDropout", "Bitma
 
 @dataclass(frozen=True)
 class Choice:
-    """What to apply.
+    """The plans to apply.
 
     Attributes:
-        configs: `cluster_id:strategy:-1`, in the order of asking.
+        configs: `cluster_id:strategy:-1`, in the order of the request.
         notes: `cluster_id:strategy:-1` to a note for its row of the table.
-        remarks: lines to say once.
+        remarks: lines to log once.
     """
 
     configs: tuple[str, ...] = ()
@@ -31,7 +31,7 @@ class Choice:
 
 
 def check_supported(config: PlanConfig) -> None:
-    """Refuse what ONNX Runtime's memory optimizer cannot do; needs no graph.
+    """Refuse what ONNX Runtime's memory optimizer does not support; needs no graph.
 
     Raises:
         ConfigError: a count other than -1 and 0 (ORT 1.18 and 1.19 apply every occurrence for any N >= 1), or offload.
@@ -58,29 +58,29 @@ def choose_config(config: PlanConfig, existing: Iterable[str], strict: bool) -> 
     Raises:
         ConfigError: an id (or its strategy) that the graph does not have; near matches come first in the message.
     """
-    found = match(config, existing, strict, here="provider")
-    notes = {one.plan: one.note for one in found.on if one.note}
-    return Choice(tuple(one.plan for one in found.on), notes, found.remarks)
+    matches = match(config, existing, strict, here="provider")
+    notes = {matched.plan: matched.note for matched in matches.on if matched.note}
+    return Choice(tuple(matched.plan for matched in matches.on), notes, matches.remarks)
 
 
 def choose_level(level: int, existing: Iterable[str], residual_operators: Collection[str]) -> Choice:
-    """Everything recomputable in each transformer layer, but for what would keep the peak up.
+    """All recomputable activations of each transformer layer, except those whose recompute raises the peak.
 
     Args:
         level: 1 (recompute), 2 (also with compromise).
         existing: `cluster_id:strategy:-1` of every plan in the graph.
-        residual_operators: of `graph_rules.residual_normalizations`.
+        residual_operators: from `post_norm.residual_normalizations`.
     """
-    wanted = {Strategy.RECOMPUTE} if level == 1 else {Strategy.RECOMPUTE, Strategy.RECOMPUTE_WITH_COMPROMISE}
+    strategies = {Strategy.RECOMPUTE} if level == 1 else {Strategy.RECOMPUTE, Strategy.RECOMPUTE_WITH_COMPROMISE}
     configs, notes, existing = [], {}, tuple(existing)
     for plan in existing:
         cluster_id, strategy, _ = plan.split(":")
-        if int(strategy) not in wanted:
+        if int(strategy) not in strategies:
             continue
         if set(operators(cluster_id)) & set(residual_operators):
             notes[plan] = POST_NORM_REASON
         elif int(strategy) == Strategy.RECOMPUTE_WITH_COMPROMISE and f"{cluster_id}:1:{ALL}" in existing:
-            # ORT keeps one request for an id, and the last one given would win.
+            # ORT keeps one request per id, the last one.
             notes[plan] = "left out: this id is on with strategy 1, which saves all of its bytes"
         else:
             configs.append(plan)
@@ -93,7 +93,7 @@ def choose_level(level: int, existing: Iterable[str], residual_operators: Collec
 
 
 def check_applied(choice: Choice, applied: dict[str, tuple[int, int]], strict: bool) -> tuple[str, ...]:
-    """Remarks about plans that ORT took and then applied nowhere.
+    """Remarks about plans that ORT accepted and applied nowhere.
 
     Raises:
         MemOptError: there are some and `strict` is set.

@@ -7,14 +7,14 @@ import sys
 import pytest
 import torch
 
-from optimum_memopt.engines.ort import compat, missing
+from optimum_memopt.engines.ort import compat, compat_export, missing
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason="no onnxruntime-training")
 
 SETUP = """
 import contextlib, importlib, os, sys, types
 import torch
-from optimum_memopt.engines.ort import compat
+from optimum_memopt.engines.ort import compat, compat_export
 from optimum_memopt.engines.ort.session import Hooks, OrtSession
 from optimum_memopt.engines.ort.options import OrtOptions
 
@@ -118,7 +118,7 @@ BREAKS = {
         "RuntimeError: NVTX functions not installed",
     ),
     "export": (
-        "compat.export_arguments = lambda: {}; words()",
+        "compat_export.export_arguments = lambda: {}; words()",
         f"torch{os.sep}onnx{os.sep}_internal{os.sep}exporter{os.sep}",
     ),
     "type_utils": (
@@ -152,7 +152,8 @@ def python(tmp_path, body, first_on_path=None):
     """Exit code and all output of a process without the built extensions."""
     environment = {**os.environ, "OPTIMUM_MEMOPT_CACHE": str(tmp_path)}
     if first_on_path is not None:
-        environment["PYTHONPATH"] = str(first_on_path)
+        paths = (str(first_on_path), os.environ.get("PYTHONPATH", ""))
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     done = subprocess.run(
         [sys.executable, "-c", SETUP + body],
         env=environment,
@@ -218,7 +219,7 @@ def test_what_the_import_replaces_when_it_is_not_undone(tmp_path):
         tmp_path,
         """
 import torch.utils.checkpoint
-compat._replacements_undone = contextlib.nullcontext
+compat._undo_replacements = contextlib.nullcontext
 before = torch.manual_seed, torch.cuda.manual_seed, torch.utils.checkpoint.checkpoint
 compat.load()
 now = torch.manual_seed, torch.cuda.manual_seed, torch.utils.checkpoint.checkpoint
@@ -230,7 +231,7 @@ assert not any(one is other for one, other in zip(before, now))
 @pytest.mark.parametrize("mended", [True, False])
 def test_deepspeed_is_imported_only_without_the_mend(tmp_path, mended):
     (tmp_path / "deepspeed.py").write_text("import sys; print('deepspeed was imported', file=sys.__stdout__)")
-    without = "" if mended else "compat._deepspeed_not_imported = contextlib.nullcontext\n"
+    without = "" if mended else "compat._block_deepspeed_import = contextlib.nullcontext\n"
     output = succeed(tmp_path, without + "words(); print('trained'); import deepspeed", first_on_path=tmp_path)
     before, after = output.split("trained")
     assert ("deepspeed was imported" in before) is not mended
@@ -239,7 +240,7 @@ def test_deepspeed_is_imported_only_without_the_mend(tmp_path, mended):
 
 @pytest.mark.parametrize("mended", [True, False])
 def test_logging_and_the_path_are_the_user_s_with_the_mend(tmp_path, mended):
-    without = "" if mended else "compat._logging_and_path_left_alone = contextlib.nullcontext\n"
+    without = "" if mended else "compat._preserve_logging_and_path = contextlib.nullcontext\n"
     output = succeed(
         tmp_path,
         f"""
@@ -257,7 +258,7 @@ logging.getLogger("mine").info("said")
 
 @pytest.mark.parametrize("mended", [True, False])
 def test_output_during_an_export_is_seen_with_the_mend(tmp_path, mended):
-    without = "" if mended else "compat.output_not_captured = contextlib.nullcontext\n"
+    without = "" if mended else "compat_export.keep_output_visible = contextlib.nullcontext\n"
     output = succeed(
         tmp_path,
         f"""
@@ -296,7 +297,7 @@ import torch.onnx.symbolic_opset9 as symbolics
 theirs = types.ModuleType("torch.onnx._globals")
 sys.modules["torch.onnx._globals"] = torch.onnx._globals = theirs
 symbolics._convolution = mine = object()
-with compat.torch_names():
+with compat.moved_torch_names():
     assert sys.modules["torch.onnx._globals"] is torch.onnx._globals is theirs
     assert symbolics._convolution is mine
     from torch.onnx import _type_utils
@@ -314,9 +315,9 @@ assert "optimum_memopt" in pushed and len(pushed) > 1, "ORT's own calls reach an
 
 def test_the_exporter_s_argument_is_given_only_where_it_exists(monkeypatch):
     monkeypatch.setattr(torch.onnx, "export", lambda model, args, f, opset_version=None: None)
-    assert compat.export_arguments() == {}
+    assert compat_export.export_arguments() == {}
     monkeypatch.setattr(torch.onnx, "export", lambda model, args, f, dynamo=True: None)
-    assert compat.export_arguments() == {"dynamo": False}
+    assert compat_export.export_arguments() == {"dynamo": False}
 
 
 def test_a_users_own_export_stays_plain_onnx(tmp_path):
@@ -337,7 +338,7 @@ def domains():
 before = domains()
 words()
 assert domains() == before
-with compat.symbolics(17):
+with compat_export.register_symbolics(17):
     assert domains() - before == {"org.pytorch.aten"}, "or there is nothing to take back"
 assert domains() == before
         """,
@@ -367,7 +368,7 @@ class Doubled(torch.autograd.Function):
 def test_autograd_functions_are_recorded_once_each_and_still_run():
     original = torch.autograd.Function.__dict__["apply"]
     x = torch.ones(2, requires_grad=True)
-    with pytest.raises(KeyError), compat.recorded_autograd_functions() as seen:
+    with pytest.raises(KeyError), compat_export.record_autograd_functions() as seen:
         Doubled.apply(Doubled.apply(x)).sum().backward()
         raise KeyError
     assert seen == ["Doubled"]

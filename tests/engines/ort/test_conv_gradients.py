@@ -51,7 +51,7 @@ for convolution in (
             torch.testing.assert_close(ours.get_parameter(name).grad, parameter.grad)
 
 three, _ = attached(Convolved(torch.nn.Conv3d(4, 4, 3, padding=1, groups=2)))
-with pytest.raises(UnsupportedModelError, match="groups over 3 dimensions writes out of bounds"):
+with pytest.raises(UnsupportedModelError, match="grouped convolution over 3 dimensions writes out of bounds"):
     three(torch.rand(2, 4, 5, 5, 5, requires_grad=True))
 
 case = Case("ConvBertForMaskedLM", "ConvBertConfig", {{**_BERT, "embedding_size": 16, "head_ratio": 1}}, masked_lm)

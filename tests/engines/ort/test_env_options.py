@@ -1,4 +1,4 @@
-"""Each env_option of ONNX Runtime shows its effect, or is refused in one line with the way out."""
+"""Each ORT option has its effect, or is refused with one line that says what to do."""
 
 import copy
 import os
@@ -13,7 +13,7 @@ import torch
 
 import optimum_memopt
 from optimum_memopt import MemOptError, MemOptOptions, UnsupportedModelError
-from optimum_memopt.engines.ort import env_option_checks, env_option_patches, extensions, missing
+from optimum_memopt.engines.ort import compat_options, env_option_checks, extensions, missing
 from optimum_memopt.engines.ort.env_options import ENV_OPTIONS, KNOWN, from_environment
 from optimum_memopt.engines.ort.options import OrtOptions
 from tests.gradients import TOLERANCE, accumulate, assert_same_step
@@ -25,13 +25,13 @@ DOCUMENT = Path(__file__).parents[3] / "docs" / "ort.md"
 
 
 @pytest.fixture
-def no_levers_in_environment(monkeypatch):
+def clean_environment(monkeypatch):
     for name in [name for name in os.environ if name.startswith("ORTMODULE_")]:
         monkeypatch.delenv(name)
 
 
 @pytest.fixture
-def with_cuda(monkeypatch, no_levers_in_environment):
+def with_cuda(monkeypatch, clean_environment):
     """A machine with a GPU, its build of onnxruntime-training and the built extensions, as far as arguments tell."""
     monkeypatch.setattr(extensions, "cuda_missing", lambda: "")
     monkeypatch.setattr(extensions, "find", lambda: {})
@@ -110,10 +110,10 @@ def test_the_flag_that_a_variable_overrides_is_named():
 def test_a_level_and_a_config_from_two_places():
     effective, remarks = from_variables({"memory_opt_config": "Gelu+:1:-1"}, MEMORY_OPT_LEVEL="1")
     assert (effective.memory_opt_level, effective.memory_opt_config) == (1, None)
-    assert "ORTMODULE_MEMORY_OPT_LEVEL takes the place of --memory_opt_config Gelu+:1:-1" in remarks
+    assert "ORTMODULE_MEMORY_OPT_LEVEL replaces --memory_opt_config Gelu+:1:-1" in remarks
     effective, remarks = from_variables({"memory_opt_level": 1}, MEMORY_OPT_CONFIG="Gelu+:1:-1")
     assert (effective.memory_opt_level, effective.memory_opt_config) == (0, "Gelu+:1:-1")
-    assert "ORTMODULE_MEMORY_OPT_CONFIG takes the place of --memory_opt_level 1" in remarks
+    assert "ORTMODULE_MEMORY_OPT_CONFIG replaces --memory_opt_level 1" in remarks
     effective, _ = from_variables({"memory_opt_config": "Gelu+:1:-1"}, MEMORY_OPT_LEVEL="0")
     assert effective.memory_opt_config == "Gelu+:1:-1"
 
@@ -138,7 +138,7 @@ def test_a_level_and_a_config_from_two_places():
     ids=str,
 )
 def test_a_bad_value_in_the_environment_is_one_line_at_argument_time(
-    variables, message, monkeypatch, no_levers_in_environment
+    variables, message, monkeypatch, clean_environment
 ):
     for name, text in variables.items():
         monkeypatch.setenv(f"ORTMODULE_{name}", text)
@@ -169,7 +169,7 @@ def test_every_variable_that_onnxruntime_reads_is_known():
 
 
 @needs_ort
-def test_the_environment_decides_for_a_model_and_is_left_as_it_was(monkeypatch, capfd, no_levers_in_environment):
+def test_the_environment_decides_for_a_model_and_is_left_as_it_was(monkeypatch, capfd, clean_environment):
     monkeypatch.setenv("ORTMODULE_ONNX_OPSET_VERSION", "15")
     monkeypatch.setenv("ORTMODULE_MEMORY_OPT_CONFIG", "Gelu+:1:-1")
     monkeypatch.setenv("ORTMODULE_LOG_LEVEL", "WARNING")
@@ -223,7 +223,7 @@ def test_what_needs_cuda_is_refused_without_and_for_a_model_on_the_cpu(options, 
         engine = optimum_memopt.engines.ort.engine.OrtEngine(options=OrtOptions(**options))
         model = MLM.build()
         with pytest.raises(
-            UnsupportedModelError, match=f"^{written} needs CUDA, and RobertaForMaskedLM lies on the CPU"
+            UnsupportedModelError, match=f"^{written} needs CUDA, and RobertaForMaskedLM is on the CPU"
         ):
             engine.attach(model)
         assert "forward" not in vars(model)
@@ -445,9 +445,9 @@ def test_graph_rewrites_belong_to_the_model_that_asked_for_them():
         entries = (entry for entries in GraphOptimizerRegistry._OPTIMIZER_FUNCS.values() for entry in entries)
         return [function.__name__ for function, *_ in entries]
 
-    with env_option_patches.graph_optimizers(OrtOptions(ort_efficient_attention=True)):
+    with compat_options.select_graph_optimizers(OrtOptions(ort_efficient_attention=True)):
         assert names() == ["optimize_graph_for_aten_efficient_attention"]
-    with env_option_patches.graph_optimizers(OrtOptions()):
+    with compat_options.select_graph_optimizers(OrtOptions()):
         assert names() == []
 
 
@@ -573,11 +573,11 @@ assert_refused("position_embeddings", checkpointed("llama"), **allowed)
 @pytest.mark.parametrize(
     "script", [SPARSITY, CUSTOM_AUTOGRAD, CHECKPOINTING], ids=("sparsity", "functions", "checkpoint")
 )
-def test_levers_that_need_the_extensions(script, environment_with_extensions, tmp_path):
+def test_options_that_need_the_extensions(script, environment_with_extensions, tmp_path):
     run(script, environment_with_extensions, cwd=tmp_path)
 
 
-def test_the_document_has_a_row_for_each_lever():
+def test_the_document_has_a_row_for_each_option():
     text = DOCUMENT.read_text()
     for env_option in ENV_OPTIONS:
         assert re.search(rf"`--{env_option.option}[^`]*`.*`{env_option.variable}`", text), env_option

@@ -26,7 +26,7 @@ from tests.model_zoo import ZOO
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason="no onnxruntime-training")
 
-TAKEN = "took the exported graph"
+TAKEN = "loaded the exported graph"
 
 
 @pytest.fixture
@@ -155,7 +155,7 @@ def test_what_cannot_be_written_costs_neither_the_training_nor_the_plan(attach: 
     assert all(engine.plans().enabled for engine in engines)
     assert entries(tmp_path) == [no_folder, tmp_path / "full"]
     lines = [record.getMessage() for record in log.records if record.levelname == "WARNING"]
-    assert len(lines) == 2 and all("training goes on, the exported graph is not kept" in line for line in lines)
+    assert len(lines) == 2 and all("training continues, the exported graph is not cached" in line for line in lines)
 
 
 def test_a_file_is_refused_when_the_run_is_set_up(tmp_path: Path) -> None:

@@ -8,17 +8,17 @@ import pytest
 import torch
 
 from optimum_memopt.engines.ort import extensions
-from optimum_memopt.engines.ort.extension_sources import SUBSTITUTIONS, Substitution, mend, substitute
+from optimum_memopt.engines.ort.extension_sources import SUBSTITUTIONS, Substitution, patch_source, substitute
 from optimum_memopt.errors import MemOptError
 
 needs_wheel = pytest.mark.skipif(extensions.onnxruntime_dir() is None, reason="no onnxruntime-training")
 GREETING = Substitution(file="a.cc", old="hello", new="good day", since="1.0", why="manners", link="https://a.b")
 
 
-def mended_sources() -> str:
+def patched_sources() -> str:
     """All C++ of the mended copy without its comments."""
     files = [path for name in extensions.NAMES for path in (extensions.sources_dir() / name).glob("*.[ch]*")]
-    texts = [mend(f"{path.parent.name}/{path.name}", path.read_text()) for path in files]
+    texts = [patch_source(f"{path.parent.name}/{path.name}", path.read_text()) for path in files]
     return re.sub(r"//.*", "", "\n".join(texts))
 
 
@@ -31,7 +31,7 @@ def test_every_substitution_finds_its_text_in_the_wheel():
 
 @needs_wheel
 def test_nothing_that_torch_hides_or_changed_is_left():
-    left = mended_sources()
+    left = patched_sources()
     assert "custom_function_forward_runner" in left
     for gone in ("torch::utils::tensor_fromDLPack", "autograd::PyNode", "std::shared_ptr<torch::autograd", ".lock()"):
         assert gone not in left
@@ -58,5 +58,5 @@ def test_a_pattern_is_replaced_whole_and_its_replacement_taken_literally():
 
 
 def test_other_files_are_left_alone():
-    assert mend("b.cc", "hello", [GREETING]) == "hello"
-    assert mend("a.cc", "hello", [GREETING]) == "good day"
+    assert patch_source("b.cc", "hello", [GREETING]) == "hello"
+    assert patch_source("a.cc", "hello", [GREETING]) == "good day"

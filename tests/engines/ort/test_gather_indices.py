@@ -39,7 +39,7 @@ def test_indices_are_expanded_again_and_every_gradient_is_torchs():
 
 def test_without_it_they_are_stashed(monkeypatch):
     """Fails when ONNX Runtime learns it, and this can go."""
-    monkeypatch.setattr(session, "expand_indices_again", lambda graph: 0)
+    monkeypatch.setattr(session, "expand_indices_in_backward", lambda graph: 0)
     engine, model = trained("deberta-v2-mlm")
     model(**ZOO["deberta-v2-mlm"].batch()).loss.backward()
     assert not any(expanded_for_gradients(engine.graph))
@@ -48,5 +48,5 @@ def test_without_it_they_are_stashed(monkeypatch):
 def test_other_graphs_are_left_alone():
     gather = onnx.helper.make_node("GatherElementsGrad", ["dy", "shape", "indices"], ["dx"])
     graph = onnx.helper.make_graph([gather], "graph", [], [])
-    assert gather_indices.expand_indices_again(graph) == 0
+    assert gather_indices.expand_indices_in_backward(graph) == 0
     assert [node.op_type for node in graph.node] == ["GatherElementsGrad"]

@@ -1,6 +1,6 @@
-"""Levers of ORT that crash or act on the whole process, put right for one ORTModule; `session.py` applies them.
+"""Patches for ORT options that crash or act on the whole process; `session.py` applies them to one ORTModule.
 
-All of onnxruntime-training 1.19.2. Each is a context for the time of one call into ORT.
+All of onnxruntime-training 1.19.2. Each is a context manager around one call into ORT.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import torch
 import torch.utils.checkpoint
 from torch.utils._pytree import tree_leaves
 
-from optimum_memopt.engines.ort.compat import ORTMODULE, replaced
+from optimum_memopt.engines.ort.compat import ORTMODULE, patched
 from optimum_memopt.engines.ort.options import OrtOptions
 from optimum_memopt.errors import UnsupportedModelError
 
@@ -24,21 +24,21 @@ _FLASH_ATTENTION = f"{_TRITON}.kernel._flash_attn"
 
 
 @contextlib.contextmanager
-def label_sparsity(transition_manager: type, enabled: bool) -> Iterator[None]:
-    """ORT asks the switch for embeddings where it means the one for labels, and then runs through the None that "off"
-    gives (_graph_transition_manager.py, `_export_model`: `'NoneType' object is not iterable`)."""
+def fix_label_sparsity_switch(transition_manager: type, enabled: bool) -> Iterator[None]:
+    """ORT reads the switch for embedding sparsity where it means label sparsity, and then iterates over the None that
+    "off" returns (_graph_transition_manager.py, `_export_model`: `'NoneType' object is not iterable`)."""
     original = transition_manager.__dict__["_add_check_label_sparsity_hook"].__func__
 
     def add_hooks(_: bool, *others: Any) -> list[Any]:
         return original(enabled, *others) or []
 
-    with replaced(transition_manager, "_add_check_label_sparsity_hook", staticmethod(add_hooks)):
+    with patched(transition_manager, "_add_check_label_sparsity_hook", staticmethod(add_hooks)):
         yield
 
 
 @contextlib.contextmanager
-def gradient_management(device: Callable[[], torch.device]) -> Iterator[None]:
-    """ORT passes the parameters where the device belongs (_graph_transition_manager.py, `_post_export_process`:
+def fix_gradient_management_device(device: Callable[[], torch.device]) -> Iterator[None]:
+    """ORT passes the parameters in place of the device (_graph_transition_manager.py, `_post_export_process`:
     `zeros(): argument 'device' must be torch.device, not dict`)."""
     module = importlib.import_module(f"{ORTMODULE}._mem_efficient_grad_mgmt")
     original = module.post_processing_enable_mem_efficient_training
@@ -46,37 +46,39 @@ def gradient_management(device: Callable[[], torch.device]) -> Iterator[None]:
     def with_device(model: Any, named_parameters: Any, _: Any) -> Any:
         return original(model, named_parameters, device())
 
-    with replaced(module, original.__name__, with_device):
+    with patched(module, original.__name__, with_device):
         yield
 
 
 @contextlib.contextmanager
-def checkpointed_layers_checked() -> Iterator[None]:
-    """A checkpointed layer becomes a PythonOp that calls the very function object it was exported with. Tensors that
-    reach it as arguments are the graph's; those inside the function would stay the first batch's for ever, as in
-    transformers' layers that get masks or position embeddings by keyword (`GradientCheckpointingLayer`).
+def check_checkpointed_functions() -> Iterator[None]:
+    """Refuse checkpointed functions that hold tensors.
+
+    A checkpointed layer is exported as a PythonOp that calls the function object of the export. Its tensor arguments
+    come from the graph, but tensors held by a partial or a closure stay those of the first batch, as in transformers'
+    layers that get masks or position embeddings by keyword (`GradientCheckpointingLayer`).
 
     Raises:
-        UnsupportedModelError: when such a function is checkpointed.
+        UnsupportedModelError: such a function is checkpointed.
     """
-    kind = torch.utils.checkpoint.CheckpointFunction
+    function_class = torch.utils.checkpoint.CheckpointFunction
 
     def apply(cls: type, function: Callable[..., Any], *args: Any) -> Any:
-        if names := _tensors_inside(function):
+        if names := _held_tensors(function):
             raise UnsupportedModelError(
                 f"its checkpointed layers get {', '.join(names)} other than as positional arguments, which the export "
-                "would keep as they are in the first batch; leave activation checkpointing out"
+                "would freeze at their values of the first batch; turn activation checkpointing off"
             )
-        return super(kind, cls).apply(function, *args)
+        return super(function_class, cls).apply(function, *args)
 
-    kind.apply = classmethod(apply)
+    function_class.apply = classmethod(apply)
     try:
         yield
     finally:
-        del kind.apply
+        del function_class.apply
 
 
-def _tensors_inside(function: Callable[..., Any]) -> list[str]:
+def _held_tensors(function: Callable[..., Any]) -> list[str]:
     """Names of the tensors that a partial or a closure holds."""
     held: dict[str, Any] = {}
     while isinstance(function, functools.partial):
@@ -91,9 +93,9 @@ def _tensors_inside(function: Callable[..., Any]) -> list[str]:
 
 
 @contextlib.contextmanager
-def graph_optimizers(options: OrtOptions) -> Iterator[None]:
-    """ORT registers its graph rewrites when their modules are imported, for all models from then on; here a model gets
-    those that its options name, and those that somebody else registered."""
+def select_graph_optimizers(options: OrtOptions) -> Iterator[None]:
+    """Apply only the graph rewrites that the options of this model name, and those that other code registered: ORT
+    registers a rewrite when its module is imported, for every model of the process."""
     wanted = {
         _EFFICIENT_ATTENTION: options.ort_efficient_attention,
         _FLASH_ATTENTION: options.ort_flash_attention,
@@ -107,5 +109,5 @@ def graph_optimizers(options: OrtOptions) -> Iterator[None]:
         target: [entry for entry in entries if wanted.get(entry[0].__module__, True)]
         for target, entries in registry._OPTIMIZER_FUNCS.items()
     }
-    with replaced(registry, "_OPTIMIZER_FUNCS", chosen):
+    with patched(registry, "_OPTIMIZER_FUNCS", chosen):
         yield
