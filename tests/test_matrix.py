@@ -29,17 +29,18 @@ from optimum_memopt.plans.grammar import Strategy, parse
 from optimum_memopt.plans.table import Plan, PlanTable
 from tests.gradients import Batch, accumulate, assert_bitwise_same_step, assert_same_step
 from tests.model_zoo import COMPILE_ONLY, SDPA, UNTRAINABLE, ZOO, Case
+from tests.tiers import tiered
 
 OPTIONS = {"ort": {"ort_fallback": False}, "compile": {"memory_opt_compiler": "aot_eager"}}
 # A compiled graph, and its forward and backward.
 Partition = tuple[Any, tuple[torch.fx.GraphModule, torch.fx.GraphModule]]
 PLANS = ("none", "one", "level 1", "level 2", "random")
 MODELS = [(name, "eager") for name in ZOO] + [(name, "sdpa") for name in SDPA]
+# What `make test` trains: an encoder, one with relative positions, and a decoder. The others are for `make test-all`.
+FAST = ("roberta-classification", "deberta-v2-mlm", "gpt2")
 # The compile engine traces a model anew for each plan, which takes nearly all of the time here: so only these models
 # get every plan there, the others two of them, and one of them for their second kind of attention.
-EVERY_PLAN = ("roberta-classification", "deberta-v2-mlm", "gpt2")
-# Of these one plan, and the second by `make test-all`.
-ONE_PLAN = (*COMPILE_ONLY, "convbert-mlm", "opt", "gemma")
+EVERY_PLAN = FAST
 
 
 @dataclass
@@ -188,7 +189,9 @@ def check_executed(folder: Path, table: PlanTable) -> None:
 
 def pairs(engine: str, attention: str, names: Collection[str]) -> list[Any]:
     cells = [(engine, *model) for model in MODELS if model[1] == attention and model[0] in names]
-    return [pytest.param(cell, id="-".join(cell)) for cell in cells]
+    return [
+        pytest.param(cell, id="-".join(cell), marks=[] if cell[1] in FAST else [pytest.mark.slow]) for cell in cells
+    ]
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -206,18 +209,12 @@ def test_trains_as_plain_pytorch(pair: Pair, plan: str) -> None:
 
 
 @pytest.mark.parametrize("plan", ["level 1", "random"])
-@pytest.mark.parametrize("pair", pairs("compile", "eager", ZOO.keys() - {*EVERY_PLAN, *ONE_PLAN}), indirect=True)
+@pytest.mark.parametrize("pair", pairs("compile", "eager", ZOO.keys() - set(EVERY_PLAN)), indirect=True)
 def test_compiled_trains_as_plain_pytorch(pair: Pair, plan: str) -> None:
     check(pair, plan)
 
 
-@pytest.mark.parametrize("plan", ["level 1", pytest.param("random", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("pair", pairs("compile", "eager", ONE_PLAN), indirect=True)
-def test_other_architectures_compiled_train_as_plain_pytorch(pair: Pair, plan: str) -> None:
-    check(pair, plan)
-
-
-@pytest.mark.parametrize("pair", pairs("compile", "sdpa", ZOO.keys() - set(ONE_PLAN)), indirect=True)
+@pytest.mark.parametrize("pair", pairs("compile", "sdpa", ZOO), indirect=True)
 def test_compiled_trains_with_fused_attention(pair: Pair) -> None:
     check(pair, "level 1")
 
@@ -261,7 +258,11 @@ def check_one_row(pair: Pair) -> None:
     assert len(pair.partitions) == 2
 
 
-@pytest.mark.parametrize("name", UNTRAINABLE)
+# One that cannot be exported and one that is exported and cannot run.
+REFUSED = tiered(UNTRAINABLE, fast=["mamba", "t5-sdpa"])
+
+
+@pytest.mark.parametrize("name", REFUSED)
 def test_what_onnx_runtime_cannot_train_says_why(name: str) -> None:
     case, attention, changes, reason = UNTRAINABLE[name]
     model = case.build("eager", **changes)
@@ -277,7 +278,7 @@ def test_what_onnx_runtime_cannot_train_says_why(name: str) -> None:
         assert "--ort_fallback" in str(caught.value)
 
 
-@pytest.mark.parametrize("name", UNTRAINABLE)
+@pytest.mark.parametrize("name", REFUSED)
 def test_what_onnx_runtime_cannot_train_falls_back_or_trains_another_way(name: str) -> None:
     case, attention, changes, _ = UNTRAINABLE[name]
     model = case.build(attention, **changes)

@@ -133,6 +133,7 @@ def test_the_compile_engine_can_be_measured_too(folder):
     assert report["winner"]["peak_mib"] <= min(peaks) * 1.005
 
 
+@pytest.mark.slow
 @needs_ort
 def test_what_only_the_model_tells_wrong_is_one_line_too(folder):
     done = cli("--model", folder, "--task", "fill-mask", "--seq_len", "9", "--config", "Gellu+:1:-1")
@@ -155,6 +156,7 @@ def test_the_table_its_measured_peak_and_the_plans_that_are_on(folder, tmp_path,
     assert "Gelu+:1:-1" in str(parse_file(output)).split(",")
 
 
+@pytest.mark.slow
 @needs_ort
 def test_measured_beside_claimed_and_the_winner_as_a_file(folder, tmp_path):
     output = Path(tmp_path / "plans.json")

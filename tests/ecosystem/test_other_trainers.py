@@ -22,6 +22,7 @@ from tests.ecosystem.harness import (
     weights,
     without_times,
 )
+from tests.tiers import tiered
 from tests.trainer_runs import build, collate, rows
 
 MODEL = "bert-classification"
@@ -154,9 +155,11 @@ def loader(count: int, seed: int = 0) -> torch.utils.data.DataLoader:
 
 
 SCRIPTS = [contrastive, lightning, accelerate_loop, search]
+# The search trains three times.
+FAST = ["contrastive", "lightning", "accelerate_loop"]
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", tiered(SCRIPTS, fast=FAST))
 def test_compiled_bitwise(script, stock, tmp_path):
     ours = run(script, tmp_path, "compile")
     assert ours.plans_on

@@ -20,6 +20,7 @@ from transformers import (
 from transformers.modeling_outputs import TokenClassifierOutput
 
 from tests.ecosystem.harness import ORT_TOLERANCE, Memopt, Outcome, arguments, assert_equal, outcome, run
+from tests.tiers import tiered
 
 IGNORE = -100
 
@@ -337,15 +338,34 @@ def script(scenario: Scenario) -> Callable[[Path, Memopt], Outcome]:
 
 
 # tracemalloc, which measures there, makes compiling several times slower.
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "memory-metrics")) for name in SCENARIOS]
-)
+@pytest.mark.parametrize("name", tiered(SCENARIOS, fast=SCENARIOS.keys() - {"memory-metrics"}))
 def test_compiled_as_stock(name, stock, tmp_path):
     done = script(SCENARIOS[name])
     assert_equal(run(done, tmp_path, "compile", memory_opt_level=0), stock(name, done))
 
 
-@pytest.mark.parametrize("name", [name for name, scenario in SCENARIOS.items() if not scenario.no_ort])
+# The Trainer's side of a scenario is the same for both engines; here what a session of ONNX Runtime could spoil.
+ON_ORT = {
+    "accumulation-counted",
+    "best-model",
+    "dict",
+    "eval-inputs",
+    "find-batch-size",
+    "label-smoothing",
+    "logging",
+    "model-init",
+    "own-loss",
+    "predict",
+    "resume-accumulation",
+    "save",
+    "train-twice",
+    "tuple",
+}
+
+
+@pytest.mark.parametrize(
+    "name", tiered([name for name, scenario in SCENARIOS.items() if not scenario.no_ort], fast=ON_ORT)
+)
 def test_on_onnx_runtime_as_stock(name, stock, tmp_path):
     done = script(SCENARIOS[name])
     assert_equal(run(done, tmp_path, "ort", memory_opt_level=0), stock(name, done), ORT_TOLERANCE)

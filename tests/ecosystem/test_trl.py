@@ -27,6 +27,7 @@ from tests.ecosystem.harness import (
     sentence,
     tokenizer,
 )
+from tests.tiers import tiered
 
 # TRL asks for bf16 and activation checkpointing by default.
 QUIET = {"bf16": False, "gradient_checkpointing": False, "max_length": 32}
@@ -96,16 +97,7 @@ def reward(folder: Path, memopt: Memopt) -> Outcome:
     return outcome(trainer)
 
 
-@pytest.mark.parametrize(
-    "script",
-    [
-        sft,
-        dpo,
-        reward,
-        pytest.param(sft_lora, marks=pytest.mark.slow),
-        pytest.param(dpo_lora, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("script", tiered([sft, dpo, reward, sft_lora, dpo_lora], fast=["dpo"]))
 def test_compiled_bitwise(script, stock, tmp_path):
     ours = run(script, tmp_path, "compile")
     assert ours.plans_on

@@ -64,6 +64,7 @@ def resumed(folder, uninterrupted):
     return distance(done.weights("on"), uninterrupted.weights("steps"))
 
 
+@pytest.mark.slow
 def test_under_torchrun(tmp_path, uninterrupted):
     command = [*launcher("torchrun"), WORKER, write_jobs(tmp_path, [DYING])]
     process = start_process(command, tmp_path / "log")

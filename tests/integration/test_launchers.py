@@ -14,6 +14,7 @@ from tests.integration.launching import (
     run_jobs,
 )
 from tests.integration.worker import Job
+from tests.tiers import tiered
 from tests.trainer_runs import distance
 
 STEPS = 10
@@ -194,7 +195,11 @@ def trap(command, folder, **arguments):
     return [line for line in done.output.splitlines() if line.startswith("error: ")], done
 
 
-@pytest.mark.parametrize("flags", [["--cpu", "--num_processes", "2"], ["--num_processes", "2"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "flags",
+    tiered([["--cpu", "--num_processes", "2"], ["--num_processes", "2"]], fast=[["--num_processes", "2"]]),
+    ids=" ".join,
+)
 def test_accelerate_that_starts_one_process_is_refused(tmp_path, flags):
     errors, done = trap([*ACCELERATE, *flags], tmp_path)
     assert len(errors) == 1 and WRITE_MULTI_GPU in errors[0]
@@ -213,7 +218,7 @@ def test_one_process_of_accelerate_trains(tmp_path):
     assert not errors and done.trained("job")[0]["world_size"] == 1
 
 
-@pytest.mark.parametrize("name", ["torchrun", pytest.param("accelerate", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", tiered(["torchrun", "accelerate"], fast=["torchrun"]))
 def test_ranks_without_use_cpu_are_refused(tmp_path, name):
     errors, _ = trap(launcher(name), tmp_path, use_cpu=False)
     assert errors and all(ADD_USE_CPU in error for error in errors)
@@ -222,7 +227,7 @@ def test_ranks_without_use_cpu_are_refused(tmp_path, name):
 @needs_deepspeed
 @needs_compiler
 @pytest.mark.parametrize(
-    "name, stage", [pytest.param("deepspeed", None, marks=pytest.mark.slow), ("deepspeed", 1), ("torchrun", 1)]
+    "name, stage", tiered([("deepspeed", None), ("deepspeed", 1), ("torchrun", 1)], fast=[("torchrun", 1)])
 )
 def test_deepspeed_without_use_cpu_is_refused(tmp_path, name, stage):
     config = {"deepspeed": {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": stage}}}

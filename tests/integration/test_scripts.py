@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiers import tiered
+
 ROOT = Path(__file__).parents[2]
 RUN_GLUE = ROOT / "examples" / "run_glue" / "run_glue.py"
 
@@ -89,7 +91,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("case", tiered(REFUSED, fast=["level", "unknown-id"]))
 def test_refusals_end_in_one_line(material, tmp_path, case):
     flags, message = REFUSED[case]
     done = run_glue(material, tmp_path, "--memory_opt_engine", "ort", *flags)
@@ -129,7 +131,7 @@ print("trained on")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits a process's address space")
-@pytest.mark.parametrize("warm", [True, False], ids=["later", "first-forward"])
+@pytest.mark.parametrize("warm", tiered([True, False], fast=[False]), ids=["later", "first-forward"])
 def test_out_of_memory_is_torchs_error_and_a_smaller_batch_trains_on(warm):
     done = start(["-c", OUT_OF_MEMORY.format(warm=warm, fallback=not warm)], PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr

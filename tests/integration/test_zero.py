@@ -1,8 +1,9 @@
 """Every launcher with every ZeRO stage and optimizer: a Trainer with an engine ends where a stock one does.
 
 One launch trains with each engine and without, for two optimizers (the compile engine for the first one: what it
-compiles does not know the optimizer). `make test` takes the launches of `QUICK`, which are each launcher, each
-stage and the two optimizers that need nothing built; `make test-all` all of them.
+compiles does not know the optimizer). `make test` takes the launches of `QUICK`: the two launchers that bring
+DeepSpeed themselves, each stage that shards, and the two optimizers that need nothing built. DDP under torchrun is in
+`test_launchers.py`.
 """
 
 import itertools
@@ -18,9 +19,7 @@ STAGES = (None, 0, 1, 2, 3)
 OF_TORCH = ("adamw_torch", "torch_fused_adamw")
 OF_DEEPSPEED = ("deepspeed_fused_adam", "deepspeed_cpu_adam")
 QUICK = {
-    ("torchrun", None, OF_TORCH),
     ("deepspeed", 1, OF_TORCH),
-    ("torchrun", 2, OF_TORCH),
     ("accelerate", 2, OF_TORCH),
     ("deepspeed", 3, OF_TORCH),
 }

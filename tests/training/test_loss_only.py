@@ -13,6 +13,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from optimum_memopt import attach
 from tests.engines.compile.compiled import recorded
 from tests.model_zoo import VOCABULARY
+from tests.tiers import tiered
 from tests.trainer_runs import log_lines, make, weights
 
 NAME = "roberta-classification"
@@ -121,6 +122,19 @@ CASES = [
     (Trainer, assign_compute_loss, "after", {}),
     (Trainer, None, "before", {"label_smoothing_factor": 0.1}),
 ]
+# Each way to read an output once: in the Trainer's loss, in a step of one's own, in hooks, in a wrapped forward.
+FAST = {
+    ("OwnStep", None, "before"),
+    ("AsksForOutputs", None, "before"),
+    ("Trainer", "assign_compute_loss", "in training"),
+    ("Trainer", "assign_loss_function", "before"),
+    ("Trainer", "hook_all_modules", "in training"),
+    ("Trainer", "wrap_forward", "before"),
+}
+
+
+def is_fast(kind, change, when, arguments):
+    return (kind.__name__, getattr(change, "__name__", None), when) in FAST and not arguments
 
 
 def trained(folder, with_engine, kind=Trainer, change=None, when="before", **arguments):
@@ -138,7 +152,9 @@ def trained(folder, with_engine, kind=Trainer, change=None, when="before", **arg
 
 
 @pytest.mark.parametrize(
-    ("kind", "change", "when", "arguments"), CASES, ids=lambda value: getattr(value, "__name__", str(value))
+    ("kind", "change", "when", "arguments"),
+    tiered(CASES, fast=[case for case in CASES if is_fast(*case)]),
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_a_loss_of_other_outputs_trains_as_without_an_engine(tmp_path, kind, change, when, arguments):
     found = []

@@ -9,6 +9,7 @@ from optimum_memopt.engines.compile.analysis.saved_activations import layer_of
 from optimum_memopt.engines.compile.engine import CompileEngine
 from tests.engines.compile.compiled import selection
 from tests.model_zoo import ZOO
+from tests.tiers import tiered
 
 
 def ancestors(node: fx.Node) -> set[str]:
@@ -22,7 +23,7 @@ def ancestors(node: fx.Node) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("name", ["roberta", "gpt2", "albert"])
+@pytest.mark.parametrize("name", tiered(["roberta", "gpt2", "albert"], fast=["roberta"]))
 @pytest.mark.parametrize("asked", ["level 1", "{gelu}+:1:-1"])
 def test_what_a_layer_is_made_again_from_waits_for_the_layer_behind_it(name, asked, request):
     captured = request.getfixturevalue(name)

@@ -11,6 +11,7 @@ from optimum_memopt.engines.compile.detach_outputs import refusing_gradients
 from optimum_memopt.engines.compile.engine import CompileEngine
 from tests.gradients import Batch, assert_bitwise_same_step
 from tests.model_zoo import ZOO
+from tests.tiers import tiered
 
 VOCABULARY = 999
 
@@ -22,7 +23,12 @@ def attached(model: torch.nn.Module, loss_only: bool) -> CompileEngine:
     return engine
 
 
-@pytest.mark.parametrize(("name", "return_dict"), [("roberta-mlm", True), ("roberta-mlm", False), ("gpt2", True)])
+@pytest.mark.parametrize(
+    ("name", "return_dict"),
+    tiered(
+        [("roberta-mlm", True), ("roberta-mlm", False), ("gpt2", True)], fast=[("gpt2", True), ("roberta-mlm", False)]
+    ),
+)
 def test_the_same_step_in_less_memory(name, return_dict):
     case = ZOO[name]
     model = case.build("eager")

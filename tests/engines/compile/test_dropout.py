@@ -138,7 +138,11 @@ def test_the_backward_has_the_masks_of_the_forward():
     engine.detach()
 
 
-@pytest.fixture(scope="module", params=[("roberta-mlm", DROPOUT), ("gpt2", GPT2_DROPOUT)], ids=lambda case: case[0])
+@pytest.fixture(
+    scope="module",
+    params=[("roberta-mlm", DROPOUT), pytest.param(("gpt2", GPT2_DROPOUT), marks=pytest.mark.slow)],
+    ids=lambda case: case[0],
+)
 def case(request):
     """A model with dropout, micro-batches for it, and its step without a plan."""
     name, dropout = request.param

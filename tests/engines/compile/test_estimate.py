@@ -13,6 +13,7 @@ from optimum_memopt.measure.workload import Workload
 from optimum_memopt.plans.grammar import parse
 from optimum_memopt.plans.table import Plan, PlanTable
 from tests.saved_configs import save
+from tests.tiers import tiered
 
 DROPOUT = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
 # Model, changes to its config, task, plans. Attention is transformers' default, and changes with dropout.
@@ -23,10 +24,9 @@ CASES = {
     "gpt2": ("gpt2", {}, "text-generation", Selection(level=2)),
     "t5": ("t5", {}, "text2text-generation", Selection()),
 }
-SLOW = ("gpt2", "t5")
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in CASES])
+@pytest.mark.parametrize("name", tiered(CASES, fast=["roberta", "vit"]))
 def test_a_prediction_is_what_a_real_step_is_planned_with(tmp_path, name):
     model, changes, task, selection = CASES[name]
     workload = Workload(save(tmp_path, model, **changes), task, 32, 40)

@@ -9,6 +9,7 @@ from optimum_memopt.engines.compile import partitioned_graph
 from optimum_memopt.engines.compile.memory.step_memory import StepMemoryPredictor
 from tests.engines.compile.test_hooks import Net
 from tests.gradients import assert_bitwise_same_step
+from tests.tiers import tiered
 from tests.trainer_runs import log_lines, make, weights
 
 
@@ -43,7 +44,7 @@ def test_a_failure_is_one_warning(monkeypatch, owner, name, left_out):
     assert engine.plans().header
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert-classification", pytest.param("llama", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", tiered(["gpt2", "bert-classification", "llama"], fast=["gpt2"]))
 def test_noisy_embeddings(tmp_path, name):
     """NEFTune draws noise within bounds that are data, which splits the graph: one backward has no operator."""
     found = []

@@ -13,6 +13,7 @@ from optimum_memopt.plans.grammar import ALL, Strategy, parse
 from tests.engines.compile.compiled import Run, assert_bitwise_same, run
 from tests.gradients import Batch, Gradients, accumulate
 from tests.model_zoo import ZOO
+from tests.tiers import tiered
 
 MODELS = ("roberta-classification", "deberta-v2-mlm", "gpt2")
 LENGTHS = {"batch_size": 8, "length": 24}
@@ -32,7 +33,7 @@ class Subject:
     rows: dict[str, dict[Strategy, int]]
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=tiered(MODELS, fast=["roberta-classification"]))
 def subject(request: pytest.FixtureRequest) -> Subject:
     case = ZOO[request.param]
     model = case.build()

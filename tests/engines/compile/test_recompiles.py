@@ -56,7 +56,11 @@ def rows(count: int = 32) -> torch.Tensor:
     return torch.randn(count, 64, generator=torch.Generator().manual_seed(count))
 
 
-@pytest.mark.parametrize("isolates", [compat._ISOLATES, False], ids=["as here", "as before torch 2.13"])
+@pytest.mark.parametrize(
+    "isolates",
+    [compat._ISOLATES, pytest.param(False, marks=pytest.mark.slow)],
+    ids=["as here", "as before torch 2.13"],
+)
 def test_fresh_models_of_a_class_in_pieces(monkeypatch: pytest.MonkeyPatch, isolates: bool) -> None:
     """All at once and more than one model may be recompiled, each under its own plan."""
     monkeypatch.setattr(compat, "_ISOLATES", isolates)

@@ -10,12 +10,13 @@ from optimum_memopt.engines.compile.memory.pending import Forward, Pending
 from optimum_memopt.engines.compile.memory.step_memory import largest_shapes
 from tests.engines.compile.test_step_memory import EXACT, Predicted, allocated, predicted
 from tests.gradients import Batch
+from tests.tiers import tiered
 
 # In the first model activations are most of a step, in the second weights are.
 MODELS = {"roberta": {}, "gpt2": {"n_embd": 128, "n_layer": 1}}
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=tiered(MODELS, fast=["gpt2"]))
 def subject(request: pytest.FixtureRequest) -> Iterator[Predicted]:
     model = predicted(request.param, "aot_eager", **MODELS[request.param])
     model.train("level 1" if request.param == "roberta" else "no plan")
