@@ -4,15 +4,17 @@ import os
 import tempfile
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # Tests start where a newcomer does, without the built torch extensions; name a cache with them to test with them.
 os.environ.setdefault("OPTIMUM_MEMOPT_CACHE", os.path.join(tempfile.gettempdir(), "optimum_memopt-no-extensions"))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-# A machine that does other work as well makes any example slow now and then.
-settings.register_profile("patient", deadline=None)
-settings.load_profile("patient")
+# The same examples in every run, however slow the machine is; `make test-all` looks at many more, and new ones.
+_ALIKE = {"deadline": None, "suppress_health_check": list(HealthCheck)}
+settings.register_profile("fast", max_examples=50, derandomize=True, **_ALIKE)
+settings.register_profile("thorough", max_examples=1000, **_ALIKE)
+settings.load_profile("fast")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import HfArgumentParser, Trainer, TrainingArguments
 
@@ -55,7 +55,6 @@ OPTIONS = st.lists(st.sampled_from(NAMES), min_size=1, max_size=4, unique=True).
 FITTING = st.lists(st.sampled_from(NAMES), min_size=1, max_size=3, unique=True).flatmap(
     lambda names: st.fixed_dictionaries({name: st.sampled_from(GOOD.get(name, [True, False])) for name in names})
 )
-fuzzed = settings(max_examples=100, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -86,7 +85,6 @@ def flags(options) -> list[str]:
     return given
 
 
-@fuzzed
 @given(OPTIONS | FITTING)
 def test_any_flags(options):
     errors = io.StringIO()
@@ -99,7 +97,6 @@ def test_any_flags(options):
         parsed.check()
 
 
-@fuzzed
 @given(OPTIONS | FITTING)
 def test_any_training_arguments_are_serialisable_or_refused(options):
     with one_line():
@@ -115,7 +112,6 @@ class Model(torch.nn.Module):
         return self.layer(x).sum()
 
 
-@fuzzed
 @given(OPTIONS | FITTING)
 def test_any_keywords_of_optimize(options):
     model = Model()
@@ -124,7 +120,6 @@ def test_any_keywords_of_optimize(options):
     assert engine_of(model) is None and "forward" not in vars(model)
 
 
-@fuzzed
 @given(OPTIONS | FITTING)
 def test_any_keywords_of_attach(options):
     arguments = TrainingArguments("out", report_to="none", use_cpu=True, disable_tqdm=True)

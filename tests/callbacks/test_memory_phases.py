@@ -17,8 +17,8 @@ from optimum_memopt.memory.peak_monitor import MIB, CpuMemory, CudaMemory
 from tests.trackers import numbers, tracked
 
 PHASES = ["pre_forward", "post_forward", "pre_backward", "post_backward", "post_optimizer_step"]
-SPIKE = 64  # MiB
-SLACK = 16  # MiB
+SPIKE = 256  # MiB
+SLACK = 48  # MiB
 
 exact_only = pytest.mark.skipif(not peak_monitor.can_reset_resident_peak(), reason="VmHWM cannot be reset here")
 

@@ -33,7 +33,7 @@ ARGUMENTS = {
     "save_steps": SAVED,
 }
 DYING = Job("dying", rows=ROWS, arguments=ARGUMENTS, killed=(1, KILLED))
-SOON = 60
+SOON = 240
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def uninterrupted(tmp_path_factory):
     return run_jobs(launcher("torchrun"), tmp_path_factory.mktemp("uninterrupted"), [job])
 
 
-def wait_for_checkpoint(folder, seconds=180):
+def wait_for_checkpoint(folder, seconds=400):
     """The moment at which the checkpoint is complete, which is soon before the death."""
     end = time.monotonic() + seconds
     while not (folder / f"checkpoint-{SAVED}" / "trainer_state.json").exists():

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from optimum_memopt.errors import QUOTED, excerpt
@@ -131,13 +131,11 @@ def read(source) -> None:
         assert parse(str(config)) == config
 
 
-@settings(max_examples=3000, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(TEXTS)
 def test_any_text_is_read_or_refused(text):
     read(text)
 
 
-@settings(max_examples=1000, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(VALUES)
 def test_any_value_is_read_or_refused(value):
     read(value)
@@ -151,7 +149,6 @@ def path(tmp_path_factory):
     return tmp_path_factory.mktemp("configs") / "plans.json"
 
 
-@settings(max_examples=1000, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(content=st.one_of(JSON.map(lambda value: json.dumps(value).encode()), st.binary(max_size=60)))
 def test_any_file_is_read_or_refused(path, content):
     for part in (content, content[: len(content) // 2]):

@@ -17,8 +17,9 @@ from optimum_memopt import MemOptError, MemOptOptions, MemOptTrainer, MemOptTrai
 from optimum_memopt.engines.ort import compat, fp16_optimizer
 from optimum_memopt.training.optimizers import OPTIMIZERS
 from tests.trainer_runs import build, distance, log_lines, make, weights
+from tests.training import deepspeed_runs
+from tests.training.deepspeed_runs import NAME, TRAINING
 
-NAME = "roberta-classification"
 ROOT = Path(__file__).parents[2]
 CLOSE = 1e-5
 
@@ -34,24 +35,13 @@ needs_compiler = pytest.mark.skipif(not can_build(), reason="DeepSpeed compiles 
 builds = pytest.mark.timeout(1800)
 EACH = [
     "torch_fused_adamw",
-    pytest.param("deepspeed_fused_adam", marks=(needs_deepspeed, needs_compiler, builds)),
-    pytest.param("deepspeed_cpu_adam", marks=(needs_deepspeed, needs_compiler, builds)),
+    pytest.param("deepspeed_fused_adam", marks=(pytest.mark.slow, needs_deepspeed, needs_compiler, builds)),
+    pytest.param("deepspeed_cpu_adam", marks=(pytest.mark.slow, needs_deepspeed, needs_compiler, builds)),
 ]
 CLASSES = {
     "torch_fused_adamw": "torch.optim.adamw.AdamW",
     "deepspeed_fused_adam": "deepspeed.ops.adam.fused_adam.FusedAdam",
     "deepspeed_cpu_adam": "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam",
-}
-# Nothing is torch's default, so that an argument which is not passed on shows.
-TRAINING = {
-    "max_steps": 20,
-    "learning_rate": 3e-3,
-    "weight_decay": 0.3,
-    "adam_beta1": 0.8,
-    "adam_beta2": 0.9,
-    "adam_epsilon": 1e-4,
-    "warmup_steps": 5,
-    "lr_scheduler_type": "cosine",
 }
 
 
@@ -234,75 +224,28 @@ def test_a_run_that_is_not_in_fp16_says_so(tmp_path):
     assert "the optimizer stays as it is" in line and line.endswith(": this run is not in fp16 (--fp16)")
 
 
-ZERO = {
-    "train_micro_batch_size_per_gpu": "auto",
-    "train_batch_size": "auto",
-    "gradient_accumulation_steps": "auto",
-    "zero_optimization": {"stage": 2},
-}
-OFFLOAD = {**ZERO, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
-OWN = {**ZERO, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
-
-
-def refused_under(config, name, folder):
-    try:
-        make(folder, NAME, deepspeed=config, memory_opt_optim=name)
-    except MemOptError as error:
-        return str(error)
-    return ""
-
-
-def main(folder):
-    """Each config in a Trainer, and FP16_Optimizer on the optimizer that ZeRO makes."""
-    found = {
-        "own": refused_under(OWN, "torch_fused_adamw", folder),
-        "offload": refused_under(OFFLOAD, "torch_fused_adamw", folder),
-        "offload-fused": refused_under(OFFLOAD, "deepspeed_fused_adam", folder),
-        "offload-unforced": refused_under(
-            {**OFFLOAD, "zero_force_ds_cpu_optimizer": False}, "torch_fused_adamw", folder
-        ),
-        "offload-cpu": refused_under(OFFLOAD, "deepspeed_cpu_adam", folder),
-    }
-    trainer = make(
-        folder, NAME, deepspeed=ZERO, memory_opt_optim="torch_fused_adamw", ort_fp16_optimizer=True, **TRAINING
-    )
-    with log_lines() as lines:
-        trainer.train()
-    torch.save(weights(trainer.model), folder / "weights.pt")
-    if can_build():
-        offloaded = make(folder, NAME, deepspeed=OFFLOAD, memory_opt_optim="deepspeed_cpu_adam", **TRAINING)
-        offloaded.train()
-        torch.save(weights(offloaded.model), folder / "offloaded.pt")
-    zero = trainer.optimizer.optimizer
-    before = dict(vars(zero))
-    found |= {
-        "lines": lines,
-        "optimizer": f"{type(zero).__name__} {type(zero.optimizer).__name__} {zero.optimizer.defaults['fused']}",
-        "reason": fp16_optimizer.modify(trainer.optimizer),
-        "untouched": vars(zero) == before,
-        "unknown": fp16_optimizer.modify(torch.optim.AdamW(trainer.model.parameters())),
-    }
-    (folder / "found.json").write_text(json.dumps(found))
-    torch.distributed.destroy_process_group()
-
-
-@pytest.fixture(scope="module")
-def under_deepspeed(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("deepspeed")
+def run_under_deepspeed(folder, what):
+    """What `deepspeed_runs.py` has found, and its stderr."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     settings = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, __file__, str(folder)],
+        [sys.executable, deepspeed_runs.__file__, what, str(folder)],
         capture_output=True,
         text=True,
         timeout=1500,
         env={**os.environ, **world, **settings},
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    return folder, json.loads((folder / "found.json").read_text()), done.stderr
+    return json.loads((folder / "found.json").read_text()), done.stderr
+
+
+@pytest.fixture(scope="module")
+def under_deepspeed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("deepspeed")
+    return folder, *run_under_deepspeed(folder, "zero")
 
 
 @needs_deepspeed
@@ -324,13 +267,14 @@ def test_zero_takes_the_optimizer_without_being_told_that_it_may(under_deepspeed
     assert distance(torch.load(folder / "weights.pt"), weights(reference.model)) < CLOSE
 
 
+@pytest.mark.slow
 @needs_deepspeed
 @needs_compiler
 @builds
-def test_offload_keeps_the_weight_decay_decoupled(under_deepspeed, reference):
+def test_offload_keeps_the_weight_decay_decoupled(tmp_path, reference):
     """accelerate replaces a DeepSpeedCPUAdam by one with L2 regularization."""
-    folder, _, _ = under_deepspeed
-    assert distance(torch.load(folder / "offloaded.pt"), weights(reference.model)) < CLOSE
+    run_under_deepspeed(tmp_path, "offload")
+    assert distance(torch.load(tmp_path / "weights.pt"), weights(reference.model)) < CLOSE
 
 
 @needs_deepspeed
@@ -366,7 +310,3 @@ def test_fp16_optimizer_modifies_what_it_knows_if_its_operators_are_there(monkey
     reason = fp16_optimizer.modify(optimizer)
     assert ("clip_master_grads" in vars(optimizer)) == ("_check_overflow" in vars(optimizer)) == built
     assert reason == "" if built else "fused_ops, which the new methods call, is not built here" in reason
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

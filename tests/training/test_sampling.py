@@ -16,10 +16,11 @@ from torch.utils.data import BatchSampler, IterableDataset
 
 from optimum_memopt import MemOptError, MemOptTrainer, optimize
 from optimum_memopt.training.sampling import ComplexitySampler, balance, complexities
-from tests.trackers import numbers, tracked
-from tests.trainer_runs import build, collate, log_lines, make, rows
+from tests.trackers import numbers
+from tests.trainer_runs import build, collate, make, rows
+from tests.training import sampling_runs
+from tests.training.sampling_runs import CASES, NAME, recorded_run
 
-NAME = "roberta-classification"
 ROOT = Path(__file__).parents[2]
 
 
@@ -206,25 +207,6 @@ def test_a_trainer_that_does_not_take_the_sampler_is_noticed(tmp_path):
 # Runs.
 
 
-def recorded_run(folder, resume=None, **changes):
-    """Train two epochs over 45 rows of lengths 5 to 9; the rows of each batch that this rank has got, in order."""
-    data = rows(NAME, 45)
-    places = {id(row["input_ids"]): index for index, row in enumerate(data)}
-    batches = []
-
-    def record(examples):
-        batches.append([places[id(example["input_ids"])] for example in examples])
-        return collate(examples)
-
-    # A checkpoint in the middle of the second epoch.
-    saving = {"save_strategy": "no"} if resume else {"save_strategy": "steps", "save_steps": 0.75}
-    arguments = {"max_steps": -1, "num_train_epochs": 2, "seed": 3, **saving, **changes}
-    with log_lines() as lines:
-        trainer = make(folder, NAME, train_dataset=data, data_collator=record, group_by_complexity=True, **arguments)
-        tracked(trainer).train(resume_from_checkpoint=resume)
-    return trainer, batches, lines
-
-
 @pytest.mark.parametrize(
     "changes",
     [{}, {"dataloader_drop_last": True}, {"gradient_accumulation_steps": 2}, {"dataloader_num_workers": 1}],
@@ -290,12 +272,6 @@ def test_the_run_says_how_even_it_is(tmp_path):
 
 # Two ranks.
 
-CASES = {
-    "fill": {},
-    "drop-last": {"dataloader_drop_last": True, "gradient_accumulation_steps": 2},
-    "split-batches": {"accelerator_config": {"split_batches": True}},
-}
-
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
@@ -306,7 +282,7 @@ def two_ranks(tmp_path_factory):
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(port)]
     done = subprocess.run(
-        [*command, __file__, str(folder)],
+        [*command, sampling_runs.__file__, str(folder)],
         capture_output=True,
         text=True,
         timeout=300,
@@ -314,18 +290,6 @@ def two_ranks(tmp_path_factory):
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
-
-
-def main(folder):
-    found = {}
-    for case, changes in CASES.items():
-        whole, batches, lines = recorded_run(folder / case, **changes)
-        step = math.ceil(0.75 * whole.state.global_step)
-        whole.accelerator.wait_for_everyone()
-        _, rest, _ = recorded_run(folder / case, str(folder / case / f"checkpoint-{step}"), **changes)
-        found[case] = {"batches": batches, "rest": rest, "lines": lines}
-    (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(found))
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -348,7 +312,3 @@ def test_two_ranks_have_as_many_samples_of_the_same_lengths(two_ranks, case):
         assert each["rest"] == each["batches"][-len(each["rest"]) :]
     (line,) = [line for line in ranks[0]["lines"] if line.startswith("grouped by complexity")]
     assert "tokens of the slowest of 2 ranks 1.0" in line
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

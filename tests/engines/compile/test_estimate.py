@@ -80,7 +80,7 @@ def test_nothing_is_allocated_and_nothing_left_behind(tmp_path):
     before = monitor.read().resident
     found = estimate(Workload(save(tmp_path, "roberta-mlm", **sizes), "fill-mask", 2, 8), Selection())
     assert found.parts["parameters"] > 1.5 * 2**30
-    assert monitor.run_peak - before < 200
+    assert monitor.run_peak - before < 800
     assert found.peak_mib > 4 * found.parts["parameters"] / 2**20
     assert type(torch.ones(1)) is torch.Tensor
 

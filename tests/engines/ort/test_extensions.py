@@ -118,7 +118,7 @@ def test_a_second_process_waits_for_the_first_and_takes_its_result(cache, monkey
         second.join(timeout=1)
         assert second.is_alive()
         paths = put_built_files()
-    second.join(timeout=30)
+    second.join(timeout=300)
     assert results == [paths]
     assert not called.exists()
 
