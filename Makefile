@@ -1,4 +1,4 @@
-# make setup | demo | test | test-all | lint | docs      PYTHON=… chooses the interpreter that .venv is made from
+# make setup | demo | check | test | test-all | lint | types | docs      PYTHON=… chooses the interpreter that .venv is made from
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -12,7 +12,7 @@ PYTHON := $(shell for p in python3.11 python3.12 python3.10 python3.13 python3; 
 	$$p -c 'import sys, venv; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 14))' 2>/dev/null && echo $$p && break; done)
 endif
 
-.PHONY: setup demo test test-all lint docs
+.PHONY: setup demo check test test-all lint types docs
 
 setup: $(STAMP)
 
@@ -50,15 +50,22 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# Each test computes on one thread, so two at a time on two cores; a worker takes up to 2 GiB.
-PYTEST = $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
+types: $(STAMP)
+	$(BIN)/mypy
 
-test test-all: export HF_HUB_OFFLINE := 1
+# docs/testing.md has the tiers. Each test computes on one thread, so two at a time on two cores; a worker takes up to
+# 2 GiB. A file stays on one worker, which traces and launches what its tests share once.
+PYTEST = $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+
+check test test-all: export HF_HUB_OFFLINE := 1
+check: lint
+	$(PYTEST) -m "not slow and not end_to_end" $(TEST_ARGS)
+
 test: lint
 	$(PYTEST) -m "not slow" $(TEST_ARGS)
 
 test-all: lint
-	$(PYTEST) $(TEST_ARGS)
+	$(PYTEST) --hypothesis-profile thorough $(TEST_ARGS)
 
 # The pages' own packages come on demand: tests do not need them.
 DOCS_STAMP := $(VENV)/.installed-docs

@@ -2,9 +2,12 @@
 
 import os
 import tempfile
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.tiers import is_end_to_end
 
 # Tests start where a newcomer does, without the built torch extensions; name a cache with them to test with them.
 os.environ.setdefault("OPTIMUM_MEMOPT_CACHE", os.path.join(tempfile.gettempdir(), "optimum_memopt-no-extensions"))
@@ -15,6 +18,16 @@ _ALIKE = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 settings.register_profile("fast", max_examples=50, derandomize=True, **_ALIKE)
 settings.register_profile("thorough", max_examples=1000, **_ALIKE)
 settings.load_profile("fast")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if is_end_to_end(item.path.relative_to(Path(__file__).parent).as_posix()):
+            item.add_marker(pytest.mark.end_to_end)
+        # Building them takes minutes.
+        if item.get_closest_marker("extensions"):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,9 +1,61 @@
-"""Which parameters of a test `make test` takes; `docs/testing.md` has the tiers."""
+"""Which tests `make check` and `make test` take; `docs/testing.md` has the tiers."""
 
 from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
+
+# Folders and files whose tests train through an engine, a Trainer, a launcher or a command: not in `make check`.
+END_TO_END = (
+    "benchmarks/test_observers",
+    "callbacks/test_memory_phases",
+    "callbacks/test_plan_stats",
+    "callbacks/test_trl",
+    "commands",
+    "ecosystem",
+    "engines/compile/test_backend",
+    "engines/compile/test_backward_again",
+    "engines/compile/test_caveat",
+    "engines/compile/test_detach_outputs",
+    "engines/compile/test_estimate",
+    "engines/compile/test_hooks",
+    "engines/compile/test_inductor",
+    "engines/compile/test_informing",
+    "engines/compile/test_mistyped_config",
+    "engines/compile/test_offload",
+    "engines/compile/test_random_plans",
+    "engines/compile/test_recompiles",
+    "engines/compile/test_several_forwards",
+    "engines/compile/test_step_memory",
+    "engines/compile/test_trace_fixes",
+    "engines/ort",
+    "engines/test_auto",
+    "engines/test_key_value_cache",
+    "integration",
+    "measure/test_measure_case",
+    "memory/test_malloc",
+    "test_any_options",
+    "test_checkpointing",
+    "test_matrix",
+    "test_optimize",
+    "test_packaging",
+    "test_script",
+    "test_trainer",
+    "training/test_loss_only",
+    "training/test_optimizers",
+)
+# The files among them that train nothing.
+UNIT = (
+    "engines/ort/test_extension_sources",
+    "engines/ort/test_insight",
+    "engines/ort/test_post_norm",
+    "engines/ort/test_selection",
+)
+
+
+def is_end_to_end(path: str) -> bool:
+    """Whether a test file, by its path below this folder, is no unit test."""
+    return path.startswith(END_TO_END) and not path.startswith(UNIT)
 
 
 def tiered(values: Iterable[Any], fast: Collection[Any]) -> list[Any]:
