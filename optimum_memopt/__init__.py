@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from optimum_memopt.callbacks.memory_phases import MemoryPhasesCallback
     from optimum_memopt.callbacks.plan_stats import PlanStatsCallback
     from optimum_memopt.engines.base import Engine
-    from optimum_memopt.engines.compile.memory.step_memory import Footprint
+    from optimum_memopt.engines.compile.memory.footprint import Footprint
     from optimum_memopt.errors import MemOptError, UnsupportedModelError
     from optimum_memopt.options import MemOptOptions
     from optimum_memopt.plans.grammar import ConfigError, PlanConfig, PlanRequest, Strategy
@@ -53,7 +53,7 @@ _MODULES = {
     "Attachment": "trainer",
     "ConfigError": "plans.grammar",
     "Engine": "engines.base",
-    "Footprint": "engines.compile.memory.step_memory",
+    "Footprint": "engines.compile.memory.footprint",
     "InputDensityCallback": "callbacks.input_density",
     "MemOptError": "errors",
     "MemOptOptions": "options",

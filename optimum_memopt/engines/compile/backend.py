@@ -66,8 +66,10 @@ class Backend:
         before = _compiling.set(functools.partial(self._partition, programs))
         try:
             if self._compiler == "inductor":
-                return compat.compile_with_inductor(module, inputs, self._partitioner, programs.saw)
-            return compat.compile_without_compiler(module, inputs, self._partitioner, dropout.decompositions())
+                compiled = compat.compile_with_inductor(module, inputs, self._partitioner, programs.add)
+            else:
+                compiled = compat.compile_without_compiler(module, inputs, self._partitioner, dropout.decompositions())
+            return programs.counted(compiled)
         finally:
             _compiling.reset(before)
 

@@ -15,8 +15,9 @@ from optimum_memopt.engines.compile import compat, support_checks
 from optimum_memopt.engines.compile.analysis.module_paths import add_outer_modules
 from optimum_memopt.engines.compile.backend import Backend, check_compiler, configured, default_compiler
 from optimum_memopt.engines.compile.detach_outputs import loss_only, refusing_gradients
+from optimum_memopt.engines.compile.memory.footprint import resident
 from optimum_memopt.engines.compile.memory.inductor_memory import InductorPrograms
-from optimum_memopt.engines.compile.memory.step_memory import StepMemoryPredictor, resident, stashed_of
+from optimum_memopt.engines.compile.memory.step_memory import StepMemoryPredictor
 from optimum_memopt.engines.compile.partitioned_graph import Modules, PartitionedGraph, split
 from optimum_memopt.engines.compile.recompiles import FailedGuards
 from optimum_memopt.engines.compile.selection import matches
@@ -71,7 +72,7 @@ class CompileEngine(in_place.InPlaceEngine):
     def _enter(self) -> None:
         self._is_on_cpu = next(self._model.parameters()).device.type == "cpu"
         if self._is_on_cpu:
-            malloc.give_back_freed_memory()
+            malloc.return_freed_memory()
 
     def _leave(self) -> None:
         if self._is_on_cpu:
@@ -145,7 +146,7 @@ class CompileEngine(in_place.InPlaceEngine):
             self._show_nothing(watch)
         if self._predictor is not None:
             with self._predicting():
-                self._predictor.saw(kwargs, outputs)
+                self._predictor.note_forward(kwargs, outputs)
         return refusing_gradients(outputs) if alone else outputs
 
     def _compile(self, alone: bool) -> Callable[..., Any]:
@@ -176,9 +177,10 @@ class CompileEngine(in_place.InPlaceEngine):
         number = len(self._graphs) + 1
         self._progress.stage = f"partitioning graph {number} of {len(module.graph.nodes)} operators"
         add_outer_modules(module.graph, self._model, compat.traced_module())
-        is_only = self._table is None and any(compat.is_all_of(forward) for forward in self._traced)
+        is_all = any(compat.is_all_of(forward) for forward in self._traced)
+        is_only = self._table is None and is_all
         graph, modules = split(module, inputs, num_fwd_outputs, others, self._selection, self._graphs, is_only)
-        self._graphs.append(replace(graph, programs=programs))
+        self._graphs.append(replace(graph, programs=programs, is_all_of_forward=is_all))
         self._resident = resident(next(self._model.parameters()).device)
         self._progress.stage = f"compiling graph {number}"
         return modules
@@ -280,14 +282,13 @@ class CompileEngine(in_place.InPlaceEngine):
         line = f"{type(self._model).__name__} on {device} by {self._compiler}, {asked}{pieces}"
         if self._predictor is not None:
             with self._predicting():
-                return (line, *self._predicted(graphs))
+                return (line, *self._predicted())
         return (line,)
 
-    def _predicted(self, graphs: list[PartitionedGraph]) -> tuple[str, str]:
-        footprint = self._predictor.footprint()
-        predicted = stashed_of([graph.prediction for graph in graphs])
+    def _predicted(self) -> tuple[str, str]:
+        predictor, footprint = self._predictor, self._predictor.footprint()
         return (
-            f"Predicted for the first batch: {predicted / MIB:.1f} MiB stashed, peak of activations and gradients "
-            f"{footprint.activations / MIB:.1f} MiB{self._predictor.caveat and f' ({self._predictor.caveat})'}",
+            f"Predicted for the first batch: {predictor.stashed / MIB:.1f} MiB stashed, peak of activations and "
+            f"gradients {footprint.activations / MIB:.1f} MiB{predictor.caveat and f' ({predictor.caveat})'}",
             f"Predicted peak of a step with AdamW: {footprint.peak / MIB:.1f} MiB = {footprint}",
         )

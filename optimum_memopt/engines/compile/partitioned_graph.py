@@ -1,9 +1,8 @@
 """From a joint graph and a choice of plans to the two graphs that run, and what is known of them."""
 
-import copy
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,12 +26,7 @@ from optimum_memopt.engines.compile.analysis.saved_activations import (
     operator_name,
 )
 from optimum_memopt.engines.compile.memory.inductor_memory import InductorPrograms
-from optimum_memopt.engines.compile.memory.liveness import (
-    Prediction,
-    SavedForBackward,
-    find_saved_for_backward,
-    predict,
-)
+from optimum_memopt.engines.compile.memory.timeline import GraphTimeline, Prediction, graph_timeline
 from optimum_memopt.engines.compile.passes import barriers
 from optimum_memopt.engines.compile.passes.partition import kept, partition
 from optimum_memopt.engines.compile.selection import matches
@@ -58,11 +52,11 @@ class PartitionedGraph:
         auto_recomputed: occurrences that torch's own partition makes again by itself; none where a plan is on.
         sizes: value of each symbol in the first batch.
         names: of the symbols, `input_ids_dim0`.
-        prediction: for the first batch; None where it failed.
-        predict: the same for other values of the symbols.
-        saved_for_backward: what the forward hands over to the backward.
+        timeline: what its forward and backward hold, for any values of the symbols; None where it cannot be known.
+        prediction: of the first batch.
         has_convolutions: whose kernels take workspaces that are no tensors of the graph.
         programs: what inductor makes of the two, once it has.
+        is_all_of_forward: nothing of the model's forward runs outside of the graph.
     """
 
     candidates: tuple[Candidate, ...]
@@ -70,11 +64,11 @@ class PartitionedGraph:
     auto_recomputed: frozenset[RecomputeChain]
     sizes: Mapping[sympy.Symbol, int]
     names: Mapping[sympy.Symbol, str]
+    timeline: GraphTimeline | None
     prediction: Prediction | None
-    predict: Callable[[Mapping[sympy.Symbol, int]], Prediction]
-    saved_for_backward: SavedForBackward
     has_convolutions: bool = False
     programs: InductorPrograms = field(default_factory=InductorPrograms)
+    is_all_of_forward: bool = True
 
 
 def split(
@@ -120,21 +114,15 @@ def split(
     else:
         modules = compat.default_partition(module, inputs, num_fwd_outputs=num_fwd_outputs, **others)
         auto_recomputed = recomputed_by_torch(candidates, modules[0], num_fwd_outputs)
-    names, parameters, prediction, saved_for_backward = {}, frozenset(), None, {}
+    names, timeline, prediction = {}, None, None
     with informing("the predicted peak"):
         names = symbol_names(compat.symbol_sources())
         parameters = static_inputs(joint, others.get("static_lifetime_input_indices") or ())
-        saved_for_backward = find_saved_for_backward(modules[0], num_fwd_outputs)
-        prediction = predict(*modules, num_fwd_outputs, sizes, static_inputs=parameters)
-    # Compilers change the modules that they are given.
-    kept_modules = tuple(fx.GraphModule(one, copy.deepcopy(one.graph)) for one in modules) if sizes else modules
-
-    def predict_for(others: Mapping[sympy.Symbol, int]) -> Prediction:
-        return predict(*kept_modules, num_fwd_outputs, others, static_inputs=parameters)
-
+        timeline = graph_timeline(*modules, num_fwd_outputs, static_inputs=parameters)
+        prediction = timeline.predict(sizes)
     convolves = any(operator_name(node).startswith("convolution") for node in joint.forward)
     return PartitionedGraph(
-        candidates, chosen, auto_recomputed, sizes, names, prediction, predict_for, saved_for_backward, convolves
+        candidates, chosen, auto_recomputed, sizes, names, timeline, prediction, convolves
     ), modules
 
 

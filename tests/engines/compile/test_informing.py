@@ -20,11 +20,11 @@ def fails(*args, **kwargs):
 @pytest.mark.parametrize(
     ("owner", "name", "left_out"),
     [
-        (partitioned_graph, "predict", "the predicted peak"),
+        (partitioned_graph, "graph_timeline", "the predicted peak"),
         (partitioned_graph, "symbol_names", "the predicted peak"),
         (compile_engine, "StepMemoryPredictor", "the predicted peak"),
         (StepMemoryPredictor, "footprint", "the predicted peak"),
-        (StepMemoryPredictor, "saw", "the predicted peak"),
+        (StepMemoryPredictor, "note_forward", "the predicted peak"),
         (compile_engine, "to_table", "the plan table"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

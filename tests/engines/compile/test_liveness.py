@@ -1,17 +1,28 @@
 """What running a graph is said to hold, against what the allocator gives and takes while it runs."""
 
+from collections.abc import Collection
+
 import pytest
 import torch
 from torch import fx
 from torch.profiler import ProfilerActivity, profile
 
 from optimum_memopt.engines.compile.analysis.joint import is_tensor, value
-from optimum_memopt.engines.compile.memory.liveness import predict, simulate
+from optimum_memopt.engines.compile.memory.liveness import SizeTable, schedule
+from optimum_memopt.engines.compile.memory.symbolic_sizes import SymbolValues, compile_sizes
+from optimum_memopt.engines.compile.memory.timeline import Timeline, graph_timeline, simulate
 from tests.engines.compile.captured import Captured, capture, real
 
 # What operators take while they run, in bytes: a tensor of each number that they are given, and two rows of a layer
 # norm in its backward.
 SCRATCH = 256
+
+
+def timeline(graph: fx.Graph, values: SymbolValues, owned: Collection[fx.Node] = (), start: int = 0) -> Timeline:
+    """A run of one graph."""
+    sizes = SizeTable()
+    operators = schedule(graph, sizes, owned)
+    return simulate(operators, compile_sizes(sizes.expressions)(values), start)
 
 
 def measured(module: fx.GraphModule, sizes: dict) -> tuple[int, int]:
@@ -34,7 +45,7 @@ def check(captured: Captured, asked: str, grown: int = 0) -> None:
     sizes = {symbol: size + grown for symbol, size in captured.sizes.items()}
     parts = captured.split(asked)
     for half in (parts.forward, parts.backward):
-        run = simulate(half.graph, sizes)
+        run = timeline(half.graph, sizes)
         peak, end = measured(half, sizes)
         assert run.end == end
         assert 0 <= peak - run.peak.held <= SCRATCH
@@ -76,30 +87,31 @@ def test_what_is_owned_is_freed_after_its_last_use():
     backward = captured.split("level 1").backward.graph
     owned = [node for node in backward.find_nodes(op="placeholder") if is_tensor(node)]
     there = sum(value(node).nbytes for node in owned)
-    run = simulate(backward, {}, owned, there)
-    assert run.moments[0].held >= there
+    run = timeline(backward, {}, owned, there)
+    assert run.held[0] >= there
     assert run.end == LENGTH * 4, "nothing but the gradient of x is left"
-    assert simulate(backward, {}).end == run.end, "of others' nothing is freed"
+    assert timeline(backward, {}).end == run.end, "of others' nothing is freed"
 
 
 def test_what_waits_between_the_halves_is_the_stashes():
     captured = capture(lambda x: x.exp().sin().exp().sum(), torch.randn(LENGTH, requires_grad=True), dynamic=False)
     parts = captured.split("level 1")
-    prediction = predict(parts.forward, parts.backward, 1, {})
+    prediction = graph_timeline(parts.forward, parts.backward, 1).predict({})
     assert prediction.stashed == sum(int(stash.bytes) for stash in captured.stashes) == 2 * LENGTH * 4
     # The loss, too, where its holder keeps it.
-    assert predict(parts.forward, parts.backward, 1, {}, holds_outputs=True).stashed == prediction.stashed + 4
+    holding = graph_timeline(parts.forward, parts.backward, 1, holds_outputs=True).predict({})
+    assert holding.stashed == prediction.stashed + 4
     assert prediction.peak == max(prediction.forward.peak.held, prediction.backward.peak.held)
     again = captured.split("Exp+:1:1")
-    assert predict(again.forward, again.backward, 1, {}).stashed == LENGTH * 4
+    assert graph_timeline(again.forward, again.backward, 1).predict({}).stashed == LENGTH * 4
 
 
 def test_a_peak_names_its_operator(roberta):
     parts = roberta.split("level 1")
-    prediction = predict(parts.forward, parts.backward, 2, roberta.sizes)
+    prediction = graph_timeline(parts.forward, parts.backward, 2).predict(roberta.sizes)
     for half, run in ((parts.forward, prediction.forward), (parts.backward, prediction.backward)):
         assert run.peak.node in {node.name for node in half.graph.nodes}
-        assert run.peak.held == max(moment.held for moment in run.moments)
+        assert run.peak.held == max(run.held)
 
 
 def test_a_level_lowers_the_peak_and_what_is_stashed(roberta):

@@ -12,7 +12,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from optimum_memopt.engines.compile import partitioned_graph
 from optimum_memopt.engines.compile.analysis.joint import is_tensor, value
 from optimum_memopt.engines.compile.engine import CompileEngine
-from optimum_memopt.engines.compile.memory.liveness import predict
+from optimum_memopt.engines.compile.memory.timeline import graph_timeline
 from optimum_memopt.engines.compile.strategies import offload
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.plans.grammar import Strategy
@@ -261,14 +261,14 @@ def test_on_a_gpu_copies_are_under_way_ahead_of_use(gpu_graphs, ahead):
 
 def test_host_copies_take_nothing_of_a_gpu(gpu_graphs):
     stash = ROWS * HIDDEN * 4
-    kept = predict(*gpu_graphs[None], 1, {})
+    kept = graph_timeline(*gpu_graphs[None], 1).predict({})
     for ahead in (0, 1, 2, 9):
-        moved = predict(*gpu_graphs[ahead], 1, {})
+        moved = graph_timeline(*gpu_graphs[ahead], 1).predict({})
         assert moved.stashed == kept.stashed - 5 * stash
         assert moved.peak <= kept.peak
         assert moved.backward.end == kept.backward.end
     # Copies that are under way hold memory: the further ahead, the more.
-    peaks = [predict(*gpu_graphs[ahead], 1, {}).forward.peak.held for ahead in (0, 1, 2, 9)]
+    peaks = [graph_timeline(*gpu_graphs[ahead], 1).predict({}).forward.peak.held for ahead in (0, 1, 2, 9)]
     assert peaks == sorted(peaks) and peaks[0] < peaks[-1]
 
 

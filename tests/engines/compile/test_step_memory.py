@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from optimum_memopt.engines.compile import compat
 from optimum_memopt.engines.compile.engine import CompileEngine
 from optimum_memopt.engines.compile.memory import step_memory
-from optimum_memopt.engines.compile.memory.step_memory import Footprint, optimizer_bytes, step_bytes
+from optimum_memopt.engines.compile.memory.footprint import Footprint, optimizer_bytes, step_bytes
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.plans.table import PlanTable
 from tests.engines.compile.compiled import DROPOUT, selection

@@ -1,35 +1,35 @@
-"""What inductor's programs hold: each is run on tensors without data, and every storage counted.
+"""Peak memory of inductor's programs, found by running each on fake tensors with kernels that do nothing.
 
-inductor fuses operators, reorders them and reuses memory, so that its peak is up to two fifths off the liveness of the
-graphs that it is given. Its scheduler's own estimate (`torch/_inductor/memory.py`) is for the first batch alone, and
-is not there when inductor finds the program in its cache. The program always is: a Python function that allocates,
-calls kernels and lets go, in the sizes that it is given. Here it allocates nothing, and its kernels do nothing.
+inductor fuses and reorders operators and reuses buffers, so that its peak is up to 40% off the liveness of the graphs
+that it is given. Its scheduler's own estimate (`torch/_inductor/memory.py`) covers the first batch only, and is
+missing when inductor loads the program from its cache. The program is there either way: a Python function that
+allocates buffers, calls kernels and deletes buffers, for whatever sizes it is called with.
 """
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimum_memopt.engines.compile import compat
 from optimum_memopt.engines.compile.analysis.joint import symbolic, value
-from optimum_memopt.engines.compile.memory.liveness import Moment, Prediction, SavedForBackward, Sizes, Timeline
+from optimum_memopt.engines.compile.memory.symbolic_sizes import SymbolValues
+from optimum_memopt.engines.compile.memory.timeline import Prediction, SavedForBackward, SavedStorage, Timeline
 
 _COUNTED = "_memopt_counted"
 
 
 @dataclass(frozen=True)
 class InductorProgram:
-    """What inductor wrote for one graph.
+    """The program that inductor wrote for one graph.
 
     Attributes:
         runner: the object whose method `call` it is.
-        inputs: name of each placeholder and what the tracer put through, in order.
+        inputs: name and fake value of each placeholder, in order.
     """
 
     runner: Any
@@ -38,16 +38,32 @@ class InductorProgram:
 
 @dataclass
 class InductorPrograms:
-    """Of one training graph, as they come from inductor; None until then, and without inductor."""
+    """The programs of one training graph, as far as they are known.
+
+    Attributes:
+        forward: None until inductor has compiled it, and without inductor.
+        backward: likewise.
+        runs: how often the graph has run. Layers that are compiled one by one share a graph.
+    """
 
     forward: InductorProgram | None = None
     backward: InductorProgram | None = None
+    runs: int = 0
 
-    def saw(self, graph: fx.Graph, runner: Any, is_backward: bool) -> None:
+    def counted(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """`compiled`, each call of which is one of `runs`."""
+
+        # Not `functools.wraps`: dynamo unwraps what is marked as its own.
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self.runs += 1
+            return compiled(*args, **kwargs)
+
+        return run
+
+    def add(self, graph: fx.Graph, runner: Any, is_backward: bool) -> None:
         """Note the program of a graph."""
-        program = InductorProgram(
-            runner, tuple((node.name, value(node)) for node in graph.find_nodes(op="placeholder"))
-        )
+        inputs = tuple((node.name, value(node)) for node in graph.find_nodes(op="placeholder"))
+        program = InductorProgram(runner, inputs)
         if is_backward:
             self.backward = program
         else:
@@ -55,77 +71,93 @@ class InductorPrograms:
 
 
 def simulate_programs(
-    programs: InductorPrograms, saved_for_backward: SavedForBackward, stashed: int, sizes: Sizes
+    programs: InductorPrograms, saved: SavedForBackward, stashed: int, values: SymbolValues
 ) -> Prediction:
-    """What both programs hold when AOTAutograd runs them, as `liveness.predict` has it for graphs.
+    """What both programs hold when AOTAutograd runs them, as `GraphTimeline.predict` has it for graphs.
 
     Args:
-        saved_for_backward: which inputs of the backward the forward hands over.
+        saved: storages that the forward saves for the backward.
         stashed: bytes held between the two.
+        values: of every symbol.
 
     Raises:
         Exception: of any kind, from a program that needs more than shapes.
     """
-    forward = _run(programs.forward, {}, 0, sizes)
-    inputs = {name: _bytes(found) for name, found in programs.backward.inputs if isinstance(found, torch.Tensor)}
-    gradients = sum(int(size.subs(sizes)) for name, size in inputs.items() if name not in saved_for_backward)
-    storages = {name: saved_for_backward.get(name, (name, size)) for name, size in inputs.items()}
+    forward = _run(programs.forward, {}, 0, values)
+    inputs = {
+        name: SavedStorage(name, _extent(tensor, values))
+        for name, tensor in programs.backward.inputs
+        if isinstance(tensor, torch.Tensor)
+    }
+    tangents = sum(storage.bytes for name, storage in inputs.items() if name not in saved)
+    storages = {name: saved.get(name, storage) for name, storage in inputs.items()}
     owned = {name: storage for name, storage in storages.items() if storage is not None}
-    return Prediction(forward, _run(programs.backward, owned, stashed + gradients, sizes), stashed)
+    return Prediction(forward, _run(programs.backward, owned, stashed + tangents, values), stashed)
 
 
-def _run(program: InductorProgram, owned: Mapping[str, tuple[str, sympy.Expr]], start: int, sizes: Sizes) -> Timeline:
+def _run(program: InductorProgram, owned: Mapping[str, SavedStorage], start: int, values: SymbolValues) -> Timeline:
     """Run one program.
 
     Args:
-        owned: the inputs that nobody else holds, each with the name and bytes of its storage. Counted in `start`.
+        owned: storages of the inputs that nobody else holds, by the input's name. Counted in `start`.
     """
-    tensors = [found for _, found in program.inputs if isinstance(found, torch.Tensor)]
-    device = next((one.device.type for one in tensors if one.device.type != "cpu"), "cpu")
-    ledger, outside = _StorageTracker(device, start), []
+    tensors = [tensor for _, tensor in program.inputs if isinstance(tensor, torch.Tensor)]
+    device = next((tensor.device.type for tensor in tensors if tensor.device.type != "cpu"), "cpu")
+    tracker, others = _StorageTracker(device, start), []
     with compat.fake_tensors(), torch.no_grad():
-        arguments = [_of_size(found, sizes) for _, found in program.inputs]
+        arguments = [_sized(argument, values) for _, argument in program.inputs]
         for (name, _), argument in zip(program.inputs, arguments, strict=True):
             if name in owned:
                 storage, size = owned[name]
-                ledger.add(argument, storage, int(size.subs(sizes)), counted_before=True)
+                tracker.add(argument, storage, size, counted_before=True)
             elif isinstance(argument, torch.Tensor):
-                outside.append(argument)
-                ledger.ignore(argument)
-        # The program clears the list, and must be left with the only reference to each.
+                others.append(argument)
+                tracker.ignore(argument)
+        # The program clears the list and must be left with the only reference to each.
         argument = None
-        with ledger:
+        with tracker:
             outputs = compat.silenced(program.runner)(program.runner, arguments)
-        end = ledger.held
-    del outputs, outside
-    return Timeline((Moment("inductor", ledger.peak),), end)
+        end = tracker.held
+    del outputs, others
+    return Timeline(("inductor",), (tracker.peak,), end)
 
 
-def _of_size(found: Any, sizes: Sizes) -> Any:
-    if isinstance(found, torch.Tensor):
-        shape, stride = ([int(symbolic(one).subs(sizes)) for one in many] for many in (found.shape, found.stride()))
-        return torch.empty_strided(shape, stride, dtype=found.dtype, device=found.device)
-    return int(symbolic(found).subs(sizes)) if isinstance(found, compat.SymbolicNumber) else found
+def _sized(argument: Any, values: SymbolValues) -> Any:
+    """An input for these values of the symbols: a fake tensor or a number."""
+    if isinstance(argument, torch.Tensor):
+        shape, stride = _layout(argument, values)
+        return torch.empty_strided(shape, stride, dtype=argument.dtype, device=argument.device)
+    return _integer(argument, values) if isinstance(argument, compat.SymbolicNumber) else argument
 
 
-def _bytes(tensor: torch.Tensor) -> sympy.Expr:
-    last = sum((symbolic(n) - 1) * symbolic(stride) for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (sympy.Integer(1) + last) * tensor.dtype.itemsize
+def _layout(tensor: torch.Tensor, values: SymbolValues) -> tuple[list[int], list[int]]:
+    return [_integer(size, values) for size in tensor.shape], [_integer(step, values) for step in tensor.stride()]
+
+
+def _integer(number: int | torch.SymInt, values: SymbolValues) -> int:
+    return number if isinstance(number, int) else int(symbolic(number).subs(values))
+
+
+def _extent(tensor: torch.Tensor, values: SymbolValues) -> int:
+    """Bytes from the first element to the last."""
+    shape, stride = _layout(tensor, values)
+    return (1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))) * tensor.dtype.itemsize
 
 
 class _StorageTracker(TorchDispatchMode):
-    """Counts the storages of one device that operators allocate while it is on, each until nothing refers to it.
+    """Counts the bytes of the storages that operators allocate on one device while it is active, each storage until
+    the last tensor that uses it is gone.
 
     Attributes:
         held: bytes now.
-        peak: the most so far.
+        peak: highest `held` so far.
     """
 
     def __init__(self, device: str, start: int) -> None:
         super().__init__()
         self.held = self.peak = start
         self._device = device
-        # Names of storages by address; bytes, and how many tensors refer to each, by name.
+        # Names of storages by address; bytes, and how many tensors use each, by name.
         self._names: dict[int, Any] = {}
         self._bytes: dict[Any, int] = {}
         self._users: dict[Any, int] = {}
@@ -140,11 +172,15 @@ class _StorageTracker(TorchDispatchMode):
         return outputs
 
     def ignore(self, tensor: torch.Tensor) -> None:
-        """A tensor that others hold, who keep it alive."""
+        """Leave out a tensor that others keep alive."""
         self.add(tensor, object(), 0)
 
     def add(self, tensor: torch.Tensor, name: Any, size: int, counted_before: bool = False) -> None:
-        """Count a tensor's storage, unless it is known, until the last tensor in it is gone."""
+        """Count a tensor's storage, unless it is counted already, until its last tensor is gone.
+
+        Args:
+            counted_before: `held` includes it.
+        """
         setattr(tensor, _COUNTED, True)
         name = self._names.setdefault(tensor.untyped_storage()._cdata, name)
         if name not in self._bytes:
@@ -152,9 +188,9 @@ class _StorageTracker(TorchDispatchMode):
             self.held += 0 if counted_before else size
             self.peak = max(self.peak, self.held)
         self._users[name] += 1
-        weakref.finalize(tensor, self._leave, name).atexit = False
+        weakref.finalize(tensor, self._release, name).atexit = False
 
-    def _leave(self, name: Any) -> None:
+    def _release(self, name: Any) -> None:
         self._users[name] -= 1
         if self._users[name]:
             return

@@ -1,8 +1,9 @@
-"""How much memory running a graph holds, operator by operator, found without running it. Pure."""
+"""When running a graph allocates each storage and when it frees it, found without running it. Pure."""
 
 import operator
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import sympy
 from torch import fx
@@ -10,175 +11,100 @@ from torch import fx
 from optimum_memopt.engines.compile.analysis.joint import is_tensor, is_view, root, storage_bytes, symbolic, value
 from optimum_memopt.engines.compile.strategies import offload
 
-Sizes = Mapping[sympy.Symbol, int]
-# Of each value that a forward hands over, by its name: name and bytes of its storage, None for one of the inputs.
-SavedForBackward = Mapping[str, tuple[str, sympy.Expr] | None]
-
 _ARITHMETIC = frozenset({"add", "div", "mul", "rsub", "sub"})
 
 
-@dataclass(frozen=True)
-class Moment:
-    """What is held while an operator runs, in bytes."""
-
-    node: str
-    held: int
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """A graph's run: what is held at each operator and after the last."""
-
-    moments: tuple[Moment, ...]
-    end: int
-
-    @property
-    def peak(self) -> Moment:
-        # A backward that hands on the gradient it is given has no operator.
-        return max(self.moments, key=lambda moment: moment.held, default=Moment("", self.end))
-
-
-def size_of(node: fx.Node, sizes: Sizes) -> int:
-    """Bytes of a root's storage for these values of the symbols; none where it lies in the host's memory."""
-    return 0 if offload.is_on_host(node) else int(storage_bytes(node).subs(sizes))
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """What one forward and backward hold, in bytes over parameters, inputs and gradients that were there before.
+class Operator(NamedTuple):
+    """What an operator does to memory.
 
     Attributes:
-        forward: the forward's run.
-        backward: the backward's, which begins with what the forward has stashed.
-        stashed: held between the two.
-        tangents: gradients that the backward is given.
-        returned: outputs of the forward that its caller alone may hold.
-        saved_inputs: inputs of the forward, beside parameters, that the backward reads.
+        allocates: indices of storages, before it runs.
+        casts: index of the size of its operands' copies in another dtype, which it holds while it runs.
+        frees: indices of storages, after it has run.
     """
 
-    forward: Timeline
-    backward: Timeline
-    stashed: int
-    tangents: int = 0
-    returned: int = 0
-    saved_inputs: int = 0
+    allocates: tuple[int, ...]
+    casts: int
+    frees: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The operators of a graph in the order that they run.
+
+    Attributes:
+        names: of their nodes.
+        operators: all of them, those that allocate nothing too.
+        storages: for each storage the index of its size.
+    """
+
+    names: tuple[str, ...]
+    operators: tuple[Operator, ...]
+    storages: tuple[int, ...]
+
+
+class SizeTable:
+    """Distinct byte expressions, numbered."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[sympy.Expr, int] = {}
+
+    def add(self, size: sympy.Expr) -> int:
+        return self._numbers.setdefault(size, len(self._numbers))
+
+    def storage(self, node: fx.Node) -> int:
+        """Of a root's storage; it takes none where it lies in the host's memory."""
+        return self.add(sympy.Integer(0) if offload.is_on_host(node) else storage_bytes(node))
 
     @property
-    def peak(self) -> int:
-        return max(self.forward.peak.held, self.backward.peak.held)
+    def expressions(self) -> tuple[sympy.Expr, ...]:
+        return tuple(self._numbers)
 
 
-def predict(
-    forward: fx.GraphModule,
-    backward: fx.GraphModule,
-    num_fwd_outputs: int,
-    sizes: Sizes,
-    holds_outputs: bool = False,
-    static_inputs: Collection[str] = (),
-) -> Prediction:
-    """Simulate both graphs as AOTAutograd runs them.
-
-    Args:
-        num_fwd_outputs: outputs of the forward that its caller gets; the others are handed to the backward.
-        sizes: value of every symbol.
-        holds_outputs: the caller keeps those outputs until after the backward; Trainer drops all but the loss.
-        static_inputs: names of parameters and buffers.
-    """
-    run = simulate(forward.graph, sizes)
-    (output,) = forward.graph.find_nodes(op="output")
-    returned = {root(node) for node in output.args[0][:num_fwd_outputs] if isinstance(node, fx.Node)}
-    saved = {node.name: node for node in output.args[0][num_fwd_outputs:] if isinstance(node, fx.Node)}
-    find_saved_for_backward = {root(node) for node in saved.values()}
-    dropped = (
-        set() if holds_outputs else {node for node in returned - find_saved_for_backward if node.op == "call_function"}
-    )
-    dropped_bytes = sum(size_of(node, sizes) for node in dropped if is_tensor(node))
-    stashed = run.end - dropped_bytes
-    inputs = {made for made in find_saved_for_backward if made.op == "placeholder" and made.name not in static_inputs}
-    owned, counted, gradients = [], set(), 0
-    for node in backward.graph.find_nodes(op="placeholder"):
-        if not is_tensor(node):
-            continue
-        if node.name not in saved:
-            owned.append(node)
-            gradients += size_of(node, sizes)
-            continue
-        made = root(saved[node.name])
-        if made.op != "placeholder" and made not in counted and not (holds_outputs and made in returned):
-            counted.add(made)
-            owned.append(node)
-    return Prediction(
-        run,
-        simulate(backward.graph, sizes, owned, stashed + gradients),
-        stashed,
-        tangents=gradients,
-        returned=dropped_bytes,
-        saved_inputs=sum(size_of(node, sizes) for node in inputs if is_tensor(node)),
-    )
-
-
-def find_saved_for_backward(forward: fx.GraphModule, num_fwd_outputs: int) -> SavedForBackward:
-    """What the forward graph hands over to the backward."""
-    (output,) = forward.graph.find_nodes(op="output")
-    found = {}
-    for node in output.args[0][num_fwd_outputs:]:
-        if isinstance(node, fx.Node) and is_tensor(node):
-            made = root(node)
-            on_host = offload.is_on_host(made)
-            size = sympy.Integer(0) if on_host else storage_bytes(made)
-            found[node.name] = None if made.op == "placeholder" else (made.name, size)
-    return found
-
-
-def simulate(graph: fx.Graph, sizes: Sizes, owned: Collection[fx.Node] = (), start: int = 0) -> Timeline:
-    """Run the graph in its order, freeing every storage after its last use, as torch.fx's generated code does.
+def schedule(graph: fx.Graph, sizes: SizeTable, owned: Collection[fx.Node] = ()) -> Schedule:
+    """The graph in its order, with every storage freed after its last use, as torch.fx's generated code does.
 
     Args:
         graph: functional but for copies back into inputs.
-        sizes: value of every symbol.
-        owned: placeholders that nobody else holds: freed after their last use. Counted in `start`.
-        start: bytes held before the first operator, over what the other placeholders are.
-
-    Returns:
-        Bytes over what the placeholders that are not owned hold.
+        sizes: gets the sizes of its storages.
+        owned: placeholders that nobody else holds: freed after their last use.
     """
-    nodes = list(graph.nodes)
-    last_use: dict[fx.Node, fx.Node] = {}
-    for node in nodes:
-        for read in node.all_input_nodes:
-            last_use[root(read)] = node
+    nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+    last_use = _last_uses(graph)
     owned_roots = {root(node) for node in owned}
     freed: dict[fx.Node, list[fx.Node]] = {}
-    for holder, node in last_use.items():
-        freed.setdefault(node, []).append(holder)
+    for storage, node in last_use.items():
+        if is_tensor(storage) and (storage.op != "placeholder" or storage in owned_roots):
+            freed.setdefault(node, []).append(storage)
+    storages: dict[fx.Node, int] = {}
 
-    held, moments = start, []
+    def number(roots: Iterable[fx.Node]) -> tuple[int, ...]:
+        return tuple(storages.setdefault(node, len(storages)) for node in roots)
+
+    operators = []
     for node in nodes:
-        if node.op in ("placeholder", "output"):
-            continue
-        made = _allocations(node)
-        held += sum(size_of(one, sizes) for one in made)
-        moments.append(Moment(node.name, held + casts(node, sizes)))
         # Outputs that nobody reads go with the tuple that holds them, when its last output has been picked.
-        if node not in last_use and node.op == "call_function" and not is_view(node) and is_tensor(node):
-            held -= size_of(node, sizes)
-        for holder in freed.get(node, ()):
-            if holder.op == "placeholder" and holder not in owned_roots:
-                continue
-            if is_tensor(holder):
-                held -= size_of(holder, sizes)
-    return Timeline(tuple(moments), held)
+        is_unread = node not in last_use and node.op == "call_function" and not is_view(node) and is_tensor(node)
+        frees = [*([node] if is_unread else []), *freed.get(node, ())]
+        operators.append(Operator(number(_allocations(node)), sizes.add(_casts(node)), number(frees)))
+    names = tuple(node.name for node in nodes)
+    return Schedule(names, tuple(operators), tuple(map(sizes.storage, storages)))
 
 
-def casts(node: fx.Node, sizes: Sizes) -> int:
+def _last_uses(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """The last reader of each storage, by its root."""
+    return {root(read): node for node in graph.nodes for read in node.all_input_nodes}
+
+
+def _casts(node: fx.Node) -> sympy.Expr:
     """Bytes that an operator on the CPU holds while it runs: the operands of another dtype, cast before it computes
     (`aten/src/ATen/TensorIterator.cpp`; on other devices the kernel casts each element)."""
     if getattr(node.target, "_opname", "") not in _ARITHMETIC or value(node).device.type != "cpu":
-        return 0
-    own = value(node).dtype
-    others = [value(one) for one in node.all_input_nodes if is_tensor(one) and value(one).dim()]
-    elements = sum(sympy.Mul(*map(symbolic, one.shape)) for one in others if one.dtype != own)
-    return int((sympy.sympify(elements) * own.itemsize).subs(sizes))
+        return sympy.Integer(0)
+    dtype = value(node).dtype
+    operands = [value(read) for read in node.all_input_nodes if is_tensor(read) and value(read).dim()]
+    elements = [sympy.Mul(*map(symbolic, operand.shape)) for operand in operands if operand.dtype != dtype]
+    return sympy.Add(*elements) * dtype.itemsize
 
 
 def _allocations(node: fx.Node) -> list[fx.Node]:

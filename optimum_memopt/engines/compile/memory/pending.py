@@ -1,15 +1,16 @@
-"""Training forwards whose saved activations are there: several at a time where a step runs several of them before one
-backward, as contrastive losses do."""
+"""Training forwards whose saved activations are in memory, several at a time where a step runs several forwards before
+one backward, as contrastive losses do."""
 
 import itertools
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-Sizes = Mapping[str, int]
+# Of a batch, by the plan table's names.
+BatchSizes = Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -17,13 +18,13 @@ class Forward:
     """A training forward among those of the same step.
 
     Attributes:
-        sizes: of its batch, by the plan table's names.
+        sizes: of its batch.
         saved_before: bytes that earlier forwards have saved and still hold when it runs.
         is_followed: another forward ran before its backward. That one's backward comes first, so that the gradients
             of all parameters are there when its own begins.
     """
 
-    sizes: Sizes
+    sizes: BatchSizes
     saved_before: int = 0
     is_followed: bool = False
 
@@ -37,8 +38,16 @@ class Forward:
         )
 
 
+def largest_shapes(seen: Iterable[Forward], new: Forward) -> tuple[Forward, ...]:
+    """`seen` and `new` without those that another one covers."""
+    seen = tuple(seen)
+    if any(forward.covers(new) for forward in seen):
+        return seen
+    return (*(forward for forward in seen if not new.covers(forward)), new)
+
+
 class Pending:
-    """Those of one model, oldest first."""
+    """The forwards of one model whose backward is still to come, oldest first."""
 
     def __init__(self) -> None:
         self._forwards: dict[int, Forward] = {}

@@ -1,83 +1,21 @@
-"""What a whole training step holds at its peak: the graphs' activations, and all that is there beside them."""
+"""The memory of a training step for any batch, predicted from the graphs of the first one."""
 
 import math
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import sympy
 import torch
 
 from optimum_memopt.engines.compile import compat
+from optimum_memopt.engines.compile.memory.footprint import Footprint, optimizer_bytes, step_bytes, tensor_bytes
 from optimum_memopt.engines.compile.memory.inductor_memory import simulate_programs
-from optimum_memopt.engines.compile.memory.liveness import Prediction
-from optimum_memopt.engines.compile.memory.pending import Forward, Pending, Sizes
+from optimum_memopt.engines.compile.memory.pending import BatchSizes, Forward, Pending, largest_shapes
+from optimum_memopt.engines.compile.memory.timeline import Prediction
 from optimum_memopt.engines.compile.partitioned_graph import PartitionedGraph
 from optimum_memopt.errors import MemOptError
-from optimum_memopt.memory.peak_monitor import MIB, CudaMemory, PeakMonitor
 from optimum_memopt.plans.table import canonical_symbols
-
-
-@dataclass(frozen=True)
-class Footprint:
-    """The parts of a training step's memory, in bytes.
-
-    Attributes:
-        activations: the most that a forward and its backward hold over what was there before, with the gradients that
-            the backward returns.
-        parameters: of the model, trainable or not.
-        buffers: of the model.
-        batch: the tensors that the forward is given.
-        optimizer: its states.
-        accumulated: gradients that are there before the forward, 0 where each step begins without.
-        other_forwards: saved by earlier forwards of the step, whose backward is still to come.
-        gradients: of all trainable parameters, there in the optimizer's step.
-        step: what the optimizer's step takes for its own time.
-        constant: all else that was there before the first step: on CUDA other tensors and workspaces, on the CPU the
-            interpreter, libraries and compiled code.
-    """
-
-    activations: int
-    parameters: int
-    buffers: int = 0
-    batch: int = 0
-    optimizer: int = 0
-    accumulated: int = 0
-    other_forwards: int = 0
-    gradients: int = 0
-    step: int = 0
-    constant: int = 0
-
-    @property
-    def peak(self) -> int:
-        """The higher one of the forward with its backward, and the optimizer's step."""
-        always = self.constant + self.parameters + self.buffers + self.batch + self.optimizer
-        return always + max(self._in_backward, self.gradients + self.step)
-
-    @property
-    def _in_backward(self) -> int:
-        return self.accumulated + self.other_forwards + self.activations
-
-    def __str__(self) -> str:
-        is_in_backward = self._in_backward >= self.gradients + self.step
-        moment = (
-            f"activations and gradients {_mib(self.activations)}"
-            if is_in_backward
-            else f"gradients and the optimizer's own step {_mib(self.gradients + self.step)}"
-        )
-        parts = {
-            "parameters": self.parameters + self.buffers,
-            "optimizer": self.optimizer,
-            "gradients from before": self.accumulated,
-            "saved by earlier forwards": self.other_forwards if is_in_backward else 0,
-            "batch": self.batch,
-            "other": self.constant,
-        }
-        return " + ".join([moment, *(f"{name} {_mib(size)}" for name, size in parts.items() if size)])
-
-
-def _mib(size: int) -> str:
-    return f"{size / MIB:.1f}"
 
 
 def stashed_of(graphs: Sequence[Prediction]) -> int:
@@ -101,60 +39,16 @@ def activations_of(graphs: Sequence[Prediction], gradients: int = 0) -> int:
     """
     peaks = []
     before = 0
+    # What later backwards have returned: tangents of the one before each, which are counted there, and gradients.
+    returned = sum(graph.backward.end for graph in graphs) - sum(graph.tangents for graph in graphs[:-1])
     for index, (graph, kept) in enumerate(zip(graphs, _kept_inputs(graphs), strict=True)):
         passed = graphs[index - 1].returned if index else 0
-        # What later backwards have returned: tangents of the one before each, which are counted there, and gradients.
-        returned = sum(later.backward.end for later in graphs[index + 1 :])
-        returned -= sum(earlier.tangents for earlier in graphs[index:-1])
+        returned -= graph.backward.end
         peaks.append(before + passed + graph.forward.peak.held)
         peaks.append(before + kept + graph.backward.peak.held + max(0, returned) + gradients)
+        returned += graph.tangents
         before += graph.stashed + kept
     return max(peaks)
-
-
-def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of these tensors, each counted once."""
-    return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors}.values())
-
-
-def optimizer_bytes(optimizer: torch.optim.Optimizer | None, parameters: Sequence[torch.Tensor]) -> int:
-    """Bytes of an optimizer's states: as they are, or AdamW's two for each trainable parameter before its first step.
-
-    An optimizer that is wrapped (accelerate's) shows its own states.
-    """
-    states = [] if optimizer is None else [value for state in optimizer.state.values() for value in state.values()]
-    # The step count of each parameter, a scalar on the CPU, is left out.
-    tensors = [value for value in states if isinstance(value, torch.Tensor) and value.dim()]
-    if optimizer is None or not optimizer.state:
-        return 2 * tensor_bytes(parameters)
-    return tensor_bytes(tensors)
-
-
-def step_bytes(optimizer: torch.optim.Optimizer | None, parameters: Sequence[torch.Tensor]) -> int:
-    """What torch's AdamW takes in its step: nothing where fused (Trainer's default); a copy of all parameters where it
-    handles them together (torch's default on CUDA); else two copies of the largest (`torch/optim/adam.py`, 2.13)."""
-    if optimizer is None or not parameters:
-        return 0
-    group = optimizer.param_groups[0]
-    if group.get("fused"):
-        return 0
-    if group.get("foreach") or (group.get("foreach") is None and parameters[0].is_cuda):
-        return tensor_bytes(parameters)
-    return 2 * max(tensor.nbytes for tensor in parameters)
-
-
-def resident(device: torch.device) -> int:
-    """What this process holds now, in bytes: on CUDA allocated by torch, else resident."""
-    held = PeakMonitor(device).read()
-    return round((held.allocated if isinstance(held, CudaMemory) else held.resident) * MIB)
-
-
-def largest_shapes(seen: Iterable[Forward], new: Forward) -> tuple[Forward, ...]:
-    """`seen` and `new` without those that another one covers."""
-    seen = tuple(seen)
-    if any(forward.covers(new) for forward in seen):
-        return seen
-    return (*(forward for forward in seen if not new.covers(forward)), new)
 
 
 class StepMemoryPredictor:
@@ -162,9 +56,10 @@ class StepMemoryPredictor:
 
     Args:
         model: whose parameters and buffers count.
-        graphs: of one training forward, in order.
+        graphs: of one training forward, in order, right after it. One that has run several times counts as often, as
+            if all its runs came one after the other.
         inputs: the forward's keyword arguments in the first batch.
-        resident: what the process held when the graphs were made, in bytes.
+        resident: what the process held when the last graph was partitioned, in bytes.
         is_encoder_decoder: see `canonical_symbols`.
 
     Attributes:
@@ -180,9 +75,10 @@ class StepMemoryPredictor:
         resident: int,
         is_encoder_decoder: bool = False,
     ) -> None:
-        self._unread = ""
+        self._programs_caveat = ""
         self._model = weakref.ref(model)
         self._graphs = graphs
+        self._runs = [max(1, graph.programs.runs) for graph in graphs]
         self._is_on_cuda = any(parameter.is_cuda for parameter in model.parameters())
         values = {
             name: graph.sizes[symbol]
@@ -191,18 +87,18 @@ class StepMemoryPredictor:
             if symbol in graph.sizes
         }
         self._canonical = canonical_symbols(values, is_encoder_decoder)
-        self.first: Sizes = {self._canonical[name]: value for name, value in values.items()}
+        self.first: BatchSizes = {self._canonical[name]: value for name, value in values.items()}
         self.largest_shapes: tuple[Forward, ...] = (Forward(self.first),)
         self._pending = Pending()
-        self._saved = [sympy.Add(*dict(filter(None, graph.saved_for_backward.values())).values()) for graph in graphs]
         self._batch = tensor_bytes(value for value in inputs.values() if isinstance(value, torch.Tensor))
         there = tensor_bytes([*model.parameters(), *model.buffers()]) + self._batch
-        there += tensor_bytes(one.grad for one in model.parameters() if one.grad is not None)
+        there += tensor_bytes(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
         # Graphs before the last have run by then.
-        there += sum(graph.prediction.stashed for graph in graphs[:-1])
-        # Tensors without data hold nothing.
-        fake = any(compat.is_fake(one) for one in model.parameters())
-        self._constant = resident if fake else max(0, resident - there)
+        stashed = [graph.prediction.stashed * runs for graph, runs in zip(graphs, self._runs, strict=True)]
+        there += sum(stashed[:-1])
+        # Fake tensors have no memory.
+        is_fake = any(compat.is_fake(parameter) for parameter in model.parameters())
+        self._constant = resident if is_fake else max(0, resident - there)
 
     @property
     def caveat(self) -> str:
@@ -213,20 +109,37 @@ class StepMemoryPredictor:
         if self._is_on_cuda:
             kernels.append("CUDA's libraries")
         reasons = (
-            self._unread,
-            f"not exact: {len(self._graphs)} graphs, and what runs between them is not counted"
-            if len(self._graphs) > 1
-            else "",
+            self._programs_caveat,
+            self._outside_of_graphs,
             f"without the workspaces of {' and '.join(kernels)}" if kernels else "",
         )
         return "; ".join(filter(None, reasons))
 
-    def saw(self, inputs: Mapping[str, object], outputs: object = None) -> None:
-        """Note a training forward.
+    @property
+    def _outside_of_graphs(self) -> str:
+        if len(self._graphs) == sum(self._runs) == 1 and self._graphs[0].is_all_of_forward:
+            return ""
+        graphs, runs = len(self._graphs), sum(self._runs)
+        in_runs = f" in {runs} runs" if runs > graphs else ""
+        if graphs == 1:
+            return f"not exact: 1 graph{in_runs}, and what runs outside of it is not counted"
+        return f"not exact: {graphs} graphs{in_runs}, and what runs outside of them is not counted"
+
+    @property
+    def stashed(self) -> int:
+        """Bytes that the first batch's forward saves for its backward, by the graphs' own timelines."""
+        return stashed_of(self._in_each_run([graph.prediction for graph in self._graphs]))
+
+    def _in_each_run(self, predictions: Sequence[Prediction]) -> list[Prediction]:
+        pairs = zip(predictions, self._runs, strict=True)
+        return [prediction for prediction, runs in pairs for _ in range(runs)]
+
+    def note_forward(self, inputs: Mapping[str, object], outputs: object = None) -> None:
+        """Count a training forward among those of the run.
 
         Args:
             inputs: its keyword arguments.
-            outputs: what it has returned, by which is known when its backward has run.
+            outputs: what it returned; its backward has run once their autograd graph has.
         """
         sizes = {
             self._canonical[f"{name}_dim{index}"]: size
@@ -242,31 +155,31 @@ class StepMemoryPredictor:
             self.largest_shapes = largest_shapes(self.largest_shapes, replace(earlier[-1], is_followed=True))
         self._pending.add(new, outputs)
 
-    def saved(self, sizes: Sizes | None = None) -> int:
+    def saved(self, sizes: BatchSizes | None = None) -> int:
         """Bytes that a forward saves for its backward; sizes as in `footprint`."""
         wanted = {**self.first, **(sizes or {})}
-        if len(self._graphs) > 1:
+        if sum(self._runs) > 1:
             return stashed_of(self.graphs(wanted))
-        pairs = zip(self._graphs, self._saved, strict=True)
-        return sum(int(saved.subs(self._values(graph, wanted))) for graph, saved in pairs)
+        return sum(graph.timeline.saved_bytes(self._values(graph, wanted)) for graph in self._graphs)
 
-    def activations(self, sizes: Sizes | None = None) -> int:
-        """The most that a forward and its backward hold, in bytes; see `footprint`."""
+    def activations(self, sizes: BatchSizes | None = None) -> int:
+        """The peak of a forward and its backward, in bytes; see `footprint`."""
         return activations_of(self.graphs(sizes))
 
-    def graphs(self, sizes: Sizes | None = None) -> list[Prediction]:
-        """Each graph alone; see `footprint`."""
-        return [self._predict(graph, {**self.first, **(sizes or {})}) for graph in self._graphs]
+    def graphs(self, sizes: BatchSizes | None = None) -> list[Prediction]:
+        """Each run of a graph alone; see `footprint`."""
+        wanted = {**self.first, **(sizes or {})}
+        return self._in_each_run([self._predict(graph, wanted) for graph in self._graphs])
 
     def footprint(
         self,
-        sizes: Sizes | None = None,
+        sizes: BatchSizes | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         gradient_accumulation: bool = False,
         saved_before: int = 0,
         is_followed: bool = False,
     ) -> Footprint:
-        """What a training step holds, nothing run or traced.
+        """The memory of a training step, without running or tracing anything.
 
         Args:
             sizes: by the plan table's names; those left out, and None, are of the first batch.
@@ -302,23 +215,28 @@ class StepMemoryPredictor:
     def peak(self, optimizer: torch.optim.Optimizer | None, gradient_accumulation: bool) -> int:
         """The highest of all steps so far, in bytes; see `footprint`."""
         return max(
-            self.footprint(seen.sizes, optimizer, gradient_accumulation, seen.saved_before, seen.is_followed).peak
-            for seen in self.largest_shapes
+            self.footprint(
+                forward.sizes, optimizer, gradient_accumulation, forward.saved_before, forward.is_followed
+            ).peak
+            for forward in self.largest_shapes
         )
 
-    def _predict(self, graph: PartitionedGraph, sizes: Sizes) -> Prediction:
+    def _predict(self, graph: PartitionedGraph, sizes: BatchSizes) -> Prediction:
         values = self._values(graph, sizes)
-        found = graph.prediction if values == graph.sizes else graph.predict(values)
+        prediction = graph.prediction if values == graph.sizes else graph.timeline.predict(values)
         if graph.programs.forward is None or graph.programs.backward is None:
-            return found
+            return prediction
         try:
-            run = simulate_programs(graph.programs, graph.saved_for_backward, found.stashed, values)
-            return replace(found, forward=run.forward, backward=run.backward)
+            saved = graph.timeline.saved_for_backward(values)
+            programs = simulate_programs(graph.programs, saved, prediction.stashed, values)
+            return replace(prediction, forward=programs.forward, backward=programs.backward)
         except Exception as error:
-            # How inductor writes its programs is no promise to anybody, and training goes on without knowing.
-            self._unread = f"without inductor's fusions, whose program cannot be read ({type(error).__name__})"
-            return found
+            # The form of inductor's programs is private and may change; training goes on without the prediction.
+            self._programs_caveat = (
+                f"without inductor's fusions, whose program cannot be read ({type(error).__name__})"
+            )
+            return prediction
 
-    def _values(self, graph: PartitionedGraph, sizes: Sizes) -> dict[sympy.Symbol, int]:
+    def _values(self, graph: PartitionedGraph, sizes: BatchSizes) -> dict[sympy.Symbol, int]:
         named = {symbol: self._canonical.get(name) for symbol, name in graph.names.items()}
         return {symbol: sizes.get(named.get(symbol), first) for symbol, first in graph.sizes.items()}

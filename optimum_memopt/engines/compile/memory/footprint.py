@@ -1,0 +1,106 @@
+"""The parts of a training step's memory: activations, and all that is held beside them."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from optimum_memopt.memory.peak_monitor import MIB, CudaMemory, PeakMonitor
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """The parts of a training step's memory, in bytes.
+
+    Attributes:
+        activations: peak of a forward and its backward over what was there before, with the gradients that the
+            backward returns.
+        parameters: of the model, trainable or not.
+        buffers: of the model.
+        batch: the tensors that the forward is given.
+        optimizer: its states.
+        accumulated: gradients of earlier micro-batches, 0 where each step begins without.
+        other_forwards: saved by earlier forwards of the step, whose backward is still to come.
+        gradients: of all trainable parameters, there in the optimizer's step.
+        step: temporary tensors of the optimizer's step.
+        constant: everything else that was there before the first step: on CUDA other tensors and workspaces, on the
+            CPU the interpreter, libraries and compiled code.
+    """
+
+    activations: int
+    parameters: int
+    buffers: int = 0
+    batch: int = 0
+    optimizer: int = 0
+    accumulated: int = 0
+    other_forwards: int = 0
+    gradients: int = 0
+    step: int = 0
+    constant: int = 0
+
+    @property
+    def peak(self) -> int:
+        """The higher one of the forward with its backward, and the optimizer's step."""
+        always = self.constant + self.parameters + self.buffers + self.batch + self.optimizer
+        return always + max(self._in_backward, self.gradients + self.step)
+
+    @property
+    def _in_backward(self) -> int:
+        return self.accumulated + self.other_forwards + self.activations
+
+    def __str__(self) -> str:
+        is_in_backward = self._in_backward >= self.gradients + self.step
+        moment = (
+            f"activations and gradients {_mib(self.activations)}"
+            if is_in_backward
+            else f"gradients and the optimizer's own step {_mib(self.gradients + self.step)}"
+        )
+        parts = {
+            "parameters": self.parameters + self.buffers,
+            "optimizer": self.optimizer,
+            "gradients from before": self.accumulated,
+            "saved by earlier forwards": self.other_forwards if is_in_backward else 0,
+            "batch": self.batch,
+            "other": self.constant,
+        }
+        return " + ".join([moment, *(f"{name} {_mib(size)}" for name, size in parts.items() if size)])
+
+
+def _mib(size: int) -> str:
+    return f"{size / MIB:.1f}"
+
+
+def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of these tensors, each counted once."""
+    return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors}.values())
+
+
+def optimizer_bytes(optimizer: torch.optim.Optimizer | None, parameters: Sequence[torch.Tensor]) -> int:
+    """Bytes of an optimizer's states: as they are, or AdamW's two for each trainable parameter before its first step.
+
+    An optimizer that is wrapped (accelerate's) shows its own states.
+    """
+    if optimizer is None or not optimizer.state:
+        return 2 * tensor_bytes(parameters)
+    states = (value for state in optimizer.state.values() for value in state.values())
+    # The step count of each parameter, a scalar on the CPU, is left out.
+    return tensor_bytes(value for value in states if isinstance(value, torch.Tensor) and value.dim())
+
+
+def step_bytes(optimizer: torch.optim.Optimizer | None, parameters: Sequence[torch.Tensor]) -> int:
+    """Temporary bytes of AdamW's step: none where fused (Trainer's default); a copy of all parameters with `foreach`
+    (torch's default on CUDA); else two copies of the largest parameter (`torch/optim/adam.py`, 2.13)."""
+    if optimizer is None or not parameters:
+        return 0
+    group = optimizer.param_groups[0]
+    if group.get("fused"):
+        return 0
+    if group.get("foreach") or (group.get("foreach") is None and parameters[0].is_cuda):
+        return tensor_bytes(parameters)
+    return 2 * max(tensor.nbytes for tensor in parameters)
+
+
+def resident(device: torch.device) -> int:
+    """What this process holds now, in bytes: on CUDA allocated by torch, else resident."""
+    held = PeakMonitor(device).read()
+    return round((held.allocated if isinstance(held, CudaMemory) else held.resident) * MIB)
