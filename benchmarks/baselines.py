@@ -1,4 +1,4 @@
-"""Who takes part in frontier.py, and how large a batch each of them trains under a cap.
+"""The baselines of frontier.py, and the largest batch that each of them trains under a memory cap.
 
 python benchmarks/baselines.py < baseline.json
 """
@@ -17,27 +17,27 @@ from optimum_memopt.memory.peak_monitor import MIB
 if TYPE_CHECKING:
     import torch
 
-# Of the compile engine, and backends of `torch.compile` that do the same without it: `aot_eager` has inductor's
-# partitioner and runs PyTorch's operators one by one. `aot_eager_decomp_partition` takes them apart first, and so
-# needs more memory and time (RoBERTa of 6 layers: 424 MiB against 406, with a budget of 0.1 315 against 298).
+# Of the compile engine, and the backends of `torch.compile` to compare with: `aot_eager` has inductor's partitioner
+# and runs PyTorch's operators one by one. `aot_eager_decomp_partition` decomposes them first and needs more memory and
+# time (RoBERTa with 6 layers: 424 MiB against 406, with a budget of 0.1 315 against 298).
 COMPILERS = ("aot_eager", "inductor")
 EAGER = "eager"
 FAMILIES = (EAGER, "checkpointing", "torch.compile", "budget", "compile", "ort")
 _LEVELS = {"no plan": {}, "level 1": {"memory_opt_level": 1}, "level 2": {"memory_opt_level": 2}}
-_NO_MEMORY = re.compile(r"out ?of ?memory|want of memory|can't allocate memory", re.IGNORECASE)
+_NO_MEMORY = re.compile(r"out ?of ?memory|can't allocate memory", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Baseline(Case):
-    """A case, with what is no business of the package's own command.
+    """A case, with settings that the package's own command does not have.
 
     Attributes:
         name: in the tables.
         family: one of `FAMILIES`.
-        every_n_layers: of those that activation checkpointing takes.
-        backend: of `torch.compile`; None leaves the model alone.
+        every_n_layers: activation checkpointing is on in every n-th layer.
+        backend: of `torch.compile`; None: the model is not compiled.
         budget: torch's `activation_memory_budget`.
-        memory_cap: bytes that torch may take on CUDA.
+        memory_cap: most bytes that torch may reserve on CUDA.
     """
 
     name: str = ""
@@ -50,7 +50,7 @@ class Baseline(Case):
     def prepare(self, model: "torch.nn.Module") -> None:
         import torch
 
-        # In memory in every Trainer's run, with all that it imports, and so in every baseline's.
+        # Every run of a Trainer has it in memory, so every baseline must.
         from transformers import Trainer  # noqa: F401
 
         if self.activation_checkpointing:
@@ -71,10 +71,10 @@ def measure(baseline: Baseline) -> Measurement:
 def baselines(
     make: Callable[..., Baseline], compilers: Sequence[str], every: Sequence[int], budgets: Sequence[float]
 ) -> Iterator[Baseline]:
-    """All but those that are rows of a plan table.
+    """All baselines but single rows of a plan table.
 
     Args:
-        make: a baseline with workload and steps from the fields given.
+        make: makes a baseline of the given fields, with workload and steps.
     """
     yield make(name=EAGER, family=EAGER, options=None)
     for compiler in compilers:
@@ -94,10 +94,10 @@ def baselines(
 
 
 def rows(make: Callable[..., Baseline], compiler: str, none: Measurement, count: int) -> Iterator[Baseline]:
-    """The plans that claim the most, each alone.
+    """The rows with the largest claimed savings, each alone.
 
     Args:
-        none: of the compile engine without a plan.
+        none: measurement of the compile engine without a plan.
     """
     for plan in none.table.plans[:count]:
         yield _engine(make, compiler, plan.config.removesuffix(":1:-1"), {"memory_opt_config": plan.config})
@@ -144,25 +144,25 @@ def capped(baseline: Baseline, cap: int, step: int) -> Baseline:
     Raises:
         MemOptError: none fits, or the baseline fails for another reason.
     """
-    one = replace(baseline, memory_cap=cap, optimizer=True)
+    with_cap = replace(baseline, memory_cap=cap, optimizer=True)
 
-    def of(batch_size: int) -> Baseline:
-        return replace(one, workload=replace(one.workload, batch_size=batch_size))
+    def with_batch(batch_size: int) -> Baseline:
+        return replace(with_cap, workload=replace(with_cap.workload, batch_size=batch_size))
 
     def fits(batch_size: int) -> bool:
         try:
-            return measure(of(batch_size)).peak_mib * MIB <= cap
+            return measure(with_batch(batch_size)).peak_mib * MIB <= cap
         except MemOptError as error:
             if _NO_MEMORY.search(str(error)):
                 return False
             raise
 
-    small = measure(of(step))
+    small = measure(with_batch(step))
     guess = step * (cap / MIB - small.held_mib) / small.activations_mib
     found = largest_batch(fits, int(guess), step)
     if found == 0:
         raise MemOptError(f"a batch of {step} does not fit")
-    return of(found)
+    return with_batch(found)
 
 
 if __name__ == "__main__":

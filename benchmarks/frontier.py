@@ -1,17 +1,18 @@
-"""Peak memory against the time of a step: what there is to make a Trainer's step smaller, each in a fresh process.
+"""Peak memory against time per step of every way to make a Trainer's step smaller, each in a fresh process.
 
     python benchmarks/frontier.py
     python benchmarks/frontier.py --models roberta --compilers aot_eager inductor --only "level|torch.compile"
     python benchmarks/frontier.py --bf16 --memory_cap 40GiB --layers 12 --seq_len 512
 
-Contestants: PyTorch as it is; transformers' activation checkpointing; `torch.compile`, as it is and with
-`activation_memory_budget`; the compile engine and the ort engine of this package. A step is forward and backward with
-dropout 0.1; the first one compiles and is not measured. All start from the same weights, batch and seed. Repeats are
-interleaved, each number is their median. `activations` is the peak over what is held between steps (weights,
-libraries): activations and gradients. Peaks are exact, resident on the CPU and of torch's allocator on CUDA.
+Baselines: eager PyTorch; transformers' activation checkpointing; `torch.compile`, alone and with
+`activation_memory_budget`. Compared with them: the compile engine and the ort engine of this package. A step is
+forward and backward with dropout 0.1; the first one compiles and is not measured. All start from the same weights,
+batch and seed. Repeats are interleaved, each number is their median. `activations` is the peak over what is held
+between steps (weights, libraries): activations and gradients. Peaks are exact, resident on the CPU and of torch's
+allocator on CUDA.
 
-With --memory_cap each baseline gets the largest batch with which a step, with AdamW's, stays under the cap, which is
-torch's own limit of the process on CUDA and the measured peak on the CPU. Needs matplotlib for the plot (the extra
+With --memory_cap each baseline trains the largest batch whose step, with AdamW, stays under the cap, which is torch's
+limit for the process on CUDA and the measured peak on the CPU. Needs matplotlib for the plot (the extra
 `benchmark`).
 """
 
@@ -37,14 +38,14 @@ from optimum_memopt.installed import installed_version
 from optimum_memopt.measure.measure_case import Measurement
 from optimum_memopt.measure.workload import Workload
 
-DECIMALS = {"of eager": 2, "of eager ": 2, "s a step": 2, "CPU-s a step": 2, "samples/s": 2, " of eager ": 2}
+DECIMALS = {"of eager": 2, "of eager ": 2, "s/step": 2, "CPU-s/step": 2, "samples/s": 2, " of eager ": 2}
 MARKERS = dict(zip(FAMILIES, "*s^voD", strict=True))
 _UNITS = {"GiB": 2**30, "MiB": 2**20}
 
 
 @dataclass
 class Result:
-    """What a baseline's processes said; `error` is why one of them, and with it the baseline, failed."""
+    """The measurements of a baseline; `error` says why one of its processes failed."""
 
     baseline: Baseline
     runs: list[Measurement] = field(default_factory=list)
@@ -74,7 +75,7 @@ def run(results: dict[str, Results], arguments: argparse.Namespace, folder: str,
     """Measure until each baseline has `--repeats` runs.
 
     Args:
-        results: what there is, by model; added to.
+        results: by model; new ones are added.
         folder: for the models' configs.
         keep: called after each run.
     """
@@ -86,19 +87,20 @@ def run(results: dict[str, Results], arguments: argparse.Namespace, folder: str,
             workload = Workload(f"{folder}/{model}", MODELS[model], arguments.batch_size, arguments.seq_len)
             make = partial(Baseline, workload, steps=arguments.steps, bf16=arguments.bf16)
             found = results.setdefault(model, {})
-            for one in field_of(make, found, arguments):
-                if one.name != EAGER and not wanted.search(one.name):
+            for baseline in all_baselines(make, found, arguments):
+                name = baseline.name
+                if name != EAGER and not wanted.search(name):
                     continue
-                if one.name not in found or len(found[one.name].runs) <= repeat:
-                    bar.set_postfix_str(f"{model}: {one.name}")
-                    add_run(found, one, arguments)
+                if name not in found or len(found[name].runs) <= repeat:
+                    bar.set_postfix_str(f"{model}: {name}")
+                    add_run(found, baseline, arguments)
                     keep()
                     bar.update()
     bar.close()
 
 
-def field_of(make: Callable[..., Baseline], found: Results, arguments: argparse.Namespace) -> Iterator[Baseline]:
-    """All baselines; those that are rows of a plan table when the table is there."""
+def all_baselines(make: Callable[..., Baseline], found: Results, arguments: argparse.Namespace) -> Iterator[Baseline]:
+    """All baselines, and single rows of the plan table once it is measured."""
     yield from baselines(make, arguments.compilers, arguments.every, arguments.budgets)
     for compiler in arguments.compilers:
         none = found.get(without_plan(compiler))
@@ -114,7 +116,7 @@ def add_run(found: Results, baseline: Baseline, arguments: argparse.Namespace) -
                 baseline = capped(baseline, arguments.memory_cap, arguments.batch_step)
             result = found[baseline.name] = Result(baseline)
         if not result.error:
-            # The folder with the config is another one each time that this program runs.
+            # Each run of this program writes the config to a new folder.
             workload = replace(baseline.workload, batch_size=result.baseline.workload.batch_size)
             result.runs.append(measure(replace(result.baseline, workload=workload)))
     except MemOptError as error:
@@ -123,8 +125,8 @@ def add_run(found: Results, baseline: Baseline, arguments: argparse.Namespace) -
 
 
 def lines(results: Results, time: str) -> Iterator[dict[str, Any]]:
-    """Medians, and what they are of eager's: of the peak over what is held between steps, and of `time`, an attribute
-    of the measurements."""
+    """Medians, and their ratios to eager: of the peak over what is held between steps, and of `time`, an attribute of
+    the measurements."""
     eager = results[EAGER]
     for name, result in results.items():
         if result.runs and not result.error:
@@ -133,14 +135,14 @@ def lines(results: Results, time: str) -> Iterator[dict[str, Any]]:
                 "peak MiB": result.median("peak_mib"),
                 "activations MiB": result.median("activations_mib"),
                 "of eager": result.median("activations_mib") / eager.median("activations_mib"),
-                "s a step": result.median("step_seconds"),
-                "CPU-s a step": result.median("cpu_seconds"),
+                "s/step": result.median("step_seconds"),
+                "CPU-s/step": result.median("cpu_seconds"),
                 "of eager ": result.median(time) / eager.median(time),
             }
 
 
 def capped_lines(results: Results) -> Iterator[dict[str, Any]]:
-    """Largest batches, and samples a second with them."""
+    """Largest batches, and samples per second with them."""
 
     def speed(result: Result) -> float:
         return result.batch_size / result.median("step_seconds")
@@ -159,7 +161,7 @@ def capped_lines(results: Results) -> Iterator[dict[str, Any]]:
 
 
 def frontier(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The points that no other beats in both numbers, by the first."""
+    """The Pareto-optimal points, lower being better, by the first number."""
     best: list[tuple[float, float]] = []
     for point in sorted(set(points)):
         if not best or point[1] < best[-1][1]:
@@ -168,7 +170,7 @@ def frontier(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 def plot(tables: Mapping[str, list[dict[str, Any]]], results: Mapping[str, Results], path: Path) -> None:
-    """Time of a step against the peak of activations, both of eager's, a panel for each model."""
+    """Time per step against the peak of activations, both relative to eager, a panel for each model."""
     plots = pyplot("frontier")
     figure, panels = plots.subplots(
         1, len(tables), figsize=(5.2 * len(tables), 4.6), squeeze=False, layout="constrained"
@@ -185,19 +187,19 @@ def plot(tables: Mapping[str, list[dict[str, Any]]], results: Mapping[str, Resul
                 panel.annotate(_short(name), points[name], xytext=(3, 3), textcoords="offset points", fontsize=6)
         panel.set_ylim(bottom=0)
         panel.set_title(model)
-        panel.set_xlabel("time of a step, of eager")
-        panel.set_ylabel("peak of activations and gradients, of eager")
+        panel.set_xlabel("time per step, relative to eager")
+        panel.set_ylabel("peak of activations and gradients, relative to eager")
     figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=len(MARKERS))
     figure.savefig(path, metadata={"Date": None})
 
 
 def _short(name: str) -> str:
-    """Without what the marker says."""
+    """Without what the marker shows."""
     return re.sub(r"^(compile: |ort: |checkpointing, |budget )|, aot_eager$", "", name)
 
 
 def conditions(arguments: argparse.Namespace) -> str:
-    """What the numbers depend on, but for the models."""
+    """What the numbers depend on beside the models."""
     import platform
 
     import torch
@@ -224,7 +226,7 @@ def conditions(arguments: argparse.Namespace) -> str:
 
 
 def save(path: Path, about: str, results: Mapping[str, Results]) -> None:
-    raw = {model: [one.to_dict() for one in found.values()] for model, found in results.items()}
+    raw = {model: [result.to_dict() for result in found.values()] for model, found in results.items()}
     path.write_text(json.dumps({"conditions": about, "models": raw}), encoding="utf-8")
 
 
@@ -240,7 +242,7 @@ def load(path: Path, about: str) -> dict[str, Results]:
     if data["conditions"] != about:
         raise MemOptError(f"--json {path}: measured under other conditions: {data['conditions']}")
     loaded = {model: list(map(Result.from_dict, found)) for model, found in data["models"].items()}
-    return {model: {one.baseline.name: one for one in found} for model, found in loaded.items()}
+    return {model: {result.baseline.name: result for result in found} for model, found in loaded.items()}
 
 
 def size(text: str) -> int:
@@ -262,17 +264,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--compilers", nargs="+", choices=COMPILERS, help="default: inductor on CUDA, else aot_eager")
     parser.add_argument("--every", nargs="+", type=int, default=[1, 2], help="checkpoint every n-th layer")
     parser.add_argument("--budgets", nargs="*", type=float, default=[0.1, 0.3, 0.5, 0.7, 0.9])
-    parser.add_argument("--rows", type=int, default=3, help="single plans, those that claim the most")
-    parser.add_argument("--only", default="", help="regular expression of the baselines' names; eager is always one")
-    parser.add_argument("--steps", type=int, default=1, help="measured steps of each process")
-    parser.add_argument("--repeats", type=int, default=1, help="processes of each baseline, those in --json included")
+    parser.add_argument("--rows", type=int, default=3, help="single rows, those with the largest claimed savings")
+    parser.add_argument("--only", default="", help="regular expression of baselines' names; eager always runs")
+    parser.add_argument("--steps", type=int, default=1, help="measured steps per process")
+    parser.add_argument("--repeats", type=int, default=1, help="processes per baseline, those in --json included")
     parser.add_argument("--memory_cap", type=size, help="as 40GiB: find the largest batch of each baseline")
     parser.add_argument("--batch_step", type=int, default=8, help="batches under --memory_cap are multiples of it")
     parser.add_argument(
         "--time", choices=("cpu_seconds", "step_seconds"), help="see ort_claims.py; default: by device"
     )
-    parser.add_argument("--json", help="file of all measurements; those that are there are not repeated")
-    parser.add_argument("--docs", help="folder whose frontier.md and frontier.svg are renewed")
+    parser.add_argument("--json", help="file of all measurements; existing ones are not repeated")
+    parser.add_argument("--docs", help="folder whose frontier.md and frontier.svg are updated")
     return parser
 
 
@@ -300,11 +302,11 @@ def main() -> None:
         model: list(capped_lines(found) if is_capped else lines(found, time)) for model, found in results.items()
     }
     sections = {model: to_markdown(table, DECIMALS) for model, table in tables.items()}
-    counts = sorted({len(one.runs) for found in results.values() for one in found.values() if one.runs})
+    counts = sorted({len(result.runs) for found in results.values() for result in found.values() if result.runs})
     about += f"; processes of each baseline: {' to '.join(map(str, counts[:1] + counts[1:][-1:]))}"
     print(about)
     for model, text in sections.items():
-        failed = [f"failed: {name}: {one.error}" for name, one in results[model].items() if one.error]
+        failed = [f"failed: {name}: {result.error}" for name, result in results[model].items() if result.error]
         print(f"\n{model}:\n\n{text}\n", *failed, sep="\n")
     if arguments.docs:
         suffix = " capped" if is_capped else ""

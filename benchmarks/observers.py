@@ -1,12 +1,12 @@
-"""CPU time that the observers take of a training step, at steps that they show and at steps that they do not.
+"""CPU time that the observing callbacks add to a training step, with and without log lines.
 
     python benchmarks/observers.py
     python benchmarks/observers.py --cases "both, shown" --steps 1000
 
-Each case trains the same tiny RoBERTa with a Trainer of its own, in a thread of this process, and the threads take
-turns: one step of each case after the other, so that whatever else the machine does falls on all of them. A step runs
-from one `on_step_begin` to the next, Trainer's whole loop, in CPU time of its thread. What a case takes is the median
-of its steps less the step without observers in the same round.
+Each case trains the same tiny RoBERTa with a Trainer of its own, in a thread of this process. The threads take turns,
+one step of each case after the other, so that other load on the machine affects all of them. A step runs from one
+`on_step_begin` to the next and is measured in CPU time of its thread. The overhead of a case is the median difference
+to the step without observers in the same round.
 """
 
 import argparse
@@ -41,7 +41,7 @@ CASES = {
 
 
 class Turn(TrainerCallback):
-    """Lets a Trainer run one step each time that it is its turn.
+    """Lets several Trainers run one step each in turn.
 
     Attributes:
         steps: CPU milliseconds of each step.
@@ -95,7 +95,7 @@ def make_trainer(case: str, turn: Turn, steps: int, folder: str) -> Trainer:
 
 
 def measure(cases: list[str], steps: int, folder: str) -> dict[str, list[float]]:
-    """CPU milliseconds of each step of each case, without the first ones."""
+    """CPU milliseconds of each step of each case, without warm-up."""
     turns = [Turn() for _ in cases]
     for turn, following in zip(turns, [*turns[1:], turns[0]], strict=True):
         turn.following = following
@@ -126,7 +126,7 @@ def main() -> None:
         rows.append(
             {
                 "observers": case,
-                "CPU ms a step": f"{statistics.median(measured[case]):.2f}",
+                "CPU ms/step": f"{statistics.median(measured[case]):.2f}",
                 "more than none": f"{median:.2f}",
                 "quartiles": f"{low:.2f} to {high:.2f}",
             }

@@ -1,13 +1,13 @@
-"""What plans claim against what they measure: peak memory and time of a step, each case in a fresh process.
+"""Claimed against measured savings of plans: peak memory and time per step, each case in a fresh process.
 
     python benchmarks/ort_claims.py
     python benchmarks/ort_claims.py --models deberta-v2 --groups torch none levels
     python benchmarks/ort_claims.py --models roberta --groups none levels arena malloc
 
 A step is forward and backward with dropout 0.1; the first one builds the graph and is not measured. The peak is the
-exact resident peak (on CUDA: of the allocator), malloc gives freed blocks back in all cases but the untuned ones.
-Repeats are interleaved, and each number is their median. `claimed` is the plan table's sum for the plans that are on,
-`saved` what they took off the peak of no plan. Needs matplotlib for the plot (the extra `benchmark`).
+exact resident peak (on CUDA: of the allocator); malloc returns freed blocks to the system in all cases but the untuned
+ones. Repeats are interleaved, and each number is their median. `claimed` is the plan table's sum for the plans that
+are on, `saved` how far they lower the peak of no plan. Needs matplotlib for the plot (the extra `benchmark`).
 """
 
 import argparse
@@ -29,16 +29,16 @@ from optimum_memopt.measure.workload import Workload
 from optimum_memopt.plans.table import PlanTable
 
 GROUPS = ("torch", "none", "rows", "pairs", "levels", "ort-level", "arena", "malloc")
-# The last two ask what the allocator does, not what a plan does.
+# The last two are about the allocator, not about plans.
 DEFAULT_GROUPS = GROUPS[:6]
 LEVEL = {"memory_opt_level": 1}
 MIB = 2**20
-DECIMALS = {"of none": 2, "of none ": 2, "s a step": 2, "CPU-s a step": 1}
+DECIMALS = {"of none": 2, "of none ": 2, "s/step": 2, "CPU-s/step": 1}
 
 
 @dataclass(frozen=True)
 class Named:
-    """A case and what the table calls it."""
+    """A case and its name in the table."""
 
     name: str
     options: Mapping[str, Any] | None
@@ -63,7 +63,7 @@ FIXED = {
 
 
 def rows_of(table: PlanTable, peak_mib: float, share: float) -> list[str]:
-    """Configs of the rows that claim at least this share of the peak, the largest first."""
+    """Configs of the rows that claim at least this share of the peak, largest first."""
     return [plan.config for plan in table.plans if (plan.saving_bytes or 0) >= share * peak_mib * MIB]
 
 
@@ -84,12 +84,12 @@ def cases_of(group: str, none: Measurement, share: float) -> tuple[Named, ...]:
 
 
 def _short(config: str) -> str:
-    """Cluster ids alone, since all have one strategy and count here."""
+    """Cluster ids alone, since strategy and count are the same for all."""
     return ", ".join(part.removesuffix(":1:-1") for part in config.split(","))
 
 
 def measured(workloads: Mapping[str, Workload], arguments: argparse.Namespace) -> dict[str, dict[str, list]]:
-    """Model to case to its measurements, one a repeat."""
+    """The measurements of each repeat, by model and case."""
     found: dict[str, dict[str, list[Measurement]]] = {model: {} for model in workloads}
     bar = tqdm(unit="run", file=sys.stderr)
 
@@ -119,7 +119,7 @@ def lines(cases: Mapping[str, list[Measurement]], time: str = "cpu_seconds") -> 
     """Medians, and their ratios against no plan: of the peak, and of `time`, an attribute of the measurements."""
 
     def median(name: str, attribute: str) -> float:
-        return statistics.median(getattr(one, attribute) for one in cases[name])
+        return statistics.median(getattr(run, attribute) for run in cases[name])
 
     none = {attribute: median(NONE.name, attribute) for attribute in ("peak_mib", "step_seconds", "cpu_seconds")}
     for name in cases:
@@ -130,8 +130,8 @@ def lines(cases: Mapping[str, list[Measurement]], time: str = "cpu_seconds") -> 
             "of none": peak / none["peak_mib"],
             "claimed MiB": cases[name][0].claimed_bytes / MIB,
             "saved MiB": none["peak_mib"] - peak,
-            "s a step": seconds,
-            "CPU-s a step": cpu,
+            "s/step": seconds,
+            "CPU-s/step": cpu,
             "of none ": median(name, time) / none[time],
         }
 
@@ -180,17 +180,18 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--batch_size", type=int, default=16)
     parser.add_argument("--seq_len", type=int, default=256)
-    parser.add_argument("--steps", type=int, default=1, help="measured steps of each process")
-    parser.add_argument("--repeats", type=int, default=2, help="processes of each case")
-    parser.add_argument("--share", type=float, default=0.03, help="rows that claim less of the peak are left out")
+    parser.add_argument("--steps", type=int, default=1, help="measured steps per process")
+    parser.add_argument("--repeats", type=int, default=2, help="processes per case")
+    parser.add_argument(
+        "--share", type=float, default=0.03, help="leave out rows that claim a smaller share of the peak"
+    )
     parser.add_argument(
         "--time",
         choices=("cpu_seconds", "step_seconds"),
         default="cpu_seconds",
-        help="what the ratio of times is made of: processor time, which hardly depends on what else the machine does, "
-        "or wall time (on CUDA)",
+        help="time whose ratio is shown: CPU time, which hardly depends on other load, or wall time (on CUDA)",
     )
-    parser.add_argument("--docs", help="folder whose ort_claims.md and ort_claims.svg are renewed")
+    parser.add_argument("--docs", help="folder whose ort_claims.md and ort_claims.svg are updated")
     parser.add_argument("--json", help="file to write all measurements to")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

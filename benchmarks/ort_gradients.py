@@ -1,11 +1,11 @@
-"""What `--ort_mem_efficient_grad_mgmt` takes off the peak when gradients add up, each case in a fresh process.
+"""How far `--ort_mem_efficient_grad_mgmt` lowers the peak with gradient accumulation, each case in a fresh process.
 
     python benchmarks/ort_gradients.py
     python benchmarks/ort_gradients.py --accumulate 1
 
-A step is forward and backward of a RoBERTa with dropout 0.1 that classifies one sequence; gradients are dropped after
+A step is forward and backward of a RoBERTa with dropout 0.1 that classifies one sequence; gradients are reset after
 every `accumulate` steps. The peak is the exact resident peak over the steps after the first, which builds the graph.
-Needs the torch extensions, with which all cases train.
+All cases train with ORT's torch extensions, which must be built.
 """
 
 import argparse
@@ -27,12 +27,12 @@ CASES = {
 
 
 def measure(arguments: argparse.Namespace) -> dict:
-    """Run one case in this process; MiB and seconds of CPU time a step."""
+    """Run one case in this process; MiB and CPU seconds per step."""
     import torch
     from transformers import RobertaConfig, RobertaForSequenceClassification
 
     import optimum_memopt
-    from optimum_memopt.engines.ort import allocator
+    from optimum_memopt.memory import malloc
     from optimum_memopt.memory.peak_monitor import PeakMonitor
 
     torch.manual_seed(0)
@@ -42,7 +42,7 @@ def measure(arguments: argparse.Namespace) -> dict:
     batch["attention_mask"] = torch.ones_like(batch["input_ids"])
     options = CASES[arguments.case]
     if options is None:
-        allocator.give_back_freed_memory()
+        malloc.return_freed_memory()
     else:
         optimum_memopt.optimize(model, ort_fallback=False, memory_opt_log_level="warning", **options)
     monitor = PeakMonitor("cpu")
@@ -72,13 +72,13 @@ def main() -> None:
         command = [sys.executable, __file__, "--case", case, *(f"--{name}={vars(arguments)[name]}" for name in sizes)]
         run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         found.append(json.loads(run.stdout.splitlines()[-1]))
-    base = next(one for one in found if one["case"] == "none")
+    base = next(result for result in found if result["case"] == "none")
     rows = [
-        (one["case"], f"{one['peak']:.0f}", f"{one['peak'] / base['peak']:.2f}")
-        + (f"{one['seconds']:.1f}", f"{one['seconds'] / base['seconds']:.2f}")
-        for one in found
+        (result["case"], f"{result['peak']:.0f}", f"{result['peak'] / base['peak']:.2f}")
+        + (f"{result['seconds']:.1f}", f"{result['seconds'] / base['seconds']:.2f}")
+        for result in found
     ]
-    columns = ("case", "peak MiB", "of none", "CPU-s a step", "of none")
+    columns = ("case", "peak MiB", "of none", "CPU-s/step", "of none")
     print(tabulate(rows, headers=columns, tablefmt="github", disable_numparse=True))
 
 

@@ -1,4 +1,4 @@
-"""Peak resident memory and time a step of masked LM with the loss inside ONNX Runtime, each case in a fresh process.
+"""Peak resident memory and time per step of masked LM with the loss inside ONNX Runtime, each case in a fresh process.
 
     python benchmarks/ort_module_with_loss.py
     python benchmarks/ort_module_with_loss.py --cases ort "ort, loss inside" --density 0.3
@@ -32,14 +32,14 @@ CASES = {
 
 
 def measure(arguments: argparse.Namespace) -> dict:
-    """Run one case in this process; MiB and seconds of CPU time a step."""
+    """Run one case in this process; MiB and CPU seconds per step."""
     import torch
     import transformers
     from transformers.trainer_pt_utils import LabelSmoother
 
     import optimum_memopt
-    from optimum_memopt.engines.ort import allocator
     from optimum_memopt.engines.ort.module_with_loss import LabelSmoothing
+    from optimum_memopt.memory import malloc
     from optimum_memopt.memory.peak_monitor import MIB, PeakMonitor
 
     torch.manual_seed(0)
@@ -59,7 +59,7 @@ def measure(arguments: argparse.Namespace) -> dict:
     options = CASES[arguments.case]
     inside = bool(options and options.get("ort_module_with_loss"))
     if options is None:
-        allocator.give_back_freed_memory()
+        malloc.return_freed_memory()
     else:
         engine = optimum_memopt.optimize(model, ort_fallback=False, memory_opt_log_level="warning", **options)
         if inside and smoother is not None:
@@ -105,8 +105,8 @@ def main() -> None:
         found.append(json.loads(run.stdout.splitlines()[-1]))
         print(f"{case}: {found[-1]['peak']:.0f} MiB, {found[-1]['seconds']:.1f} s", file=sys.stderr)
     print(f"all logits of a step: {found[0]['logits']:.0f} MiB")
-    rows = [(one["case"], f"{one['peak']:.0f}", f"{one['seconds']:.1f}") for one in found]
-    print(tabulate(rows, headers=("case", "peak MiB", "CPU-s a step"), tablefmt="github", disable_numparse=True))
+    rows = [(result["case"], f"{result['peak']:.0f}", f"{result['seconds']:.1f}") for result in found]
+    print(tabulate(rows, headers=("case", "peak MiB", "CPU-s/step"), tablefmt="github", disable_numparse=True))
 
 
 if __name__ == "__main__":

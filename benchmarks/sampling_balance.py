@@ -1,11 +1,11 @@
-"""How even the ranks' shares are under each way to choose a Trainer's batches, on real text; nothing is trained.
+"""Load balance between ranks for each way to choose a Trainer's batches, on real text; nothing is trained.
 
     python benchmarks/sampling_balance.py
     python benchmarks/sampling_balance.py --world_sizes 16 --batch_size 32
 
-Lengths are those of the examples' packaged verse pairs, tokenized. For each number of ranks the batches of one epoch
-are made by Trainer's own samplers (and accelerate's sharding), and by `--group_by_complexity`. A step takes as long as
-its slowest rank, so `step` is the padded tokens of the slowest rank, averaged over the steps, against random order.
+Lengths are those of the examples' packaged verse pairs, tokenized. For each number of ranks Trainer's own samplers
+(with accelerate's sharding) and `--group_by_complexity` choose the batches of one epoch. A step takes as long as its
+slowest rank, so `step` is the padded tokens of the slowest rank, averaged over the steps, relative to random order.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def verse_lengths(seed: int) -> np.ndarray:
 
 
 def strategies(lengths: np.ndarray, size: int, world: int, accumulation: int) -> dict[str, list[list[list[int]]]]:
-    """For each way the batches of each rank, shape (ranks, steps, samples)."""
+    """The batches of each rank for each way, shape (ranks, steps, samples)."""
     random = RandomSampler(lengths, generator=torch.Generator().manual_seed(0))
     by_length = LengthGroupedSampler(
         size * accumulation, lengths=lengths.tolist(), generator=torch.Generator().manual_seed(0)
@@ -57,7 +57,7 @@ def strategies(lengths: np.ndarray, size: int, world: int, accumulation: int) ->
 
 
 def describe(ranks: list[list[list[int]]], lengths: np.ndarray) -> dict[str, float]:
-    """The columns of the table, of one way."""
+    """One row of the table."""
     tokens = np.array([[lengths[batch].sum() for batch in rank] for rank in ranks])
     padded = np.array([[lengths[batch].max() * len(batch) for batch in rank] for rank in ranks])
     samples = [len(batch) for rank in ranks for batch in rank]

@@ -1,4 +1,4 @@
-"""What benchmarks share: the models, and how numbers get into a page of the documentation."""
+"""Shared by the benchmarks: models, and tables in pages of the documentation."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,7 +25,7 @@ def make_config(name: str, hidden: int, layers: int) -> Any:
         "num_attention_heads": hidden // 64,
         "intermediate_size": 4 * hidden,
         "max_position_embeddings": 514,
-        # Else they look into their labels: stock torch.compile would split DeBERTa, and compile RoBERTa twice.
+        # Else they look into their labels: stock torch.compile would break DeBERTa's graph, and compile RoBERTa twice.
         "problem_type": "single_label_classification",
     }
     if name == "roberta":
@@ -39,7 +39,7 @@ def to_markdown(rows: list[dict[str, Any]], decimals: Mapping[str, int]) -> str:
     """A table of rows with equal keys.
 
     Args:
-        decimals: of the numbers in a column, 0 where it is not named.
+        decimals: digits after the point by column; 0 by default.
     """
     shown = [
         {key: value if isinstance(value, str) else f"{value:.{decimals.get(key, 0)}f}" for key, value in row.items()}
@@ -49,8 +49,8 @@ def to_markdown(rows: list[dict[str, Any]], decimals: Mapping[str, int]) -> str:
 
 
 def fill(page: Path, sections: Mapping[str, str]) -> None:
-    """Put each text between the markers of its name in a page, `<!-- NAME: begin -->` and `<!-- NAME: end -->`; those
-    without markers are left out."""
+    """Write each text between the markers of its name in a page, `<!-- NAME: begin -->` and `<!-- NAME: end -->`; skip
+    those without markers."""
     text = page.read_text(encoding="utf-8")
     for name, inside in sections.items():
         begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->"
@@ -61,7 +61,7 @@ def fill(page: Path, sections: Mapping[str, str]) -> None:
 
 
 def pyplot(salt: str) -> Any:
-    """matplotlib's, for svg files with text as text, which are the same for the same numbers.
+    """matplotlib.pyplot, set up for reproducible svg files with text as text.
 
     Args:
         salt: of the ids in the file.

@@ -1,4 +1,4 @@
-"""`optimum-cli memopt plan`: the plan table of a model, and with `--measure` what its rows really save.
+"""`optimum-cli memopt plan`: the plan table of a model, and with `--measure` the measured saving of each row.
 
 Nothing heavy is imported before `run()`: optimum imports this module whenever any of its commands starts.
 """
@@ -14,10 +14,10 @@ from typing import Any
 from optimum.commands.base import BaseOptimumCLICommand
 
 _DESCRIPTION = (
-    "Shows the memory plans of a model, from its config alone. With the ort engine or --measure: trains it with "
-    "random weights for a few steps on made-up data, in a process of its own; a step is forward and backward, an "
-    "optimizer's states come on top, the same for every plan. With the compile engine: traces it without running it, "
-    "and predicts the peak of a step with AdamW."
+    "Shows the memory plans of a model, given its config. The compile engine traces the model without running it and "
+    "predicts the peak of a step with AdamW. With the ort engine or --measure a new process trains the model for a "
+    "few steps, with random weights and random data; there a step is forward and backward, and an optimizer's states "
+    "come on top, the same for every plan."
 )
 
 
@@ -26,29 +26,32 @@ class PlanCommand(BaseOptimumCLICommand):
     def parse_args(parser: ArgumentParser) -> None:
         parser.description = _DESCRIPTION
         parser.add_argument(
-            "--model", required=True, help="A folder with a config.json, such a file, or a name on the hub."
+            "--model", required=True, help="Folder with a config.json, path of a config file, or name on the hub."
         )
         parser.add_argument("--task", required=True, help="text-classification, fill-mask, text-generation, …")
-        parser.add_argument("--batch_size", type=int, default=8, help="Rows a step (default: 8).")
-        parser.add_argument("--seq_len", type=int, default=128, help="Tokens a row, no padding (default: 128).")
+        parser.add_argument("--batch_size", type=int, default=8, help="Rows per step (default: 8).")
+        parser.add_argument("--seq_len", type=int, default=128, help="Tokens per row, without padding (default: 128).")
         parser.add_argument("--engine", default="auto", help="auto (default), ort or compile.")
         parser.add_argument(
             "--symbolic",
             action="store_true",
-            help="compile engine: savings as formulas in batch size and length; takes several times as long.",
+            help="compile engine: show savings as formulas in batch size and sequence length; several times slower.",
         )
-        parser.add_argument("--config", help="Plans to turn on, as in --memory_opt_config.")
-        parser.add_argument("--level", type=int, default=0, help="As in --memory_opt_level.")
+        parser.add_argument("--config", help="Plans to turn on, as --memory_opt_config takes them.")
+        parser.add_argument("--level", type=int, default=0, help="As --memory_opt_level takes it.")
         parser.add_argument(
             "--measure",
             action="store_true",
-            help="Measure no plan, each row and both levels, each in a fresh process, and search for the rows with "
-            "the lowest peak. Takes minutes: a process needs 10 to 30 seconds.",
+            help="Measure no plan, each row and both levels, each in a fresh process, and search for the set of rows "
+            "with the lowest peak. Takes minutes: 10 to 30 seconds per process.",
         )
-        parser.add_argument("--steps", type=int, help="Measured steps after the first (default: 2).")
-        parser.add_argument("--max_runs", type=int, help="Processes at most with --measure (default: 60).")
         parser.add_argument(
-            "--output", help="Write the plans that are on, or found, as a JSON list for --memory_opt_config."
+            "--steps", type=int, help="Steps to measure, after a first one that compiles (default: 2)."
+        )
+        parser.add_argument("--max_runs", type=int, help="With --measure: most processes to start (default: 60).")
+        parser.add_argument(
+            "--output",
+            help="Write the plans that are on, or the best ones measured, as a JSON list for --memory_opt_config.",
         )
         parser.add_argument("--json", action="store_true", help="Print JSON instead of tables.")
 
@@ -65,7 +68,7 @@ class PlanCommand(BaseOptimumCLICommand):
 
 
 def _case(args: Any) -> Any:
-    """What to measure, everything checked that needs no model.
+    """What to measure; checks everything that needs no model.
 
     Raises:
         MemOptError: one line.
@@ -121,9 +124,9 @@ def _table(args: Any) -> tuple[dict[str, Any], str, str]:
     case = _case(args)
     (name, *_), _ = choose_engines(args.engine)
     if factory(name).predicts:
-        return _foreseen(case, name, args.symbolic)
+        return _estimated(case, name, args.symbolic)
     found = spawn(case)
-    _say_once(found.remarks)
+    _log_once(found.remarks)
     report = {
         "table": asdict(found.table),
         "peak_mib": found.peak_mib,
@@ -134,7 +137,7 @@ def _table(args: Any) -> tuple[dict[str, Any], str, str]:
     return report, f"{found.table.to_text()}\n{line}", ",".join(sorted(found.applied))
 
 
-def _foreseen(case: Any, engine: str, symbolic: bool) -> tuple[dict[str, Any], str, str]:
+def _estimated(case: Any, engine: str, symbolic: bool) -> tuple[dict[str, Any], str, str]:
     from optimum_memopt.engines.base import Selection, factory
     from optimum_memopt.options import MemOptOptions
 
@@ -145,28 +148,28 @@ def _foreseen(case: Any, engine: str, symbolic: bool) -> tuple[dict[str, Any], s
 
 
 def _measured(args: Any) -> tuple[dict[str, Any], str, str]:
-    """The study: report, text, and the winner's config."""
+    """A sweep over plans: report, text, and the winner's config."""
     from dataclasses import replace
 
     from tqdm import tqdm
 
-    from optimum_memopt.measure.sweep import study
+    from optimum_memopt.measure.sweep import sweep
 
     case = _case(args)
     case = replace(case, options={"memory_opt_engine": args.engine})
     max_runs = args.max_runs or 60
     with tqdm(total=max_runs, unit="run", desc="measuring", file=sys.stderr) as bar:
 
-        def say(name: str) -> None:
+        def show(name: str) -> None:
             bar.set_postfix_str(name)
             bar.update()
 
-        found = study(case, args.config, max_runs, say)
-    _say_once(remark for trial in found.trials if trial.measurement for remark in trial.measurement.remarks)
+        found = sweep(case, args.config, max_runs, show)
+    _log_once(remark for run in found.runs if run.measurement for remark in run.measurement.remarks)
     return found.to_dict(), found.to_text(), ",".join(sorted(found.winner.measurement.applied))
 
 
-def _say_once(remarks: Any) -> None:
+def _log_once(remarks: Any) -> None:
     from optimum_memopt.logs import get_logger
 
     for remark in dict.fromkeys(remarks):

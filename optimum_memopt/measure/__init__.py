@@ -1,1 +1,1 @@
-"""What a plan really saves: training steps in fresh processes, and a search over plans by what they measure."""
+"""Plans measured: training steps in fresh processes, and a search for the plan with the lowest measured peak."""

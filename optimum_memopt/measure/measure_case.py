@@ -1,9 +1,9 @@
-"""One measurement: a few training steps of one case in a process of its own, peak and time as JSON.
+"""One measurement: a few training steps of one case in a process of its own; peak and time as JSON.
 
     python -m optimum_memopt.measure.measure_case < case.json
 
-A step is forward and backward: an optimizer's states come on top, the same for every case. The first step builds the
-engine's graph and is not measured.
+A step is forward and backward; an optimizer's states come on top, the same for every case. The first step compiles
+the model and is not measured.
 """
 
 import contextlib
@@ -31,16 +31,16 @@ _REMARK = "[memopt] "
 
 @dataclass(frozen=True)
 class Case:
-    """What one process measures.
+    """What one process trains.
 
     Attributes:
         workload: model and batch.
         options: fields of `MemOptOptions`; None trains with plain PyTorch.
         activation_checkpointing: PyTorch's own.
-        tuned_malloc: freed blocks go back to the system, as the ort engine asks of malloc; False: glibc's defaults.
+        tuned_malloc: malloc returns freed blocks to the system, as the engines set it up; False: glibc's defaults.
         steps: measured steps after the first.
-        bf16: forwards run under autocast to bfloat16, as Trainer's `--bf16` has them.
-        optimizer: steps end with that of Trainer's default, a fused AdamW.
+        bf16: forwards run under autocast to bfloat16, as with Trainer's `--bf16`.
+        optimizer: each step ends with one of a fused AdamW, Trainer's default.
     """
 
     workload: Workload
@@ -52,7 +52,7 @@ class Case:
     optimizer: bool = False
 
     def prepare(self, model: "torch.nn.Module") -> None:
-        """What is done to the model on its device before an engine gets it; for other baselines to add to."""
+        """Change the model, on its device, before an engine is attached; a hook for baselines."""
         if self.activation_checkpointing:
             model.gradient_checkpointing_enable()
 
@@ -67,15 +67,15 @@ class Case:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What a case took.
+    """Memory and time of a case.
 
     Attributes:
-        peak_mib: the most memory held over the measured steps: resident on the CPU; on CUDA torch's allocator and what
-            others in this process took beside it.
+        peak_mib: peak memory of the measured steps: resident on the CPU; on CUDA allocated by torch, plus what other
+            libraries in this process took.
         held_mib: of that, what is held between steps: weights, the optimizer's states, libraries.
         step_seconds: wall time of a step, median.
-        cpu_seconds: processor time of a step, median; unlike wall time it stays about the same on a busy machine.
-        method: `exact`, or `sampled` where the system cannot reset the mark of resident memory.
+        cpu_seconds: CPU time of a step, median; on a busy machine it varies less than wall time.
+        method: `exact`, or `sampled` where the system cannot reset the high-water mark of resident memory.
         table: the engine's plan table, None for plain PyTorch.
         remarks: what the package logged.
     """
@@ -90,7 +90,7 @@ class Measurement:
 
     @property
     def activations_mib(self) -> float:
-        """The peak over what is held between steps: activations, gradients and what operators take for themselves."""
+        """The peak over what is held between steps: activations, gradients and workspaces."""
         return self.peak_mib - self.held_mib
 
     @property
@@ -114,7 +114,7 @@ class Measurement:
 
 
 def measure(case: Case) -> Measurement:
-    """Run the case in this process, which should have done nothing before.
+    """Run the case in this process, which should be fresh.
 
     Raises:
         MemOptError: the model cannot be built, or the engine cannot train it so.
@@ -133,7 +133,7 @@ def measure(case: Case) -> Measurement:
     batch = {name: tensor.to(device) for name, tensor in batch.items()}
     case.prepare(model)
     if not case.tuned_malloc:
-        # glibc reads this at the start only; now it says no more than that malloc is not the engine's business.
+        # glibc reads this at start-up only; set now, it just keeps the engine from changing malloc's settings.
         os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(128 * 1024))
     engine = None
     if case.options is not None:
@@ -141,17 +141,17 @@ def measure(case: Case) -> Measurement:
         own = {} if name == AUTO else factory(name).options_to_measure
         engine = optimum_memopt.optimize(model, **{"memory_opt_log_level": "warning", **own, **case.options})
     if case.tuned_malloc and engine is None:
-        malloc.give_back_freed_memory()
+        malloc.return_freed_memory()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True) if case.optimizer else None
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=case.bf16)
     _step(model, batch, autocast, optimizer)
     monitor = PeakMonitor(device)
     monitor.start_run()
-    # As nothing has run since, the peak so far is what is held.
+    # Nothing has run since, so the peak so far is what is held.
     held = monitor.run_peak
     times = [_step(model, batch, autocast, optimizer) for _ in range(case.steps)]
     return Measurement(
-        peak_mib=monitor.run_peak + _beside_torch_mib(device, occupied),
+        peak_mib=monitor.run_peak + _outside_torch_mib(device, occupied),
         step_seconds=statistics.median(wall for wall, _ in times),
         cpu_seconds=statistics.median(cpu for _, cpu in times),
         method=monitor.method,
@@ -166,7 +166,7 @@ def _step(
     autocast: contextlib.AbstractContextManager,
     optimizer: "torch.optim.Optimizer | None",
 ) -> tuple[float, float]:
-    """Forward, backward and what `optimizer` does; wall and processor seconds."""
+    """Forward, backward and the step of `optimizer`; wall and CPU seconds."""
     wall, cpu = time.perf_counter(), time.process_time()
     with autocast:
         loss = model(**batch).loss
@@ -187,9 +187,9 @@ def _occupied_mib(device: "torch.device") -> float:
     return (total - free) / 2**20
 
 
-def _beside_torch_mib(device: "torch.device", before: float) -> float:
-    """What the process took of the GPU without asking torch's allocator. ONNX Runtime has an arena of its own, which
-    never shrinks: what it holds at the end is the most it held."""
+def _outside_torch_mib(device: "torch.device", before: float) -> float:
+    """GPU memory that the process took outside of torch's allocator. ONNX Runtime has an arena of its own, which never
+    shrinks: what it holds at the end is its peak."""
     import torch
 
     if device.type != "cuda":
@@ -204,7 +204,7 @@ def spawn(case: Case, program: Sequence[str] = ("-m", "optimum_memopt.measure.me
         program: what Python runs; it calls `main` with the case's class.
 
     Raises:
-        MemOptError: the process ended without a result; the message is its error's last line.
+        MemOptError: the process failed; the message is the last line of its error.
     """
     done = subprocess.run([sys.executable, *program], input=case.to_json(), capture_output=True, text=True)
     if done.returncode != 0:
@@ -217,10 +217,10 @@ def spawn(case: Case, program: Sequence[str] = ("-m", "optimum_memopt.measure.me
 def _reason(returncode: int, stderr: str) -> str:
     if returncode < 0:
         name = signal.Signals(-returncode).name
-        hint = ", probably for want of memory" if -returncode == signal.SIGKILL else ""
-        return f"the measuring process was ended by {name}{hint}"
+        hint = ", probably out of memory" if -returncode == signal.SIGKILL else ""
+        return f"the measured process was killed by {name}{hint}"
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-    return lines[-1].removeprefix("error: ") if lines else f"the measuring process ended with exit code {returncode}"
+    return lines[-1].removeprefix("error: ") if lines else f"the measured process failed with exit code {returncode}"
 
 
 def main(kind: type[Case] = Case) -> None:

@@ -1,8 +1,8 @@
-"""Which rows, turned on together, have the lowest measured peak. Pure: how a set is measured is the caller's business.
+"""Finds the set of rows with the lowest measured peak. Pure: the caller measures a set.
 
-Savings do not add up: one row's recompute may need what another row drops, or keep alive what it reads. So the search
-measures sets. It goes down from sets that are known to be good (a row that only helps among others is in there) and
-then up again, until no single row taken out or put in makes it better.
+Savings do not add up: one row's recompute may read what another row drops, or keep it alive. So the search measures
+sets. It starts from sets that are known to be good (which hold rows that only help together), removes rows, then adds
+rows, until changing any single row makes it no better.
 """
 
 import math
@@ -20,7 +20,7 @@ TIME_TOLERANCE = 0.05
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a set of rows measured: peak (any unit, infinite when it failed) and seconds a step."""
+    """The measurement of a set of rows: peak (any unit, infinite when it failed) and seconds per step."""
 
     peak: float
     seconds: float
@@ -35,13 +35,13 @@ class Search:
 
     Args:
         rows: what may be turned on, as rows of the plan table.
-        measure: starts a measurement; called once for a set.
-        budget: how many measurements it may start.
+        measure: measures a set; called once for each.
+        budget: most measurements that it may start.
         known: sets that are measured already.
 
     Attributes:
         known: every set measured so far.
-        complete: False when the budget ended the search.
+        complete: False when the search ran out of budget.
     """
 
     rows: Sequence[Rows]
@@ -55,10 +55,10 @@ class Search:
         those that are as fast within `TIME_TOLERANCE`, the smallest.
 
         Args:
-            starts: sets to begin with, beside those in `known`.
+            starts: sets to begin with, in addition to those in `known`.
 
         Raises:
-            ValueError: there is nothing to choose from: no start, nothing known.
+            ValueError: no start, and nothing known.
         """
         for start in starts:
             self._outcome(start)
@@ -72,7 +72,7 @@ class Search:
                 return self._choose()
 
     def _down(self, current: Rows) -> Rows:
-        """Without each row that is not missed: taking it out saves its recompute."""
+        """Remove each row that does not lower the peak, since its recompute takes time."""
         for row in self._least_helpful_first():
             fewer = without_row(current, row, self.rows)
             if fewer != current and self._outcome(fewer).peak <= self._lowest() * (1 + PEAK_TOLERANCE):
@@ -80,7 +80,7 @@ class Search:
         return current
 
     def _up(self, current: Rows) -> Rows:
-        """With each row that lowers the peak further."""
+        """Add each row that lowers the peak further."""
         for row in reversed(self._least_helpful_first()):
             more = with_row(current, row)
             if more != current and self._outcome(more).peak < self.known[current].peak * (1 - PEAK_TOLERANCE):
@@ -112,13 +112,13 @@ class Search:
 
 
 def with_row(current: Rows, row: Rows) -> Rows:
-    """`current` with a row on; ONNX Runtime takes one strategy for an id, so the row's replaces another."""
+    """`current` with a row on; an id has one strategy, so the row's replaces another."""
     ids = {_cluster_id(part) for part in row}
     return frozenset(part for part in current if _cluster_id(part) not in ids) | row
 
 
 def without_row(current: Rows, row: Rows, rows: Iterable[Rows]) -> Rows:
-    """`current` with a row off, and what saves together with it; the rest of the rows that are on stays complete."""
+    """`current` with a row off, along with parts that only it needs; other rows that are on stay complete."""
     on = [other for other in rows if other <= current]
     return NOTHING.union(*(other for other in on if not row <= other)) if row in on else current
 

@@ -1,4 +1,5 @@
-"""`memopt plan --measure`: no plan, each row alone, the levels, and then the set of rows with the lowest peak."""
+"""`memopt plan --measure`: runs no plan, both levels and each row alone, then searches for the set of rows with the
+lowest peak."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -11,13 +12,13 @@ from optimum_memopt.measure.measure_case import Case, Measurement, spawn
 from optimum_memopt.measure.search import FAILED, NOTHING, PEAK_TOLERANCE, Outcome, Rows, Search
 from optimum_memopt.plans.table import PlanTable
 
-# A row that claims less of the peak cannot be told from noise, so no process is started for it.
+# A row that claims a smaller part of the peak is within the noise, so no process is started for it.
 SMALLEST_CLAIM = 0.001
 _MIB = 2**20
 
 
 @dataclass(frozen=True)
-class Trial:
+class Run:
     """One measured case; `measurement` is None and `error` says why where its process failed."""
 
     name: str
@@ -25,37 +26,43 @@ class Trial:
     measurement: Measurement | None
     error: str = ""
 
+    @property
+    def outcome(self) -> Outcome:
+        """Peak and time as the search compares them."""
+        found = self.measurement
+        return FAILED if found is None else Outcome(found.peak_mib, found.step_seconds)
+
 
 @dataclass(frozen=True)
-class Study:
+class Sweep:
     """What was measured.
 
     Attributes:
-        trials: in the order they ran; the first is the one without a plan.
+        runs: in order; the first is the one without a plan.
         table: the rows of the graph, with a measured column.
-        winner: one of the trials, with the lowest peak.
-        complete: False when the search was ended by the number of process starts allowed.
+        winner: one of the runs, with the lowest peak.
+        complete: False when the search reached the number of processes allowed.
     """
 
-    trials: tuple[Trial, ...]
+    runs: tuple[Run, ...]
     table: PlanTable
-    winner: Trial
+    winner: Run
     complete: bool
 
     @property
-    def none(self) -> Measurement:
-        return self.trials[0].measurement
+    def no_plan(self) -> Measurement:
+        return self.runs[0].measurement
 
-    def saving_bytes(self, trial: Trial) -> int | None:
-        """What a trial took off the peak without a plan; None where it failed."""
-        return _saving_bytes(self.trials[0], trial)
+    def saving_bytes(self, run: Run) -> int | None:
+        """How far a run's peak is below the one without a plan; None where it failed."""
+        return _saving_bytes(self.runs[0], run)
 
     def to_text(self) -> str:
         """Both tables, what failed, and the winner as an option to paste."""
-        shown = [trial for trial in self.trials if trial.name != _SET or trial is self.winner]
-        cells = [self._cells(trial) for trial in shown]
-        errors = [f"failed: {trial.name}: {trial.error}" for trial in self.trials if trial.error]
-        how = "every row was tried" if self.complete else "not finished: give it more with --max_runs"
+        shown = [run for run in self.runs if run.name != _SET or run is self.winner]
+        cells = [self._cells(run) for run in shown]
+        errors = [f"failed: {run.name}: {run.error}" for run in self.runs if run.error]
+        how = "search complete" if self.complete else "search not finished: raise --max_runs"
         return "\n".join(
             [
                 self.table.to_text(),
@@ -63,8 +70,8 @@ class Study:
                 tabulate(cells, headers="keys", tablefmt="simple", disable_numparse=True),
                 *errors,
                 "",
-                f"Lowest of {len(self.trials)} measured cases ({how}): {self.winner.measurement.peak_mib:.1f} MiB, "
-                f"{self.winner.measurement.peak_mib / self.none.peak_mib:.2f} of no plan, with",
+                f"Lowest peak of {len(self.runs)} runs ({how}): {self.winner.measurement.peak_mib:.1f} MiB, "
+                f"{self.winner.measurement.peak_mib / self.no_plan.peak_mib:.2f} of no plan, with",
                 _flag(self.winner.options),
             ]
         )
@@ -74,31 +81,31 @@ class Study:
             "table": asdict(self.table),
             "cases": [
                 {
-                    "name": trial.name,
-                    **trial.options,
-                    **_numbers(trial.measurement),
-                    "measured_saving_bytes": self.saving_bytes(trial),
-                    "error": trial.error,
+                    "name": run.name,
+                    **run.options,
+                    **_numbers(run.measurement),
+                    "measured_saving_bytes": self.saving_bytes(run),
+                    "error": run.error,
                 }
-                for trial in self.trials
+                for run in self.runs
             ],
             "complete": self.complete,
             "winner": {**self.winner.options, **_numbers(self.winner.measurement)},
         }
 
-    def _cells(self, trial: Trial) -> dict[str, str]:
-        name = "lowest found" if trial.name == _SET else trial.name
-        found, none = trial.measurement, self.none
+    def _cells(self, run: Run) -> dict[str, str]:
+        name = "best set" if run.name == _SET else run.name
+        found, no_plan = run.measurement, self.no_plan
         if found is None:
             return {"Case": name, "Peak(MiB)": "failed"}
         return {
             "Case": name,
             "Peak(MiB)": f"{found.peak_mib:.1f}",
-            "of none": f"{found.peak_mib / none.peak_mib:.2f}",
+            "vs no plan": f"{found.peak_mib / no_plan.peak_mib:.2f}",
             "Claimed(Bytes)": f"{found.claimed_bytes:,}",
-            "Measured(Bytes)": f"{self.saving_bytes(trial):,}",
+            "Measured(Bytes)": f"{self.saving_bytes(run):,}",
             "s/step": f"{found.step_seconds:.3f}",
-            "of none ": f"{found.step_seconds / none.step_seconds:.2f}",
+            "vs no plan ": f"{found.step_seconds / no_plan.step_seconds:.2f}",
         }
 
 
@@ -122,95 +129,95 @@ def _flag(options: Mapping[str, Any]) -> str:
         return f'--memory_opt_config "{config}"'
     if level := options.get("memory_opt_level"):
         return f"--memory_opt_level {level}"
-    return "no plan: every one of them raises the peak or leaves it as it is"
+    return "no plan: none of them lowers the peak"
 
 
 @dataclass
 class _Runner:
-    """Starts processes and keeps what they say."""
+    """Starts one process for each case and keeps the results."""
 
     case: Case
     budget: int
-    say: Callable[[str], None]
-    probe: Callable[[Case], Measurement]
-    trials: list[Trial] = field(default_factory=list)
+    on_start: Callable[[str], None]
+    measure: Callable[[Case], Measurement]
+    runs: list[Run] = field(default_factory=list)
 
-    def __call__(self, name: str, options: Mapping[str, Any], label: str = "") -> Trial:
-        self.say(label or name)
+    def __call__(self, name: str, options: Mapping[str, Any], label: str = "") -> Run:
+        self.on_start(label or name)
         case = replace(self.case, options={**self.case.options, **options})
         try:
-            trial = Trial(name, options, self.probe(case))
+            run = Run(name, options, self.measure(case))
         except MemOptError as error:
-            trial = Trial(name, options, None, str(error))
-        self.trials.append(trial)
-        return trial
+            run = Run(name, options, None, str(error))
+        self.runs.append(run)
+        return run
 
     @property
     def left(self) -> int:
-        return self.budget - len(self.trials)
+        return self.budget - len(self.runs)
 
 
-def study(
+def sweep(
     case: Case,
     config: str | None = None,
     budget: int = 60,
-    say: Callable[[str], None] = lambda name: None,
-    probe: Callable[[Case], Measurement] = spawn,
-) -> Study:
+    on_start: Callable[[str], None] = lambda name: None,
+    measure: Callable[[Case], Measurement] = spawn,
+) -> Sweep:
     """Measure and search.
 
     Args:
         case: with options that hold neither config nor level.
-        config: a user's config, measured as well and one of the sets that the search starts from.
-        budget: process starts at most.
-        say: is told what is measured next.
-        probe: measures one case.
+        config: a user's config, which is measured and is one of the sets that the search starts from.
+        budget: most processes that may be started.
+        on_start: called with the name of each run before it starts.
+        measure: measures one case.
 
     Raises:
         MemOptError: the model cannot be trained without a plan, or the user's config cannot be applied.
     """
-    run = _Runner(case, budget, say, probe)
-    none = run("no plan", {})
-    if none.measurement is None:
-        raise MemOptError(none.error)
-    table, peak_bytes = none.measurement.table, none.measurement.peak_mib * _MIB
-    tried: dict[Rows, Trial] = {NOTHING: none}
+    runner = _Runner(case, budget, on_start, measure)
+    no_plan = runner("no plan", {})
+    if no_plan.measurement is None:
+        raise MemOptError(no_plan.error)
+    table, peak_bytes = no_plan.measurement.table, no_plan.measurement.peak_mib * _MIB
+    measured: dict[Rows, Run] = {NOTHING: no_plan}
     if config is not None:
-        own = run("config", {"memory_opt_config": config})
+        own = runner("config", {"memory_opt_config": config})
         if own.measurement is None:
             raise MemOptError(own.error)
-        tried[own.measurement.applied] = own
-    levels = [run(f"level {level}", {"memory_opt_level": level}) for level in (1, 2) if run.left > 0]
+        measured[own.measurement.applied] = own
+    levels = [runner(f"level {level}", {"memory_opt_level": level}) for level in (1, 2) if runner.left > 0]
     rows = [
         frozenset(plan.config.split(","))
         for plan in table.plans
         if plan.saving_bytes is None or plan.saving_bytes >= SMALLEST_CLAIM * peak_bytes
     ]
     for row in rows:
-        if run.left > 0 and row not in tried:
-            tried[row] = run(_joined(row), _options(row))
+        if runner.left > 0 and row not in measured:
+            measured[row] = runner(_joined(row), _options(row))
 
-    def measure(parts: Rows) -> Outcome:
+    def measure_set(parts: Rows) -> Outcome:
         count = sum(row <= parts for row in rows)
-        tried[parts] = run(_SET, _options(parts), f"{count} of {len(rows)} rows")
-        return _outcome(tried[parts])
+        measured[parts] = runner(_SET, _options(parts), f"{count} of {len(rows)} rows")
+        return measured[parts].outcome
 
-    search = Search(rows, measure, run.left, {parts: _outcome(trial) for parts, trial in tried.items()})
-    helpful = [row for row in rows if row in tried and _outcome(tried[row]).peak < none.measurement.peak_mib]
+    search = Search(rows, measure_set, runner.left, {parts: run.outcome for parts, run in measured.items()})
+    helpful = [row for row in rows if row in measured and measured[row].outcome.peak < no_plan.measurement.peak_mib]
     of_levels = [level.measurement.applied for level in levels if level.measurement is not None]
     starts = [frozenset().union(*(row for row in rows if row <= applied)) for applied in of_levels]
-    best = tried[search.run([*starts, frozenset().union(*helpful)])]
+    best = measured[search.run([*starts, frozenset().union(*helpful)])]
     # A level looks for rows inside each layer: where it finds others than a config can name, it may go lower.
-    lower = [level for level in levels if _outcome(level).peak < _outcome(best).peak * (1 - PEAK_TOLERANCE)]
-    winner = min(lower, key=lambda level: _outcome(level).peak, default=best)
-    savings = {_joined(row): _saving_bytes(none, tried[row]) for row in rows if row in tried}
-    return Study(tuple(run.trials), table.with_measured(savings), winner, search.complete)
+    lower = [level for level in levels if level.outcome.peak < best.outcome.peak * (1 - PEAK_TOLERANCE)]
+    winner = min(lower, key=lambda level: level.outcome.peak, default=best)
+    savings = {_joined(row): _saving_bytes(no_plan, measured[row]) for row in rows if row in measured}
+    return Sweep(tuple(runner.runs), table.with_measured(savings), winner, search.complete)
 
 
-def _saving_bytes(none: Trial, trial: Trial) -> int | None:
-    if trial.measurement is None:
+def _saving_bytes(no_plan: Run, run: Run) -> int | None:
+    if run.measurement is None:
         return None
-    return round((none.measurement.peak_mib - trial.measurement.peak_mib) * _MIB)
+    return round((no_plan.measurement.peak_mib - run.measurement.peak_mib) * _MIB)
 
 
 def _joined(parts: Rows) -> str:
@@ -219,8 +226,3 @@ def _joined(parts: Rows) -> str:
 
 def _options(parts: Rows) -> dict[str, Any]:
     return {"memory_opt_config": _joined(parts)} if parts else {}
-
-
-def _outcome(trial: Trial) -> Outcome:
-    found = trial.measurement
-    return FAILED if found is None else Outcome(found.peak_mib, found.step_seconds)

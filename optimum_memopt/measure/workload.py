@@ -1,4 +1,4 @@
-"""A model from its config alone, and a batch for it: what a measurement trains."""
+"""What is measured or estimated: a model built from its config, and a batch for it."""
 
 import contextlib
 import difflib
@@ -24,9 +24,9 @@ TASKS = {
     "image-classification": "AutoModelForImageClassification",
 }
 
-# Where torch's operators begin to count in more than 32 bits, and more than anybody trains on at once.
+# Beyond it torch's operators index with more than 32 bits; far more than one step trains on.
 _MOST_TOKENS = 2**31
-# Several times what the largest models have that can be traced; they are built one by one, in a minute or so.
+# Several times what the largest models that can be traced have; building as many takes about a minute.
 _MOST_MODULES = 20_000
 
 
@@ -37,8 +37,8 @@ class Workload:
     Attributes:
         model: a folder with a config.json, the path of one, or a name on the hub. Weights are not read.
         task: a key of `TASKS`.
-        batch_size: rows a step.
-        seq_len: tokens a row, none of them padding; images have the size of their config.
+        batch_size: rows per step.
+        seq_len: tokens per row, without padding; images have the size of their config.
     """
 
     model: str
@@ -47,7 +47,7 @@ class Workload:
     seq_len: int = 128
 
     def check(self) -> None:
-        """Find what is wrong before anything heavy is imported.
+        """Check the arguments without importing anything heavy.
 
         Raises:
             MemOptError: an unknown task, no such folder or file, sizes below 1.
@@ -76,13 +76,13 @@ class Workload:
         """The model's config.
 
         Raises:
-            MemOptError: neither a file nor the hub has one that transformers understands.
+            MemOptError: neither a file nor the hub has a config that transformers can read.
         """
         from transformers import AutoConfig
 
         try:
             return AutoConfig.from_pretrained(self.model)
-        # A file may hold anything, and transformers checks a part of it only (5.23: `null` is a TypeError).
+        # A file may hold anything, and transformers validates only a part of it (5.23: `null` is a TypeError).
         except Exception as error:
             where = (
                 "" if os.path.exists(self.model) else "neither a folder nor a file here, and no config from the hub: "
@@ -90,10 +90,10 @@ class Workload:
             raise MemOptError(f"--model {path_excerpt(self.model)}: {where}{_reason(error)}") from error
 
     def build(self) -> tuple["torch.nn.Module", dict[str, "torch.Tensor"]]:
-        """A model with random weights in training mode and a batch with labels, the same at every call.
+        """A model with random weights in training mode and a batch with labels, deterministic.
 
         Raises:
-            MemOptError: the config is not one for this task, or the rows are longer than it allows.
+            MemOptError: the config does not fit the task, or the sequences are longer than it allows.
         """
         import torch
         import transformers
@@ -109,7 +109,7 @@ class Workload:
             return model.train(), self._batch(config)
         except MemOptError as error:
             raise MemOptError(f"--model {path_excerpt(self.model)}: {error}") from error
-        # Numbers of a config that do not go together end in whatever a model's code makes of them.
+        # A config whose numbers contradict each other fails anywhere in the model's code.
         except Exception as error:
             line = f"--model {path_excerpt(self.model)}: no model can be built from its config: {_reason(error)}"
             if "Unrecognized configuration class" in str(error):
@@ -138,7 +138,7 @@ class Workload:
 
 @contextlib.contextmanager
 def _at_most(modules: int) -> Iterator[None]:
-    """Refuse a model of more modules while it is built, since that may take hours.
+    """Refuse a model with more modules while it is built, which may take hours.
 
     Raises:
         MemOptError: from within.
@@ -151,7 +151,7 @@ def _at_most(modules: int) -> Iterator[None]:
         nonlocal count
         count += 1
         if count > modules:
-            raise MemOptError(f"its config asks for more than {modules:,} modules, which is more than is tried")
+            raise MemOptError(f"its config asks for more than {modules:,} modules; larger models are not measured")
 
     handle = register_module_module_registration_hook(registered)
     try:
@@ -161,13 +161,13 @@ def _at_most(modules: int) -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    """An error in one line that is not too long."""
+    """An error in one short line."""
     kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
     return kind + excerpt(" ".join(str(error).split()), longest=300)
 
 
 def _tokens(config: Any, rows: int, length: int) -> "torch.Tensor":
-    """Ids that are never padding, which position ids and masks treat differently."""
+    """Ids without padding, which position ids and masks treat differently."""
     import torch
 
     text = config.get_text_config()

@@ -1,8 +1,8 @@
-"""What memory this process holds and the most it held: on the CPU resident pages, on CUDA torch's caching allocator.
+"""Current and peak memory of this process: resident pages on the CPU, torch's caching allocator on CUDA.
 
-All numbers are MiB (2**20 bytes). Peaks come from a high-water mark that there is only one of in a process (the
-kernel's VmHWM, the allocator's peak statistics), so whoever clears it takes it from everybody else.
-`PeakMonitor` makes it shareable: before a clear, the mark is folded into the maxima of every monitor alive.
+All numbers are MiB (2**20 bytes). A process has only one high-water mark (the kernel's VmHWM, the allocator's peak
+statistics), so resetting it loses it for all other readers. `PeakMonitor` shares it: before a reset, the mark is
+folded into the maxima of every monitor alive.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ MemoryT = TypeVar("MemoryT", "CpuMemory", "CudaMemory")
 
 @dataclass(frozen=True)
 class CpuMemory:
-    """Resident memory of this process in MiB; the peak is the highest `resident` of the phase read."""
+    """Resident memory of this process in MiB; the peak is the highest `resident` of the phase."""
 
     PEAK: ClassVar[str] = "peak_resident"
 
@@ -47,7 +47,7 @@ class CudaMemory:
     """torch's caching allocator on one device in MiB.
 
     `allocated` is held by tensors, `cached` (torch: reserved) was taken from the driver, `inactive` is the part of
-    the cache that is split off and cannot be given back. `max_*` is the highest of the phase read.
+    the cache in split blocks, which cannot be released. `max_*` is the highest of the phase.
     """
 
     PEAK: ClassVar[str] = "max_allocated"
@@ -61,12 +61,12 @@ class CudaMemory:
 
 
 def peak(reading: CpuMemory | CudaMemory) -> float:
-    """The one number that decides whether a step fits: peak resident or peak allocated, MiB."""
+    """The number that decides whether a step fits: peak resident or peak allocated, MiB."""
     return getattr(reading, reading.PEAK)
 
 
 def merged(earlier: MemoryT | None, later: MemoryT) -> MemoryT:
-    """`later`, with each peak raised to the one of `earlier`."""
+    """`later`, with each peak the higher one of both readings."""
     if earlier is None:
         return later
     higher = {
@@ -81,13 +81,17 @@ def _peak_names(kind: type[CpuMemory] | type[CudaMemory]) -> tuple[str, ...]:
 
 
 def parse_status(text: str) -> CpuMemory:
-    """VmRSS and VmHWM (kB) out of the text of /proc/PID/status; KeyError where it lacks one of them."""
+    """VmRSS and VmHWM (kB) in the text of /proc/PID/status.
+
+    Raises:
+        KeyError: it lacks one of them.
+    """
     kib = dict(_STATUS_LINES.findall(text))
     return CpuMemory(resident=int(kib["VmRSS"]) / 1024, peak_resident=int(kib["VmHWM"]) / 1024)
 
 
 def cuda_memory(stats: Mapping[str, int]) -> CudaMemory:
-    """A reading out of `torch.cuda.memory_stats()` (bytes; empty before CUDA is initialised, which reads as 0)."""
+    """A reading of `torch.cuda.memory_stats()` (bytes; empty before CUDA is initialised, which counts as 0)."""
     values = {}
     for name, key in (("allocated", "allocated"), ("cached", "reserved"), ("inactive", "inactive_split")):
         values[name] = stats.get(f"{key}_bytes.all.current", 0) / MIB
@@ -113,7 +117,7 @@ class _Gauge:
         raise NotImplementedError
 
     def reset(self) -> CpuMemory | CudaMemory:
-        """Read, then lower the mark to what is held now; every watcher has taken it into its own maxima."""
+        """Read, then reset the mark to what is held now; every watcher has folded it into its own maxima."""
         reading = self.read()
         for monitor in tuple(self.watchers):
             monitor._fold(reading)
@@ -122,7 +126,7 @@ class _Gauge:
 
 
 class _ResidentGauge(_Gauge):
-    """The kernel's own mark. Kernels keep it with a slack of a few pages a thread.
+    """The kernel's own mark, exact to a few pages per thread.
 
     The two files stay open, which makes a reading three times as fast; a forked process has a gauge of its own.
     """
@@ -141,7 +145,7 @@ class _ResidentGauge(_Gauge):
 
 
 class _SampledResidentGauge(_Gauge):
-    """For systems that cannot reset the mark: a thread samples, so a peak shorter than 5 ms may be missed."""
+    """For systems that cannot reset the mark: a thread samples every 5 ms and may miss a shorter peak."""
 
     method = "sampled"
 
@@ -185,7 +189,7 @@ class _CudaGauge(_Gauge):
 
 
 def can_reset_resident_peak() -> bool:
-    """Whether this system resets VmHWM on request: tried out, as some sandboxes take the write and do nothing."""
+    """Whether this system resets VmHWM on request; tried out, since some sandboxes accept the write and ignore it."""
     try:
         with mmap.mmap(-1, _PROBE_BYTES) as pages:
             for offset in range(0, _PROBE_BYTES, mmap.PAGESIZE):
@@ -205,10 +209,10 @@ def _gauge(device_type: str, index: int | None, pid: int) -> _Gauge:
 
 
 class PeakMonitor:
-    """Peak memory of this process, of a phase and of a run. Several at once do not disturb each other.
+    """Peak memory of this process, of a phase and of a run. Several monitors can be active at once.
 
-    Call `start_run()` first. Whatever else resets torch's peak statistics or VmHWM (Trainer with
-    `skip_memory_metrics=False` does on CUDA) hides what came before it from all monitors.
+    Call `start_run()` first. Code that resets torch's peak statistics or VmHWM on its own (Trainer with
+    `skip_memory_metrics=False` does on CUDA) hides earlier peaks from all monitors.
 
     Args:
         device: CUDA devices are read from torch's allocator, every other device as resident memory of the process.
@@ -230,11 +234,11 @@ class PeakMonitor:
         self._gauge.watch(self)
 
     def start_phase(self) -> None:
-        """Begin a phase: peaks read from now on are of this phase (under 0.1 ms)."""
+        """Begin a phase: later readings show its peaks (under 0.1 ms)."""
         self.next_phase()
 
     def next_phase(self) -> CpuMemory | CudaMemory:
-        """`read()` at the end of a phase, and `start_phase()`, with one reading."""
+        """`read()` and `start_phase()` in one reading."""
         reading, self._phase = merged(self._phase, self._gauge.reset()), None
         return reading
 
@@ -250,7 +254,7 @@ class PeakMonitor:
         return self._run_peak
 
     def end_run(self) -> None:
-        """Freeze `run_peak`; a sampling thread ends with the last run."""
+        """Freeze `run_peak`; the sampling thread ends with the last run."""
         self._run_peak = self.run_peak
         self._gauge.watchers.discard(self)
 

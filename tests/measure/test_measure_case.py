@@ -38,19 +38,19 @@ def test_an_error_of_the_process_is_the_error(tmp_path):
 
 
 def test_how_a_process_ended(monkeypatch):
-    assert "SIGKILL, probably for want of memory" in measure_case._reason(-signal.SIGKILL, "half a line")
+    assert "SIGKILL, probably out of memory" in measure_case._reason(-signal.SIGKILL, "half a line")
     assert (
         measure_case._reason(1, "Traceback …\n  File …\nIndexError: index out of range\n\n")
         == "IndexError: index out of range"
     )
-    assert measure_case._reason(3, "") == "the measuring process ended with exit code 3"
+    assert measure_case._reason(3, "") == "the measured process failed with exit code 3"
 
 
 def test_untuned_malloc_stays_as_it_is(monkeypatch, tmp_path):
     """Here, in this process: the case must not touch malloc, and what it notes for the engine must not stay."""
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "131072")
     called = []
-    monkeypatch.setattr("optimum_memopt.memory.malloc.give_back_freed_memory", lambda: called.append(1))
+    monkeypatch.setattr("optimum_memopt.memory.malloc.return_freed_memory", lambda: called.append(1))
     folder = save(tmp_path, "roberta-mlm")
     case = Case(Workload(folder, "fill-mask", 2, 8), None, tuned_malloc=False, steps=1)
     measure_case.measure(case)
@@ -68,9 +68,9 @@ def test_a_step_does_what_the_case_says(monkeypatch, changes):
             self.seen = []
 
         def forward(self, x):
-            made = self.linear(x)
-            self.seen.append((made.dtype, self.linear.weight.detach().clone()))
-            return SimpleNamespace(loss=made.float().square().sum())
+            y = self.linear(x)
+            self.seen.append((y.dtype, self.linear.weight.detach().clone()))
+            return SimpleNamespace(loss=y.float().square().sum())
 
     model = Model()
     monkeypatch.setattr(Workload, "build", lambda self: (model, {"x": torch.ones(1, 2)}))

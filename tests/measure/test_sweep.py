@@ -1,10 +1,10 @@
-"""`memopt plan --measure` on a machine of numbers: which processes are started, what is shown, who wins."""
+"""`memopt plan --measure` with made-up measurements: which processes are started, what is shown, which run wins."""
 
 import pytest
 
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.measure.measure_case import Case, Measurement
-from optimum_memopt.measure.sweep import study
+from optimum_memopt.measure.sweep import sweep
 from optimum_memopt.measure.workload import Workload
 from optimum_memopt.plans.table import Plan, PlanTable
 
@@ -16,7 +16,7 @@ CASE = Case(Workload("folder", "fill-mask"), {"memory_opt_engine": "ort"})
 
 
 class Machine:
-    """Runs a case in no time; `broken` plans end in an error, `layered` MiB are what only a level can save."""
+    """Measures a case by arithmetic; `broken` plans raise an error, `layered` MiB are what only a level can save."""
 
     def __init__(self, broken=(), layered=0.0):
         self.broken, self.layered, self.cases = broken, layered, []
@@ -26,7 +26,7 @@ class Machine:
         config, level = case.options.get("memory_opt_config"), case.options.get("memory_opt_level", 0)
         asked = LEVEL if level else config.split(",") if config else []
         if any(part in self.broken for part in asked):
-            raise MemOptError(f"ONNX Runtime stumbles over {config or level}")
+            raise MemOptError(f"ONNX Runtime fails on {config or level}")
         on = {row for row in SAVINGS if set(row.split(",")) <= set(asked)}
         plans = tuple(
             Plan(row, 2, round(CLAIMS[row] * MIB), "", requested_count=-(row in on), applied_count=2 * (row in on))
@@ -39,7 +39,7 @@ class Machine:
 def test_each_row_alone_the_levels_and_the_lowest():
     machine = Machine()
     names = []
-    found = study(CASE, say=names.append, probe=machine)
+    found = sweep(CASE, on_start=names.append, measure=machine)
     assert names[:7] == ["no plan", "level 1", "level 2", "A+:1:-1", "B+:1:-1", "Bad+:1:-1", "C+:1:-1,D+:1:-1"]
     assert found.complete
     assert found.winner.options == {"memory_opt_config": "A+:1:-1,B+:1:-1,C+:1:-1,D+:1:-1"}
@@ -54,51 +54,51 @@ def test_each_row_alone_the_levels_and_the_lowest():
 
 def test_no_set_is_measured_twice():
     machine = Machine()
-    study(CASE, probe=machine)
+    sweep(CASE, measure=machine)
     options = [str(sorted(case.options.items())) for case in machine.cases]
     assert len(options) == len(set(options))
 
 
 def test_a_plan_that_fails_is_shown_and_left_out():
-    found = study(CASE, probe=Machine(broken=["B+:1:-1"]))
-    assert "failed: B+:1:-1: ONNX Runtime stumbles over B+:1:-1" in found.to_text()
-    assert "failed: level 1: ONNX Runtime stumbles over 1" in found.to_text()
+    found = sweep(CASE, measure=Machine(broken=["B+:1:-1"]))
+    assert "failed: B+:1:-1: ONNX Runtime fails on B+:1:-1" in found.to_text()
+    assert "failed: level 1: ONNX Runtime fails on 1" in found.to_text()
     assert found.winner.options == {"memory_opt_config": "A+:1:-1,C+:1:-1,D+:1:-1"}
     assert next(case for case in found.to_dict()["cases"] if case["name"] == "level 1")["peak_mib"] is None
 
 
-def test_without_a_measurement_to_compare_with_there_is_an_error():
+def test_no_baseline_is_an_error():
     def nothing_works(case):
         raise MemOptError("no such model")
 
     with pytest.raises(MemOptError, match="^no such model$"):
-        study(CASE, probe=nothing_works)
-    with pytest.raises(MemOptError, match="stumbles over B"):
-        study(CASE, "B+:1:-1", probe=Machine(broken=["B+:1:-1"]))
+        sweep(CASE, measure=nothing_works)
+    with pytest.raises(MemOptError, match="fails on B"):
+        sweep(CASE, "B+:1:-1", measure=Machine(broken=["B+:1:-1"]))
 
 
 def test_a_level_that_goes_lower_than_any_config_wins():
-    assert study(CASE, probe=Machine(layered=100)).winner.name in ("level 1", "level 2")
-    assert "--memory_opt_level" in study(CASE, probe=Machine(layered=100)).to_text()
+    assert sweep(CASE, measure=Machine(layered=100)).winner.name in ("level 1", "level 2")
+    assert "--memory_opt_level" in sweep(CASE, measure=Machine(layered=100)).to_text()
 
 
 def test_the_users_config_is_measured_too():
-    found = study(CASE, "A+:1:-1", probe=Machine())
-    assert [trial.name for trial in found.trials[:2]] == ["no plan", "config"]
+    found = sweep(CASE, "A+:1:-1", measure=Machine())
+    assert [run.name for run in found.runs[:2]] == ["no plan", "config"]
     # Not once more as a row.
-    assert "A+:1:-1" not in [trial.name for trial in found.trials]
+    assert "A+:1:-1" not in [run.name for run in found.runs]
     assert next(plan for plan in found.table.plans if plan.config == "A+:1:-1").measured_saving_bytes == 100 * MIB
 
 
 @pytest.mark.parametrize("budget", [1, 2, 4, 8])
 def test_no_more_processes_than_allowed(budget):
     machine = Machine()
-    found = study(CASE, budget=budget, probe=machine)
+    found = sweep(CASE, budget=budget, measure=machine)
     assert len(machine.cases) == budget
     assert not found.complete and "--max_runs" in found.to_text()
 
 
 def test_no_plan_may_win():
-    found = study(CASE, probe=Machine(broken=[*LEVEL, "A+:1:-1"]))
+    found = sweep(CASE, measure=Machine(broken=[*LEVEL, "A+:1:-1"]))
     assert found.winner.name == "no plan"
-    assert found.to_text().endswith("no plan: every one of them raises the peak or leaves it as it is")
+    assert found.to_text().endswith("no plan: none of them lowers the peak")

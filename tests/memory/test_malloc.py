@@ -41,7 +41,7 @@ def run(body, **variables):
 
 
 def test_freed_blocks_go_back_to_the_system():
-    told, kept = run("print(malloc.give_back_freed_memory(), kept_mib(512))")
+    told, kept = run("print(malloc.return_freed_memory(), kept_mib(512))")
     assert told == "True"
     assert float(kept) < 10
 
@@ -52,22 +52,22 @@ def test_they_do_not_without_it():
 
 
 def test_a_user_s_own_setting_wins():
-    told, kept = run("print(malloc.give_back_freed_memory(), kept_mib(512))", MALLOC_MMAP_THRESHOLD_=str(2**25))
+    told, kept = run("print(malloc.return_freed_memory(), kept_mib(512))", MALLOC_MMAP_THRESHOLD_=str(2**25))
     assert told == "False"
     assert float(kept) > 80
-    assert run("print(malloc.give_back_freed_memory())", MALLOC_TRIM_THRESHOLD_="0") == ["False"]
+    assert run("print(malloc.return_freed_memory())", MALLOC_TRIM_THRESHOLD_="0") == ["False"]
 
 
 def test_restore_takes_the_smaller_default_threshold_again():
     # 192 KiB lie between glibc's threshold and the one that is set.
-    (meanwhile,) = run("malloc.give_back_freed_memory(); print(kept_mib(192))")
-    (afterwards,) = run("malloc.give_back_freed_memory(); malloc.restore(); print(kept_mib(192))")
+    (meanwhile,) = run("malloc.return_freed_memory(); print(kept_mib(192))")
+    (afterwards,) = run("malloc.return_freed_memory(); malloc.restore(); print(kept_mib(192))")
     assert float(meanwhile) > 80
     assert float(afterwards) < 10
 
 
 def test_two_that_asked_are_done_when_both_are():
-    asked = "malloc.give_back_freed_memory(); malloc.give_back_freed_memory(); malloc.restore(); "
+    asked = "malloc.return_freed_memory(); malloc.return_freed_memory(); malloc.restore(); "
     (one_left,) = run(asked + "print(kept_mib(192))")
     (none_left,) = run(asked + "malloc.restore(); print(kept_mib(192))")
     assert float(one_left) > 80

@@ -92,7 +92,7 @@ class OrtEngine(in_place.InPlaceEngine):
         self._attention = None
         self._reexports = ReexportLimit()
         if not self._options.ort_arena:
-            malloc.give_back_freed_memory()
+            malloc.return_freed_memory()
         self._attention = support_checks.choose_attention(self._model)
         exported_with, self._exported_attention = self._exported_attention, support_checks.attention(self._model)
         if exported_with != self._exported_attention:
