@@ -96,12 +96,12 @@ class Pair:
 def recorded(partitions: list[Partition]) -> Iterator[None]:
     """What the compile engine splits meanwhile goes into `partitions`."""
 
-    def split(*args: Any, **kwargs: Any) -> Partition:
+    def partition_joint(*args: Any, **kwargs: Any) -> Partition:
         partitions.append(original(*args, **kwargs))
         return partitions[-1]
 
-    original = compile_engine.split
-    with mock.patch.object(compile_engine, "split", split):
+    original = compile_engine.partition_joint
+    with mock.patch.object(compile_engine, "partition_joint", partition_joint):
         yield
 
 
@@ -161,11 +161,9 @@ def check_partition(partitions: list[Partition], table: PlanTable) -> None:
         assert not any(is_random(node) for node in backward.graph.nodes)
         names = {node.name for node in backward.graph.nodes if node.op == "call_function"}
         recomputed.update(
-            offer.config
-            for offer in graph.offers
-            if offer.strategy is not Strategy.OFFLOAD
-            for occurrence in offer.occurrences
-            if occurrence.stash.root.name in names
+            candidate.row
+            for candidate in graph.candidates
+            if candidate.strategy is not Strategy.OFFLOAD and candidate.activation.root.name in names
         )
     if not table.enabled:
         return

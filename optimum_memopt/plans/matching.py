@@ -8,7 +8,7 @@ core/optimizer/{bias_gelu_fusion,bias_softmax_fusion,bias_dropout_fusion,bitmask
 import difflib
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from optimum_memopt.errors import excerpt
 from optimum_memopt.plans.grammar import ALL, ConfigError, PlanConfig, PlanRequest
@@ -51,77 +51,77 @@ def translate(cluster_id: str, existing: Collection[str]) -> str | None:
 
 
 @dataclass(frozen=True)
-class Match:
-    """A request that is on, with the matching plan of the graph."""
+class Matched:
+    """What of a config applies to a graph.
 
-    request: PlanRequest
-    cluster_id: str
+    Attributes:
+        requests: `cluster_id:strategy:-1` of each row that is on to its request, in the order of the requests.
+        remarks: lines to log once.
+        mistake: the first request that the graph has no row for, with near matches; empty without one.
+    """
 
-    @property
-    def plan(self) -> str:
-        return f"{self.cluster_id}:{int(self.request.strategy)}:{ALL}"
-
-    @property
-    def note(self) -> str:
-        """Note for the plan's row of the table; empty if the id is spelled as in the request."""
-        return "" if self.cluster_id == self.request.cluster_id else f"asked for as {self.request.cluster_id}"
-
-
-@dataclass(frozen=True)
-class Matches:
-    """The matches of a config, each plan once, in the order of the requests; `remarks` are lines to log once."""
-
-    on: tuple[Match, ...] = ()
+    requests: Mapping[str, PlanRequest] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
+    mistake: str = ""
+
+    def note(self, row: str) -> str:
+        """Note for the row of the table; empty if the id is spelled as in the request."""
+        request = self.requests.get(row)
+        if request is None or request.cluster_id == row.split(":")[0]:
+            return ""
+        return f"asked for as {request.cluster_id}"
+
+    def check(self) -> None:
+        """Refuse a mistake.
+
+        Raises:
+            ConfigError: there is one.
+        """
+        if self.mistake:
+            raise ConfigError(self.mistake)
 
 
 def match(
     config: PlanConfig,
     existing: Iterable[str],
-    strict: bool,
     here: str,
     translate: Callable[[str, Collection[str]], str | None] = translate,
-) -> Matches:
-    """Find the plan of each request.
+) -> Matched:
+    """Find the row of each request; what is not found is left out, with a remark.
 
     Args:
-        existing: `cluster_id:strategy:-1` of every plan in the graph.
-        strict: unknown ids are errors; otherwise remarks.
+        existing: `cluster_id:strategy:-1` of every row of the graph.
         here: `provider` or `engine`, depending on which of them determines the names.
         translate: finds the existing id of the same activation.
-
-    Raises:
-        ConfigError: an id (or its strategy) that the graph does not have; near matches come first in the message.
     """
     strategies: dict[str, set[int]] = {}
-    for plan in existing:
-        cluster_id, strategy, _ = plan.split(":")
+    for row in existing:
+        cluster_id, strategy, _ = row.split(":")
         strategies.setdefault(cluster_id, set()).add(int(strategy))
-    on, remarks = {}, []
+    requests: dict[str, PlanRequest] = {}
+    remarks, mistakes = [], []
     for request in config.requests:
-        matching_id = translate(request.cluster_id, strategies)
-        if not request.is_on and matching_id:
+        cluster_id = translate(request.cluster_id, strategies)
+        if not request.is_on and cluster_id:
             continue
-        if matching_id is None and is_fused(request.cluster_id) and len(config.requests) > 1:
+        if cluster_id is None and is_fused(request.cluster_id) and len(config.requests) > 1:
             remarks.append(f"{excerpt(str(request))}: this {here} has no plan for that activation, left out")
             continue
-        if matching_id is None or request.strategy not in strategies[matching_id]:
-            problem = (
+        if cluster_id is None or request.strategy not in strategies[cluster_id]:
+            mistakes.append(
                 _unknown(request.cluster_id, strategies)
-                if matching_id is None
-                else _wrong(request, strategies[matching_id])
+                if cluster_id is None
+                else _wrong(request, strategies[cluster_id])
             )
-            if strict:
-                raise ConfigError(problem)
-            remarks.append(f"{problem}; left out")
+            remarks.append(f"{mistakes[-1]}; left out")
             continue
-        matched = Match(request, matching_id)
-        if matching_id != request.cluster_id:
-            remarks.append(f"{request} is {matched.plan} on this {here}: the same activation, not fused the same way")
-        on.setdefault(matched.plan, matched)
-    if not on and any(request.is_on for request in config.requests) and strict:
-        raise ConfigError(f"{excerpt(str(config))}: nothing of it applies to this model; {_listing(strategies)}")
-    return Matches(tuple(on.values()), tuple(remarks))
+        row = f"{cluster_id}:{int(request.strategy)}:{ALL}"
+        if cluster_id != request.cluster_id:
+            remarks.append(f"{request} is {row} on this {here}: the same activation, not fused the same way")
+        requests.setdefault(row, request)
+    if not requests and any(request.is_on for request in config.requests):
+        mistakes.append(f"{excerpt(str(config))}: nothing of it applies to this model; {_listing(strategies)}")
+    return Matched(requests, tuple(remarks), next(iter(mistakes), ""))
 
 
 def _unknown(cluster_id: str, strategies: Mapping[str, set[int]]) -> str:

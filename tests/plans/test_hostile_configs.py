@@ -80,10 +80,10 @@ def test_hostile_files(tmp_path, content, message):
 def test_long_names_are_cut_where_no_graph_has_them():
     for config in (f"{LONG}+:1:-1", f"{LONG}+:2:-1", f"{LONG}+:0:-1,{LONG}a+:1:1"):
         with pytest.raises(ConfigError) as caught:
-            match(parse(config), ["Gelu+:1:-1"], strict=True, here="engine")
+            match(parse(config), ["Gelu+:1:-1"], here="engine").check()
         assert 'no plan "NNN' in line(caught.value)
     with pytest.raises(ConfigError) as caught:
-        match(parse(f"{LONG}+:2:-1"), [f"{LONG}+:1:-1"], strict=True, here="engine")
+        match(parse(f"{LONG}+:2:-1"), [f"{LONG}+:1:-1"], here="engine").check()
     assert line(caught.value).endswith("this plan has strategy 1 only")
 
 

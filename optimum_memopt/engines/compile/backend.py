@@ -6,45 +6,59 @@ import hashlib
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 from torch import fx
 
 from optimum_memopt.engines.compile import compat
+from optimum_memopt.engines.compile.analysis.graph import Modules
+from optimum_memopt.engines.compile.choice import Choice
 from optimum_memopt.engines.compile.memory.inductor_memory import InductorPrograms
 from optimum_memopt.engines.compile.passes import dropout
 from optimum_memopt.errors import MemOptError
 
 COMPILERS = ("inductor", "aot_eager")
-# Gets what will hold inductor's programs, the joint graph, its inputs, how many of its outputs are the forward's, and
-# what else torch passes on.
-Partition = Callable[
-    [InductorPrograms, fx.GraphModule, Any, int, dict[str, Any]], tuple[fx.GraphModule, fx.GraphModule]
-]
-
-_compiling: ContextVar[Callable[..., tuple[fx.GraphModule, fx.GraphModule]]] = ContextVar("_compiling")
+# Takes what will hold inductor's programs, the joint graph, its inputs, how many of its outputs are the forward's, and
+# torch's other arguments.
+Partition = Callable[[InductorPrograms, fx.GraphModule, Any, int, dict[str, Any]], tuple[Choice, Modules]]
 
 
 class _Partitioner(compat.CustomPartitionerFn):
-    """What inductor is given; passes on to the partition function of the backend that compiles at the moment.
+    """Partitions one joint graph; its key in inductor's cache is that of the choice.
 
-    It holds the plan's name alone: inductor copies it, and pickles it into the key of its cache, which is then the
-    same for the same plan in every process.
+    inductor asks `uuid` for the key of each graph that it compiles (`torch/_inductor/codecache.py`,
+    `FxGraphHashDetails`, 2.13). Forward and backward are compiled after the joint graph was partitioned, so the choice
+    is known by then. It is not for graphs that have no backward, which never get here and depend on no choice; and it
+    would not be for AOTAutograd's own cache, which asks before it traces and is therefore off (`compat.changes`).
+
+    Args:
+        partition: None in a copy from another process, which only has the key.
+        key: of the choice, empty until there is one.
     """
 
-    def __init__(self, plan: str) -> None:
-        self.plan = plan
+    def __init__(self, partition: Callable[..., tuple[Choice, Modules]] | None, key: str = "") -> None:
+        self._partition = partition
+        self._key = key
 
-    def __call__(self, joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **others: Any) -> Any:
-        return _compiling.get()(joint, joint_inputs, num_fwd_outputs, others)
+    def __call__(self, joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **others: Any) -> Modules:
+        choice, modules = self._partition(joint, joint_inputs, num_fwd_outputs, others)
+        self._key = choice.key
+        return modules
 
     def uuid(self) -> bytes:
         sources = (path.read_bytes() for path in sorted(Path(__file__).parent.rglob("*.py")))
         # Not in torch's own key: what was compiled to overwrite saved activations would be loaded to keep them.
         donates = str(compat.functorch_config.donated_buffer)
-        return hashlib.sha256(b"".join([self.plan.encode(), donates.encode(), *sources])).digest()
+        return hashlib.sha256(b"".join([self._key.encode(), donates.encode(), *sources])).digest()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Partitioner":
+        """Itself: inductor may copy its configuration before the choice is known."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """The key alone: inductor pickles its configuration into the key of its cache."""
+        return _Partitioner, (None, self._key)
 
 
 class Backend:
@@ -53,30 +67,25 @@ class Backend:
     Args:
         compiler: one of `COMPILERS`.
         partition: splits a joint graph into forward and backward.
-        plan: its name, for inductor's caches.
     """
 
-    def __init__(self, compiler: str, partition: Partition, plan: str) -> None:
+    def __init__(self, compiler: str, partition: Partition) -> None:
         self._compiler = compiler
         self._partition = partition
-        self._partitioner = _Partitioner(plan)
 
     def __call__(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         programs = InductorPrograms()
-        before = _compiling.set(functools.partial(self._partition, programs))
-        try:
-            if self._compiler == "inductor":
-                compiled = compat.compile_with_inductor(module, inputs, self._partitioner, programs.add)
-            else:
-                compiled = compat.compile_without_compiler(module, inputs, self._partitioner, dropout.decompositions())
-            return programs.counted(compiled)
-        finally:
-            _compiling.reset(before)
+        partitioner = _Partitioner(functools.partial(self._partition, programs))
+        if self._compiler == "inductor":
+            compiled = compat.compile_with_inductor(module, inputs, partitioner, programs.add)
+        else:
+            compiled = compat.compile_without_compiler(module, inputs, partitioner, dropout.decompositions())
+        return programs.counted(compiled)
 
 
 @contextlib.contextmanager
 def configured() -> Iterator[None]:
-    """torch's switches for the time of a call of a compiled forward, given back afterwards."""
+    """torch's switches while a compiled forward is called, restored afterwards."""
     with contextlib.ExitStack() as stack:
         for change in compat.changes():
             stack.enter_context(change)
@@ -84,7 +93,7 @@ def configured() -> Iterator[None]:
 
 
 def default_compiler(device_type: str) -> tuple[str, str]:
-    """The compiler to take where the user names none, and why.
+    """The compiler where the user names none, and why.
 
     Args:
         device_type: of the model's parameters, as `cuda`.
@@ -97,7 +106,7 @@ def default_compiler(device_type: str) -> tuple[str, str]:
 
 
 def check_compiler(compiler: str, device_type: str) -> None:
-    """Refuse a compiler that is not there.
+    """Refuse a compiler that does not work here.
 
     Raises:
         MemOptError: inductor without what it compiles with.
@@ -105,7 +114,7 @@ def check_compiler(compiler: str, device_type: str) -> None:
     lacking, command = missing_for(device_type)
     if compiler == "inductor" and lacking:
         raise MemOptError(
-            f"--memory_opt_compiler inductor: {lacking}; {command}; or take --memory_opt_compiler aot_eager"
+            f"--memory_opt_compiler inductor: {lacking}; {command}; or use --memory_opt_compiler aot_eager"
         )
 
 

@@ -1,6 +1,6 @@
-"""The private names of torch that the compile engine stands on, each with what it is for.
+"""The private names of torch that the compile engine uses, each with what it is for.
 
-All seen in torch 2.13.0 and there since 2.9, unless said otherwise; `torch/_functorch/partitioners.py` where no
+All seen in torch 2.13.0 and there since 2.9, unless stated otherwise; `torch/_functorch/partitioners.py` where no
 file is named.
 """
 
@@ -44,30 +44,30 @@ def is_tagged_backward(node: fx.Node) -> bool:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Draws random numbers: run twice, it gives other ones.
+    """Whether it draws random numbers, so that a recompute would give others.
 
     inductor draws the seeds of all dropouts at once (`torch/_inductor/inductor_prims.py`); picking one counts too, so
-    that a mask's seed is kept by itself.
+    that each mask's seed is saved by itself.
     """
     name = getattr(node.target, "_opname", "")
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) or name == "inductor_lookup_seed"
 
 
 def mutated_inputs(graph: fx.Graph) -> frozenset[fx.Node]:
-    """Inputs that the forward writes to, as running statistics: after it their former values are gone.
+    """Inputs that the forward writes to, such as running statistics: the backward cannot read their former values.
 
     AOTAutograd writes them back outside of the graph; what an output is for is in its descriptor
     (`torch/_functorch/_aot_autograd/descriptors.py`).
     """
     (output,) = graph.find_nodes(op="output")
-    written = {one.mutated_input for one in output.meta["desc"] if isinstance(one, InputMutationAOTOutput)}
+    written = {desc.mutated_input for desc in output.meta["desc"] if isinstance(desc, InputMutationAOTOutput)}
     return frozenset(node for node in graph.find_nodes(op="placeholder") if node.meta.get("desc") in written)
 
 
 def extract(
     joint: fx.GraphModule, saved: list[fx.Node], saved_symbols: list[fx.Node], num_fwd_outputs: int
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Forward and backward graphs that hand over exactly `saved`, and recompute whatever else the backward reads.
+    """A forward graph that saves exactly `saved`, and a backward graph that recomputes whatever else it reads.
 
     `_extract_fwd_bwd_modules` copies every operator that the backward's outputs still need, from the saved values on;
     `reordering_to_mimic_autograd_engine` moves each copy to just before its first use, without which all layers would
@@ -81,17 +81,17 @@ def extract(
 
 
 def remove_copies(graph: fx.Graph, returned: Iterable[fx.Node]) -> None:
-    """Takes out `clone` and the like where nobody could tell (`torch/_inductor/fx_passes/post_grad.py`).
+    """Remove `clone` and other copies that make no difference (`torch/_inductor/fx_passes/post_grad.py`).
 
-    inductor does so before it partitions; without a compiler, dropout of 0 would stash its input twice.
+    inductor does so before it partitions; without a compiler, dropout of 0 would save its input twice.
 
     Args:
         returned: what allocates the forward's outputs. It stays, since the caller may write to an output, and what the
-            backward reads must not change with it; the pass knows of inputs and outputs alone.
+            backward reads must not change with it; the pass only knows of inputs and outputs.
     """
     from torch._inductor.fx_passes.post_grad import remove_noop_ops
 
-    # The pass leaves alone what it knows nothing about.
+    # The pass skips nodes without a value.
     hidden = {node: node.meta.pop("val") for node in set(returned) if "val" in node.meta}
     try:
         remove_noop_ops(graph)
@@ -116,8 +116,8 @@ def compile_with_inductor(
     """`torch/_inductor/compile_fx.py`; the key of `config_patches` is there since 2.9 (pytorch PR 157711).
 
     Args:
-        saw: is given each graph, what runs inductor's program for it, None for another kind than Python, and whether
-            it is the backward.
+        saw: called with each graph, the object that runs inductor's program for it (None where that is no Python
+            program), and whether it is the backward.
     """
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
@@ -130,7 +130,7 @@ def compile_with_inductor(
 
 
 def silenced(runner: Any) -> Callable[..., Any]:
-    """The program of `runner` in another world: memory comes from torch's operators, kernels do nothing.
+    """The program of `runner` without its work: memory is allocated by torch's operators, kernels do nothing.
 
     `torch/_inductor/codegen/wrapper.py` writes it: a class with the method `call`, whose globals are torch, C++
     functions that allocate past its dispatcher, checks, and kernels (C++ functions or objects of inductor's runtime).
@@ -144,8 +144,8 @@ def silenced(runner: Any) -> Callable[..., Any]:
     known = program.__globals__
     silent = {
         name: _Silent()
-        for name, found in known.items()
-        if isinstance(found, types.BuiltinFunctionType) or type(found).__module__.startswith("torch._inductor.runtime")
+        for name, value in known.items()
+        if isinstance(value, types.BuiltinFunctionType) or type(value).__module__.startswith("torch._inductor.runtime")
     }
     memory = {name: _allocation(name) for name in known if name.startswith("empty_strided_")}
     stand_ins = {**silent, **memory, "reinterpret_tensor": _reinterpreted}
@@ -206,21 +206,22 @@ def _without_donated_buffers() -> Iterator[None]:
 
 
 def changes() -> tuple[contextlib.AbstractContextManager, ...]:
-    """Switches of torch for the time of a call.
+    """torch's switches while a compiled forward is called.
 
-    - `optimize_ddp`: DDP would cut the graph at each bucket, and a plan would see the pieces.
-    - `use_duck_shape`: dimensions that happen to be equal in the first batch would be one, and a recompile follow.
-    - `specialize_float`: torch would make inputs of a model's numbers (`scaling` of an attention), tracing everything
-      twice for it, with operators that belong to no module (`torch/fx/passes/_tensorify_python_scalars.py`). A number
-      that changes from step to step has to be a tensor.
+    - `optimize_ddp`: DDP would split the graph at each bucket, and a plan would see the pieces.
+    - `use_duck_shape`: dimensions that happen to be equal in the first batch would share a symbol and recompile.
+    - `specialize_float`: torch would turn a model's numbers (`scaling` of an attention) into inputs and trace twice,
+      with operators that belong to no module (`torch/fx/passes/_tensorify_python_scalars.py`). A number that
+      changes from step to step has to be a tensor.
     - `skip_nnmodule_hook_guards`: a hook put on a submodule after the first step would never be called. Guards on the
       hooks cost 0.6 ms of CPU a forward for a RoBERTa of 12 layers (230 modules).
-    - `recompile_limit`, `accumulated_recompile_limit`: torch counts by code object, and behind a graph break models of
+    - `recompile_limit`, `accumulated_recompile_limit`: torch counts by code object, and after a graph break models of
       one class share theirs, so that a fresh model would be at the limit of all before it; and at the limit torch goes
       on without the plan, in a log that nobody reads. The engine counts by itself, see `recompile_limit`.
-    - `enable_autograd_cache`: a cached joint graph never comes by the partitioner, so there would be no table.
+    - `enable_autograd_cache`: a cached joint graph never reaches the partitioner, so there would be no table; and the
+      key would be asked for before there is a choice, see `backend`.
 
-    Left alone is `backed_size_oblivious`, which would spare the recompile for a batch of one row: with torch 2.13,
+    Unchanged is `backed_size_oblivious`, which would avoid the recompile for a batch of one row: with torch 2.13,
     gradients of such a batch came out wrong (RoBERTa), and others not bitwise those of PyTorch (GPT-2).
     """
     return (
@@ -243,25 +244,25 @@ def global_hooks() -> tuple[int, ...]:
 
 
 def recompile_limit() -> int:
-    """How often one model may be recompiled: more than torch's 8, too few for one that is compiled for each padded
-    length, and the user's where that is higher."""
+    """How often one model may be recompiled: more than torch's 8, which is too few where each padded length is a new
+    graph, and the user's where that is higher."""
     return max(_RECOMPILES, torch._dynamo.config.recompile_limit)
 
 
 def compile_alone(forward: Callable[..., Any], backend: Callable[..., Any], dynamic: bool) -> Callable[..., Any]:
-    """`torch.compile` of a forward that shares no recompile's reason with another one of the same code.
+    """`torch.compile` of a forward whose recompile reasons are its own, not those of another one of the same code.
 
-    `isolate_recompiles` is there since 2.13. Before, the reason that is given may be a guard of another model.
+    `isolate_recompiles` is there since 2.13. Before, the reason may be a guard of another model.
     """
     isolated = {"isolate_recompiles": True} if _ISOLATES else {}
     return torch.compile(forward, backend=backend, dynamic=dynamic, **isolated)
 
 
 def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function or method as a copy with a code object of its own.
+    """A copy of a function or method with its own code object.
 
-    torch keeps what it has compiled by code object, and all of transformers' models have the one of a decorator: with
-    its own, what was compiled for a model goes with it.
+    torch keeps compiled code by code object, and all of transformers' models share the one of a decorator: with its
+    own, what was compiled for a model is freed with it.
     """
     if isinstance(function, types.MethodType):
         return types.MethodType(with_own_code(function.__func__), function.__self__)
@@ -279,15 +280,15 @@ def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_all_of(function: Callable[..., Any]) -> bool:
-    """While a graph is partitioned: whether it is the only one that torch makes of a call of `function`.
+    """While a graph is partitioned: whether it is the only graph of a call of `function`.
 
-    So it is when the frame of `function` itself was traced up to its return (`torch/_dynamo/symbolic_convert.py`,
+    It is when the frame of `function` itself was traced up to its return (`torch/_dynamo/symbolic_convert.py`,
     `GraphCompileReason` in `output_graph.py`). A function that it calls may be the first to be traced, where there was
-    nothing before a graph break, and has no break of its own.
+    nothing before a graph break, and has no graph break itself.
     """
     try:
         translator = InstructionTranslator.current_tx()
-    # It is a thread's own, and not there before the first one.
+    # It is thread-local, and not there before the first one.
     except AttributeError:
         return False
     return (
@@ -297,7 +298,7 @@ def is_all_of(function: Callable[..., Any]) -> bool:
 
 
 def traced_module() -> torch.nn.Module | None:
-    """While a graph is partitioned: the module whose forward, or the rest of it behind a graph break, was traced."""
+    """While a graph is partitioned: the module whose forward, or the rest of it after a graph break, was traced."""
     try:
         traced = InstructionTranslator.current_tx().f_locals.get("self")
     except AttributeError:
@@ -306,7 +307,7 @@ def traced_module() -> torch.nn.Module | None:
 
 
 class Watch:
-    """Why torch compiles and where it splits a forward, from its creation on (`torch/_dynamo/utils.py`)."""
+    """Recompiles and graph breaks from its creation on (`torch/_dynamo/utils.py`)."""
 
     def __init__(self) -> None:
         self._compiled = dynamo_utils.get_compilation_metrics()
@@ -315,14 +316,14 @@ class Watch:
     def recompiles(self) -> list[str]:
         """Reasons, one line each."""
         known = set(map(id, self._compiled))
-        new = [one for one in dynamo_utils.get_compilation_metrics() if id(one) not in known]
-        return [_first_line(one.recompile_reason) for one in new if one.recompile_reason]
+        new = [metrics for metrics in dynamo_utils.get_compilation_metrics() if id(metrics) not in known]
+        return [_first_line(metrics.recompile_reason) for metrics in new if metrics.recompile_reason]
 
     def graph_breaks(self) -> list[str]:
         """Reasons, one line each."""
-        # A break in a loop is counted as not implemented only, and the whole frame left to Python.
-        found = self._new_breaks("graph_break") or self._new_breaks("unimplemented")
-        return list(dict.fromkeys(map(_first_line, found)))
+        # A graph break in a loop is counted as not implemented only, and its frame runs in Python.
+        breaks = self._new_breaks("graph_break") or self._new_breaks("unimplemented")
+        return list(dict.fromkeys(map(_first_line, breaks)))
 
     def _new_breaks(self, kind: str) -> list[str]:
         before = self._breaks[kind]
@@ -343,7 +344,7 @@ def is_fake(tensor: torch.Tensor) -> bool:
 
 
 def mark_static(tensor: torch.Tensor, dims: Iterable[int]) -> None:
-    """These sizes are constants of the compiled graph; another one compiles anew (`torch/_dynamo/decorators.py`)."""
+    """These sizes are constants of the compiled graph; another one recompiles (`torch/_dynamo/decorators.py`)."""
     torch._dynamo.mark_static(tensor, list(dims))
 
 
@@ -356,13 +357,13 @@ def symbol_sources() -> dict[sympy.Symbol, list[str]]:
     if context is None or context.fake_mode is None or context.fake_mode.shape_env is None:
         return {}
     shapes = context.fake_mode.shape_env
-    found: dict[sympy.Symbol, list[str]] = {}
+    texts: dict[sympy.Symbol, list[str]] = {}
     for symbol, sources in shapes.var_to_sources.items():
         # A property since 2.11, a method before.
         names = [source.name if isinstance(source.name, str) else source.name() for source in sources]
         same = shapes.replacements.get(symbol, symbol)
-        found.setdefault(same if same.is_Symbol else symbol, []).extend(names)
-    return found
+        texts.setdefault(same if same.is_Symbol else symbol, []).extend(names)
+    return texts
 
 
 def inductor_works(device_type: str) -> bool:

@@ -1,7 +1,7 @@
-"""A forward whose outputs beside the loss are out of the graph.
+"""Detaches a forward's outputs beside the loss.
 
-AOTAutograd feeds a gradient of zeros for every output that has one and that nobody went back from: for the logits of a
-language model two buffers of their size, which plain PyTorch does not take.
+AOTAutograd feeds a gradient of zeros to every output that requires grad and got none: for the logits of a language
+model two buffers of their size, which plain PyTorch does not allocate.
 """
 
 import functools
@@ -13,14 +13,14 @@ import torch
 
 from optimum_memopt.errors import MemOptError
 
-# Is given an output and its name.
+# Takes an output and its name.
 Change = Callable[[torch.Tensor, str], torch.Tensor]
 
 
-def loss_only(forward: Callable[..., Any]) -> Callable[..., Any]:
+def with_detached_outputs(forward: Callable[..., Any]) -> Callable[..., Any]:
     """`forward` with all outputs but the first detached, where that is the loss: a tensor of one number."""
     if isinstance(forward, types.MethodType):
-        return types.MethodType(loss_only(forward.__func__), forward.__self__)
+        return types.MethodType(with_detached_outputs(forward.__func__), forward.__self__)
 
     def detaching(*args: Any, **kwargs: Any) -> Any:
         return _beside_loss(forward(*args, **kwargs), _detach)
@@ -29,10 +29,10 @@ def loss_only(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def refusing_gradients(outputs: Any) -> Any:
-    """The outputs of a `loss_only` forward, of which those beside the loss raise when a gradient comes back to them.
+    """Let detached outputs raise when they get a gradient.
 
-    They require grad, as those of the plain forward do, but no graph is behind them: a loss made of them would train
-    without its gradient otherwise.
+    They require grad, as those of the plain forward do, but no graph is behind them: a loss computed from them would
+    silently train without its gradient.
     """
     return _beside_loss(outputs, _refuse_gradient)
 
@@ -71,11 +71,10 @@ def _refuse_gradient(value: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def _refuse(name: str, gradient: torch.Tensor | None) -> None:
-    # DDP passes outputs through a function of its own, whose backward hands None back for those that nobody read.
+    # DDP passes outputs through its own autograd function, whose backward returns None for those that nobody read.
     if gradient is None:
         return
     raise MemOptError(
-        f"a gradient came back to the model's output {name!r}, which is out of the graph because Trainer's own "
-        "compute_loss reads the loss alone; make such a loss in compute_loss of a Trainer subclass or in "
-        "compute_loss_func"
+        f"a gradient flowed back to the model's output {name!r}, which is detached because Trainer's own compute_loss "
+        "reads only the loss; compute such a loss in compute_loss of a Trainer subclass or in compute_loss_func"
     )

@@ -12,15 +12,18 @@ from torch import fx
 from optimum_memopt.engines import in_place
 from optimum_memopt.engines.base import Selection
 from optimum_memopt.engines.compile import compat, support_checks
+from optimum_memopt.engines.compile.analysis.graph import Modules
 from optimum_memopt.engines.compile.analysis.module_paths import add_outer_modules
 from optimum_memopt.engines.compile.backend import Backend, check_compiler, configured, default_compiler
-from optimum_memopt.engines.compile.detach_outputs import loss_only, refusing_gradients
+from optimum_memopt.engines.compile.choice import Choice
+from optimum_memopt.engines.compile.detach_outputs import refusing_gradients, with_detached_outputs
 from optimum_memopt.engines.compile.memory.footprint import resident
 from optimum_memopt.engines.compile.memory.inductor_memory import InductorPrograms
 from optimum_memopt.engines.compile.memory.step_memory import StepMemoryPredictor
-from optimum_memopt.engines.compile.partitioned_graph import Modules, PartitionedGraph, split
+from optimum_memopt.engines.compile.partitioned_graph import PartitionedGraph, partition_joint
+from optimum_memopt.engines.compile.producers import Producer, producer_for
 from optimum_memopt.engines.compile.recompiles import FailedGuards
-from optimum_memopt.engines.compile.selection import matches
+from optimum_memopt.engines.compile.symbol_names import SymbolNames
 from optimum_memopt.engines.compile.table import to_table
 from optimum_memopt.engines.compile.trace_fixes import TraceFixes
 from optimum_memopt.engines.key_value_cache import without_key_value_cache
@@ -28,7 +31,7 @@ from optimum_memopt.errors import MemOptError
 from optimum_memopt.logs import get_logger, informing
 from optimum_memopt.memory import malloc
 from optimum_memopt.memory.peak_monitor import MIB
-from optimum_memopt.plans.matching import Matches
+from optimum_memopt.plans.matching import Matched
 from optimum_memopt.plans.table import PlanTable
 from optimum_memopt.progress import Progress, announced
 
@@ -104,7 +107,7 @@ class CompileEngine(in_place.InPlaceEngine):
         return self._compiler_asked or default_compiler(next(self._model.parameters()).device.type)[0]
 
     def _forget(self) -> None:
-        # By whether the loss alone is in the graph, and the hooks of all modules.
+        # By whether only the loss is in the graph, and the hooks of all modules.
         self._compiled: dict[tuple[bool, tuple[int, ...]], Callable[..., Any]] = {}
         # What torch traces for them.
         self._traced: list[Callable[..., Any]] = []
@@ -120,11 +123,11 @@ class CompileEngine(in_place.InPlaceEngine):
         self._said: set[str] = set()
 
     def _train_forward(self, *args: Any, **kwargs: Any) -> Any:
-        alone = self.backward_from_loss_only()
-        variant = (alone, compat.global_hooks())
+        loss_only = self.backward_from_loss_only()
+        variant = (loss_only, compat.global_hooks())
         is_new = variant not in self._compiled
         if is_new:
-            self._compiled[variant] = self._compile(alone)
+            self._compiled[variant] = self._compile(loss_only)
         kwargs = without_key_value_cache(self._model, args, kwargs)
         watch = compat.Watch()
         is_first = is_new or self._table is None
@@ -132,7 +135,7 @@ class CompileEngine(in_place.InPlaceEngine):
             with configured(), self._trace_fixes.around_call(kwargs), self._announced(is_first) as self._progress:
                 outputs = self._compiled[variant](*args, **kwargs)
         except BaseException as error:
-            # Graphs of a forward that did not come to its end are no part of the next one's table.
+            # Graphs of a forward that failed are no part of the next one's table.
             self._graphs = []
             if isinstance(refusal := getattr(error, "inner_exception", None), MemOptError):
                 raise refusal from None
@@ -147,43 +150,56 @@ class CompileEngine(in_place.InPlaceEngine):
         if self._predictor is not None:
             with self._predicting():
                 self._predictor.note_forward(kwargs, outputs)
-        return refusing_gradients(outputs) if alone else outputs
+        return refusing_gradients(outputs) if loss_only else outputs
 
-    def _compile(self, alone: bool) -> Callable[..., Any]:
+    def _compile(self, loss_only: bool) -> Callable[..., Any]:
         if self._compiled:
-            kept = (
-                "the loss alone keeps its gradient" if alone else "outputs beside the loss may be read and keep theirs"
+            outputs = (
+                "only the loss keeps its gradient"
+                if loss_only
+                else "outputs beside the loss may be read and keep theirs"
             )
-            self._say(f"compiling another training graph for other hooks or another caller: {kept}")
+            self._say(f"compiling another training graph for other hooks or another caller: {outputs}")
         else:
             self._trace_fixes = TraceFixes(self._model)
         # torch keeps each backend until the process ends (`torch/_dynamo/eval_frame.py`, `cached_backends`, 2.13);
         # it must not keep the model with it.
-        split_of = weakref.WeakMethod(self._split)
-        backend = Backend(self._compiler, lambda *joint: split_of()(*joint), str(self._selection))
+        partition = weakref.WeakMethod(self._partition)
+        backend = Backend(self._compiler, lambda *joint: partition()(*joint))
         plain = self._training_forward.plain_forward
-        forward = compat.with_own_code(loss_only(plain) if alone else plain)
+        forward = compat.with_own_code(with_detached_outputs(plain) if loss_only else plain)
         self._traced.append(forward)
         return compat.compile_alone(forward, backend, self._dynamic)
 
-    def _split(
+    def _partition(
         self,
         programs: InductorPrograms,
         module: fx.GraphModule,
         inputs: Any,
         num_fwd_outputs: int,
         others: dict[str, Any],
-    ) -> Modules:
+    ) -> tuple[Choice, Modules]:
         number = len(self._graphs) + 1
         self._progress.stage = f"partitioning graph {number} of {len(module.graph.nodes)} operators"
         add_outer_modules(module.graph, self._model, compat.traced_module())
         is_all = any(compat.is_all_of(forward) for forward in self._traced)
-        is_only = self._table is None and is_all
-        graph, modules = split(module, inputs, num_fwd_outputs, others, self._selection, self._graphs, is_only)
+        graph, modules = partition_joint(
+            module,
+            inputs,
+            num_fwd_outputs,
+            others,
+            self._producer,
+            self._graphs,
+            refuses_mistakes=is_all and self._table is None and self._selection.strict,
+        )
         self._graphs.append(replace(graph, programs=programs, is_all_of_forward=is_all))
         self._resident = resident(next(self._model.parameters()).device)
         self._progress.stage = f"compiling graph {number}"
-        return modules
+        return graph.choice, modules
+
+    @property
+    def _producer(self) -> Producer:
+        return producer_for(self._selection)
 
     def _announced(self, is_first: bool) -> contextlib.AbstractContextManager[Progress]:
         """Lines around the first call of a compiled forward; nothing around the later ones."""
@@ -222,48 +238,55 @@ class CompileEngine(in_place.InPlaceEngine):
     def _show(self, graphs: list[PartitionedGraph], watch: compat.Watch, inputs: dict[str, Any]) -> None:
         """The first forward's graphs are the table; later ones were compiled for inputs of another kind.
 
-        A config is matched against all graphs of the forward, so that an id may be in any of them. Where the forward
-        is one graph, that has been done before it was compiled. With several graphs it is done when they have run:
-        each is compiled and run before the next one is traced, from values that it gave, so that only the end of the
-        forward tells which ids there are.
+        Raises:
+            ConfigError: the first forward has several graphs, and the user asks for what none of them has.
         """
-        candidates = [candidate for graph in graphs for candidate in graph.candidates]
-        again = self._table is not None
-        asked = Matches()
-        if self._selection.config is not None:
-            # A batch of one row may not have every plan (nothing to repeat), which is no mistake of the user.
-            asked = matches(self._selection.config, candidates, self._selection.strict and not again)
-        if again:
-            for remark in asked.remarks:
+        is_first = self._table is None
+        matched = self._matched(graphs)
+        if not is_first:
+            for remark in matched.remarks:
                 self._say(f"in the new graph: {remark}")
             return
-        for remark in asked.remarks:
+        # A later batch of one row may lack a plan (nothing to repeat), which is no mistake of the user.
+        if self._selection.strict:
+            matched.check()
+        for remark in matched.remarks:
             get_logger().warning(remark)
         if len(graphs) > 1:
             reasons = "; ".join(watch.graph_breaks())
-            self._say(f"the training forward is in {len(graphs)} graphs, planned together: {reasons}")
+            self._say(
+                f"graph breaks split the training forward into {len(graphs)} graphs, planned together: {reasons}"
+            )
         is_encoder_decoder = bool(getattr(getattr(self._model, "config", None), "is_encoder_decoder", False))
+        names = SymbolNames()
+        with informing("the names of sizes"):
+            names = SymbolNames.of(graphs, is_encoder_decoder)
         if all(graph.prediction for graph in graphs):
             with self._predicting():
-                self._predictor = StepMemoryPredictor(self._model, graphs, inputs, self._resident, is_encoder_decoder)
+                self._predictor = StepMemoryPredictor(self._model, graphs, inputs, self._resident, names)
         header = self._header(graphs)
         self._table = PlanTable(engine=self.name, plans=(), header=header)
         with informing("the plan table"):
-            self._table = to_table(graphs, self._selection, asked, header, is_encoder_decoder)
-        if self._selection.level and not self._table.enabled:
-            get_logger().warning(
-                f"--memory_opt_level {self._selection.level}: nothing in a layer of {type(self._model).__name__} can "
-                "be made again from what goes into the layer; take plans by name"
-            )
+            self._table = to_table(graphs, matched, names, header)
+
+    def _matched(self, graphs: list[PartitionedGraph]) -> Matched:
+        """The rows that were asked for.
+
+        One graph's choice has them. An id may be in any of several graphs, and each is compiled and run before the
+        next one is traced, from values that it computed: only the end of the forward tells which ids there are.
+        """
+        if len(graphs) == 1:
+            return graphs[0].choice.matched
+        return self._producer.match([candidate for graph in graphs for candidate in graph.candidates])
 
     def _show_nothing(self, watch: compat.Watch) -> None:
         reasons = "; ".join(watch.graph_breaks()) or "nothing in it can be trained"
-        line = f"NOT under a plan: torch made no training graph of this model ({reasons})"
+        line = f"NOT under a plan: torch compiled no training graph of this model ({reasons})"
         get_logger().warning(line)
         self._table = PlanTable(engine=self.name, plans=(), header=(line,))
 
     def _predicting(self) -> contextlib.AbstractContextManager:
-        """Around what reads the predictor: an error there is said, and nothing more is predicted."""
+        """Around what reads the predictor: an error there is logged, and nothing is predicted from then on."""
         return informing("the predicted peak", lambda: setattr(self, "_predictor", None))
 
     def _say(self, line: str) -> None:
@@ -272,14 +295,9 @@ class CompileEngine(in_place.InPlaceEngine):
             get_logger().info(line)
 
     def _header(self, graphs: list[PartitionedGraph]) -> tuple[str, ...]:
-        asked = "no plan: torch's own partition"
-        if self._selection.config is not None:
-            asked = f"config {self._selection.config}"
-        elif self._selection.level:
-            asked = f"level {self._selection.level}"
         device = next(self._model.parameters()).device.type
         pieces = f", in {len(graphs)} graphs" if len(graphs) > 1 else ""
-        line = f"{type(self._model).__name__} on {device} by {self._compiler}, {asked}{pieces}"
+        line = f"{type(self._model).__name__} on {device} by {self._compiler}, {graphs[0].choice.why}{pieces}"
         if self._predictor is not None:
             with self._predicting():
                 return (line, *self._predicted())
@@ -287,8 +305,9 @@ class CompileEngine(in_place.InPlaceEngine):
 
     def _predicted(self) -> tuple[str, str]:
         predictor, footprint = self._predictor, self._predictor.footprint()
+        caveat = predictor.caveat and f" ({predictor.caveat})"
         return (
-            f"Predicted for the first batch: {predictor.stashed / MIB:.1f} MiB stashed, peak of activations and "
-            f"gradients {footprint.activations / MIB:.1f} MiB{predictor.caveat and f' ({predictor.caveat})'}",
+            f"Predicted for the first batch: {predictor.stashed / MIB:.1f} MiB saved for backward, peak of "
+            f"activations and gradients {footprint.activations / MIB:.1f} MiB{caveat}",
             f"Predicted peak of a step with AdamW: {footprint.peak / MIB:.1f} MiB = {footprint}",
         )

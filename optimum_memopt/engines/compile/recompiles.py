@@ -7,7 +7,7 @@ _COMPILE_ID = re.compile(r"^\d+/\d+: ")
 _NUMBER = re.compile(r"(?<![\w.])-?(?:\d+(?:\.\d+)?(?:e[+-]?\d+)?|inf|nan)\b")
 # `self.calls == 3`, `self._modules['head'].scale == 0.5`, `alpha == 1.0`: torch compares Python numbers so.
 _CHANGED_NUMBER = re.compile(rf"^(?P<name>[\w.\[\]'\"]+) == {_NUMBER.pattern}$")
-# What torch calls the model where a wrapper that takes `*args` is traced (`outputs.loss_only`).
+# What torch calls the model where a wrapper that takes `*args` is traced (`detach_outputs.with_detached_outputs`).
 _MODEL = re.compile(r"\bargs\[0\](?=\.)")
 _QUOTED = 3
 
@@ -15,7 +15,7 @@ _QUOTED = 3
 class FailedGuards:
     """The guards that failed since a model's first training graph.
 
-    Guards that differ in their numbers alone have one cause: batches of many sizes, or a number of the model that
+    Guards that differ only in their numbers have one cause: batches of many sizes, or a number of the model that
     changes at every step.
     """
 
@@ -27,7 +27,7 @@ class FailedGuards:
         """Note a failed guard, as torch's recompile reason has it.
 
         Returns:
-            The line that says it: at the first guard of a cause, and once more when a number changed again; else "".
+            The line to log: for the first guard of a cause, and once more when a number changed again; else "".
         """
         guard = _MODEL.sub("self", _COMPILE_ID.sub("", reason))
         if guard in self._guards:
@@ -43,7 +43,7 @@ class FailedGuards:
 
     @property
     def last(self) -> str:
-        """The last ones, for a message."""
+        """The last few, for a message."""
         return "; ".join(list(self._guards)[-_QUOTED:])
 
     @property

@@ -1,4 +1,4 @@
-"""What the compile engine cannot train, or would train otherwise than asked: refused before training."""
+"""Refuses, before training, what the compile engine cannot train or would train differently than asked."""
 
 import os
 from typing import TYPE_CHECKING
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
 
 _SPLIT_BY_HOOKS = (
-    "it gathers the parameters of each module in hooks, at which torch splits the graph, so that no plan reaches "
-    "further than a module"
+    "it gathers the parameters of each module in hooks, which are graph breaks, so that no plan reaches further than "
+    "a module"
 )
 
 
 def check(model: torch.nn.Module) -> None:
-    """Refuse what would be trained beside the plan.
+    """Refuse what would be trained without the plan.
 
     Raises:
         UnsupportedModelError: no parameters, DataParallel.

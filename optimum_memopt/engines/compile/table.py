@@ -5,106 +5,100 @@ from dataclasses import dataclass
 
 import sympy
 
-from optimum_memopt.engines.base import Selection
-from optimum_memopt.engines.compile.analysis.candidates import Candidate
-from optimum_memopt.engines.compile.analysis.saved_activations import RecomputeChain
+from optimum_memopt.engines.compile.analysis.candidates import Candidate, by_row
 from optimum_memopt.engines.compile.partitioned_graph import PartitionedGraph
-from optimum_memopt.plans.grammar import ALL, Strategy
-from optimum_memopt.plans.matching import Matches
-from optimum_memopt.plans.table import Plan, PlanTable, canonical_symbols, sorted_plans
+from optimum_memopt.engines.compile.strategies import strategy_of
+from optimum_memopt.engines.compile.symbol_names import SymbolNames
+from optimum_memopt.plans.matching import Matched
+from optimum_memopt.plans.table import Plan, PlanTable, sorted_plans
 
-_AUTO = "AUTO: torch makes {count} again by itself"
-_OFFLOAD = "offload"
-_OFFLOAD_ON_CPU = "offload; saves nothing on the CPU, whose memory is the host's"
+_AUTO = "AUTO: torch recomputes {count} by itself"
 
 
 @dataclass(frozen=True)
 class _Part:
-    """One graph's share of a row, its saving in the table's symbols."""
+    """One graph's share of a row.
+
+    Attributes:
+        symbols: of the graph to those of the table.
+    """
 
     graph: PartitionedGraph
-    candidate: Candidate
-    saving: sympy.Expr
+    candidates: Sequence[Candidate]
+    symbols: dict[sympy.Symbol, sympy.Symbol]
+
+    @property
+    def saving(self) -> sympy.Expr:
+        return sympy.Add(*(candidate.saving for candidate in self.candidates)).subs(self.symbols)
+
+    @property
+    def chosen(self) -> list[Candidate]:
+        on = set(self.graph.choice.candidates)
+        return [candidate for candidate in self.candidates if candidate in on]
+
+    @property
+    def auto_recomputed(self) -> list[Candidate]:
+        return [candidate for candidate in self.candidates if candidate in self.graph.choice.auto_recomputed]
+
+    def bytes(self, candidates: Sequence[Candidate]) -> int:
+        return sum(int(candidate.saving.subs(self.graph.sizes)) for candidate in candidates)
 
 
 def to_table(
-    graphs: Sequence[PartitionedGraph],
-    selection: Selection,
-    asked: Matches,
-    header: Sequence[str],
-    is_encoder_decoder: bool,
+    graphs: Sequence[PartitionedGraph], matched: Matched, names: SymbolNames, header: Sequence[str]
 ) -> PlanTable:
     """Rows of all graphs, those of one id and strategy together.
 
-    Offload is shown where it is on, and where a stash cannot be made again, so that there is nothing else.
+    Offload is listed where it is on, and where an activation cannot be recomputed, so that there is nothing else.
 
     Args:
-        asked: what the selection's config means.
-        is_encoder_decoder: labels have the decoder's length (see `canonical_symbols`).
+        matched: the rows that were asked for, in any of the graphs.
+        names: of the graphs' symbols.
     """
-    values = {
-        name: graph.sizes[symbol] for graph in graphs for symbol, name in graph.names.items() if symbol in graph.sizes
-    }
-    canonical = canonical_symbols(values, is_encoder_decoder)
     rows: dict[str, list[_Part]] = {}
     for graph in graphs:
         symbols = {
-            symbol: sympy.Symbol(canonical.get(name, name), integer=True, positive=True)
-            for symbol, name in graph.names.items()
+            symbol: sympy.Symbol(name, integer=True, positive=True) for symbol, name in names.of_symbols(graph).items()
         }
-        for candidate in graph.candidates:
-            rows.setdefault(candidate.config, []).append(_Part(graph, candidate, candidate.saving.subs(symbols)))
-    remade = {
-        candidate.cluster_id
-        for graph in graphs
-        for candidate in graph.candidates
-        if candidate.strategy is not Strategy.OFFLOAD
+        for row, candidates in by_row(graph.candidates).items():
+            rows.setdefault(row, []).append(_Part(graph, candidates, symbols))
+    recomputable = {
+        candidate.cluster_id for graph in graphs for candidate in graph.candidates if candidate.chain is not None
     }
-    plans = [_plan(parts, selection, asked) for parts in rows.values() if _is_shown(parts, remade, asked)]
-    return PlanTable(
-        engine="compile",
-        plans=sorted_plans(plans),
-        symbols={canonical.get(name, name): value for name, value in values.items()},
-        header=tuple(header),
-    )
+    plans = [
+        _plan(row, parts, matched)
+        for row, parts in rows.items()
+        if row in matched.requests or _is_listed(parts, recomputable)
+    ]
+    return PlanTable(engine="compile", plans=sorted_plans(plans), symbols=dict(names.first), header=tuple(header))
 
 
-def _is_shown(parts: Sequence[_Part], remade: Collection[str], asked: Matches) -> bool:
-    candidate = parts[0].candidate
-    if candidate.strategy is not Strategy.OFFLOAD or any(one.plan == candidate.config for one in asked.on):
-        return True
-    return candidate.cluster_id not in remade and not candidate.is_on_cpu
+def _is_listed(parts: Sequence[_Part], recomputable: Collection[str]) -> bool:
+    first = parts[0].candidates[0]
+    return strategy_of(first.strategy).is_listed(_device_type(parts[:1]), first.cluster_id in recomputable)
 
 
-def _plan(parts: Sequence[_Part], selection: Selection, asked: Matches) -> Plan:
-    config, strategy = parts[0].candidate.config, parts[0].candidate.strategy
-    saves = strategy is not Strategy.OFFLOAD or not parts[0].candidate.is_on_cpu
-    occurrences = [(part.graph, made) for part in parts for made in part.candidate.occurrences]
-    chosen = [(part.graph, made) for part in parts for made in part.graph.chosen.get(part.candidate, ())]
-    auto_recomputed = sum(made in graph.auto_recomputed for graph, made in occurrences)
-    meant = next((one for one in asked.on if one.plan == config), None)
-    notes = (
-        meant.note if meant else "",
-        "" if strategy is not Strategy.OFFLOAD else _OFFLOAD if saves else _OFFLOAD_ON_CPU,
-        _AUTO.format(count="all" if auto_recomputed == len(occurrences) else auto_recomputed)
-        if auto_recomputed
-        else "",
-    )
+def _device_type(parts: Sequence[_Part]) -> str:
+    """Of the candidates, the accelerator's where any lies there."""
+    types = {candidate.device_type for part in parts for candidate in part.candidates}
+    return min(types, key=lambda device_type: device_type == "cpu")
+
+
+def _plan(row: str, parts: Sequence[_Part], matched: Matched) -> Plan:
+    strategy = strategy_of(parts[0].candidates[0].strategy)
+    device_type = _device_type(parts[:1])
+    saves = strategy.saves_on(device_type)
+    frequency = sum(len(part.candidates) for part in parts)
+    auto_recomputed = sum(len(part.auto_recomputed) for part in parts)
+    auto = _AUTO.format(count="all" if auto_recomputed == frequency else auto_recomputed) if auto_recomputed else ""
+    request = matched.requests.get(row)
     return Plan(
-        config=config,
-        frequency=len(occurrences),
-        saving_bytes=_bytes(occurrences) if saves else 0,
+        config=row,
+        frequency=frequency,
+        saving_bytes=sum(part.bytes(part.candidates) for part in parts) if saves else 0,
         saving_symbolic=str(sympy.factor_terms(sympy.expand(sympy.Add(*(part.saving for part in parts if saves))))),
-        requested_count=meant.request.count if meant else _of_level(parts[0].candidate, selection.level),
-        applied_count=len(chosen),
-        note="; ".join(filter(None, notes)),
-        applied_saving_bytes=_bytes(chosen) if saves else 0,
+        requested_count=request.count if request else 0,
+        applied_count=sum(len(part.chosen) for part in parts),
+        note="; ".join(filter(None, (matched.note(row), strategy.note(device_type), auto))),
+        applied_saving_bytes=sum(part.bytes(part.chosen) for part in parts) if saves else 0,
     )
-
-
-def _bytes(occurrences: Sequence[tuple[PartitionedGraph, RecomputeChain]]) -> int:
-    return sum(int(made.saving.subs(graph.sizes)) for graph, made in occurrences)
-
-
-def _of_level(candidate: Candidate, level: int) -> int:
-    return ALL if candidate.strategy in (Strategy.RECOMPUTE, Strategy.RECOMPUTE_WITH_COMPROMISE)[:level] else 0

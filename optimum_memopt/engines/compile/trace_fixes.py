@@ -1,7 +1,7 @@
-"""Keeps a model's training forward in one graph, and quick to compile: what transformers decides in ways that torch
-cannot trace, decided for it for the time of a call.
+"""Avoids graph breaks and recompiles in transformers' models: what they decide in ways that torch cannot trace is
+decided for them while the compiled forward is called.
 
-Seen in transformers 5.23. Without these a model trains all the same, in several graphs or with a recompile.
+Seen in transformers 5.23. Without these fixes a model trains all the same, with graph breaks or a recompile.
 """
 
 import contextlib
@@ -13,32 +13,32 @@ import torch
 
 from optimum_memopt.engines.compile import compat
 
-# DeBERTa picks the rows that have a label, by an index whose length is data; others set `problem_type` themselves.
+# DeBERTa picks the rows that have a label by an index whose length depends on data; others set `problem_type`.
 _PICKS_LABELLED_ROWS = frozenset({"deberta", "deberta-v2"})
 _ONE_LABEL = "single_label_classification"
-# What `PreTrainedModel.loss_function` takes, after a warning that splits the graph, where no name of a loss fits the
+# What `PreTrainedModel.loss_function` uses, after a warning that breaks the graph, where no name of a loss fits the
 # class's name (GPT2LMHeadModel).
 _LOSS_WITHOUT_NAME = "ForCausalLM"
 # DeBERTa (the first one) puts a size into a tensor and slices with it, in each layer.
 _SIZE_IN_A_TENSOR = "compute_attention_span"
-# Images and films: batch, channels, height, width. With symbols for all of them Swin compiles for minutes.
+# Images and videos: batch, channels, height, width. With symbols for all of them Swin compiles for minutes.
 _IMAGE_DIMS = 4
 
 
 class TraceFixes:
-    """For one model under one compiled forward."""
+    """Of one model under one compiled forward."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._config = getattr(model, "config", None)
         self._nameless = [m for m in model.modules() if "loss_type" in vars(m) and m.loss_type is None]
         files = {sys.modules.get(type(module).__module__) for module in model.modules()}
         self._sizes_in_tensors = [file for file in files if hasattr(file, _SIZE_IN_A_TENSOR)]
-        # What the forward itself makes of a `problem_type` that is None.
+        # What the forward itself sets a `problem_type` of None to.
         self._found: str | None = None
 
     @contextlib.contextmanager
     def around_call(self, inputs: Mapping[str, Any]) -> Iterator[None]:
-        """Set what keeps the graph whole, and give back what the user would find after a plain forward.
+        """Apply the fixes, and leave the model as it would be after a plain forward.
 
         Args:
             inputs: the keyword arguments of the call.
@@ -67,7 +67,7 @@ class TraceFixes:
             finally:
                 config.problem_type = None
             return
-        # A forward that has found its problem type would be compiled anew with the second step; it finds it again.
+        # A problem type that the first forward has set would fail a guard at the second step: each one sets it again.
         before = config.problem_type
         if before is not None and before == self._found:
             config.problem_type = None

@@ -58,9 +58,11 @@ def choose_config(config: PlanConfig, existing: Iterable[str], strict: bool) -> 
     Raises:
         ConfigError: an id (or its strategy) that the graph does not have; near matches come first in the message.
     """
-    matches = match(config, existing, strict, here="provider")
-    notes = {matched.plan: matched.note for matched in matches.on if matched.note}
-    return Choice(tuple(matched.plan for matched in matches.on), notes, matches.remarks)
+    matched = match(config, existing, here="provider")
+    if strict:
+        matched.check()
+    notes = {row: note for row in matched.requests if (note := matched.note(row))}
+    return Choice(tuple(matched.requests), notes, matched.remarks)
 
 
 def choose_level(level: int, existing: Iterable[str], residual_operators: Collection[str]) -> Choice:

@@ -1,4 +1,4 @@
-"""JointGraph graphs of real models as the engine's backend gets them, and what the engine makes of them."""
+"""Joint graphs of real models as the engine's backend gets them, and what the engine makes of them."""
 
 import copy
 import dataclasses
@@ -12,22 +12,22 @@ import torch
 from torch import fx
 
 from optimum_memopt.engines.compile import compat, partitioned_graph
-from optimum_memopt.engines.compile.analysis.candidates import Candidate, find_candidates
-from optimum_memopt.engines.compile.analysis.joint import JointGraph, root, symbolic, value
-from optimum_memopt.engines.compile.analysis.saved_activations import (
-    SavedActivation,
-    find_saved_activations,
-    operator_name,
-)
+from optimum_memopt.engines.compile.analysis.candidates import Candidate, by_row
+from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph, Modules
+from optimum_memopt.engines.compile.analysis.joint import JointGraph, symbolic, value
+from optimum_memopt.engines.compile.analysis.saved_activations import SavedActivation, operator_name
 from optimum_memopt.engines.compile.backend import Backend, configured
+from optimum_memopt.engines.compile.choice import Choice
 from optimum_memopt.engines.compile.memory.inductor_memory import InductorPrograms
 from optimum_memopt.engines.compile.partitioned_graph import PartitionedGraph
+from optimum_memopt.engines.compile.producers import producer_for
+from optimum_memopt.engines.compile.symbol_names import symbol_names
 from tests.engines.compile.compiled import selection
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The two halves of a graph under a selection."""
+    """Forward and backward of a graph under a selection."""
 
     graph: PartitionedGraph
     forward: fx.GraphModule
@@ -40,8 +40,8 @@ class Parts:
         return {node.name: index for index, node in enumerate(self.backward.graph.nodes)}
 
     @property
-    def find_saved_for_backward(self) -> list[fx.Node]:
-        """What the forward gives the backward beside its inputs, in order."""
+    def saved_for_backward(self) -> list[fx.Node]:
+        """What the forward saves beside its inputs, in order."""
         (output,) = self.forward.graph.find_nodes(op="output")
         rest = output.args[0][self.num_fwd_outputs :]
         return [node for node in rest if isinstance(node, fx.Node) and node.op != "placeholder"]
@@ -50,7 +50,7 @@ class Parts:
     def operators_of_backward(self) -> list[str]:
         return [operator_name(node) for node in self.backward.graph.nodes if node.op == "call_function"]
 
-    def recomputed_by_torch(self, joint: JointGraph) -> list[str]:
+    def recomputed(self, joint: JointGraph) -> list[str]:
         """Names of the forward's operators that the backward runs again, in its order."""
         forward = {node.name for node in joint.forward}
         nodes = self.backward.graph.nodes
@@ -58,7 +58,7 @@ class Parts:
 
 
 class Executed(fx.Interpreter):
-    """Runs a joint graph on real tensors of ones, and keeps what every node made.
+    """Runs a joint graph on real tensors of ones, and keeps what every node computed.
 
     Attributes:
         made: by node; nothing is freed, so that no two share an address by accident.
@@ -95,35 +95,43 @@ class Captured:
     names: Mapping[sympy.Symbol, str]
 
     @cached_property
-    def joint(self) -> JointGraph:
+    def graph(self) -> AnalyzedGraph:
         """As the engine looks at it; not to be changed."""
-        module = self.copied()
-        module.graph.eliminate_dead_code()
-        joint = JointGraph(module, self.num_fwd_outputs)
-        compat.remove_copies(module.graph, map(root, joint.forward_outputs))
-        return JointGraph(module, self.num_fwd_outputs)
+        return partitioned_graph.analyze(self.copied(), self.inputs, self.num_fwd_outputs, self.others)
 
-    @cached_property
-    def stashes(self) -> tuple[SavedActivation, ...]:
-        return find_saved_activations(self.joint)
+    @property
+    def joint(self) -> JointGraph:
+        return self.graph.joint
 
-    @cached_property
-    def sizes(self) -> dict[sympy.Symbol, int]:
-        return partitioned_graph.size_hints(self.joint)
+    @property
+    def activations(self) -> tuple[SavedActivation, ...]:
+        return self.graph.activations
 
-    @cached_property
+    @property
+    def sizes(self) -> Mapping[sympy.Symbol, int]:
+        return self.graph.size_hints
+
+    @property
     def candidates(self) -> tuple[Candidate, ...]:
-        return find_candidates(self.joint, self.stashes, self.sizes)
+        return self.graph.candidates
+
+    @property
+    def rows(self) -> dict[str, list[Candidate]]:
+        return by_row(self.candidates)
 
     @property
     def configs(self) -> dict[str, int]:
         """Each row and how often it occurs."""
-        return {candidate.config: len(candidate.occurrences) for candidate in self.candidates}
+        return {row: len(candidates) for row, candidates in self.rows.items()}
+
+    def choose(self, asked: str, *earlier: Choice) -> Choice:
+        """Under a config or `level 1`."""
+        return producer_for(selection(asked)).choose(self.graph, earlier)
 
     def split(self, asked: str = "") -> Parts:
         """Under a config, `level 1` or nothing."""
         others = (self.inputs, self.num_fwd_outputs, self.others)
-        graph, modules = partitioned_graph.split(self.copied(), *others, selection(asked), ())
+        graph, modules = partitioned_graph.partition_joint(self.copied(), *others, producer_for(selection(asked)))
         # Names come from the tracer, which is gone.
         return Parts(dataclasses.replace(graph, names=self.names), *modules, self.num_fwd_outputs)
 
@@ -137,14 +145,15 @@ def capture(function: Callable[..., Any], *args: Any, dynamic: bool = True, **kw
 
     def record(
         _: InductorPrograms, module: fx.GraphModule, inputs: Any, num_fwd_outputs: int, others: dict[str, Any]
-    ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        names = partitioned_graph.symbol_names(compat.symbol_sources())
+    ) -> tuple[Choice, Modules]:
+        names = symbol_names(compat.symbol_sources())
         untouched = fx.GraphModule(module, copy.deepcopy(module.graph))
         found.append(Captured(untouched, inputs, num_fwd_outputs, others, names))
-        return compat.default_partition(module, inputs, num_fwd_outputs=num_fwd_outputs, **others)
+        modules = compat.default_partition(module, inputs, num_fwd_outputs=num_fwd_outputs, **others)
+        return Choice((), "torch's own partition", torchs_graphs=modules), modules
 
     torch._dynamo.reset()
-    compiled = torch.compile(compat.with_own_code(function), backend=Backend("aot_eager", record, ""), dynamic=dynamic)
+    compiled = torch.compile(compat.with_own_code(function), backend=Backend("aot_eager", record), dynamic=dynamic)
     with configured():
         compiled(*args, **kwargs)
     (one,) = found

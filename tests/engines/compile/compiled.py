@@ -34,8 +34,8 @@ class Split:
     num_fwd_outputs: int
 
     @property
-    def find_saved_for_backward(self) -> set[str]:
-        """Names of the operators whose results wait for the backward."""
+    def saved_for_backward(self) -> set[str]:
+        """Names of the operators whose results are saved for the backward."""
         (output,) = self.forward.graph.find_nodes(op="output")
         rest = output.args[0][self.num_fwd_outputs :]
         return {node.name for node in rest if isinstance(node, fx.Node) and node.op == "call_function"}
@@ -45,26 +45,21 @@ class Split:
         return {node.name for node in self.backward.graph.nodes if node.op == "call_function"}
 
     def request(self, root: str, strategy: Strategy, count: int = ALL) -> str:
-        """The config of the row that this operator's result is an occurrence of."""
+        """The config of the row that this operator's result is a candidate of."""
         for candidate in self.graph.candidates:
-            if candidate.strategy is strategy and any(one.stash.root.name == root for one in candidate.occurrences):
+            if candidate.strategy is strategy and candidate.activation.root.name == root:
                 return f"{candidate.cluster_id}:{int(strategy)}:{count}"
         raise LookupError(f"no row with strategy {strategy} has {root}")
 
     def check(self, table: PlanTable) -> None:
-        """What the table says is made again, or waits on the host, is; all else is handed over as it is."""
-        again, moved = Counter(), Counter()
+        """What the table says is recomputed or offloaded is; all else is saved as it is."""
+        applied = Counter()
         for candidate in self.graph.candidates:
-            for occurrence in candidate.occurrences:
-                name = occurrence.stash.root.name
-                is_again, is_moved = name in self.run_in_backward, f"{name}_on_host" in self.find_saved_for_backward
-                assert is_again + is_moved + (name in self.find_saved_for_backward) == 1, name
-                if candidate.strategy is Strategy.OFFLOAD:
-                    moved[candidate.config] += is_moved
-                else:
-                    again[candidate.config] += is_again
-        applied = {row.config: row.applied_count for row in table.enabled}
-        assert +again + +moved == applied
+            name = candidate.activation.root.name
+            is_recomputed, is_offloaded = name in self.run_in_backward, f"{name}_on_host" in self.saved_for_backward
+            assert is_recomputed + is_offloaded + (name in self.saved_for_backward) == 1, name
+            applied[candidate.row] += is_offloaded if candidate.strategy is Strategy.OFFLOAD else is_recomputed
+        assert +applied == {row.config: row.applied_count for row in table.enabled}
 
 
 @dataclass(frozen=True)
@@ -85,15 +80,15 @@ def recorded() -> Iterator[list[Split]]:
     """What the engine partitions in the meantime."""
     found: list[Split] = []
 
-    def split(*args: Any, **kwargs: Any) -> Any:
+    def partition_joint(*args: Any, **kwargs: Any) -> Any:
         graph, modules = original(*args, **kwargs)
         copies = (fx.GraphModule(one, copy.deepcopy(one.graph)) for one in modules)
         given = inspect.signature(original).bind(*args, **kwargs).arguments
         found.append(Split(graph, *copies, given["num_fwd_outputs"]))
         return graph, modules
 
-    original = compile_engine.split
-    with mock.patch.object(compile_engine, "split", split):
+    original = compile_engine.partition_joint
+    with mock.patch.object(compile_engine, "partition_joint", partition_joint):
         yield found
 
 

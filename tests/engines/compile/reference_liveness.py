@@ -6,9 +6,16 @@ from collections.abc import Collection, Mapping
 import sympy
 from torch import fx
 
-from optimum_memopt.engines.compile.analysis.joint import is_tensor, is_view, root, storage_bytes, symbolic, value
+from optimum_memopt.engines.compile.analysis.joint import (
+    is_on_host,
+    is_tensor,
+    is_view,
+    root,
+    storage_bytes,
+    symbolic,
+    value,
+)
 from optimum_memopt.engines.compile.memory.timeline import Prediction, Timeline
-from optimum_memopt.engines.compile.strategies import offload
 
 Sizes = Mapping[sympy.Symbol, int]
 
@@ -17,7 +24,7 @@ _ARITHMETIC = frozenset({"add", "div", "mul", "rsub", "sub"})
 
 def size_of(node: fx.Node, sizes: Sizes) -> int:
     """Bytes of a root's storage for these values of the symbols; none where it lies in the host's memory."""
-    return 0 if offload.is_on_host(node) else int(storage_bytes(node).subs(sizes))
+    return 0 if is_on_host(node) else int(storage_bytes(node).subs(sizes))
 
 
 def predict(

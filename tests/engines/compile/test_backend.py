@@ -16,6 +16,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from optimum_memopt.engines.compile import backend
 from optimum_memopt.engines.compile.backend import _Partitioner, check_compiler, configured, default_compiler
+from optimum_memopt.engines.compile.choice import Choice
 from optimum_memopt.engines.compile.engine import CompileEngine
 from optimum_memopt.errors import MemOptError
 from tests.engines.compile.compiled import selection
@@ -88,7 +89,6 @@ def test_an_error_leaves_nothing_behind(batch, monkeypatch, error):
     wanted = {"in the forward": "the forward failed", "in the config": "Gelu+", "in the backend": "not callable"}
     assert wanted[error] in str(raised.value)
     assert switches() == before
-    assert backend._compiling.get(None) is None
     monkeypatch.undo()
     model.fails = False
     engine.apply(selection("Gelu+:1:-1" if error == "in the config" else ""))
@@ -99,30 +99,49 @@ def test_an_error_leaves_nothing_behind(batch, monkeypatch, error):
     assert sum(row.frequency for row in engine.plans().plans) == 2, "graphs of the forward that failed are counted"
 
 
-def test_inductors_key_is_the_plan():
-    def key(asked: str) -> bytes:
-        return _Partitioner(str(selection(asked))).uuid()
+def key_of(choice: Choice) -> bytes:
+    """What inductor's cache knows of a graph that was partitioned by this choice."""
+    partitioner = _Partitioner(lambda *joint: (choice, ()))
+    partitioner(None, None, num_fwd_outputs=1)
+    return partitioner.uuid()
 
-    plans = ["", "Gelu+:1:-1", "Gelu+:1:1", "Gelu+:3:-1", "level 1", "level 2"]
-    assert len({key(plan) for plan in plans}) == len(plans)
-    assert key("Gelu+:1:-1") == key(" Gelu+:1:-1")
-    partitioner = _Partitioner(str(selection("level 1")))
-    for again in (copy.deepcopy(partitioner), pickle.loads(pickle.dumps(partitioner))):
-        assert again.uuid() == key("level 1")
-    script = """
-from optimum_memopt.engines.base import Selection
+
+def test_inductors_key_is_the_choice(roberta):
+    """Whatever text asked for it."""
+
+    def key(asked: str) -> bytes:
+        return key_of(roberta.split(asked).graph.choice)
+
+    plans = ["", "Gelu+:1:-1", "Gelu+:1:1", "Gelu+:3:-1", "Gelu+:1:0", "level 1"]
+    keys = {asked: key(asked) for asked in plans}
+    assert len(set(keys.values())) == len(plans)
+    for same in (" Gelu+:1:-1", "BiasGelu+:1:-1", "Gelu+:1:2", "Gelu+:1:99", "Gelu+:1:-1,Dropout+:1:0"):
+        assert key(same) == keys["Gelu+:1:-1"], same
+    assert key("Gelu+:1:-1,Dropout+:1:1") == key("Dropout+:1:1,BiasGelu+:1:2")
+
+
+def test_inductors_key_is_known_to_copies(roberta):
+    partitioner = _Partitioner(lambda *joint: (roberta.split("level 1").graph.choice, ()))
+    # inductor copies its configuration before it is given the joint graph.
+    before, without_choice = copy.deepcopy(partitioner), partitioner.uuid()
+    partitioner(None, None, num_fwd_outputs=1)
+    key = partitioner.uuid()
+    assert key != without_choice
+    for again in (before, copy.deepcopy(partitioner), pickle.loads(pickle.dumps(partitioner))):
+        assert again.uuid() == key
+    script = f"""
 from optimum_memopt.engines.compile.backend import _Partitioner
-print(_Partitioner(str(Selection(level=1))).uuid().hex())
+print(_Partitioner(None, {roberta.split("level 1").graph.choice.key!r}).uuid().hex())
 """
     other_process = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
-    assert other_process.stdout.strip() == key("level 1").hex()
+    assert other_process.stdout.strip() == key.hex()
 
 
 def test_compilers():
     assert default_compiler("cpu")[0] == default_compiler("meta")[0] == "aot_eager"
     # monkeypatch undoes a setting of torch's configuration by deleting it, for every test that follows.
     with inductor_config.patch({"cpp.cxx": ("no-such-compiler",)}):
-        lacking = r"there is no C\+\+ compiler; apt-get install g\+\+.*or take .*aot_eager"
+        lacking = r"there is no C\+\+ compiler; apt-get install g\+\+.*or use .*aot_eager"
         with pytest.raises(MemOptError, match=lacking):
             check_compiler("inductor", "cpu")
         check_compiler("aot_eager", "cpu")
@@ -134,5 +153,5 @@ def test_compilers():
 def test_compilers_for_a_gpu_without_triton():
     compiler, reason = default_compiler("cuda")
     assert compiler == "aot_eager" and "pip install triton" in reason
-    with pytest.raises(MemOptError, match="no Triton; pip install triton; or take --memory_opt_compiler aot_eager"):
+    with pytest.raises(MemOptError, match="no Triton; pip install triton; or use --memory_opt_compiler aot_eager"):
         check_compiler("inductor", "cuda")

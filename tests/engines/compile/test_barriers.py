@@ -1,4 +1,4 @@
-"""No layer is made again before the backward has come to it, whatever a compiler would like to run first."""
+"""No layer is recomputed before its backward begins, whatever a compiler would run first."""
 
 import pytest
 from torch import fx
@@ -25,23 +25,26 @@ def ancestors(node: fx.Node) -> set[str]:
 
 @pytest.mark.parametrize("name", tiered(["roberta", "gpt2", "albert"], fast=["roberta"]))
 @pytest.mark.parametrize("asked", ["level 1", "{gelu}+:1:-1"])
-def test_what_a_layer_is_made_again_from_waits_for_the_layer_behind_it(name, asked, request):
+def test_what_a_layer_is_recomputed_from_waits_for_the_layer_behind_it(name, asked, request):
     captured = request.getfixturevalue(name)
     parts = captured.split(asked.format(gelu="Gelu" if name == "roberta" else "FastGelu"))
-    again = set(parts.recomputed_by_torch(captured.joint))
+    recomputed = set(parts.recomputed(captured.joint))
     nodes = {node.name: node for node in parts.backward.graph.nodes}
-    made = [nodes[one] for one in again if layer_of(nodes[one]) and not is_view(nodes[one])]
-    first, second = sorted({layer_of(node) for node in made})
+    copies = [nodes[name] for name in recomputed if layer_of(nodes[name]) and not is_view(nodes[name])]
+    first, second = sorted({layer_of(node) for node in copies})
     gradients = {
         node.name
         for node in nodes.values()
-        if node.op == "call_function" and node.name not in again and layer_of(node) == second and not is_view(node)
+        if node.op == "call_function"
+        and node.name not in recomputed
+        and layer_of(node) == second
+        and not is_view(node)
     }
-    find_saved_for_backward = {node.name for node in parts.find_saved_for_backward}
+    saved = {node.name for node in parts.saved_for_backward}
     checked = 0
-    for node in made:
+    for node in copies:
         before = ancestors(node)
-        if layer_of(node) == first and before & find_saved_for_backward:
+        if layer_of(node) == first and before & saved:
             assert gradients <= before, node
             checked += 1
     assert checked and len(gradients) > 10

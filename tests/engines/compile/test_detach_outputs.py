@@ -73,5 +73,5 @@ def test_outputs_that_pass_through_a_wrapper_unread_are_no_gradient():
     loss, logits = Sink.apply(outputs["loss"], outputs["logits"])
     loss.backward()
     assert weight.grad.tolist() == [2, 2, 2]
-    with pytest.raises(MemOptError, match="a gradient came back to the model's output 'logits'"):
+    with pytest.raises(MemOptError, match="a gradient flowed back to the model's output 'logits'"):
         Sink.apply(outputs["logits"])[0].sum().backward()

@@ -1,4 +1,4 @@
-"""Masks from seeds, alone and under plans that make them again."""
+"""Masks from seeds, alone and under plans that recompute them."""
 
 import pytest
 import torch
@@ -163,9 +163,9 @@ def test_a_plan_changes_no_random_number(case, asked):
     masks = [node.name for node in forward.graph.nodes if node.target is torch.ops.optimum_memopt.keep_mask.default]
     dropouts = sum(isinstance(module, torch.nn.Dropout) for module in model.modules())
     assert len(drawn) == len(masks) > 0 and len(masks) >= dropouts - 1
-    again = {node.name for node in backward.graph.nodes} & set(masks)
-    applied = {one.stash.root.name for made in ours.split.graph.chosen.values() for one in made}
-    assert again and again >= applied & set(masks)
+    recomputed = {node.name for node in backward.graph.nodes} & set(masks)
+    applied = {candidate.activation.root.name for candidate in ours.split.graph.choice.recomputed}
+    assert recomputed and recomputed >= applied & set(masks)
 
 
 def test_seeds_decide(case):

@@ -78,13 +78,13 @@ def test_a_level_is_applied(batch):
     ours = run(model, "level 1", batch, compiler="inductor")
     assert_same(ours, *accumulate(model, [batch]))
     ours.split.check(ours.table)
-    recomputed_by_torch = {one.stash.root.name for made in ours.split.graph.chosen.values() for one in made}
-    assert "addmm" in recomputed_by_torch and len(recomputed_by_torch) >= 3
-    assert not recomputed_by_torch & ours.split.find_saved_for_backward
+    recomputed = {candidate.activation.root.name for candidate in ours.split.graph.choice.recomputed}
+    assert "addmm" in recomputed and len(recomputed) >= 3
+    assert not recomputed & ours.split.saved_for_backward
     assert "by inductor" in ours.table.header[0]
 
 
-def test_masks_come_again_and_plans_are_not_mixed(batch):
+def test_masks_are_recomputed_and_plans_are_not_mixed(batch):
     """A mask from its seed and a gelu from its input; the output of a norm waits on the host."""
     model = Layers(0.2)
     without_plan = run(model, "", batch, compiler="inductor", seed=7)
@@ -94,7 +94,7 @@ def test_masks_come_again_and_plans_are_not_mixed(batch):
     ours = run(model, plan, batch, compiler="inductor", seed=7)
     check_masks(ours, without_plan)
     assert torch.equal(torch.get_rng_state(), state), "what is drawn after the step is another"
-    names = ours.split.find_saved_for_backward
+    names = ours.split.saved_for_backward
     assert {"add_3_on_host", "inductor_lookup_seed_default"} < names and not {"gt", "mul_2", "add_3"} & names
 
     # Once more, from inductor's cache, where each plan finds its own graphs.
@@ -102,7 +102,7 @@ def test_masks_come_again_and_plans_are_not_mixed(batch):
     for asked, first in ((plan, ours), ("", without_plan)):
         again = run(model, asked, batch, compiler="inductor", seed=7)
         assert_bitwise_same(again, first)
-        assert again.split.find_saved_for_backward == first.split.find_saved_for_backward
+        assert again.split.saved_for_backward == first.split.saved_for_backward
         before += 2
         assert found_in_cache() == before, "forward and backward were compiled again"
     another = run(model, plan, batch, compiler="inductor", seed=8)

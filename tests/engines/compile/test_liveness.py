@@ -97,7 +97,7 @@ def test_what_waits_between_the_halves_is_the_stashes():
     captured = capture(lambda x: x.exp().sin().exp().sum(), torch.randn(LENGTH, requires_grad=True), dynamic=False)
     parts = captured.split("level 1")
     prediction = graph_timeline(parts.forward, parts.backward, 1).predict({})
-    assert prediction.stashed == sum(int(stash.bytes) for stash in captured.stashes) == 2 * LENGTH * 4
+    assert prediction.stashed == sum(int(stash.bytes) for stash in captured.activations) == 2 * LENGTH * 4
     # The loss, too, where its holder keeps it.
     holding = graph_timeline(parts.forward, parts.backward, 1, holds_outputs=True).predict({})
     assert holding.stashed == prediction.stashed + 4

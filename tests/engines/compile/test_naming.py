@@ -1,5 +1,7 @@
 """Cluster ids: what they are, that they are the same for the same, and ONNX Runtime's own beside them."""
 
+from collections import Counter
+
 import pytest
 import torch
 
@@ -13,7 +15,7 @@ from optimum_memopt.engines.compile.analysis.naming import (
     cluster_id,
     translate,
 )
-from optimum_memopt.engines.compile.analysis.saved_activations import recompute_chain
+from optimum_memopt.engines.compile.analysis.recompute_chains import recompute_chain
 from optimum_memopt.options import MemOptOptions, resolve
 from optimum_memopt.plans.grammar import Strategy, parse
 from optimum_memopt.plans.matching import operators
@@ -60,9 +62,9 @@ INDICES = ("Range", "CumSum", "GatherElements", "Pad", "Slice")
 
 
 def ids(captured: Captured) -> dict[str, int]:
-    """Rows that are made again, without those that make indices."""
-    found = {o.cluster_id: len(o.occurrences) for o in captured.candidates if o.strategy is not Strategy.OFFLOAD}
-    return {name: count for name, count in found.items() if not set(operators(name)) & set(INDICES)}
+    """How many candidates of recompute each id has, without those that compute indices."""
+    counts = Counter(c.cluster_id for c in captured.candidates if c.strategy is not Strategy.OFFLOAD)
+    return {name: count for name, count in counts.items() if not set(operators(name)) & set(INDICES)}
 
 
 def test_ids_of_roberta(roberta):
@@ -75,13 +77,14 @@ def test_ids_of_gpt2(gpt2):
 
 def test_the_same_layer_has_the_same_ids(roberta, gpt2, albert):
     for captured in (roberta, gpt2, albert):
-        layers = sorted({one.stash.layer for candidate in captured.candidates for one in candidate.occurrences} - {""})
+        layers = sorted({candidate.activation.layer for candidate in captured.candidates} - {""})
         assert len(layers) == 2
-        for candidate in captured.candidates:
-            # What a layer hands on is named by who reads it, too: the next layer, or the head.
-            inside = [one.stash.layer for one in candidate.occurrences if not one.stash.leaves_layer]
+        for row, candidates in captured.rows.items():
+            # What leaves a layer is named by who reads it, too: the next layer, or the head.
+            activations = [candidate.activation for candidate in candidates]
+            inside = [activation.layer for activation in activations if not activation.leaves_layer]
             counts = [inside.count(layer) for layer in layers]
-            assert counts[0] == counts[1], candidate.config
+            assert counts[0] == counts[1], row
 
 
 def test_ids_are_the_same_for_other_batches(roberta, roberta_of_another_batch):
@@ -98,7 +101,7 @@ def test_no_id_is_longer_than_a_person_types(roberta, gpt2, albert):
     for captured in (roberta, gpt2, albert):
         for candidate in captured.candidates:
             assert len(operators(candidate.cluster_id)) <= 10
-            parse(candidate.config)
+            parse(candidate.row)
 
 
 def test_a_long_id_keeps_what_is_nearest_to_the_activation():
@@ -108,9 +111,9 @@ def test_a_long_id_keeps_what_is_nearest_to_the_activation():
         return x.sin().sum()
 
     captured = capture(function, torch.randn(3, 4, requires_grad=True))
-    made = recompute_chain(captured.joint, captured.stashes[-1], ())
-    assert len(made.nodes) == 16
-    assert cluster_id(made) == "Mul+Abs+Add+Neg+Mul+Abs+"
+    chain = recompute_chain(captured.joint, captured.activations[-1], ())
+    assert len(chain.nodes) == 16
+    assert cluster_id(chain) == "Mul+Abs+Add+Neg+Mul+Abs+"
 
 
 def test_operators_that_only_lay_out_have_one_name_in_both_engines():

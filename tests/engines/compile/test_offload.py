@@ -9,10 +9,10 @@ import torch
 from torch import fx
 from transformers.modeling_outputs import CausalLMOutput
 
-from optimum_memopt.engines.compile import partitioned_graph
 from optimum_memopt.engines.compile.analysis.joint import is_tensor, value
 from optimum_memopt.engines.compile.engine import CompileEngine
 from optimum_memopt.engines.compile.memory.timeline import graph_timeline
+from optimum_memopt.engines.compile.passes import host_copies
 from optimum_memopt.engines.compile.strategies import offload
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.plans.grammar import Strategy
@@ -26,7 +26,7 @@ CASE = ZOO["roberta-classification"]
 
 
 class Block(torch.nn.Module):
-    """Stashes the output of a gelu, a view of it, and all outputs of a layer norm."""
+    """Saves the output of a gelu, a view of it, and all outputs of a layer norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def positions(module: fx.GraphModule, operator: str) -> dict[str, int]:
     found = {}
     for index, node in enumerate(module.graph.nodes):
         if getattr(node.target, "_opname", "") == operator:
-            source = node.args[0] if operator != "arrived" else node.args[1]
+            source = node.args[0] if operator != "wait" else node.args[1]
             found[source.name.removesuffix("_on_host")] = index
     return found
 
@@ -105,38 +105,38 @@ def norms(plain) -> str:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64])
 def test_copies_are_the_tensors(strides, dtype):
     tensor = torch.arange(40).to(dtype).as_strided((3, 4), strides)
-    host = torch.ops.optimum_memopt.to_host(tensor)
-    back = torch.ops.optimum_memopt.fetch(host, tensor.device)
-    torch.library.opcheck(offload.to_host, (tensor,))
-    torch.library.opcheck(offload.fetch, (host, tensor.device))
-    for one in (host, back):
-        assert one.stride() == strides and one.dtype == dtype and torch.equal(one, tensor)
-        assert one.data_ptr() != tensor.data_ptr()
-    assert torch.ops.optimum_memopt.arrived(back, host).data_ptr() == back.data_ptr()
+    host = torch.ops.optimum_memopt.offload(tensor)
+    back = torch.ops.optimum_memopt.reload(host, tensor.device)
+    torch.library.opcheck(host_copies.offload, (tensor,))
+    torch.library.opcheck(host_copies.reload, (host, tensor.device))
+    for copied in (host, back):
+        assert copied.stride() == strides and copied.dtype == dtype and torch.equal(copied, tensor)
+        assert copied.data_ptr() != tensor.data_ptr()
+    assert torch.ops.optimum_memopt.wait(back, host).data_ptr() == back.data_ptr()
 
 
-def test_stashes_wait_on_the_host(blocks, batch, plain, gelus):
-    """Roots of views, and outputs of operators that have several, beside stashes that are made again from others."""
+def test_activations_wait_on_the_host(blocks, batch, plain, gelus):
+    """Roots of views, and outputs of operators that have several, beside activations that are recomputed."""
     norms = plain.split.request("getitem", Strategy.OFFLOAD, 2)
     reshapes = plain.split.request("clone", Strategy.RECOMPUTE, 3)
     ours = run(blocks, f"{gelus},{norms},{reshapes}", batch)
     assert_bitwise_same(ours, accumulate(blocks, [batch]))
     ours.split.check(ours.table)
-    moved = {"gelu", "gelu_1", "gelu_2", "gelu_3", "gelu_4", "getitem", "getitem_3"}
-    assert {name for name in ours.split.find_saved_for_backward if name.endswith("_on_host")} == {
-        f"{one}_on_host" for one in moved
+    offloaded = {"gelu", "gelu_1", "gelu_2", "gelu_3", "gelu_4", "getitem", "getitem_3"}
+    assert {name for name in ours.split.saved_for_backward if name.endswith("_on_host")} == {
+        f"{name}_on_host" for name in offloaded
     }
-    assert not moved & ours.split.find_saved_for_backward
-    # What is made again reads what has come back.
+    assert not offloaded & ours.split.saved_for_backward
+    # What is recomputed reads what has been reloaded.
     assert {"clone", "clone_1", "clone_2"} < ours.split.run_in_backward
-    assert not moved & ours.split.run_in_backward
-    for module, copies in ((ours.split.forward, "to_host"), (ours.split.backward, "fetch")):
-        assert positions(module, copies).keys() == positions(module, "arrived").keys() == moved
-    # On the CPU each copy takes the place of its stash at once.
-    leaves = positions(ours.split.forward, "to_host")
-    assert all(at == leaves[name] + 1 for name, at in positions(ours.split.forward, "arrived").items())
-    fetches = positions(ours.split.backward, "fetch")
-    assert all(at == fetches[name] + 1 for name, at in positions(ours.split.backward, "arrived").items())
+    assert not offloaded & ours.split.run_in_backward
+    for module, copies in ((ours.split.forward, "offload"), (ours.split.backward, "reload")):
+        assert positions(module, copies).keys() == positions(module, "wait").keys() == offloaded
+    # On the CPU nothing stands between a copy and the wait for it.
+    offloads = positions(ours.split.forward, "offload")
+    assert all(at == offloads[name] + 1 for name, at in positions(ours.split.forward, "wait").items())
+    reloads = positions(ours.split.backward, "reload")
+    assert all(at == reloads[name] + 1 for name, at in positions(ours.split.backward, "wait").items())
 
 
 def test_the_table_says_that_a_cpu_saves_nothing(blocks, batch, plain, gelus):
@@ -145,8 +145,8 @@ def test_the_table_says_that_a_cpu_saves_nothing(blocks, batch, plain, gelus):
     assert (row.config, row.frequency, row.requested_count, row.applied_count) == (gelus, 5, 4, 4)
     assert row.saving_bytes == row.applied_saving_bytes == table.claimed_saving_bytes == 0
     assert "offload; saves nothing on the CPU" in row.note
-    # What can be made again is not offered a second time, unless it is asked for.
-    assert [one.config for one in table.plans if ":3:" in one.config] == [gelus]
+    # What can be recomputed is not listed a second time, unless it is asked for.
+    assert [plan.config for plan in table.plans if ":3:" in plan.config] == [gelus]
 
 
 def test_what_the_forward_returns_stays(blocks, batch, norms):
@@ -156,16 +156,14 @@ def test_what_the_forward_returns_stays(blocks, batch, norms):
     assert_bitwise_same(ours, accumulate(blocks, [batch]))
     (row,) = ours.table.enabled
     assert row.applied_count == row.frequency == 4
-    assert "getitem_3" in ours.split.find_saved_for_backward
+    assert "getitem_3" in ours.split.saved_for_backward
 
 
 def test_row_statistics_stay(plain, norms):
     graph = plain.split.graph
-    (candidate,) = (one for one in graph.candidates if one.config == norms)
-    assert [one.stash.root.name for one in candidate.occurrences] == [
-        f"getitem{end}" for end in ("", "_3", "_6", "_9", "_12")
-    ]
-    assert {one.strategy for one in graph.candidates} == {Strategy.RECOMPUTE, Strategy.OFFLOAD}
+    names = [candidate.activation.root.name for candidate in graph.candidates if candidate.row == norms]
+    assert names == [f"getitem{end}" for end in ("", "_3", "_6", "_9", "_12")]
+    assert {candidate.strategy for candidate in graph.candidates} == {Strategy.RECOMPUTE, Strategy.OFFLOAD}
 
 
 def test_several_forwards_before_their_backwards(blocks, batch, gelus, norms):
@@ -202,50 +200,50 @@ def test_a_transformer(transformer, plan):
     if plan.startswith("Add+"):
         # The residual streams, of which the first two in graph order, and both gelus.
         assert counts == {"FusedMatMul+Add+Dropout+Add+:3:-1": (2, 2), "Gelu+:3:-1": (-1, 2)}
-        streams = next(one for one in ours.split.graph.candidates if "Dropout+Add+:3" in one.config)
-        moved = [f"{one.stash.root.name}_on_host" in ours.split.find_saved_for_backward for one in streams.occurrences]
-        assert moved == [True, True, False, False]
+        streams = [candidate for candidate in ours.split.graph.candidates if "Dropout+Add+:3" in candidate.row]
+        hosts = [f"{candidate.activation.root.name}_on_host" for candidate in streams]
+        assert [host in ours.split.saved_for_backward for host in hosts] == [True, True, False, False]
     else:
         assert all(applied for _, applied in counts.values()) and len(counts) == 2
 
 
-def test_an_id_that_has_nothing_to_move_is_refused(blocks, batch):
+def test_an_id_that_has_nothing_to_offload_is_refused(blocks, batch):
     with pytest.raises(MemOptError, match=r'no plan "Softmax\+"'):
         run(blocks, "Softmax+:3:-1", batch)
 
 
 @pytest.fixture(scope="module")
 def gpu_graphs(blocks, batch, gelus):
-    """Forward and backward that hand over five gelus, on a GPU that is not there, by how far ahead copies begin."""
-    made = {}
+    """Forward and backward that save five gelus, on a GPU that is not there, by how far ahead copies begin."""
+    pairs = {}
 
-    def insert(forward: fx.GraphModule, backward: fx.GraphModule, stashes: set[str]) -> None:
+    def insert(forward: fx.GraphModule, backward: fx.GraphModule, activations: set[str]) -> None:
         for ahead in (None, 0, 1, 2, 9):
-            pair = tuple(fx.GraphModule(one, copy.deepcopy(one.graph)) for one in (forward, backward))
-            for one in pair:
-                on_cuda(one)
+            pair = tuple(fx.GraphModule(half, copy.deepcopy(half.graph)) for half in (forward, backward))
+            for half in pair:
+                on_cuda(half)
             if ahead is not None:
-                original(*pair, stashes, ahead)
-            made[ahead] = pair
-        original(forward, backward, stashes)
+                original(*pair, activations, ahead)
+            pairs[ahead] = pair
+        original(forward, backward, activations)
 
     original = offload.insert
-    with mock.patch.object(partitioned_graph.offload, "insert", insert):
+    with mock.patch.object(offload, "insert", insert):
         run(blocks, gelus, batch)
-    return made
+    return pairs
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2, 9])
 def test_on_a_gpu_copies_are_under_way_ahead_of_use(gpu_graphs, ahead):
     forward, backward = gpu_graphs[ahead]
     names = ["gelu", "gelu_1", "gelu_2", "gelu_3", "gelu_4"]
-    begun, ended = positions(forward, "to_host"), positions(forward, "arrived")
+    begun, ended = positions(forward, "offload"), positions(forward, "wait")
     assert sorted(begun, key=begun.__getitem__) == names == sorted(ended, key=ended.__getitem__)
     for index, name in enumerate(names):
-        # Meanwhile the forward computes, and the copies of this many other stashes begin.
+        # Meanwhile the forward computes, and the copies of this many other activations begin.
         later = [other for other in names[index + 1 :] if begun[other] < ended[name]]
         assert later == names[index + 1 : index + 1 + ahead]
-    begun, ended = positions(backward, "fetch"), positions(backward, "arrived")
+    begun, ended = positions(backward, "reload"), positions(backward, "wait")
     needed = names[::-1]
     assert sorted(ended, key=ended.__getitem__) == needed
     for index, name in enumerate(needed):
@@ -253,20 +251,20 @@ def test_on_a_gpu_copies_are_under_way_ahead_of_use(gpu_graphs, ahead):
         assert begun[name] < ended[name] and later == needed[index + 1 : index + 1 + ahead]
     nodes = list(backward.graph.nodes)
     for name, at in ended.items():
-        # Nothing reads a copy before it has arrived, and it arrives where it is read first.
+        # Nothing reads a copy without waiting for it, and the wait is where it is read first.
         assert [user.name for user in nodes[begun[name]].users] == [nodes[at].name]
         first = min(nodes.index(user) for user in nodes[at].users)
-        assert all(nodes[i].name.startswith(("fetch", "arrived")) for i in range(at + 1, first))
+        assert all(nodes[i].name.startswith(("reload", "wait")) for i in range(at + 1, first))
 
 
 def test_host_copies_take_nothing_of_a_gpu(gpu_graphs):
-    stash = ROWS * HIDDEN * 4
-    kept = graph_timeline(*gpu_graphs[None], 1).predict({})
+    activation = ROWS * HIDDEN * 4
+    saved = graph_timeline(*gpu_graphs[None], 1).predict({})
     for ahead in (0, 1, 2, 9):
-        moved = graph_timeline(*gpu_graphs[ahead], 1).predict({})
-        assert moved.stashed == kept.stashed - 5 * stash
-        assert moved.peak <= kept.peak
-        assert moved.backward.end == kept.backward.end
+        offloaded = graph_timeline(*gpu_graphs[ahead], 1).predict({})
+        assert offloaded.stashed == saved.stashed - 5 * activation
+        assert offloaded.peak <= saved.peak
+        assert offloaded.backward.end == saved.backward.end
     # Copies that are under way hold memory: the further ahead, the more.
     peaks = [graph_timeline(*gpu_graphs[ahead], 1).predict({}).forward.peak.held for ahead in (0, 1, 2, 9)]
     assert peaks == sorted(peaks) and peaks[0] < peaks[-1]
@@ -284,4 +282,4 @@ def test_on_a_gpu(compiler):
     for name, gradient in expected.gradients.items():
         torch.testing.assert_close(ours.gradients[name], gradient, rtol=1e-4, atol=1e-6)
     assert ours.split.graph.prediction.stashed < expected.split.graph.prediction.stashed
-    assert not offload._under_way
+    assert not host_copies._under_way

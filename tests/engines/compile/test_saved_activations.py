@@ -1,24 +1,24 @@
-"""What the analysis calls stashed, against what autograd saves."""
+"""Saved activations of the analysis, against what autograd saves."""
 
 import pytest
 import torch
 from torch.nn import functional
 
 from optimum_memopt.engines.compile.analysis.joint import is_view, root
+from optimum_memopt.engines.compile.analysis.recompute_chains import recompute_chain
 from optimum_memopt.engines.compile.analysis.saved_activations import (
     is_negligible,
     is_statistic,
     layer_of,
     module_path,
     operator_name,
-    recompute_chain,
 )
 from tests.engines.compile.captured import Captured, capture
 from tests.model_zoo import ZOO
 
 
 class Block(torch.nn.Module):
-    """A layer whose stashes are read through views."""
+    """A layer whose saved activations are read through views."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,16 +74,16 @@ def stack() -> Captured:
 
 
 def made_by(captured: Captured, name: str) -> list:
-    return [stash for stash in captured.stashes if operator_name(stash.root) == name]
+    return [activation for activation in captured.activations if operator_name(activation.root) == name]
 
 
-def test_stashes_are_the_storages_that_autograd_saves(stack):
-    found = [int(stash.bytes.subs(stack.sizes)) for stash in stack.stashes]
+def test_saved_activations_are_the_storages_that_autograd_saves(stack):
+    found = [int(activation.bytes.subs(stack.sizes)) for activation in stack.activations]
     # Eager saves the total weight of the loss, one number, which the graph reads too.
     assert sorted(found) == saved_by_autograd(Stack(), IDS)
 
 
-def test_a_real_models_stashes_are_the_storages_that_autograd_saves():
+def test_a_real_models_saved_activations_are_the_storages_that_autograd_saves():
     """Numbers of tokens by numbers of features; small ones, of masks and positions, differ."""
     case = ZOO["gpt2"]
     batch = case.batch()
@@ -91,7 +91,7 @@ def test_a_real_models_stashes_are_the_storages_that_autograd_saves():
     model.loss_type = "ForCausalLM"
     plain = capture(model.forward, **batch)
     saved = saved_by_autograd(Keywords(model, batch))
-    found = sorted(int(stash.bytes.subs(plain.sizes)) for stash in plain.stashes)
+    found = sorted(int(activation.bytes.subs(plain.sizes)) for activation in plain.activations)
     assert [size for size in found if size > 1000] == [size for size in saved if size > 1000]
 
 
@@ -106,37 +106,37 @@ class Keywords(torch.nn.Module):
         return self.model(**self.batch)
 
 
-def test_parameters_are_not_stashed_not_even_where_two_modules_share_one(stack):
-    assert all(stash.root.op == "call_function" for stash in stack.stashes)
+def test_parameters_are_no_saved_activations_not_even_where_two_modules_share_one(stack):
+    assert all(activation.root.op == "call_function" for activation in stack.activations)
     weights = [node for node in stack.joint.inputs if node.users]
-    assert {root(read) for stash in stack.stashes for read in stash.reads}.isdisjoint(weights)
+    assert {root(read) for activation in stack.activations for read in activation.reads}.isdisjoint(weights)
 
 
-def test_all_views_of_a_storage_are_one_stash():
+def test_all_views_of_a_storage_are_one_saved_activation():
     def function(x: torch.Tensor) -> torch.Tensor:
         y = x.exp()
         return (y.t().sin() + y.sum() + y[:, 1:4].t().cos().sum()).sum()
 
     captured = capture(function, torch.randn(5, 5, requires_grad=True))
     # The gradient of `exp` reads its output, the others a view of it each.
-    (stash,) = captured.stashes
-    assert [operator_name(read) for read in stash.reads] == ["detach", "t", "t"]
-    assert all(is_view(read) for read in stash.reads)
-    assert {root(read) for read in stash.reads} == {stash.root}
+    (activation,) = captured.activations
+    assert [operator_name(read) for read in activation.reads] == ["detach", "t", "t"]
+    assert all(is_view(read) for read in activation.reads)
+    assert {root(read) for read in activation.reads} == {activation.root}
 
 
-def test_stashes_come_in_the_order_in_which_they_are_made(stack):
-    roots = [stash.root for stash in stack.stashes]
+def test_saved_activations_come_in_graph_order(stack):
+    roots = [activation.root for activation in stack.activations]
     assert len(set(roots)) == len(roots) > 15
     assert roots == sorted(roots, key=stack.joint.order.__getitem__)
 
 
-def test_each_stash_knows_its_module_and_layer(stack):
-    assert [(module_path(stash.root), stash.layer) for stash in made_by(stack, "gelu")] == [
+def test_each_saved_activation_knows_its_module_and_layer(stack):
+    assert [(module_path(activation.root), activation.layer) for activation in made_by(stack, "gelu")] == [
         ("layers.0", "layers.0"),
         ("layers.1", "layers.1"),
     ]
-    assert [module_path(stash.root) for stash in made_by(stack, "addmm")] == ["layers.0.up", "layers.1.up"]
+    assert [module_path(activation.root) for activation in made_by(stack, "addmm")] == ["layers.0.up", "layers.1.up"]
     (loss,) = made_by(stack, "_log_softmax")
     assert loss.layer == module_path(loss.root) == ""
 
@@ -148,32 +148,36 @@ def test_every_operator_of_a_forward_comes_from_a_call(roberta, gpt2):
 
 
 def test_layers_of_transformers_are_found(roberta, gpt2):
-    assert {stash.layer for stash in roberta.stashes} == {"", "roberta.encoder.layer.0", "roberta.encoder.layer.1"}
-    assert {stash.layer for stash in gpt2.stashes} == {"", "transformer.h.0", "transformer.h.1"}
+    assert {activation.layer for activation in roberta.activations} == {
+        "",
+        "roberta.encoder.layer.0",
+        "roberta.encoder.layer.1",
+    }
+    assert {activation.layer for activation in gpt2.activations} == {"", "transformer.h.0", "transformer.h.1"}
 
 
 def test_a_layer_that_is_called_twice_is_two(albert):
-    first, second = sorted({stash.layer for stash in albert.stashes} - {""})
+    first, second = sorted({activation.layer for activation in albert.activations} - {""})
     assert second == f"{first}@1"
-    counts = [sum(stash.layer == layer for stash in albert.stashes) for layer in (first, second)]
+    counts = [sum(activation.layer == layer for activation in albert.activations) for layer in (first, second)]
     assert counts[0] == counts[1] > 10
 
 
 def test_what_the_forward_returns_is_marked(stack):
-    (returned,) = [stash for stash in stack.stashes if stash.is_returned]
+    (returned,) = [activation for activation in stack.activations if activation.is_returned]
     assert operator_name(returned.root) == "native_layer_norm" and returned.layer == "layers.1"
 
 
-def test_what_a_layer_hands_on_leaves_it(stack):
-    leaving = [stash for stash in stack.stashes if stash.layer and stash.leaves_layer]
-    assert [(operator_name(stash.root), stash.layer) for stash in leaving] == [
+def test_what_the_next_layer_reads_leaves_its_layer(stack):
+    leaving = [activation for activation in stack.activations if activation.layer and activation.leaves_layer]
+    assert [(operator_name(activation.root), activation.layer) for activation in leaving] == [
         ("native_layer_norm", "layers.0"),
         ("native_layer_norm", "layers.1"),
     ]
 
 
-def test_a_subgraph_reaches_to_what_stays_and_no_further(stack):
-    available = {stash.root for stash in stack.stashes}
+def test_a_recompute_chain_reaches_to_what_stays_saved_and_no_further(stack):
+    available = {activation.root for activation in stack.activations}
     gelu = made_by(stack, "gelu")[1]
     near = recompute_chain(stack.joint, gelu, available)
     assert [operator_name(node) for node in near.nodes if not is_view(node)] == ["gelu"]
@@ -186,37 +190,39 @@ def test_a_subgraph_reaches_to_what_stays_and_no_further(stack):
     assert layer_of(everything.nodes[-1]) == "layers.1" and "layers.0" in map(layer_of, everything.nodes)
 
 
-def test_statistics_are_never_made_again(roberta):
-    available = {stash.root for stash in roberta.stashes}
-    statistics = [stash for stash in roberta.stashes if is_statistic(stash.root)]
+def test_statistics_are_never_recomputed(roberta):
+    available = {activation.root for activation in roberta.activations}
+    statistics = [activation for activation in roberta.activations if is_statistic(activation.root)]
     assert len(statistics) == 10, "mean and deviation of five norms"
-    assert all(recompute_chain(roberta.joint, stash, available) is None for stash in statistics)
+    assert all(recompute_chain(roberta.joint, activation, available) is None for activation in statistics)
 
 
-def test_a_seed_is_kept_and_never_drawn_again(roberta):
+def test_a_seed_is_saved_and_never_drawn_again(roberta):
     masks = made_by(roberta, "keep_mask")
     assert len(masks) == 9
     for mask in masks:
-        made = recompute_chain(roberta.joint, mask, {stash.root for stash in roberta.stashes} - {mask.root})
-        assert [operator_name(node) for node in made.nodes] == ["keep_mask"]
-        assert [operator_name(node) for node in made.extra_saved] == ["randint"]
-        assert made.saving == mask.bytes and not made.is_compromise
+        chain = recompute_chain(
+            roberta.joint, mask, {activation.root for activation in roberta.activations} - {mask.root}
+        )
+        assert [operator_name(node) for node in chain.nodes] == ["keep_mask"]
+        assert [operator_name(node) for node in chain.extra_saved] == ["randint"]
+        assert chain.saving == mask.bytes and not chain.is_compromise
 
 
-def test_what_is_kept_in_exchange_is_no_saving():
+def test_what_is_saved_in_exchange_is_no_saving():
     class Noisy(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             rows = torch.rand(x.shape[0], 1)
             return (x + rows).sin().sum()
 
     captured = capture(Noisy().forward, torch.randn(8, 6, requires_grad=True))
-    (stash,) = captured.stashes
-    made = recompute_chain(captured.joint, stash, ())
-    assert [operator_name(node) for node in made.extra_saved] == ["rand"]
-    assert made.saving.subs(captured.sizes) == (8 * 6 - 8) * 4
-    assert made.is_compromise
+    (activation,) = captured.activations
+    chain = recompute_chain(captured.joint, activation, ())
+    assert [operator_name(node) for node in chain.extra_saved] == ["rand"]
+    assert chain.saving.subs(captured.sizes) == (8 * 6 - 8) * 4
+    assert chain.is_compromise
 
 
-def test_crumbs_are_small_and_of_one_size(stack):
+def test_negligible_sizes_are_small_and_of_one_size(stack):
     symbol = next(iter(stack.sizes))
     assert is_negligible(symbol * 0 + 4095) and not is_negligible(symbol * 0 + 4096) and not is_negligible(symbol)

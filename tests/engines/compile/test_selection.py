@@ -4,26 +4,29 @@ import re
 
 import pytest
 
-from optimum_memopt.engines.compile.selection import matches
+from optimum_memopt.engines.compile.producers.config import FromConfig
 from optimum_memopt.plans.grammar import ConfigError, parse
+from optimum_memopt.plans.matching import Matched
 from tests.engines.compile.captured import Captured
 
 
-def asked(captured: Captured, config: str, strict: bool = True, graphs: int = 1):
-    return matches(parse(config), captured.candidates * graphs, strict)
+def asked(captured: Captured, config: str, strict: bool = True, graphs: int = 1) -> Matched:
+    matched = FromConfig(parse(config)).match(captured.candidates * graphs)
+    if strict:
+        matched.check()
+    return matched
 
 
 def test_the_same_config_as_for_onnx_runtime_applies(roberta):
-    found = asked(roberta, "Gelu+:1:-1,Dropout+:1:-1")
-    assert [one.plan for one in found.on] == ["Gelu+:1:-1", "Dropout+:1:-1"]
-    assert found.remarks == ()
+    matched = asked(roberta, "Gelu+:1:-1,Dropout+:1:-1")
+    assert list(matched.requests) == ["Gelu+:1:-1", "Dropout+:1:-1"]
+    assert matched.remarks == ()
 
 
 def test_a_fused_id_is_said_to_mean_the_activation(roberta):
-    found = asked(roberta, "BiasGelu+:1:-1")
-    (one,) = found.on
-    assert one.plan == "Gelu+:1:-1" and one.note == "asked for as BiasGelu+"
-    assert found.remarks == (
+    matched = asked(roberta, "BiasGelu+:1:-1")
+    assert list(matched.requests) == ["Gelu+:1:-1"] and matched.note("Gelu+:1:-1") == "asked for as BiasGelu+"
+    assert matched.remarks == (
         "BiasGelu+:1:-1 is Gelu+:1:-1 on this engine: the same activation, not fused the same way",
     )
 
@@ -51,9 +54,9 @@ def test_a_mistyped_id_is_refused_with_near_ones(roberta, typed, near):
 
 
 def test_a_mistyped_id_is_a_remark_where_not_strict(roberta):
-    found = asked(roberta, "Gellu+:1:-1,Gelu+:1:-1", strict=False)
-    assert [one.plan for one in found.on] == ["Gelu+:1:-1"]
-    assert "Gellu+" in found.remarks[0] and found.remarks[0].endswith("left out")
+    matched = asked(roberta, "Gellu+:1:-1,Gelu+:1:-1", strict=False)
+    assert list(matched.requests) == ["Gelu+:1:-1"]
+    assert "Gellu+" in matched.remarks[0] and matched.remarks[0].endswith("left out")
 
 
 def test_another_strategy_is_refused_with_those_there_are(roberta):
@@ -63,5 +66,5 @@ def test_another_strategy_is_refused_with_those_there_are(roberta):
 
 @pytest.mark.parametrize("count, graphs, said", [(2, 1, False), (3, 1, True), (3, 2, False), (-1, 1, False)])
 def test_more_than_there_are_are_all_of_them_with_a_remark(roberta, count, graphs, said):
-    found = asked(roberta, f"Gelu+:1:{count}", graphs=graphs)
-    assert found.remarks == ((f"Gelu+:1:{count}: there are 2 only, all of them are on",) if said else ())
+    matched = asked(roberta, f"Gelu+:1:{count}", graphs=graphs)
+    assert matched.remarks == ((f"Gelu+:1:{count}: there are 2 only, all of them are on",) if said else ())

@@ -3,18 +3,17 @@
 import pytest
 import sympy
 
-from optimum_memopt.engines.compile.selection import matches
+from optimum_memopt.engines.compile.symbol_names import SymbolNames
 from optimum_memopt.engines.compile.table import to_table
-from optimum_memopt.plans.matching import Matches
 from optimum_memopt.plans.table import PlanTable
 from tests.engines.compile.captured import Parts
-from tests.engines.compile.compiled import selection
 
 
-def table_of(parts: Parts, asked: str = "", graphs: int = 1) -> PlanTable:
-    chosen = selection(asked)
-    found = matches(chosen.config, parts.graph.candidates, strict=True) if chosen.config else Matches()
-    return to_table([parts.graph] * graphs, chosen, found, ("a header",), is_encoder_decoder=False)
+def table_of(parts: Parts, graphs: int = 1) -> PlanTable:
+    all_graphs = [parts.graph] * graphs
+    matched = parts.graph.choice.matched
+    matched.check()
+    return to_table(all_graphs, matched, SymbolNames.of(all_graphs, is_encoder_decoder=False), ("a header",))
 
 
 def row(table: PlanTable, config: str):
@@ -41,8 +40,7 @@ def test_symbolic_savings_are_those_of_other_batches(roberta, roberta_of_another
 
 
 def test_what_is_on_is_shown_with_what_it_saves(roberta):
-    asked = "Gelu+:1:1,BiasDropout+:1:-1,FusedMatMul+Add+:1:0"
-    table = table_of(roberta.split(asked), asked)
+    table = table_of(roberta.split("Gelu+:1:1,BiasDropout+:1:-1,FusedMatMul+Add+:1:0"))
     gelu, dropout = row(table, "Gelu+:1:-1"), row(table, "Dropout+:1:-1")
     assert (gelu.requested_count, gelu.applied_count, gelu.frequency) == (1, 1, 2)
     assert gelu.applied_saving_bytes * 2 == gelu.saving_bytes
@@ -52,8 +50,8 @@ def test_what_is_on_is_shown_with_what_it_saves(roberta):
     assert table.claimed_saving_bytes == gelu.applied_saving_bytes + dropout.saving_bytes
 
 
-def test_what_is_saved_is_what_is_stashed_less(gpt2):
-    """A claim is the difference of what waits between forward and backward, but for the seeds of masks."""
+def test_a_claimed_saving_is_no_longer_saved_for_backward(gpt2):
+    """A claim is the difference of what is saved for the backward, but for the seeds of masks."""
     nothing = gpt2.split("Dropout+:1:0").graph.prediction.stashed
     for plan in table_of(gpt2.split()).plans[:10]:
         less = nothing - gpt2.split(plan.config).graph.prediction.stashed
@@ -62,28 +60,27 @@ def test_what_is_saved_is_what_is_stashed_less(gpt2):
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_a_levels_rows_are_on_where_they_lie_in_layers(roberta, level):
-    table = table_of(roberta.split(f"level {level}"), f"level {level}")
+    table = table_of(roberta.split(f"level {level}"))
     gelu, embeddings = row(table, "Gelu+:1:-1"), row(table, "Gather+Add+Gather+Add+:1:-1")
     assert (gelu.requested_count, gelu.applied_count) == (-1, 2)
     assert embeddings.applied_count == embeddings.applied_saving_bytes == 0
 
 
-def test_what_torch_makes_again_by_itself_is_said(gpt2):
+def test_what_torch_recomputes_by_itself_is_said(gpt2):
     parts = gpt2.split()
     table = table_of(parts)
     for plan in table.plans:
-        candidate = next(candidate for candidate in gpt2.candidates if candidate.config == plan.config)
-        auto_recomputed = {one.stash.root.name for one in parts.graph.auto_recomputed}
-        count = sum(one.stash.root.name in auto_recomputed for one in candidate.occurrences)
-        said = {0: "", plan.frequency: "AUTO: torch makes all again by itself"}
-        assert plan.note == said.get(count, f"AUTO: torch makes {count} again by itself")
-    assert row(table, "FastGelu+:1:-1").note == "AUTO: torch makes 4 again by itself"
-    assert not any("AUTO" in plan.note for plan in table_of(gpt2.split("level 1"), "level 1").plans)
+        auto_recomputed = {candidate.activation.root.name for candidate in parts.graph.choice.auto_recomputed}
+        count = sum(candidate.activation.root.name in auto_recomputed for candidate in gpt2.rows[plan.config])
+        said = {0: "", plan.frequency: "AUTO: torch recomputes all by itself"}
+        assert plan.note == said.get(count, f"AUTO: torch recomputes {count} by itself")
+    assert row(table, "FastGelu+:1:-1").note == "AUTO: torch recomputes 4 by itself"
+    assert not any("AUTO" in plan.note for plan in table_of(gpt2.split("level 1")).plans)
 
 
 def test_offload_is_shown_where_it_is_on(roberta):
     asked = "Gelu+:3:-1"
-    table = table_of(roberta.split(asked), asked)
+    table = table_of(roberta.split(asked))
     plan = row(table, asked)
     assert (plan.applied_count, plan.saving_bytes) == (2, 0)
     assert plan.note == "offload; saves nothing on the CPU, whose memory is the host's"

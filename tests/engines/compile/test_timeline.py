@@ -38,7 +38,7 @@ def test_every_operator_holds_what_the_reference_says(request, model, asked, hol
 def test_saved_bytes_are_those_of_the_distinct_storages(roberta, asked):
     parts = roberta.split(asked)
     timeline = graph_timeline(parts.forward, parts.backward, parts.num_fwd_outputs)
-    saved = {root(node) for node in parts.find_saved_for_backward if root(node).op != "placeholder"}
+    saved = {root(node) for node in parts.saved_for_backward if root(node).op != "placeholder"}
     tensors = [node for node in saved if hasattr(node.meta["val"], "shape")]
     expected = sum(int(storage_bytes(node).subs(roberta.sizes)) for node in tensors)
     assert timeline.saved_bytes(roberta.sizes) == expected

@@ -1,138 +1,113 @@
-"""The rows of the plan table: which stashes can be made again under which id, and which of them a user's choice means.
+"""Candidates: which saved activations a strategy can take out of memory, and what each saves.
 
 Pure; a joint graph is read, not changed.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import sympy
 from torch import fx
 
-from optimum_memopt.engines.compile.analysis.joint import JointGraph, is_tensor, is_view, root, value
-from optimum_memopt.engines.compile.analysis.naming import cluster_id, dropout_of, translate
-from optimum_memopt.engines.compile.analysis.saved_activations import (
+from optimum_memopt.engines.compile.analysis.joint import JointGraph, value
+from optimum_memopt.engines.compile.analysis.naming import cluster_id, dropout_of
+from optimum_memopt.engines.compile.analysis.recompute_chains import (
     RecomputeChain,
-    SavedActivation,
-    is_negligible,
-    is_statistic,
-    layer_of,
     producing_operator,
     recompute_chain,
 )
-from optimum_memopt.plans.grammar import ALL, PlanConfig, Strategy
-from optimum_memopt.plans.matching import match
+from optimum_memopt.engines.compile.analysis.saved_activations import SavedActivation, is_negligible, is_statistic
+from optimum_memopt.plans.grammar import ALL, Strategy
 
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """One row: all stashes of a graph that the same operators make.
+    """One saved activation under one strategy. A row of the plan table is all candidates with the same `row`.
 
     Attributes:
+        activation: what does not have to wait for the backward on the device.
+        strategy: of the plan grammar.
         cluster_id: `Gelu+`.
-        strategy: recompute, with compromise where something is kept in exchange, or offload.
-        occurrences: in graph order.
+        saving: bytes in the symbols of the graph, less those saved in exchange.
+        chain: what recomputes the activation, None under a strategy that saves it in another way.
     """
 
-    cluster_id: str
+    activation: SavedActivation
     strategy: Strategy
-    occurrences: tuple[RecomputeChain, ...]
+    cluster_id: str
+    saving: sympy.Expr
+    chain: RecomputeChain | None = None
 
     @property
-    def saving(self) -> sympy.Expr:
-        return sympy.Add(*(one.saving for one in self.occurrences))
-
-    @property
-    def is_on_cpu(self) -> bool:
-        """Whether the stashes lie in the host's memory already."""
-        return all(value(one.stash.root).device.type == "cpu" for one in self.occurrences)
-
-    @property
-    def config(self) -> str:
+    def row(self) -> str:
+        """`Gelu+:1:-1`, which names its row."""
         return f"{self.cluster_id}:{int(self.strategy)}:{ALL}"
+
+    @property
+    def device_type(self) -> str:
+        """Where the activation lies: `cuda`."""
+        return value(self.activation.root).device.type
+
+
+class FindsCandidate(Protocol):
+    """What the analysis asks of a strategy; the strategies themselves are in `strategies/`."""
+
+    def candidate(
+        self,
+        activation: SavedActivation,
+        chain: RecomputeChain | None,
+        cluster_id: str,
+        size_hints: Mapping[sympy.Symbol, int],
+    ) -> Candidate | None:
+        """The activation's candidate under this strategy, None where it saves nothing.
+
+        Args:
+            chain: None where the activation must not be recomputed.
+            cluster_id: of the chain, or of the operator alone.
+            size_hints: sizes of the first batch.
+        """
 
 
 def find_candidates(
-    joint: JointGraph, stashes: Sequence[SavedActivation], sizes: Mapping[sympy.Symbol, int]
+    joint: JointGraph,
+    activations: Sequence[SavedActivation],
+    size_hints: Mapping[sympy.Symbol, int],
+    strategies: Iterable[FindsCandidate],
 ) -> tuple[Candidate, ...]:
-    """All rows of a graph, in the order of their first occurrence.
-
-    What can be made again comes first. Every stash of a row can also be offloaded, under the same id, and so can those
-    that must not be made again, but for row statistics.
+    """All candidates of a graph: those of the first strategy in graph order, then those of the next.
 
     Left out is what saves nothing: row statistics, random draws, what costs as much as it saves, what the forward
     returns, since its caller holds it, and small storages that do not grow with the batch.
 
     Args:
-        sizes: of the first batch, to tell whether a row saves anything.
+        size_hints: sizes of the first batch, which tell whether a candidate saves anything.
     """
-    available = {stash.root for stash in stashes}
-    found: dict[tuple[str, Strategy], list[RecomputeChain]] = {}
-    movable: dict[tuple[str, Strategy], list[RecomputeChain]] = {}
-    for stash in stashes:
-        if stash.is_returned or is_negligible(stash.bytes) or is_statistic(stash.root):
+    available = {activation.root for activation in activations}
+    eligible = []
+    for activation in activations:
+        if activation.is_returned or is_negligible(activation.bytes) or is_statistic(activation.root):
             continue
-        made = recompute_chain(joint, stash, available)
-        name = _name(joint, made, available) if made else cluster_id(producing_operator(stash))
-        if made and made.saving.subs(sizes) > 0:
-            strategy = Strategy.RECOMPUTE_WITH_COMPROMISE if made.is_compromise else Strategy.RECOMPUTE
-            found.setdefault((name, strategy), []).append(made)
-        movable.setdefault((name, Strategy.OFFLOAD), []).append(producing_operator(stash))
-    return tuple(Candidate(name, strategy, tuple(made)) for (name, strategy), made in (found | movable).items())
+        chain = recompute_chain(joint, activation, available)
+        name = _name(joint, chain, available) if chain else cluster_id(producing_operator(activation))
+        eligible.append((activation, chain, name))
+    found = (strategy.candidate(*known, size_hints) for strategy in strategies for known in eligible)
+    return tuple(candidate for candidate in found if candidate is not None)
 
 
-def _name(joint: JointGraph, made: RecomputeChain, available: Collection[fx.Node]) -> str:
-    """A mask has the id of the dropout that it belongs to, as ONNX Runtime's, where one node makes both; it is made
-    again from its seed alone."""
-    output = dropout_of(made.stash.root)
-    stash = replace(made.stash, root=output, reads=(output,)) if output else None
-    return cluster_id((stash and recompute_chain(joint, stash, available)) or made)
-
-
-def select_by_config(
-    candidates: Iterable[Candidate], config: PlanConfig, already: Mapping[str, int]
-) -> dict[Candidate, tuple[RecomputeChain, ...]]:
-    """The occurrences that a config turns on in one graph, the first `count` in graph order.
-
-    Args:
-        already: occurrences of each `cluster_id:strategy:-1` taken in graphs before this one.
-    """
-    candidates = tuple(candidates)
-    found = match(
-        config, [candidate.config for candidate in candidates], strict=False, here="engine", translate=translate
-    )
-    counts = {one.plan: one.request.count for one in found.on}
-    chosen = {}
+def by_row(candidates: Iterable[Candidate]) -> dict[str, list[Candidate]]:
+    """The candidates of each row, rows in the order of their first candidate."""
+    rows: dict[str, list[Candidate]] = {}
     for candidate in candidates:
-        count = counts.get(candidate.config)
-        if count is not None:
-            left = len(candidate.occurrences) if count == ALL else max(0, count - already.get(candidate.config, 0))
-            chosen[candidate] = candidate.occurrences[:left]
-    return chosen
+        rows.setdefault(candidate.row, []).append(candidate)
+    return rows
 
 
-def select_by_level(candidates: Iterable[Candidate], level: int) -> dict[Candidate, tuple[RecomputeChain, ...]]:
-    """Everything that can be made again inside each layer from what goes into the layer."""
-    strategies = (Strategy.RECOMPUTE, Strategy.RECOMPUTE_WITH_COMPROMISE)[:level]
-    return {
-        candidate: tuple(made for made in candidate.occurrences if made.stash.layer and not made.stash.leaves_layer)
-        for candidate in candidates
-        if candidate.strategy in strategies
-    }
+def _name(joint: JointGraph, chain: RecomputeChain, available: Collection[fx.Node]) -> str:
+    """The cluster id; of a mask that of its dropout, as in ONNX Runtime, where one node makes both.
 
-
-def layer_boundaries(joint: JointGraph) -> frozenset[fx.Node]:
-    """Storages made in one layer and read in another: what a layer must not be made again through.
-
-    Without them a layer whose input nobody stashes (a norm that keeps its output only) would be made again from the
-    layer before, and so on to the first, all alive at once.
+    The mask itself is recomputed from its seed alone.
     """
-    borders = set()
-    for node in joint.forward:
-        if is_view(node):
-            continue
-        for read in node.all_input_nodes:
-            made = root(read)
-            if is_tensor(read) and made.op == "call_function" and layer_of(made) and layer_of(made) != layer_of(node):
-                borders.add(made)
-    return frozenset(borders)
+    output = dropout_of(chain.activation.root)
+    activation = replace(chain.activation, root=output, reads=(output,)) if output else None
+    return cluster_id((activation and recompute_chain(joint, activation, available)) or chain)

@@ -1,7 +1,7 @@
-"""The joint graph of forward and backward, read: what makes each storage, who reads it, how large it is. Pure.
+"""Reads the joint graph of forward and backward: what allocates each storage, who reads it, its size. Pure.
 
 A *storage* is named by its root, the operator that allocates it; views are followed back to it by the aliasing that
-their schemas declare (a FakeTensor's own storage cannot be asked: functionalization makes new ones for views).
+their schemas declare (a FakeTensor's own storage does not tell: functionalization creates new ones for views).
 """
 
 import operator
@@ -17,11 +17,18 @@ from optimum_memopt.engines.compile import compat
 
 # Declared without an alias, yet it never copies (aten/src/ATen/native/TensorShape.cpp).
 _UNDECLARED_VIEWS = frozenset({"_unsafe_view", "lift_fresh"})
+# Key of a node's meta: a host copy in a graph that runs on another device.
+ON_HOST = "optimum_memopt_on_host"
 
 
 def value(node: fx.Node) -> object:
     """What the tracer put through: a FakeTensor, a symbolic number, or a tuple of them."""
     return node.meta.get("val")
+
+
+def is_on_host(node: fx.Node) -> bool:
+    """Whether a root is a host copy in a graph that runs elsewhere: it takes none of the device's memory."""
+    return node.meta.get(ON_HOST, False)
 
 
 def is_tensor(node: fx.Node) -> bool:
@@ -62,7 +69,7 @@ def storage_bytes(node: fx.Node) -> sympy.Expr:
     """Bytes of the storage of a root, gaps between strides included."""
     tensor = value(node)
     if getattr(node.target, "_opname", "") == "copy":
-        # Made as large as the storage of what it is copied over, of which it may be a part.
+        # As large as the storage of what it is copied over, of which it may be a part.
         return symbolic(tensor.untyped_storage().nbytes())
     elements = sympy.Integer(1)
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
@@ -125,12 +132,12 @@ class JointGraph:
         return compat.mutated_inputs(self.module.graph)
 
     def is_impure(self, node: fx.Node) -> bool:
-        """Whether running this again would give something else: it draws random numbers, or reads an input that has
-        another value since (running statistics)."""
+        """Whether a recompute would give something else: it draws random numbers, or reads an input that is written to
+        in the meantime (running statistics)."""
         if node.target is operator.getitem:
             node = node.args[0]
-        reads = (root(one) for one in node.all_input_nodes)
-        return compat.is_random(node) or any(one in self.mutated_inputs for one in reads)
+        reads = (root(read) for read in node.all_input_nodes)
+        return compat.is_random(node) or any(read in self.mutated_inputs for read in reads)
 
     @cached_property
     def forward(self) -> tuple[fx.Node, ...]:

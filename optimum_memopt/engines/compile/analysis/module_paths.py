@@ -1,7 +1,7 @@
-"""Where in the model an operator stands, for a graph that holds one of its modules alone.
+"""Module paths of operators, for a graph that holds only one module of the model.
 
-Behind a graph break in a module (a full backward hook, FSDP) torch traces the forwards of inner modules by themselves,
-and the paths that it notes for operators begin at such a module: `attention.self` without `roberta.encoder.layer.0`.
+After a graph break in a module (a full backward hook, FSDP) torch traces the forwards of inner modules by themselves,
+and the module paths of their operators begin there: `attention.self` without `roberta.encoder.layer.0`.
 """
 
 import re
@@ -14,9 +14,9 @@ _OUTER = "outer"
 
 
 def add_outer_modules(graph: fx.Graph, model: torch.nn.Module, traced: torch.nn.Module | None) -> None:
-    """Let the paths of a graph's operators begin at `model`.
+    """Let the module paths of a graph's operators begin at `model`.
 
-    Modules of one class may share a compiled graph; then the paths are those of the first.
+    Modules of one class may share a compiled graph; the paths are then those of the first.
 
     Args:
         traced: the module whose forward the graph is; without effect where it is `model` or none of its modules.

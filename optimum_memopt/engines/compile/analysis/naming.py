@@ -1,4 +1,4 @@
-"""Cluster ids: the operators that make a stash again, named as ONNX Runtime names the same recompute_chain. Pure."""
+"""Cluster ids: the operators that recompute an activation, named as ONNX Runtime names the same subgraph. Pure."""
 
 import itertools
 from collections.abc import Collection, Sequence
@@ -7,13 +7,8 @@ import torch
 from torch import fx
 
 from optimum_memopt.engines.compile.analysis.joint import is_tensor, is_view, root, value
-from optimum_memopt.engines.compile.analysis.saved_activations import (
-    RecomputeChain,
-    is_output,
-    layer_of,
-    module_class,
-    operator_name,
-)
+from optimum_memopt.engines.compile.analysis.recompute_chains import RecomputeChain
+from optimum_memopt.engines.compile.analysis.saved_activations import is_output, layer_of, module_class, operator_name
 from optimum_memopt.plans import matching
 
 # aten operator to what stands in its place in the graph that ONNX Runtime 1.19 exports and optimizes. Others are
@@ -81,7 +76,7 @@ MODULES = {
     "RMSNorm": "SimplifiedLayerNormalization",
     "T5LayerNorm": "SimplifiedLayerNormalization",
 }
-# What moves or picks elements; the operators that ONNX Runtime keeps as nodes.
+# What moves or picks elements: the operators that are nodes in ONNX Runtime's graph too.
 LAYOUTS = {
     "_unsafe_view": "Reshape",
     "expand": "Expand",
@@ -98,7 +93,7 @@ LAYOUTS = {
     "unsqueeze": "Unsqueeze",
     "view": "Reshape",
 }
-# Copies that carry a view out, and what changes nothing.
+# Copies that materialize a view, and what changes nothing.
 _SILENT = frozenset({"alias", "clone", "detach", "lift_fresh", "lift_fresh_copy"})
 # Calls that reshape and expand what they multiply; ONNX Runtime's products take any number of dimensions.
 _PRODUCTS = frozenset({"Linear", "linear", "matmul"})
@@ -107,9 +102,9 @@ _PRODUCT_OPERATORS = frozenset({"addmm", "baddbmm", "bmm", "mm"})
 _LONGEST = 10
 _NEAREST = 6
 
-# ONNX Runtime's id of a stash to ids of the same stash here, where it cuts subgraphs elsewhere. There one node makes
-# a dropout and its mask, so that a stashed mask ends the subgraph of the residual stream behind it, as do the stashed
-# statistics of a normalization. Here a mask is made from a seed alone, and statistics do not end a subgraph.
+# ONNX Runtime's id of an activation to ids of the same activation here, where it cuts subgraphs elsewhere. There one
+# node computes a dropout and its mask, so that a saved mask ends the subgraph of the residual stream behind it, as do
+# the saved statistics of a normalization. Here a mask is computed from a seed alone, and statistics end no chain.
 CUT_ELSEWHERE = {
     "Add+": ("FusedMatMul+Add+Dropout+Add+", "FusedMatMul+Add+Add+", "FusedMatMul+Dropout+Add+"),
     "Dropout+": ("LayerNormalization+Dropout+",),
@@ -131,7 +126,7 @@ CUT_ELSEWHERE = {
 _MERGED = {"FusedMatMul": ("MatMul",), "Gemm": ("MatMul", "Add")}
 _RESHAPES = frozenset({"Reshape", "Squeeze", "Unsqueeze"})
 # The last dimension's halves swapped, one of them negated: what a rotary embedding does between its products, and
-# ONNX Runtime stashes by itself.
+# ONNX Runtime saves by itself.
 _ROTATION = ["Mul", "Slice", "Neg", "ConcatTraining", "Mul"]
 
 
@@ -141,15 +136,15 @@ def translate(cluster_id: str, existing: Collection[str]) -> str | None:
     That is the id itself, one of another provider's fusions, one that differs in reshapes alone, or one whose subgraph
     ONNX Runtime cuts elsewhere.
     """
-    if found := matching.translate(cluster_id, existing):
-        return found
+    if known := matching.translate(cluster_id, existing):
+        return known
     for spelled in matching.unfused(cluster_id):
         for same in (spelled, *CUT_ELSEWHERE.get(spelled, ())):
             if same in existing:
                 return same
-            found = [other for other in existing if _computing(other) == _computing(same)]
-            if len(found) == 1 and _computing(spelled):
-                return found[0]
+            others = [other for other in existing if _computing(other) == _computing(same)]
+            if len(others) == 1 and _computing(spelled):
+                return others[0]
     return None
 
 
@@ -168,30 +163,30 @@ def dropout_of(mask: fx.Node) -> fx.Node | None:
     return last if last is not mask and _is_dropout(mask) and value(mask).dtype == torch.bool else None
 
 
-def cluster_id(made: RecomputeChain) -> str:
+def cluster_id(chain: RecomputeChain) -> str:
     """`FusedMatMul+Add+Reshape+Transpose+` of a query projection.
 
-    Left out are: the reshapes within a matrix product, views of what is there anyway, copies that carry a view out,
-    and, for a stash in a layer, what lies outside of all layers (the building of masks). Operators that are parts of
-    one call (a decomposed normalization) or of one of `MODULES` count as one, and repetitions of one operator are
-    folded.
+    Left out are: the reshapes within a matrix product, views of what is there anyway, copies that materialize a view,
+    and, for an activation in a layer, what lies outside of all layers (the building of masks). Operators that are
+    parts of one call (a decomposed normalization) or of one of `MODULES` count as one, and repetitions of one operator
+    are folded.
     """
-    reached = {*made.reads}
-    inside = bool(made.stash.layer)
+    activation, reached = chain.activation, {*chain.reads}
     names: list[str] = []
     call: object = None
     last: tuple[str, ...] = ()
-    inner = [node for node in made.nodes if not (inside and not layer_of(node)) and not _is_view_of(node, reached)]
-    for node in (*inner, *_way_to(made.stash.reads[0])):
-        if node.op != "call_function" or (_is_constant(node) and node is not made.stash.root):
+    inner = [node for node in chain.nodes if not (activation.layer and not layer_of(node))]
+    computing = [node for node in inner if not _is_view_of(node, reached)]
+    for node in (*computing, *_views_to(activation.reads[0])):
+        if node.op != "call_function" or (_is_constant(node) and node is not activation.root):
             continue
         part_of, call = call, _call(node)
         if call == part_of and _called(node) != operator_name(node):
             continue
-        found = _names(node)
-        if found and found != last:
-            names.extend(found)
-            last = found
+        parts = _names(node)
+        if parts and parts != last:
+            names.extend(parts)
+            last = parts
     names = _without_rotations(names)
     nearest = names if len(names) <= _LONGEST else names[-_NEAREST:]
     return "".join(f"{name}+" for name in nearest) or "Identity+"
@@ -204,13 +199,13 @@ def _without_rotations(names: list[str]) -> list[str]:
     return names
 
 
-def _way_to(read: fx.Node) -> Sequence[fx.Node]:
-    """The views from a root to what the backward reads, which ONNX Runtime stashes as tensors of their own."""
-    way = []
+def _views_to(read: fx.Node) -> Sequence[fx.Node]:
+    """The views from a root to what the backward reads, which ONNX Runtime saves as tensors of their own."""
+    views = []
     while is_view(read):
-        way.append(read)
+        views.append(read)
         read = read.args[0]
-    return way[::-1]
+    return views[::-1]
 
 
 def _is_view_of(node: fx.Node, roots: set[fx.Node]) -> bool:
@@ -257,7 +252,7 @@ def _names(node: fx.Node) -> tuple[str, ...]:
 
 def _is_silent(node: fx.Node) -> bool:
     """A layout operator that is part of a matrix product, or that changes nothing."""
-    before, after = (tuple(map(str, value(one).shape)) for one in (node.args[0], node))
+    before, after = (tuple(map(str, value(tensor).shape)) for tensor in (node.args[0], node))
     layout = LAYOUTS[operator_name(node)]
     if layout in ("Expand", "Reshape") and before == after:
         return True

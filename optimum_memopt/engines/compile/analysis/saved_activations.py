@@ -1,29 +1,21 @@
-"""What the backward reads of the forward, storage by storage, and what it would take to make each again. Pure."""
+"""Saved activations: what the backward reads of the forward, storage by storage. Pure."""
 
 import re
-from collections.abc import Collection
 from dataclasses import dataclass
 
 import sympy
 from torch import fx
 
-from optimum_memopt.engines.compile.analysis.joint import (
-    JointGraph,
-    is_number,
-    is_tensor,
-    is_view,
-    root,
-    storage_bytes,
-)
+from optimum_memopt.engines.compile.analysis.joint import JointGraph, is_tensor, is_view, root, storage_bytes
 
 # Lists of layers are called one of these in transformers and timm (`albert_layers` too); the first in a path is the
 # transformer's layer.
 _LAYER = re.compile(r"(?:^|\.)(?:\w+_)?(?:layers?|h|blocks?)\.\d+(?=\.|$)")
 # Dynamo's mark of a module's second call and later ones, at the end of a key of `nn_module_stack`.
 _CALL = re.compile(r"@\d+$")
-# A constant-size stash of less than this (bytes) is not worth a row, or counting.
-_CRUMB = 4096
-# Outputs beside the first of these operators are statistics of a row each: tiny, and dear to make again.
+# An activation of constant size and less than this (bytes) is not worth a row, or counting.
+_NEGLIGIBLE = 4096
+# Outputs beside the first of these operators are statistics of a row each: tiny, and expensive to recompute.
 _WITH_STATISTICS = frozenset({"native_layer_norm", "native_group_norm", "_fused_rms_norm", "native_batch_norm"})
 _STATISTICS = frozenset({"amax", "var_mean", "logsumexp", "mean", "sum", "rsqrt"})
 
@@ -78,20 +70,20 @@ def _module_stack(node: fx.Node) -> list[tuple[str, str]]:
 
 
 def is_negligible(size: sympy.Expr) -> bool:
-    """Whether a storage is too small to care and does not grow with the batch."""
-    return not size.free_symbols and size < _CRUMB
+    """Whether a storage is too small to matter and does not grow with the batch."""
+    return not size.free_symbols and size < _NEGLIGIBLE
 
 
 @dataclass(frozen=True, eq=False)
 class SavedActivation:
-    """A storage that the forward makes and the backward reads.
+    """A storage that the forward allocates and the backward reads.
 
     Attributes:
         root: the operator (or output of one) that allocates it.
         reads: the nodes through which the backward reads it, the root itself or views of it.
         bytes: its size in the symbols of the graph.
-        is_returned: the forward returns it too, so whoever called may hold it.
-        leaves_layer: the forward reads it outside of the layer that makes it (the residual stream between layers).
+        is_returned: the forward returns it too, so its caller may hold it.
+        leaves_layer: the forward reads it outside of the layer that computes it (the residual stream).
     """
 
     root: fx.Node
@@ -109,9 +101,9 @@ def find_saved_activations(joint: JointGraph) -> tuple[SavedActivation, ...]:
     """All of them in graph order; parameters and other inputs are not among them."""
     reads: dict[fx.Node, list[fx.Node]] = {}
     for node in joint.backward_reads():
-        made = root(node)
-        if made.op == "call_function":
-            reads.setdefault(made, []).append(node)
+        storage = root(node)
+        if storage.op == "call_function":
+            reads.setdefault(storage, []).append(node)
     returned = {root(node) for node in joint.forward_outputs}
     readers: dict[fx.Node, set[str]] = {}
     for node in joint.forward:
@@ -120,89 +112,21 @@ def find_saved_activations(joint: JointGraph) -> tuple[SavedActivation, ...]:
                 readers.setdefault(root(read), set()).add(layer_of(node))
     return tuple(
         SavedActivation(
-            made,
+            storage,
             tuple(nodes),
-            storage_bytes(made),
-            made in returned,
-            bool(readers.get(made, set()) - {layer_of(made)}),
+            storage_bytes(storage),
+            storage in returned,
+            bool(readers.get(storage, set()) - {layer_of(storage)}),
         )
-        for made, nodes in sorted(reads.items(), key=lambda item: joint.order[item[0]])
+        for storage, nodes in sorted(reads.items(), key=lambda item: joint.order[item[0]])
     )
 
 
 def is_statistic(node: fx.Node) -> bool:
-    """One number for each row that an operator has reduced: kept whatever the plan says, where the backward reads it.
+    """Whether this is one number for each row that an operator has reduced, which every plan saves.
 
-    Where it does not (the sums of a softmax that a compiler has taken apart), it is made again with its operator.
+    A statistic that the backward does not read (the sums of a decomposed softmax) is recomputed with its operator.
     """
     if is_output(node) and operator_name(node) in _WITH_STATISTICS:
         return node.args[1] > 0
     return is_tensor(node) and operator_name(node) in _STATISTICS
-
-
-@dataclass(frozen=True, eq=False)
-class RecomputeChain:
-    """What makes a stash again.
-
-    Attributes:
-        stash: the one to make again.
-        nodes: the operators to run again, in graph order; the last makes it.
-        reads: storages that are there anyway: inputs and other stashes.
-        extra_saved: nodes that are no stash and must be kept in exchange, since they must not run again.
-    """
-
-    stash: SavedActivation
-    nodes: tuple[fx.Node, ...]
-    reads: tuple[fx.Node, ...]
-    extra_saved: tuple[fx.Node, ...]
-
-    @property
-    def saving(self) -> sympy.Expr:
-        """Bytes of the stash less those kept in exchange, but for crumbs such as a seed."""
-        return sympy.expand(self.stash.bytes - sum(self._exchanged))
-
-    @property
-    def is_compromise(self) -> bool:
-        """Whether more than crumbs is kept in exchange."""
-        return bool(self._exchanged)
-
-    @property
-    def _exchanged(self) -> list[sympy.Expr]:
-        sizes = (storage_bytes(root(node)) for node in self.extra_saved)
-        return [size for size in sizes if not is_negligible(size)]
-
-
-def producing_operator(stash: SavedActivation) -> RecomputeChain:
-    """The operator alone that makes a stash, for one that is kept elsewhere and not made again."""
-    operator = [stash.root.args[0]] if is_output(stash.root) else []
-    return RecomputeChain(stash, (*operator, stash.root), (), ())
-
-
-def recompute_chain(
-    joint: JointGraph, stash: SavedActivation, available: Collection[fx.Node]
-) -> RecomputeChain | None:
-    """The way back from a stash to inputs and `available` storages; None where it must not be made again.
-
-    Args:
-        available: roots of stashes that stay.
-    """
-    if joint.is_impure(stash.root) or is_statistic(stash.root):
-        return None
-    nodes, reads, extra_saved = {stash.root}, {}, {}
-    todo = [stash.root]
-    while todo:
-        for node in todo.pop().all_input_nodes:
-            if node in nodes or is_number(node):
-                continue
-            made = root(node) if is_tensor(node) else node
-            if made is not stash.root and (made.op == "placeholder" or made in available):
-                reads[made] = None
-                if node is made:
-                    continue
-            elif joint.is_impure(node):
-                extra_saved[node] = None
-                continue
-            nodes.add(node)
-            todo.append(node)
-    ordered = tuple(sorted(nodes, key=joint.order.__getitem__))
-    return RecomputeChain(stash, ordered, tuple(reads), tuple(extra_saved))

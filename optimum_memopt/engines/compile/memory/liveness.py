@@ -8,8 +8,15 @@ from typing import NamedTuple
 import sympy
 from torch import fx
 
-from optimum_memopt.engines.compile.analysis.joint import is_tensor, is_view, root, storage_bytes, symbolic, value
-from optimum_memopt.engines.compile.strategies import offload
+from optimum_memopt.engines.compile.analysis.joint import (
+    is_on_host,
+    is_tensor,
+    is_view,
+    root,
+    storage_bytes,
+    symbolic,
+    value,
+)
 
 _ARITHMETIC = frozenset({"add", "div", "mul", "rsub", "sub"})
 
@@ -54,7 +61,7 @@ class SizeTable:
 
     def storage(self, node: fx.Node) -> int:
         """Of a root's storage; it takes none where it lies in the host's memory."""
-        return self.add(sympy.Integer(0) if offload.is_on_host(node) else storage_bytes(node))
+        return self.add(sympy.Integer(0) if is_on_host(node) else storage_bytes(node))
 
     @property
     def expressions(self) -> tuple[sympy.Expr, ...]:

@@ -14,8 +14,8 @@ from optimum_memopt.engines.compile.memory.inductor_memory import simulate_progr
 from optimum_memopt.engines.compile.memory.pending import BatchSizes, Forward, Pending, largest_shapes
 from optimum_memopt.engines.compile.memory.timeline import Prediction
 from optimum_memopt.engines.compile.partitioned_graph import PartitionedGraph
+from optimum_memopt.engines.compile.symbol_names import SymbolNames
 from optimum_memopt.errors import MemOptError
-from optimum_memopt.plans.table import canonical_symbols
 
 
 def stashed_of(graphs: Sequence[Prediction]) -> int:
@@ -60,7 +60,7 @@ class StepMemoryPredictor:
             if all its runs came one after the other.
         inputs: the forward's keyword arguments in the first batch.
         resident: what the process held when the last graph was partitioned, in bytes.
-        is_encoder_decoder: see `canonical_symbols`.
+        names: of the graphs' symbols, as in the plan table.
 
     Attributes:
         first: sizes of the first batch by the plan table's names, `inputs_input_ids_dim0`.
@@ -73,21 +73,15 @@ class StepMemoryPredictor:
         graphs: Sequence[PartitionedGraph],
         inputs: Mapping[str, object],
         resident: int,
-        is_encoder_decoder: bool = False,
+        names: SymbolNames,
     ) -> None:
         self._programs_caveat = ""
         self._model = weakref.ref(model)
         self._graphs = graphs
         self._runs = [max(1, graph.programs.runs) for graph in graphs]
         self._is_on_cuda = any(parameter.is_cuda for parameter in model.parameters())
-        values = {
-            name: graph.sizes[symbol]
-            for graph in graphs
-            for symbol, name in graph.names.items()
-            if symbol in graph.sizes
-        }
-        self._canonical = canonical_symbols(values, is_encoder_decoder)
-        self.first: BatchSizes = {self._canonical[name]: value for name, value in values.items()}
+        self._names = names
+        self.first: BatchSizes = names.first
         self.largest_shapes: tuple[Forward, ...] = (Forward(self.first),)
         self._pending = Pending()
         self._batch = tensor_bytes(value for value in inputs.values() if isinstance(value, torch.Tensor))
@@ -142,11 +136,11 @@ class StepMemoryPredictor:
             outputs: what it returned; its backward has run once their autograd graph has.
         """
         sizes = {
-            self._canonical[f"{name}_dim{index}"]: size
+            self._names.canonical[f"{name}_dim{index}"]: size
             for name, value in inputs.items()
             if isinstance(value, torch.Tensor)
             for index, size in enumerate(value.shape)
-            if f"{name}_dim{index}" in self._canonical
+            if f"{name}_dim{index}" in self._names.canonical
         }
         earlier = list(self._pending)
         new = Forward({**self.first, **sizes}, sum(self.saved(forward.sizes) for forward in earlier))
@@ -238,5 +232,5 @@ class StepMemoryPredictor:
             return prediction
 
     def _values(self, graph: PartitionedGraph, sizes: BatchSizes) -> dict[sympy.Symbol, int]:
-        named = {symbol: self._canonical.get(name) for symbol, name in graph.names.items()}
+        named = self._names.of_symbols(graph)
         return {symbol: sizes.get(named.get(symbol), first) for symbol, first in graph.sizes.items()}

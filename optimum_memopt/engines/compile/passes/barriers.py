@@ -1,10 +1,10 @@
-"""Keeps a layer from being made again before its own backward begins.
+"""Keeps a layer from being recomputed before its own backward begins.
 
-The graph has the right order, and without a compiler it is run in it. inductor orders by reads alone and fuses what
-reads the same: in DeBERTa-v2, whose layers share relative positions, a layer's attention was made again in one kernel
-with the backward of the layer behind it, and level 1 peaked two thirds higher. What each layer is made again from
-therefore passes an operator that also reads what the backward has made so far, which no compiler looks into
-(`jax.lax.optimization_barrier` is the same, for the same reason, around `jax.checkpoint`).
+The graph has the right order, and without a compiler it runs in that order. inductor orders by reads alone and fuses
+what reads the same: in DeBERTa-v2, whose layers share relative positions, a layer's attention was recomputed in one
+kernel with the backward of the layer behind it, and level 1 peaked two thirds higher. What each layer is recomputed
+from therefore passes an opaque operator that also reads what the backward has computed so far
+(`jax.lax.optimization_barrier` does the same, for the same reason, around `jax.checkpoint`).
 """
 
 import torch
@@ -12,67 +12,71 @@ from torch import fx
 
 from optimum_memopt.engines.compile.analysis.joint import is_tensor, is_view, root, value
 from optimum_memopt.engines.compile.analysis.saved_activations import layer_of
-from optimum_memopt.engines.compile.passes.dropout import LIBRARY
+from optimum_memopt.engines.compile.operators import LIBRARY
 
 # The result is the argument, which `custom_op` does not allow.
 _library = torch.library.Library(LIBRARY, "FRAGMENT")
-_library.define("after(Tensor(a) source, Tensor[] made) -> Tensor(a)")
+_library.define("after(Tensor(a) source, Tensor[] computed) -> Tensor(a)")
 
 
 @torch.library.impl(f"{LIBRARY}::after", "CompositeExplicitAutograd")
-def _after(source: torch.Tensor, made: list[torch.Tensor]) -> torch.Tensor:
+def _after(source: torch.Tensor, computed: list[torch.Tensor]) -> torch.Tensor:
     return source
 
 
 @torch.library.register_fake(f"{LIBRARY}::after")
-def _(source: torch.Tensor, made: list[torch.Tensor]) -> torch.Tensor:
+def _(source: torch.Tensor, computed: list[torch.Tensor]) -> torch.Tensor:
     return source
 
 
 def insert(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
-    """Let each layer's second forward wait for all that stands before it in the backward.
+    """Let the recompute of each layer wait for all that stands before it in the backward.
 
     Args:
-        forward: only read: what is in both graphs is made again.
-        backward: each layer made again where its backward begins.
+        forward: only read: what is in both graphs is recomputed.
+        backward: recomputes each layer where the layer's own backward begins.
     """
     graph = backward.graph
     nodes = list(graph.nodes)
     order = {node: index for index, node in enumerate(nodes)}
-    forwarded = {node.name for node in forward.graph.nodes}
-    again: dict[str, list[fx.Node]] = {}
+    in_forward = {node.name for node in forward.graph.nodes}
+    layers: dict[str, list[fx.Node]] = {}
     for node in nodes:
-        if node.op == "call_function" and node.name in forwarded and not is_view(node) and (layer := layer_of(node)):
-            again.setdefault(layer, []).append(node)
+        if node.op == "call_function" and node.name in in_forward and not is_view(node) and (layer := layer_of(node)):
+            layers.setdefault(layer, []).append(node)
     begin = 0
-    for copies in again.values():
-        here = order[copies[0]]
-        made = _made_and_read(nodes[begin:here], forwarded, order, here)
+    for recomputed in layers.values():
+        here = order[recomputed[0]]
+        computed = _computed_and_read(nodes[begin:here], in_forward, order, here)
         begin = here
-        if made:
-            _wait(graph, copies, made, order)
+        if computed:
+            _add_barriers(graph, recomputed, computed, order)
     graph.lint()
     backward.recompile()
 
 
-def _made_and_read(nodes: list[fx.Node], forwarded: set[str], order: dict[fx.Node, int], here: int) -> list[fx.Node]:
-    """What `nodes`, which stand before `here`, make of the backward's own, and is read from there on."""
+def _computed_and_read(
+    nodes: list[fx.Node], in_forward: set[str], order: dict[fx.Node, int], here: int
+) -> list[fx.Node]:
+    """What `nodes`, which stand before `here`, compute of the backward's own, and is read from there on."""
     roots = dict.fromkeys(
         root(node) for node in nodes if is_tensor(node) and any(order.get(user, here) >= here for user in node.users)
     )
-    return [made for made in roots if made.op == "call_function" and made.name not in forwarded]
+    return [storage for storage in roots if storage.op == "call_function" and storage.name not in in_forward]
 
 
-def _wait(graph: fx.Graph, copies: list[fx.Node], made: list[fx.Node], order: dict[fx.Node, int]) -> None:
-    """What `copies` read of the backward's inputs, they read after `made`."""
+def _add_barriers(
+    graph: fx.Graph, recomputed: list[fx.Node], computed: list[fx.Node], order: dict[fx.Node, int]
+) -> None:
+    """What `recomputed` read of the backward's inputs, they read after `computed`."""
     readers: dict[fx.Node, list[fx.Node]] = {}
-    for node in copies:
+    for node in recomputed:
         for read in node.all_input_nodes:
             if is_tensor(read) and root(read).op == "placeholder":
                 readers.setdefault(read, []).append(node)
     for source, users in readers.items():
         with graph.inserting_before(min(users, key=order.__getitem__)):
-            waiting = graph.call_function(torch.ops.optimum_memopt.after.default, (source, made))
-        waiting.meta["val"] = value(source)
+            barrier = graph.call_function(torch.ops.optimum_memopt.after.default, (source, computed))
+        barrier.meta["val"] = value(source)
         for user in users:
-            user.replace_input_with(source, waiting)
+            user.replace_input_with(source, barrier)

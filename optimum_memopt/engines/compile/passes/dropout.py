@@ -1,14 +1,14 @@
-"""Dropout whose mask is a function of a seed, so that a plan may make the mask again instead of keeping it.
+"""Dropout whose mask is a function of a seed, so that a plan may recompute the mask instead of saving it.
 
-aten's `native_dropout` draws from the global generator: run again in the backward it would draw another mask. Here the
-forward draws one seed for each dropout, which is kept (8 bytes), and the mask is a pure function of it.
+aten's `native_dropout` draws from the global generator: recomputed in the backward it would be another mask. Here the
+forward draws one seed for each dropout, which is saved (8 bytes), and the mask is a pure function of it.
 """
 
 from collections.abc import Callable
 
 import torch
 
-LIBRARY = "optimum_memopt"
+from optimum_memopt.engines.compile.operators import LIBRARY
 
 
 @torch.library.custom_op(f"{LIBRARY}::keep_mask", mutates_args=())

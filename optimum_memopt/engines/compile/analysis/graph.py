@@ -1,0 +1,77 @@
+"""An analyzed joint graph: what every producer of a choice is given. Pure."""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+import sympy
+from torch import fx
+
+from optimum_memopt.engines.compile.analysis.candidates import Candidate
+from optimum_memopt.engines.compile.analysis.joint import JointGraph, is_number, is_tensor, is_view, root
+from optimum_memopt.engines.compile.analysis.saved_activations import SavedActivation, layer_of
+
+Modules = tuple[fx.GraphModule, fx.GraphModule]
+
+
+@dataclass(frozen=True, eq=False)
+class AnalyzedGraph:
+    """A joint graph, what its backward reads of its forward, and what can be done about it.
+
+    Attributes:
+        joint: dead code and copies are gone.
+        activations: in graph order.
+        candidates: under every strategy.
+        size_hints: value of each symbol in the first batch.
+        partition_by_torch: torch's own forward and backward graphs; changes the joint graph (CSE).
+    """
+
+    joint: JointGraph
+    activations: tuple[SavedActivation, ...]
+    candidates: tuple[Candidate, ...]
+    size_hints: Mapping[sympy.Symbol, int]
+    partition_by_torch: Callable[[], Modules]
+
+
+def nodes_to_save(
+    graph: AnalyzedGraph, recomputed: Collection[fx.Node], layer_boundaries: Collection[fx.Node] = ()
+) -> tuple[fx.Node, ...]:
+    """What the forward has to save when the activations with the roots `recomputed` are not saved, in graph order.
+
+    Every read of the backward is followed back until it reaches an input, an activation that stays saved, or what
+    must not run twice (random draws). So nothing is saved that no read leads to, and nothing is drawn twice.
+
+    Args:
+        layer_boundaries: roots that are no saved activations and become some when a read leads to them.
+    """
+    saved_roots = ({activation.root for activation in graph.activations} | set(layer_boundaries)) - set(recomputed)
+    saved: set[fx.Node] = set()
+    seen: set[fx.Node] = set()
+    todo = [node for activation in graph.activations for node in activation.reads]
+    while todo:
+        node = todo.pop()
+        if node in seen or node.op == "placeholder" or is_number(node):
+            continue
+        seen.add(node)
+        if node in saved_roots or (is_tensor(node) and graph.joint.is_impure(node)):
+            saved.add(node)
+        else:
+            todo.extend(node.all_input_nodes)
+    return tuple(sorted(saved, key=graph.joint.order.__getitem__))
+
+
+def layer_boundaries(joint: JointGraph) -> frozenset[fx.Node]:
+    """Storages computed in one layer and read in another: no layer is recomputed through the one before it.
+
+    Without them a layer whose input is not saved (a norm that saves its output only) would be recomputed from the
+    layer before, and so on to the first, all alive at once.
+    """
+    boundaries = set()
+    for node in joint.forward:
+        if is_view(node):
+            continue
+        for read in node.all_input_nodes:
+            storage = root(read)
+            is_inside = is_tensor(read) and storage.op == "call_function" and layer_of(storage)
+            if is_inside and layer_of(storage) != layer_of(node):
+                boundaries.add(storage)
+    return frozenset(boundaries)

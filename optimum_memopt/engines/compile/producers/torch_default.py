@@ -1,0 +1,38 @@
+"""No plan: torch's own partition, and what it recomputes by itself."""
+
+from collections.abc import Sequence
+
+from torch import fx
+
+from optimum_memopt.engines.base import Selection
+from optimum_memopt.engines.compile.analysis.candidates import Candidate
+from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph
+from optimum_memopt.engines.compile.analysis.joint import is_tensor, root
+from optimum_memopt.engines.compile.choice import Choice
+from optimum_memopt.plans.matching import Matched
+
+
+class TorchDefault:
+    """See `Producer`."""
+
+    @classmethod
+    def of(cls, selection: Selection) -> "TorchDefault":
+        return cls()
+
+    def match(self, candidates: Sequence[Candidate]) -> Matched:
+        return Matched()
+
+    def choose(self, graph: AnalyzedGraph, earlier: Sequence[Choice]) -> Choice:
+        forward, backward = graph.partition_by_torch()
+        (output,) = forward.graph.find_nodes(op="output")
+        saved = [node for node in output.args[0][graph.joint.num_fwd_outputs :] if isinstance(node, fx.Node)]
+        names = {node.name for node in saved}
+        roots = {root(node).name for node in saved}
+        nodes = (node for node in graph.joint.nodes if node.op == "call_function" and is_tensor(node))
+        return Choice(
+            # By name: torch's partitioner has copied the graph.
+            nodes_to_save=tuple(node for node in nodes if node.name in names),
+            why="no plan: torch's own partition",
+            auto_recomputed=frozenset(c for c in graph.candidates if c.activation.root.name not in roots),
+            torchs_graphs=(forward, backward),
+        )

@@ -1,0 +1,78 @@
+"""What a strategy of the compile engine is. A new one is a new file that registers itself and its number in the plan
+grammar."""
+
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+import sympy
+
+from optimum_memopt.engines.compile.analysis.candidates import Candidate
+from optimum_memopt.engines.compile.analysis.graph import Modules
+from optimum_memopt.engines.compile.analysis.recompute_chains import RecomputeChain
+from optimum_memopt.engines.compile.analysis.saved_activations import SavedActivation
+from optimum_memopt.plans.grammar import Strategy
+
+
+class MemoryStrategy(Protocol):
+    """How one or several strategies of the plan grammar are carried out.
+
+    Attributes:
+        numbers: those of the plan grammar.
+    """
+
+    numbers: tuple[Strategy, ...]
+
+    def candidate(
+        self,
+        activation: SavedActivation,
+        chain: RecomputeChain | None,
+        cluster_id: str,
+        size_hints: Mapping[sympy.Symbol, int],
+    ) -> Candidate | None:
+        """See `analysis.candidates.FindsCandidate`."""
+
+    def rewrite(self, modules: Modules, candidates: tuple[Candidate, ...]) -> None:
+        """Change the partitioned forward and backward graphs in place.
+
+        Args:
+            candidates: those that are on; there may be none.
+        """
+
+    def saves_on(self, device_type: str) -> bool:
+        """Whether candidates on such a device save anything of its memory."""
+
+    def note(self, device_type: str) -> str:
+        """For the note of a row in the plan table."""
+
+    def is_listed(self, device_type: str, is_recomputable: bool) -> bool:
+        """Whether the plan table lists a row that is off.
+
+        Args:
+            is_recomputable: there is a row of recompute for the same cluster id.
+        """
+
+
+_strategies: list[MemoryStrategy] = []
+
+
+def register_strategy(strategy: MemoryStrategy) -> None:
+    """Add a strategy."""
+    _strategies.append(strategy)
+    _strategies.sort(key=lambda strategy: strategy.numbers)
+
+
+def registered() -> tuple[MemoryStrategy, ...]:
+    """All strategies by number, which is the order of candidates and of rewrites."""
+    return tuple(_strategies)
+
+
+def strategy_of(number: Strategy) -> MemoryStrategy:
+    """The strategy that carries out this number of the plan grammar."""
+    return next(strategy for strategy in _strategies if number in strategy.numbers)
+
+
+def rewrite(modules: Modules, candidates: Iterable[Candidate]) -> None:
+    """Let each strategy rewrite forward and backward for those of its candidates that are on."""
+    candidates = tuple(candidates)
+    for strategy in _strategies:
+        strategy.rewrite(modules, tuple(c for c in candidates if c.strategy in strategy.numbers))
