@@ -111,7 +111,7 @@ def label_inputs(batch: Mapping[str, Any], label_names: list[str]) -> list[str]:
     return [name for name in dict.fromkeys([*label_names, "labels"]) if _is_integer(batch.get(name))]
 
 
-def padding_of(name: str, batch: Mapping[str, Any], processing_class: Any, model: torch.nn.Module) -> Padding:
+def padding_of(name: str, batch: Mapping[str, Any], processing_class: Any, model: torch.nn.Module | None) -> Padding:
     """What marks padding in the embedding input `name` of this batch.
 
     The index is the tokenizer's, else the input embedding's, else the config's. Where there is none, or where it is
@@ -135,7 +135,7 @@ def padding_of(name: str, batch: Mapping[str, Any], processing_class: Any, model
     return Padding(index=index)
 
 
-def _embedding_padding(model: torch.nn.Module) -> int | None:
+def _embedding_padding(model: Any) -> int | None:
     try:
         return getattr(model.get_input_embeddings(), "padding_idx", None)
     except (AttributeError, NotImplementedError):  # not a transformers model; a model without one
@@ -255,7 +255,9 @@ class InputDensityCallback(TrainerCallback):
         """Report a step (`scope` empty) or, with scope `run_`, the whole run, for which single rows say nothing."""
         if not densities:
             return
-        table, metrics, records = ["input density (valid tokens / all tokens)", _HEADER], {}, []
+        table = ["input density (valid tokens / all tokens)", _HEADER]
+        metrics: dict[str, float] = {}
+        records: list[dict[str, Any]] = []
         for name, found in densities.items():
             tally = self._tallies[name]
             rows = None if scope or tally.kind == "LABEL" else found.rows

@@ -85,7 +85,7 @@ class PlanConfig:
 
 # Accepted by `to_text`. HfArgumentParser parses a flag as the second type of a union, so that has to be str
 # (transformers 5.23).
-ConfigSource = os.PathLike | str | list | tuple | dict | PlanConfig
+ConfigSource = os.PathLike[str] | str | list[str] | tuple[str, ...] | dict[str, int | str] | PlanConfig
 
 
 def to_text(source: ConfigSource) -> str:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from torch.utils.data import Dataset, IterableDataset, Sampler
+from torch.utils.data import IterableDataset, Sampler
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from optimum_memopt.callbacks.reporting import Reporter
@@ -170,7 +170,7 @@ def _check_indexed(dataset: Any) -> None:
         )
 
 
-def complexities(dataset: Dataset | Any, length_column: str = "length", pad_token_id: int | None = None) -> np.ndarray:
+def complexities(dataset: Any, length_column: str = "length", pad_token_id: int | None = None) -> np.ndarray:
     """How many tokens each sample has, shape (samples,); reads the whole data set once.
 
     From the column `length_column` where there is one, else the sum of `attention_mask`, else those of `input_ids`
