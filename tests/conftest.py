@@ -20,10 +20,20 @@ settings.register_profile("thorough", max_examples=1000, **_ALIKE)
 settings.load_profile("fast")
 
 
+def _is_end_to_end(path: Path) -> bool:
+    return is_end_to_end(path.relative_to(Path(__file__).parent).as_posix())
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """What the tier leaves out is not imported either, which takes longer than many a unit test."""
+    left_out = "not end_to_end" in config.option.markexpr and collection_path.suffix == ".py"
+    return True if left_out and _is_end_to_end(collection_path) else None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if is_end_to_end(item.path.relative_to(Path(__file__).parent).as_posix()):
+        if _is_end_to_end(item.path):
             item.add_marker(pytest.mark.end_to_end)
         # Building them takes minutes.
         if item.get_closest_marker("extensions"):

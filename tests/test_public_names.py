@@ -65,6 +65,7 @@ def test_importing_the_package_imports_next_to_nothing():
     assert imported(f"import optimum_memopt\nassert not {packages}") == set()
 
 
+@pytest.mark.end_to_end
 def test_no_module_imports_what_transformers_does_not():
     modules = ["optimum_memopt", *(f"optimum_memopt.{module}" for module in set(optimum_memopt._MODULES.values()))]
     modules += ["optimum_memopt.engines.ort", "optimum_memopt.engines.ort.compat"]

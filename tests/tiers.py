@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-# Folders and files whose tests train through an engine, a Trainer, a launcher or a command: not in `make check`.
+# Folders and files whose tests train through an engine, a Trainer, a launcher or a command: not in `make check`, which
+# does not even import them. Elsewhere single tests have the mark.
 END_TO_END = (
     "benchmarks/test_observers",
     "callbacks/test_memory_phases",
@@ -31,6 +32,8 @@ END_TO_END = (
     "engines/ort",
     "engines/test_auto",
     "engines/test_key_value_cache",
+    "examples/test_models",
+    "examples/test_verses",
     "integration",
     "measure/test_measure_case",
     "memory/test_malloc",

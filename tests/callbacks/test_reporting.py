@@ -95,6 +95,7 @@ def test_callbacks_do_not_keep_a_trainer_alive(trainer_of):
     assert reference() is None
 
 
+@pytest.mark.end_to_end
 def test_importing_the_callbacks_imports_no_engine():
     code = (
         "import sys, optimum_memopt.callbacks.memory_phases, optimum_memopt.callbacks.input_density;"

@@ -117,7 +117,7 @@ def test_an_error_points_at_its_column(tmp_path_factory, spoil, data, config):
     path = write(tmp_path_factory.mktemp("grammar"), ["Never+Used+Elsewhere+Than+Here+:1:-1", text])
     with pytest.raises(ConfigError) as error:
         parse_file(path)
-    assert f"{excerpt(str(path))}, string 2, column {expected}:" in str(error.value)
+    assert f"{path}, string 2, column {expected}:" in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -158,8 +158,8 @@ def test_an_id_in_two_strings_of_a_file_names_both_places(tmp_path):
     path = write(tmp_path, ["Gelu+:1:-1", "Add+:1:-1,Gelu+:2:-1"])
     with pytest.raises(ConfigError) as error:
         parse_file(path)
-    assert f"{excerpt(str(path))}, string 2, column 11: Gelu+:2:-1 contradicts Gelu+:1:-1" in str(error.value)
-    assert f"{excerpt(str(path))}, string 1, column 1" in str(error.value)
+    assert f"{path}, string 2, column 11: Gelu+:2:-1 contradicts Gelu+:1:-1" in str(error.value)
+    assert f"{path}, string 1, column 1" in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_bad_files(tmp_path, content, reason):
     with pytest.raises(ConfigError) as error:
         PlanConfig.load(str(path))
     assert reason in str(error.value)
-    assert excerpt(str(path)) in str(error.value)
+    assert str(path) in str(error.value)
     assert "\n" not in str(error.value)
 
 
@@ -193,7 +193,7 @@ def test_files_that_cannot_be_read(tmp_path):
     for path, reason in ((missing, "No such file"), (folder, "Is a directory"), (latin, "not UTF-8")):
         with pytest.raises(ConfigError, match=reason) as error:
             PlanConfig.load(str(path))
-        assert excerpt(str(path)) in str(error.value)
+        assert str(path) in str(error.value)
 
 
 def test_a_bom_is_named_as_what_is_wrong(tmp_path):

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -207,6 +206,7 @@ def test_a_trainer_that_does_not_take_the_sampler_is_noticed(tmp_path):
 # Runs.
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize(
     "changes",
     [{}, {"dataloader_drop_last": True}, {"gradient_accumulation_steps": 2}, {"dataloader_num_workers": 1}],
@@ -234,6 +234,7 @@ def test_a_resumed_run_goes_on_with_the_same_batches(tmp_path, changes):
     assert len(rest) == (per_epoch - 6 if "gradient_accumulation_steps" in changes else 2 * per_epoch - step)
 
 
+@pytest.mark.end_to_end
 def test_a_second_training_starts_with_the_first_epoch_again(tmp_path):
     trainer, batches, _ = recorded_run(tmp_path, save_strategy="no", num_train_epochs=1)
     first = list(batches)
@@ -242,6 +243,7 @@ def test_a_second_training_starts_with_the_first_epoch_again(tmp_path):
     assert batches == first
 
 
+@pytest.mark.end_to_end
 def test_the_length_column_counts_although_the_model_does_not_take_it(tmp_path):
     datasets = pytest.importorskip("datasets")
     data = rows(NAME, 40)
@@ -255,6 +257,7 @@ def test_the_length_column_counts_although_the_model_does_not_take_it(tmp_path):
     assert sampler.complexities.tolist() == [row["length"] for row in stored]
 
 
+@pytest.mark.end_to_end
 def test_the_run_says_how_even_it_is(tmp_path):
     trainer, _, lines = recorded_run(
         tmp_path, save_strategy="no", memory_opt_log_file=str(tmp_path / "found.jsonl"), data_seed=5
@@ -277,10 +280,7 @@ def test_the_run_says_how_even_it_is(tmp_path):
 def two_ranks(tmp_path_factory):
     """Each rank's batches in each case, of a whole run and of one resumed in its second epoch, and what was said."""
     folder = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(port)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     done = subprocess.run(
         [*command, sampling_runs.__file__, str(folder)],
         capture_output=True,
@@ -292,6 +292,7 @@ def two_ranks(tmp_path_factory):
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_have_as_many_samples_of_the_same_lengths(two_ranks, case):
     ranks = [each[case] for each in two_ranks]

@@ -150,6 +150,7 @@ def case(request):
     return model, batches, run(model, "", *batches, seed=5), torch.get_rng_state()
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize("asked", PLANS)
 def test_a_plan_changes_no_random_number(case, asked):
     model, batches, without_plan, state = case
@@ -168,6 +169,7 @@ def test_a_plan_changes_no_random_number(case, asked):
     assert recomputed and recomputed >= applied & set(masks)
 
 
+@pytest.mark.end_to_end
 def test_seeds_decide(case):
     model, (batch, _), without_plan, _ = case
     engine = CompileEngine(selection("level 1"), "aot_eager", dynamic=False)
