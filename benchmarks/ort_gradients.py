@@ -74,8 +74,13 @@ def main() -> None:
         found.append(json.loads(run.stdout.splitlines()[-1]))
     base = next(result for result in found if result["case"] == "none")
     rows = [
-        (result["case"], f"{result['peak']:.0f}", f"{result['peak'] / base['peak']:.2f}")
-        + (f"{result['seconds']:.1f}", f"{result['seconds'] / base['seconds']:.2f}")
+        (
+            result["case"],
+            f"{result['peak']:.0f}",
+            f"{result['peak'] / base['peak']:.2f}",
+            f"{result['seconds']:.1f}",
+            f"{result['seconds'] / base['seconds']:.2f}",
+        )
         for result in found
     ]
     columns = ("case", "peak MiB", "of none", "CPU-s/step", "of none")

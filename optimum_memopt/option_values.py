@@ -70,11 +70,10 @@ def _checked(name: str, value: Any, hint: Any, choices: Sequence[str] | None) ->
         value = os.fsdecode(value)
     elif _is_a(value, int):
         value = int(value)
-    is_allowed = (
-        value is None
-        or (not _is_a(value, int) or numbers.low <= value <= numbers.high)
+    is_allowed = value is None or (
+        (not _is_a(value, int) or numbers.low <= value <= numbers.high)
         and (not choices or value in choices)
-        and (kinds != _PATH or bool(value) and "\0" not in value)
+        and (kinds != _PATH or (bool(value) and "\0" not in value))
     )
     if not is_allowed:
         raise MemOptError(f"--{name} {excerpt(value) or repr(value)}: allowed are {allowed}")

@@ -32,8 +32,23 @@ GOOD = {
 }
 NAMES = [field.name for field in fields(MemOptOptions)]
 HOSTILE = st.sampled_from(
-    ["", "\0", "\ud800", "x" * 300, "-1", "1e9", "/", "nan", -1, 3, 10**30, 10**5000, 1.5, float("nan"), True, False]
-    + [
+    [
+        "",
+        "\x00",
+        "�",
+        "x" * 300,
+        "-1",
+        "1e9",
+        "/",
+        "nan",
+        -1,
+        3,
+        10**30,
+        10**5000,
+        1.5,
+        float("nan"),
+        True,
+        False,
         None,
         [],
         {},

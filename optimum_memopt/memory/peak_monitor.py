@@ -120,7 +120,7 @@ class _Gauge:
         """Read, then reset the mark to what is held now; every watcher has folded it into its own maxima."""
         reading = self.read()
         for monitor in tuple(self.watchers):
-            monitor._fold(reading)
+            monitor.fold(reading)
         self._clear()
         return reading
 
@@ -258,6 +258,6 @@ class PeakMonitor:
         self._run_peak = self.run_peak
         self._gauge.watchers.discard(self)
 
-    def _fold(self, reading: CpuMemory | CudaMemory) -> None:
+    def fold(self, reading: CpuMemory | CudaMemory) -> None:
         self._phase = merged(self._phase, reading)
         self._run_peak = max(self._run_peak, peak(reading))

@@ -141,7 +141,7 @@ def _path_text(path: str) -> str:
 
 
 def _is_path(text: str) -> bool:
-    return text.endswith(".json") or ":" not in text and ("/" in text or os.path.isfile(text))
+    return text.endswith(".json") or (":" not in text and ("/" in text or os.path.isfile(text)))
 
 
 def parse(text: str) -> PlanConfig:

@@ -1,6 +1,7 @@
 """run_mlm's own code: text cut into blocks, and the perplexity line."""
 
 import math
+from itertools import chain
 
 import pytest
 
@@ -21,9 +22,9 @@ def test_blocks_hold_the_text_in_order_and_are_full():
     expected = [token for text in TEXTS for token in tokenizer(text)["input_ids"]]
     blocks = list(encoded["input_ids"])
     assert {len(block) for block in blocks} == {16}
-    assert sum(blocks, []) == expected[: len(expected) // 16 * 16]
+    assert list(chain.from_iterable(blocks)) == expected[: len(expected) // 16 * 16]
     specials = [m for mask in encoded["special_tokens_mask"] for m in mask]
-    assert [token in tokenizer.all_special_ids for token in sum(blocks, [])] == [bool(m) for m in specials]
+    assert [token in tokenizer.all_special_ids for token in chain.from_iterable(blocks)] == [bool(m) for m in specials]
 
 
 def test_a_block_is_not_longer_than_the_model_takes():

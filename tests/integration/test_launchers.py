@@ -2,6 +2,7 @@
 and that each finding is said once."""
 
 import re
+from itertools import pairwise
 
 import pytest
 
@@ -103,7 +104,7 @@ def test_two_ranks_train_as_one_process_does(two_ranks, one_rank, prefix):
 def test_accumulation_averages_gradients_once_a_step(two_ranks, one_rank, prefix):
     for rank in two_ranks.trained(f"{prefix}accumulation"):
         counts = [0, *rank["reductions"]]
-        added = [after - before for before, after in zip(counts, counts[1:], strict=False)]
+        added = [after - before for before, after in pairwise(counts)]
         assert len(added) == 2 * HALF
         assert set(added[0::2]) == {0} and min(added[1::2]) > 0
     assert distance(two_ranks.weights(f"{prefix}accumulation"), one_rank.weights("accumulation")) < 1e-5

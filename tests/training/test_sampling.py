@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -88,7 +89,7 @@ def test_the_order_depends_on_seed_and_epoch_alone():
         for seed in (0, 1)
         for epoch in (0, 1, 2)
         for order in [shards(ComplexitySampler(tokens, 4, 2, seed=seed), 1, 4, False, epoch)[0]]
-        for order in [sum(order, [])]
+        for order in [list(chain.from_iterable(order))]
     }
     assert len(set(orders.values())) == len(orders)
     again = ComplexitySampler(tokens, 4, 2, seed=1)
@@ -226,7 +227,7 @@ def test_a_resumed_run_goes_on_with_the_same_batches(tmp_path, changes):
     assert per_epoch == (11 if changes.get("dataloader_drop_last") else 12)
     assert batches[:per_epoch] != batches[per_epoch:]
     for epoch in (batches[:per_epoch], batches[per_epoch:]):
-        used = sum(epoch, [])
+        used = list(chain.from_iterable(epoch))
         assert len(used) == len(set(used)) == (44 if changes.get("dataloader_drop_last") else 45)
     step = math.ceil(0.75 * whole.state.global_step)
     _, rest, _ = recorded_run(tmp_path, str(tmp_path / f"checkpoint-{step}"), **changes)

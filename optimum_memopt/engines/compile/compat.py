@@ -24,6 +24,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental import _config as symbolic_config
 from torch.fx.experimental.proxy_tensor import py_sym_types
+from torch.utils import _pytree as pytree
 
 __all__ = ["CustomPartitionerFn", "SymbolicNumber"]
 
@@ -31,6 +32,21 @@ SymbolicNumber = py_sym_types
 _RECOMPILES = 32
 _ISOLATES = "isolate_recompiles" in inspect.signature(torch.compile).parameters
 _NO_LIMIT = 2**31 - 1
+
+
+def tree_leaves(tree: Any) -> list[Any]:
+    """What nested containers hold; None is a leaf."""
+    return pytree.tree_leaves(tree)
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """The same for all views of a storage, also on a fake tensor, which has no address."""
+    return tensor.untyped_storage()._cdata
+
+
+def operator_name(target: Any) -> str:
+    """`view` of `aten.view.default`."""
+    return target._opname
 
 
 def is_tangent(node: fx.Node) -> bool:

@@ -72,7 +72,7 @@ class ModuleState:
 
     def changes(self) -> dict[str, tuple[str, str]]:
         """Dotted names to their values before and now; empty when nothing that is compared has changed."""
-        before, after = self._values(), ModuleState(self._model)._values()
+        before, after = self.values(), ModuleState(self._model).values()
         names = dict.fromkeys((*before, *after))
         return {
             name: (str(before.get(name, "not there")), str(after.get(name, "not there")))
@@ -80,7 +80,7 @@ class ModuleState:
             if before.get(name) != after.get(name)
         }
 
-    def _values(self) -> dict[str, Any]:
+    def values(self) -> dict[str, Any]:
         return {name: value for part in self._parts for name, value in part.values().items()}
 
 

@@ -70,7 +70,7 @@ class Sink(torch.autograd.Function):
 def test_outputs_that_pass_through_a_wrapper_unread_are_no_gradient():
     weight = torch.ones(3, requires_grad=True)
     outputs = refusing_gradients({"loss": (2 * weight).sum(), "logits": torch.ones(2, 3)})
-    loss, logits = Sink.apply(outputs["loss"], outputs["logits"])
+    loss, _ = Sink.apply(outputs["loss"], outputs["logits"])
     loss.backward()
     assert weight.grad.tolist() == [2, 2, 2]
     with pytest.raises(MemOptError, match="a gradient flowed back to the model's output 'logits'"):

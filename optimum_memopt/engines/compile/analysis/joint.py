@@ -49,7 +49,7 @@ def is_view(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     if schema is None or not node.args or not isinstance(node.args[0], fx.Node):
         return False
-    if node.target._opname in _UNDECLARED_VIEWS:
+    if compat.operator_name(node.target) in _UNDECLARED_VIEWS:
         return True
     return any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
 
@@ -101,7 +101,7 @@ class JointGraph:
     @cached_property
     def outputs(self) -> tuple[fx.Node, ...]:
         (output,) = self.module.graph.find_nodes(op="output")
-        return tuple(torch.utils._pytree.arg_tree_leaves(*output.args))
+        return tuple(compat.tree_leaves(output.args))
 
     @cached_property
     def forward_outputs(self) -> tuple[fx.Node, ...]:

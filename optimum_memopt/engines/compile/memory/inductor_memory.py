@@ -164,7 +164,7 @@ class _StorageTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, classes: Any, args: Any = (), kwargs: Any = None) -> Any:
         outputs = func(*args, **(kwargs or {}))
-        for tensor in torch.utils._pytree.tree_leaves(outputs):
+        for tensor in compat.tree_leaves(outputs):
             if isinstance(tensor, torch.Tensor) and not hasattr(tensor, _COUNTED):
                 storage = tensor.untyped_storage()
                 on_device = tensor.device.type == self._device
@@ -182,7 +182,7 @@ class _StorageTracker(TorchDispatchMode):
             counted_before: `held` includes it.
         """
         setattr(tensor, _COUNTED, True)
-        name = self._names.setdefault(tensor.untyped_storage()._cdata, name)
+        name = self._names.setdefault(compat.storage_id(tensor), name)
         if name not in self._bytes:
             self._bytes[name], self._users[name] = size, 0
             self.held += 0 if counted_before else size

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from optimum_memopt.engines.compile import compat
+
 # Of a batch, by the plan table's names.
 BatchSizes = Mapping[str, int]
 
@@ -63,7 +65,7 @@ class Pending:
         Args:
             outputs: what it has returned.
         """
-        tensors = (leaf for leaf in torch.utils._pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor))
+        tensors = (leaf for leaf in compat.tree_leaves(outputs) if isinstance(leaf, torch.Tensor))
         nodes = {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
         if not nodes:
             return
