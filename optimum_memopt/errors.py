@@ -28,6 +28,7 @@ def excerpt(value: object, around: int = 0, longest: int = QUOTED) -> str:
     Args:
         value: a string as it is, anything else by its `repr`.
         around: position in a long string that stays visible.
+        longest: most characters of the excerpt.
     """
     text = value if isinstance(value, str) else _repr(value)
     start = max(0, min(around - _BEFORE, len(text) - longest + 1)) if len(text) > longest else 0

@@ -83,6 +83,7 @@ class Engine(Protocol):
         """What the largest step of the run so far should have held, MiB; None where the engine does not predict.
 
         Args:
+            optimizer: the run's, None before there is one.
             gradient_accumulation: whether gradients of several micro-batches add up.
         """
 
@@ -149,6 +150,7 @@ class EngineFactory:
 
         Args:
             options: as `in_force` returned them.
+            selection: the plans that were asked for.
 
         Raises:
             MemOptError: the engine cannot do what is selected.
@@ -159,7 +161,9 @@ class EngineFactory:
         """Put what this engine's options ask for into a Trainer. Called for all engines, whichever trains.
 
         Args:
+            trainer: before its `train()`.
             engine: the one that trains.
+            options: as `in_force` returned them.
 
         Raises:
             MemOptError: the options do not go with this Trainer, which is left as it was.
@@ -176,6 +180,8 @@ class EngineFactory:
         """Predict a training step without running it; only where `predicts`.
 
         Args:
+            workload: the model and the size of its batch.
+            selection: the plans that were asked for.
             symbolic: sizes stay symbols, so that savings are formulas.
 
         Raises:
@@ -219,6 +225,7 @@ def register_engine(
     """Make an engine known: its flags, its name as a value of `--memory_opt_engine`, its turn in `auto`.
 
     Args:
+        name: as users write it.
         options: a dataclass of the engine's flags, all with defaults and with names that no other engine has.
         load: imports the engine's code; called when it is first needed.
         summary: a few words for the help of `--memory_opt_engine`.
@@ -324,6 +331,8 @@ def note_engine(model: torch.nn.Module, engine: Engine, instead_of: Engine | Non
     """Note that `engine` is attached to `model`.
 
     Args:
+        model: the module whose forward the engine takes over.
+        engine: the engine that trains it.
         instead_of: an engine that does its work through `engine` from now on.
 
     Raises:

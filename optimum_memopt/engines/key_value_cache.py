@@ -22,7 +22,9 @@ def without_key_value_cache(
     outer one off only, while T5's decoder asks a copy of its own.
 
     Args:
+        model: whose forward is called.
         args: what the forward gets by position.
+        kwargs: what the forward gets by name.
         forced: also where `use_cache` was given by name, for an engine that cannot return caches.
     """
     if _NAME in kwargs and not forced:

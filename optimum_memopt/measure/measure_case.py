@@ -201,6 +201,7 @@ def spawn(case: Case, program: Sequence[str] = ("-m", "optimum_memopt.measure.me
     """Measure the case in a fresh process.
 
     Args:
+        case: sent to the process as JSON.
         program: what Python runs; it calls `main` with the case's class.
 
     Raises:

@@ -42,6 +42,7 @@ def check(name: str, trainer: "Trainer") -> None:
 
     Args:
         name: a key of `OPTIMIZERS`.
+        trainer: before its `train()`.
 
     Raises:
         MemOptError: the library, a compiler or the device is missing, or something else chooses the optimizer too.

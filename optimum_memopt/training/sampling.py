@@ -46,6 +46,7 @@ def balance(order: np.ndarray, complexities: np.ndarray, batch_size: int, world_
         order: indices of samples; an incomplete last step is left out.
         complexities: tokens of each sample.
         batch_size: samples of one rank in one step.
+        world_size: number of ranks.
 
     Returns:
         None when there is no complete step.
@@ -145,6 +146,7 @@ def check(args: TrainingArguments, dataset: Any) -> None:
     """Refuse what cannot be put into an order, and what would choose the order too.
 
     Args:
+        args: the Trainer's.
         dataset: the training data; None when the Trainer gets them later.
 
     Raises:

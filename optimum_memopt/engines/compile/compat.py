@@ -102,6 +102,7 @@ def remove_copies(graph: fx.Graph, returned: Iterable[fx.Node]) -> None:
     inductor does so before it partitions; without a compiler, dropout of 0 would save its input twice.
 
     Args:
+        graph: changed in place.
         returned: what allocates the forward's outputs. It stays, since the caller may write to an output, and what the
             backward reads must not change with it; the pass only knows of inputs and outputs.
     """
@@ -132,6 +133,9 @@ def compile_with_inductor(
     """`torch/_inductor/compile_fx.py`; the key of `config_patches` is there since 2.9 (pytorch PR 157711).
 
     Args:
+        module: the graph that dynamo has traced.
+        inputs: the graph's, fake tensors among them.
+        partitioner: partitions the joint graph; its `uuid` is part of inductor's cache key.
         saw: called with each graph, the object that runs inductor's program for it (None where that is no Python
             program), and whether it is the backward.
     """

@@ -48,6 +48,7 @@ def estimate(workload: Workload, selection: Selection, symbolic: bool = False) -
     """Trace one training forward and its backward on tensors without data, and plan them with the compile engine.
 
     Args:
+        workload: the model and the size of its batch.
         selection: which plans.
         symbolic: sizes stay symbols, so that savings are formulas; takes several times as long.
 

@@ -56,7 +56,10 @@ def analyze(module: fx.GraphModule, inputs: Any, num_fwd_outputs: int, others: M
     """Clean up a joint graph and find its candidates.
 
     Args:
-        inputs, others: passed on to torch's own partitioner.
+        module: the joint graph that AOTAutograd has traced.
+        inputs: passed on to torch's own partitioner.
+        num_fwd_outputs: outputs of the joint graph that are the forward's.
+        others: passed on to torch's own partitioner.
     """
     module.graph.eliminate_dead_code()
     compat.remove_copies(module.graph, map(root, JointGraph(module, num_fwd_outputs).forward_outputs))
@@ -83,7 +86,11 @@ def partition_joint(
     """Partition a joint graph as a producer chooses.
 
     Args:
-        inputs, others: see `analyze`.
+        module: see `analyze`.
+        inputs: see `analyze`.
+        num_fwd_outputs: see `analyze`.
+        others: see `analyze`.
+        producer: who chooses.
         earlier: graphs of the same forward that were partitioned before this one.
         refuses_mistakes: whatever is asked for has to be in this graph.
 
@@ -119,6 +126,7 @@ def static_inputs(joint: JointGraph, indices: Iterable[int]) -> frozenset[str]:
     """Names of the inputs that stay where they are from step to step: parameters and buffers.
 
     Args:
+        joint: read, not changed.
         indices: as AOTAutograd counts inputs.
     """
     return frozenset(joint.inputs[index].name for index in indices)

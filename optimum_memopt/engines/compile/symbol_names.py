@@ -47,6 +47,7 @@ class SymbolNames:
     def of(cls, graphs: Iterable[_Graph], is_encoder_decoder: bool) -> "SymbolNames":
         """
         Args:
+            graphs: all graphs of a forward.
             is_encoder_decoder: labels have the decoder's length (see `canonical_symbols`).
         """
         values = {

@@ -52,8 +52,10 @@ def to_table(
     Offload is listed where it is on, and where an activation cannot be recomputed, so that there is nothing else.
 
     Args:
+        graphs: all graphs of a forward.
         matched: the rows that were asked for, in any of the graphs.
         names: of the graphs' symbols.
+        header: lines above the table.
     """
     rows: dict[str, list[_Part]] = {}
     for graph in graphs:

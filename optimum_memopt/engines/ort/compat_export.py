@@ -49,6 +49,7 @@ def register_symbolics(opset: int, custom_functions: bool = True) -> Iterator[No
     user's own `torch.onnx.export`.
 
     Args:
+        opset: of the export.
         custom_functions: also the symbolic for a torch.autograd.Function, which is inlined otherwise.
     """
     contrib = importlib.import_module("onnxruntime.tools.pytorch_export_contrib_ops")

@@ -253,6 +253,7 @@ def ignored_options(options: "OrtOptions", runtime_options: Any) -> tuple[str, .
     """Flags that ORT silently ignored or changed.
 
     Args:
+        options: what the user asked for.
         runtime_options: ORT's `_RuntimeOptions`, created while `variables` were set.
     """
     given = (

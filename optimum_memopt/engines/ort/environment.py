@@ -45,6 +45,7 @@ def install_command(versions: Mapping[str, str | None], cuda: str | None) -> str
     """The command that installs the right onnxruntime-training without packages that overwrite it.
 
     Args:
+        versions: of the installed packages.
         cuda: the CUDA version that torch is built for, None without CUDA.
     """
     package = "onnxruntime-training" if cuda else "onnxruntime-training-cpu"

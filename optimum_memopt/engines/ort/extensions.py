@@ -214,6 +214,8 @@ def _compile(folder: Path, log: Path, tick: Callable[[], None]) -> None:
     The import finds symbols that torch hides, which the linker does not.
 
     Args:
+        folder: with the extension's sources.
+        log: file for the compiler's output.
         tick: called while a subprocess runs.
     """
     for python_arguments in (

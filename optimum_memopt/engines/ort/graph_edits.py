@@ -34,9 +34,11 @@ class NewNodes:
         """Add a node; returns the full name of its output.
 
         Args:
+            operator: its ONNX type.
             inputs: full names.
             output: its name without the prefix.
             label: the node's name; by default made of output and operator.
+            **attributes: of the node.
         """
         full = f"{self._prefix}/{output}"
         self._nodes.append(

@@ -53,6 +53,7 @@ def choose_plans(
         combinations: ORT's rows (configs joined by commas where only together they save) to their frequency.
         dimensions: names of the inputs' dynamic dimensions to their values in the first batch.
         is_encoder_decoder: see `canonical_symbols`.
+        selection: the plans that were asked for.
         graph: the training graph (`onnx.GraphProto`).
 
     Raises:
@@ -74,7 +75,9 @@ def applied_remarks(plans: GraphPlans, text: str, selection: Selection) -> tuple
     """Remarks about plans that ORT accepted and applied nowhere.
 
     Args:
+        plans: of `choose_plans`.
         text: insight text with the counts that ORT applied.
+        selection: the plans that were asked for.
 
     Raises:
         MemOptError: there are some, and the selection is a strict config.

@@ -34,6 +34,7 @@ def check(model: torch.nn.Module, checkpointing: bool = False) -> None:
     """Refuse models that ONNX Runtime cannot train or would train wrongly.
 
     Args:
+        model: on its device.
         checkpointing: activation checkpointing stays on and has to be re-entrant.
 
     Raises:
@@ -100,6 +101,7 @@ def check_operators(
         name: of the model's class.
         inlined_functions: `torch.autograd.Function`s that the export inlined.
         aten_operators: operators that run in torch.
+        has_extensions: the torch extensions are built and on.
 
     Raises:
         UnsupportedModelError: see there.
@@ -186,6 +188,7 @@ def check_arguments(args: Any, checkpointing: bool = False, zero_stage3: bool = 
     """Refuse `transformers.TrainingArguments` that ONNX Runtime cannot train with.
 
     Args:
+        args: the Trainer's.
         checkpointing: activation checkpointing stays on and has to be re-entrant.
         zero_stage3: ZeRO stage 3 is allowed.
 

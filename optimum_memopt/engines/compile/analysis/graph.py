@@ -41,6 +41,8 @@ def nodes_to_save(
     must not run twice (random draws). So nothing is saved that no read leads to, and nothing is drawn twice.
 
     Args:
+        graph: read, not changed.
+        recomputed: roots of the activations that are recomputed.
         layer_boundaries: roots that are no saved activations and become some when a read leads to them.
     """
     saved_roots = ({activation.root for activation in graph.activations} | set(layer_boundaries)) - set(recomputed)

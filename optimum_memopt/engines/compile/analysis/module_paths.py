@@ -19,6 +19,8 @@ def add_outer_modules(graph: fx.Graph, model: torch.nn.Module, traced: torch.nn.
     Modules of one class may share a compiled graph; the paths are then those of the first.
 
     Args:
+        graph: its nodes' metadata are changed.
+        model: the outermost module.
         traced: the module whose forward the graph is; without effect where it is `model` or none of its modules.
     """
     path = next((name for name, module in model.named_modules() if module is traced), "")

@@ -59,6 +59,8 @@ def recompute_chain(
     """The way back from an activation to inputs and `available` storages; None where it must not be recomputed.
 
     Args:
+        joint: read, not changed.
+        activation: the one to recompute.
         available: roots of the activations that stay saved.
     """
     if joint.is_impure(activation.root) or is_statistic(activation.root):

@@ -76,6 +76,7 @@ def simulate_programs(
     """What both programs hold when AOTAutograd runs them, as `GraphTimeline.predict` has it for graphs.
 
     Args:
+        programs: what inductor wrote for the forward and the backward.
         saved: storages that the forward saves for the backward.
         stashed: bytes held between the two.
         values: of every symbol.
@@ -99,7 +100,10 @@ def _run(program: InductorProgram, owned: Mapping[str, SavedStorage], start: int
     """Run one program.
 
     Args:
+        program: the one to run.
         owned: storages of the inputs that nobody else holds, by the input's name. Counted in `start`.
+        start: bytes held before it.
+        values: of every symbol.
     """
     tensors = [tensor for _, tensor in program.inputs if isinstance(tensor, torch.Tensor)]
     device = next((tensor.device.type for tensor in tensors if tensor.device.type != "cpu"), "cpu")
@@ -179,6 +183,9 @@ class _StorageTracker(TorchDispatchMode):
         """Count a tensor's storage, unless it is counted already, until its last tensor is gone.
 
         Args:
+            tensor: on the device.
+            name: of its storage, where that has none yet.
+            size: of its storage, in bytes.
             counted_before: `held` includes it.
         """
         setattr(tensor, _COUNTED, True)

@@ -63,6 +63,7 @@ class Pending:
         """Count a forward until its backward has run, or nothing refers to its autograd graph any more.
 
         Args:
+            forward: what is known of it.
             outputs: what it has returned.
         """
         tensors = (leaf for leaf in compat.tree_leaves(outputs) if isinstance(leaf, torch.Tensor))

@@ -35,6 +35,7 @@ def activations_of(graphs: Sequence[Prediction], gradients: int = 0) -> int:
     Exact for one graph, and for several where each reads what the one before returned and nothing runs between them.
 
     Args:
+        graphs: in the order of the forward.
         gradients: there when the backward begins, and not yet in the forward.
     """
     peaks = []

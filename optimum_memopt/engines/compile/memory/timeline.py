@@ -141,6 +141,7 @@ def simulate(graph: Schedule, sizes: list[int], start: int = 0) -> Timeline:
     """Run a graph in its order.
 
     Args:
+        graph: what each operator allocates and frees.
         sizes: bytes by the indices of `graph`.
         start: bytes held before the first operator, storages of owned placeholders among them.
 
@@ -168,6 +169,8 @@ def graph_timeline(
     """Read both graphs, which may be changed afterwards.
 
     Args:
+        forward: the partitioned forward graph.
+        backward: the partitioned backward graph.
         num_fwd_outputs: outputs of the forward that its caller gets; the others are saved for backward.
         holds_outputs: the caller keeps those outputs until after the backward; Trainer drops all but the loss.
         static_inputs: names of parameters and buffers.
@@ -198,6 +201,7 @@ def _owned_inputs(
     """Tensors that the backward frees after their last use: its tangents, and one for each storage saved for it.
 
     Args:
+        backward: the partitioned backward graph.
         saved: what is saved for backward, by name.
         held: roots that the forward's caller keeps.
     """

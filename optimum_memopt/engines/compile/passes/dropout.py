@@ -16,7 +16,10 @@ def keep_mask(size: list[int], seed: torch.Tensor, keep: float, device: torch.de
     """A mask of `size` on `device`, each element True with probability `keep`, the same for the same `seed`.
 
     Args:
+        size: shape of the mask.
         seed: int64, one element, on the CPU: reading it must not wait for a GPU.
+        keep: probability of True.
+        device: of the mask.
     """
     if device.type == "meta":
         return torch.empty(size, dtype=torch.bool, device=device)

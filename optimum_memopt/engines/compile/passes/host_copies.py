@@ -89,6 +89,7 @@ def _wait(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """`target`, complete for all that is asked of the GPU from now on.
 
     Args:
+        target: the copy.
         source: read here, so that inductor, which plans memory by reads, does not reuse it during the copy.
     """
     copy = _under_way.pop(target.data_ptr(), None)

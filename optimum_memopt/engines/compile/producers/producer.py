@@ -28,5 +28,6 @@ class Producer(Protocol):
         """The choice for a graph.
 
         Args:
+            graph: read, not changed.
             earlier: choices of the graphs of the same forward before this one.
         """

@@ -35,6 +35,7 @@ class MemoryStrategy(Protocol):
         """Change the partitioned forward and backward graphs in place.
 
         Args:
+            modules: forward and backward.
             candidates: those that are on; there may be none.
         """
 
@@ -48,6 +49,7 @@ class MemoryStrategy(Protocol):
         """Whether the plan table lists a row that is off.
 
         Args:
+            device_type: where the activation is.
             is_recomputable: there is a row of recompute for the same cluster id.
         """
 
