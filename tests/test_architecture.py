@@ -1,0 +1,205 @@
+"""The arrows of the house, read from the sources: who may import whom, and who may name what.
+
+Imports in functions count, those under TYPE_CHECKING do not.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1] / "optimum_memopt"
+PACKAGE = "optimum_memopt"
+# From the bottom up; a module imports its own layer and those below. A longer name counts before a shorter one.
+LAYERS = (
+    ("errors", "installed", "plans"),
+    ("compat", "logs", "memory", "option_values", "progress", "script", "training.optimizers"),
+    ("engines",),
+    ("options",),
+    ("callbacks", "distributed", "loop", "training"),
+    ("measure",),
+    ("trainer", "trainer_args"),
+    ("commands",),
+)
+FOREIGN = ("torch", "onnxruntime", "transformers", "deepspeed")
+
+
+@dataclass(frozen=True)
+class Module:
+    """A source file; `name` is without the package's, empty for the package itself."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        parts = self.path.relative_to(ROOT).with_suffix("").parts
+        return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return _without_type_checking(ast.parse(self.path.read_text(encoding="utf-8")))
+
+    @property
+    def is_compat(self) -> bool:
+        return self.path.stem.startswith("compat")
+
+    def imports(self) -> Iterator[str]:
+        """Full names of the modules that it imports, `a.b` for `from a import b` where that is one."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                yield from (alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                assert not node.level, f"{self.name}: a relative import"
+                yield from (self._target(node.module or "", alias.name) for alias in node.names)
+
+    @staticmethod
+    def _target(module: str, name: str) -> str:
+        return f"{module}.{name}" if f"{module}.{name}" in NAMES else module
+
+    def own_imports(self) -> set[str]:
+        """Modules of the package, without its name."""
+        targets = (name.partition(".") for name in self.imports())
+        return {rest for package, _, rest in targets if package == PACKAGE}
+
+
+def _without_type_checking(tree: ast.Module) -> ast.Module:
+    class Remover(ast.NodeTransformer):
+        def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
+            self.generic_visit(node)
+            return node.orelse if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING" else node
+
+    return Remover().visit(tree)
+
+
+NAMES = {
+    ".".join((PACKAGE, *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
+    for path in ROOT.rglob("*.py")
+}
+MODULES = {module.name: module for module in map(Module, sorted(ROOT.rglob("*.py")))}
+every_module = pytest.mark.parametrize("module", MODULES.values(), ids=lambda module: module.name or PACKAGE)
+
+
+def layer(name: str) -> int:
+    """The index in `LAYERS`; the package itself, which names everything, is on top."""
+    prefixes = {prefix: index for index, names in enumerate(LAYERS) for prefix in names}
+    parts = name.split(".")
+    known = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    index = next((prefixes[prefix] for prefix in known if prefix in prefixes), None)
+    assert index is not None or not name, f"{name} is in no layer: add it to LAYERS"
+    return len(LAYERS) if index is None else index
+
+
+def engine(name: str) -> str:
+    """The engine that a module belongs to, empty for one of all engines."""
+    parts = name.split(".")
+    return parts[1] if len(parts) > 1 and parts[0] == "engines" and (ROOT / "engines" / parts[1]).is_dir() else ""
+
+
+def circle(edges: dict[str, set[str]]) -> list[str]:
+    """Modules that import one another in a circle, the first twice; empty when there is none."""
+    done: set[str] = set()
+
+    def visit(name: str, path: list[str]) -> list[str]:
+        if name in path:
+            return [*path[path.index(name) :], name]
+        if name in done:
+            return []
+        for target in sorted(edges.get(name, ())):
+            if found := visit(target, [*path, name]):
+                return found
+        done.add(name)
+        return []
+
+    return next((found for name in edges if (found := visit(name, []))), [])
+
+
+def test_no_modules_import_one_another_in_a_circle():
+    edges = {name: module.own_imports() for name, module in MODULES.items()}
+    assert not circle(edges)
+
+
+def test_a_circle_is_seen():
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+    assert circle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+
+
+@every_module
+def test_imports_go_down(module):
+    upward = [name for name in module.own_imports() if layer(name) > layer(module.name)]
+    assert not upward
+
+
+@every_module
+def test_engines_do_not_import_each_other_and_nobody_else_imports_one(module):
+    of_engines = {name for name in module.own_imports() if engine(name) not in ("", engine(module.name))}
+    assert not of_engines
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name.split(".")[0] == "plans"])
+def test_plans_are_pure(name):
+    below = [name, *MODULES[name].own_imports()]
+    heavy = {target.split(".")[0] for each in below for target in MODULES[each].imports()} & {"torch", *FOREIGN}
+    assert not heavy
+
+
+# Private names of other libraries.
+
+
+def private_names(module: Module) -> set[str]:
+    """Names with a leading underscore that this module takes from elsewhere: imported, as attributes, or as strings
+    for `getattr` and the like."""
+    tree = module.tree
+    own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    own |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    own |= {node.target.id for node in ast.walk(tree) if isinstance(node, ast.AnnAssign) and hasattr(node.target, "id")}
+    attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    own |= {node.attr for node in attributes if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")}
+    found = {node.attr for node in attributes if _is_private(node.attr)}
+    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+    parts = {part for name in module.imports() if name.split(".")[0] in FOREIGN for part in name.split(".")}
+    strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    foreign_strings = {text for text in strings if re.fullmatch(r"_[a-z]\w+", text)}
+    return {name for name in found | imported | parts | foreign_strings if _is_private(name)} - own
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and len(name) > 1
+
+
+@every_module
+def test_private_names_of_other_libraries_are_in_compat_files(module):
+    if not module.is_compat:
+        assert not private_names(module)
+
+
+# ONNX Runtime.
+
+_NAMES_IT = re.compile(r"onnx|ortmodule|(?<![a-z])ort(?![a-z])|(?<![A-Za-z])Ort[A-Z]|(?<![A-Z])ORT(?![A-Z])")
+
+
+def of_onnxruntime(module: Module) -> set[str]:
+    """Imports, identifiers and strings (docstrings excepted) that name ONNX Runtime."""
+    docstrings = {
+        id(node.body[0].value)
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None
+    }
+    words = set(module.imports())
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            words.add(node.value)
+        for attribute in ("id", "attr", "name", "arg", "asname"):
+            if isinstance(word := getattr(node, attribute, None), str):
+                words.add(word)
+    return {word for word in words if re.search(_NAMES_IT, word) or "onnx" in word.lower()}
+
+
+@every_module
+def test_onnx_runtime_is_named_in_its_folder_only(module):
+    if engine(module.name) != "ort":
+        assert not of_onnxruntime(module)
