@@ -15,11 +15,12 @@ if TYPE_CHECKING:
     from optimum_memopt.engines.base import Engine
     from optimum_memopt.engines.compile.memory.footprint import Footprint
     from optimum_memopt.errors import MemOptError, UnsupportedModelError
+    from optimum_memopt.loop import optimize
     from optimum_memopt.options import MemOptOptions
     from optimum_memopt.plans.grammar import ConfigError, PlanConfig, PlanRequest, Strategy
     from optimum_memopt.plans.table import Plan, PlanTable
     from optimum_memopt.script import run
-    from optimum_memopt.trainer import Attachment, MemOptTrainer, attach, optimize, run_summary
+    from optimum_memopt.trainer import Attachment, MemOptTrainer, attach, run_summary
     from optimum_memopt.trainer_args import MemOptTrainingArguments
 
     __version__: str
@@ -68,7 +69,7 @@ _MODULES = {
     "Strategy": "plans.grammar",
     "UnsupportedModelError": "errors",
     "attach": "trainer",
-    "optimize": "trainer",
+    "optimize": "loop",
     "run": "script",
     "run_summary": "trainer",
 }

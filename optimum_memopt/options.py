@@ -22,7 +22,7 @@ from optimum_memopt.engines.base import (
     registrations,
 )
 from optimum_memopt.errors import MemOptError, excerpt
-from optimum_memopt.logs import LOG_LEVELS
+from optimum_memopt.logs import LOG_LEVELS, get_logger, set_log_level
 from optimum_memopt.option_values import Numbers
 from optimum_memopt.plans.grammar import ConfigSource, PlanConfig, to_text
 from optimum_memopt.training.optimizers import OPTIMIZERS
@@ -211,6 +211,12 @@ class Resolved:
     def selection(self) -> Selection:
         """The plans, for the engine."""
         return Selection(self.config, self.options.memory_opt_level, self.options.memory_opt_strict)
+
+    def log(self) -> None:
+        """Log the remarks, at the log level that is in force from now on."""
+        set_log_level(self.options.memory_opt_log_level)
+        for remark in self.remarks:
+            get_logger().warning(remark)
 
 
 def resolve(options: MemOptOptions, environ: Mapping[str, str] = os.environ) -> Resolved:

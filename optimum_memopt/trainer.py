@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainerState
 
+from optimum_memopt import compat
 from optimum_memopt.callbacks.input_density import InputDensityCallback
 from optimum_memopt.callbacks.memory_phases import MemoryPhasesCallback
 from optimum_memopt.callbacks.plan_stats import PlanStatsCallback
@@ -23,24 +24,13 @@ from optimum_memopt.distributed import rank_consistency
 from optimum_memopt.distributed.launch import check_world
 from optimum_memopt.engines.auto import create
 from optimum_memopt.engines.base import Engine, factory, registrations
-from optimum_memopt.engines.forward_patch import training_forward
 from optimum_memopt.errors import MemOptError, excerpt
-from optimum_memopt.logs import get_logger, set_log_level
+from optimum_memopt.logs import get_logger
 from optimum_memopt.memory.peak_monitor import MIB
-from optimum_memopt.options import MemOptOptions, Resolved, from_keywords, resolve
+from optimum_memopt.options import MemOptOptions, from_keywords, resolve
 from optimum_memopt.plans.table import PlanTable
 from optimum_memopt.training import optimizers, sampling
 from optimum_memopt.training.loss_only import is_called_for_loss_only
-
-# What `optimize` has no use for: it sees neither batches nor steps.
-_NEED_A_TRAINER = (
-    "memory_opt_optim",
-    "group_by_complexity",
-    "log_input_density",
-    "log_memory_phases",
-    "memory_opt_log_steps",
-    "memory_opt_log_file",
-)
 
 
 @dataclass(frozen=True)
@@ -121,7 +111,7 @@ def attach(trainer: Trainer, options: MemOptOptions | None = None, **overrides: 
     given.check()
     check_world(trainer.args.world_size)
     resolved = resolve(given)
-    _log_remarks(resolved)
+    resolved.log()
     chosen = resolved.options
     engine = create(resolved)
     engine.backward_from_loss_only = is_called_for_loss_only
@@ -140,54 +130,12 @@ def attach(trainer: Trainer, options: MemOptOptions | None = None, **overrides: 
         _add_callback(trainer, callback)
     trainer.create_optimizer = _attaching(trainer, engine, chosen.memory_opt_optim)
     if chosen.group_by_complexity:
-        trainer._get_train_sampler = _sampling(trainer, callbacks[sampling.ComplexityCallback])
+        compat.replace_train_sampler(trainer, _sampling(trainer, callbacks[sampling.ComplexityCallback]))
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         trainer.compute_loss = _comparing(trainer, engine, chosen)
     trainer.train = _releasing(trainer, engine)
     trainer.memopt = Attachment(chosen, engine, callbacks[PlanStatsCallback])
     return trainer.memopt
-
-
-def optimize(model: torch.nn.Module, **options: Any) -> Engine:
-    """Have an engine train a model, in place, in a training loop without a Trainer.
-
-    Args:
-        model: on its device, in its final dtype, before DDP or another wrapper goes around it.
-        options: fields of `MemOptOptions`.
-
-    Returns:
-        The engine: `plans()` after the first training forward, which also logs the table; `detach()` at the end.
-
-    Raises:
-        MemOptError: bad options, or a model that the engine cannot train.
-    """
-    if not isinstance(model, torch.nn.Module):
-        raise MemOptError(
-            f"optimize takes a torch.nn.Module, not {excerpt(type(model).__name__)}; for a Trainer: "
-            "optimum_memopt.attach(trainer, …)"
-        )
-    chosen = from_keywords(**options)
-    chosen.check()
-    defaults = MemOptOptions()
-    names = (*_NEED_A_TRAINER, *(name for registration in registrations() for name in registration.need_trainer))
-    if given := [f"--{name}" for name in names if getattr(chosen, name) != getattr(defaults, name)]:
-        raise MemOptError(
-            f"{', '.join(given)} {'needs' if len(given) == 1 else 'need'} a Trainer: see optimum_memopt.attach; "
-            "optimize() has the model only"
-        )
-    resolved = resolve(chosen)
-    _log_remarks(resolved)
-    engine = create(resolved)
-    engine.attach(model)
-    get_logger().info(f"engine {engine.name} ({engine.reason})")
-    _show_plans(model, engine)
-    return engine
-
-
-def _log_remarks(resolved: Resolved) -> None:
-    set_log_level(resolved.options.memory_opt_log_level)
-    for remark in resolved.remarks:
-        get_logger().warning(remark)
 
 
 def run_summary(trainer: Trainer) -> str:
@@ -258,22 +206,6 @@ def _keep_serialisable(args: Any, checked: MemOptOptions, overrides: Mapping[str
                 setattr(args, option.name, getattr(checked, option.name))
 
 
-def _show_plans(model: torch.nn.Module, engine: Engine) -> None:
-    """Log each new plan table after its first training forward, as PlanStatsCallback does in a Trainer."""
-    patch = training_forward(model)
-    train, shown = patch.train, None
-
-    def train_and_show(*args: Any, **kwargs: Any) -> Any:
-        nonlocal shown
-        outputs = train(*args, **kwargs)
-        if (table := engine.plans()) is not shown:
-            shown = table
-            get_logger().info(str(table))
-        return outputs
-
-    patch.train = train_and_show
-
-
 def _callbacks(trainer: Trainer, options: MemOptOptions) -> dict[type, Any]:
     """The callbacks that the options ask for, by kind: the Trainer's own where the user gave one, else new ones.
 
@@ -331,8 +263,8 @@ def _attaching(trainer: Trainer, engine: Engine, optimizer: str | None) -> Any:
 
 
 def _sampling(trainer: Trainer, balanced: sampling.ComplexityCallback) -> Any:
-    """`_get_train_sampler`, the place that Trainer takes its sampler from (transformers 5.23): torch makes batches of
-    what it returns, and accelerate deals them to the ranks. The callback notices a Trainer that takes it elsewhere."""
+    """What the Trainer is to take its sampler from: torch makes batches of what it returns, and accelerate deals them
+    to the ranks. The callback notices a Trainer that takes it elsewhere."""
 
     def get_train_sampler(dataset: Any = None) -> sampling.ComplexitySampler:
         args, accelerator = trainer.args, trainer.accelerator
@@ -342,7 +274,7 @@ def _sampling(trainer: Trainer, balanced: sampling.ComplexityCallback) -> Any:
         parts = args.world_size if accelerator.split_batches else 1
         balanced.sampler = sampling.ComplexitySampler(
             complexities,
-            batch_size=trainer._train_batch_size // parts,
+            batch_size=compat.train_batch_size(trainer) // parts,
             world_size=args.world_size,
             seed=args.seed if args.data_seed is None else args.data_seed,
             fill_last=args.world_size > 1 and accelerator.even_batches and not args.dataloader_drop_last,

@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -27,6 +26,8 @@ LAYERS = (
     ("commands",),
 )
 FOREIGN = ("torch", "onnxruntime", "transformers", "deepspeed")
+# Pieces of the package's own texts and attributes, a documented function of Python, a list of tqdm (see script.py).
+NOT_OF_A_LIBRARY = {"_dim", "_mib", "_configs", "_memopt_counted", "_on_host", "_getframe", "_instances"}
 
 
 @dataclass(frozen=True)
@@ -156,15 +157,22 @@ def private_names(module: Module) -> set[str]:
     tree = module.tree
     own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     own |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    own |= {node.target.id for node in ast.walk(tree) if isinstance(node, ast.AnnAssign) and hasattr(node.target, "id")}
     attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
     own |= {node.attr for node in attributes if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")}
     found = {node.attr for node in attributes if _is_private(node.attr)}
     imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
     parts = {part for name in module.imports() if name.split(".")[0] in FOREIGN for part in name.split(".")}
-    strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-    foreign_strings = {text for text in strings if re.fullmatch(r"_[a-z]\w+", text)}
-    return {name for name in found | imported | parts | foreign_strings if _is_private(name)} - own
+    pieces = {id(piece) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for piece in node.values}
+    constants = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in pieces]
+    texts = [node.value for node in constants if isinstance(node.value, str)]
+    names = found | imported | parts | {text for text in texts if re.fullmatch(r"_\w+", text)}
+    return {name for name in names if _is_private(name)} - own - _operators(tree) - NOT_OF_A_LIBRARY
+
+
+def _operators(tree: ast.Module) -> set[str]:
+    """ATen's operators: their names, with underscore or without, are those of a graph's nodes."""
+    chains = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+    return {node.attr for node in chains if "aten" in ast.unparse(node.value).split(".")}
 
 
 def _is_private(name: str) -> bool:

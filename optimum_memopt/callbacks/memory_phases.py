@@ -3,14 +3,16 @@
 import dataclasses
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from optimum_memopt.callbacks.plan_stats import PlanStatsCallback
 from optimum_memopt.callbacks.reporting import Reporter, check_log_steps, is_due, is_final, is_printed
+from optimum_memopt.compat import at_end_of_backward
 from optimum_memopt.memory.peak_monitor import CpuMemory, CudaMemory, PeakMonitor, merged, peak
 
 
@@ -44,15 +46,6 @@ def format_table(step: int, readings: Mapping[str, CpuMemory | CudaMemory], meth
     width = max(len(row[0]) for row in rows)
     lines = [row[0].ljust(width) + "".join(cell.rjust(15) for cell in row[1:]) for row in rows]
     return "\n".join(["memory phases", *lines])
-
-
-def _at_end_of_backward(function: Callable[[], None]) -> None:
-    """Call `function` once when the backward pass that runs now is done; from inside a tensor hook only.
-
-    A private name of torch (seen in 2.13, used by DDP and FSDP): no public hook fires at the end of a whole backward
-    pass. Without it there is no `post_backward`.
-    """
-    torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 class MemoryPhasesCallback(TrainerCallback):
@@ -159,11 +152,12 @@ class MemoryPhasesCallback(TrainerCallback):
         self._monitor.end_run()
         run_peak, method = self._monitor.run_peak, self._monitor.method
         what = f"allocated on {args.device}" if args.device.type == "cuda" else f"resident in this process ({method})"
-        where = ""
+        parts = [] if self._is_peak_shown() else [f"measured peak of the run: {run_peak:.0f} MiB {what}"]
         if self._highest is not None:
             highest, phase, step = self._highest
-            where = f"; of the measured steps highest up to {phase} of step {step}, {highest:.0f} MiB"
-        self.reporter.lines(f"measured peak of the run: {run_peak:.0f} MiB {what}{where}")
+            parts.append(f"of the measured steps highest up to {phase} of step {step}, {highest:.0f} MiB")
+        if parts:
+            self.reporter.lines("; ".join(parts))
         self.reporter.records(
             state.global_step, [{"phase": "run", "unit": "MiB", "method": method, "measured_peak": run_peak}]
         )
@@ -173,6 +167,12 @@ class MemoryPhasesCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._remove_hooks()
+
+    def _is_peak_shown(self) -> bool:
+        """Whether another callback shows the peak of the run, beside the plans' saving."""
+        trainer = self.reporter.trainer
+        callbacks = trainer.callback_handler.callbacks if trainer is not None else ()
+        return any(isinstance(callback, PlanStatsCallback) and callback.table is not None for callback in callbacks)
 
     def _observe(self, phase: str) -> None:
         if not self._due:
@@ -209,7 +209,7 @@ class MemoryPhasesCallback(TrainerCallback):
             return
         self._in_backward = True
         self._observe("pre_backward")
-        _at_end_of_backward(self._end_backward)
+        at_end_of_backward(self._end_backward)
 
     def _end_backward(self) -> None:
         self._in_backward = False

@@ -1,6 +1,7 @@
 """Shows the plan table of the engine that holds the model, and at the end the claimed beside the measured."""
 
 import os
+import weakref
 from dataclasses import asdict
 from typing import Any
 
@@ -13,8 +14,11 @@ from optimum_memopt.logs import LOG_LEVELS, get_logger, rank
 from optimum_memopt.memory.peak_monitor import MIB, PeakMonitor
 from optimum_memopt.plans.table import PlanTable
 
+# By model: the table that `optimize` has logged, so that a callback beside it does not log it again.
+tables_shown: "weakref.WeakKeyDictionary[torch.nn.Module, PlanTable]" = weakref.WeakKeyDictionary()
+
 # Steps after which the prediction is compared with what was measured: an optimizer's states are there from the first
-# step on, so that the second is the first whole one.
+# step on, so that the second is the first complete one.
 _COMPARED_AFTER = 2
 
 
@@ -67,7 +71,8 @@ class PlanStatsCallback(TrainerCallback):
         if table is None or table is self.table:
             return
         self.table = table
-        self.reporter.lines(table.to_text())
+        if tables_shown.get(kwargs["model"]) is not table:
+            self.reporter.lines(table.to_text())
         if insight := engine.insight():
             get_logger().log(LOG_LEVELS["devinfo"], f"rank {rank()}: {insight}")
         self.reporter.metrics(

@@ -90,9 +90,14 @@ class Reporter:
         # the model, until the next garbage collection.
         self._trainer = weakref.ref(trainer)
 
+    @property
+    def trainer(self) -> Trainer | None:
+        """The Trainer of this run; None before the first one, and when it is gone."""
+        return self._trainer() if self._trainer is not None else None
+
     def begin(self, state: TrainerState) -> Trainer:
         """Return the Trainer of this run; call it from `on_train_begin`."""
-        trainer = self._trainer() if self._trainer is not None else None
+        trainer = self.trainer
         if trainer is None or trainer.state is not state:
             trainer = find_trainer(state)
             self.belongs_to(trainer)
@@ -110,8 +115,7 @@ class Reporter:
 
     def metrics(self, values: Mapping[str, float]) -> None:
         """To the trackers alone, each name prefixed `memopt/`, at the Trainer's current global step."""
-        trainer = self._trainer() if self.active and self._trainer is not None else None
-        if trainer is not None:
+        if self.active and (trainer := self.trainer) is not None:
             log_to_trackers(trainer, {METRIC_PREFIX + name: float(value) for name, value in values.items()})
 
     def records(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:

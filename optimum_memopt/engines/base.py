@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from optimum_memopt.engines.environment import Report
-from optimum_memopt.errors import MemOptError
+from optimum_memopt.errors import MemOptError, excerpt
 from optimum_memopt.plans.grammar import PlanConfig
 from optimum_memopt.plans.table import PlanTable
 
@@ -292,14 +292,19 @@ def choose_engines(name: str, options: "MemOptOptions | None" = None) -> tuple[t
 
 
 def given_flags(options: Any, name: str) -> list[str]:
-    """Flags of the engine `name` alone whose value is not the default, in the order of its fields."""
+    """Flags of the engine `name` alone whose value is not the default, as they were given."""
     registration = _registrations[name]
     # Of the object's own class: a subclass may have other defaults (the examples' `TrainingArguments`).
     defaults = {field.name: field.default for field in fields(options)}
-    return [
-        f"--{field.name}"
+    values = {
+        field.name: getattr(options, field.name)
         for field in fields(registration.options)
-        if field.name not in registration.for_any_engine and getattr(options, field.name) != defaults[field.name]
+        if field.name not in registration.for_any_engine
+    }
+    return [
+        f"--{name}" if isinstance(value, bool) else f"--{name} {excerpt(value)}"
+        for name, value in values.items()
+        if value != defaults[name]
     ]
 
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from optimum_memopt.compat import forward_hooks
+
 # transformers' `enable_input_require_grads`; PEFT's `_prepare_model_for_gradient_checkpointing` (0.21).
 _INPUT_GRADIENT_HOOKS = frozenset({"make_inputs_require_grads", "make_inputs_require_grad"})
 
@@ -41,7 +43,7 @@ class Checkpointing:
                 module.gradient_checkpointing = False
                 self._switched_off.append(module)
         for module in self._model.modules():
-            hooks = module._forward_hooks
+            hooks = forward_hooks(module)
             for key, hook in tuple(hooks.items()):
                 if getattr(hook, "__name__", "") in _INPUT_GRADIENT_HOOKS:
                     # A handle's remove() finds the hook by its key, also after `restore`.

@@ -121,8 +121,8 @@ def measure(case: Case) -> Measurement:
     """
     import torch
 
-    import optimum_memopt
     from optimum_memopt.engines.base import AUTO, factory
+    from optimum_memopt.loop import optimize
     from optimum_memopt.memory import malloc
     from optimum_memopt.memory.peak_monitor import PeakMonitor
 
@@ -139,7 +139,7 @@ def measure(case: Case) -> Measurement:
     if case.options is not None:
         name = case.options.get("memory_opt_engine", AUTO)
         own = {} if name == AUTO else factory(name).options_to_measure
-        engine = optimum_memopt.optimize(model, **{"memory_opt_log_level": "warning", **own, **case.options})
+        engine = optimize(model, **{"memory_opt_log_level": "warning", **own, **case.options})
     if case.tuned_malloc and engine is None:
         malloc.return_freed_memory()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True) if case.optimizer else None

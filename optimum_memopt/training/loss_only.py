@@ -1,4 +1,4 @@
-"""Whether a training forward was called for its loss alone, so that no gradient can come back through another output.
+"""Whether the caller of a training forward only calls backward() on the loss.
 
 Stock `Trainer.compute_loss` takes the loss out of the model's outputs and drops the rest when it returns (transformers
 5.23). Asked at each forward, since a subclass, an assignment to the Trainer and a hook may all come later.
@@ -10,14 +10,12 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch.nn.modules import module as torch_module
 
-# Code between `Trainer.compute_loss` and the model's forward that hands the outputs on and reads no values of them:
+from optimum_memopt.compat import global_output_hooks, output_hooks
+
+# Code between `Trainer.compute_loss` and the model's forward that returns the outputs and reads no values of them:
 # wrappers of modules, autocast, context managers used as decorators.
-_HANDS_ON = frozenset({"optimum_memopt", "torch", "accelerate", "deepspeed", "contextlib"})
-# Hooks of a module that are given its outputs or the gradients of its outputs, on the module and on all of them.
-_HOOKS = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
-_GLOBAL_HOOKS = ("_global_forward_hooks", "_global_backward_hooks", "_global_backward_pre_hooks")
+_PASSES_THROUGH = frozenset({"optimum_memopt", "torch", "accelerate", "deepspeed", "contextlib"})
 # Their hooks look at memory or time, or wait for the gradient of whatever the loss is made of.
 _HOOKS_THAT_ADD_NOTHING = frozenset({"optimum_memopt", "deepspeed"})
 
@@ -39,19 +37,17 @@ def is_called_for_loss_only() -> bool:
 
 
 def _first_that_reads(frame: FrameType | None) -> FrameType | None:
-    while frame is not None and _package(_module(frame)) in _HANDS_ON:
+    while frame is not None and _package(_module(frame)) in _PASSES_THROUGH:
         frame = frame.f_back
     return frame
 
 
 def _hooks(model: torch.nn.Module) -> Iterator[Any]:
     """Of the model, of the wrappers around it (DDP and DeepSpeed call what they wrap `module`), and of all modules."""
-    for name in _GLOBAL_HOOKS:
-        yield from getattr(torch_module, name).values()
+    yield from global_output_hooks()
     inner: Any = model
     while isinstance(inner, torch.nn.Module):
-        for name in _HOOKS:
-            yield from getattr(inner, name).values()
+        yield from output_hooks(inner)
         inner = getattr(inner, "module", None)
 
 

@@ -3,14 +3,16 @@
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from optimum_memopt.compat import attention_implementation
 from optimum_memopt.engines.base import Selection
 from optimum_memopt.errors import MemOptError
-from optimum_memopt.measure.workload import Workload
 from optimum_memopt.memory.peak_monitor import MIB
 from optimum_memopt.plans.table import PlanTable, canonical_symbols
 
 if TYPE_CHECKING:
     import torch
+
+    from optimum_memopt.measure.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Estimate:
         return asdict(self)
 
 
-def estimate(workload: Workload, selection: Selection, symbolic: bool = False) -> Estimate:
+def estimate(workload: "Workload", selection: Selection, symbolic: bool = False) -> Estimate:
     """Trace one training forward and its backward on tensors without data, and plan them with the compile engine.
 
     Args:
@@ -86,7 +88,7 @@ def estimate(workload: Workload, selection: Selection, symbolic: bool = False) -
     if predictor is None:
         raise MemOptError("; ".join(table.header))
     footprint = predictor.footprint()
-    attention = getattr(model.config, "_attn_implementation", None) or "eager"
+    attention = attention_implementation(model.config) or "eager"
     if not symbolic:
         table = _without_formulas(table, batch, bool(getattr(model.config, "is_encoder_decoder", False)))
     return Estimate(table, asdict(footprint), footprint.peak / MIB, device.type, attention)

@@ -1,0 +1,50 @@
+"""Private names of torch and transformers that the package needs beside those of its engines, each in one place."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.nn.modules import module as torch_module
+
+_OUTPUT_HOOKS = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+_GLOBAL_OUTPUT_HOOKS = ("_global_forward_hooks", "_global_backward_hooks", "_global_backward_pre_hooks")
+
+
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    """Call `function` once when the backward pass that runs now is done; from inside a tensor hook only.
+
+    Seen in torch 2.13, used by DDP and FSDP: no public hook fires at the end of a whole backward pass.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def forward_hooks(module: torch.nn.Module) -> dict[int, Any]:
+    """The module's forward hooks by the ids in their handles, to be changed in place (torch 2.13)."""
+    return module._forward_hooks
+
+
+def output_hooks(module: torch.nn.Module) -> Iterator[Any]:
+    """Hooks that are given this module's outputs or the gradients of its outputs (torch 2.13)."""
+    for name in _OUTPUT_HOOKS:
+        yield from getattr(module, name).values()
+
+
+def global_output_hooks() -> Iterator[Any]:
+    """`output_hooks` of all modules (torch 2.13)."""
+    for name in _GLOBAL_OUTPUT_HOOKS:
+        yield from getattr(torch_module, name).values()
+
+
+def replace_train_sampler(trainer: Any, get_sampler: Callable[..., Any]) -> None:
+    """Have a Trainer take its training sampler from `get_sampler(dataset)` (transformers 5.23)."""
+    trainer._get_train_sampler = get_sampler
+
+
+def train_batch_size(trainer: Any) -> int:
+    """Rows that a Trainer's data loader takes for a batch, as `auto_find_batch_size` has left them."""
+    return trainer._train_batch_size
+
+
+def attention_implementation(config: Any) -> str | None:
+    """transformers' name of the attention that a model with this config runs; None: the config has none."""
+    return getattr(config, "_attn_implementation", None)

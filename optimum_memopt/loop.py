@@ -1,0 +1,75 @@
+"""`optimize`: an engine in a training loop without a Trainer."""
+
+from typing import Any
+
+import torch
+
+from optimum_memopt.callbacks.plan_stats import tables_shown
+from optimum_memopt.engines.auto import create
+from optimum_memopt.engines.base import Engine, registrations
+from optimum_memopt.engines.forward_patch import training_forward
+from optimum_memopt.errors import MemOptError, excerpt
+from optimum_memopt.logs import get_logger
+from optimum_memopt.options import MemOptOptions, from_keywords, resolve
+
+# What `optimize` has no use for: it sees neither batches nor steps.
+_NEED_A_TRAINER = (
+    "memory_opt_optim",
+    "group_by_complexity",
+    "log_input_density",
+    "log_memory_phases",
+    "memory_opt_log_steps",
+    "memory_opt_log_file",
+)
+
+
+def optimize(model: torch.nn.Module, **options: Any) -> Engine:
+    """Have an engine train a model, in place, in a training loop without a Trainer.
+
+    Args:
+        model: on its device, in its final dtype, before DDP or another wrapper goes around it.
+        options: fields of `MemOptOptions`.
+
+    Returns:
+        The engine: `plans()` after the first training forward, which also logs the table; `detach()` at the end.
+
+    Raises:
+        MemOptError: bad options, or a model that the engine cannot train.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise MemOptError(
+            f"optimize takes a torch.nn.Module, not {excerpt(type(model).__name__)}; for a Trainer: "
+            "optimum_memopt.attach(trainer, …)"
+        )
+    chosen = from_keywords(**options)
+    chosen.check()
+    defaults = MemOptOptions()
+    names = (*_NEED_A_TRAINER, *(name for registration in registrations() for name in registration.need_trainer))
+    if given := [f"--{name}" for name in names if getattr(chosen, name) != getattr(defaults, name)]:
+        raise MemOptError(
+            f"{', '.join(given)} {'needs' if len(given) == 1 else 'need'} a Trainer: see optimum_memopt.attach; "
+            "optimize() has the model only"
+        )
+    resolved = resolve(chosen)
+    resolved.log()
+    engine = create(resolved)
+    engine.attach(model)
+    get_logger().info(f"engine {engine.name} ({engine.reason})")
+    _show_plans(model, engine)
+    return engine
+
+
+def _show_plans(model: torch.nn.Module, engine: Engine) -> None:
+    """Log each new plan table after its first training forward, as PlanStatsCallback does in a Trainer."""
+    patch = training_forward(model)
+    train, shown = patch.train, None
+
+    def train_and_show(*args: Any, **kwargs: Any) -> Any:
+        nonlocal shown
+        outputs = train(*args, **kwargs)
+        if (table := engine.plans()) is not None and table is not shown:
+            shown = tables_shown[model] = table
+            get_logger().info(str(table))
+        return outputs
+
+    patch.train = train_and_show
