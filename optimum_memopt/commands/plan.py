@@ -15,7 +15,7 @@ from optimum.commands.base import BaseOptimumCLICommand
 
 _DESCRIPTION = (
     "Shows the memory plans of a model, given its config. The compile engine traces the model without running it and "
-    "predicts the peak of a step with AdamW. With the ort engine or --measure a new process trains the model for a "
+    "predicts the peak of a step with AdamW. With any other engine or --measure a new process trains the model for a "
     "few steps, with random weights and random data; there a step is forward and backward, and an optimizer's states "
     "come on top, the same for every plan."
 )
@@ -31,7 +31,7 @@ class PlanCommand(BaseOptimumCLICommand):
         parser.add_argument("--task", required=True, help="text-classification, fill-mask, text-generation, …")
         parser.add_argument("--batch_size", type=int, default=8, help="Rows per step (default: 8).")
         parser.add_argument("--seq_len", type=int, default=128, help="Tokens per row, without padding (default: 128).")
-        parser.add_argument("--engine", default="auto", help="auto (default), ort or compile.")
+        parser.add_argument("--engine", default="auto", help="As --memory_opt_engine takes it (default: auto).")
         parser.add_argument(
             "--symbolic",
             action="store_true",

@@ -1,11 +1,22 @@
 """Private names of torch's modules and tensors that have no public counterpart without a cost at each step."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 # Attributes that every module has, except `training`: torch's own bookkeeping.
 MODULE_FIELDS = frozenset(vars(torch.nn.Module())) - {"training"}
+# Of a module: its hooks, and how they are called.
+MODULE_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
 DROPOUTS = torch.nn.modules.dropout._DropoutNd
 
 
@@ -28,3 +39,13 @@ def buffers(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
 
 def non_persistent_buffers(module: torch.nn.Module) -> set[str]:
     return module._non_persistent_buffers_set
+
+
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Whether anything is called around this module's forward or backward."""
+    return any(getattr(module, name, None) for name in MODULE_HOOKS)
+
+
+def checkpoint_function(module: torch.nn.Module) -> Any:
+    """What a module of transformers checkpoints its layers with (5.23): a partial of torch's function; else None."""
+    return getattr(module, "_gradient_checkpointing_func", None)

@@ -10,7 +10,7 @@ import torch
 from optimum_memopt.engines import in_place
 from optimum_memopt.engines.base import Selection
 from optimum_memopt.engines.key_value_cache import without_key_value_cache
-from optimum_memopt.engines.ort import env_option_checks, support_checks
+from optimum_memopt.engines.ort import compat_torch, env_option_checks, support_checks
 from optimum_memopt.engines.ort.failures import one_line
 from optimum_memopt.engines.ort.graph_plans import GraphPlans, applied_remarks, choose_plans
 from optimum_memopt.engines.ort.module_state import ModuleState, ReexportLimit, SharedCopy, describe_changes
@@ -32,16 +32,6 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
 
 __all__ = ["OrtEngine"]
-
-_ROOT_HOOKS = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
 
 
 class OrtEngine(in_place.InPlaceEngine):
@@ -301,7 +291,7 @@ class OrtEngine(in_place.InPlaceEngine):
         module.__dict__.pop("forward", None)
         if isinstance(self._training_forward.previous, types.MethodType):
             module.forward = types.MethodType(self._training_forward.previous.__func__, module)
-        for name in _ROOT_HOOKS:
+        for name in compat_torch.MODULE_HOOKS:
             module.__dict__[name] = OrderedDict()
         if self._options.ort_module_with_loss:
             options = self._options

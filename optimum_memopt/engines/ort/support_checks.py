@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from optimum_memopt.compat import attention_implementation
 from optimum_memopt.engines import in_place
 from optimum_memopt.engines.ort import compat, compat_torch
 from optimum_memopt.engines.ort.extensions import BUILD_COMMAND
@@ -23,7 +24,6 @@ _DATA_PARALLEL_WAY_OUT = (
     "launch, or make one GPU visible with CUDA_VISIBLE_DEVICES=0"
 )
 _COMPILE = "give --memory_opt_engine compile"
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class UnsupportedByOrt(Exception):
@@ -84,7 +84,7 @@ def check_device(name: str, device_type: str) -> None:
 
 def _check_reentrant(name: str, modules: Sequence[torch.nn.Module]) -> None:
     """The exporter traces through non-re-entrant checkpointing, so nothing would be checkpointed."""
-    functions = (getattr(module, "_gradient_checkpointing_func", None) for module in modules)
+    functions = (compat_torch.checkpoint_function(module) for module in modules)
     if not all(getattr(function, "keywords", {}).get("use_reentrant") for function in functions):
         raise UnsupportedModelError(
             f"{name} has activation checkpointing that is not re-entrant: the export would lose it; call "
@@ -234,7 +234,7 @@ def attention_dropout(config: Any) -> float | None:
 
 def needs_eager_attention(config: Any) -> str:
     """Why a model with this config needs eager attention on ONNX Runtime; empty when sdpa trains too."""
-    implementation = getattr(config, "_attn_implementation", None)
+    implementation = attention_implementation(config)
     if implementation not in (None, "eager", "sdpa"):
         return f"{implementation} attention cannot be exported"
     if getattr(config, "model_type", None) in _EAGER_ONLY:
@@ -247,7 +247,7 @@ def needs_eager_attention(config: Any) -> str:
 
 def attention(model: torch.nn.Module) -> str | None:
     """The current attention implementation of a transformers model."""
-    return getattr(getattr(model, "config", None), "_attn_implementation", None)
+    return attention_implementation(getattr(model, "config", None))
 
 
 def choose_attention(model: torch.nn.Module) -> str | None:
@@ -271,11 +271,7 @@ def choose_attention(model: torch.nn.Module) -> str | None:
 def remarks(model: torch.nn.Module) -> tuple[str, ...]:
     """Where training differs from plain PyTorch."""
     lines = []
-    hooked = [
-        name
-        for name, module in model.named_modules()
-        if module is not model and any(getattr(module, hooks, None) for hooks in _HOOKS)
-    ]
+    hooked = [name for name, module in model.named_modules() if module is not model and compat_torch.has_hooks(module)]
     if hooked:
         shown = ", ".join(hooked[:3]) + (", …" if len(hooked) > 3 else "")
         lines.append(
