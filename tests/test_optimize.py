@@ -1,8 +1,10 @@
 """What `optimize` says, and what a notebook shows."""
 
 import pytest
+from transformers import Trainer, TrainingArguments
 
-from optimum_memopt import MemOptTrainer, MemOptTrainingArguments, optimize
+from optimum_memopt import MemOptTrainer, MemOptTrainingArguments, PlanStatsCallback, optimize
+from optimum_memopt.callbacks import reporting
 from tests.gradients import accumulate
 from tests.model_zoo import ZOO
 
@@ -45,3 +47,30 @@ def test_a_notebook_shows_the_table_of_a_trainer(tmp_path):
     assert "first training step" in trainer.memopt._repr_html_()
     trainer.train()
     assert trainer.memopt._repr_html_() == trainer.memopt.table._repr_html_()
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_callback_beside_optimize_does_not_show_the_table_again(tmp_path, capsys, steps):
+    model = CASE.build("eager")
+    engine = optimize(model, memory_opt_level=1, **OPTIONS["compile"])
+    data = [{name: value[0] for name, value in CASE.batch(1).items()}] * 16
+    args = TrainingArguments(str(tmp_path), max_steps=steps, report_to=[], use_cpu=True, disable_tqdm=True)
+    callback = PlanStatsCallback()
+    Trainer(model, args, train_dataset=data, callbacks=[callback]).train()
+    said = capsys.readouterr().err
+    assert said.count(str(engine.plans())) == 1
+    assert callback.table is engine.plans() and "measured peak of the run" in said
+    engine.detach()
+
+
+def test_the_peak_of_a_run_is_in_one_line_and_no_stack_is_walked(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(reporting, "find_trainer", lambda state: pytest.fail("attach has named the Trainer"))
+    data = [{name: value[0] for name, value in CASE.batch(1).items()}] * 4
+    flags = {"log_memory_phases": True, "log_input_density": True, "group_by_complexity": True, **OPTIONS["compile"]}
+    args = MemOptTrainingArguments(
+        str(tmp_path), max_steps=1, report_to=[], use_cpu=True, disable_tqdm=True, logging_steps=1, **flags
+    )
+    MemOptTrainer(model=CASE.build("eager"), args=args, train_dataset=data).train()
+    said = capsys.readouterr().err
+    assert said.count("measured peak of the run") == 1
+    assert "of the measured steps highest up to " in said

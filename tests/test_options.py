@@ -3,11 +3,20 @@ import json
 import pickle
 import re
 import shlex
+from dataclasses import FrozenInstanceError, fields
 
 import pytest
-from transformers import HfArgumentParser, TrainingArguments
+import torch
+from transformers import HfArgumentParser, Trainer, TrainingArguments
 
-from optimum_memopt import MemOptError, MemOptOptions, MemOptTrainingArguments
+from optimum_memopt import MemOptError, MemOptOptions, MemOptTrainingArguments, attach
+from optimum_memopt.distributed.rank_consistency import facts
+from optimum_memopt.engines.auto import create
+from optimum_memopt.engines.compile.options import CompileOptions
+from optimum_memopt.engines.ort import installed
+from optimum_memopt.engines.ort.options import OrtOptions
+from optimum_memopt.options import resolve
+from optimum_memopt.plans import grammar
 from optimum_memopt.plans.grammar import ConfigError
 
 FLAGS = shlex.split(
@@ -150,3 +159,64 @@ def test_a_config_that_is_set_later_counts():
     options.check()
     options.memory_opt_config = "Add+:1:-1"
     assert str(options.plan_config) == "Add+:1:-1"
+
+
+def test_a_config_file_is_read_once(tmp_path, monkeypatch):
+    """From the construction of the arguments to the plans that the engine gets."""
+    file = tmp_path / "plans.json"
+    file.write_text('["Gelu+:1:-1"]')
+    read = []
+    parse_file = grammar.parse_file
+    monkeypatch.setattr(grammar, "parse_file", lambda path: read.append(path) or parse_file(path))
+    args = arguments(tmp_path, memory_opt_config=str(file), memory_opt_engine="compile")
+    file.unlink()
+    trainer = Trainer(torch.nn.Linear(2, 2), args)
+    attach(trainer)
+    assert read == [file]
+    assert str(trainer.memopt.engine.selection.config) == "Gelu+:1:-1"
+    assert facts("compile", trainer.memopt.options, None)["--memory_opt_config"] == "Gelu+:1:-1"
+
+
+def test_a_path_that_is_assigned_later_is_text_for_the_trainers_files(tmp_path):
+    (tmp_path / "plans.json").write_text('["Gelu+:1:-1"]')
+    args = arguments(tmp_path, memory_opt_engine="compile")
+    args.memory_opt_config, args.memory_opt_log_file = tmp_path / "plans.json", tmp_path / "found.jsonl"
+    attach(Trainer(torch.nn.Linear(2, 2), args), memory_opt_strict=False)
+    assert json.loads(args.to_json_string())["memory_opt_config"] == str(tmp_path / "plans.json")
+    assert args.memory_opt_log_file == str(tmp_path / "found.jsonl")
+    assert args.memory_opt_strict, "an override is no change of the arguments"
+
+
+def test_options_are_resolved_once_and_say_so_when_asked(monkeypatch, capsys):
+    options = MemOptOptions(memory_opt_engine="ort", ort_opset=16)
+    monkeypatch.setattr(installed, "missing", lambda: "")
+    environ = {"ORTMODULE_MEMORY_OPT_LEVEL": "1", "ORTMODULE_ONNX_OPSET_VERSION": "15"}
+    resolved = resolve(options, environ)
+    assert (resolved.engine, resolved.reason, resolved.config, resolved.then) == ("ort", "asked for", None, None)
+    assert (resolved.options.memory_opt_level, resolved.options.ort_opset) == (1, 15)
+    assert (options.memory_opt_level, options.ort_opset) == (0, 16)
+    assert resolved.selection.level == 1
+    engine = create(resolved)
+    assert engine.selection == resolved.selection
+    assert capsys.readouterr().err == "", "nothing is logged while an engine is made"
+    resolved.log()
+    assert "ONNX_OPSET_VERSION=15 in the environment is used, not --ort_opset 16" in capsys.readouterr().err
+    with pytest.raises(FrozenInstanceError):
+        resolved.engine = "compile"
+
+
+def test_auto_resolves_to_an_engine_and_the_one_behind_it(monkeypatch):
+    monkeypatch.setattr(installed, "missing", lambda: "")
+    resolved = resolve(MemOptOptions(memory_opt_config="Gelu+:1:-1", ort_arena=True), {})
+    assert (resolved.engine, resolved.then.engine, resolved.given) == ("ort", "compile", ("--ort_arena",))
+    assert str(resolved.config) == str(resolved.then.config) == "Gelu+:1:-1"
+    assert not resolved.options.ort_fallback, "the other engine is the fallback"
+
+
+def test_help_has_our_flags_first_and_those_of_an_engine_last():
+    names = [field.name for field in fields(MemOptOptions)]
+    assert names[:2] == ["memory_opt_engine", "memory_opt_config"]
+    of_ort = [name for name in names if name.startswith("ort_")]
+    assert names[-len(of_ort) :] == of_ort and names[-len(of_ort) - 1] == "memory_opt_compiler"
+    assert issubclass(MemOptTrainingArguments, (OrtOptions, CompileOptions, TrainingArguments))
+    assert [field.name for field in fields(MemOptTrainingArguments)][-len(names) :] == names

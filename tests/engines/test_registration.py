@@ -1,0 +1,57 @@
+"""A new engine is a folder that registers itself: it has flags, a turn in `auto`, and trains; nothing else names it."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import optimum_memopt
+from optimum_memopt.engines.base import engine_names, factory, register_engine, registrations
+from optimum_memopt.engines.compile.options import CompileOptions
+from optimum_memopt.errors import MemOptError
+
+SOURCE = Path(optimum_memopt.__file__).parent
+HERE = Path(__file__).parent
+
+
+def test_the_engines_and_their_order():
+    assert engine_names() == ("ort", "compile")
+    with pytest.raises(MemOptError, match="memory_opt_engine 'tvm': allowed are auto, ort, compile"):
+        factory("tvm")
+
+
+@pytest.mark.parametrize("name", ["auto", "compile"])
+def test_a_name_is_given_once(name):
+    with pytest.raises(ValueError, match=f"there is an engine {name} already"):
+        register_engine(name, options=CompileOptions, load=lambda: None, summary="")
+
+
+def test_registered_flags_exist():
+    """Sets of flags at the registration name fields of the engine's options."""
+    for registration in registrations():
+        names = set(registration.options.__dataclass_fields__)
+        assert registration.for_any_engine | registration.need_trainer | registration.per_rank <= names
+
+
+def test_a_folder_is_an_engine(tmp_path):
+    package = tmp_path / "optimum_memopt"
+    shutil.copytree(SOURCE, package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(HERE / "toy_engine", package / "engines" / "toy")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    script = str(HERE / "train_with_toy_engine.py")
+    done = subprocess.run([sys.executable, script], env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "toy trained 2 forwards; auto takes toy"
+
+
+def test_importing_the_engines_imports_no_compiler_and_no_onnxruntime():
+    code = (
+        "import sys, optimum_memopt.engines.base\n"
+        "print([name for name in ('onnxruntime', 'torch._inductor.compile_fx', 'torch._functorch.partitioners') "
+        "if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

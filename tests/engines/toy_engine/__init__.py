@@ -1,0 +1,24 @@
+"""An engine that a test copies into `optimum_memopt/engines`: it counts training forwards."""
+
+from dataclasses import dataclass, field
+
+from optimum_memopt.engines.base import Engine, EngineFactory, Selection, register_engine
+
+
+@dataclass
+class ToyOptions:
+    """The engine's one flag."""
+
+    toy_step: int = field(default=1, metadata={"help": "What a training forward counts as."})
+
+
+class ToyFactory(EngineFactory):
+    """Imports the engine when one is made."""
+
+    def create(self, options, selection: Selection) -> Engine:
+        from optimum_memopt.engines.toy.engine import ToyEngine
+
+        return ToyEngine(options.toy_step, selection)
+
+
+register_engine("toy", options=ToyOptions, load=ToyFactory, summary="counts forwards", order=-1)

@@ -1,0 +1,33 @@
+"""See the package."""
+
+from optimum_memopt.engines.in_place import InPlaceEngine
+from optimum_memopt.plans.table import PlanTable
+
+
+class ToyEngine(InPlaceEngine):
+    """Trains by the model's own forward."""
+
+    name = "toy"
+
+    def __init__(self, step, selection):
+        self._step = step
+        super().__init__(selection)
+
+    def check_arguments(self, args):
+        pass
+
+    def plans(self):
+        return PlanTable("toy", (), {}, (f"{self._count} forwards",)) if self._count else None
+
+    def predicted_peak_mib(self, optimizer, gradient_accumulation):
+        return None
+
+    def insight(self):
+        return ""
+
+    def _forget(self):
+        self._count = 0
+
+    def _train_forward(self, *args, **kwargs):
+        self._count += self._step
+        return self._training_forward.plain_forward(*args, **kwargs)
