@@ -34,6 +34,7 @@ END_TO_END = (
     "engines/test_key_value_cache",
     "examples/test_models",
     "examples/test_verses",
+    "engines/test_registration",
     "integration",
     "measure/test_measure_case",
     "memory/test_malloc",

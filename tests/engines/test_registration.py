@@ -1,4 +1,4 @@
-"""A new engine is a folder that registers itself: it has flags, a turn in `auto`, and trains; nothing else names it."""
+"""A new engine is a folder that registers itself: it has flags and a turn in `auto`, and nothing else names it."""
 
 import os
 import shutil
