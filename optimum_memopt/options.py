@@ -29,6 +29,10 @@ from optimum_memopt.training.optimizers import OPTIMIZERS
 
 _LEVELS = Numbers(0, 2, "0 (the config), 1 (recompute in each layer) and 2 (also with compromised saving)")
 COMPILERS = ("inductor", "aot_eager")
+_ENGINES = ", ".join(f"{engine.name} ({engine.summary})" for engine in registrations())
+_OPTIMIZER_NEEDS = "; ".join(
+    f"{name} needs {optimizer.needs}" for name, optimizer in OPTIMIZERS.items() if optimizer.needs
+)
 
 
 @dataclass
@@ -44,8 +48,7 @@ class PlanOptions:
         default="auto",
         metadata={
             "choices": (AUTO, *engine_names()),
-            "help": f"What trains the model: {', '.join(f'{one.name} ({one.summary})' for one in registrations())}, "
-            "or auto: the first of them that works here.",
+            "help": f"What trains the model: {_ENGINES}, or auto: the first of them that works here.",
         },
     )
     memory_opt_config: ConfigSource | None = field(
@@ -78,7 +81,7 @@ class PlanOptions:
     )
     log_input_density: bool = field(
         default=False,
-        metadata={"help": "Log which part of the input and label tokens is not padding, for each step that is shown."},
+        metadata={"help": "Log the share of input and label tokens that is not padding, for each step that is shown."},
     )
     log_memory_phases: bool = field(
         default=False,
@@ -101,7 +104,7 @@ class PlanOptions:
         metadata={
             "choices": tuple(OPTIMIZERS),
             "help": "AdamW of another library, with Trainer's learning rate, betas, epsilon and weight decay, instead "
-            f"of --optim. {'; '.join(f'{name} needs {one.needs}' for name, one in OPTIMIZERS.items() if one.needs)}.",
+            f"of --optim. {_OPTIMIZER_NEEDS}.",
         },
     )
     group_by_complexity: bool = field(

@@ -1,4 +1,4 @@
-"""How a script ends that cannot go on."""
+"""Ends a script on a user's mistake with one line instead of a traceback."""
 
 import sys
 from collections.abc import Callable

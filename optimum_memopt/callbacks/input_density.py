@@ -252,7 +252,7 @@ class InputDensityCallback(TrainerCallback):
         self._unwrap()
 
     def _report(self, step: int, densities: Mapping[str, Density], scope: str, level: str = "info") -> None:
-        """Report a step (`scope` empty) or, with scope `run_`, the whole run, for which single rows say nothing."""
+        """Report a step (`scope` empty) or, with scope `run_`, the run, for which single rows say nothing."""
         if not densities:
             return
         table = ["input density (valid tokens / all tokens)", _HEADER]

@@ -1,4 +1,4 @@
-"""Where the callbacks' findings go: the package log, the Trainer's trackers, and a JSON-lines file."""
+"""Where callbacks report to: the package log, the Trainer's trackers, and a JSON-lines file."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Hands numbers to the experiment trackers of a Trainer, and to nobody else."""
+"""Logs numbers to the experiment trackers of a Trainer, and nowhere else."""
 
 import contextlib
 import copy

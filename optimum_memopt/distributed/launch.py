@@ -1,4 +1,4 @@
-"""Finds the launch of several processes that came out as processes which each train alone.
+"""Detects a launch of several processes in which each process would train alone.
 
 Without a GPU this happens silently in every launcher (accelerate 1.15, transformers 5.23): a script that is not given
 `--use_cpu true` joins no process group, and `accelerate launch --cpu --num_processes 2` starts one process only. The
@@ -78,8 +78,7 @@ def accelerate_launch(command: Sequence[str]) -> AccelerateLaunch | None:
     from accelerate.commands.config.config_args import default_config_file, load_config_from_file
     from accelerate.commands.launch import launch_command_parser
 
-    # Who cannot be understood is let through: accelerate itself has read all this already, so it can only be that it
-    # reads differently than the version seen here.
+    # What cannot be parsed is let through: accelerate has parsed it already, so it must be another version.
     try:
         args = launch_command_parser().parse_args(words)
         number = args.num_processes

@@ -18,8 +18,8 @@ def without_key_value_cache(
 ) -> dict[str, Any]:
     """`kwargs` with `use_cache=False` where the model's forward takes it.
 
-    A caller would hold the caches, so that no plan could free them. The config does not tell: Trainer switches the
-    outer one off only, while T5's decoder asks a copy of its own.
+    A caller would hold the caches, so that no plan could free them. The config is not enough: Trainer sets
+    `use_cache` of the outer one only, while T5's decoder reads a copy of its own.
 
     Args:
         model: whose forward is called.

@@ -1,4 +1,4 @@
-"""AdamW from other libraries for a Trainer: who provides it, what it needs, and what it does not go with.
+"""AdamW from other libraries for a Trainer: what provides it, what it needs, and what it conflicts with.
 
 Importing this imports none of the libraries.
 """
@@ -38,7 +38,7 @@ class Provider:
 
 
 def check(name: str, trainer: "Trainer") -> None:
-    """Refuse what would make another optimizer than the one that was asked for, or none at all.
+    """Refuse what would create another optimizer than the flag names, or none at all.
 
     Args:
         name: a key of `OPTIMIZERS`.

@@ -54,7 +54,7 @@ class OrtOptions:
     ort_module_with_loss: bool = field(
         default=False,
         metadata={
-            "help": "Compute the whole loss in ONNX Runtime, label smoothing included, from the tokens that have a "
+            "help": "Compute the loss in ONNX Runtime, label smoothing included, from the tokens that have a "
             "label only (masked LM: 15%% of them). A training forward then returns the loss and nothing else."
         },
     )

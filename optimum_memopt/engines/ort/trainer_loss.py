@@ -21,7 +21,7 @@ def check(trainer: Trainer) -> None:
     """
     if trainer.compute_loss_func is not None:
         raise MemOptError(
-            "--ort_module_with_loss with compute_loss_func: that function gets the model's outputs outside of ONNX "
+            "--ort_module_with_loss with compute_loss_func: that function reads the model's outputs outside of ONNX "
             "Runtime; leave out one of the two, or compute this loss in the model's forward"
         )
     if "compute_loss" in vars(trainer) or type(trainer).compute_loss is not Trainer.compute_loss:
