@@ -12,6 +12,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from optimum_memopt import MemOptError, MemOptTrainer, MemOptTrainingArguments, attach, optimize, run_summary
 from optimum_memopt.engines.base import engine_names, engine_of
 from tests.model_zoo import ZOO
+from tests.tiers import tiered
 from tests.trainer_runs import ROWS, arguments, build, collate, distance, log_lines, make, rows, tables, weights
 
 MODELS = ("roberta-classification", "gpt2", "t5")
@@ -28,6 +29,13 @@ UNDER_PLANS = [
     ("compile", "gpt2", 2),
     ("compile", "t5", 1),
 ]
+FAST_PLANS = {
+    ("ort", "roberta-classification", "config"),
+    ("ort", "gpt2", "none"),
+    ("ort", "t5", 1),
+    ("compile", "roberta-classification", "config"),
+    ("compile", "t5", 1),
+}
 CLOSE = 1e-5
 
 
@@ -54,7 +62,7 @@ def plain_weights(tmp_path_factory):
     return final
 
 
-@pytest.mark.parametrize("engine, name, plan", UNDER_PLANS)
+@pytest.mark.parametrize("engine, name, plan", tiered(UNDER_PLANS, fast=FAST_PLANS))
 def test_the_same_weights_under_every_plan(tmp_path, plain_weights, engine, name, plan):
     config = CONFIGS[name]
     asked = {"config": {"memory_opt_config": config}, "none": {}}.get(plan, {"memory_opt_level": plan})
@@ -89,13 +97,14 @@ SETUPS = {
 }
 
 
+# Those that change what a forward is given.
+OTHER_FORWARDS = ["accumulation", "short-last", "label-smoothing", "per-row"]
+ON_GPT2 = [*itertools.product(["ort"], ["gpt2"], SETUPS), *itertools.product(["compile"], ["gpt2"], OTHER_FORWARDS)]
+
+
 @pytest.mark.parametrize(
     "engine, name, setup",
-    [
-        *itertools.product(["ort"], ["roberta-classification", "gpt2"], SETUPS),
-        # Those that change what a forward is given.
-        *itertools.product(["compile"], ["gpt2"], ["accumulation", "short-last", "label-smoothing", "per-row"]),
-    ],
+    tiered([*itertools.product(["ort"], ["roberta-classification"], SETUPS), *ON_GPT2], fast=ON_GPT2),
 )
 def test_the_same_weights_in_every_set_up(tmp_path, plain_weights, engine, name, setup):
     trainer = make(tmp_path, name, memory_opt_engine=engine, memory_opt_level=1, **SETUPS[setup])

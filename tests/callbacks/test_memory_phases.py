@@ -304,6 +304,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 def test_two_ranks_write_once(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(DDP_SCRIPT)

@@ -166,7 +166,7 @@ def test_compiled_bitwise(script, stock, tmp_path):
     assert_equal(ours, stock(script.__name__, script))
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", tiered(SCRIPTS, fast=FAST))
 def test_on_onnx_runtime(script, stock, tmp_path):
     ours = run(script, tmp_path, "ort")
     assert ours.plans_on

@@ -214,6 +214,7 @@ def test_accelerate_with_a_config_file_for_several_cpus_is_refused(tmp_path):
     assert len(errors) == 1 and WRITE_MULTI_GPU in errors[0]
 
 
+@pytest.mark.slow
 def test_one_process_of_accelerate_trains(tmp_path):
     errors, done = trap([*ACCELERATE, "--cpu", "--num_processes", "1"], tmp_path)
     assert not errors and done.trained("job")[0]["world_size"] == 1
@@ -227,9 +228,7 @@ def test_ranks_without_use_cpu_are_refused(tmp_path, name):
 
 @needs_deepspeed
 @needs_compiler
-@pytest.mark.parametrize(
-    "name, stage", tiered([("deepspeed", None), ("deepspeed", 1), ("torchrun", 1)], fast=[("torchrun", 1)])
-)
+@pytest.mark.parametrize("name, stage", tiered([("deepspeed", None), ("deepspeed", 1), ("torchrun", 1)], fast=[]))
 def test_deepspeed_without_use_cpu_is_refused(tmp_path, name, stage):
     config = {"deepspeed": {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": stage}}}
     errors, _ = trap(launcher(name), tmp_path, use_cpu=False, **(config if stage else {}))

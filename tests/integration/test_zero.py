@@ -2,7 +2,7 @@
 
 One launch trains with each engine and without, for two optimizers (the compile engine for the first one: what it
 compiles does not know the optimizer). `make test` takes the launches of `QUICK`: the two launchers that bring
-DeepSpeed themselves, each stage that shards, and the two optimizers that need nothing built. DDP under torchrun is in
+DeepSpeed themselves, two stages that shard, and the two optimizers that need nothing built. DDP under torchrun is in
 `test_launchers.py`.
 """
 
@@ -21,7 +21,6 @@ OF_DEEPSPEED = ("deepspeed_fused_adam", "deepspeed_cpu_adam")
 QUICK = {
     ("deepspeed", 1, OF_TORCH),
     ("accelerate", 2, OF_TORCH),
-    ("deepspeed", 3, OF_TORCH),
 }
 CLASSES = {"deepspeed_fused_adam": "FusedAdam", "deepspeed_cpu_adam": "DeepSpeedCPUAdam"}
 

@@ -35,7 +35,6 @@ PLANS = ("no plan", "level 1", "level 2", *PLANS_BY_NAME)
 BY_DEFAULT = {
     ("roberta", "level 1"),
     ("roberta", "offload"),
-    ("deberta", "no plan"),
 }
 # 0.5%, or what is not worth counting: the loss, seeds, offsets.
 EXACT = {"rel": 5e-3, "abs": 64}
