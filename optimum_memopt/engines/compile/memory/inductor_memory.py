@@ -50,6 +50,11 @@ class InductorPrograms:
     backward: InductorProgram | None = None
     runs: int = 0
 
+    @property
+    def both(self) -> tuple[InductorProgram, InductorProgram] | None:
+        """Forward and backward, once inductor has compiled them."""
+        return (self.forward, self.backward) if self.forward and self.backward else None
+
     def counted(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """`compiled`, each call of which is one of `runs`."""
 
@@ -71,7 +76,7 @@ class InductorPrograms:
 
 
 def simulate_programs(
-    programs: InductorPrograms, saved: SavedForBackward, stashed: int, values: SymbolValues
+    forward: InductorProgram, backward: InductorProgram, saved: SavedForBackward, stashed: int, values: SymbolValues
 ) -> Prediction:
     """What both programs hold when AOTAutograd runs them, as `GraphTimeline.predict` has it for graphs.
 
@@ -84,16 +89,16 @@ def simulate_programs(
     Raises:
         Exception: of any kind, from a program that needs more than shapes.
     """
-    forward = _run(programs.forward, {}, 0, values)
     inputs = {
         name: SavedStorage(name, _extent(tensor, values))
-        for name, tensor in programs.backward.inputs
+        for name, tensor in backward.inputs
         if isinstance(tensor, torch.Tensor)
     }
     tangents = sum(storage.bytes for name, storage in inputs.items() if name not in saved)
     storages = {name: saved.get(name, storage) for name, storage in inputs.items()}
     owned = {name: storage for name, storage in storages.items() if storage is not None}
-    return Prediction(forward, _run(programs.backward, owned, stashed + tangents, values), stashed)
+    in_forward, in_backward = _run(forward, {}, 0, values), _run(backward, owned, stashed + tangents, values)
+    return Prediction(in_forward, in_backward, stashed)
 
 
 def _run(program: InductorProgram, owned: Mapping[str, SavedStorage], start: int, values: SymbolValues) -> Timeline:

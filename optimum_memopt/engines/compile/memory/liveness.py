@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import sympy
+import torch
 from torch import fx
 
 from optimum_memopt.engines.compile.analysis.joint import (
@@ -106,12 +107,14 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
 def _casts(node: fx.Node) -> sympy.Expr:
     """Bytes that an operator on the CPU holds while it runs: the operands of another dtype, cast before it computes
     (`aten/src/ATen/TensorIterator.cpp`; on other devices the kernel casts each element)."""
-    if getattr(node.target, "_opname", "") not in _ARITHMETIC or value(node).device.type != "cpu":
+    result = value(node)
+    if getattr(node.target, "_opname", "") not in _ARITHMETIC or not isinstance(result, torch.Tensor):
         return sympy.Integer(0)
-    dtype = value(node).dtype
-    operands = [value(read) for read in node.all_input_nodes if is_tensor(read) and value(read).dim()]
-    elements = [sympy.Mul(*map(symbolic, operand.shape)) for operand in operands if operand.dtype != dtype]
-    return sympy.Add(*elements) * dtype.itemsize
+    if result.device.type != "cpu":
+        return sympy.Integer(0)
+    operands = [tensor for read in node.all_input_nodes if isinstance(tensor := value(read), torch.Tensor)]
+    cast = [operand for operand in operands if operand.dim() and operand.dtype != result.dtype]
+    return sympy.Add(*(sympy.Mul(*map(symbolic, operand.shape)) for operand in cast)) * result.dtype.itemsize
 
 
 def _allocations(node: fx.Node) -> list[fx.Node]:

@@ -219,12 +219,13 @@ class StepMemoryPredictor:
     def _predict(self, graph: PartitionedGraph, sizes: BatchSizes) -> Prediction:
         values = self._values(graph, sizes)
         prediction = graph.prediction if values == graph.sizes else graph.timeline.predict(values)
-        if graph.programs.forward is None or graph.programs.backward is None:
+        programs = graph.programs.both
+        if programs is None:
             return prediction
         try:
             saved = graph.timeline.saved_for_backward(values)
-            programs = simulate_programs(graph.programs, saved, prediction.stashed, values)
-            return replace(prediction, forward=programs.forward, backward=programs.backward)
+            simulated = simulate_programs(*programs, saved, prediction.stashed, values)
+            return replace(prediction, forward=simulated.forward, backward=simulated.backward)
         except Exception as error:
             # The form of inductor's programs is private and may change; training goes on without the prediction.
             self._programs_caveat = (

@@ -4,9 +4,9 @@ A `GraphTimeline` is built once from the forward and backward graphs. A simulati
 for a thousand operators, so that the table, the prediction of a step and a search over plans can all afford it.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from torch import fx
 
@@ -149,7 +149,8 @@ def simulate(graph: Schedule, sizes: list[int], start: int = 0) -> Timeline:
         Bytes over what the placeholders that are not owned hold.
     """
     storages = [sizes[index] for index in graph.storages]
-    held, during = start, []
+    held = start
+    during = []
     for allocates, casts, frees in graph.operators:
         for storage in allocates:
             held += storages[storage]
@@ -177,8 +178,9 @@ def graph_timeline(
     """
     sizes = SizeTable()
     (output,) = forward.graph.find_nodes(op="output")
-    returned = {root(node) for node in output.args[0][:num_fwd_outputs] if isinstance(node, fx.Node)}
-    saved = {node.name: node for node in output.args[0][num_fwd_outputs:] if isinstance(node, fx.Node)}
+    outputs = cast("Sequence[object]", output.args[0])
+    returned = {root(node) for node in outputs[:num_fwd_outputs] if isinstance(node, fx.Node)}
+    saved = {node.name: node for node in outputs[num_fwd_outputs:] if isinstance(node, fx.Node)}
     saved_roots = {root(node) for node in saved.values()}
     dropped = set() if holds_outputs else {node for node in returned - saved_roots if node.op == "call_function"}
     inputs = {node for node in saved_roots if node.op == "placeholder" and node.name not in static_inputs}
@@ -205,7 +207,8 @@ def _owned_inputs(
         saved: what is saved for backward, by name.
         held: roots that the forward's caller keeps.
     """
-    tangents, owned = [], []
+    tangents: list[fx.Node] = []
+    owned: list[fx.Node] = []
     seen = set(held)
     for node in backward.find_nodes(op="placeholder"):
         if not is_tensor(node):
