@@ -1,4 +1,4 @@
-"""What malloc does is a matter of the whole process and of its past, so each case has a process of its own."""
+"""malloc settings hold for a process and depend on its history, so each case runs in a process of its own."""
 
 import os
 import platform

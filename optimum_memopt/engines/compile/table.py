@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import sympy
 
 from optimum_memopt.engines.compile.analysis.candidates import Candidate, by_row
+from optimum_memopt.engines.compile.memory.symbolic_sizes import compile_sizes
 from optimum_memopt.engines.compile.partitioned_graph import PartitionedGraph
 from optimum_memopt.engines.compile.strategies import strategy_of
 from optimum_memopt.engines.compile.symbol_names import SymbolNames
@@ -41,7 +42,7 @@ class _Part:
         return [candidate for candidate in self.candidates if candidate in self.graph.choice.auto_recomputed]
 
     def bytes(self, candidates: Sequence[Candidate]) -> int:
-        return sum(int(candidate.saving.subs(self.graph.sizes)) for candidate in candidates)
+        return sum(compile_sizes(candidate.saving for candidate in candidates)(self.graph.sizes))
 
 
 def to_table(

@@ -58,13 +58,13 @@ def test_the_peak_of_a_step_is_the_allocators(subject: Predicted, step, picked: 
         predictor.largest_shapes = ()
         subject.model.zero_grad(set_to_none=True)
         peak, _, _ = allocated(lambda: step(subject.model, batches))
-    found = [
+    footprints = [
         predictor.footprint(seen.sizes, None, False, seen.saved_before, seen.is_followed)
         for seen in predictor.largest_shapes
     ]
-    assert max(part.other_forwards + part.activations for part in found) == pytest.approx(peak, **EXACT)
-    assert predictor.peak(None, False) == max(part.peak for part in found)
-    assert (max(part.other_forwards for part in found) > 0) == (step is contrast and len(picked) > 1)
+    assert max(part.other_forwards + part.activations for part in footprints) == pytest.approx(peak, **EXACT)
+    assert predictor.peak(None, False) == max(part.peak for part in footprints)
+    assert (max(part.other_forwards for part in footprints) > 0) == (step is contrast and len(picked) > 1)
 
 
 def test_what_a_forward_saves_is_what_its_graph_hands_over(subject: Predicted) -> None:
@@ -81,9 +81,9 @@ def test_a_forward_is_pending_until_its_backward_has_run_or_its_graph_is_dropped
     pending.add(forward, {"loss": loss})
     pending.add(Forward({"rows": 4}), (other, [weight * 5]))
     pending.add(Forward({"rows": 5}), weight.detach())
-    assert [one.sizes["rows"] for one in pending] == [3, 4]
+    assert [forward.sizes["rows"] for forward in pending] == [3, 4]
     loss.backward()
-    assert [one.sizes["rows"] for one in pending] == [4]
+    assert [forward.sizes["rows"] for forward in pending] == [4]
     del other
     gc.collect()
     assert list(pending) == []

@@ -1,4 +1,4 @@
-"""What is predicted against what torch's allocator does: every byte that a step asks it for and gives back."""
+"""Predicted step memory against torch's allocator: every byte that a step allocates and frees."""
 
 import gc
 import re
@@ -86,7 +86,7 @@ def asked(plan: str, table: PlanTable | None) -> str:
         return plan.removeprefix("no plan")
     first = [row.config.split(":")[0] for row in table.plans if row.config.endswith(":1:-1")][:4]
     strategy = {"keep all": "1:0", "recompute": "1:-1", "offload": "3:-1"}[plan]
-    return ",".join(f"{one}:{strategy}" for one in first)
+    return ",".join(f"{cluster_id}:{strategy}" for cluster_id in first)
 
 
 @dataclass
@@ -127,17 +127,17 @@ def models() -> Iterator[dict[str, Predicted]]:
     """Each once, with the table that plans are chosen from."""
     found: dict[str, Predicted] = {}
     yield found
-    for one in found.values():
-        one.engine.detach()
+    for model in found.values():
+        model.engine.detach()
 
 
 @pytest.mark.parametrize(("name", "plan"), cases(MODELS, BY_DEFAULT))
 def test_stashes_and_peak_of_any_batch_are_the_allocators(models: dict[str, Predicted], name: str, plan: str) -> None:
     if name not in models:
         models[name] = predicted(name, "aot_eager")
-    one = models[name]
-    one.train(plan)
-    one.check()
+    subject = models[name]
+    subject.train(plan)
+    subject.check()
 
 
 @pytest.mark.parametrize(
@@ -158,19 +158,19 @@ def test_stashes_and_peak_of_any_batch_are_the_allocators(models: dict[str, Pred
 )
 def test_inductors_peak_is_read_from_its_program(name: str, plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also from one that inductor finds in its cache, for batches of any size."""
-    one = predicted(name, "inductor")
-    one.train(plan)
-    one.check()
-    predictor = one.engine.predictor
+    subject = predicted(name, "inductor")
+    subject.train(plan)
+    subject.check()
+    predictor = subject.engine.predictor
     ours = predictor.activations()
-    assert abs(ours / step_memory.activations_of([graph.prediction for graph in predictor._graphs]) - 1) > 0.02, (
+    assert abs(ours / step_memory.activations_of([part.prediction for part in predictor._parts]) - 1) > 0.02, (
         "inductor changes nothing here"
     )
     with monkeypatch.context() as patched:
         patched.setattr(compat, "silenced", lambda runner: 1 / 0)
         assert predictor.activations() != ours
     assert predictor.caveat == "without inductor's fusions, whose program cannot be read (ZeroDivisionError)"
-    one.engine.detach()
+    subject.engine.detach()
 
     torch._dynamo.reset()
     before = counters["inductor"]["fxgraph_cache_hit"]
@@ -181,7 +181,7 @@ def test_inductors_peak_is_read_from_its_program(name: str, plan: str, monkeypat
     again.engine.detach()
 
 
-# The whole step.
+# The step with its optimizer.
 
 
 def adamw(model: torch.nn.Module, **how: Any) -> torch.optim.Optimizer:
@@ -191,9 +191,9 @@ def adamw(model: torch.nn.Module, **how: Any) -> torch.optim.Optimizer:
 @pytest.fixture(scope="module")
 def small_and_wide() -> Predicted:
     """Weights that take more than activations."""
-    one = predicted("gpt2", "aot_eager", n_embd=128, n_layer=1)
-    one.train("no plan")
-    return one
+    subject = predicted("gpt2", "aot_eager", n_embd=128, n_layer=1)
+    subject.train("no plan")
+    return subject
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
@@ -201,7 +201,7 @@ def small_and_wide() -> Predicted:
     "how", tiered([{"fused": True}, {"foreach": True}, {"foreach": False}], fast=[{"foreach": True}]), ids=str
 )
 @pytest.mark.parametrize("size", [0, 1])
-def test_a_whole_step_is_the_sum_of_its_parts(small_and_wide, micro_batches, how, size) -> None:
+def test_a_step_is_the_sum_of_its_parts(small_and_wide, micro_batches, how, size) -> None:
     model, batch = small_and_wide.model, small_and_wide.batches[size]
     model.zero_grad(set_to_none=True)
     optimizer = adamw(model, **how)
@@ -214,22 +214,24 @@ def test_a_whole_step_is_the_sum_of_its_parts(small_and_wide, micro_batches, how
 
     peak, _, _ = allocated(lambda: (step(), step()))
     predictor = small_and_wide.engine.predictor
-    found = predictor.footprint(sizes_of(batch, predictor.first), optimizer, gradient_accumulation=micro_batches > 1)
-    over = found.peak - found.constant - found.parameters - found.buffers - found.batch
+    footprint = predictor.footprint(
+        sizes_of(batch, predictor.first), optimizer, gradient_accumulation=micro_batches > 1
+    )
+    over = footprint.peak - footprint.constant - footprint.parameters - footprint.buffers - footprint.batch
     # Left out: a step count for each parameter.
     assert over == pytest.approx(peak, rel=5e-3)
-    assert found.parameters == sum(one.nbytes for one in model.parameters())
-    assert found.batch == sum(one.nbytes for one in batch.values())
+    assert footprint.parameters == sum(tensor.nbytes for tensor in model.parameters())
+    assert footprint.batch == sum(tensor.nbytes for tensor in batch.values())
 
 
 def test_states_are_adamws_before_the_first_step_and_as_they_are_after_it(small_and_wide) -> None:
     parameters = list(small_and_wide.model.parameters())
-    weights = sum(one.nbytes for one in parameters)
+    weights = sum(parameter.nbytes for parameter in parameters)
     assert optimizer_bytes(None, parameters) == 2 * weights
     plain = torch.optim.SGD(parameters, lr=1e-4, momentum=0.9)
     assert optimizer_bytes(plain, parameters) == 2 * weights
-    for one in parameters:
-        one.grad = torch.zeros_like(one)
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
     plain.step()
     assert optimizer_bytes(plain, parameters) == weights
     assert step_bytes(None, parameters) == 0
@@ -237,25 +239,25 @@ def test_states_are_adamws_before_the_first_step_and_as_they_are_after_it(small_
 
 
 def test_frozen_weights_have_no_gradients_and_no_states() -> None:
-    one = predicted("roberta", "aot_eager")
-    for parameter in one.model.roberta.parameters():
+    subject = predicted("roberta", "aot_eager")
+    for parameter in subject.model.roberta.parameters():
         parameter.requires_grad_(False)
-    one.train("no plan")
-    head = sum(parameter.nbytes for parameter in one.model.classifier.parameters())
-    found = one.engine.predictor.footprint(gradient_accumulation=True)
-    assert (found.gradients, found.accumulated, found.optimizer) == (head, head, 2 * head)
-    assert found.parameters > 10 * head
-    one.check()
-    one.engine.detach()
+    subject.train("no plan")
+    head = sum(parameter.nbytes for parameter in subject.model.classifier.parameters())
+    footprint = subject.engine.predictor.footprint(gradient_accumulation=True)
+    assert (footprint.gradients, footprint.accumulated, footprint.optimizer) == (head, head, 2 * head)
+    assert footprint.parameters > 10 * head
+    subject.check()
+    subject.engine.detach()
 
 
 def test_the_peak_is_the_higher_of_two_moments() -> None:
     low = Footprint(activations=5, parameters=10, optimizer=20, gradients=10, step=3, constant=100)
     assert low.peak == 100 + 10 + 20 + 13
-    assert "gradients and the optimizer's own step" in str(low)
+    assert "gradients and the optimizer's step" in str(low)
     high = Footprint(activations=50, parameters=10, buffers=1, optimizer=20, gradients=10, batch=2, accumulated=10)
     assert high.peak == 10 + 1 + 20 + 2 + 60
-    assert "gradients from before" in str(high)
+    assert "accumulated gradients" in str(high)
 
 
 def test_sizes_that_a_model_does_not_have(small_and_wide) -> None:

@@ -53,12 +53,12 @@ class Footprint:
         moment = (
             f"activations and gradients {_mib(self.activations)}"
             if is_in_backward
-            else f"gradients and the optimizer's own step {_mib(self.gradients + self.step)}"
+            else f"gradients and the optimizer's step {_mib(self.gradients + self.step)}"
         )
         parts = {
             "parameters": self.parameters + self.buffers,
             "optimizer": self.optimizer,
-            "gradients from before": self.accumulated,
+            "accumulated gradients": self.accumulated,
             "saved by earlier forwards": self.other_forwards if is_in_backward else 0,
             "batch": self.batch,
             "other": self.constant,

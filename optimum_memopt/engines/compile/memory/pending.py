@@ -78,7 +78,7 @@ class Pending:
 
 
 class _Release:
-    """Hook of autograd nodes. They alone refer to it, so that it goes with the last of them."""
+    """Hook of autograd nodes. Nothing else refers to it, so it is deleted with the last of them."""
 
     def __init__(self, forwards: dict[int, Forward], number: int) -> None:
         self._release = weakref.finalize(self, forwards.pop, number, None)

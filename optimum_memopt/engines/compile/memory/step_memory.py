@@ -3,7 +3,7 @@
 import math
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import sympy
 import torch
@@ -12,7 +12,7 @@ from optimum_memopt.engines.compile import compat
 from optimum_memopt.engines.compile.memory.footprint import Footprint, optimizer_bytes, step_bytes, tensor_bytes
 from optimum_memopt.engines.compile.memory.inductor_memory import simulate_programs
 from optimum_memopt.engines.compile.memory.pending import BatchSizes, Forward, Pending, largest_shapes
-from optimum_memopt.engines.compile.memory.timeline import Prediction
+from optimum_memopt.engines.compile.memory.timeline import GraphTimeline, Prediction
 from optimum_memopt.engines.compile.partitioned_graph import PartitionedGraph
 from optimum_memopt.engines.compile.symbol_names import SymbolNames
 from optimum_memopt.errors import MemOptError
@@ -52,13 +52,28 @@ def activations_of(graphs: Sequence[Prediction], gradients: int = 0) -> int:
     return max(peaks)
 
 
+@dataclass(frozen=True)
+class _Part:
+    """A graph of a forward.
+
+    Attributes:
+        prediction: of the first batch.
+        runs: how often it ran in the first forward.
+    """
+
+    graph: PartitionedGraph
+    timeline: GraphTimeline
+    prediction: Prediction
+    runs: int
+
+
 class StepMemoryPredictor:
     """Predicts a model's training step for any batch, from the graphs of its first one.
 
     Args:
         model: whose parameters and buffers count.
-        graphs: of one training forward, in order, right after it. One that has run several times counts as often, as
-            if all its runs came one after the other.
+        graphs: of one training forward, in order, right after it, each with a prediction. One that has run several
+            times counts as often, as if all its runs came one after the other.
         inputs: the forward's keyword arguments in the first batch.
         resident: what the process held when the last graph was partitioned, in bytes.
         names: of the graphs' symbols, as in the plan table.
@@ -78,8 +93,12 @@ class StepMemoryPredictor:
     ) -> None:
         self._programs_caveat = ""
         self._model = weakref.ref(model)
-        self._graphs = graphs
-        self._runs = [max(1, graph.programs.runs) for graph in graphs]
+        self._parts = [
+            _Part(graph, graph.timeline, graph.prediction, max(1, graph.programs.runs))
+            for graph in graphs
+            if graph.timeline is not None and graph.prediction is not None
+        ]
+        self._runs = sum(part.runs for part in self._parts)
         self._is_on_cuda = any(parameter.is_cuda for parameter in model.parameters())
         self._names = names
         self.first: BatchSizes = names.first
@@ -89,8 +108,7 @@ class StepMemoryPredictor:
         there = tensor_bytes([*model.parameters(), *model.buffers()]) + self._batch
         there += tensor_bytes(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
         # Graphs before the last have run by then.
-        stashed = [graph.prediction.stashed * runs for graph, runs in zip(graphs, self._runs, strict=True)]
-        there += sum(stashed[:-1])
+        there += sum(part.prediction.stashed * part.runs for part in self._parts[:-1])
         # Fake tensors have no memory.
         is_fake = any(compat.is_fake(parameter) for parameter in model.parameters())
         self._constant = resident if is_fake else max(0, resident - there)
@@ -99,7 +117,7 @@ class StepMemoryPredictor:
     def caveat(self) -> str:
         """Why the activations are not exact, empty where they are."""
         kernels = []
-        if any(graph.has_convolutions for graph in self._graphs):
+        if any(part.graph.has_convolutions for part in self._parts):
             kernels.append("convolutions")
         if self._is_on_cuda:
             kernels.append("CUDA's libraries")
@@ -112,10 +130,10 @@ class StepMemoryPredictor:
 
     @property
     def _outside_of_graphs(self) -> str:
-        if len(self._graphs) == sum(self._runs) == 1 and self._graphs[0].is_all_of_forward:
+        graphs = len(self._parts)
+        if self._runs == 1 and self._parts[0].graph.is_all_of_forward:
             return ""
-        graphs, runs = len(self._graphs), sum(self._runs)
-        in_runs = f" in {runs} runs" if runs > graphs else ""
+        in_runs = f" in {self._runs} runs" if self._runs > graphs else ""
         if graphs == 1:
             return f"not exact: 1 graph{in_runs}, and what runs outside of it is not counted"
         return f"not exact: {graphs} graphs{in_runs}, and what runs outside of them is not counted"
@@ -123,11 +141,7 @@ class StepMemoryPredictor:
     @property
     def stashed(self) -> int:
         """Bytes that the first batch's forward saves for its backward, by the graphs' own timelines."""
-        return stashed_of(self._in_each_run([graph.prediction for graph in self._graphs]))
-
-    def _in_each_run(self, predictions: Sequence[Prediction]) -> list[Prediction]:
-        pairs = zip(predictions, self._runs, strict=True)
-        return [prediction for prediction, runs in pairs for _ in range(runs)]
+        return stashed_of([part.prediction for part in self._parts for _ in range(part.runs)])
 
     def note_forward(self, inputs: Mapping[str, object], outputs: object = None) -> None:
         """Count a training forward among those of the run.
@@ -153,9 +167,9 @@ class StepMemoryPredictor:
     def saved(self, sizes: BatchSizes | None = None) -> int:
         """Bytes that a forward saves for its backward; sizes as in `footprint`."""
         wanted = {**self.first, **(sizes or {})}
-        if sum(self._runs) > 1:
+        if self._runs > 1:
             return stashed_of(self.graphs(wanted))
-        return sum(graph.timeline.saved_bytes(self._values(graph, wanted)) for graph in self._graphs)
+        return sum(part.timeline.saved_bytes(self._values(part.graph, wanted)) for part in self._parts)
 
     def activations(self, sizes: BatchSizes | None = None) -> int:
         """The peak of a forward and its backward, in bytes; see `footprint`."""
@@ -164,7 +178,9 @@ class StepMemoryPredictor:
     def graphs(self, sizes: BatchSizes | None = None) -> list[Prediction]:
         """Each run of a graph alone; see `footprint`."""
         wanted = {**self.first, **(sizes or {})}
-        return self._in_each_run([self._predict(graph, wanted) for graph in self._graphs])
+        predictions = [self._predict(part, wanted) for part in self._parts]
+        pairs = zip(predictions, self._parts, strict=True)
+        return [prediction for prediction, part in pairs for _ in range(part.runs)]
 
     def footprint(
         self,
@@ -191,6 +207,8 @@ class StepMemoryPredictor:
             if name not in self.first or size < 1:
                 raise MemOptError(f"size {name}={size}: allowed are numbers from 1 on for {', '.join(self.first)}")
         model = self._model()
+        if model is None:
+            raise ReferenceError("the model whose steps are predicted was deleted")
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         weights = tensor_bytes(trainable)
         growth = math.prod(wanted[name] / size for name, size in self.first.items())
@@ -216,14 +234,14 @@ class StepMemoryPredictor:
             for forward in self.largest_shapes
         )
 
-    def _predict(self, graph: PartitionedGraph, sizes: BatchSizes) -> Prediction:
-        values = self._values(graph, sizes)
-        prediction = graph.prediction if values == graph.sizes else graph.timeline.predict(values)
-        programs = graph.programs.both
+    def _predict(self, part: _Part, sizes: BatchSizes) -> Prediction:
+        values = self._values(part.graph, sizes)
+        prediction = part.prediction if values == part.graph.sizes else part.timeline.predict(values)
+        programs = part.graph.programs.both
         if programs is None:
             return prediction
         try:
-            saved = graph.timeline.saved_for_backward(values)
+            saved = part.timeline.saved_for_backward(values)
             simulated = simulate_programs(*programs, saved, prediction.stashed, values)
             return replace(prediction, forward=simulated.forward, backward=simulated.backward)
         except Exception as error:
