@@ -81,7 +81,8 @@ def simulate_programs(
     """What both programs hold when AOTAutograd runs them, as `GraphTimeline.predict` has it for graphs.
 
     Args:
-        programs: what inductor wrote for the forward and the backward.
+        forward: its program.
+        backward: its program.
         saved: storages that the forward saves for the backward.
         stashed: bytes held between the two.
         values: of every symbol.
