@@ -55,3 +55,25 @@ def test_importing_the_engines_imports_no_compiler_and_no_onnxruntime():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+WITHOUT_ONNX = """
+import sys
+sys.modules["onnx"] = sys.modules["onnxruntime"] = None
+from optimum_memopt import MemOptOptions
+from optimum_memopt.distributed.rank_consistency import facts
+from optimum_memopt.engines.auto import create
+from optimum_memopt.engines.base import engine_names, factory
+from optimum_memopt.options import resolve
+
+MemOptOptions(memory_opt_config="Gelu+:1:-1").check()
+resolved = resolve(MemOptOptions(memory_opt_engine="compile", memory_opt_config="Gelu+:1:-1"))
+print(create(resolved).name, facts("compile", resolved.options, None)["engine"])
+print(*[ability.what for name in engine_names() for ability in factory(name).environment_report().abilities[:1]])
+"""
+
+
+def test_the_compile_engine_needs_neither_onnx_nor_onnxruntime():
+    done = subprocess.run([sys.executable, "-c", WITHOUT_ONNX], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["compile compile", "ort engine compile engine"]

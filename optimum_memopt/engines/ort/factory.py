@@ -1,4 +1,4 @@
-"""What can be asked of the ort engine before it has a model; imports nothing of onnxruntime."""
+"""What can be asked of the ort engine before it has a model; works without onnx and onnxruntime."""
 
 import os
 from collections.abc import Mapping
@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from optimum_memopt.engines.base import Engine, EngineFactory, Selection, engine_names, given_flags
 from optimum_memopt.engines.environment import Report
 from optimum_memopt.engines.ort import env_options, extensions, installed
-from optimum_memopt.engines.ort.engine import OrtEngine
 from optimum_memopt.engines.ort.selection import check_supported
 from optimum_memopt.installed import installed_version
 from optimum_memopt.plans.grammar import ConfigError
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
 
     from optimum_memopt.options import MemOptOptions
 
+NAME = "ort"
 _PER_RANK_VARIABLES = frozenset({"ORTMODULE_CACHE_DIR"})
 
 
@@ -32,7 +32,7 @@ class OrtFactory(EngineFactory):
     def declines(self, options: "MemOptOptions") -> str:
         """Flags of another engine, or a plan that ONNX Runtime cannot apply."""
         for other in engine_names():
-            if other != OrtEngine.name and (given := given_flags(options, other)):
+            if other != NAME and (given := given_flags(options, other)):
                 return f"{', '.join(given)} {'is' if len(given) == 1 else 'are'} for the {other} engine"
         try:
             if (config := options.plan_config) is not None:
@@ -43,7 +43,7 @@ class OrtFactory(EngineFactory):
 
     def check_options(self, options: "MemOptOptions") -> None:
         """See `EngineFactory.check_options`; under `auto` another engine may take a plan that this one cannot."""
-        if options.memory_opt_engine == OrtEngine.name and (config := options.plan_config) is not None:
+        if options.memory_opt_engine == NAME and (config := options.plan_config) is not None:
             check_supported(config)
         options.check_ort()
 
@@ -52,12 +52,14 @@ class OrtFactory(EngineFactory):
     ) -> tuple["MemOptOptions", tuple[str, ...]]:
         """The options as ORT's variables change them; under `auto` another engine is the fallback."""
         chosen, remarks = env_options.from_environment(options, environ)
-        if options.memory_opt_engine != OrtEngine.name:
+        if options.memory_opt_engine != NAME:
             chosen.ort_fallback = False
         return chosen, remarks
 
     def create(self, options: "MemOptOptions", selection: Selection) -> Engine:
         """An engine, not yet attached. Raises ConfigError for a plan that ONNX Runtime cannot apply."""
+        from optimum_memopt.engines.ort.engine import OrtEngine
+
         return OrtEngine(selection, options, options.memory_opt_log_level)
 
     def prepare_trainer(self, trainer: "Trainer", engine: Engine, options: "MemOptOptions") -> None:
@@ -66,6 +68,8 @@ class OrtFactory(EngineFactory):
         Raises:
             MemOptError: a loss that the model does not know; no ONNX Runtime.
         """
+        if not options.ort_module_with_loss and not options.ort_fp16_optimizer:
+            return
         from optimum_memopt.engines.ort import fp16_optimizer, trainer_loss
 
         if options.ort_module_with_loss:
