@@ -121,7 +121,9 @@ def refusal(folder, **changes):
 
 
 def test_an_unknown_name(tmp_path, capsys):
-    assert "adamw: allowed are ort_fused_adam, deepspeed_fused_adam" in refusal(tmp_path, memory_opt_optim="adamw")
+    assert "adamw: allowed are deepspeed_fused_adam, deepspeed_cpu_adam, torch_fused_adamw, ort_fused_adam" in refusal(
+        tmp_path, memory_opt_optim="adamw"
+    )
     with pytest.raises(MemOptError, match="--memory_opt_optim adamw: allowed are"):
         MemOptOptions(memory_opt_optim="adamw").check()
     parser = HfArgumentParser(MemOptTrainingArguments)
