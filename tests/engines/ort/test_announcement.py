@@ -1,18 +1,15 @@
 """The first forward takes long: the log says when it begins to build a session, and when it has."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
-from optimum_memopt.engines.ort import missing
 from optimum_memopt.engines.ort.engine import OrtEngine
 from optimum_memopt.engines.ort.options import OrtOptions
 from optimum_memopt.errors import MemOptError
+from tests.engines.ort.helpers import needs_ort
 from tests.model_zoo import ZOO
-from tests.trainer_runs import log_lines
 
-pytestmark = pytest.mark.skipif(bool(missing()), reason="no onnxruntime-training")
+pytestmark = needs_ort
 
 
 class Failing(torch.nn.Module):
@@ -24,17 +21,11 @@ class Failing(torch.nn.Module):
         raise ValueError("no forward")
 
 
-@pytest.fixture
-def lines() -> Iterator[list[str]]:
-    with log_lines() as lines:
-        yield lines
-
-
 def test_each_session_is_announced(lines: list[str]) -> None:
     def said() -> list[str]:
-        found = [line.split(":")[0].split(" in ")[0] for line in lines if "session" in line]
+        announced = [line.split(":")[0].split(" in ")[0] for line in lines if "session" in line]
         lines.clear()
-        return found
+        return announced
 
     model, batch = ZOO["roberta-mlm"].build(), ZOO["roberta-mlm"].batch()
     engine = OrtEngine(None, OrtOptions(ort_fallback=False))

@@ -1,72 +1,20 @@
-"""Each mend is left out in a process of its own, which then breaks in the way that the mend is for."""
+"""Each patch is left out in a subprocess, which then fails in the way that the patch is for."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
-from optimum_memopt.engines.ort import compat, compat_export, missing
+from optimum_memopt.engines.ort import compat, compat_export
+from tests.engines.ort.helpers import needs_ort, python
 
-pytestmark = pytest.mark.skipif(bool(missing()), reason="no onnxruntime-training")
+pytestmark = needs_ort
 
 SETUP = """
 import contextlib, importlib, os, sys, types
 import torch
 from optimum_memopt.engines.ort import compat, compat_export
-from optimum_memopt.engines.ort.session import Hooks, OrtSession
-from optimum_memopt.engines.ort.options import OrtOptions
-
-def train(model, batch):
-    hooks = Hooks(choose=lambda text, rows: (), report=lambda text: None, phase=lambda phase: None)
-    session = OrtSession(model, OrtOptions(ort_fallback=False), layerwise=False, recompute=False, hooks=hooks)
-    session.forward(batch).pow(2).sum().backward()
-    assert all(parameter.grad.abs().sum() > 0 for parameter in model.parameters())
-    return session
-
-class Words(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.linear = torch.nn.Embedding(11, 8), torch.nn.Linear(8, 4)
-
-    def forward(self, ids):
-        return self.linear(self.embedding(ids)).softmax(-1)
-
-class Image(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.patches = torch.nn.Conv2d(3, 4, 2, stride=2)
-        self.same = torch.nn.Conv2d(4, 4, 3, padding="same")
-
-    def forward(self, pixels):
-        return self.same(self.patches(pixels)).flatten(2).transpose(1, 2)
-
-class Twice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * 2
-
-class Custom(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = torch.nn.Linear(3, 4)
-
-    def forward(self, x):
-        return Twice.apply(self.linear(x))
-
-def words():
-    return train(Words(), torch.arange(10).reshape(2, 5))
-
-def image():
-    return train(Image(), torch.rand(2, 3, 8, 8))
-
-def custom():
-    return train(Custom(), torch.rand(2, 3))
+from tests.engines.ort.compat_models import Words, custom, image, train, words
 """
 
 WITHOUT_SWITCH = """
@@ -75,7 +23,7 @@ compat.environment = lambda variables: environment(
     {name: value for name, value in variables.items() if name != "ORTMODULE_ENABLE_CUSTOM_AUTOGRAD"}
 )
 """
-# Runs the mend and then puts back one of the things that it changed.
+# Applies the patch and then restores one of the things that it changed.
 WITHOUT_ATEN = """
 run = compat._run_without_extensions
 def run_but_load_aten():
@@ -102,7 +50,7 @@ class Keeping(types.ModuleType):
 
 class Finder:
     def find_spec(self, name, path=None, target=None):
-        if name == compat.ORTMODULE + ".ortmodule":  # the last thing that the package imports
+        if name == compat.ORTMODULE + ".ortmodule":  # the last import of the package
             sys.modules[compat.ORTMODULE].__class__ = Keeping
 
 sys.meta_path.insert(0, Finder())
@@ -137,7 +85,7 @@ BREAKS = {
         "compat.MOVED_NAMES = {'torch.onnx.symbolic_opset9': ('_convolution',)}; image()",
         "ImportError: cannot import name '_convolution_mode' from 'torch.onnx.symbolic_opset9'",
     ),
-    "stand_in": (
+    "stub": (
         "compat._provide_extensions = lambda: False; words()",
         "ImportError: cannot import name 'torch_interop_utils'",
     ),
@@ -148,40 +96,30 @@ BREAKS = {
 }
 
 
-def python(tmp_path, body, first_on_path=None):
+def run(tmp_path, body, first_on_path=""):
     """Exit code and all output of a process without the built extensions."""
     environment = {**os.environ, "OPTIMUM_MEMOPT_CACHE": str(tmp_path)}
-    if first_on_path is not None:
-        paths = (str(first_on_path), os.environ.get("PYTHONPATH", ""))
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    done = subprocess.run(
-        [sys.executable, "-c", SETUP + body],
-        env=environment,
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=120,
-    )
-    return done.returncode, done.stdout
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(first_on_path), os.environ.get("PYTHONPATH"))))
+    done = python("-c", SETUP + body, environment=environment, cwd=tmp_path, timeout=120)
+    return done.returncode, done.stdout + done.stderr
 
 
 def succeed(tmp_path, body, **options):
-    code, output = python(tmp_path, body, **options)
+    code, output = run(tmp_path, body, **options)
     assert code == 0, output
     return output
 
 
 @pytest.mark.parametrize("without, message", BREAKS.values(), ids=BREAKS)
-def test_what_breaks_without_the_mend(tmp_path, without, message):
+def test_what_breaks_without_the_patch(tmp_path, without, message):
     if "NVTX" in message and torch.cuda.is_available():
         pytest.skip("this torch has NVTX")
-    code, output = python(tmp_path, without)
+    code, output = run(tmp_path, without)
     assert code == 1, output
     assert message in output
 
 
-def test_with_all_mends_models_train_and_nothing_of_them_is_left_outside(tmp_path):
+def test_with_all_patches_models_train_and_nothing_outside_is_changed(tmp_path):
     succeed(
         tmp_path,
         """
@@ -223,24 +161,24 @@ compat._undo_replacements = contextlib.nullcontext
 before = torch.manual_seed, torch.cuda.manual_seed, torch.utils.checkpoint.checkpoint
 compat.load()
 now = torch.manual_seed, torch.cuda.manual_seed, torch.utils.checkpoint.checkpoint
-assert not any(one is other for one, other in zip(before, now))
+assert not any(old is new for old, new in zip(before, now))
         """,
     )
 
 
-@pytest.mark.parametrize("mended", [True, False])
-def test_deepspeed_is_imported_only_without_the_mend(tmp_path, mended):
+@pytest.mark.parametrize("with_patch", [True, False])
+def test_deepspeed_is_imported_only_without_the_patch(tmp_path, with_patch):
     (tmp_path / "deepspeed.py").write_text("import sys; print('deepspeed was imported', file=sys.__stdout__)")
-    without = "" if mended else "compat._block_deepspeed_import = contextlib.nullcontext\n"
+    without = "" if with_patch else "compat._block_deepspeed_import = contextlib.nullcontext\n"
     output = succeed(tmp_path, without + "words(); print('trained'); import deepspeed", first_on_path=tmp_path)
     before, after = output.split("trained")
-    assert ("deepspeed was imported" in before) is not mended
-    assert ("deepspeed was imported" in after) is mended, "a user's own import must still work"
+    assert ("deepspeed was imported" in before) is not with_patch
+    assert ("deepspeed was imported" in after) is with_patch, "a user's own import must still work"
 
 
-@pytest.mark.parametrize("mended", [True, False])
-def test_logging_and_the_path_are_the_user_s_with_the_mend(tmp_path, mended):
-    without = "" if mended else "compat._preserve_logging_and_path = contextlib.nullcontext\n"
+@pytest.mark.parametrize("with_patch", [True, False])
+def test_logging_and_the_path_are_the_user_s_with_the_patch(tmp_path, with_patch):
+    without = "" if with_patch else "compat._preserve_logging_and_path = contextlib.nullcontext\n"
     output = succeed(
         tmp_path,
         f"""
@@ -252,13 +190,13 @@ logging.basicConfig(level=logging.INFO, format="mine: %(message)s", stream=sys.s
 logging.getLogger("mine").info("said")
 """,
     )
-    assert ("mine: said" in output) is mended
-    assert (f"path {True}" in output) is mended
+    assert ("mine: said" in output) is with_patch
+    assert (f"path {True}" in output) is with_patch
 
 
-@pytest.mark.parametrize("mended", [True, False])
-def test_output_during_an_export_is_seen_with_the_mend(tmp_path, mended):
-    without = "" if mended else "compat_export.keep_output_visible = contextlib.nullcontext\n"
+@pytest.mark.parametrize("with_patch", [True, False])
+def test_output_during_an_export_is_seen_with_the_patch(tmp_path, with_patch):
+    without = "" if with_patch else "compat_export.keep_output_visible = contextlib.nullcontext\n"
     output = succeed(
         tmp_path,
         f"""
@@ -272,10 +210,10 @@ class Speaking(Words):
 train(Speaking(), torch.arange(10).reshape(2, 5))
 """,
     )
-    assert ("exporting" in output) is mended
+    assert ("exporting" in output) is with_patch
 
 
-def test_checkpointing_of_a_deepspeed_in_use_is_given_back(tmp_path):
+def test_checkpointing_of_a_deepspeed_in_use_is_restored(tmp_path):
     pytest.importorskip("deepspeed")
     succeed(
         tmp_path,
@@ -339,13 +277,13 @@ before = domains()
 words()
 assert domains() == before
 with compat_export.register_symbolics(17):
-    assert domains() - before == {"org.pytorch.aten"}, "or there is nothing to take back"
+    assert domains() - before == {"org.pytorch.aten"}, "or there is nothing to undo"
 assert domains() == before
         """,
     )
 
 
-def test_environment_is_given_back_even_after_an_error(monkeypatch):
+def test_environment_is_restored_even_after_an_error(monkeypatch):
     monkeypatch.setenv("MEMOPT_SET", "mine")
     monkeypatch.delenv("MEMOPT_UNSET", raising=False)
     with pytest.raises(KeyError), compat.environment({"MEMOPT_SET": "theirs", "MEMOPT_UNSET": "1"}):

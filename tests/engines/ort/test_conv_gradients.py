@@ -1,67 +1,9 @@
-"""Gradients of grouped convolutions over one dimension, whose kernel in ONNX Runtime writes past its buffer."""
+"""Gradients of grouped 1D convolutions, whose kernel in ONNX Runtime writes past its buffer."""
 
-import subprocess
-import sys
-from pathlib import Path
+from tests.engines.ort.helpers import needs_ort, run_script
 
-import pytest
-
-from optimum_memopt.engines.ort import missing
-
-pytestmark = pytest.mark.skipif(bool(missing()), reason="no onnxruntime-training")
-
-# In a process of its own, which without the mend does not live to the end.
-SCRIPT = f"""
-import copy, sys
-sys.path.insert(0, {str(Path(__file__).parents[3])!r})
-import pytest, torch
-from tests.gradients import assert_same_step
-from tests.model_zoo import _BERT, Case, masked_lm
-from optimum_memopt import UnsupportedModelError
-from optimum_memopt.engines.base import Selection
-from optimum_memopt.engines.ort.engine import OrtEngine
-from optimum_memopt.engines.ort.options import OrtOptions
-
-def attached(model, selection=None):
-    plain = copy.deepcopy(model)
-    OrtEngine(selection, OrtOptions(ort_fallback=False)).attach(model)
-    return model, plain
-
-class Convolved(torch.nn.Module):
-    def __init__(self, convolution):
-        super().__init__()
-        self.convolution = convolution
-
-    def forward(self, values):
-        return self.convolution(values).square().mean()
-
-one, groups = torch.nn.Conv1d, {{"groups": 8, "bias": False}}
-for convolution in (
-    one(8, 8, 3, padding=1, groups=8), one(8, 16, 4, stride=2, padding=3, groups=2), one(8, 8, 3, dilation=2, **groups)
-):
-    ours, plain = attached(Convolved(convolution))
-    for shape in ((4, 8, 12), (2, 8, 33)):
-        values = torch.rand(shape)
-        leaves = [values.clone().requires_grad_() for _ in range(2)]
-        for model, leaf in zip((ours, plain), leaves):
-            model.zero_grad()
-            model(leaf).backward()
-        torch.testing.assert_close(leaves[0].grad, leaves[1].grad)
-        for name, parameter in plain.named_parameters():
-            torch.testing.assert_close(ours.get_parameter(name).grad, parameter.grad)
-
-three, _ = attached(Convolved(torch.nn.Conv3d(4, 4, 3, padding=1, groups=2)))
-with pytest.raises(UnsupportedModelError, match="grouped convolution over 3 dimensions writes out of bounds"):
-    three(torch.rand(2, 4, 5, 5, 5, requires_grad=True))
-
-case = Case("ConvBertForMaskedLM", "ConvBertConfig", {{**_BERT, "embedding_size": 16, "head_ratio": 1}}, masked_lm)
-for selection in (Selection(), Selection(level=1)):
-    ours, plain = attached(case.build(), selection)
-    assert_same_step(ours, plain, case.batch(), case.batch(3, 7, seed=1))
-print("done")
-"""
+pytestmark = needs_ort
 
 
 def test_grouped_convolutions_over_one_dimension_train(tmp_path):
-    finished = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, cwd=tmp_path)
-    assert (finished.returncode, finished.stdout.strip()[-4:]) == (0, "done"), finished.stderr
+    run_script("train_grouped_convolutions.py", cwd=tmp_path)

@@ -1,11 +1,9 @@
-"""An exported graph is taken from the cache for the model, and the inputs, that it was exported from, and no other."""
+"""A cached graph is used for the model, and the inputs, that it was exported from, and for no other."""
 
 import contextlib
 import copy
 import resource
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,40 +13,33 @@ import torch
 
 import optimum_memopt
 from optimum_memopt.engines.base import Selection
-from optimum_memopt.engines.ort import missing
 from optimum_memopt.engines.ort.engine import OrtEngine
-from optimum_memopt.engines.ort.options import OrtOptions
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
-from optimum_memopt.logs import get_logger
-from optimum_memopt.plans.grammar import parse
+from optimum_memopt.logs import set_log_level
+from tests.engines.ort.helpers import (
+    DROPOUT,
+    MLM,
+    Attach,
+    assert_same_outputs,
+    config,
+    count_lines,
+    freeze,
+    inputs,
+    needs_ort,
+    run_script,
+)
 from tests.gradients import assert_same_step
 from tests.model_zoo import ZOO
 
-pytestmark = pytest.mark.skipif(bool(missing()), reason="no onnxruntime-training")
+pytestmark = needs_ort
 
-TAKEN = "loaded the exported graph"
-
-
-@pytest.fixture
-def log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    monkeypatch.setattr(get_logger(), "propagate", True)
-    caplog.set_level("INFO")
-    return caplog
+LOADED = "loaded the exported graph"
 
 
-@pytest.fixture
-def attach() -> Iterator[Callable[..., OrtEngine]]:
-    engines = []
-
-    def attach(model: torch.nn.Module, folder: Path, selection: Selection | None = None) -> OrtEngine:
-        engine = OrtEngine(selection, OrtOptions(ort_fallback=False, ort_cache_dir=str(folder)))
-        engine.attach(model)
-        engines.append(engine)
-        return engine
-
-    yield attach
-    for engine in engines:
-        engine.detach()
+def attach_with_cache(
+    attach: Attach, model: torch.nn.Module, folder: Path, selection: Selection | None = None
+) -> OrtEngine:
+    return attach(model, selection, ort_cache_dir=str(folder))
 
 
 def entries(folder: Path) -> list[Path]:
@@ -71,8 +62,8 @@ class Scaled(torch.nn.Module):
 
 
 def lora(alpha: int) -> torch.nn.Module:
-    config = peft.LoraConfig(r=2, lora_alpha=alpha, target_modules=["q_proj"], init_lora_weights=False)
-    return peft.get_peft_model(ZOO["llama"].build(), config).train()
+    lora_config = peft.LoraConfig(r=2, lora_alpha=alpha, target_modules=["q_proj"], init_lora_weights=False)
+    return peft.get_peft_model(ZOO["llama"].build(), lora_config).train()
 
 
 MODELS = {
@@ -84,13 +75,13 @@ MODELS = {
 
 
 @pytest.mark.parametrize("which", MODELS)
-def test_a_model_takes_its_own_graph_only(attach: Any, tmp_path: Path, log: Any, which: str) -> None:
+def test_a_model_takes_its_own_graph_only(attach: Attach, tmp_path: Path, lines: list[str], which: str) -> None:
     models = MODELS[which]
     batch = ZOO["llama"].batch() if which == "lora" else {"values": torch.randn(3, 8)}
     for make in models + models:
         model = make()
         plain = copy.deepcopy(model)
-        engine = attach(model, tmp_path)
+        engine = attach_with_cache(attach, model, tmp_path)
         if which == "lora":
             assert_same_step(model, plain, batch)
         else:
@@ -101,60 +92,54 @@ def test_a_model_takes_its_own_graph_only(attach: Any, tmp_path: Path, log: Any,
             torch.testing.assert_close(model.linear.weight.grad, plain.linear.weight.grad)
         engine.detach()
     assert len(entries(tmp_path)) == len(models)
-    assert sum(TAKEN in record.getMessage() for record in log.records) == len(models)
+    assert count_lines(lines, LOADED) == len(models)
 
 
-def train(attach: Any, folder: Path, selection: Selection | None = None) -> OrtEngine:
-    model = ZOO["roberta-mlm"].build()
+def train(attach: Attach, folder: Path, selection: Selection | None = None) -> OrtEngine:
+    model = MLM.build()
     plain = copy.deepcopy(model)
-    engine = attach(model, folder, selection)
-    assert_same_step(model, plain, ZOO["roberta-mlm"].batch())
+    engine = attach_with_cache(attach, model, folder, selection)
+    assert_same_step(model, plain, MLM.batch())
     return engine
 
 
-def test_another_process_takes_it(attach: Any, tmp_path: Path) -> None:
+def test_another_process_uses_it(attach: Attach, tmp_path: Path) -> None:
     train(attach, tmp_path)
-    script = f"""
-import sys
-sys.path.insert(0, {str(Path(__file__).parents[3])!r})
-from tests.model_zoo import ZOO
-import optimum_memopt
-model = ZOO["roberta-mlm"].build()
-optimum_memopt.optimize(model, memory_opt_engine="ort", ort_fallback=False, ort_cache_dir={str(tmp_path)!r})
-model(**ZOO["roberta-mlm"].batch()).loss.backward()
-"""
-    finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert finished.returncode == 0, finished.stderr
-    assert TAKEN in finished.stderr
+    assert LOADED in run_script("train_with_export_cache.py", tmp_path)
     assert len(entries(tmp_path)) == 1
 
 
 @pytest.mark.parametrize("damage", [lambda content: content[:-9], lambda content: b"", lambda content: b"x" + content])
-def test_a_damaged_entry_is_replaced(attach: Any, tmp_path: Path, log: Any, damage: Callable[[bytes], bytes]) -> None:
+def test_a_damaged_entry_is_replaced(
+    attach: Attach, tmp_path: Path, lines: list[str], damage: Callable[[bytes], bytes]
+) -> None:
     train(attach, tmp_path)
     (entry,) = entries(tmp_path)
     content = entry.read_bytes()
     entry.write_bytes(damage(content))
     train(attach, tmp_path)
     assert entries(tmp_path) == [entry] and entry.read_bytes() == content
-    assert f"{entry} is damaged and is replaced" in log.text
-    assert TAKEN not in log.text
+    assert count_lines(lines, f"{entry} is damaged and is replaced") == 1
+    assert count_lines(lines, LOADED) == 0
 
 
-def test_what_cannot_be_written_costs_neither_the_training_nor_the_plan(attach: Any, tmp_path: Path, log: Any) -> None:
-    selection = Selection(config=parse("Gelu+:1:-1"))
+def test_what_cannot_be_written_costs_neither_the_training_nor_the_plan(
+    attach: Attach, tmp_path: Path, lines: list[str]
+) -> None:
+    selection = config("Gelu+:1:-1")
     no_folder = tmp_path / "file"
     no_folder.touch()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # As a full disk does, this lets a file begin and not end.
+    # Like a full disk: files can be created but not completed.
     resource.setrlimit(resource.RLIMIT_FSIZE, (2048, limits[1]))
+    set_log_level("warning")
     try:
         engines = [train(attach, folder, selection) for folder in (tmp_path / "full", no_folder)]
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        set_log_level("info")
     assert all(engine.plans().enabled for engine in engines)
     assert entries(tmp_path) == [no_folder, tmp_path / "full"]
-    lines = [record.getMessage() for record in log.records if record.levelname == "WARNING"]
     assert len(lines) == 2 and all("training continues, the exported graph is not cached" in line for line in lines)
 
 
@@ -176,11 +161,38 @@ class _Doubled(torch.autograd.Function):
         return gradient * 2
 
 
-def test_what_has_no_value_in_the_graph_is_not_kept(attach: Any, tmp_path: Path, log: Any) -> None:
+def test_what_has_no_value_in_the_graph_is_not_kept(attach: Attach, tmp_path: Path, lines: list[str]) -> None:
     """Functions are exported by their address in this process (and without the torch extensions refused)."""
     model = Scaled(function=_Doubled.apply)
-    attach(model, tmp_path)
+    attach_with_cache(attach, model, tmp_path)
     with contextlib.suppress(UnsupportedModelError):
         model(torch.randn(3, 8)).backward()
     assert entries(tmp_path) == []
-    assert "the model has a torch.autograd.Function (_Doubled), so this graph is exported in each run" in log.text
+    assert count_lines(
+        lines, "the model has a torch.autograd.Function (_Doubled), so this graph is exported in each run"
+    )
+
+
+def test_a_cached_export_is_not_taken_for_another_graph(attach: Attach, tmp_path: Path) -> None:
+    cases = [
+        (MLM.build(), MLM.batch()),
+        (MLM.build(), MLM.batch()),
+        (MLM.build(), inputs(MLM, token_type_ids=torch.zeros(4, 12, dtype=torch.long))),
+        (MLM.build(), inputs(MLM, labels=None)),
+        (MLM.build(layer_norm_eps=0.1), MLM.batch()),
+        (MLM.build(tie_word_embeddings=False), MLM.batch()),
+        (MLM.build(**DROPOUT), MLM.batch()),
+    ]
+    frozen = MLM.build()
+    freeze(frozen)
+    cases.append((frozen, MLM.batch()))
+    for model, batch in cases:
+        plain = copy.deepcopy(model)
+        engine = attach_with_cache(attach, model, tmp_path)
+        if model.config.hidden_dropout_prob:
+            # With dropout the losses of two calls differ, those of a graph without it would not.
+            assert len({float(model(**batch).loss.detach()) for _ in range(3)}) == 3
+        else:
+            assert_same_outputs(model, plain, batch)
+        engine.detach()
+    assert any(tmp_path.rglob("*.onnx"))

@@ -1,6 +1,5 @@
 """Finding, building and loading; the last tests build for real and train a model through what was built."""
 
-import os
 import subprocess
 import sys
 import textwrap
@@ -13,6 +12,7 @@ from filelock import FileLock
 
 from optimum_memopt.engines.ort import extensions
 from optimum_memopt.errors import MemOptError
+from tests.engines.ort.helpers import SCRIPTS, python, run_script
 
 needs_wheel = pytest.mark.skipif(extensions.onnxruntime_dir() is None, reason="no onnxruntime-training")
 
@@ -140,135 +140,29 @@ def test_the_line_that_says_what_went_wrong(output, line):
     assert extensions.first_error(output).startswith(line)
 
 
-def run(script: str, environment: dict[str, str], cwd: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], env=environment, cwd=cwd, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 @pytest.mark.extensions
 @pytest.mark.timeout(1800)
 def test_loading_gives_onnxruntime_s_names_once(environment_with_extensions, tmp_path):
-    script = """
-        import sys
-        from optimum_memopt.engines.ort import extensions
-
-        loaded = extensions.load(extensions.find())
-        assert extensions.load(extensions.find()) == loaded
-        parent = "onnxruntime.training.ortmodule.torch_cpp_extensions"
-        assert loaded == {name: sys.modules[f"{parent}.{name}"] for name in extensions.NAMES}
-        assert "onnxruntime" not in sys.modules
-        assert loaded["aten_op_executor"].execute_aten_operator_address() != 0
-        assert loaded["torch_interop_utils"].get_custom_function_backward_runner() != 0
-    """
-    run(script, environment_with_extensions, tmp_path)
-
-
-# Gradients that no one can derive from the forwards: were a function inlined, they would come out differently.
-MODEL = """
-import copy, gc, torch
-import optimum_memopt
-
-class TwoOutputs(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return x * w, x + 1
-
-    @staticmethod
-    def backward(ctx, first, second):
-        x, w = ctx.saved_tensors
-        return 7 * first * w + second, (3 * first * x).sum(0)
-
-class InPlace(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        x.mul_(2)
-        ctx.mark_dirty(x)
-        return x
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return 5 * gradient
-
-class UnusedOutput(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2, x * 3
-
-    @staticmethod
-    def backward(ctx, used, unused):
-        assert unused.shape == used.shape and not unused.any()
-        return 4 * used
-
-class Model(torch.nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.before, self.after = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
-        self.weight = torch.nn.Parameter(torch.randn(4))
-        self.function = function
-
-    def forward(self, x):
-        return self.after(self.function(self.before(x), self.weight)).pow(2).mean()
-
-FUNCTIONS = {
-    "two_outputs": lambda x, w: sum(TwoOutputs.apply(x, w)),
-    "in_place": lambda x, w: InPlace.apply(x * w),
-    "unused_output": lambda x, w: UnusedOutput.apply(x * w)[0],
-}
-
-def contexts():
-    gc.collect()
-    return [o for o in gc.get_objects() if type(o).__name__ in ("TwoOutputsBackward", "InPlaceBackward")]
-
-def train(name):
-    torch.manual_seed(0)
-    model = Model(FUNCTIONS[name])
-    reference = copy.deepcopy(model)
-    engine = optimum_memopt.optimize(model, memory_opt_engine="ort", ort_fallback=False)
-    for rows in (3, 3, 5, 1):
-        batch = torch.randn(rows, 4)
-        for one in (model, reference):
-            one.zero_grad()
-        loss, expected = model(batch), reference(batch)
-        loss.backward()
-        expected.backward()
-        torch.testing.assert_close(loss, expected)
-        for (parameter, gradient) in zip(model.parameters(), reference.parameters()):
-            torch.testing.assert_close(parameter.grad, gradient.grad, rtol=1e-5, atol=1e-6)
-        del loss, expected
-        assert not contexts()
-    return engine
-"""
+    run_script("load_extensions.py", environment=environment_with_extensions, cwd=tmp_path)
 
 
 @pytest.mark.extensions
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("function", ["two_outputs", "in_place", "unused_output"])
 def test_custom_functions_train_with_their_own_backward(function, environment_with_extensions, tmp_path):
-    run(f"{MODEL}\ntrain({function!r})", environment_with_extensions, tmp_path)
+    run_script("train_custom_functions.py", function, environment=environment_with_extensions, cwd=tmp_path)
 
 
 @pytest.mark.extensions
 @pytest.mark.timeout(1800)
 def test_a_process_ends_with_a_forward_whose_backward_never_came(environment_with_extensions, tmp_path):
-    script = f"{MODEL}\nengine = train('two_outputs')\n" + (
-        "model = Model(FUNCTIONS['two_outputs'])\n"
-        "optimum_memopt.optimize(model, memory_opt_engine='ort', ort_fallback=False)\n"
-        "pending = model(torch.randn(2, 4))\n"
-    )
-    run(script, environment_with_extensions, tmp_path)
+    arguments = ("two_outputs", "pending")
+    run_script("train_custom_functions.py", *arguments, environment=environment_with_extensions, cwd=tmp_path)
 
 
 @needs_wheel
 def test_without_the_extensions_such_a_model_is_refused_with_the_command(cache, tmp_path):
-    script = f"""{MODEL}
-try:
-    train("two_outputs")
-except optimum_memopt.UnsupportedModelError as error:
-    assert {extensions.BUILD_COMMAND!r} in str(error), error
-else:
-    raise AssertionError("trained without the extensions")
-"""
-    run(script, dict(os.environ), tmp_path)
+    done = python(SCRIPTS / "train_custom_functions.py", "two_outputs", cwd=tmp_path)
+    assert done.returncode == 1
+    last_line = done.stderr.strip().splitlines()[-1]
+    assert "UnsupportedModelError" in last_line and extensions.BUILD_COMMAND in last_line

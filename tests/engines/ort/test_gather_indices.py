@@ -1,13 +1,13 @@
 import onnx
-import pytest
 
 from optimum_memopt.engines.auto import create
-from optimum_memopt.engines.ort import gather_indices, missing, session
+from optimum_memopt.engines.ort import gather_indices, session
 from optimum_memopt.options import MemOptOptions, resolve
+from tests.engines.ort.helpers import needs_ort
 from tests.gradients import assert_same_step
 from tests.model_zoo import ZOO
 
-pytestmark = pytest.mark.skipif(bool(missing()), reason="no onnxruntime-training")
+pytestmark = needs_ort
 
 
 def expanded_for_gradients(graph) -> list[bool]:
@@ -27,7 +27,7 @@ def trained(name: str):
     return engine, model
 
 
-def test_indices_are_expanded_again_and_every_gradient_is_torchs():
+def test_indices_are_expanded_in_the_backward_and_gradients_are_those_of_torch():
     engine, model = trained("deberta-v2-mlm")
     plain = ZOO["deberta-v2-mlm"].build()
     for shape in ((4, 12), (3, 7)):

@@ -5,28 +5,13 @@ import copy
 import pytest
 import torch
 
-from optimum_memopt.engines.ort import missing, session
-from optimum_memopt.engines.ort.engine import OrtEngine
+from optimum_memopt.engines.ort import session
 from optimum_memopt.engines.ort.index_checks import IndexCheck, as_index_error
-from optimum_memopt.engines.ort.options import OrtOptions
+from tests.engines.ort.helpers import needs_ort
 from tests.gradients import accumulate, assert_same_step
 from tests.model_zoo import _BERT, IGNORE, ZOO, Case, tokens
 
-pytestmark = pytest.mark.skipif(bool(missing()), reason="no onnxruntime-training")
-
-
-@pytest.fixture
-def attach():
-    engines = []
-
-    def attach(model, **options):
-        engines.append(OrtEngine(options=OrtOptions(ort_fallback=False, **options)))
-        engines[-1].attach(model)
-        return engines[-1]
-
-    yield attach
-    for engine in engines:
-        engine.detach()
+pytestmark = needs_ort
 
 
 def with_last(values, value):

@@ -13,14 +13,15 @@ import pytest
 import torch
 
 from optimum_memopt.engines.base import Selection
-from optimum_memopt.engines.ort import compat, missing
+from optimum_memopt.engines.ort import compat
 from optimum_memopt.engines.ort.engine import OrtEngine
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.plans.grammar import parse
+from tests.engines.ort.helpers import needs_ort
 from tests.gradients import assert_same_step
 from tests.model_zoo import ZOO
 
-pytestmark = pytest.mark.skipif(bool(missing()), reason="no onnxruntime-training")
+pytestmark = needs_ort
 
 CASE = ZOO["roberta-mlm"]
 PLAN = Selection(config=parse("Gelu+:1:-1"))

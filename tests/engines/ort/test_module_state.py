@@ -7,44 +7,25 @@ import numpy
 import pytest
 import torch
 
-from optimum_memopt.engines.ort import missing
-from optimum_memopt.engines.ort.engine import OrtEngine
 from optimum_memopt.engines.ort.module_state import ModuleState, ReexportLimit, describe_changes
-from optimum_memopt.engines.ort.options import OrtOptions
 from optimum_memopt.errors import UnsupportedModelError
-from optimum_memopt.logs import get_logger
+from tests.engines.ort.helpers import needs_ort
 from tests.gradients import assert_same_step
 from tests.model_zoo import _BERT, _DEBERTA, ZOO, Case, masked_lm
 
-pytestmark = pytest.mark.skipif(bool(missing()), reason="no onnxruntime-training")
+pytestmark = needs_ort
 
 
 @pytest.fixture
-def attach():
-    engines = []
+def rebuilds(lines):
+    """A call returns the lines about new exports since the last."""
 
-    def attach(model, fallback=False):
-        engines.append(OrtEngine(options=OrtOptions(ort_fallback=fallback)))
-        engines[-1].attach(model)
-        return engines[-1]
+    def since_last():
+        exports = [line for line in lines if "re-exporting the model" in line]
+        lines.clear()
+        return exports
 
-    yield attach
-    for engine in engines:
-        engine.detach()
-
-
-@pytest.fixture
-def rebuilds(monkeypatch, caplog):
-    """A call returns the lines about new graphs since the last."""
-    monkeypatch.setattr(get_logger(), "propagate", True)
-    caplog.set_level("INFO")
-
-    def lines():
-        found = [text for record in caplog.records if "re-exporting the model" in (text := record.getMessage())]
-        caplog.clear()
-        return found
-
-    return lines
+    return since_last
 
 
 def test_changed_settings_of_modules_train_as_in_pytorch(attach, rebuilds):
@@ -138,7 +119,7 @@ def test_side_effects_of_a_forward_are_refused_at_the_first_step(attach, kind, s
     assert "\n" not in str(error.value)
 
     model, plain = Counting(kind), Counting(kind)
-    engine = attach(model, fallback=True)
+    engine = attach(model, ort_fallback=True)
     for step in range(3):
         values = torch.rand(3, 4)
         for trained in (model, plain):
@@ -161,14 +142,14 @@ def test_a_counter_of_the_forward_is_right_until_it_is_refused(attach, rebuilds)
         model(values)
 
 
-def test_a_schedule_that_was_refused_is_said_once(attach, rebuilds, caplog):
+def test_a_schedule_that_was_refused_is_said_once(attach, rebuilds, lines):
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.1), torch.nn.Linear(4, 1))
-    attach(model, fallback=True)
+    attach(model, ort_fallback=True)
     said = []
     for step in range(8):
         model[1].p = 0.1 + step / 20
         model(torch.rand(3, 4)).sum().backward()
-        said += [record for record in caplog.records if "1.p keeps changing" in record.getMessage()]
+        said += [line for line in lines if "1.p keeps changing" in line]
         rebuilds()
     assert len(said) == 1
 

@@ -12,18 +12,18 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from optimum_memopt import MemOptError, MemOptTrainer, MemOptTrainingArguments, attach
 from optimum_memopt.engines.base import Selection
-from optimum_memopt.engines.ort import missing
 from optimum_memopt.engines.ort.engine import OrtEngine
 from optimum_memopt.engines.ort.module_with_loss import LabelSmoothing
 from optimum_memopt.engines.ort.options import OrtOptions
 from optimum_memopt.errors import UnsupportedModelError
 from optimum_memopt.plans.grammar import parse
+from tests.engines.ort.helpers import needs_ort
 from tests.gradients import TOLERANCE, accumulate, assert_same_step
 from tests.model_zoo import IGNORE, UNTRAINABLE, ZOO
 from tests.trackers import numbers, tracked
 from tests.trainer_runs import arguments, build, collate, distance, log_lines, make, rows, weights
 
-pytestmark = pytest.mark.skipif(bool(missing()), reason="no onnxruntime-training")
+pytestmark = needs_ort
 
 MLM = "roberta-mlm"
 SMOOTHING = LabelSmoothing(LabelSmoother(epsilon=0.1), shift_labels=False)

@@ -8,17 +8,17 @@ import threading
 import warnings
 from typing import Any
 
-import pytest
 import torch
 
 from optimum_memopt.engines.base import Selection
-from optimum_memopt.engines.ort import compat, missing
+from optimum_memopt.engines.ort import compat
 from optimum_memopt.engines.ort.engine import OrtEngine
 from optimum_memopt.engines.ort.options import OrtOptions
+from tests.engines.ort.helpers import needs_ort
 from tests.gradients import assert_same_step
 from tests.model_zoo import ZOO
 
-pytestmark = pytest.mark.skipif(bool(missing()), reason="no onnxruntime-training")
+pytestmark = needs_ort
 
 STEPS = 3
 
