@@ -12,7 +12,6 @@ from optimum_memopt.engines.ort import extensions
 from optimum_memopt.engines.ort.options import OrtOptions
 from optimum_memopt.errors import MemOptError
 from tests.engines.ort.helpers import Attach, environment_variables
-from tests.trainer_runs import log_lines
 
 
 @pytest.fixture
@@ -36,6 +35,8 @@ def attach() -> Iterator[Attach]:
 @pytest.fixture
 def lines() -> Iterator[list[str]]:
     """What the package logs during the test."""
+    from tests.trainer_runs import log_lines
+
     with log_lines() as lines:
         yield lines
 
