@@ -1,6 +1,7 @@
 """Each patch is left out in a subprocess, which then fails in the way that the patch is for."""
 
 import os
+import subprocess
 
 import pytest
 import torch
@@ -100,8 +101,9 @@ def run(tmp_path, body, first_on_path=""):
     """Exit code and all output of a process without the built extensions."""
     environment = {**os.environ, "OPTIMUM_MEMOPT_CACHE": str(tmp_path)}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(first_on_path), os.environ.get("PYTHONPATH"))))
-    done = python("-c", SETUP + body, environment=environment, cwd=tmp_path, timeout=120)
-    return done.returncode, done.stdout + done.stderr
+    output = {"capture_output": False, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    done = python("-c", SETUP + body, environment=environment, cwd=tmp_path, timeout=120, **output)
+    return done.returncode, done.stdout
 
 
 def succeed(tmp_path, body, **options):
