@@ -81,8 +81,8 @@ def test_what_works_without_the_extensions_and_how_to_get_them(tmp_path):
         **custom,
         "what": "memory-efficient gradient management",
     }
-    levers = abilities["efficient and flash attention, Triton, tuning"]
-    assert levers["works"] is not bool(extensions.cuda_missing())
+    cuda_options = abilities["efficient and flash attention, Triton, tuning"]
+    assert cuda_options["works"] is not bool(extensions.cuda_missing())
 
 
 @needs_ort

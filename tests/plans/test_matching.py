@@ -13,7 +13,7 @@ def test_operators_of_an_id():
 
 
 @pytest.mark.parametrize(
-    "asked, found",
+    "requested, existing_id",
     [
         ("BiasGelu+", "Gelu+"),
         ("BiasSoftmax+", "Softmax+"),
@@ -22,16 +22,16 @@ def test_operators_of_an_id():
         ("FusedMatMul+BitmaskBiasDropout+", "FusedMatMul+Add+Dropout+"),
     ],
 )
-def test_recipes_for_cuda_are_understood_on_the_cpu(asked, found):
-    assert is_fused(asked) and not is_fused(found)
-    assert translate(asked, CPU) == found
+def test_recipes_for_cuda_are_understood_on_the_cpu(requested, existing_id):
+    assert is_fused(requested) and not is_fused(existing_id)
+    assert translate(requested, CPU) == existing_id
 
 
 @pytest.mark.parametrize(
-    "asked, found", [("Gelu+", "BiasGelu+"), ("Softmax+", "BiasSoftmax+"), ("Dropout+", "BitmaskDropout+")]
+    "requested, existing_id", [("Gelu+", "BiasGelu+"), ("Softmax+", "BiasSoftmax+"), ("Dropout+", "BitmaskDropout+")]
 )
-def test_recipes_for_the_cpu_are_understood_on_cuda(asked, found):
-    assert translate(asked, CUDA) == found
+def test_recipes_for_the_cpu_are_understood_on_cuda(requested, existing_id):
+    assert translate(requested, CUDA) == existing_id
 
 
 @pytest.mark.parametrize("existing", [CPU, CUDA, CPU | CUDA])
@@ -59,4 +59,4 @@ def test_several_fused_operators_are_spelled_in_every_combination():
     spelled = unfused("BiasGelu+BiasSoftmax+")
     assert len(spelled) == len(set(spelled)) == len(UNFUSED["BiasGelu"]) * len(UNFUSED["BiasSoftmax"])
     assert {"Gelu+Softmax+", "Add+Gelu+Add+Softmax+"} <= set(spelled)
-    assert not any(is_fused(one) for one in spelled)
+    assert not any(is_fused(cluster_id) for cluster_id in spelled)

@@ -22,7 +22,7 @@ class Failing(torch.nn.Module):
 
 
 def test_each_session_is_announced(lines: list[str]) -> None:
-    def said() -> list[str]:
+    def session_lines() -> list[str]:
         announced = [line.split(":")[0].split(" in ")[0] for line in lines if "session" in line]
         lines.clear()
         return announced
@@ -32,17 +32,17 @@ def test_each_session_is_announced(lines: list[str]) -> None:
     engine.attach(model)
     session = "the ONNX Runtime session of RobertaForMaskedLM"
     model(**batch).loss.backward()
-    assert said() == [f"building {session}", f"built {session}"]
+    assert session_lines() == [f"building {session}", f"built {session}"]
     model(**ZOO["roberta-mlm"].batch(3, 7)).loss.backward()
-    assert said() == []
+    assert session_lines() == []
     del batch["labels"]
     model(**batch).logits.sum().backward()
-    assert said() == [f"building {session}", f"built {session}"]
+    assert session_lines() == [f"building {session}", f"built {session}"]
     engine.detach()
 
     failing = Failing()
     engine.attach(failing)
     with pytest.raises(MemOptError, match="no forward"):
         failing(torch.ones(1, 2))
-    assert said() == ["building the ONNX Runtime session of Failing"]
+    assert session_lines() == ["building the ONNX Runtime session of Failing"]
     engine.detach()

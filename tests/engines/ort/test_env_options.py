@@ -136,10 +136,10 @@ def test_the_environment_decides_for_a_model_and_is_left_as_it_was(monkeypatch, 
     assert_same_step(model, MLM.build(), MLM.batch())
     engine.detach()
     assert environment_variables() == before
-    said = capfd.readouterr()
-    assert "ORTMODULE_ONNX_OPSET_VERSION=15 in the environment is used, not --ort_opset 17" in said.err
-    assert "ORTMODULE_PRINT_MEMORY_STATS in the environment: not used; --log_memory_phases" in said.err
-    assert "rank-0" not in said.out
+    printed = capfd.readouterr()
+    assert "ORTMODULE_ONNX_OPSET_VERSION=15 in the environment is used, not --ort_opset 17" in printed.err
+    assert "ORTMODULE_PRINT_MEMORY_STATS in the environment: not used; --log_memory_phases" in printed.err
+    assert "rank-0" not in printed.out
     assert [plan.config for plan in from_table(engine, model)] == ["Gelu+:1:-1"]
 
 

@@ -16,7 +16,7 @@ GREETING = Substitution(file="a.cc", old="hello", new="good day", since="1.0", w
 
 
 def patched_sources() -> str:
-    """All C++ of the mended copy without its comments."""
+    """All C++ of the patched copy without comments."""
     files = [path for name in extensions.NAMES for path in (extensions.sources_dir() / name).glob("*.[ch]*")]
     texts = [patch_source(f"{path.parent.name}/{path.name}", path.read_text()) for path in files]
     return re.sub(r"//.*", "", "\n".join(texts))
@@ -40,7 +40,7 @@ def test_nothing_that_torch_hides_or_changed_is_left():
 @pytest.mark.parametrize(
     "symbol", ["_ZN5torch5utils18tensor_fromDLPackEP7_object", "_ZTIN5torch8autograd6PyNodeE"], ids=["dlpack", "node"]
 )
-def test_torch_hides_what_the_unmended_sources_need(symbol):
+def test_torch_hides_what_the_original_sources_need(symbol):
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_python.so"))
     assert hasattr(library, "THPFunctionType")
     assert not hasattr(library, symbol)

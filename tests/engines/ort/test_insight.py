@@ -35,18 +35,20 @@ def plans_of(model, text=None, opportunities=None):
     dimensions = DIMENSIONS[model]
     names = canonical_symbols(dimensions)
     values = {names[name]: value for name, value in dimensions.items()}
-    found = parse_insight(text or read(model)) if opportunities is None else opportunities
-    return {plan.config: plan for plan in to_plans(found, ROWS[model], names, values)}
+    opportunities = parse_insight(text or read(model)) if opportunities is None else opportunities
+    return {plan.config: plan for plan in to_plans(opportunities, ROWS[model], names, values)}
 
 
 @both
 def test_every_cell_of_the_text_is_read(model):
     text = read(model)
-    found = parse_insight(text)
-    assert len(found) == text.count(">>Option")
-    assert sum(len(one.outputs) for one in found) == text.count("byte/elem")
-    assert sum(one.reuses_buffer for one in found) == text.count("ReuseFreq")
-    assert sum(one.frequency for one in found) == sum(map(int, re.findall(r"^\|(\d+) ", text, re.MULTILINE)))
+    opportunities = parse_insight(text)
+    assert len(opportunities) == text.count(">>Option")
+    assert sum(len(opportunity.outputs) for opportunity in opportunities) == text.count("byte/elem")
+    assert sum(opportunity.reuses_buffer for opportunity in opportunities) == text.count("ReuseFreq")
+    assert sum(opportunity.frequency for opportunity in opportunities) == sum(
+        map(int, re.findall(r"^\|(\d+) ", text, re.MULTILINE))
+    )
 
 
 @both
@@ -122,9 +124,9 @@ def test_counts_of_several_cells_add_up():
 
 
 def test_a_row_of_unknown_size_stays_in_the_table():
-    found = [Opportunity("A+", 1, 2, (StashedOutput("(input_ids_dim0)*(Gather_7_d0)", 4, 1.0),))]
+    opportunities = [Opportunity("A+", 1, 2, (StashedOutput("(input_ids_dim0)*(Gather_7_d0)", 4, 1.0),))]
     (plan,) = to_plans(
-        found, {"A+:1:-1": 2}, {"input_ids_dim0": "inputs_input_ids_dim0"}, {"inputs_input_ids_dim0": 4}
+        opportunities, {"A+:1:-1": 2}, {"input_ids_dim0": "inputs_input_ids_dim0"}, {"inputs_input_ids_dim0": 4}
     )
     assert plan.saving_bytes is None
     assert plan.saving_symbolic == "8*Gather_7_d0*inputs_input_ids_dim0"
@@ -135,8 +137,8 @@ def test_equal_joint_rows_are_told_apart_by_frequency():
         return Opportunity("B+", 1, frequency, (StashedOutput("1", bytes_each, 1.0),), reuses_buffer=True)
 
     rows = {"A+:1:-1,B+:1:-1": 2, "B+:1:-1,C+:1:-1": 3}
-    for found in ([cell(2, 10), cell(3, 100)], [cell(3, 100), cell(2, 10)]):
-        savings = {plan.config: plan.saving_bytes for plan in to_plans(found, rows, {}, {})}
+    for opportunities in ([cell(2, 10), cell(3, 100)], [cell(3, 100), cell(2, 10)]):
+        savings = {plan.config: plan.saving_bytes for plan in to_plans(opportunities, rows, {}, {})}
         assert savings == {"A+:1:-1,B+:1:-1": 20, "B+:1:-1,C+:1:-1": 300}
 
 

@@ -49,16 +49,16 @@ def test_changed_settings_of_modules_train_as_in_pytorch(attach, rebuilds):
             "was GELUActivation, is Tanh",
         ),
     ):
-        (said,) = in_both(change)
-        assert line in said
+        (rebuild,) = in_both(change)
+        assert line in rebuild
         assert in_both(lambda layer: setattr(layer, "note", object())) == []
 
     with torch.no_grad():
         before = float(model(**case.batch()).loss)
     model.roberta.encoder.layer[0].output.dropout.p = 0.9
     assert abs(float(model(**case.batch()).loss.detach()) - before) > 1e-3
-    (said,) = rebuilds()
-    assert "output.dropout.p was 0.0, is 0.9" in said
+    (rebuild,) = rebuilds()
+    assert "output.dropout.p was 0.0, is 0.9" in rebuild
 
 
 def test_a_checkpoint_takes_no_new_graph(attach, rebuilds, tmp_path):
@@ -100,7 +100,7 @@ class Counting(torch.nn.Module):
 
 
 @pytest.mark.parametrize(
-    "kind, said",
+    "kind, message",
     [
         (
             "replaced buffer",
@@ -111,10 +111,10 @@ class Counting(torch.nn.Module):
         ("numpy", "draws from numpy.random"),
     ],
 )
-def test_side_effects_of_a_forward_are_refused_at_the_first_step(attach, kind, said):
+def test_side_effects_of_a_forward_are_refused_at_the_first_step(attach, kind, message):
     model = Counting(kind)
     attach(model)
-    with pytest.raises(UnsupportedModelError, match=said) as error:
+    with pytest.raises(UnsupportedModelError, match=message) as error:
         model(torch.rand(3, 4))
     assert "\n" not in str(error.value)
 
@@ -126,7 +126,7 @@ def test_side_effects_of_a_forward_are_refused_at_the_first_step(attach, kind, s
             random.seed(step)
             numpy.random.seed(step)
             trained(values).backward()
-    assert said in engine.plans().header[0]
+    assert message in engine.plans().header[0]
     torch.testing.assert_close(model.linear.weight.grad, plain.linear.weight.grad)
     torch.testing.assert_close(dict(model.named_buffers()), dict(plain.named_buffers()))
 
@@ -145,13 +145,13 @@ def test_a_counter_of_the_forward_is_right_until_it_is_refused(attach, rebuilds)
 def test_a_schedule_that_was_refused_is_said_once(attach, rebuilds, lines):
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.1), torch.nn.Linear(4, 1))
     attach(model, ort_fallback=True)
-    said = []
+    refusals = []
     for step in range(8):
         model[1].p = 0.1 + step / 20
         model(torch.rand(3, 4)).sum().backward()
-        said += [line for line in lines if "1.p keeps changing" in line]
+        refusals += [line for line in lines if "1.p keeps changing" in line]
         rebuilds()
-    assert len(said) == 1
+    assert len(refusals) == 1
 
 
 def test_layerdrop_is_refused_with_the_line_that_sets_it(attach):

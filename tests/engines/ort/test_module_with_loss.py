@@ -128,11 +128,11 @@ def test_the_same_step_under_plans(attached: Attached, plan: str | int) -> None:
     engine = attached(model, Selection(level=plan) if isinstance(plan, int) else Selection(config=parse(plan)))
     assert_same_step(model, plain, sparse(ZOO[MLM].batch(), 0.15))
     on = engine.plans().enabled
-    assert {one.config for one in on} == {plan} if isinstance(plan, str) else len(on) > 2
-    assert all(one.applied_count == one.frequency and one.saving_bytes for one in on)
+    assert {row.config for row in on} == {plan} if isinstance(plan, str) else len(on) > 2
+    assert all(row.applied_count == row.frequency and row.saving_bytes for row in on)
     # The head's own Gelu runs on all rows; what is left out are the logits, which no plan stashes.
-    assert next(one for one in engine.plans().plans if one.config == "Gelu+:1:-1").frequency == 3
-    assert all(one.saving_bytes is not None for one in engine.plans().plans), "a size that the table does not know"
+    assert next(row for row in engine.plans().plans if row.config == "Gelu+:1:-1").frequency == 3
+    assert all(row.saving_bytes is not None for row in engine.plans().plans), "a size that the table does not know"
 
 
 def test_training_returns_the_loss_alone_and_the_model_stays_as_it_was(attached: Attached) -> None:
@@ -146,8 +146,8 @@ def test_training_returns_the_loss_alone_and_the_model_stays_as_it_was(attached:
     assert type(model) is type(plain) and list(model.state_dict()) == list(plain.state_dict())
     assert [name for name, _ in model.named_modules()] == [name for name, _ in plain.named_modules()]
     assert torch.nn.functional.cross_entropy is cross_entropy
-    for one in (model, plain):
-        one.eval()
+    for trained in (model, plain):
+        trained.eval()
     with torch.no_grad():
         ours, expected = model(**case.batch(seed=1)), plain(**case.batch(seed=1))
     torch.testing.assert_close(ours.logits, expected.logits, rtol=0, atol=0)

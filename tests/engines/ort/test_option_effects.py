@@ -76,9 +76,9 @@ def test_skipped_checks_are_said_and_show_on_other_keyword_arguments(capfd):
     for policy in (None, "SKIP_CHECK_DEVICE", "SKIP_CHECK_BUILD_GRADIENT|SKIP_CHECK_EXECUTION_AGENT"):
         model = MLM.build()
         engine = optimize(model, ort_skip_check=policy)
-        said = capfd.readouterr().err
-        assert (f"--ort_skip_check {policy}: from the second step on " in said) is bool(policy)
-        assert ("other keyword arguments or dtypes than the first's are ignored" in said) is bool(
+        printed = capfd.readouterr().err
+        assert (f"--ort_skip_check {policy}: from the second step on " in printed) is bool(policy)
+        assert ("other keyword arguments or dtypes than the first's are ignored" in printed) is bool(
             policy and "BUILD_GRADIENT" in policy
         )
         accumulate(model, [without])
