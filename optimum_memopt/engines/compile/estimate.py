@@ -1,4 +1,4 @@
-"""The plan table and predicted peak of a model that is traced and never run: no weights, no data, no GPU memory."""
+"""The plan table and predicted peak of a model that is traced on fake tensors: no weights, no data, no GPU memory."""
 
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a step would hold.
+    """The predicted memory of a step.
 
     Attributes:
         table: the plan table, with the prediction in its header.
         parts: bytes by name, see `Footprint`.
         peak_mib: of a step with AdamW.
-        device: whose kernels were assumed.
-        attention: transformers' name of the implementation that was assumed.
+        device: type of the device whose kernels are assumed.
+        attention: transformers' name of the assumed attention implementation.
     """
 
     table: PlanTable
@@ -34,12 +34,12 @@ class Estimate:
     attention: str
 
     def to_text(self) -> str:
-        """The table, and what the prediction stands on."""
+        """The table, and what the prediction assumes."""
         return (
             f"{self.table.to_text()}\nPredicted, not run: attention is {self.attention}, with the kernel that torch "
-            f"takes on {self.device}; other devices may take another one. Exact with --memory_opt_compiler aot_eager "
-            "but for what the header says in brackets; inductor stashes the same, and the peak of its activations was "
-            "seen a third lower to a fifth higher: a run predicts it from inductor's own programs"
+            f"takes on {self.device}; other devices may take another one. Exact with --memory_opt_compiler aot_eager, "
+            "except for the header's remarks in brackets; inductor saves the same activations, and their peak was "
+            "between a third lower and a fifth higher: a training run predicts it from inductor's own programs"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -47,12 +47,12 @@ class Estimate:
 
 
 def estimate(workload: "Workload", selection: Selection, symbolic: bool = False) -> Estimate:
-    """Trace one training forward and its backward on tensors without data, and plan them with the compile engine.
+    """Trace one training forward and its backward on fake tensors, and partition them with the compile engine.
 
     Args:
         workload: the model and the size of its batch.
         selection: which plans.
-        symbolic: sizes stay symbols, so that savings are formulas; takes several times as long.
+        symbolic: sizes stay symbols, so that savings are formulas; several times slower.
 
     Raises:
         MemOptError: bad sizes or plans, or a model whose forward depends on the values in its tensors.
@@ -68,7 +68,7 @@ def estimate(workload: "Workload", selection: Selection, symbolic: bool = False)
     # As under a Trainer.
     engine.backward_from_loss_only = lambda: True
     with compat.fake_tensors():
-        # Some models initialize in a loop until the values are right.
+        # Some models draw initial values in a loop until they are in range, which fake tensors never are.
         with device, no_init_weights():
             model, batch = workload.build()
         model.tie_weights()
@@ -81,7 +81,7 @@ def estimate(workload: "Workload", selection: Selection, symbolic: bool = False)
         except Exception as error:
             reason = next(iter(str(error).splitlines()), "")
             raise MemOptError(
-                f"{type(model).__name__} cannot be traced on tensors without data ({type(error).__name__}: {reason}); "
+                f"{type(model).__name__} cannot be traced on fake tensors ({type(error).__name__}: {reason}); "
                 "--measure runs it"
             ) from error
     table, predictor = engine.plans(), engine.predictor
@@ -95,7 +95,7 @@ def estimate(workload: "Workload", selection: Selection, symbolic: bool = False)
 
 
 def _decide_problem_type(config: Any, labels: "torch.Tensor | None") -> None:
-    """Where one class is the label of each row, say so: DeBERTa's forward would look into the labels to find out."""
+    """Set the problem type where each row has one class as its label: DeBERTa's forward reads the labels otherwise."""
     if labels is None or labels.dim() != 1 or labels.is_floating_point():
         return
     if getattr(config, "problem_type", None) is None:
@@ -103,7 +103,7 @@ def _decide_problem_type(config: Any, labels: "torch.Tensor | None") -> None:
 
 
 def _without_formulas(table: PlanTable, batch: "dict[str, torch.Tensor]", is_encoder_decoder: bool) -> PlanTable:
-    """The table of fixed sizes: they have no formula, and their names come from the batch."""
+    """A table without formulas, since sizes are fixed; symbols are named after the batch."""
     sizes = {f"{name}_dim{dim}": size for name, tensor in batch.items() for dim, size in enumerate(tensor.shape)}
     canonical = canonical_symbols(sizes, is_encoder_decoder)
     return replace(

@@ -96,5 +96,5 @@ def test_a_model_that_looks_into_its_data_says_so(tmp_path, monkeypatch):
         return original(self, input_ids, **kwargs)
 
     monkeypatch.setattr(RobertaForMaskedLM, "forward", forward)
-    with pytest.raises(MemOptError, match="RobertaForMaskedLM cannot be traced on tensors without data .*--measure"):
+    with pytest.raises(MemOptError, match="RobertaForMaskedLM cannot be traced on fake tensors .*--measure"):
         estimate(Workload(save(tmp_path, "roberta-mlm"), "fill-mask", 2, 8), Selection())
