@@ -343,22 +343,19 @@ COMPILED = {
     "best-model",
     "bf16",
     "early-stopping",
-    "eval-batches",
     "eval-several",
-    "eval-steps",
     "evaluate-around",
     "find-batch-size",
     "label-smoothing",
     "logging",
     "model-init",
+    "neftune",
     "own-loss",
     "own-optimizer",
     "predict",
     "resume-accumulation",
     "save",
-    "stopped",
     "tuple",
-    "unused-columns",
 }
 
 

@@ -97,7 +97,7 @@ def reward(folder: Path, memopt: Memopt) -> Outcome:
     return outcome(trainer)
 
 
-@pytest.mark.parametrize("script", tiered([sft, dpo, reward, sft_lora, dpo_lora], fast=["dpo"]))
+@pytest.mark.parametrize("script", tiered([sft, dpo, reward, sft_lora, dpo_lora], fast=[]))
 def test_compiled_bitwise(script, stock, tmp_path):
     ours = run(script, tmp_path, "compile")
     assert ours.plans_on

@@ -170,6 +170,7 @@ def test_one_process_resumes_from_two_ranks(two_ranks, one_rank):
     assert distance(one_rank.weights("resumed"), two_ranks.weights("steps")) < 1e-5
 
 
+@pytest.mark.slow
 def test_two_ranks_resume_from_two_and_from_one(two_ranks, one_rank, tmp_path):
     jobs = [
         Job("from-two", model=MODEL, rows=ROWS, arguments=TWO, resume=checkpoint(two_ranks)),

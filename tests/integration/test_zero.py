@@ -1,9 +1,8 @@
 """Every launcher with every ZeRO stage and optimizer: a Trainer with an engine ends where a stock one does.
 
 One launch trains with each engine and without, for two optimizers (the compile engine for the first one: what it
-compiles does not know the optimizer). `make test` takes the launches of `QUICK`: the two launchers that bring
-DeepSpeed themselves, two stages that shard, and the two optimizers that need nothing built. DDP under torchrun is in
-`test_launchers.py`.
+compiles does not know the optimizer). `make test` takes the launch of `QUICK`, with the two optimizers that need
+nothing built; DDP under accelerate and torchrun is in `test_launchers.py`.
 """
 
 import itertools
@@ -19,8 +18,7 @@ STAGES = (None, 0, 1, 2, 3)
 OF_TORCH = ("adamw_torch", "torch_fused_adamw")
 OF_DEEPSPEED = ("deepspeed_fused_adam", "deepspeed_cpu_adam")
 QUICK = {
-    ("deepspeed", 1, OF_TORCH),
-    ("accelerate", 2, OF_TORCH),
+    ("deepspeed", 2, OF_TORCH),
 }
 CLASSES = {"deepspeed_fused_adam": "FusedAdam", "deepspeed_cpu_adam": "DeepSpeedCPUAdam"}
 

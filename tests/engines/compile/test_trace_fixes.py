@@ -61,6 +61,7 @@ def test_the_first_deberta_is_one_graph_for_all_sizes():
     assert modeling_deberta.compute_attention_span is theirs
 
 
+@pytest.mark.slow
 def test_an_error_in_the_forward_leaves_transformers_as_it_was():
     model, _ = deberta()
     theirs = modeling_deberta.compute_attention_span
