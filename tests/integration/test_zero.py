@@ -48,7 +48,8 @@ def jobs(name, stage, optimizers):
     for optimizer in optimizers:
         yield Job(f"plain-{optimizer}", "plain", optimizer=optimizer, arguments=shared)
         for engine in engines(optimizer):
-            yield Job(f"{engine}-{optimizer}", engine, optimizer=optimizer, arguments={**shared, **plan})
+            compiler = {"memory_opt_compiler": "inductor"} if engine == "compile" else {}
+            yield Job(f"{engine}-{optimizer}", engine, optimizer=optimizer, arguments={**shared, **plan, **compiler})
 
 
 def engines(optimizer):
