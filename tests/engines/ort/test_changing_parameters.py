@@ -17,6 +17,7 @@ from tests.engines.ort.helpers import (
     needs_ort,
 )
 from tests.gradients import accumulate, assert_same_step
+from tests.tiers import tiered
 
 pytestmark = needs_ort
 
@@ -53,7 +54,12 @@ def through_float64(model: torch.nn.Module) -> None:
     model.double().float()
 
 
-@pytest.mark.parametrize("change", [freeze, resize, new_layer, new_data, load, assign, through_float64])
+FAST = ["freeze", "resize", "load"]
+
+
+@pytest.mark.parametrize(
+    "change", tiered([freeze, resize, new_layer, new_data, load, assign, through_float64], fast=FAST)
+)
 def test_changed_parameters_train(attach: Attach, change: Callable[[torch.nn.Module], None]) -> None:
     model = MLM.build()
     plain = copy.deepcopy(model)
@@ -75,7 +81,7 @@ def without_dropout(model: torch.nn.Module) -> None:
             module.eval()
 
 
-@pytest.mark.parametrize("when", ["from the first step on", "later"])
+@pytest.mark.parametrize("when", tiered(["from the first step on", "later"], fast=["later"]))
 def test_dropout_in_evaluation_mode_is_not_trained_as_if_it_were_not(attach: Attach, when: str) -> None:
     model = ROBERTA.build(**DROPOUT)
     plain = copy.deepcopy(model)

@@ -30,6 +30,7 @@ from tests.engines.ort.helpers import (
 )
 from tests.gradients import assert_same_step
 from tests.model_zoo import ZOO
+from tests.tiers import tiered
 
 pytestmark = needs_ort
 
@@ -74,7 +75,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("which", MODELS)
+@pytest.mark.parametrize("which", tiered(MODELS, fast=["scale", "lora"]))
 def test_a_model_takes_its_own_graph_only(attach: Attach, tmp_path: Path, lines: list[str], which: str) -> None:
     models = MODELS[which]
     batch = ZOO["llama"].batch() if which == "lora" else {"values": torch.randn(3, 8)}
@@ -109,7 +110,9 @@ def test_another_process_uses_it(attach: Attach, tmp_path: Path) -> None:
     assert len(entries(tmp_path)) == 1
 
 
-@pytest.mark.parametrize("damage", [lambda content: content[:-9], lambda content: b"", lambda content: b"x" + content])
+@pytest.mark.parametrize(
+    "damage", [lambda content: content[:-9], *tiered([lambda content: b"", lambda content: b"x" + content], fast=[])]
+)
 def test_a_damaged_entry_is_replaced(
     attach: Attach, tmp_path: Path, lines: list[str], damage: Callable[[bytes], bytes]
 ) -> None:

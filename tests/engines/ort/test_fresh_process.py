@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.engines.ort.helpers import needs_ort, python, run_script
 
 pytestmark = needs_ort
@@ -21,6 +23,7 @@ def test_torch_and_its_exporter_are_left_as_they_were(tmp_path: Path) -> None:
     run_script("leave_torch_unchanged.py", cwd=tmp_path)
 
 
+@pytest.mark.slow
 def test_a_table_is_the_same_in_every_process(tmp_path: Path) -> None:
     first = run_script("print_tables.py", cwd=tmp_path)
     assert first.count("saving_bytes") > 50

@@ -20,6 +20,7 @@ from optimum_memopt.plans.grammar import parse
 from tests.engines.ort.helpers import needs_ort
 from tests.gradients import assert_same_step
 from tests.model_zoo import ZOO
+from tests.tiers import tiered
 
 pytestmark = needs_ort
 
@@ -67,7 +68,7 @@ def interrupt_in(model: torch.nn.Module, place: str, monkeypatch: pytest.MonkeyP
     return lambda: context.__exit__(None, None, None)
 
 
-@pytest.mark.parametrize("place", ["export", *PLACES])
+@pytest.mark.parametrize("place", tiered(["export", *PLACES], fast=["export", "_build_graph"]))
 def test_an_interrupted_first_forward(monkeypatch: Any, tmp_path: Path, place: str) -> None:
     model, plain, engine = attached(monkeypatch, tmp_path)
     variables, export = dict(os.environ), torch.onnx.export

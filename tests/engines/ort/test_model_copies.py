@@ -16,6 +16,7 @@ from tests.engines.ort.helpers import (
     needs_ort,
 )
 from tests.gradients import accumulate, assert_same_step
+from tests.tiers import tiered
 
 pytestmark = needs_ort
 
@@ -51,7 +52,7 @@ def through_torch_save(model: torch.nn.Module) -> torch.nn.Module:
     return torch.load(file, weights_only=False)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, through_pickle, through_torch_save])
+@pytest.mark.parametrize("copied", tiered([copy.deepcopy, through_pickle, through_torch_save], fast=["deepcopy"]))
 @pytest.mark.parametrize("attached", [True, False], ids=["attached", "detached"])
 def test_copies_of_every_kind_are_plain_models(attach: Attach, copied: Callable[..., Any], attached: bool) -> None:
     model = ROBERTA.build()

@@ -20,6 +20,7 @@ from optimum_memopt.plans.grammar import parse
 from tests.engines.ort.helpers import needs_ort
 from tests.gradients import TOLERANCE, accumulate, assert_same_step
 from tests.model_zoo import IGNORE, UNTRAINABLE, ZOO
+from tests.tiers import tiered
 from tests.trackers import numbers, tracked
 from tests.trainer_runs import arguments, build, collate, distance, log_lines, make, rows, weights
 
@@ -66,7 +67,7 @@ def projected_rows(engine: OrtEngine) -> str:
     return producers[node.input[0]].op_type
 
 
-@pytest.mark.parametrize("name", [MLM, "gpt2", "t5", "deberta-v2-mlm"])
+@pytest.mark.parametrize("name", tiered([MLM, "gpt2", "t5", "deberta-v2-mlm"], fast=[MLM, "t5"]))
 def test_the_same_step_from_the_labelled_rows(attached: Attached, name: str) -> None:
     case = ZOO[name]
     model = case.build()
@@ -82,7 +83,7 @@ def test_the_same_step_from_the_labelled_rows(attached: Attached, name: str) -> 
     assert projected_rows(engine) == "ShrunkenGather"
 
 
-@pytest.mark.parametrize("name", [MLM, "gpt2"])
+@pytest.mark.parametrize("name", tiered([MLM, "gpt2"], fast=[MLM]))
 def test_a_batch_without_labels_and_one_after_it(attached: Attached, name: str) -> None:
     """Of a mean over nothing torch makes nan and gradients of zero; a sum over nothing is zero."""
     case = ZOO[name]
@@ -121,7 +122,7 @@ def test_without_the_flag_nothing_changes(attached: Attached) -> None:
     assert projected_rows(engine) != "ShrunkenGather"
 
 
-@pytest.mark.parametrize("plan", ["Gelu+:1:-1", 1])
+@pytest.mark.parametrize("plan", tiered(["Gelu+:1:-1", 1], fast=[1]))
 def test_the_same_step_under_plans(attached: Attached, plan: str | int) -> None:
     model = ZOO[MLM].build()
     plain = copy.deepcopy(model)
@@ -177,7 +178,7 @@ def test_cross_entropy_comes_back_when_the_forward_fails(attached: Attached) -> 
     assert torch.nn.functional.cross_entropy is cross_entropy
 
 
-@pytest.mark.parametrize("name", [MLM, "t5"])
+@pytest.mark.parametrize("name", tiered([MLM, "t5"], fast=[MLM]))
 def test_labels_that_stop_fitting_are_refused(attached: Attached, name: str) -> None:
     """The rows that are chosen would be there, and be those of other tokens."""
     case = ZOO[name]
@@ -222,8 +223,11 @@ def sparse_rows(name: str, **which: int) -> list[dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize(
     ("name", "setup"),
-    [(MLM, "accumulation"), ("gpt2", "accumulation")]
-    + [(name, "smoothing") for name in ("roberta-classification", MLM, "gpt2")],
+    tiered(
+        [(MLM, "accumulation"), ("gpt2", "accumulation")]
+        + [(name, "smoothing") for name in ("roberta-classification", MLM, "gpt2")],
+        fast=[("gpt2", "accumulation"), (MLM, "smoothing")],
+    ),
 )
 def test_the_trainer_ends_with_the_same_weights(tmp_path: Path, name: str, setup: str) -> None:
     data = {"train_dataset": sparse_rows(name), "eval_dataset": sparse_rows(name, count=6, seed=1)}

@@ -17,11 +17,16 @@ from tests.engines.ort.helpers import (
     run_script,
 )
 from tests.gradients import TOLERANCE, accumulate, assert_same_step
+from tests.tiers import tiered
 
 
 @needs_ort
 @pytest.mark.parametrize(
-    "option", ["ort_compute_optimizer", "ort_embedding_sparse_optimizer", "ort_label_sparse_optimizer"]
+    "option",
+    tiered(
+        ["ort_compute_optimizer", "ort_embedding_sparse_optimizer", "ort_label_sparse_optimizer"],
+        fast=["ort_label_sparse_optimizer"],
+    ),
 )
 def test_switches_that_crash_upstream_train(option):
     ids = torch.arange(48).reshape(4, 12)

@@ -18,6 +18,7 @@ from tests.engines.ort.helpers import (
 )
 from tests.gradients import accumulate, assert_same_step
 from tests.model_zoo import ZOO
+from tests.tiers import tiered
 
 pytestmark = needs_ort
 
@@ -76,7 +77,12 @@ def test_a_cluster_id_without_its_plus_says_what_was_meant() -> None:
         parse("Gelu:1:-1")
 
 
-@pytest.mark.parametrize("text", ["Gelu+:1:0", "Gelu+:0:-1", "Gelu+:1:0,LayerNormalization+:0:0"])
+@pytest.mark.parametrize(
+    "text",
+    tiered(
+        ["Gelu+:1:0", "Gelu+:0:-1", "Gelu+:1:0,LayerNormalization+:0:0"], fast=["Gelu+:1:0,LayerNormalization+:0:0"]
+    ),
+)
 def test_count_0_and_strategy_0_mean_off(attach: Attach, text: str) -> None:
     engine = first_step(attach, config(text))
     assert engine.plans().enabled == ()
@@ -107,7 +113,10 @@ def test_recipes_made_for_cuda_train_on_the_cpu(
     assert count_lines(lines, f"{asked} is {applied} on this provider") == 1
 
 
-@pytest.mark.parametrize("name", ["roberta-mlm", "bert-mlm", "deberta-v2-mlm", "gpt2", "llama", "vit"])
+@pytest.mark.parametrize(
+    "name",
+    tiered(["roberta-mlm", "bert-mlm", "deberta-v2-mlm", "gpt2", "llama", "vit"], fast=["roberta-mlm", "gpt2"]),
+)
 @pytest.mark.parametrize("level", [1, 2])
 def test_a_level_leaves_normalizations_out_where_they_make_the_residual_stream(
     attach: Attach, lines: list[str], name: str, level: int

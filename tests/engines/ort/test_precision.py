@@ -12,11 +12,12 @@ from tests.engines.ort.helpers import (
     needs_ort,
 )
 from tests.gradients import accumulate, assert_same_step
+from tests.tiers import tiered
 
 pytestmark = needs_ort
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("dtype", tiered([torch.bfloat16, torch.float16, torch.float64], fast=[torch.bfloat16]))
 def test_only_float32_trains_on_the_cpu(attach: Attach, dtype: torch.dtype) -> None:
     model = ROBERTA.build()
     with pytest.raises(UnsupportedModelError, match=r"float32 only; call model.float\(\)"):
@@ -30,7 +31,7 @@ def test_only_float32_trains_on_the_cpu(attach: Attach, dtype: torch.dtype) -> N
     assert_same_step(model.float(), plain, ROBERTA.batch())
 
 
-@pytest.mark.parametrize("when", ["from the first step on", "later"])
+@pytest.mark.parametrize("when", tiered(["from the first step on", "later"], fast=["later"]))
 def test_autocast_on_the_cpu_is_refused(attach: Attach, when: str) -> None:
     model = ROBERTA.build()
     plain = copy.deepcopy(model)
