@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from optimum_memopt.logs import get_logger
 from tests.tiers import is_end_to_end
 
 # Tests start where a newcomer does, without the built torch extensions; name a cache with them to test with them.
@@ -38,6 +39,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         # Building them takes minutes.
         if item.get_closest_marker("extensions"):
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(autouse=True)
+def _log_level():
+    """A level that a test asks for, as a flag or a variable, is not the next one's."""
+    before = get_logger().level
+    yield
+    get_logger().setLevel(before)
 
 
 @pytest.fixture(scope="session", autouse=True)
