@@ -101,6 +101,7 @@ def test_the_commands_of_the_readmes_can_be_read(request, kinds):
         assert all(file.is_file() for file in files)
 
 
+@pytest.mark.slow
 def test_two_processes_on_the_cpu(material, tmp_path):
     config = configs("run_glue") / "accelerate_cpu_2.yaml"
     command = [PROGRAMS / "accelerate", "launch", "--config_file", config, f"--main_process_port={free_port()}"]
