@@ -40,9 +40,9 @@ NOT_OF_A_LIBRARY = {
 }
 # By module, or folder with all that is in it.
 PRIVATE_NAMES_ALLOWED = {
-    # What a graph is read with: an operator's name and schema, torch's trees of arguments, a storage's identity. They
-    # have no public counterpart, have not changed since torch 2.0, and are in nearly each line that reads a graph.
-    "engines.compile": {"_opname", "_schema", "_pytree", "_ops", "_python_dispatch", "_cdata"},
+    # What a graph is read with: an operator's name, schema and type, the mode that sees each operator. They have no
+    # public counterpart, have not changed since torch 2.0, and are in nearly each line that reads a graph.
+    "engines.compile": {"_opname", "_schema", "_ops", "_python_dispatch"},
     # Names of ATen's operators, as strings.
     "engines.compile.analysis": {
         "_fused_rms_norm",
