@@ -1,4 +1,4 @@
-"""JointGraph graphs that several files look at, traced once each."""
+"""Joint graphs that several files look at, traced once each."""
 
 import pytest
 
@@ -29,7 +29,7 @@ def roberta_of_another_batch() -> Captured:
 def gpt2() -> Captured:
     case = ZOO["gpt2"]
     model = case.build(**GPT2_DROPOUT, use_cache=False)
-    # Without a name of its loss it warns, in a second graph (see `wholes`).
+    # Without a name of its loss it warns, which is a graph break (see `trace_fixes`).
     model.loss_type = "ForCausalLM"
     return capture(model.forward, **case.batch())
 

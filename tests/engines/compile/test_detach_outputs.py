@@ -1,4 +1,4 @@
-"""Where the loss alone is gone back from, the logits have no gradient, and take no memory for one."""
+"""Where only the loss gets a gradient, the logits have none, and take no memory for one."""
 
 import copy
 

@@ -98,7 +98,7 @@ class Normalized(torch.nn.Module):
         return {"loss": x.square().sum()}
 
 
-def test_what_reads_running_statistics_is_not_made_again():
+def test_what_reads_running_statistics_is_not_recomputed():
     torch.manual_seed(0)
     model, plain = Normalized().train(), Normalized().train()
     plain.load_state_dict(model.state_dict())

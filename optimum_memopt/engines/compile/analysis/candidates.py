@@ -95,8 +95,8 @@ def find_candidates(
         chain = recompute_chain(joint, activation, available)
         name = _name(joint, chain, available) if chain else cluster_id(producing_operator(activation))
         eligible.append((activation, chain, name))
-    found = (strategy.candidate(*known, size_hints) for strategy in strategies for known in eligible)
-    return tuple(candidate for candidate in found if candidate is not None)
+    candidates = (strategy.candidate(*known, size_hints) for strategy in strategies for known in eligible)
+    return tuple(candidate for candidate in candidates if candidate is not None)
 
 
 def by_row(candidates: Iterable[Candidate]) -> dict[str, list[Candidate]]:

@@ -114,14 +114,14 @@ class JointGraph:
     @cached_property
     def backward(self) -> frozenset[fx.Node]:
         """All that depends on a gradient or was traced in the backward."""
-        found: set[fx.Node] = set()
+        dependent: set[fx.Node] = set()
         for node in self.nodes:
             if node.op == "output":
                 continue
-            if compat.is_tangent(node) or compat.is_tagged_backward(node) or node in found:
-                found.add(node)
-                found.update(user for user in node.users if user.op != "output")
-        return frozenset(found)
+            if compat.is_tangent(node) or compat.is_tagged_backward(node) or node in dependent:
+                dependent.add(node)
+                dependent.update(user for user in node.users if user.op != "output")
+        return frozenset(dependent)
 
     @cached_property
     def inputs(self) -> tuple[fx.Node, ...]:
