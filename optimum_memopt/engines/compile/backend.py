@@ -33,11 +33,11 @@ class _Partitioner(compat.CustomPartitionerFn):
     would not be for AOTAutograd's own cache, which asks before it traces and is therefore off (`compat.changes`).
 
     Args:
-        partition: None in a copy from another process, which only has the key.
+        partition: splits the joint graph.
         key: of the choice, empty until there is one.
     """
 
-    def __init__(self, partition: Callable[..., tuple[Choice, Modules]] | None, key: str = "") -> None:
+    def __init__(self, partition: Callable[..., tuple[Choice, Modules]], key: str = "") -> None:
         self._partition = partition
         self._key = key
 
@@ -58,7 +58,11 @@ class _Partitioner(compat.CustomPartitionerFn):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """The key alone: inductor pickles its configuration into the key of its cache."""
-        return _Partitioner, (None, self._key)
+        return _Partitioner, (_cannot_partition, self._key)
+
+
+def _cannot_partition(*joint: Any) -> tuple[Choice, Modules]:
+    raise NotImplementedError("a pickled partitioner only has the key of its choice")
 
 
 class Backend:

@@ -26,8 +26,15 @@ def symbol_names(sources: Mapping[sympy.Symbol, Sequence[str]]) -> dict[sympy.Sy
 
 
 class _Graph(Protocol):
-    names: Mapping[sympy.Symbol, str]
-    sizes: Mapping[sympy.Symbol, int]
+    """What a `PartitionedGraph` knows of its symbols."""
+
+    @property
+    def names(self) -> Mapping[sympy.Symbol, str]:
+        """`input_ids_dim0`, where a symbol is the size of an input."""
+
+    @property
+    def sizes(self) -> Mapping[sympy.Symbol, int]:
+        """Values in the first batch."""
 
 
 @dataclass(frozen=True)

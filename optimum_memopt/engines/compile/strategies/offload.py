@@ -26,7 +26,7 @@ AHEAD = 2
 class Offload:
     """See `MemoryStrategy`."""
 
-    numbers = (Strategy.OFFLOAD,)
+    numbers: tuple[Strategy, ...] = (Strategy.OFFLOAD,)
 
     def candidate(
         self,

@@ -19,7 +19,7 @@ from optimum_memopt.plans.grammar import Strategy
 class Recompute:
     """See `MemoryStrategy`."""
 
-    numbers = (Strategy.RECOMPUTE, Strategy.RECOMPUTE_WITH_COMPROMISE)
+    numbers: tuple[Strategy, ...] = (Strategy.RECOMPUTE, Strategy.RECOMPUTE_WITH_COMPROMISE)
 
     def candidate(
         self,
