@@ -102,22 +102,20 @@ def match(
     requests: dict[str, PlanRequest] = {}
     remarks, mistakes = [], []
     for request in config.requests:
-        cluster_id = translate(request.cluster_id, strategies)
-        if not request.is_on and cluster_id:
+        meant = translate(request.cluster_id, strategies)
+        if not request.is_on and meant:
             continue
-        if cluster_id is None and is_fused(request.cluster_id) and len(config.requests) > 1:
+        if meant is None and is_fused(request.cluster_id) and len(config.requests) > 1:
             remarks.append(f"{excerpt(str(request))}: this {here} has no plan for that activation, left out")
             continue
-        if cluster_id is None or request.strategy not in strategies[cluster_id]:
+        if meant is None or request.strategy not in strategies[meant]:
             mistakes.append(
-                _unknown(request.cluster_id, strategies)
-                if cluster_id is None
-                else _wrong(request, strategies[cluster_id])
+                _unknown(request.cluster_id, strategies) if meant is None else _wrong(request, strategies[meant])
             )
             remarks.append(f"{mistakes[-1]}; left out")
             continue
-        row = f"{cluster_id}:{int(request.strategy)}:{ALL}"
-        if cluster_id != request.cluster_id:
+        row = f"{meant}:{int(request.strategy)}:{ALL}"
+        if meant != request.cluster_id:
             remarks.append(f"{request} is {row} on this {here}: the same activation, not fused the same way")
         requests.setdefault(row, request)
     if not requests and any(request.is_on for request in config.requests):
