@@ -5,7 +5,7 @@ import functools
 import hashlib
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,8 @@ class _Partitioner(compat.CustomPartitionerFn):
         self._partition = partition
         self._key = key
 
-    def __call__(self, joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **others: Any) -> Modules:
-        choice, modules = self._partition(joint, joint_inputs, num_fwd_outputs, others)
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **others: Any) -> Modules:
+        choice, modules = self._partition(gm, joint_inputs, others.pop("num_fwd_outputs"), others)
         self._key = choice.key
         return modules
 

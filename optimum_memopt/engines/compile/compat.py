@@ -26,7 +26,7 @@ from torch.fx.experimental import _config as symbolic_config
 from torch.fx.experimental.proxy_tensor import py_sym_types
 from torch.utils import _pytree as pytree
 
-__all__ = ["CustomPartitionerFn", "SymbolicNumber"]
+__all__ = ["CustomPartitionerFn", "FakeTensor", "SymbolicNumber"]
 
 SymbolicNumber = py_sym_types
 _RECOMPILES = 32
@@ -274,7 +274,7 @@ def compile_alone(forward: Callable[..., Any], backend: Callable[..., Any], dyna
 
     `isolate_recompiles` is there since 2.13. Before, the reason may be a guard of another model.
     """
-    isolated = {"isolate_recompiles": True} if _ISOLATES else {}
+    isolated: dict[str, Any] = {"isolate_recompiles": True} if _ISOLATES else {}
     return torch.compile(forward, backend=backend, dynamic=dynamic, **isolated)
 
 

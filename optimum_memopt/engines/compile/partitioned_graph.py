@@ -14,7 +14,14 @@ from torch import fx
 from optimum_memopt.engines.compile import compat, strategies
 from optimum_memopt.engines.compile.analysis.candidates import Candidate, find_candidates
 from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph, Modules
-from optimum_memopt.engines.compile.analysis.joint import JointGraph, is_number, is_tensor, root, value
+from optimum_memopt.engines.compile.analysis.joint import (
+    JointGraph,
+    is_number,
+    is_tensor,
+    root,
+    tensor_value,
+    value,
+)
 from optimum_memopt.engines.compile.analysis.saved_activations import find_saved_activations, operator_name
 from optimum_memopt.engines.compile.choice import Choice
 from optimum_memopt.engines.compile.memory.inductor_memory import InductorPrograms
@@ -135,7 +142,7 @@ def static_inputs(joint: JointGraph, indices: Iterable[int]) -> frozenset[str]:
 def size_hints(joint: JointGraph) -> dict[sympy.Symbol, int]:
     """Each symbol's value in the batch that the graph was traced with."""
     numbers = [value(node) for node in joint.inputs if is_number(node)]
-    shapes = [size for node in joint.inputs if is_tensor(node) for size in value(node).shape]
+    shapes = [size for node in joint.inputs if is_tensor(node) for size in tensor_value(node).shape]
     return {
         number.node.expr: int(number.node.hint)
         for number in (*numbers, *shapes)

@@ -29,8 +29,8 @@ class TraceFixes:
     """Of one model under one compiled forward."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._config = getattr(model, "config", None)
-        self._nameless = [m for m in model.modules() if "loss_type" in vars(m) and m.loss_type is None]
+        self._config: Any = getattr(model, "config", None)
+        self._nameless: list[Any] = [m for m in model.modules() if "loss_type" in vars(m) and m.loss_type is None]
         files = {sys.modules.get(type(module).__module__) for module in model.modules()}
         self._sizes_in_tensors = [file for file in files if hasattr(file, _SIZE_IN_A_TENSOR)]
         # What the forward itself sets a `problem_type` of None to.

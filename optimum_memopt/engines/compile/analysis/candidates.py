@@ -10,7 +10,7 @@ from typing import Protocol
 import sympy
 from torch import fx
 
-from optimum_memopt.engines.compile.analysis.joint import JointGraph, value
+from optimum_memopt.engines.compile.analysis.joint import JointGraph, tensor_value
 from optimum_memopt.engines.compile.analysis.naming import cluster_id, dropout_of
 from optimum_memopt.engines.compile.analysis.recompute_chains import (
     RecomputeChain,
@@ -47,7 +47,7 @@ class Candidate:
     @property
     def device_type(self) -> str:
         """Where the activation lies: `cuda`."""
-        return value(self.activation.root).device.type
+        return tensor_value(self.activation.root).device.type
 
 
 class FindsCandidate(Protocol):

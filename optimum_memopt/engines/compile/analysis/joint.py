@@ -8,6 +8,7 @@ import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import cast
 
 import sympy
 import torch
@@ -26,9 +27,19 @@ def value(node: fx.Node) -> object:
     return node.meta.get("val")
 
 
+def tensor_value(node: fx.Node) -> compat.FakeTensor:
+    """Of a node for which `is_tensor` holds."""
+    return cast(compat.FakeTensor, node.meta["val"])
+
+
+def first_input(node: fx.Node) -> fx.Node:
+    """The first argument of an operator on a tensor or on several."""
+    return cast(fx.Node, node.args[0])
+
+
 def is_on_host(node: fx.Node) -> bool:
     """Whether a root is a host copy in a graph that runs elsewhere: it takes none of the device's memory."""
-    return node.meta.get(ON_HOST, False)
+    return bool(node.meta.get(ON_HOST))
 
 
 def is_tensor(node: fx.Node) -> bool:
@@ -57,7 +68,7 @@ def is_view(node: fx.Node) -> bool:
 def root(node: fx.Node) -> fx.Node:
     """The node that allocates the storage that `node` lies in; an output of a multi-output operator is its own."""
     while is_view(node):
-        node = node.args[0]
+        node = first_input(node)
     return node
 
 
@@ -67,7 +78,7 @@ def symbolic(number: int | torch.SymInt) -> sympy.Expr:
 
 def storage_bytes(node: fx.Node) -> sympy.Expr:
     """Bytes of the storage of a root, gaps between strides included."""
-    tensor = value(node)
+    tensor = tensor_value(node)
     if getattr(node.target, "_opname", "") == "copy":
         # As large as the storage of what it is copied over, of which it may be a part.
         return symbolic(tensor.untyped_storage().nbytes())
@@ -135,7 +146,7 @@ class JointGraph:
         """Whether a recompute would give something else: it draws random numbers, or reads an input that is written to
         in the meantime (running statistics)."""
         if node.target is operator.getitem:
-            node = node.args[0]
+            node = first_input(node)
         reads = (root(read) for read in node.all_input_nodes)
         return compat.is_random(node) or any(read in self.mutated_inputs for read in reads)
 

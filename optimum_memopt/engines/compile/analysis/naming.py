@@ -2,11 +2,12 @@
 
 import itertools
 from collections.abc import Collection, Sequence
+from typing import cast
 
 import torch
 from torch import fx
 
-from optimum_memopt.engines.compile.analysis.joint import is_tensor, is_view, root, value
+from optimum_memopt.engines.compile.analysis.joint import first_input, is_tensor, is_view, root, tensor_value, value
 from optimum_memopt.engines.compile.analysis.recompute_chains import RecomputeChain
 from optimum_memopt.engines.compile.analysis.saved_activations import is_output, layer_of, module_class, operator_name
 from optimum_memopt.plans import matching
@@ -160,7 +161,7 @@ def dropout_of(mask: fx.Node) -> fx.Node | None:
     last = mask
     while behind := [user for user in last.users if _is_dropout(user) and _call(user) == _call(mask)]:
         last = behind[-1]
-    return last if last is not mask and _is_dropout(mask) and value(mask).dtype == torch.bool else None
+    return last if last is not mask and _is_dropout(mask) and tensor_value(mask).dtype == torch.bool else None
 
 
 def cluster_id(chain: RecomputeChain) -> str:
@@ -204,7 +205,7 @@ def _views_to(read: fx.Node) -> Sequence[fx.Node]:
     views = []
     while is_view(read):
         views.append(read)
-        read = read.args[0]
+        read = first_input(read)
     return views[::-1]
 
 
@@ -242,7 +243,7 @@ def _names(node: fx.Node) -> tuple[str, ...]:
     if name in LAYOUTS:
         return () if isinstance(value(node), tuple | list) or _is_silent(node) else (LAYOUTS[name],)
     called = _called(node)
-    if name == "addmm" and not _is_silent_view(node.args[1]):
+    if name == "addmm" and not _is_silent_view(cast(fx.Node, node.args[1])):
         return ("Gemm",)
     if name == "gelu" and node.kwargs.get("approximate") == "tanh":
         return ("FastGelu",)
@@ -252,7 +253,7 @@ def _names(node: fx.Node) -> tuple[str, ...]:
 
 def _is_silent(node: fx.Node) -> bool:
     """A layout operator that is part of a matrix product, or that changes nothing."""
-    before, after = (tuple(map(str, value(tensor).shape)) for tensor in (node.args[0], node))
+    before, after = (tuple(map(str, tensor_value(n).shape)) for n in (first_input(node), node))
     layout = LAYOUTS[operator_name(node)]
     if layout in ("Expand", "Reshape") and before == after:
         return True
@@ -270,11 +271,11 @@ def _is_silent_view(node: fx.Node) -> bool:
 
 
 def _swaps_last_two(node: fx.Node) -> bool:
-    count = value(node).dim()
+    count = tensor_value(node).dim()
     if operator_name(node) == "permute":
-        order = [dim % count for dim in node.args[1]]
+        order = [dim % count for dim in cast(Sequence[int], node.args[1])]
         return order == [*range(count - 2), count - 1, count - 2]
-    dims = node.args[1:] or (0, 1)
+    dims = cast(Sequence[int], node.args[1:] or (0, 1))
     return {dim % count for dim in dims} == {count - 2, count - 1}
 
 

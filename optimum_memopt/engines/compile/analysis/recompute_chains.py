@@ -6,7 +6,14 @@ from dataclasses import dataclass
 import sympy
 from torch import fx
 
-from optimum_memopt.engines.compile.analysis.joint import JointGraph, is_number, is_tensor, root, storage_bytes
+from optimum_memopt.engines.compile.analysis.joint import (
+    JointGraph,
+    first_input,
+    is_number,
+    is_tensor,
+    root,
+    storage_bytes,
+)
 from optimum_memopt.engines.compile.analysis.saved_activations import (
     SavedActivation,
     is_negligible,
@@ -49,7 +56,7 @@ class RecomputeChain:
 
 def producing_operator(activation: SavedActivation) -> RecomputeChain:
     """The operator alone that computes an activation: what names one that cannot be recomputed."""
-    operator = [activation.root.args[0]] if is_output(activation.root) else []
+    operator = [first_input(activation.root)] if is_output(activation.root) else []
     return RecomputeChain(activation, (*operator, activation.root), (), ())
 
 
@@ -65,7 +72,9 @@ def recompute_chain(
     """
     if joint.is_impure(activation.root) or is_statistic(activation.root):
         return None
-    nodes, reads, extra_saved = {activation.root}, {}, {}
+    nodes = {activation.root}
+    reads: dict[fx.Node, None] = {}
+    extra_saved: dict[fx.Node, None] = {}
     todo = [activation.root]
     while todo:
         for node in todo.pop().all_input_nodes:

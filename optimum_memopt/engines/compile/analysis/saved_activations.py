@@ -2,11 +2,19 @@
 
 import re
 from dataclasses import dataclass
+from typing import cast
 
 import sympy
 from torch import fx
 
-from optimum_memopt.engines.compile.analysis.joint import JointGraph, is_tensor, is_view, root, storage_bytes
+from optimum_memopt.engines.compile.analysis.joint import (
+    JointGraph,
+    first_input,
+    is_tensor,
+    is_view,
+    root,
+    storage_bytes,
+)
 
 # Lists of layers are called one of these in transformers and timm (`albert_layers` too); the first in a path is the
 # transformer's layer.
@@ -27,8 +35,8 @@ def is_output(node: fx.Node) -> bool:
 
 def operator_name(node: fx.Node) -> str:
     """`gelu` of `aten.gelu.default`; an output of an operator that has several has that operator's name."""
-    target = node.args[0].target if is_output(node) else node.target
-    return getattr(target, "_opname", None) or getattr(target, "__name__", str(target))
+    target = first_input(node).target if is_output(node) else node.target
+    return str(getattr(target, "_opname", None) or getattr(target, "__name__", target))
 
 
 def module_path(node: fx.Node) -> str:
@@ -128,5 +136,5 @@ def is_statistic(node: fx.Node) -> bool:
     A statistic that the backward does not read (the sums of a decomposed softmax) is recomputed with its operator.
     """
     if is_output(node) and operator_name(node) in _WITH_STATISTICS:
-        return node.args[1] > 0
+        return cast(int, node.args[1]) > 0
     return is_tensor(node) and operator_name(node) in _STATISTICS

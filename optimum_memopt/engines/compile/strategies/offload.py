@@ -12,7 +12,7 @@ from torch import fx
 
 from optimum_memopt.engines.compile.analysis.candidates import Candidate
 from optimum_memopt.engines.compile.analysis.graph import Modules
-from optimum_memopt.engines.compile.analysis.joint import ON_HOST, is_on_host, root, value
+from optimum_memopt.engines.compile.analysis.joint import ON_HOST, is_on_host, root, tensor_value, value
 from optimum_memopt.engines.compile.analysis.recompute_chains import RecomputeChain
 from optimum_memopt.engines.compile.analysis.saved_activations import SavedActivation
 from optimum_memopt.engines.compile.passes import host_copies
@@ -76,7 +76,7 @@ def insert(
 
 
 def _copies_ahead(activation: fx.Node, ahead: int) -> int:
-    return ahead if value(activation).is_cuda else 0
+    return ahead if tensor_value(activation).is_cuda else 0
 
 
 def _offload(graph: fx.Graph, activations: Collection[str], ahead: int) -> dict[str, fx.Node]:
@@ -108,9 +108,9 @@ def _offload(graph: fx.Graph, activations: Collection[str], ahead: int) -> dict[
 def _begin_after(node: fx.Node, activation: fx.Node) -> fx.Node:
     with node.graph.inserting_after(node):
         begun = node.graph.call_function(torch.ops.optimum_memopt.offload.default, (activation,))
-    with value(activation).fake_mode:
-        begun.meta["val"] = host_copies.offload(value(activation))
-    begun.meta[ON_HOST] = value(activation).device.type != "cpu"
+    with tensor_value(activation).fake_mode:
+        begun.meta["val"] = host_copies.offload(tensor_value(activation))
+    begun.meta[ON_HOST] = tensor_value(activation).device.type != "cpu"
     return begun
 
 
@@ -129,7 +129,7 @@ def _reload(graph: fx.Graph, hosts: dict[str, fx.Node], ahead: int) -> None:
         place = first[activation] if early == 0 else begin if index < early else waits[index - early]
         with graph.inserting_before(place):
             reloaded = graph.call_function(
-                torch.ops.optimum_memopt.reload.default, (placeholder, value(activation).device)
+                torch.ops.optimum_memopt.reload.default, (placeholder, tensor_value(activation).device)
             )
         with graph.inserting_before(first[activation]):
             waiting = graph.call_function(torch.ops.optimum_memopt.wait.default, (reloaded, placeholder))
