@@ -128,13 +128,13 @@ def _table(args: Any) -> tuple[dict[str, Any], str, str]:
     found = spawn(case)
     _log_once(found.remarks)
     report = {
-        "table": asdict(found.table),
+        "table": asdict(found.engine_table),
         "peak_mib": found.peak_mib,
         "method": found.method,
         "step_seconds": found.step_seconds,
     }
     line = f"Measured peak of a step: {found.peak_mib:.1f} MiB ({found.method}), {found.step_seconds:.3f} s"
-    return report, f"{found.table.to_text()}\n{line}", ",".join(sorted(found.applied))
+    return report, f"{found.engine_table.to_text()}\n{line}", ",".join(sorted(found.applied))
 
 
 def _estimated(case: Any, engine: str, symbolic: bool) -> tuple[dict[str, Any], str, str]:
@@ -166,7 +166,7 @@ def _measured(args: Any) -> tuple[dict[str, Any], str, str]:
 
         found = sweep(case, args.config, max_runs, show)
     _log_once(remark for run in found.runs if run.measurement for remark in run.measurement.remarks)
-    return found.to_dict(), found.to_text(), ",".join(sorted(found.winner.measurement.applied))
+    return found.to_dict(), found.to_text(), ",".join(sorted(found.winner.measured.applied))
 
 
 def _log_once(remarks: Any) -> None:

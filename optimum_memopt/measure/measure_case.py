@@ -94,6 +94,17 @@ class Measurement:
         return self.peak_mib - self.held_mib
 
     @property
+    def engine_table(self) -> PlanTable:
+        """The table of a case that an engine trained.
+
+        Raises:
+            MemOptError: plain PyTorch trained it.
+        """
+        if self.table is None:
+            raise MemOptError("a case without an engine has no plan table")
+        return self.table
+
+    @property
     def claimed_bytes(self) -> int:
         return self.table.claimed_saving_bytes if self.table else 0
 

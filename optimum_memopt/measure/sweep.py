@@ -27,6 +27,17 @@ class Run:
     error: str = ""
 
     @property
+    def measured(self) -> Measurement:
+        """The measurement of a run that did not fail.
+
+        Raises:
+            MemOptError: it failed; the message is `error`.
+        """
+        if self.measurement is None:
+            raise MemOptError(self.error)
+        return self.measurement
+
+    @property
     def outcome(self) -> Outcome:
         """Peak and time as the search compares them."""
         found = self.measurement
@@ -51,7 +62,7 @@ class Sweep:
 
     @property
     def no_plan(self) -> Measurement:
-        return self.runs[0].measurement
+        return self.runs[0].measured
 
     def saving_bytes(self, run: Run) -> int | None:
         """How far a run's peak is below the one without a plan; None where it failed."""
@@ -70,8 +81,8 @@ class Sweep:
                 tabulate(cells, headers="keys", tablefmt="simple", disable_numparse=True),
                 *errors,
                 "",
-                f"Lowest peak of {len(self.runs)} runs ({how}): {self.winner.measurement.peak_mib:.1f} MiB, "
-                f"{self.winner.measurement.peak_mib / self.no_plan.peak_mib:.2f} of no plan, with",
+                f"Lowest peak of {len(self.runs)} runs ({how}): {self.winner.measured.peak_mib:.1f} MiB, "
+                f"{self.winner.measured.peak_mib / self.no_plan.peak_mib:.2f} of no plan, with",
                 _flag(self.winner.options),
             ]
         )
@@ -144,7 +155,7 @@ class _Runner:
 
     def __call__(self, name: str, options: Mapping[str, Any], label: str = "") -> Run:
         self.on_start(label or name)
-        case = replace(self.case, options={**self.case.options, **options})
+        case = replace(self.case, options={**(self.case.options or {}), **options})
         try:
             run = Run(name, options, self.measure(case))
         except MemOptError as error:
@@ -178,15 +189,11 @@ def sweep(
     """
     runner = _Runner(case, budget, on_start, measure)
     no_plan = runner("no plan", {})
-    if no_plan.measurement is None:
-        raise MemOptError(no_plan.error)
-    table, peak_bytes = no_plan.measurement.table, no_plan.measurement.peak_mib * _MIB
+    table, peak_bytes = no_plan.measured.engine_table, no_plan.measured.peak_mib * _MIB
     measured: dict[Rows, Run] = {NOTHING: no_plan}
     if config is not None:
         own = runner("config", {"memory_opt_config": config})
-        if own.measurement is None:
-            raise MemOptError(own.error)
-        measured[own.measurement.applied] = own
+        measured[own.measured.applied] = own
     levels = [runner(f"level {level}", {"memory_opt_level": level}) for level in (1, 2) if runner.left > 0]
     rows = [
         frozenset(plan.config.split(","))
@@ -203,7 +210,7 @@ def sweep(
         return measured[parts].outcome
 
     search = Search(rows, measure_set, runner.left, {parts: run.outcome for parts, run in measured.items()})
-    helpful = [row for row in rows if row in measured and measured[row].outcome.peak < no_plan.measurement.peak_mib]
+    helpful = [row for row in rows if row in measured and measured[row].outcome.peak < no_plan.measured.peak_mib]
     of_levels = [level.measurement.applied for level in levels if level.measurement is not None]
     starts = [frozenset().union(*(row for row in rows if row <= applied)) for applied in of_levels]
     best = measured[search.run([*starts, frozenset().union(*helpful)])]
@@ -217,7 +224,7 @@ def sweep(
 def _saving_bytes(no_plan: Run, run: Run) -> int | None:
     if run.measurement is None:
         return None
-    return round((no_plan.measurement.peak_mib - run.measurement.peak_mib) * _MIB)
+    return round((no_plan.measured.peak_mib - run.measurement.peak_mib) * _MIB)
 
 
 def _joined(parts: Rows) -> str:

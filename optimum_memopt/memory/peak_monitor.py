@@ -29,7 +29,7 @@ _STATUS_BYTES = 1 << 14
 _PROBE_BYTES = 16 << 20
 _SAMPLE_SECONDS = 0.005
 
-MemoryT = TypeVar("MemoryT", "CpuMemory", "CudaMemory")
+MemoryT = TypeVar("MemoryT", bound="CpuMemory | CudaMemory")
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class CpuMemory:
     """Resident memory of this process in MiB; the peak is the highest `resident` of the phase."""
 
     PEAK: ClassVar[str] = "peak_resident"
+    PEAKS: ClassVar[tuple[str, ...]] = (PEAK,)
 
     resident: float
     peak_resident: float
@@ -51,6 +52,7 @@ class CudaMemory:
     """
 
     PEAK: ClassVar[str] = "max_allocated"
+    PEAKS: ClassVar[tuple[str, ...]] = (PEAK, "max_cached", "max_inactive")
 
     allocated: float
     max_allocated: float
@@ -62,22 +64,16 @@ class CudaMemory:
 
 def peak(reading: CpuMemory | CudaMemory) -> float:
     """The number that decides whether a step fits: peak resident or peak allocated, MiB."""
-    return getattr(reading, reading.PEAK)
+    value: float = getattr(reading, reading.PEAK)
+    return value
 
 
 def merged(earlier: MemoryT | None, later: MemoryT) -> MemoryT:
     """`later`, with each peak the higher one of both readings."""
     if earlier is None:
         return later
-    higher = {
-        name: value for name in _peak_names(type(later)) if (value := getattr(earlier, name)) > getattr(later, name)
-    }
+    higher = {name: value for name in later.PEAKS if (value := getattr(earlier, name)) > getattr(later, name)}
     return dataclasses.replace(later, **higher) if higher else later
-
-
-@functools.cache
-def _peak_names(kind: type[CpuMemory] | type[CudaMemory]) -> tuple[str, ...]:
-    return tuple(field.name for field in dataclasses.fields(kind) if field.name.startswith(("peak_", "max_")))
 
 
 def parse_status(text: str) -> CpuMemory:

@@ -81,7 +81,7 @@ class PlanTable:
         )
         return sum(saving or 0 for saving in savings)
 
-    def with_measured(self, savings: Mapping[str, int]) -> "PlanTable":
+    def with_measured(self, savings: Mapping[str, int | None]) -> "PlanTable":
         """A copy of the table with a measured column.
 
         Args:

@@ -63,7 +63,7 @@ def create(name: str, trainer: "Trainer", create_optimizer: Callable[..., Any], 
     if trainer.optimizer is not None:
         return create_optimizer(*args, **kwargs)
     config = deepspeed_config(trainer)
-    if name == "deepspeed_cpu_adam" and _offloads(config):
+    if name == "deepspeed_cpu_adam" and config is not None and _offloads(config):
         # Else accelerate (1.15, `map_pytorch_optim_to_deepspeed`) makes a new DeepSpeedCPUAdam of it, with L2
         # regularization instead of decoupled weight decay. DeepSpeed wants its own CPU optimizer, which this is.
         config["zero_force_ds_cpu_optimizer"] = False

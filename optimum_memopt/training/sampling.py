@@ -264,4 +264,5 @@ class ComplexityCallback(TrainerCallback):
     ) -> None:
         # accelerate passes set_epoch on to a sampler, but not through the two wrappers of a sharded loader that skips
         # what a checkpoint has seen (`DataLoaderShard.set_epoch` in 1.15), so a resumed run would get epoch 0's order.
-        self.sampler.set_epoch(int(state.epoch or 0))
+        if self.sampler is not None:
+            self.sampler.set_epoch(int(state.epoch or 0))
