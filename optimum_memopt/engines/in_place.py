@@ -1,7 +1,7 @@
 """The life cycle that engines share: attached to a model, suspended, detached."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,15 @@ def check_parameters(model: torch.nn.Module) -> None:
         raise UnsupportedModelError(f"{type(model).__name__} has no parameters, so there is nothing to train")
 
 
+@dataclass(frozen=True)
+class Attached:
+    """A model and what an engine has put around it; also while the engine is suspended."""
+
+    model: torch.nn.Module
+    training_forward: TrainingForward
+    checkpointing: Checkpointing
+
+
 class InPlaceEngine:
     """The life cycle of an engine: `attach`, `suspend`, `detach`.
 
@@ -37,11 +46,21 @@ class InPlaceEngine:
     keeps_checkpointing = False
 
     def __init__(self, selection: Selection | None = None) -> None:
-        self._model: torch.nn.Module | None = None
-        self._training_forward: TrainingForward | None = None
+        self._last_attached: Attached | None = None
         self._is_attached = False
         self.backward_from_loss_only: Callable[[], bool] = lambda: False
         self.apply(selection or Selection())
+
+    @property
+    def _attached(self) -> Attached:
+        """The model of the last `attach`, until `detach`."""
+        if self._last_attached is None:
+            raise RuntimeError(f"the {self.name} engine has no model: attach() comes first")
+        return self._last_attached
+
+    @property
+    def _model(self) -> torch.nn.Module:
+        return self._attached.model
 
     @property
     def selection(self) -> Selection:
@@ -69,14 +88,14 @@ class InPlaceEngine:
         self._check(model)
         base.note_engine(model, self)
         place = training_forward(model)
-        if self._model is not model or self._training_forward is not place:
+        last = self._last_attached
+        if last is None or last.model is not model or last.training_forward is not place:
             self._forget()
-        self._model, self._training_forward, self._is_attached = model, place, True
+        self._last_attached, self._is_attached = Attached(model, place, Checkpointing(model)), True
         place.start(self._forward)
-        self._checkpointing = Checkpointing(model)
         try:
             self._enter()
-            if self._checkpointing.is_on and not self.keeps_checkpointing:
+            if self._attached.checkpointing.is_on and not self.keeps_checkpointing:
                 self._replace_checkpointing()
             elif self._selection != self._asked:
                 self.apply(self._asked)
@@ -91,24 +110,24 @@ class InPlaceEngine:
             return
         self._is_attached = False
         base.forget_engine(self._model)
-        self._training_forward.stop()
-        self._checkpointing.restore()
+        self._attached.training_forward.stop()
+        self._attached.checkpointing.restore()
         self._leave()
 
     def detach(self) -> None:
         """`suspend`, and forget the model with all that was compiled for it."""
         self.suspend()
         self._forget()
-        self._model = self._training_forward = None
+        self._last_attached = None
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._checkpointing.is_on and not self.keeps_checkpointing:
+        if self._attached.checkpointing.is_on and not self.keeps_checkpointing:
             # Switched on since, or by an activation_checkpointing_enable() of the user's training loop.
             self._replace_checkpointing()
         return self._train_forward(*args, **kwargs)
 
     def _replace_checkpointing(self) -> None:
-        self._checkpointing.switch_off()
+        self._attached.checkpointing.switch_off()
         by = f"config {self._selection.config}" if self._selection.config else f"level {self._selection.level or 1}"
         get_logger().info(
             f"activation checkpointing of {type(self._model).__name__} is off while the {self.name} engine trains it; "

@@ -166,7 +166,7 @@ class CompileEngine(in_place.InPlaceEngine):
         # it must not keep the model with it.
         partition = weakref.WeakMethod(self._partition)
         backend = Backend(self._compiler, lambda *joint: partition()(*joint))
-        plain = self._training_forward.plain_forward
+        plain = self._attached.training_forward.plain_forward
         forward = compat.with_own_code(with_detached_outputs(plain) if loss_only else plain)
         self._traced.append(forward)
         return compat.compile_alone(forward, backend, self._dynamic)

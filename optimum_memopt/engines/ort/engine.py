@@ -219,7 +219,7 @@ class OrtEngine(in_place.InPlaceEngine):
 
     @property
     def _fallback(self) -> Callable[..., Any]:
-        return with_label_smoothing(self._training_forward.plain_forward, self._smoothing)
+        return with_label_smoothing(self._attached.training_forward.plain_forward, self._smoothing)
 
     def _drop_outdated_session(self) -> None:
         """Drop a session whose graph has baked in state of the model that has changed since."""
@@ -265,7 +265,7 @@ class OrtEngine(in_place.InPlaceEngine):
         """Why ONNX Runtime fails on a batch that PyTorch can run; empty when PyTorch fails too."""
         try:
             with torch.no_grad():
-                self._training_forward.plain_forward(*args, **kwargs)
+                self._attached.training_forward.plain_forward(*args, **kwargs)
         except Exception:
             return ""
         return (
@@ -289,8 +289,9 @@ class OrtEngine(in_place.InPlaceEngine):
         self._exported = SharedCopy(self._model)
         module = self._exported.module
         module.__dict__.pop("forward", None)
-        if isinstance(self._training_forward.previous, types.MethodType):
-            module.forward = types.MethodType(self._training_forward.previous.__func__, module)
+        previous = self._attached.training_forward.previous
+        if isinstance(previous, types.MethodType):
+            module.forward = types.MethodType(previous.__func__, module)
         for name in compat_torch.MODULE_HOOKS:
             module.__dict__[name] = OrderedDict()
         if self._options.ort_module_with_loss:
