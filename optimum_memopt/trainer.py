@@ -134,8 +134,9 @@ def attach(trainer: Trainer, options: MemOptOptions | None = None, **overrides: 
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         trainer.compute_loss = _comparing(trainer, engine, chosen)
     trainer.train = _releasing(trainer, engine)
-    trainer.memopt = Attachment(chosen, engine, callbacks[PlanStatsCallback])
-    return trainer.memopt
+    attachment = Attachment(chosen, engine, callbacks[PlanStatsCallback])
+    trainer.memopt = attachment  # type: ignore[attr-defined]
+    return attachment
 
 
 def run_summary(trainer: Trainer) -> str:

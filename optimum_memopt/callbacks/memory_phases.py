@@ -93,13 +93,12 @@ class MemoryPhasesCallback(TrainerCallback):
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        model: torch.nn.Module,
         **kwargs: Any,
     ) -> None:
         self._remove_hooks()  # a run that died left them
         self.reporter.begin(state)
         self._first_step, self._due, self._highest = state.global_step, False, None
-        self._install_hooks(model)
+        self._install_hooks(kwargs["model"])
         self._monitor = PeakMonitor(args.device)
         self._monitor.start_run()
 
@@ -108,7 +107,7 @@ class MemoryPhasesCallback(TrainerCallback):
     ) -> None:
         self._readings = {}
         self._due = self.reporter.active and is_due(state.global_step - self._first_step, self._log_steps)
-        if self._due:
+        if self._due and self._monitor is not None:
             self._monitor.start_phase()
 
     def on_optimizer_step(
@@ -119,7 +118,7 @@ class MemoryPhasesCallback(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if not self._due:
+        if not self._due or self._monitor is None:
             return
         self._due = False
         step, method = state.global_step - 1, self._monitor.method
@@ -175,7 +174,7 @@ class MemoryPhasesCallback(TrainerCallback):
         return any(isinstance(callback, PlanStatsCallback) and callback.table is not None for callback in callbacks)
 
     def _observe(self, phase: str) -> None:
-        if not self._due:
+        if not self._due or self._monitor is None:
             return
         self._readings[phase] = merged(self._readings.get(phase), self._monitor.next_phase())
 

@@ -4,6 +4,7 @@ import os
 import sys
 import weakref
 from collections.abc import Iterable, Mapping
+from types import FrameType
 from typing import Any
 
 from transformers import Trainer, TrainerState
@@ -58,7 +59,7 @@ def find_trainer(state: TrainerState) -> Trainer:
     Raises:
         MemOptError: the event does not come from a Trainer.
     """
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")
         if isinstance(owner, Trainer) and owner.state is state:

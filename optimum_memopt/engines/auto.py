@@ -72,6 +72,10 @@ class AutoEngine:
     def reason(self) -> str:
         return self._current.reason
 
+    @reason.setter
+    def reason(self, why: str) -> None:
+        self._current.reason = why
+
     @property
     def selection(self) -> Selection:
         return self._current.selection
@@ -136,11 +140,12 @@ class AutoEngine:
         return self._current.smooth_labels(smoothing)
 
     def _train_forward(self, *args: Any, **kwargs: Any) -> Any:
-        model = self._model
+        model, train_by_first = self._model, self._train_by_first
+        assert model is not None and train_by_first is not None
         has_trained = self._current.plans() is not None
         before = _State.of(model, with_buffers=not has_trained)
         try:
-            return self._train_by_first(*args, **kwargs)
+            return train_by_first(*args, **kwargs)
         except UnsupportedModelError as error:
             if has_trained and _world_size() > 1:
                 # The ranks have been compared, and this one cannot know whether the others go on with the first.
@@ -152,10 +157,12 @@ class AutoEngine:
         note_engine(model, self, instead_of=self._current)
         before.restore(model)
         train = training_forward(model).train
+        assert train is not None
         return (smoothing.wrap(train) if smoothing is not None else train)(*args, **kwargs)
 
     def _go_on_with_second(self, why: str) -> None:
         first, create = self._current, self._create_second
+        assert create is not None
         second = create(first.selection)
         second.backward_from_loss_only, second.reason = first.backward_from_loss_only, f"{why}{self._unused}"
         # Only now, since the second one may refuse the plan.

@@ -40,7 +40,7 @@ class Selection:
 class Smoothing(Protocol):
     """Label smoothing as a part of the training forward."""
 
-    def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """`forward` with the smoothed loss in its outputs."""
 
 
@@ -48,14 +48,16 @@ class Engine(Protocol):
     """Trains a model, in place, under a memory plan.
 
     Attributes:
-        name: as it is registered.
         reason: why this engine trains the model.
         backward_from_loss_only: asked at each training forward: whether the caller only calls backward() on the loss.
     """
 
-    name: str
     reason: str
     backward_from_loss_only: Callable[[], bool]
+
+    @property
+    def name(self) -> str:
+        """As it is registered."""
 
     @property
     def selection(self) -> Selection:

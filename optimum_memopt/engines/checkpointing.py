@@ -13,6 +13,7 @@ import torch
 
 from optimum_memopt.compat import forward_hooks
 
+_SWITCH = "gradient_checkpointing"
 # transformers' `enable_input_require_grads`; PEFT's `_prepare_model_for_gradient_checkpointing` (0.21).
 _INPUT_GRADIENT_HOOKS = frozenset({"make_inputs_require_grads", "make_inputs_require_grad"})
 
@@ -40,7 +41,7 @@ class Checkpointing:
         """Until `restore`."""
         for module in self._able:
             if module.gradient_checkpointing:
-                module.gradient_checkpointing = False
+                setattr(module, _SWITCH, False)
                 self._switched_off.append(module)
         for module in self._model.modules():
             hooks = forward_hooks(module)
@@ -52,7 +53,7 @@ class Checkpointing:
     def restore(self) -> None:
         """Undo `switch_off`."""
         for module in self._switched_off:
-            module.gradient_checkpointing = True
+            setattr(module, _SWITCH, True)
         for hooks, key, hook in self._hooks:
             hooks[key] = hook
         self._switched_off, self._hooks = [], []
@@ -60,4 +61,4 @@ class Checkpointing:
 
 def _can_checkpoint(module: torch.nn.Module) -> bool:
     # Not hasattr, which looks through PEFT's wrappers.
-    return "gradient_checkpointing" in vars(module) or hasattr(type(module), "gradient_checkpointing")
+    return _SWITCH in vars(module) or hasattr(type(module), _SWITCH)

@@ -85,8 +85,8 @@ def estimate(workload: "Workload", selection: Selection, symbolic: bool = False)
                 "--measure runs it"
             ) from error
     table, predictor = engine.plans(), engine.predictor
-    if predictor is None:
-        raise MemOptError("; ".join(table.header))
+    if table is None or predictor is None:
+        raise MemOptError("; ".join(table.header if table is not None else ()))
     footprint = predictor.footprint()
     attention = attention_implementation(model.config) or "eager"
     if not symbolic:

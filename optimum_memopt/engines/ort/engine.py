@@ -104,8 +104,12 @@ class OrtEngine(in_place.InPlaceEngine):
         if self._backward_is_due:
             self._forget()
 
-    def smooth_labels(self, smoothing: LabelSmoothing | None) -> bool:
-        """Return the smoothed loss from training forwards with labels; needs `--ort_module_with_loss`."""
+    def smooth_labels(self, smoothing: Any) -> bool:
+        """Return the smoothed loss from training forwards with labels; needs `--ort_module_with_loss`.
+
+        Args:
+            smoothing: a `LabelSmoothing`; None: the model's own loss.
+        """
         if smoothing != self._smoothing:
             self._smoothing = smoothing
             self._forget()
@@ -308,6 +312,7 @@ class OrtEngine(in_place.InPlaceEngine):
 
     def _choose(self, text: str, combinations: Mapping[str, int]) -> tuple[str, ...]:
         session = self._session
+        assert session is not None
         support_checks.check_operators(
             type(self._model).__name__, session.inlined_functions, session.aten_operators, session.has_extensions
         )
@@ -334,6 +339,7 @@ class OrtEngine(in_place.InPlaceEngine):
             get_logger().info("the inputs changed: ONNX Runtime built a new training graph")
 
     def _header(self) -> tuple[str, ...]:
+        assert self._session is not None
         provider = "CUDAExecutionProvider" if self._session.device.type == "cuda" else "CPUExecutionProvider"
         selected = f"config {self._selection.config}" if self._selection.config else f"level {self._selection.level}"
         return (f"{type(self._model).__name__} on {provider}, {selected}",)

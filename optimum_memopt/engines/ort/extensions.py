@@ -184,6 +184,7 @@ def load(paths: dict[str, Path]) -> dict[str, ModuleType]:
         if module is None:
             spec = importlib.util.spec_from_file_location(full_name, path)
             try:
+                assert spec is not None and spec.loader is not None
                 module = importlib.util.module_from_spec(spec)
                 spec.loader.exec_module(module)
             except ImportError as error:

@@ -52,8 +52,8 @@ class ModuleState:
             if _is_config(name, value)
         ]
         # Where modules share a config, it gets the name nearest to the root.
-        configs = {id(part.owner): part for part in reversed(configs)}.values()
-        self._parts = (*modules, *configs)
+        shared_once = {id(part.owner): part for part in reversed(configs)}.values()
+        self._parts = (*modules, *shared_once)
 
     def is_current(self) -> bool:
         """Whether nothing has changed since the snapshot."""
@@ -241,7 +241,7 @@ def _tensors(module: torch.nn.Module) -> tuple[tuple[Any, ...], ...]:
     parameters, buffers = compat_torch.parameters(module), compat_torch.buffers(module)
     if not parameters and not buffers:
         return ()
-    facts = [
+    facts: list[tuple[Any, ...]] = [
         (name, id(p), p.shape, p.requires_grad, p.dtype, p.device) for name, p in parameters.items() if p is not None
     ]
     if buffers:

@@ -87,7 +87,7 @@ def return_loss_only(module: torch.nn.Module, smoothing: LabelSmoothing | None, 
         smoothing: see `with_label_smoothing`.
         sparse: compute the loss from the labelled rows only, if there is a label per token.
     """
-    own = module.forward
+    own: Any = module.forward
     signature = inspect.signature(own)
     forward = with_label_smoothing(own, smoothing)
     sparse_forward = with_label_smoothing(own, smoothing, sparse=True)
