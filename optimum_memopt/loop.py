@@ -64,6 +64,8 @@ def _show_plans(model: torch.nn.Module, engine: Engine) -> None:
     patch = training_forward(model)
     train, shown = patch.train, None
 
+    assert train is not None
+
     def train_and_show(*args: Any, **kwargs: Any) -> Any:
         nonlocal shown
         outputs = train(*args, **kwargs)

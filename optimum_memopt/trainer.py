@@ -11,7 +11,7 @@ import copy
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import Trainer, TrainerState
@@ -255,7 +255,7 @@ def _attaching(trainer: Trainer, engine: Engine, optimizer: str | None) -> Any:
     def attach_and_create(*args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         # Else a user calls this before `train`, which calls it again.
         if trainer.is_in_train:
-            engine.attach(trainer.model)
+            engine.attach(cast(torch.nn.Module, trainer.model))
         if optimizer is not None:
             return optimizers.create(optimizer, trainer, create_optimizer, *args, **kwargs)
         return create_optimizer(*args, **kwargs)

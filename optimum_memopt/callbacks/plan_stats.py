@@ -63,12 +63,13 @@ class PlanStatsCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         engine = engine_of(kwargs["model"])
-        table = engine.plans() if engine else None
-        if table is not None and state.global_step == _COMPARED_AFTER:
+        if engine is None or (table := engine.plans()) is None:
+            return
+        if state.global_step == _COMPARED_AFTER:
             self.reporter.metrics(
                 self._compared(engine, args, kwargs.get("optimizer"), f"after {_COMPARED_AFTER} steps")
             )
-        if table is None or table is self.table:
+        if table is self.table:
             return
         self.table = table
         if tables_shown.get(kwargs["model"]) is not table:
@@ -93,7 +94,7 @@ class PlanStatsCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        if not is_final(logs):
+        if not is_final(logs) or self._monitor is None:
             return
         # Frozen before it is reported, so that whoever asks later is told the same.
         self._monitor.end_run()

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -86,7 +86,8 @@ class InPlaceEngine:
             self._continue()
             return
         self._check(model)
-        base.note_engine(model, self)
+        # Its subclasses have the rest of the protocol.
+        base.note_engine(model, cast(base.Engine, self))
         place = training_forward(model)
         last = self._last_attached
         if last is None or last.model is not model or last.training_forward is not place:

@@ -51,7 +51,7 @@ class Case:
     bf16: bool = False
     optimizer: bool = False
 
-    def prepare(self, model: "torch.nn.Module") -> None:
+    def prepare(self, model: Any) -> None:
         """Change the model, on its device, before an engine is attached; a hook for baselines."""
         if self.activation_checkpointing:
             model.gradient_checkpointing_enable()

@@ -70,6 +70,7 @@ def estimate(workload: "Workload", selection: Selection, symbolic: bool = False)
     with compat.fake_tensors():
         # Some models draw initial values in a loop until they are in range, which fake tensors never are.
         with device, no_init_weights():
+            model: Any
             model, batch = workload.build()
         model.tie_weights()
         _decide_problem_type(model.config, batch.get("labels"))

@@ -69,9 +69,9 @@ def check_checkpointed_functions() -> Iterator[None]:
                 f"its checkpointed layers get {', '.join(names)} other than as positional arguments, which the export "
                 "would freeze at their values of the first batch; turn activation checkpointing off"
             )
-        return super(function_class, cls).apply(function, *args)
+        return super(function_class, cls).apply(function, *args)  # type: ignore[misc]
 
-    function_class.apply = classmethod(apply)
+    function_class.apply = classmethod(apply)  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -87,7 +87,7 @@ def _held_tensors(function: Callable[..., Any]) -> list[str]:
     variables = inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
     return [
         name
-        for name, value in (held | variables).items()
+        for name, value in {**held, **variables}.items()
         if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value))
     ]
 

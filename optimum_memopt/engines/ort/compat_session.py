@@ -26,7 +26,7 @@ class SessionInternals:
         ort_module: an ORTModule that has not run yet.
     """
 
-    def __init__(self, ort_module: torch.nn.Module) -> None:
+    def __init__(self, ort_module: Any) -> None:
         self._manager = ort_module._torch_module._execution_manager(True)
         self._transition = self._manager._graph_transition_manager
         self._observer = self._manager._runtime_inspector.memory_ob

@@ -95,7 +95,8 @@ class OrtEngine(in_place.InPlaceEngine):
 
     def _leave(self) -> None:
         if self._attention is not None:
-            self._model.set_attn_implementation(self._attention)
+            model: Any = self._model
+            model.set_attn_implementation(self._attention)
         if not self._options.ort_arena:
             malloc.restore()
 

@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import json
+import os
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -243,7 +244,7 @@ class OrtSession:
             return contextlib.nullcontext()
         versions = (torch.__version__, installed_version(DISTRIBUTIONS), installed_version(("optimum-memopt",)))
         others = (*map(str, versions), *compat_export.symbolic_names(), *map(str, sorted(self._environment.items())))
-        return ExportCache(self._options.ort_cache_dir, others).enabled()
+        return ExportCache(os.fspath(self._options.ort_cache_dir), others).enabled()
 
     def _graph_builder(self, original: Callable[[Any], None]) -> Callable[[Any], None]:
         def build_graph(configuration: Any) -> None:

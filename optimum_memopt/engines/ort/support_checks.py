@@ -250,7 +250,7 @@ def attention(model: torch.nn.Module) -> str | None:
     return attention_implementation(getattr(model, "config", None))
 
 
-def choose_attention(model: torch.nn.Module) -> str | None:
+def choose_attention(model: Any) -> str | None:
     """Switch to eager attention if the current implementation cannot train, and log it.
 
     Returns:
