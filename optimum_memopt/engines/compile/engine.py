@@ -300,14 +300,15 @@ class CompileEngine(in_place.InPlaceEngine):
         line = f"{type(self._model).__name__} on {device} by {self._compiler}, {graphs[0].choice.why}{pieces}"
         if self._predictor is not None:
             with self._predicting():
-                return (line, *self._predicted())
+                return (line, *_predicted(self._predictor))
         return (line,)
 
-    def _predicted(self) -> tuple[str, str]:
-        predictor, footprint = self._predictor, self._predictor.footprint()
-        caveat = predictor.caveat and f" ({predictor.caveat})"
-        return (
-            f"Predicted for the first batch: {predictor.stashed / MIB:.1f} MiB saved for backward, peak of "
-            f"activations and gradients {footprint.activations / MIB:.1f} MiB{caveat}",
-            f"Predicted peak of a step with AdamW: {footprint.peak / MIB:.1f} MiB = {footprint}",
-        )
+
+def _predicted(predictor: StepMemoryPredictor) -> tuple[str, str]:
+    footprint = predictor.footprint()
+    caveat = predictor.caveat and f" ({predictor.caveat})"
+    return (
+        f"Predicted for the first batch: {predictor.stashed / MIB:.1f} MiB saved for backward, peak of "
+        f"activations and gradients {footprint.activations / MIB:.1f} MiB{caveat}",
+        f"Predicted peak of a step with AdamW: {footprint.peak / MIB:.1f} MiB = {footprint}",
+    )
