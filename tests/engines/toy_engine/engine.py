@@ -30,4 +30,4 @@ class ToyEngine(InPlaceEngine):
 
     def _train_forward(self, *args, **kwargs):
         self._count += self._step
-        return self._training_forward.plain_forward(*args, **kwargs)
+        return self._attached.training_forward.plain_forward(*args, **kwargs)
