@@ -11,7 +11,7 @@ import onnx
 from optimum_memopt.engines.ort.graph_edits import NewNodes, element_type
 from optimum_memopt.engines.ort.index_checks import LOSSES, ignored_name
 
-_TYPES = {onnx.TensorProto.FLOAT16: numpy.float16, onnx.TensorProto.DOUBLE: numpy.float64}
+_TYPES: dict[int, Any] = {onnx.TensorProto.FLOAT16: numpy.float16, onnx.TensorProto.DOUBLE: numpy.float64}
 
 
 def nan_mean_without_labels(graph: Any) -> int:
@@ -36,7 +36,7 @@ def nan_mean_without_labels(graph: Any) -> int:
         any_label = new.add("ReduceMax", [counts], "any_number", keepdims=0)
         any_label = new.add("Cast", [any_label], "any", to=onnx.TensorProto.BOOL)
         loss, node.output[0] = node.output[0], f"{node.name}/no_labels/zero_mean"
-        dtype: Any = _TYPES.get(element_type(graph, loss, onnx.TensorProto.FLOAT), numpy.float32)
+        dtype = _TYPES.get(element_type(graph, loss, onnx.TensorProto.FLOAT), numpy.float32)
         new.add("Where", [any_label, node.output[0], new.constant("nan", numpy.nan, dtype)], "mean")
         new.rename_last_output(loss)
         new.insert(position + 1)
