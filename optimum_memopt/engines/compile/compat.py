@@ -9,7 +9,7 @@ import inspect
 import shutil
 import types
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import sympy
 import torch
@@ -146,7 +146,9 @@ def compile_with_inductor(
         saw(module.graph, getattr(compiled, "compiled_fn_runner", None), bool(others.get("is_backward")))
         return compiled
 
-    return compile_fx(module, inputs, compile_inner, config_patches={"custom_partitioner_fn": partitioner})
+    compiled = compile_fx(module, inputs, compile_inner, config_patches={"custom_partitioner_fn": partitioner})
+    # Its other results are for programs that are compiled ahead of time.
+    return cast("Callable[..., Any]", compiled)
 
 
 def silenced(runner: Any) -> Callable[..., Any]:

@@ -165,7 +165,13 @@ class CompileEngine(in_place.InPlaceEngine):
         # torch keeps each backend until the process ends (`torch/_dynamo/eval_frame.py`, `cached_backends`, 2.13);
         # it must not keep the model with it.
         partition = weakref.WeakMethod(self._partition)
-        backend = Backend(self._compiler, lambda *joint: partition()(*joint))
+
+        def partition_while_alive(*joint: Any) -> tuple[Choice, Modules]:
+            method = partition()
+            assert method is not None
+            return method(*joint)
+
+        backend = Backend(self._compiler, partition_while_alive)
         plain = self._attached.training_forward.plain_forward
         forward = compat.with_own_code(with_detached_outputs(plain) if loss_only else plain)
         self._traced.append(forward)

@@ -20,6 +20,8 @@ from optimum_memopt.engines.compile import compat
 _UNDECLARED_VIEWS = frozenset({"_unsafe_view", "lift_fresh"})
 # Key of a node's meta: a host copy in a graph that runs on another device.
 ON_HOST = "optimum_memopt_on_host"
+# As a graph has them: sizes, and other numbers that the tracer kept symbolic.
+Number = int | torch.SymInt | torch.SymFloat | torch.SymBool
 
 
 def value(node: fx.Node) -> object:
@@ -72,7 +74,7 @@ def root(node: fx.Node) -> fx.Node:
     return node
 
 
-def symbolic(number: int | torch.SymInt) -> sympy.Expr:
+def symbolic(number: Number) -> sympy.Expr:
     return number.node.expr if isinstance(number, torch.SymInt) else sympy.Integer(int(number))
 
 

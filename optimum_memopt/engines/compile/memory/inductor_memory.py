@@ -16,7 +16,7 @@ from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimum_memopt.engines.compile import compat
-from optimum_memopt.engines.compile.analysis.joint import symbolic, value
+from optimum_memopt.engines.compile.analysis.joint import Number, symbolic, value
 from optimum_memopt.engines.compile.memory.symbolic_sizes import SymbolValues
 from optimum_memopt.engines.compile.memory.timeline import Prediction, SavedForBackward, SavedStorage, Timeline
 
@@ -144,7 +144,7 @@ def _layout(tensor: torch.Tensor, values: SymbolValues) -> tuple[list[int], list
     return [_integer(size, values) for size in tensor.shape], [_integer(step, values) for step in tensor.stride()]
 
 
-def _integer(number: int | torch.SymInt, values: SymbolValues) -> int:
+def _integer(number: Number, values: SymbolValues) -> int:
     return number if isinstance(number, int) else int(symbolic(number).subs(values))
 
 

@@ -253,4 +253,4 @@ class StepMemoryPredictor:
 
     def _values(self, graph: PartitionedGraph, sizes: BatchSizes) -> dict[sympy.Symbol, int]:
         named = self._names.of_symbols(graph)
-        return {symbol: sizes.get(named.get(symbol), first) for symbol, first in graph.sizes.items()}
+        return {symbol: sizes.get(named.get(symbol, ""), first) for symbol, first in graph.sizes.items()}

@@ -190,11 +190,11 @@ def graph_timeline(
         for name, node in saved.items()
         if is_tensor(node)
     }
-    indices = [
+    of_dropped, of_tangents, of_inputs = (
         tuple(sizes.storage(node) for node in nodes if is_tensor(node)) for nodes in (dropped, tangents, inputs)
-    ]
+    )
     schedules = schedule(forward.graph, sizes), schedule(backward.graph, sizes, [*tangents, *owned])
-    return GraphTimeline(compile_sizes(sizes.expressions), *schedules, *indices, numbered)
+    return GraphTimeline(compile_sizes(sizes.expressions), *schedules, of_dropped, of_tangents, of_inputs, numbered)
 
 
 def _owned_inputs(
