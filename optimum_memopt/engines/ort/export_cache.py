@@ -178,6 +178,6 @@ def _value_text(value: Any) -> str:
     if isinstance(value, dict):
         return f"[{', '.join(f'{key!r}: {_value_text(item)}' for key, item in value.items())}]"
     if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_quantized:
-        elements = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        return f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(elements.data).hexdigest()}"
+        elements: Any = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        return f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(memoryview(elements)).hexdigest()}"
     raise _NotCacheable(f"the traced graph has a constant of type {type(value).__name__}")
