@@ -1,4 +1,4 @@
-# make setup | demo | check | test | test-all | lint | types | docs      PYTHON=… chooses the interpreter that .venv is made from
+# make setup | demo | check | test | test-all | lint | docs      PYTHON=… chooses the interpreter that .venv is made from
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -12,7 +12,7 @@ PYTHON := $(shell for p in python3.11 python3.12 python3.10 python3.13 python3; 
 	$$p -c 'import sys, venv; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 14))' 2>/dev/null && echo $$p && break; done)
 endif
 
-.PHONY: setup demo check test test-all lint types docs
+.PHONY: setup demo check test test-all lint docs
 
 setup: $(STAMP)
 
@@ -49,8 +49,6 @@ demo: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-
-types: $(STAMP)
 	$(BIN)/mypy
 
 # docs/testing.md has the tiers. Each test computes on one thread, so two at a time on two cores; a worker takes up to
