@@ -28,7 +28,7 @@ SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
     [
         ({"ort_arena": True}, "--ort_arena with the compile engine: only the ort engine reads it"),
         ({"ort_module_with_loss": True}, "--ort_module_with_loss with the compile engine"),
-        ({"ort_opset": 15, "ort_fallback": False}, "--ort_fallback, --ort_opset with the compile engine"),
+        ({"ort_opset": 15, "ort_fallback": False}, "--ort_fallback, --ort_opset 15 with the compile engine"),
         ({"memory_opt_compiler": "gcc"}, "--memory_opt_compiler gcc: allowed are inductor, aot_eager"),
         (
             {"memory_opt_engine": "ort", "memory_opt_compiler": "inductor", "ort_fallback": False},
