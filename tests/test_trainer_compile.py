@@ -16,6 +16,7 @@ from optimum_memopt.engines.ort import installed
 from optimum_memopt.options import resolve
 from tests.gradients import assert_bitwise_same_step
 from tests.model_zoo import ZOO
+from tests.tiers import tiered
 from tests.trackers import numbers, tracked
 from tests.trainer_runs import arguments, build, collate, distance, log_lines, make, rows, tables, weights
 
@@ -90,7 +91,9 @@ def test_auto_takes_it_where_onnx_runtime_is_not_installed(tmp_path, monkeypatch
     assert engine_of(model).name == "compile"
 
 
-@pytest.mark.parametrize("name", ["roberta-classification", "deberta-v2-classification"])
+@pytest.mark.parametrize(
+    "name", tiered(["roberta-classification", "deberta-v2-classification"], fast=["roberta-classification"])
+)
 def test_checkpoints_are_the_plain_trainers(tmp_path, name):
     """Both find out what problem they solve: one writes it into its config, the other does not."""
     saved = {}
