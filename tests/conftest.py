@@ -1,5 +1,6 @@
 """What all tests share."""
 
+import gc
 import os
 import tempfile
 from pathlib import Path
@@ -47,6 +48,13 @@ def _log_level():
     before = get_logger().level
     yield
     get_logger().setLevel(before)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imports_are_no_garbage():
+    """A Trainer collects garbage three times a run, and each time would look through all that is imported."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
