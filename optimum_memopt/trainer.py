@@ -30,7 +30,7 @@ from optimum_memopt.memory.peak_monitor import MIB
 from optimum_memopt.options import MemOptOptions, from_keywords, resolve
 from optimum_memopt.plans.table import PlanTable
 from optimum_memopt.training import optimizers, sampling
-from optimum_memopt.training.loss_only import is_called_for_loss_only
+from optimum_memopt.training.loss_only import outputs_read_by
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def attach(trainer: Trainer, options: MemOptOptions | None = None, **overrides: 
     resolved.log()
     chosen = resolved.options
     engine = create(resolved)
-    engine.backward_from_loss_only = is_called_for_loss_only
+    engine.outputs_read_by = outputs_read_by
     engine.check_arguments(trainer.args)
     if chosen.memory_opt_optim is not None:
         optimizers.check(chosen.memory_opt_optim, trainer)

@@ -81,12 +81,12 @@ class AutoEngine:
         return self._current.selection
 
     @property
-    def backward_from_loss_only(self) -> Callable[[], bool]:
-        return self._current.backward_from_loss_only
+    def outputs_read_by(self) -> Callable[[], str] | None:
+        return self._current.outputs_read_by
 
-    @backward_from_loss_only.setter
-    def backward_from_loss_only(self, asked: Callable[[], bool]) -> None:
-        self._current.backward_from_loss_only = asked
+    @outputs_read_by.setter
+    def outputs_read_by(self, asked: Callable[[], str] | None) -> None:
+        self._current.outputs_read_by = asked
 
     def check_arguments(self, args: "TrainingArguments") -> None:
         """Decide by Trainer arguments. Raises MemOptError where neither engine can train with them."""
@@ -164,7 +164,7 @@ class AutoEngine:
         first, create = self._current, self._create_second
         assert create is not None
         second = create(first.selection)
-        second.backward_from_loss_only, second.reason = first.backward_from_loss_only, f"{why}{self._unused}"
+        second.outputs_read_by, second.reason = first.outputs_read_by, f"{why}{self._unused}"
         # Only now, since the second one may refuse the plan.
         first.detach()
         self._current, self._create_second, self._train_by_first = second, None, None

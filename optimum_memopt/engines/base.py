@@ -49,11 +49,12 @@ class Engine(Protocol):
 
     Attributes:
         reason: why this engine trains the model.
-        backward_from_loss_only: asked at each training forward: whether the caller only calls backward() on the loss.
+        outputs_read_by: asked at each training forward: who may read more of its outputs than the loss, empty when
+            nobody does. None where there is no Trainer to ask.
     """
 
     reason: str
-    backward_from_loss_only: Callable[[], bool]
+    outputs_read_by: Callable[[], str] | None
 
     @property
     def name(self) -> str:

@@ -48,7 +48,7 @@ class InPlaceEngine:
     def __init__(self, selection: Selection | None = None) -> None:
         self._last_attached: Attached | None = None
         self._is_attached = False
-        self.backward_from_loss_only: Callable[[], bool] = lambda: False
+        self.outputs_read_by: Callable[[], str] | None = None
         self.apply(selection or Selection())
 
     @property

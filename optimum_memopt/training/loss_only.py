@@ -1,4 +1,4 @@
-"""Whether the caller of a training forward only calls backward() on the loss.
+"""Who may read a training forward's outputs beside the loss.
 
 Stock `Trainer.compute_loss` takes the loss out of the model's outputs and drops the rest when it returns (transformers
 5.23). Asked at each forward, since a subclass, an assignment to the Trainer and a hook may all come later.
@@ -20,20 +20,30 @@ _PASSES_THROUGH = frozenset({"optimum_memopt", "torch", "accelerate", "deepspeed
 _HOOKS_THAT_ADD_NOTHING = frozenset({"optimum_memopt", "deepspeed"})
 
 
-def is_called_for_loss_only() -> bool:
-    """Whether the code that runs now was called by stock `Trainer.compute_loss`, which returns the model's own loss
-    and nothing else, and no hook on the model or on a wrapper around it sees the other outputs.
+def outputs_read_by() -> str:
+    """Who may read more of the model's outputs than the loss; empty when nobody does.
 
-    Costs 10 microseconds. False wherever something unknown is in between.
+    Nobody does where the code that runs now was called by stock `Trainer.compute_loss`, which returns the model's own
+    loss and nothing else, and no hook on the model or on a wrapper around it sees the other outputs.
+
+    Costs 10 microseconds.
     """
     caller = _first_that_reads(sys._getframe(1))
-    if caller is None or caller.f_code.co_name != "compute_loss" or _module(caller) != "transformers.trainer":
-        return False
+    if caller is None:
+        return "the training loop"
+    if caller.f_code.co_name != "compute_loss" or _module(caller) != "transformers.trainer":
+        return caller.f_code.co_qualname if hasattr(caller.f_code, "co_qualname") else caller.f_code.co_name
     given = caller.f_locals
     trainer = given["self"]
-    if given["return_outputs"] or trainer.compute_loss_func is not None or trainer.label_smoother is not None:
-        return False
-    return not any(_is_read(hook) for hook in _hooks(given["model"]))
+    if given["return_outputs"]:
+        return f"{type(trainer).__name__}, which asks compute_loss for the outputs,"
+    if trainer.compute_loss_func is not None:
+        return "compute_loss_func"
+    if trainer.label_smoother is not None:
+        return "the Trainer's label smoother"
+    if any(_is_read(hook) for hook in _hooks(given["model"])):
+        return "a forward hook"
+    return ""
 
 
 def _first_that_reads(frame: FrameType | None) -> FrameType | None:

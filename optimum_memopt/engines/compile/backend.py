@@ -18,7 +18,6 @@ from optimum_memopt.engines.compile.memory.inductor_memory import InductorProgra
 from optimum_memopt.engines.compile.passes import dropout
 from optimum_memopt.errors import MemOptError
 
-COMPILERS = ("inductor", "aot_eager")
 # Takes what will hold inductor's programs, the joint graph, its inputs, how many of its outputs are the forward's, and
 # torch's other arguments.
 Partition = Callable[[InductorPrograms, fx.GraphModule, Any, int, dict[str, Any]], tuple[Choice, Modules]]
@@ -69,15 +68,18 @@ class Backend:
     """A backend for `torch.compile` whose joint graphs go through `partition`.
 
     Args:
-        compiler: one of `COMPILERS`.
+        compiler: one of `options.COMPILERS`.
         partition: splits a joint graph into forward and backward.
+        prepare: changes the graph that dynamo has traced.
     """
 
-    def __init__(self, compiler: str, partition: Partition) -> None:
+    def __init__(self, compiler: str, partition: Partition, prepare: Callable[[fx.GraphModule], None]) -> None:
         self._compiler = compiler
         self._partition = partition
+        self._prepare = prepare
 
     def __call__(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        self._prepare(module)
         programs = InductorPrograms()
         partitioner = _Partitioner(functools.partial(self._partition, programs))
         if self._compiler == "inductor":

@@ -28,6 +28,23 @@ def with_detached_outputs(forward: Callable[..., Any]) -> Callable[..., Any]:
     return detaching
 
 
+def without_logits(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward` without the logits among its outputs, where the first is the loss."""
+    if isinstance(forward, types.MethodType):
+        return types.MethodType(without_logits(forward.__func__), forward.__self__)
+
+    def dropping(*args: Any, **kwargs: Any) -> Any:
+        outputs = forward(*args, **kwargs)
+        if isinstance(outputs, Mapping):
+            if _is_loss(outputs.get("loss")):
+                return type(outputs)(**{name: None if name.endswith("logits") else outputs[name] for name in outputs})
+        elif isinstance(outputs, tuple) and len(outputs) > 1 and _is_loss(outputs[0]):
+            return (outputs[0], None, *outputs[2:])
+        return outputs
+
+    return dropping
+
+
 def refusing_gradients(outputs: Any) -> Any:
     """Let detached outputs raise when they get a gradient.
 

@@ -16,12 +16,18 @@ from optimum_memopt.engines.compile.analysis.graph import Modules
 from optimum_memopt.engines.compile.analysis.module_paths import add_outer_modules
 from optimum_memopt.engines.compile.backend import Backend, check_compiler, configured, default_compiler
 from optimum_memopt.engines.compile.choice import Choice
-from optimum_memopt.engines.compile.detach_outputs import refusing_gradients, with_detached_outputs
+from optimum_memopt.engines.compile.detach_outputs import (
+    refusing_gradients,
+    with_detached_outputs,
+    without_logits,
+)
+from optimum_memopt.engines.compile.loss.plan import LossPlan, mode_of, plan_losses
 from optimum_memopt.engines.compile.memory.footprint import resident
 from optimum_memopt.engines.compile.memory.inductor_memory import InductorPrograms
 from optimum_memopt.engines.compile.memory.step_memory import StepMemoryPredictor
+from optimum_memopt.engines.compile.options import AUTO, CHUNKED, PLAIN
 from optimum_memopt.engines.compile.partitioned_graph import PartitionedGraph, partition_joint
-from optimum_memopt.engines.compile.producers import Producer, producer_for
+from optimum_memopt.engines.compile.producers import producer_for
 from optimum_memopt.engines.compile.recompiles import FailedGuards
 from optimum_memopt.engines.compile.symbol_names import SymbolNames
 from optimum_memopt.engines.compile.table import to_table
@@ -49,13 +55,21 @@ class CompileEngine(in_place.InPlaceEngine):
         selection: which plans.
         compiler: `inductor`, or `aot_eager`: the same graphs, run operator by operator; None: see `default_compiler`.
         dynamic: sizes of batches stay symbols; False: traced several times as fast, for the sizes of the first only.
+        loss: one of `options.LOSSES`.
     """
 
     name = "compile"
 
-    def __init__(self, selection: Selection | None = None, compiler: str | None = None, dynamic: bool = True) -> None:
+    def __init__(
+        self,
+        selection: Selection | None = None,
+        compiler: str | None = None,
+        dynamic: bool = True,
+        loss: str = AUTO,
+    ) -> None:
         self._compiler_asked = compiler
         self._dynamic = dynamic
+        self._loss_asked = loss
         self._is_on_cpu = False
         super().__init__(selection)
 
@@ -107,12 +121,16 @@ class CompileEngine(in_place.InPlaceEngine):
         return self._compiler_asked or default_compiler(next(self._model.parameters()).device.type)[0]
 
     def _forget(self) -> None:
-        # By whether only the loss is in the graph, and the hooks of all modules.
-        self._compiled: dict[tuple[bool, tuple[int, ...]], Callable[..., Any]] = {}
+        config, self._loss = mode_of(self._selection.config, self._loss_asked)
+        self._producer = producer_for(replace(self._selection, config=config))
+        # By whether only the loss keeps its gradient, whether the logits are dropped, and the hooks of all modules.
+        self._compiled: dict[tuple[bool, bool, tuple[int, ...]], Callable[..., Any]] = {}
         # What torch traces for them.
         self._traced: list[Callable[..., Any]] = []
         # Graphs that the current forward has compiled so far.
         self._graphs: list[PartitionedGraph] = []
+        # The losses of the graph that is compiled next.
+        self._losses: list[LossPlan] = []
         self._table: PlanTable | None = None
         self._predictor: StepMemoryPredictor | None = None
         self._resident = 0
@@ -123,11 +141,13 @@ class CompileEngine(in_place.InPlaceEngine):
         self._said: set[str] = set()
 
     def _train_forward(self, *args: Any, **kwargs: Any) -> Any:
-        loss_only = self.backward_from_loss_only()
-        variant = (loss_only, compat.global_hooks())
+        reader = self._outputs_read_by()
+        loss_only = not reader and self.outputs_read_by is not None
+        drops_logits = not reader and self._loss != PLAIN
+        variant = (loss_only, drops_logits, compat.global_hooks())
         is_new = variant not in self._compiled
         if is_new:
-            self._compiled[variant] = self._compile(loss_only)
+            self._compiled[variant] = self._compile(loss_only, drops_logits, reader)
         kwargs = without_key_value_cache(self._model, args, kwargs)
         watch = compat.Watch()
         is_first = is_new or self._table is None
@@ -152,7 +172,13 @@ class CompileEngine(in_place.InPlaceEngine):
                 self._predictor.note_forward(kwargs, outputs)
         return refusing_gradients(outputs) if loss_only else outputs
 
-    def _compile(self, loss_only: bool) -> Callable[..., Any]:
+    def _outputs_read_by(self) -> str:
+        """Who may read more of the outputs than the loss; a training loop of one's own says so by its options."""
+        if self.outputs_read_by is not None:
+            return self.outputs_read_by()
+        return "" if self._loss == CHUNKED else "the training loop"
+
+    def _compile(self, loss_only: bool, drops_logits: bool, reader: str) -> Callable[..., Any]:
         if self._compiled:
             outputs = (
                 "only the loss keeps its gradient"
@@ -164,18 +190,24 @@ class CompileEngine(in_place.InPlaceEngine):
             self._trace_fixes = TraceFixes(self._model)
         # torch keeps each backend until the process ends (`torch/_dynamo/eval_frame.py`, `cached_backends`, 2.13);
         # it must not keep the model with it.
-        partition = weakref.WeakMethod(self._partition)
-
-        def partition_while_alive(*joint: Any) -> tuple[Choice, Modules]:
-            method = partition()
-            assert method is not None
-            return method(*joint)
-
-        backend = Backend(self._compiler, partition_while_alive)
-        plain = self._attached.training_forward.plain_forward
-        forward = compat.with_own_code(with_detached_outputs(plain) if loss_only else plain)
+        partition, prepare = _weak(self._partition), _weak(self._plan_losses)
+        backend = Backend(self._compiler, partition, lambda module: prepare(module, reader))
+        forward = self._attached.training_forward.plain_forward
+        if loss_only:
+            forward = with_detached_outputs(forward)
+        if drops_logits:
+            forward = without_logits(forward)
+        forward = compat.with_own_code(forward)
         self._traced.append(forward)
         return compat.compile_alone(forward, backend, self._dynamic)
+
+    def _plan_losses(self, module: fx.GraphModule, reader: str) -> None:
+        self._losses, others = plan_losses(module.graph, self._loss, reader)
+        if any(plan.is_chunked for plan in self._losses):
+            module.recompile()
+        elif self._loss == CHUNKED:
+            for reason in (*(plan.reason for plan in self._losses), *others):
+                self._say(f"the loss of {type(self._model).__name__} is not chunked: {reason}")
 
     def _partition(
         self,
@@ -197,15 +229,13 @@ class CompileEngine(in_place.InPlaceEngine):
             self._producer,
             self._graphs,
             refuses_mistakes=is_all and self._table is None and self._selection.strict,
+            runs_operators=self._compiler != "inductor",
         )
-        self._graphs.append(replace(graph, programs=programs, is_all_of_forward=is_all))
+        losses, self._losses = tuple(self._losses), []
+        self._graphs.append(replace(graph, programs=programs, is_all_of_forward=is_all, losses=losses))
         self._resident = resident(next(self._model.parameters()).device)
         self._progress.stage = f"compiling graph {number}"
         return graph.choice, modules
-
-    @property
-    def _producer(self) -> Producer:
-        return producer_for(self._selection)
 
     def _announced(self, is_first: bool) -> contextlib.AbstractContextManager[Progress]:
         """Lines around the first call of a compiled forward; nothing around the later ones."""
@@ -308,6 +338,18 @@ class CompileEngine(in_place.InPlaceEngine):
             with self._predicting():
                 return (line, *_predicted(self._predictor))
         return (line,)
+
+
+def _weak(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method, called while its object is alive."""
+    held = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        alive = held()
+        assert alive is not None
+        return alive(*args)
+
+    return call
 
 
 def _predicted(predictor: StepMemoryPredictor) -> tuple[str, str]:

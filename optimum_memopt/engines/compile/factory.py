@@ -28,7 +28,7 @@ class CompileFactory(EngineFactory):
         """An engine, not yet attached."""
         from optimum_memopt.engines.compile.engine import CompileEngine
 
-        return CompileEngine(selection, options.memory_opt_compiler)
+        return CompileEngine(selection, options.memory_opt_compiler, loss=options.memory_opt_loss)
 
     def environment_report(self) -> Report:
         """Compilers, devices, kernels, and what is missing."""

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 COMPILERS = ("inductor", "aot_eager")
+LOSSES = AUTO, PLAIN, CHUNKED = ("auto", "plain", "chunked")
 
 
 @dataclass
@@ -16,5 +17,15 @@ class CompileOptions:
             "help": "What runs the graphs of the compile engine: inductor (kernels of its own; half a minute to "
             "compile on a CPU) or aot_eager (PyTorch's operators one by one; seconds, loss and gradients bitwise "
             "those of PyTorch). Default: inductor on a GPU, else aot_eager.",
+        },
+    )
+    memory_opt_loss: str = field(
+        default=AUTO,
+        metadata={
+            "choices": LOSSES,
+            "help": "How a model with a vocabulary computes its training loss: chunked, from the tokens that have a "
+            "label and without ever holding the logits of all of them, plain, as the model does, or auto: chunked "
+            "where that saves memory and nobody reads the logits. Gradients are those of plain up to the order of "
+            "sums.",
         },
     )

@@ -24,6 +24,8 @@ from optimum_memopt.engines.compile.analysis.joint import (
 )
 from optimum_memopt.engines.compile.analysis.saved_activations import find_saved_activations, operator_name
 from optimum_memopt.engines.compile.choice import Choice
+from optimum_memopt.engines.compile.loss.plan import LossPlan
+from optimum_memopt.engines.compile.loss.scale_in_place import scale_in_place
 from optimum_memopt.engines.compile.memory.inductor_memory import InductorPrograms
 from optimum_memopt.engines.compile.memory.timeline import GraphTimeline, Prediction, graph_timeline
 from optimum_memopt.engines.compile.passes.partition import partition
@@ -46,6 +48,7 @@ class PartitionedGraph:
         has_convolutions: whose kernels take workspaces that are no tensors of the graph.
         programs: inductor's for the two graphs, once it has compiled them.
         is_all_of_forward: nothing of the model's forward runs outside of the graph.
+        losses: those of a model with a vocabulary, chunked or not.
     """
 
     candidates: tuple[Candidate, ...]
@@ -57,6 +60,7 @@ class PartitionedGraph:
     has_convolutions: bool = False
     programs: InductorPrograms = field(default_factory=InductorPrograms)
     is_all_of_forward: bool = True
+    losses: tuple[LossPlan, ...] = ()
 
 
 def analyze(module: fx.GraphModule, inputs: Any, num_fwd_outputs: int, others: Mapping[str, Any]) -> AnalyzedGraph:
@@ -89,6 +93,7 @@ def partition_joint(
     producer: Producer,
     earlier: Sequence[PartitionedGraph] = (),
     refuses_mistakes: bool = False,
+    runs_operators: bool = True,
 ) -> tuple[PartitionedGraph, Modules]:
     """Partition a joint graph as a producer chooses.
 
@@ -100,6 +105,7 @@ def partition_joint(
         producer: who chooses.
         earlier: graphs of the same forward that were partitioned before this one.
         refuses_mistakes: whatever is asked for has to be in this graph.
+        runs_operators: the graphs run as they are, operator by operator.
 
     Raises:
         ConfigError: `refuses_mistakes`, and the user asks for what the graph does not have.
@@ -112,6 +118,8 @@ def partition_joint(
     if modules is None:
         modules = partition(graph.joint, choice.nodes_to_save)
         strategies.rewrite(modules, choice.candidates)
+    if runs_operators:
+        scale_in_place(modules)
     return _partitioned(graph, choice, modules, others), modules
 
 

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 import sympy
 
 from optimum_memopt.engines.compile.analysis.candidates import Candidate, by_row
+from optimum_memopt.engines.compile.loss.plan import ROW
 from optimum_memopt.engines.compile.memory.symbolic_sizes import compile_sizes
 from optimum_memopt.engines.compile.partitioned_graph import PartitionedGraph
 from optimum_memopt.engines.compile.strategies import strategy_of
 from optimum_memopt.engines.compile.symbol_names import SymbolNames
+from optimum_memopt.plans.grammar import ALL
 from optimum_memopt.plans.matching import Matched
 from optimum_memopt.plans.table import Plan, PlanTable, sorted_plans
 
@@ -73,23 +75,48 @@ def to_table(
         for row, parts in rows.items()
         if row in matched.requests or _is_listed(parts, recomputable)
     ]
+    plans.extend(_loss_plans(graphs, names))
     return PlanTable(engine="compile", plans=sorted_plans(plans), symbols=dict(names.first), header=tuple(header))
+
+
+def _loss_plans(graphs: Sequence[PartitionedGraph], names: SymbolNames) -> list[Plan]:
+    """The row of the losses: none where all logits are smaller than what a chunked loss saves, and nobody asked."""
+    losses = [loss for graph in graphs for loss in graph.losses if loss.is_requested or loss.first_saving > 0]
+    if not losses:
+        return []
+    named = {symbol: name for graph in graphs for symbol, name in names.of_symbols(graph).items()}
+    symbols = {symbol: sympy.Symbol(name, integer=True, positive=True) for symbol, name in named.items()}
+    chunked = [loss for loss in losses if loss.is_chunked]
+    notes = dict.fromkeys(loss.note for loss in losses)
+    saving = sympy.Add(*(loss.saving for loss in losses)).subs(symbols)
+    return [
+        Plan(
+            config=ROW,
+            frequency=len(losses),
+            saving_bytes=sum(loss.first_saving for loss in losses),
+            saving_symbolic=str(sympy.factor_terms(sympy.expand(saving))),
+            requested_count=ALL if any(loss.is_requested for loss in losses) else 0,
+            applied_count=len(chunked),
+            note="; ".join(notes),
+            applied_saving_bytes=sum(loss.first_saving for loss in chunked),
+        )
+    ]
 
 
 def _is_listed(parts: Sequence[_Part], recomputable: Collection[str]) -> bool:
     first = parts[0].candidates[0]
-    return strategy_of(first.strategy).is_listed(_device_type(parts[:1]), first.cluster_id in recomputable)
+    return strategy_of(first.strategy).is_listed(_device_type(parts[0]), first.cluster_id in recomputable)
 
 
-def _device_type(parts: Sequence[_Part]) -> str:
+def _device_type(part: _Part) -> str:
     """Of the candidates, the accelerator's where any lies there."""
-    types = {candidate.device_type for part in parts for candidate in part.candidates}
+    types = {candidate.device_type for candidate in part.candidates}
     return min(types, key=lambda device_type: device_type == "cpu")
 
 
 def _plan(row: str, parts: Sequence[_Part], matched: Matched) -> Plan:
     strategy = strategy_of(parts[0].candidates[0].strategy)
-    device_type = _device_type(parts[:1])
+    device_type = _device_type(parts[0])
     saves = strategy.saves_on(device_type)
     frequency = sum(len(part.candidates) for part in parts)
     auto_recomputed = sum(len(part.auto_recomputed) for part in parts)

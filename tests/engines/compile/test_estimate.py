@@ -35,7 +35,7 @@ def test_a_prediction_is_what_a_real_step_is_planned_with(tmp_path, name):
 
     real, batch = workload.build()
     engine = CompileEngine(selection, compiler="aot_eager")
-    engine.backward_from_loss_only = lambda: True
+    engine.outputs_read_by = lambda: ""
     engine.attach(real)
     real(**batch).loss.backward()
     table = engine.plans()

@@ -10,7 +10,7 @@ from typing import Protocol
 import sympy
 from torch import fx
 
-from optimum_memopt.engines.compile.analysis.joint import JointGraph, tensor_value
+from optimum_memopt.engines.compile.analysis.joint import JointGraph, is_chunked_loss, tensor_value
 from optimum_memopt.engines.compile.analysis.naming import cluster_id, dropout_of
 from optimum_memopt.engines.compile.analysis.recompute_chains import (
     RecomputeChain,
@@ -91,6 +91,9 @@ def find_candidates(
     eligible = []
     for activation in activations:
         if activation.is_returned or is_negligible(activation.bytes) or is_statistic(activation.root):
+            continue
+        # Gradients that were computed early: each lives on as the backward's result.
+        if is_chunked_loss(producing_operator(activation).nodes[0]):
             continue
         chain = recompute_chain(joint, activation, available)
         name = _name(joint, chain, available) if chain else cluster_id(producing_operator(activation))

@@ -74,6 +74,11 @@ def root(node: fx.Node) -> fx.Node:
     return node
 
 
+def is_chunked_loss(node: fx.Node) -> bool:
+    """Whether this is the operator of `loss/operators.py`."""
+    return str(node.target) == "optimum_memopt.chunked_loss.default"
+
+
 def symbolic(number: Number) -> sympy.Expr:
     return number.node.expr if isinstance(number, torch.SymInt) else sympy.Integer(int(number))
 
@@ -145,12 +150,12 @@ class JointGraph:
         return compat.mutated_inputs(self.module.graph)
 
     def is_impure(self, node: fx.Node) -> bool:
-        """Whether a recompute would give something else: it draws random numbers, or reads an input that is written to
-        in the meantime (running statistics)."""
+        """Whether it must not run twice: it draws random numbers, reads an input that is written to in the meantime
+        (running statistics), or is a loss that computes its own gradients, three products with all classes."""
         if node.target is operator.getitem:
             node = first_input(node)
         reads = (root(read) for read in node.all_input_nodes)
-        return compat.is_random(node) or any(read in self.mutated_inputs for read in reads)
+        return compat.is_random(node) or is_chunked_loss(node) or any(read in self.mutated_inputs for read in reads)
 
     @cached_property
     def forward(self) -> tuple[fx.Node, ...]:

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from optimum_memopt.engines.compile.analysis.joint import (
+    is_chunked_loss,
     is_on_host,
     is_tensor,
     is_view,
@@ -18,6 +19,7 @@ from optimum_memopt.engines.compile.analysis.joint import (
     symbolic,
     value,
 )
+from optimum_memopt.engines.compile.loss.chunks import loss_shape
 
 _ARITHMETIC = frozenset({"add", "div", "mul", "rsub", "sub"})
 
@@ -27,12 +29,12 @@ class Operator(NamedTuple):
 
     Attributes:
         allocates: indices of storages, before it runs.
-        casts: index of the size of its operands' copies in another dtype, which it holds while it runs.
+        workspace: index of the size of what it holds while it runs beside its results.
         frees: indices of storages, after it has run.
     """
 
     allocates: tuple[int, ...]
-    casts: int
+    workspace: int
     frees: tuple[int, ...]
 
 
@@ -94,7 +96,7 @@ def schedule(graph: fx.Graph, sizes: SizeTable, owned: Collection[fx.Node] = ())
         # Outputs that nobody reads go with the tuple that holds them, when its last output has been picked.
         is_unread = node not in last_use and node.op == "call_function" and not is_view(node) and is_tensor(node)
         frees = [*([node] if is_unread else []), *freed.get(node, ())]
-        operators.append(Operator(number(_allocations(node)), sizes.add(_casts(node)), number(frees)))
+        operators.append(Operator(number(_allocations(node)), sizes.add(workspace(node)), number(frees)))
     names = tuple(node.name for node in nodes)
     return Schedule(names, tuple(operators), tuple(map(sizes.storage, storages)))
 
@@ -102,6 +104,11 @@ def schedule(graph: fx.Graph, sizes: SizeTable, owned: Collection[fx.Node] = ())
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     """The last reader of each storage, by its root."""
     return {root(read): node for node in graph.nodes for read in node.all_input_nodes}
+
+
+def workspace(node: fx.Node) -> sympy.Expr:
+    """Bytes that an operator holds while it runs beside its results."""
+    return sympy.sympify(loss_shape(node).workspace) if is_chunked_loss(node) else _casts(node)
 
 
 def _casts(node: fx.Node) -> sympy.Expr:

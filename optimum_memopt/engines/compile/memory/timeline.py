@@ -151,10 +151,10 @@ def simulate(graph: Schedule, sizes: list[int], start: int = 0) -> Timeline:
     storages = [sizes[index] for index in graph.storages]
     held = start
     during = []
-    for allocates, casts, frees in graph.operators:
+    for allocates, workspace, frees in graph.operators:
         for storage in allocates:
             held += storages[storage]
-        during.append(held + sizes[casts])
+        during.append(held + sizes[workspace])
         for storage in frees:
             held -= storages[storage]
     return Timeline(graph.names, tuple(during), held)

@@ -1,0 +1,33 @@
+"""The private names of torch that tell in which state a graph is traced and a backward runs. Seen in torch 2.13.0."""
+
+import torch
+from torch import fx
+from torch.amp import autocast_mode
+
+
+def autocast_dtype(node: fx.Node, device_type: str) -> torch.dtype | None:
+    """The dtype that autocast gives an operator of a graph that dynamo has traced, None where it is off.
+
+    Dynamo calls its backend in the state that the traced function was called in; what the function itself changes is
+    in the graph (`torch/_dynamo/variables/ctx_manager.py`, `AutocastModeVariable`).
+    """
+    dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+    inside: dict[fx.Node, torch.dtype | None] = {}
+    for earlier in node.graph.nodes:
+        if earlier is node:
+            break
+        if earlier.target is autocast_mode._enter_autocast and earlier.args[0] == device_type:
+            _, given, is_enabled, *_ = earlier.args
+            inside[earlier] = (given or torch.get_autocast_dtype(device_type)) if is_enabled else None
+        elif earlier.target is autocast_mode._exit_autocast:
+            inside.pop(earlier.args[0], None)
+    return list(inside.values())[-1] if inside else dtype
+
+
+def backward_runs_once() -> bool:
+    """Inside a backward: whether autograd frees what it has saved afterwards (no `retain_graph=True`).
+
+    AOTAutograd asks the same before it overwrites saved activations (`_aot_autograd/runtime_wrappers.py`).
+    """
+    is_backward = torch._C._current_graph_task_id() != -1
+    return is_backward and not torch._C._autograd._get_current_graph_task_keep_graph()

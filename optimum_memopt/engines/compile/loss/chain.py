@@ -1,0 +1,269 @@
+"""Finds projection to the vocabulary -> elementwise operators -> cross entropy in a graph that dynamo traced. Pure.
+
+Dynamo's graph still has `linear` and `cross_entropy` as calls of `torch.nn.functional`; in a joint graph they are a
+dozen operators of forward and backward.
+"""
+
+import inspect
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch.nn import functional
+
+from optimum_memopt.engines.compile.analysis.joint import symbolic
+from optimum_memopt.engines.compile.compat_state import autocast_dtype
+from optimum_memopt.engines.compile.loss.chunks import LossShape
+
+_CROSS_ENTROPY = inspect.signature(functional.cross_entropy)
+_FLATTENS = frozenset({"view", "reshape", "flatten"})
+_CASTS = frozenset({"float", "double", "to", "type", "contiguous"})
+_MULTIPLIES = frozenset({"mul", "multiply"})
+_DIVIDES = frozenset({"div", "truediv", "divide"})
+
+
+class _DoesNotFit(Exception):
+    """Why the loss stays as it is."""
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """What is done to the output of a projection before the softmax.
+
+    Attributes:
+        scale: it is multiplied by this.
+        softcap: not 0: then it becomes `softcap * tanh` of it.
+    """
+
+    scale: float = 1.0
+    softcap: float = 0.0
+
+    def times(self, factor: float) -> "Scaling":
+        """Multiplied once more, after what has been done so far."""
+        if self.softcap:
+            return replace(self, softcap=self.softcap * factor)
+        return replace(self, scale=self.scale * factor)
+
+
+@dataclass(frozen=True, eq=False)
+class LossChain:
+    """A cross entropy of a projection's output, which nobody else reads.
+
+    Attributes:
+        cross_entropy: the call of `torch.nn.functional.cross_entropy`.
+        projection: the call of `torch.nn.functional.linear`.
+        slices: of the projection's rows, in their order: a causal model predicts nothing at its last token.
+        offset: (1, …, vocabulary), added to the projection's output (BART's `final_logits_bias`); None without.
+        scaling: of the projection's output.
+        labels: integers, one for each row that is left.
+        ignore_index: the label of rows that do not count.
+        mean: over the rows that count; else their sum.
+        label_smoothing: from 0 to 1.
+        is_returned: the forward returns the logits, so its caller may read them.
+    """
+
+    cross_entropy: fx.Node
+    projection: fx.Node
+    slices: tuple[fx.Node, ...]
+    offset: fx.Node | None
+    scaling: Scaling
+    labels: fx.Node
+    ignore_index: int
+    mean: bool
+    label_smoothing: float
+    is_returned: bool
+
+    @property
+    def hidden(self) -> fx.Node:
+        """Hidden states, (…, hidden size)."""
+        return _linear_arguments(self.projection)[0]
+
+    @property
+    def weight(self) -> fx.Node:
+        """Of the projection, (vocabulary, hidden size)."""
+        return _linear_arguments(self.projection)[1]
+
+    @property
+    def bias(self) -> fx.Node | None:
+        """Of the projection, (vocabulary,)."""
+        return _linear_arguments(self.projection)[2]
+
+    @cached_property
+    def shape(self) -> LossShape:
+        """Sizes and dtypes, rows in the symbols of the graph."""
+        hidden, weight = traced_tensor(self.hidden), traced_tensor(self.weight)
+        vocabulary, hidden_size = map(int, weight.shape)
+        return LossShape(
+            rows=sympy.Mul(*map(symbolic, traced_tensor(self.labels).shape)),
+            hidden_size=hidden_size,
+            vocabulary=vocabulary,
+            hidden=hidden.dtype,
+            weight=weight.dtype,
+            compute=autocast_dtype(self.projection, hidden.device.type) or hidden.dtype,
+            has_softcap=bool(self.scaling.softcap),
+            needs_hidden=hidden.requires_grad,
+            needs_weight=weight.requires_grad,
+        )
+
+    @property
+    def first_rows(self) -> int:
+        """Rows in the batch that the graph was traced with."""
+        sizes = traced_tensor(self.labels).shape
+        return math.prod(int(size.node.hint) if isinstance(size, torch.SymInt) else size for size in sizes)
+
+
+def find_losses(graph: fx.Graph) -> Iterator[LossChain | str]:
+    """Each cross entropy of a graph that dynamo traced: its chain, or why it has none."""
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target is functional.cross_entropy:
+            try:
+                yield _chain(node)
+            except _DoesNotFit as reason:
+                yield str(reason)
+
+
+def traced_tensor(node: fx.Node) -> torch.Tensor:
+    """The fake tensor that dynamo traced a node with."""
+    return node.meta["example_value"]
+
+
+def _linear_arguments(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
+    given: dict[str, Any] = dict(zip(("input", "weight", "bias"), node.args, strict=False)) | dict(node.kwargs)
+    return given["input"], given["weight"], given.get("bias")
+
+
+def _chain(loss: fx.Node) -> LossChain:
+    bound = _CROSS_ENTROPY.bind(*loss.args, **loss.kwargs)
+    bound.apply_defaults()
+    call = bound.arguments
+    _check_loss(call)
+    projection, *steps = _path(call["input"], loss)
+    slices, offset, scaling = _read_steps(projection, steps)
+    return LossChain(
+        loss,
+        projection,
+        slices,
+        offset,
+        scaling,
+        call["target"],
+        call["ignore_index"],
+        call["reduction"] == "mean",
+        float(call["label_smoothing"]),
+        any(_is_returned(node) for node in (projection, *steps)),
+    )
+
+
+def _check_loss(call: dict[str, Any]) -> None:
+    if call["weight"] is not None or call["size_average"] is not None or call["reduce"] is not None:
+        raise _DoesNotFit("its classes have weights")
+    if call["reduction"] not in ("mean", "sum"):
+        raise _DoesNotFit("it is not reduced to one number")
+    if any(isinstance(call[name], fx.Node) for name in ("ignore_index", "label_smoothing")):
+        raise _DoesNotFit("its ignore_index or label_smoothing is not a constant")
+    if traced_tensor(call["target"]).is_floating_point():
+        raise _DoesNotFit("its labels are probabilities")
+
+
+def _path(node: fx.Node, reader: fx.Node) -> list[fx.Node]:
+    """From the projection to what the loss reads."""
+    if others := [user for user in node.users if user is not reader and not _is_output(user)]:
+        raise _DoesNotFit(f"its logits are also read by {_name(others[0])}")
+    if node.op == "call_function" and node.target is functional.linear:
+        return [node]
+    if node.op not in ("call_function", "call_method"):
+        raise _DoesNotFit("a graph break separates it from the logits")
+    return [*_path(_logits_before(node), node), node]
+
+
+def _is_output(node: fx.Node) -> bool:
+    """Whether a node is the graph's output, or a detached tensor that nothing else reads."""
+    return node.op == "output" or (_name(node) == "detach" and all(user.op == "output" for user in node.users))
+
+
+def _is_returned(node: fx.Node) -> bool:
+    return any(user.op == "output" or (_is_output(user) and user.users) for user in node.users)
+
+
+def _logits_before(node: fx.Node) -> fx.Node:
+    """Of what an operator reads, the tensor with as many elements as its result or more; raises _DoesNotFit."""
+    tensors = [read for read in node.all_input_nodes if isinstance(read.meta.get("example_value"), torch.Tensor)]
+    if not tensors:
+        raise _DoesNotFit(f"{_name(node)} makes its logits")
+    return max(tensors, key=lambda read: traced_tensor(read).dim())
+
+
+def _read_steps(projection: fx.Node, steps: Sequence[fx.Node]) -> tuple[tuple[fx.Node, ...], fx.Node | None, Scaling]:
+    """Slices, offset and scaling of the operators between projection and loss; raises _DoesNotFit."""
+    slices: list[fx.Node] = []
+    offset, scaling, is_flat = None, Scaling(), False
+    for before, node in zip((projection, *steps), steps, strict=False):
+        name, result = _name(node), traced_tensor(node)
+        classes = traced_tensor(before).shape[-1]
+        keeps_classes = result.dim() > 0 and _is_same(result.shape[-1], classes)
+        if name in _CASTS and _widens(traced_tensor(before), result):
+            continue
+        if name in _FLATTENS and keeps_classes:
+            is_flat = True
+        elif name == "transpose" and node is steps[-1] and result.dim() == 3 and _is_same(result.shape[1], classes):
+            # (rows, classes, tokens), as a cross entropy takes more than two dimensions.
+            is_flat = True
+        elif name == "getitem" and not is_flat and keeps_classes and _slices_rows(node):
+            slices.append(node)
+        elif name == "tanh" and not scaling.softcap:
+            scaling = replace(scaling, softcap=1.0)
+        elif name in _MULTIPLIES | _DIVIDES and (factor := _factor(node, before)):
+            scaling = scaling.times(factor)
+        elif name == "add" and offset is None and scaling == Scaling() and (offset := _offset(node, before)):
+            continue
+        else:
+            raise _DoesNotFit(f"{name} comes between the projection and it")
+    return tuple(slices), offset, scaling
+
+
+def _is_same(size: int | torch.SymInt, other: int | torch.SymInt) -> bool:
+    """Of constants: comparing symbols would guard on their values."""
+    return isinstance(size, int) and isinstance(other, int) and size == other
+
+
+def _widens(before: torch.Tensor, after: torch.Tensor) -> bool:
+    is_wider = torch.promote_types(before.dtype, after.dtype) == after.dtype
+    return is_wider and before.device == after.device and before.dim() == after.dim()
+
+
+def _slices_rows(node: fx.Node) -> bool:
+    """Whether an index takes ranges of rows and all classes."""
+    index = node.args[1] if isinstance(node.args[1], tuple | list) else (node.args[1],)
+    rank = traced_tensor(node).dim()
+    are_ranges = all(isinstance(item, slice) or item is Ellipsis for item in index)
+    reaches_classes = len(index) == rank or Ellipsis in index
+    return are_ranges and (not reaches_classes or index[-1] == slice(None))
+
+
+def _factor(node: fx.Node, logits: fx.Node) -> float | None:
+    """The number by which the logits are multiplied; None where that is no number."""
+    others = [argument for argument in node.args if argument is not logits]
+    if len(node.args) != 2 or len(others) != 1 or not isinstance(others[0], int | float):
+        return None
+    if _name(node) in _MULTIPLIES:
+        return float(others[0])
+    return 1 / others[0] if node.args[0] is logits and others[0] else None
+
+
+def _offset(node: fx.Node, logits: fx.Node) -> fx.Node | None:
+    """What is added to each row of the logits; None where rows get different values."""
+    (*others,) = (argument for argument in node.args if argument is not logits)
+    if len(others) != 1 or not isinstance(others[0], fx.Node) or node.kwargs:
+        return None
+    added = traced_tensor(others[0])
+    is_row = added.dim() > 0 and _is_same(added.shape[-1], traced_tensor(logits).shape[-1])
+    return others[0] if is_row and all(_is_same(size, 1) for size in added.shape[:-1]) else None
+
+
+def _name(node: fx.Node) -> str:
+    """`view` of a method, `mul` of `operator.mul`."""
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))

@@ -1,0 +1,108 @@
+"""Decides which losses of a graph are computed without their logits."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import sympy
+from torch import fx
+
+from optimum_memopt.engines.compile.loss.chain import LossChain, find_losses
+from optimum_memopt.engines.compile.loss.chunks import LossShape
+from optimum_memopt.engines.compile.loss.rewrite import rewrite
+from optimum_memopt.engines.compile.options import AUTO, CHUNKED, PLAIN
+from optimum_memopt.plans.grammar import ALL, PlanConfig, Strategy
+
+CLUSTER_ID = "Loss+"
+ROW = f"{CLUSTER_ID}:{int(Strategy.RECOMPUTE)}:{ALL}"
+
+
+@dataclass(frozen=True)
+class LossPlan:
+    """A loss whose logits need not be saved.
+
+    Attributes:
+        shape: in the symbols of the graph.
+        first_rows: of the first batch.
+        is_chunked: it is computed without its logits.
+        is_requested: the user asked for that.
+        reason: why it is not.
+    """
+
+    shape: LossShape
+    first_rows: int
+    is_chunked: bool
+    is_requested: bool
+    reason: str = ""
+
+    @property
+    def saving(self) -> sympy.Expr:
+        """Bytes, see `LossShape.saving`."""
+        return sympy.sympify(self.shape.saving)
+
+    @property
+    def first_saving(self) -> int:
+        """`saving` in the first batch."""
+        return self.shape.with_rows(self.first_rows).saving
+
+    @property
+    def note(self) -> str:
+        """For the row of the table."""
+        if not self.is_chunked:
+            return f"loss not chunked: {self.reason}"
+        return f"loss in chunks of {self.shape.with_rows(self.first_rows).rows_per_chunk} tokens"
+
+
+def decide(chain: LossChain, mode: str, reader: str) -> LossPlan:
+    """What to do with a loss.
+
+    Args:
+        chain: the loss.
+        mode: one of `LOSSES`.
+        reader: who may read the logits that the forward returns.
+    """
+    plan = LossPlan(chain.shape, chain.first_rows, is_chunked=True, is_requested=mode == CHUNKED)
+    reason = ""
+    if mode == PLAIN:
+        reason = "--memory_opt_loss plain"
+    elif chain.is_returned:
+        reason = f"{reader} may read the logits"
+    elif mode == AUTO and plan.first_saving <= 0:
+        reason = "the logits of so few tokens are smaller than the gradients that would be saved in their place"
+    return replace(plan, is_chunked=not reason, reason=reason)
+
+
+def plan_losses(graph: fx.Graph, mode: str, reader: str) -> tuple[list[LossPlan], list[str]]:
+    """Decide on each loss of a graph that dynamo traced, and rewrite those that are chunked.
+
+    Args:
+        graph: changed in place.
+        mode: one of `LOSSES`.
+        reader: who may read the logits that the forward returns.
+
+    Returns:
+        The plans, and why other cross entropies have none.
+    """
+    found = list(find_losses(graph))
+    plans = []
+    for chain in found:
+        if isinstance(chain, LossChain):
+            plan = decide(chain, mode, reader)
+            if plan.is_chunked:
+                rewrite(graph, chain)
+            plans.append(plan)
+    return plans, [reason for reason in found if isinstance(reason, str)]
+
+
+def mode_of(config: PlanConfig | None, mode: str) -> tuple[PlanConfig | None, str]:
+    """A config without the loss's row, and the mode that the row asks for instead of `auto`.
+
+    Args:
+        config: what the user asked for.
+        mode: one of `LOSSES`.
+    """
+    requests: Sequence = config.requests if config is not None else ()
+    of_loss = [request for request in requests if request.cluster_id == CLUSTER_ID]
+    if config is None or not of_loss:
+        return config, mode
+    others = tuple(request for request in requests if request not in of_loss)
+    return (PlanConfig(others) if others else None), CHUNKED if of_loss[0].is_on else PLAIN
