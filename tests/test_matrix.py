@@ -35,6 +35,8 @@ OPTIONS = {"ort": {"ort_fallback": False}, "compile": {"memory_opt_compiler": "a
 # A compiled graph, and its forward and backward.
 Partition = tuple[Any, tuple[torch.fx.GraphModule, torch.fx.GraphModule]]
 PLANS = ("none", "one", "level 1", "level 2", "random")
+# After "level 1", whose graph it goes on with.
+ONE_ROW = "one row"
 MODELS = [(name, "eager") for name in ZOO] + [(name, "sdpa") for name in SDPA]
 # What `make test` trains: an encoder, one with relative positions, and a decoder. The others are for `make test-all`.
 FAST = ("roberta-classification", "deberta-v2-mlm", "gpt2")
@@ -198,13 +200,13 @@ def cells(engine: str, attention: str, names: Collection[str], plans: Collection
 
 
 def is_fast(engine: str, name: str, attention: str, plan: str) -> bool:
-    """Whether `make test` has this cell: each fast model under a plan, and with ort, the quicker one, every plan."""
+    """Whether `make test` has this cell: each fast model under a plan, and with ort, the quicker one, every plan.
+
+    Random plans of the compile engine are for `test_random_plans.py` there, one row for `test_trainer_compile.py`.
+    """
     every_plan = (engine, name, attention) == ("ort", FAST[0], "eager")
-    return (
-        every_plan
-        or (name in FAST and plan == "level 1" and (engine, attention) != ("compile", "sdpa"))
-        or (name, plan) == (FAST[0], "random")
-    )
+    every_model = plan == "level 1" and name in FAST and (engine, attention) != ("compile", "sdpa")
+    return every_plan or every_model
 
 
 @pytest.mark.parametrize(
@@ -212,14 +214,17 @@ def is_fast(engine: str, name: str, attention: str, plan: str) -> bool:
     [
         *cells("ort", "eager", ZOO.keys() - set(COMPILE_ONLY)),
         *cells("ort", "sdpa", ZOO),
-        *cells("compile", "eager", EVERY_PLAN),
+        *cells("compile", "eager", EVERY_PLAN, ("none", "one", "level 1", ONE_ROW, "level 2", "random")),
         *cells("compile", "eager", ZOO.keys() - set(EVERY_PLAN), ("level 1", "random")),
         *cells("compile", "sdpa", ZOO, ("level 1",)),
     ],
     indirect=["pair"],
 )
 def test_trains_as_plain_pytorch(pair: Pair, plan: str) -> None:
-    check(pair, plan)
+    if plan == ONE_ROW:
+        check_one_row(pair)
+    else:
+        check(pair, plan)
 
 
 def check(pair: Pair, plan: str) -> None:
@@ -244,12 +249,12 @@ def check(pair: Pair, plan: str) -> None:
     pair.check_evaluation(case.without_labels(case.batch(2, 11, seed=4)))
     pair.check_step(case.batch(4, 12, seed=5), case.batch(3, 8, seed=6))
     assert engine.plans() is table, "other shapes and evaluation need no new graph"
-    if engine.name == "compile" and case in map(ZOO.get, EVERY_PLAN) and plan == "level 1":
-        check_one_row(pair)
 
 
 def check_one_row(pair: Pair) -> None:
     """torch compiles a batch of one row apart, once, under the same plans; all others go on as before."""
+    pair.apply(Selection(level=1))
+    pair.check_step(pair.case.batch())
     before = pair.engine.plans()
     for length in (17, 5):
         pair.check_step(pair.case.batch(1, length, seed=2))

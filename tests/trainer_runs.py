@@ -23,8 +23,8 @@ _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 
 
 def build(name: str, **changes: Any) -> torch.nn.Module:
-    """A model of the zoo with one layer and biases that are not zero: attention's key bias has no gradient but rounding
-    noise, so beside a bias of zero that noise would be everything."""
+    """A model of the zoo with one layer and biases that are not zero: attention's key bias has no gradient but
+    rounding noise, so beside a bias of zero that noise would be everything."""
     one_layer = {key: 1 for key in _LAYERS if key in ZOO[name].arguments}
     model = ZOO[name].build(**{**one_layer, **changes})
     with torch.no_grad():

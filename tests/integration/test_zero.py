@@ -2,7 +2,8 @@
 
 One launch trains with each engine and without, for two optimizers (the compile engine for the first one: what it
 compiles does not know the optimizer). `make test` takes the launch of `QUICK`, with the two optimizers that need
-nothing built; DDP under accelerate and torchrun is in `test_launchers.py`.
+nothing built, and without inductor, which compiles for a minute; DDP under accelerate and torchrun is in
+`test_launchers.py`.
 """
 
 import itertools
@@ -45,10 +46,11 @@ def jobs(name, stage, optimizers):
     }
     shared = {} if stage is None or name == "accelerate" else {"deepspeed": config}
     plan = {"memory_opt_config": "Gelu+:1:-1"}
+    inductor = {"memory_opt_compiler": "inductor"} if (name, stage, optimizers) not in QUICK else {}
     for optimizer in optimizers:
         yield Job(f"plain-{optimizer}", "plain", optimizer=optimizer, arguments=shared)
         for engine in engines(optimizer):
-            compiler = {"memory_opt_compiler": "inductor"} if engine == "compile" else {}
+            compiler = inductor if engine == "compile" else {}
             yield Job(f"{engine}-{optimizer}", engine, optimizer=optimizer, arguments={**shared, **plan, **compiler})
 
 

@@ -6,6 +6,7 @@ JOBS.json is a list of objects with the fields of `Job`. Beside it appear, for e
 (what `train` returns) and `NAME.RANK.safetensors` (the weights after it). The exit code is 2 after a refusal.
 """
 
+import gc
 import hashlib
 import importlib
 import json
@@ -154,6 +155,9 @@ def main() -> None:
     refused = False
     for content in json.loads(path.read_text()):
         job = Job(**content)
+        # As in `tests/conftest.py`.
+        gc.collect()
+        gc.freeze()
         found = train(job, path.parent)
         refused |= "error" in found
         (path.parent / f"{job.name}.{rank()}.json").write_text(json.dumps(found))
