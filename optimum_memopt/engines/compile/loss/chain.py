@@ -51,6 +51,29 @@ class Scaling:
 
 
 @dataclass(frozen=True, eq=False)
+class Adapter:
+    """What a LoRA adds to a projection's output.
+
+    Attributes:
+        projection: the call of `torch.nn.functional.linear` with its second matrix, (vocabulary, rank).
+        scale: its output is multiplied by this.
+    """
+
+    projection: fx.Node
+    scale: float
+
+    @property
+    def hidden(self) -> fx.Node:
+        """The hidden states after its first matrix, (…, rank)."""
+        return _linear_arguments(self.projection)[0]
+
+    @property
+    def weight(self) -> fx.Node:
+        """Its second matrix, (vocabulary, rank)."""
+        return _linear_arguments(self.projection)[1]
+
+
+@dataclass(frozen=True, eq=False)
 class LossChain:
     """A cross entropy of a projection's output, which nobody else reads.
 
@@ -59,7 +82,8 @@ class LossChain:
         projection: the call of `torch.nn.functional.linear`.
         slices: of the projection's rows, in their order: a causal model predicts nothing at its last token.
         offset: (1, …, vocabulary), added to the projection's output (BART's `final_logits_bias`); None without.
-        scaling: of the projection's output.
+        adapter: added to the projection's output; None without.
+        scaling: of the sum.
         labels: integers, one for each row that is left.
         ignore_index: the label of rows that do not count.
         mean: over the rows that count; else their sum.
@@ -71,6 +95,7 @@ class LossChain:
     projection: fx.Node
     slices: tuple[fx.Node, ...]
     offset: fx.Node | None
+    adapter: Adapter | None
     scaling: Scaling
     labels: fx.Node
     ignore_index: int
@@ -108,6 +133,7 @@ class LossChain:
             has_softcap=bool(self.scaling.softcap),
             needs_hidden=hidden.requires_grad,
             needs_weight=weight.requires_grad,
+            rank=int(traced_tensor(self.adapter.weight).shape[1]) if self.adapter else 0,
         )
 
     @property
@@ -143,12 +169,13 @@ def _chain(loss: fx.Node) -> LossChain:
     call = bound.arguments
     _check_loss(call)
     projection, *steps = _path(call["input"], loss)
-    slices, offset, scaling = _read_steps(projection, steps)
+    slices, offset, adapter, scaling = _read_steps(projection, steps)
     return LossChain(
         loss,
         projection,
         slices,
         offset,
+        adapter,
         scaling,
         call["target"],
         call["ignore_index"],
@@ -197,10 +224,14 @@ def _logits_before(node: fx.Node) -> fx.Node:
     return max(tensors, key=lambda read: traced_tensor(read).dim())
 
 
-def _read_steps(projection: fx.Node, steps: Sequence[fx.Node]) -> tuple[tuple[fx.Node, ...], fx.Node | None, Scaling]:
-    """Slices, offset and scaling of the operators between projection and loss; raises _DoesNotFit."""
+def _read_steps(
+    projection: fx.Node, steps: Sequence[fx.Node]
+) -> tuple[tuple[fx.Node, ...], fx.Node | None, Adapter | None, Scaling]:
+    """Slices, offset, adapter and scaling of the operators between projection and loss; raises _DoesNotFit."""
     slices: list[fx.Node] = []
-    offset, scaling, is_flat = None, Scaling(), False
+    offset: fx.Node | None = None
+    adapter: Adapter | None = None
+    scaling, is_flat = Scaling(), False
     for before, node in zip((projection, *steps), steps, strict=False):
         name, result = _name(node), traced_tensor(node)
         classes = traced_tensor(before).shape[-1]
@@ -218,11 +249,13 @@ def _read_steps(projection: fx.Node, steps: Sequence[fx.Node]) -> tuple[tuple[fx
             scaling = replace(scaling, softcap=1.0)
         elif name in _MULTIPLIES | _DIVIDES and (factor := _factor(node, before)):
             scaling = scaling.times(factor)
-        elif name == "add" and offset is None and scaling == Scaling() and (offset := _offset(node, before)):
-            continue
+        elif name == "add" and scaling == Scaling() and not slices and (added := _added(node, before)):
+            if (adapter if isinstance(added, Adapter) else offset) is not None:
+                raise _DoesNotFit("more than one tensor is added to its logits")
+            adapter, offset = (added, offset) if isinstance(added, Adapter) else (adapter, added)
         else:
             raise _DoesNotFit(f"{name} comes between the projection and it")
-    return tuple(slices), offset, scaling
+    return tuple(slices), offset, adapter, scaling
 
 
 def _is_same(size: int | torch.SymInt, other: int | torch.SymInt) -> bool:
@@ -254,14 +287,29 @@ def _factor(node: fx.Node, logits: fx.Node) -> float | None:
     return 1 / others[0] if node.args[0] is logits and others[0] else None
 
 
-def _offset(node: fx.Node, logits: fx.Node) -> fx.Node | None:
-    """What is added to each row of the logits; None where rows get different values."""
+def _added(node: fx.Node, logits: fx.Node) -> Adapter | fx.Node | None:
+    """What is added to the logits: a second projection, or a node with one value for each class; None otherwise."""
     (*others,) = (argument for argument in node.args if argument is not logits)
     if len(others) != 1 or not isinstance(others[0], fx.Node) or node.kwargs:
         return None
-    added = traced_tensor(others[0])
-    is_row = added.dim() > 0 and _is_same(added.shape[-1], traced_tensor(logits).shape[-1])
-    return others[0] if is_row and all(_is_same(size, 1) for size in added.shape[:-1]) else None
+    tensor = traced_tensor(others[0])
+    is_row = tensor.dim() > 0 and _is_same(tensor.shape[-1], traced_tensor(logits).shape[-1])
+    if is_row and all(_is_same(size, 1) for size in tensor.shape[:-1]):
+        return others[0]
+    return _adapter(others[0])
+
+
+def _adapter(node: fx.Node) -> Adapter | None:
+    """A projection, multiplied by a number or not, that nobody else reads."""
+    scale = 1.0
+    if _name(node) in _MULTIPLIES and isinstance(product := node.args[0], fx.Node):
+        if (factor := _factor(node, product)) is None or len(node.users) > 1:
+            return None
+        node, scale = product, factor
+    is_projection = node.op == "call_function" and node.target is functional.linear
+    if not is_projection or _linear_arguments(node)[2] is not None or len(node.users) > 1:
+        return None
+    return Adapter(node, scale)
 
 
 def _name(node: fx.Node) -> str:

@@ -27,6 +27,7 @@ class LossShape:
         has_softcap: the logits go through a soft cap.
         needs_hidden: the gradient of the hidden states is wanted.
         needs_weight: the gradient of the projection is wanted.
+        rank: of a LoRA on the projection, 0 without.
     """
 
     rows: Size
@@ -38,6 +39,7 @@ class LossShape:
     has_softcap: bool = False
     needs_hidden: bool = True
     needs_weight: bool = True
+    rank: int = 0
 
     def with_rows(self, rows: Size) -> "LossShape":
         """The same for another batch."""
@@ -64,32 +66,34 @@ class LossShape:
 
     @property
     def workspace(self) -> Size:
-        """Bytes beside the operator's outputs at its peak, an upper bound: all rows have a label."""
+        """Bytes of tensors beside the operator's outputs at its peak, an upper bound: all rows have a label."""
         rows, vocabulary, width = self.rows_per_chunk, self.vocabulary, self.hidden_size
         compute, softmax = self.compute.itemsize, softmax_dtype(self.compute).itemsize
         is_low = compute < softmax
-        # Indices of the rows, and their labels.
-        held = 16 * self.rows + rows * width * self.hidden.itemsize
+        # Of int64, the indices of the rows that count.
+        held = 8 * self.rows + rows * width * self.hidden.itemsize
         if self.hidden != self.compute:
             held += rows * width * compute
         if self.weight != self.compute:
             held += vocabulary * width * compute
+        # Matrix, its gradient's sum and a chunk's share of it, and hidden states.
+        held += self.rank * (vocabulary * (2 * compute + softmax) + 2 * rows * compute)
         logits = rows * vocabulary * (softmax * (2 if self.has_softcap else 1))
         if is_low:
             logits = _max(logits, rows * vocabulary * (softmax + compute))
         products = rows * width * compute if self.needs_hidden else 0
         if self.needs_weight and is_low:
             products = _max(products, vocabulary * width * compute)
-            if accumulation_dtype(self.weight) != gradient_dtype(self.weight):
-                held += vocabulary * width * accumulation_dtype(self.weight).itemsize
+        if self.needs_weight and accumulation_dtype(self.weight) != gradient_dtype(self.weight):
+            held += vocabulary * width * accumulation_dtype(self.weight).itemsize
         return held + _max(logits, rows * vocabulary * compute + products)
 
 
 def loss_shape(node: fx.Node) -> LossShape:
     """The sizes of a chunked loss in a joint graph, or in a forward graph."""
     arguments: tuple[Any, ...] = node.args
-    hidden, weight, _, labels, _, softcap, *_ = arguments
-    compute, _, needs_hidden, needs_weight, _ = arguments[-5:]
+    hidden, weight, _, _, adapter_weight, labels, _, softcap, *_ = arguments
+    compute, _, needs = arguments[-3:]
     tensors = [tensor_value(tensor) for tensor in (hidden, weight, labels)]
     vocabulary, hidden_size = tensors[1].shape
     return LossShape(
@@ -100,8 +104,9 @@ def loss_shape(node: fx.Node) -> LossShape:
         tensors[1].dtype,
         compute,
         bool(softcap),
-        needs_hidden,
-        needs_weight,
+        needs[0],
+        needs[1],
+        int(tensor_value(adapter_weight).shape[1]) if adapter_weight is not None else 0,
     )
 
 

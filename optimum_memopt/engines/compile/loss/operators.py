@@ -5,16 +5,20 @@ once; the backward only multiplies the gradients by that of the loss (Liger Kern
 Rows without a label are left out first.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from optimum_memopt.engines.compile.compat_state import backward_runs_once
 from optimum_memopt.engines.compile.loss.chunks import LossShape, accumulation_dtype, gradient_dtype, softmax_dtype
 from optimum_memopt.engines.compile.operators import LIBRARY
+
+# How many of the operator's first arguments are tensors that may get a gradient.
+_DIFFERENTIABLE = 5
+Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 @torch.library.custom_op(f"{LIBRARY}::chunked_loss", mutates_args=())
@@ -22,6 +26,8 @@ def chunked_loss(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
+    adapter_hidden: Tensor | None,
+    adapter_weight: Tensor | None,
     labels: Tensor,
     scale: float,
     softcap: float,
@@ -30,108 +36,157 @@ def chunked_loss(
     label_smoothing: float,
     compute_dtype: torch.dtype,
     loss_dtype: torch.dtype,
-    needs_hidden: bool,
-    needs_weight: bool,
-    needs_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`cross_entropy(linear(hidden, weight, bias) * scale, labels)`, and its gradients for a loss's gradient of 1.
+    needs: list[bool],
+) -> Outputs:
+    """Cross entropy of `scale * (linear(hidden, weight, bias) + linear(adapter_hidden, adapter_weight))` with the
+    labels, and its gradients for a loss's gradient of 1.
 
     Args:
         hidden: (…, hidden size).
         weight: (vocabulary, hidden size).
         bias: (vocabulary,), or None.
+        adapter_hidden: (…, rank), the hidden states after the first matrix of a LoRA on the projection; None without.
+        adapter_weight: (vocabulary, rank), its second matrix; None without.
         labels: (…), integers.
         scale: the logits are multiplied by it.
-        softcap: not 0: the logits are `softcap * tanh(scale * logits)`.
+        softcap: not 0: they become `softcap * tanh` of that.
         ignore_index: the label of rows that do not count.
         mean: over the rows that count; else their sum.
         label_smoothing: as in `torch.nn.functional.cross_entropy`.
         compute_dtype: of the products; softmax and loss are at least float32.
         loss_dtype: of the loss.
-        needs_hidden: whether the gradient of `hidden` is wanted; an empty tensor comes instead.
-        needs_weight: likewise.
-        needs_bias: likewise.
+        needs: of which of the first five arguments a gradient is wanted; empty tensors come for the others.
 
     Returns:
-        The loss, and the gradients of hidden states, weight and bias in `gradient_dtype` of their own dtypes.
+        The loss, and the gradients of the first five arguments in `gradient_dtype` of their own dtypes.
 
     Raises:
         IndexError: on a CPU, a label that is no class, as PyTorch has it.
     """
-    rows_of_hidden, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    gradients = _empty_gradients((hidden, weight, bias, adapter_hidden, adapter_weight), needs)
+    targets = labels.reshape(-1)
     counted = (targets != ignore_index).nonzero().squeeze(1)
-    count = counted.numel()
-    shape = LossShape(
-        len(targets), hidden.shape[-1], len(weight), hidden.dtype, weight.dtype, compute_dtype, bool(softcap)
-    )
+    count, total = counted.numel(), len(targets)
     # Products in float16 take factors of about 1; the small ones come afterwards.
     share = 1 / max(count, 1) if mean else 1.0
     before, after = (1.0, share) if compute_dtype == torch.float16 else (share, 1.0)
-    loss_of = _Chunk(
-        weight.to(compute_dtype),
-        bias if bias is None else bias.to(compute_dtype),
-        scale,
-        softcap,
-        label_smoothing,
-        before,
-    )
+    terms = [_Term(hidden, weight, gradients[0], gradients[1], compute_dtype, total - count)]
+    if adapter_hidden is not None and adapter_weight is not None:
+        terms.append(_Term(adapter_hidden, adapter_weight, gradients[3], gradients[4], compute_dtype, total - count))
+    of_logits = _Loss(bias if bias is None else bias.to(compute_dtype), scale, softcap, label_smoothing, before)
     loss = hidden.new_zeros((), dtype=softmax_dtype(compute_dtype))
-    outputs = _empty_gradients(hidden, weight, bias, needs_hidden, needs_weight, needs_bias)
-    of_hidden, of_weight, of_bias = outputs
-    of_rows = of_hidden.view(rows_of_hidden.shape) if needs_hidden else None
-    summed = of_weight if of_weight.dtype == accumulation_dtype(weight.dtype) else None
-    if needs_weight:
-        summed = torch.zeros_like(weight, dtype=accumulation_dtype(weight.dtype)) if summed is None else summed.zero_()
-    if of_rows is not None and count < len(targets):
-        of_rows.zero_()
-    of_bias.zero_()
-    step = shape.rows_per_chunk
+    of_bias = gradients[2].zero_()
+    step = LossShape(total, hidden.shape[-1], len(weight), hidden.dtype, weight.dtype, compute_dtype).rows_per_chunk
     for start in range(0, count, max(step, 1)):
-        rows: Any = slice(start, start + step) if count == len(targets) else counted[start : start + step]
-        chunk, target = rows_of_hidden[rows].to(compute_dtype), targets[rows]
+        rows: Any = slice(start, start + step) if count == total else counted[start : start + step]
+        target = targets[rows]
         _check_labels(target, len(weight))
-        chunk_loss, gradient = loss_of(chunk, target)
+        chunks = [term.rows(rows) for term in terms]
+        chunk_loss, gradient = of_logits(terms, chunks, target)
         loss += chunk_loss
-        if needs_bias:
+        if len(of_bias):
             of_bias += gradient.sum(0)
         gradient = gradient.to(compute_dtype)
-        if of_rows is not None:
-            of_rows[rows] = (gradient @ loss_of.weight).to(of_rows.dtype)
-        if needs_weight:
-            _add_product(summed, gradient, chunk)
-        del gradient, chunk
-    if summed is not None and summed is not of_weight:
-        of_weight.copy_(summed)
+        for term, chunk in zip(terms, chunks, strict=True):
+            term.add(gradient, chunk, rows)
+        del gradient, chunks
+    for term in terms:
+        term.finish()
     if after != 1:
-        for gradient in outputs:
-            gradient *= after
+        for tensor in gradients:
+            tensor *= after
     # 0 / 0 where no row counts and the mean is wanted, as PyTorch has it.
-    return (loss / count if mean else loss).to(loss_dtype), of_hidden, of_weight, of_bias
+    return cast("Outputs", ((loss / count if mean else loss).to(loss_dtype), *gradients))
+
+
+class _Term:
+    """One product of the logits, with its gradients.
+
+    Args:
+        hidden: (…, width).
+        weight: (vocabulary, width).
+        of_hidden: gets the gradient of `hidden`; empty where none is wanted.
+        of_weight: likewise.
+        dtype: of the products.
+        unread: how many rows do not count.
+    """
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        of_hidden: Tensor,
+        of_weight: Tensor,
+        dtype: torch.dtype,
+        unread: int,
+    ) -> None:
+        self.weight = weight.to(dtype)
+        self._hidden = hidden.reshape(-1, hidden.shape[-1])
+        self._of_hidden = of_hidden.view(self._hidden.shape) if of_hidden.dim() > 1 else None
+        if self._of_hidden is not None and unread:
+            self._of_hidden.zero_()
+        self._of_weight = of_weight
+        self._sum = None
+        if of_weight.dim() > 1:
+            summed = accumulation_dtype(weight.dtype)
+            self._sum = of_weight.zero_() if of_weight.dtype == summed else torch.zeros_like(weight, dtype=summed)
+
+    def rows(self, rows: Any) -> Tensor:
+        """Some of the hidden states, in the dtype of the products."""
+        return self._hidden[rows].to(self.weight.dtype)
+
+    def add(self, gradient: Tensor, hidden: Tensor, rows: Any) -> None:
+        """Add the gradients of a chunk.
+
+        Args:
+            gradient: of its logits, (rows, vocabulary), in the dtype of the products.
+            hidden: its hidden states.
+            rows: which they are.
+        """
+        if self._of_hidden is not None:
+            self._of_hidden[rows] = (gradient @ self.weight).to(self._of_hidden.dtype)
+        if self._sum is None:
+            return
+        if self._sum.dtype == gradient.dtype:
+            self._sum.addmm_(gradient.t(), hidden)
+        else:
+            self._sum += gradient.t() @ hidden
+
+    def finish(self) -> None:
+        """Round the sum of the weight's gradients to its dtype."""
+        if self._sum is not None and self._sum is not self._of_weight:
+            self._of_weight.copy_(self._sum)
 
 
 @dataclass(frozen=True)
-class _Chunk:
-    """Loss and gradient of the logits for a chunk of rows.
+class _Loss:
+    """Loss of a chunk of rows, and the gradient of their logits.
 
     Attributes:
-        weight: of the projection, in the dtype of the products.
-        bias: likewise, or None.
+        bias: (vocabulary,) in the dtype of the products, or None.
         scale: see `chunked_loss`.
         softcap: see `chunked_loss`.
         label_smoothing: see `chunked_loss`.
         share: gradients are multiplied by it.
     """
 
-    weight: Tensor
     bias: Tensor | None
     scale: float
     softcap: float
     label_smoothing: float
     share: float
 
-    def __call__(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """The sum of the rows' losses, and the gradient (rows, vocabulary) of their logits before the scale."""
-        logits = functional.linear(hidden, self.weight, self.bias)
+    def __call__(self, terms: Sequence[_Term], hidden: Sequence[Tensor], targets: Tensor) -> tuple[Tensor, Tensor]:
+        """The sum of the rows' losses, and the gradient (rows, vocabulary) of the sum of their products.
+
+        Args:
+            terms: whose products are the logits.
+            hidden: the rows of each.
+            targets: (rows,).
+        """
+        logits = torch.nn.functional.linear(hidden[0], terms[0].weight, self.bias)
+        for term, chunk in zip(terms[1:], hidden[1:], strict=True):
+            logits.addmm_(chunk, term.weight.t())
         logits = logits.to(softmax_dtype(logits.dtype))
         capped = None
         if self.softcap:
@@ -157,15 +212,6 @@ class _Chunk:
         return loss, gradient
 
 
-def _add_product(total: Tensor | None, gradient: Tensor, hidden: Tensor) -> None:
-    """Add the chunk's gradient of the projection, summed in at least float32."""
-    assert total is not None
-    if total.dtype == gradient.dtype:
-        total.addmm_(gradient.t(), hidden)
-    else:
-        total += gradient.t() @ hidden
-
-
 def _check_labels(labels: Tensor, classes: int) -> None:
     # On CUDA `gather` asserts by itself, and reading the result would wait for the device.
     if labels.device.type == "cpu" and bool(((labels < 0) | (labels >= classes)).any()):
@@ -173,32 +219,30 @@ def _check_labels(labels: Tensor, classes: int) -> None:
         raise IndexError(f"Target {int(wrong)} is out of bounds.")
 
 
-def _empty_gradients(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, needs_hidden: bool, needs_weight: bool, needs_bias: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    def like(tensor: Tensor | None, is_needed: bool) -> Tensor:
-        if tensor is None or not is_needed:
-            return hidden.new_empty(0)
-        return torch.empty(tensor.shape, dtype=gradient_dtype(tensor.dtype), device=tensor.device)
-
-    return like(hidden, needs_hidden), like(weight, needs_weight), like(bias, needs_bias)
+def _empty_gradients(tensors: Sequence[Tensor | None], needs: Sequence[bool]) -> tuple[Tensor, ...]:
+    assert tensors[0] is not None
+    return tuple(
+        torch.empty(tensor.shape, dtype=gradient_dtype(tensor.dtype), device=tensor.device)
+        if tensor is not None and is_needed
+        else tensors[0].new_empty(0)
+        for tensor, is_needed in zip(tensors, needs, strict=True)
+    )
 
 
 @chunked_loss.register_fake
-def _(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *settings: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    loss_dtype, *needs = settings[-4:]
-    return (hidden.new_empty((), dtype=loss_dtype), *_empty_gradients(hidden, weight, bias, *needs))
+def _(hidden: Tensor, *others: Any) -> Outputs:
+    *_, loss_dtype, needs = others
+    tensors = (hidden, *others[: _DIFFERENTIABLE - 1])
+    return cast("Outputs", (hidden.new_empty((), dtype=loss_dtype), *_empty_gradients(tensors, needs)))
 
 
 def _save_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output[1:])
-    ctx.needs = inputs[-3:]
-    ctx.dtypes = [tensor if tensor is None else tensor.dtype for tensor in inputs[:3]]
-    ctx.others = len(inputs) - 3
+    ctx.needs = inputs[-1]
+    ctx.dtypes = [tensor if tensor is None else tensor.dtype for tensor in inputs[:_DIFFERENTIABLE]]
+    ctx.others = len(inputs) - _DIFFERENTIABLE
 
 
 def _scale_gradients(ctx: Any, gradient: Tensor | None, *unused: Any) -> tuple[Any, ...]:
@@ -228,5 +272,5 @@ def scaled(gradient: Tensor, factor: Tensor) -> Tensor:
 
 
 # As a graph calls them.
-SCALED = getattr(torch.ops, LIBRARY).scaled.default
 CHUNKED_LOSS = getattr(torch.ops, LIBRARY).chunked_loss.default
+SCALED = getattr(torch.ops, LIBRARY).scaled.default

@@ -1,6 +1,7 @@
 """Replaces the losses of a graph that dynamo traced by the chunked loss."""
 
 import operator
+from collections.abc import Collection
 
 from torch import fx
 
@@ -15,59 +16,70 @@ def rewrite(graph: fx.Graph, chain: LossChain) -> None:
     """Compute a loss without its logits; graph changed in place."""
     loss = chain.cross_entropy
     with graph.inserting_before(loss):
-        hidden = chain.hidden
-        for taken in chain.slices:
-            hidden = graph.call_function(operator.getitem, (hidden, taken.args[1]))
-        bias, bias_needs_gradient = _bias(graph, chain)
-        shape = chain.shape
+        tensors = (_sliced(graph, chain, chain.hidden), chain.weight, _bias(graph, chain), *_adapter(graph, chain))
         outputs = graph.call_function(
             CHUNKED_LOSS,
             (
-                hidden,
-                chain.weight,
-                bias,
+                *tensors,
                 chain.labels,
                 chain.scaling.scale,
                 chain.scaling.softcap,
                 chain.ignore_index,
                 chain.mean,
                 chain.label_smoothing,
-                shape.compute,
+                chain.shape.compute,
                 traced_tensor(loss).dtype,
-                shape.needs_hidden,
-                shape.needs_weight,
-                bias_needs_gradient,
+                _needs(chain),
             ),
         )
         result = graph.call_function(operator.getitem, (outputs, 0))
     for node in (outputs, result):
         node.meta.update({key: loss.meta[key] for key in _ORIGIN if key in loss.meta})
     loss.replace_all_uses_with(result)
-    _erase(graph, loss, until=chain.projection)
+    adapters = [chain.adapter.projection] if chain.adapter else []
+    _erase(graph, loss, {chain.projection, *adapters})
 
 
-def _bias(graph: fx.Graph, chain: LossChain) -> tuple[fx.Node | None, bool]:
-    """One bias for all that is added to the projection's output, and whether it requires grad."""
-    added = [node for node in (chain.bias, chain.offset) if node is not None]
-    requires_grad = any(traced_tensor(node).requires_grad for node in added)
+def _needs(chain: LossChain) -> list[bool]:
+    """Of which of the operator's first arguments the gradient is wanted."""
+    in_adapter = (chain.adapter.hidden, chain.adapter.weight) if chain.adapter else (None, None)
+    arguments = ((chain.hidden,), (chain.weight,), (chain.bias, chain.offset), *((node,) for node in in_adapter))
+    return [any(node is not None and traced_tensor(node).requires_grad for node in nodes) for nodes in arguments]
+
+
+def _sliced(graph: fx.Graph, chain: LossChain, hidden: fx.Node) -> fx.Node:
+    """The rows of hidden states whose logits the loss reads."""
+    for taken in chain.slices:
+        hidden = graph.call_function(operator.getitem, (hidden, taken.args[1]))
+    return hidden
+
+
+def _bias(graph: fx.Graph, chain: LossChain) -> fx.Node | None:
+    """One bias for all that is added to each row of the projection's output."""
     if chain.offset is None:
-        return chain.bias, requires_grad
+        return chain.bias
     offset = graph.call_method("reshape", (chain.offset, (-1,)))
-    if chain.bias is None:
-        return offset, requires_grad
-    return graph.call_function(operator.add, (chain.bias, offset)), requires_grad
+    return offset if chain.bias is None else graph.call_function(operator.add, (chain.bias, offset))
 
 
-def _erase(graph: fx.Graph, node: fx.Node, until: fx.Node) -> None:
-    """Remove a node that nothing of the graph reads, and then what only it has read, back to `until`."""
+def _adapter(graph: fx.Graph, chain: LossChain) -> tuple[fx.Node | None, fx.Node | None]:
+    """Hidden states of the adapter, scaled, and its matrix."""
+    if chain.adapter is None:
+        return None, None
+    hidden = _sliced(graph, chain, chain.adapter.hidden)
+    return graph.call_function(operator.mul, (hidden, chain.adapter.scale)), chain.adapter.weight
+
+
+def _erase(graph: fx.Graph, node: fx.Node, last: Collection[fx.Node]) -> None:
+    """Remove a node that nothing of the graph reads, and then what only it has read, back to the `last` ones."""
     # A tensor that was detached for an output that is no longer there.
     for unread in tuple(node.users):
         graph.erase_node(unread)
-    reads = node.all_input_nodes if node is not until else []
+    reads = node.all_input_nodes if node not in last else []
     graph.erase_node(node)
     for read in reads:
         if all(_is_unread(user) for user in read.users) and read.op != "placeholder":
-            _erase(graph, read, until)
+            _erase(graph, read, last)
 
 
 def _is_unread(node: fx.Node) -> bool:
