@@ -153,7 +153,8 @@ def capture(function: Callable[..., Any], *args: Any, dynamic: bool = True, **kw
         return Choice((), "torch's own partition", torchs_graphs=modules), modules
 
     torch._dynamo.reset()
-    compiled = torch.compile(compat.with_own_code(function), backend=Backend("aot_eager", record), dynamic=dynamic)
+    backend = Backend("aot_eager", record, prepare=lambda module: None)
+    compiled = torch.compile(compat.with_own_code(function), backend=backend, dynamic=dynamic)
     with configured():
         compiled(*args, **kwargs)
     (one,) = found
