@@ -21,7 +21,7 @@ from optimum_memopt.engines.compile.detach_outputs import (
     with_detached_outputs,
     without_logits,
 )
-from optimum_memopt.engines.compile.loss.plan import LossPlan, mode_of, plan_losses
+from optimum_memopt.engines.compile.loss.plan import CLUSTER_ID, LossPlan, mode_of, plan_losses
 from optimum_memopt.engines.compile.memory.footprint import resident
 from optimum_memopt.engines.compile.memory.inductor_memory import InductorPrograms
 from optimum_memopt.engines.compile.memory.step_memory import StepMemoryPredictor
@@ -37,6 +37,7 @@ from optimum_memopt.errors import MemOptError
 from optimum_memopt.logs import get_logger, informing
 from optimum_memopt.memory import malloc
 from optimum_memopt.memory.peak_monitor import MIB
+from optimum_memopt.plans.grammar import ConfigError
 from optimum_memopt.plans.matching import Matched
 from optimum_memopt.plans.table import PlanTable
 from optimum_memopt.progress import Progress, announced
@@ -205,9 +206,9 @@ class CompileEngine(in_place.InPlaceEngine):
         self._losses, others = plan_losses(module.graph, self._loss, reader)
         if any(plan.is_chunked for plan in self._losses):
             module.recompile()
-        elif self._loss == CHUNKED:
-            for reason in (*(plan.reason for plan in self._losses), *others):
-                self._say(f"the loss of {type(self._model).__name__} is not chunked: {reason}")
+        told = [plan.reason for plan in self._losses if plan.reason and (plan.is_requested or plan.is_read_by_caller)]
+        for reason in (*told, *(others if self._loss == CHUNKED else ())):
+            self._say(f"the loss of {type(self._model).__name__} is not chunked: {reason}")
 
     def _partition(
         self,
@@ -283,10 +284,11 @@ class CompileEngine(in_place.InPlaceEngine):
             for remark in matched.remarks:
                 self._say(f"in the new graph: {remark}")
             return
+        remarks = [*matched.remarks, *self._remarks_on_loss(graphs)]
         # A later batch of one row may lack a plan (nothing to repeat), which is no mistake of the user.
         if self._selection.strict:
             matched.check()
-        for remark in matched.remarks:
+        for remark in remarks:
             get_logger().warning(remark)
         if len(graphs) > 1:
             reasons = "; ".join(watch.graph_breaks())
@@ -315,6 +317,20 @@ class CompileEngine(in_place.InPlaceEngine):
             return graphs[0].choice.matched
         return self._producer.match([candidate for graph in graphs for candidate in graph.candidates])
 
+    def _remarks_on_loss(self, graphs: list[PartitionedGraph]) -> list[str]:
+        """A line where a config names the loss of a model that has no such row.
+
+        Raises:
+            ConfigError: the same, where that is a mistake.
+        """
+        is_in_config = self._loss == CHUNKED != self._loss_asked
+        if not is_in_config or any(graph.losses for graph in graphs):
+            return []
+        line = f'no plan "{CLUSTER_ID}" in this model, which has no loss over a vocabulary that can be chunked'
+        if self._selection.strict:
+            raise ConfigError(line)
+        return [f"{line}; left out"]
+
     def _show_nothing(self, watch: compat.Watch) -> None:
         reasons = "; ".join(watch.graph_breaks()) or "nothing in it can be trained"
         line = f"NOT under a plan: torch compiled no training graph of this model ({reasons})"
@@ -334,6 +350,8 @@ class CompileEngine(in_place.InPlaceEngine):
         device = next(self._model.parameters()).device.type
         pieces = f", in {len(graphs)} graphs" if len(graphs) > 1 else ""
         line = f"{type(self._model).__name__} on {device} by {self._compiler}, {graphs[0].choice.why}{pieces}"
+        if any(graph.chunks_loss for graph in graphs):
+            line += ", loss in chunks"
         if self._predictor is not None:
             with self._predicting():
                 return (line, *_predicted(self._predictor))

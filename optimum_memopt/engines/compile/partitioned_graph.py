@@ -62,6 +62,11 @@ class PartitionedGraph:
     is_all_of_forward: bool = True
     losses: tuple[LossPlan, ...] = ()
 
+    @property
+    def chunks_loss(self) -> bool:
+        """Whether a loss is computed without its logits."""
+        return any(loss.is_chunked for loss in self.losses)
+
 
 def analyze(module: fx.GraphModule, inputs: Any, num_fwd_outputs: int, others: Mapping[str, Any]) -> AnalyzedGraph:
     """Clean up a joint graph and find its candidates.

@@ -1,5 +1,6 @@
 """How many rows of logits the chunked loss computes at a time, and what it holds meanwhile. Pure."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -89,24 +90,27 @@ class LossShape:
         return held + _max(logits, rows * vocabulary * compute + products)
 
 
-def loss_shape(node: fx.Node) -> LossShape:
-    """The sizes of a chunked loss in a joint graph, or in a forward graph."""
-    arguments: tuple[Any, ...] = node.args
+def loss_shape(arguments: Sequence[Any]) -> LossShape:
+    """The sizes of a chunked loss.
+
+    Args:
+        arguments: of the operator, tensors as they are or as nodes of a joint graph.
+    """
+    arguments = [tensor_value(value) if isinstance(value, fx.Node) else value for value in arguments]
     hidden, weight, _, _, adapter_weight, labels, _, softcap, *_ = arguments
     compute, _, needs = arguments[-3:]
-    tensors = [tensor_value(tensor) for tensor in (hidden, weight, labels)]
-    vocabulary, hidden_size = tensors[1].shape
+    vocabulary, hidden_size = weight.shape
     return LossShape(
-        sympy.Mul(*map(symbolic, tensors[2].shape)),
+        sympy.Mul(*map(symbolic, labels.shape)),
         int(hidden_size),
         int(vocabulary),
-        tensors[0].dtype,
-        tensors[1].dtype,
+        hidden.dtype,
+        weight.dtype,
         compute,
         bool(softcap),
         needs[0],
         needs[1],
-        int(tensor_value(adapter_weight).shape[1]) if adapter_weight is not None else 0,
+        int(adapter_weight.shape[1]) if adapter_weight is not None else 0,
     )
 
 

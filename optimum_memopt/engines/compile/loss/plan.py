@@ -25,6 +25,7 @@ class LossPlan:
         first_rows: of the first batch.
         is_chunked: it is computed without its logits.
         is_requested: the user asked for that.
+        is_read_by_caller: it would be chunked, if nobody read the logits.
         reason: why it is not.
     """
 
@@ -32,6 +33,7 @@ class LossPlan:
     first_rows: int
     is_chunked: bool
     is_requested: bool
+    is_read_by_caller: bool = False
     reason: str = ""
 
     @property
@@ -49,7 +51,8 @@ class LossPlan:
         """For the row of the table."""
         if not self.is_chunked:
             return f"loss not chunked: {self.reason}"
-        return f"loss in chunks of {self.shape.with_rows(self.first_rows).rows_per_chunk} tokens"
+        chunks = f"loss in chunks of {self.shape.with_rows(self.first_rows).rows_per_chunk} tokens"
+        return chunks if self.first_saving > 0 else f"{chunks}, which saves nothing here"
 
 
 def decide(chain: LossChain, mode: str, reader: str) -> LossPlan:
@@ -68,7 +71,8 @@ def decide(chain: LossChain, mode: str, reader: str) -> LossPlan:
         reason = f"{reader} may read the logits"
     elif mode == AUTO and plan.first_saving <= 0:
         reason = "the logits of so few tokens are smaller than the gradients that would be saved in their place"
-    return replace(plan, is_chunked=not reason, reason=reason)
+    is_read = chain.is_returned and mode != PLAIN and plan.first_saving > 0
+    return replace(plan, is_chunked=not reason, is_read_by_caller=is_read, reason=reason)
 
 
 def plan_losses(graph: fx.Graph, mode: str, reader: str) -> tuple[list[LossPlan], list[str]]:

@@ -17,6 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimum_memopt.engines.compile import compat
 from optimum_memopt.engines.compile.analysis.joint import Number, symbolic, value
+from optimum_memopt.engines.compile.loss.chunks import loss_shape
+from optimum_memopt.engines.compile.loss.operators import CHUNKED_LOSS
 from optimum_memopt.engines.compile.memory.symbolic_sizes import SymbolValues
 from optimum_memopt.engines.compile.memory.timeline import Prediction, SavedForBackward, SavedStorage, Timeline
 
@@ -179,6 +181,8 @@ class _StorageTracker(TorchDispatchMode):
                 storage = tensor.untyped_storage()
                 on_device = tensor.device.type == self._device
                 self.add(tensor, object(), storage.nbytes() if on_device else 0)
+        if func is CHUNKED_LOSS:
+            self.peak = max(self.peak, self.held + int(loss_shape(args).workspace))
         return outputs
 
     def ignore(self, tensor: torch.Tensor) -> None:

@@ -108,7 +108,7 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
 
 def workspace(node: fx.Node) -> sympy.Expr:
     """Bytes that an operator holds while it runs beside its results."""
-    return sympy.sympify(loss_shape(node).workspace) if is_chunked_loss(node) else _casts(node)
+    return sympy.sympify(loss_shape(node.args).workspace) if is_chunked_loss(node) else _casts(node)
 
 
 def _casts(node: fx.Node) -> sympy.Expr:

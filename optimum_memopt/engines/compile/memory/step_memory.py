@@ -125,6 +125,7 @@ class StepMemoryPredictor:
             self._programs_caveat,
             self._outside_of_graphs,
             f"without the workspaces of {' and '.join(kernels)}" if kernels else "",
+            "as if every token had a label" if any(part.graph.chunks_loss for part in self._parts) else "",
         )
         return "; ".join(filter(None, reasons))
 
@@ -134,9 +135,8 @@ class StepMemoryPredictor:
         if self._runs == 1 and self._parts[0].graph.is_all_of_forward:
             return ""
         in_runs = f" in {self._runs} runs" if self._runs > graphs else ""
-        if graphs == 1:
-            return f"not exact: 1 graph{in_runs}, and what runs outside of it is not counted"
-        return f"not exact: {graphs} graphs{in_runs}, and what runs outside of them is not counted"
+        several, them = ("s", "them") if graphs > 1 else ("", "it")
+        return f"not exact: {graphs} graph{several}{in_runs}, and what runs outside of {them} is not counted"
 
     @property
     def stashed(self) -> int:
