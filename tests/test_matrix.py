@@ -21,7 +21,7 @@ import torch
 from optimum_memopt.engines.auto import create
 from optimum_memopt.engines.base import Engine, Selection
 from optimum_memopt.engines.compile import engine as compile_engine
-from optimum_memopt.engines.compile.compat import is_random
+from optimum_memopt.engines.compile.compat_graph import is_random
 from optimum_memopt.engines.key_value_cache import without_key_value_cache
 from optimum_memopt.errors import UnsupportedModelError
 from optimum_memopt.options import MemOptOptions, resolve

@@ -1,7 +1,7 @@
 """The private names of torch that the compile engine uses, each with what it is for.
 
-All seen in torch 2.13.0 and there since 2.9, unless stated otherwise; `torch/_functorch/partitioners.py` where no
-file is named.
+All seen in torch 2.13.0 and there since 2.9, unless stated otherwise. Those that read and partition a joint
+graph are in `compat_graph`.
 """
 
 import contextlib
@@ -17,9 +17,7 @@ from torch import fx
 from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._functorch import config as functorch_config
-from torch._functorch import partitioners
 from torch._functorch._aot_autograd import graph_compile
-from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental import _config as symbolic_config
@@ -47,81 +45,6 @@ def storage_id(tensor: torch.Tensor) -> int:
 def operator_name(target: Any) -> str:
     """`view` of `aten.view.default`."""
     return target._opname
-
-
-def is_tangent(node: fx.Node) -> bool:
-    """A gradient of a forward output, fed to the backward."""
-    return node.op == "placeholder" and "tangents" in str(node.target)
-
-
-def is_tagged_backward(node: fx.Node) -> bool:
-    """Traced while autograd ran the backward, also where the operator reads no gradient (a transposed weight)."""
-    return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
-
-
-def is_random(node: fx.Node) -> bool:
-    """Whether it draws random numbers, so that a recompute would give others.
-
-    inductor draws the seeds of all dropouts at once (`torch/_inductor/inductor_prims.py`); picking one counts too, so
-    that each mask's seed is saved by itself.
-    """
-    name = getattr(node.target, "_opname", "")
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) or name == "inductor_lookup_seed"
-
-
-def mutated_inputs(graph: fx.Graph) -> frozenset[fx.Node]:
-    """Inputs that the forward writes to, such as running statistics: the backward cannot read their former values.
-
-    AOTAutograd writes them back outside of the graph; what an output is for is in its descriptor
-    (`torch/_functorch/_aot_autograd/descriptors.py`).
-    """
-    (output,) = graph.find_nodes(op="output")
-    written = {desc.mutated_input for desc in output.meta["desc"] if isinstance(desc, InputMutationAOTOutput)}
-    return frozenset(node for node in graph.find_nodes(op="placeholder") if node.meta.get("desc") in written)
-
-
-def extract(
-    joint: fx.GraphModule, saved: list[fx.Node], saved_symbols: list[fx.Node], num_fwd_outputs: int
-) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """A forward graph that saves exactly `saved`, and a backward graph that recomputes whatever else it reads.
-
-    `_extract_fwd_bwd_modules` copies every operator that the backward's outputs still need, from the saved values on;
-    `reordering_to_mimic_autograd_engine` moves each copy to just before its first use, without which all layers would
-    be recomputed at the beginning of the backward; `raise_getitems` frees the unread outputs of an operator at once.
-    """
-    forward, backward = partitioners._extract_fwd_bwd_modules(
-        joint, saved, saved_sym_nodes=saved_symbols, num_fwd_outputs=num_fwd_outputs
-    )
-    backward = partitioners.reordering_to_mimic_autograd_engine(backward)
-    return partitioners.raise_getitems(forward), partitioners.raise_getitems(backward)
-
-
-def remove_copies(graph: fx.Graph, returned: Iterable[fx.Node]) -> None:
-    """Remove `clone` and other copies that make no difference (`torch/_inductor/fx_passes/post_grad.py`).
-
-    inductor does so before it partitions; without a compiler, dropout of 0 would save its input twice.
-
-    Args:
-        graph: changed in place.
-        returned: what allocates the forward's outputs. It stays, since the caller may write to an output, and what the
-            backward reads must not change with it; the pass only knows of inputs and outputs.
-    """
-    from torch._inductor.fx_passes.post_grad import remove_noop_ops
-
-    # The pass skips nodes without a value.
-    hidden = {node: node.meta.pop("val") for node in set(returned) if "val" in node.meta}
-    try:
-        remove_noop_ops(graph)
-    finally:
-        for node, value in hidden.items():
-            node.meta["val"] = value
-
-
-def default_partition(
-    joint: fx.GraphModule, joint_inputs: Any, **others: Any
-) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """What torch.compile does by itself."""
-    return partitioners.min_cut_rematerialization_partition(joint, joint_inputs, **others)
 
 
 def compile_with_inductor(

@@ -1,6 +1,6 @@
 """From a joint graph to the two graphs that run, and what is known of them.
 
-joint graph -> cleanup -> analysis -> choice -> partition -> barriers, offload
+joint graph -> cleanup, CSE -> analysis -> choice -> partition -> barriers, offload
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,7 +11,7 @@ import sympy
 import torch
 from torch import fx
 
-from optimum_memopt.engines.compile import compat, strategies
+from optimum_memopt.engines.compile import compat, compat_graph, strategies
 from optimum_memopt.engines.compile.analysis.candidates import Candidate, find_candidates
 from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph, Modules
 from optimum_memopt.engines.compile.analysis.joint import (
@@ -28,6 +28,7 @@ from optimum_memopt.engines.compile.loss.plan import LossPlan
 from optimum_memopt.engines.compile.loss.scale_in_place import scale_in_place
 from optimum_memopt.engines.compile.memory.inductor_memory import InductorPrograms
 from optimum_memopt.engines.compile.memory.timeline import GraphTimeline, Prediction, graph_timeline
+from optimum_memopt.engines.compile.passes import cse
 from optimum_memopt.engines.compile.passes.partition import partition
 from optimum_memopt.engines.compile.producers.producer import Producer
 from optimum_memopt.engines.compile.symbol_names import symbol_names
@@ -78,14 +79,15 @@ def analyze(module: fx.GraphModule, inputs: Any, num_fwd_outputs: int, others: M
         others: passed on to torch's own partitioner.
     """
     module.graph.eliminate_dead_code()
-    compat.remove_copies(module.graph, map(root, JointGraph(module, num_fwd_outputs).forward_outputs))
+    compat_graph.remove_copies(module.graph, map(root, JointGraph(module, num_fwd_outputs).forward_outputs))
+    cse.eliminate_duplicates(JointGraph(module, num_fwd_outputs))
     joint = JointGraph(module, num_fwd_outputs)
     activations = find_saved_activations(joint)
     sizes = size_hints(joint)
     candidates = find_candidates(joint, activations, sizes, strategies.registered())
 
     def partition_by_torch() -> Modules:
-        return compat.default_partition(module, inputs, num_fwd_outputs=num_fwd_outputs, **others)
+        return compat_graph.default_partition(module, inputs, num_fwd_outputs=num_fwd_outputs, **others)
 
     return AnalyzedGraph(joint, activations, candidates, sizes, partition_by_torch)
 

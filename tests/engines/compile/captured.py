@@ -11,7 +11,7 @@ import sympy
 import torch
 from torch import fx
 
-from optimum_memopt.engines.compile import compat, partitioned_graph
+from optimum_memopt.engines.compile import compat, compat_graph, partitioned_graph
 from optimum_memopt.engines.compile.analysis.candidates import Candidate, by_row
 from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph, Modules
 from optimum_memopt.engines.compile.analysis.joint import JointGraph, symbolic, value
@@ -149,7 +149,7 @@ def capture(function: Callable[..., Any], *args: Any, dynamic: bool = True, **kw
         names = symbol_names(compat.symbol_sources())
         untouched = fx.GraphModule(module, copy.deepcopy(module.graph))
         found.append(Captured(untouched, inputs, num_fwd_outputs, others, names))
-        modules = compat.default_partition(module, inputs, num_fwd_outputs=num_fwd_outputs, **others)
+        modules = compat_graph.default_partition(module, inputs, num_fwd_outputs=num_fwd_outputs, **others)
         return Choice((), "torch's own partition", torchs_graphs=modules), modules
 
     torch._dynamo.reset()

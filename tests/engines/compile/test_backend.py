@@ -14,7 +14,7 @@ from torch._inductor import config as inductor_config
 from torch.fx.experimental import _config as symbolic_config
 from transformers.modeling_outputs import CausalLMOutput
 
-from optimum_memopt.engines.compile import backend
+from optimum_memopt.engines.compile import compat_graph
 from optimum_memopt.engines.compile.backend import _Partitioner, check_compiler, configured, default_compiler
 from optimum_memopt.engines.compile.choice import Choice
 from optimum_memopt.engines.compile.engine import CompileEngine
@@ -81,8 +81,8 @@ def test_an_error_leaves_nothing_behind(batch, monkeypatch, error):
     before = switches()
     engine = attached(model, "Gellu+:1:-1" if error == "in the config" else "")
     if error == "in the backend":
-        monkeypatch.setattr(backend.compat, "extract", None)
-        monkeypatch.setattr(backend.compat, "default_partition", None)
+        monkeypatch.setattr(compat_graph, "extract", None)
+        monkeypatch.setattr(compat_graph, "default_partition", None)
     model.fails = error == "in the forward"
     with pytest.raises((MemOptError, RuntimeError, TypeError)) as raised:
         model(**batch)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from optimum_memopt.engines.compile.compat import is_random
+from optimum_memopt.engines.compile.compat_graph import is_random
 from optimum_memopt.engines.compile.engine import CompileEngine
 from optimum_memopt.engines.compile.passes.dropout import drop, keep_mask, seeded_dropout
 from tests.engines.compile.compiled import DROPOUT, GPT2_DROPOUT, assert_bitwise_same, run, selection

@@ -6,7 +6,7 @@ from torch._dynamo.utils import counters
 from transformers.modeling_outputs import CausalLMOutput
 
 from optimum_memopt.engines.compile import compat
-from optimum_memopt.engines.compile.compat import is_random
+from optimum_memopt.engines.compile.compat_graph import is_random
 from optimum_memopt.engines.key_value_cache import without_key_value_cache
 from optimum_memopt.plans.grammar import Strategy
 from tests.engines.compile.compiled import DROPOUT, GPT2_DROPOUT, Run, assert_bitwise_same, run

@@ -8,10 +8,10 @@ import torch
 from torch import fx
 from torch._functorch import partitioners
 
-from optimum_memopt.engines.compile import compat
 from optimum_memopt.engines.compile.analysis.graph import layer_boundaries, nodes_to_save
 from optimum_memopt.engines.compile.analysis.joint import is_tensor, is_view, root
 from optimum_memopt.engines.compile.analysis.saved_activations import is_output, is_statistic, layer_of, operator_name
+from optimum_memopt.engines.compile.compat_graph import is_random
 from optimum_memopt.plans.grammar import Strategy
 from tests.engines.compile.captured import Captured, Parts, capture
 
@@ -39,7 +39,7 @@ def check(captured: Captured, parts: Parts) -> None:
     assert set(compute) <= allowed
     assert set(chosen) <= set(recomputed)
     assert len(recomputed) == len(set(recomputed)), "one operator twice"
-    assert not any(compat.is_random(node) for node in parts.backward.graph.nodes)
+    assert not any(is_random(node) for node in parts.backward.graph.nodes)
 
 
 def rows(captured: Captured) -> list[str]:
@@ -66,7 +66,7 @@ def test_any_rows_together_are_recomputed_and_nothing_else(roberta, albert, seed
     # Several together reach further back: the chain of one leads through another.
     dropped = {candidate.activation.root.name for candidate in parts.graph.choice.recomputed}
     assert dropped <= set(parts.recomputed(captured.joint))
-    assert not any(compat.is_random(node) for node in parts.backward.graph.nodes)
+    assert not any(is_random(node) for node in parts.backward.graph.nodes)
     saved = {root(node).name for node in parts.saved_for_backward if is_tensor(node)}
     assert saved.isdisjoint(dropped)
     assert {activation.root.name for activation in captured.activations} - dropped <= saved
@@ -109,10 +109,8 @@ def test_a_level_saves_only_a_layers_input_and_statistics(roberta, gpt2, albert,
         for node in inside:
             saved = nodes[node.name]
             leaves = next((s.leaves_layer for s in captured.activations if s.root is root(saved)), False)
-            assert is_statistic(saved) or compat.is_random(saved) or leaves or root(saved).name in boundaries, node
-        big = [
-            node for node in inside if not is_statistic(nodes[node.name]) and not compat.is_random(nodes[node.name])
-        ]
+            assert is_statistic(saved) or is_random(saved) or leaves or root(saved).name in boundaries, node
+        big = [node for node in inside if not is_statistic(nodes[node.name]) and not is_random(nodes[node.name])]
         assert len(big) <= 4, "an output of each layer, and an input or two"
 
 

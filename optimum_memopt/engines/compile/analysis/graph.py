@@ -18,7 +18,7 @@ class AnalyzedGraph:
     """A joint graph, what its backward reads of its forward, and what can be done about it.
 
     Attributes:
-        joint: dead code and copies are gone.
+        joint: dead code, copies and duplicates are gone.
         activations: in graph order.
         candidates: under every strategy.
         size_hints: value of each symbol in the first batch.

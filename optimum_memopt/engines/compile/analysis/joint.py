@@ -14,7 +14,7 @@ import sympy
 import torch
 from torch import fx
 
-from optimum_memopt.engines.compile import compat
+from optimum_memopt.engines.compile import compat, compat_graph
 
 # Declared without an alias, yet it never copies (aten/src/ATen/native/TensorShape.cpp).
 _UNDECLARED_VIEWS = frozenset({"_unsafe_view", "lift_fresh"})
@@ -136,7 +136,7 @@ class JointGraph:
         for node in self.nodes:
             if node.op == "output":
                 continue
-            if compat.is_tangent(node) or compat.is_tagged_backward(node) or node in dependent:
+            if compat_graph.is_tangent(node) or compat_graph.is_tagged_backward(node) or node in dependent:
                 dependent.add(node)
                 dependent.update(user for user in node.users if user.op != "output")
         return frozenset(dependent)
@@ -147,7 +147,7 @@ class JointGraph:
 
     @cached_property
     def mutated_inputs(self) -> frozenset[fx.Node]:
-        return compat.mutated_inputs(self.module.graph)
+        return compat_graph.mutated_inputs(self.module.graph)
 
     def is_impure(self, node: fx.Node) -> bool:
         """Whether it must not run twice: it draws random numbers, reads an input that is written to in the meantime
@@ -155,7 +155,7 @@ class JointGraph:
         if node.target is operator.getitem:
             node = first_input(node)
         reads = (root(read) for read in node.all_input_nodes)
-        return compat.is_random(node) or is_chunked_loss(node) or any(read in self.mutated_inputs for read in reads)
+        return compat_graph.is_random(node) or is_chunked_loss(node) or any(read in self.mutated_inputs for read in reads)
 
     @cached_property
     def forward(self) -> tuple[fx.Node, ...]:

@@ -24,7 +24,19 @@ _CALL = re.compile(r"@\d+$")
 # An activation of constant size and less than this (bytes) is not worth a row, or counting.
 _NEGLIGIBLE = 4096
 # Outputs beside the first of these operators are statistics of a row each: tiny, and expensive to recompute.
-_WITH_STATISTICS = frozenset({"native_layer_norm", "native_group_norm", "_fused_rms_norm", "native_batch_norm"})
+_WITH_STATISTICS = frozenset(
+    {
+        "_fused_rms_norm",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "native_batch_norm",
+        "native_group_norm",
+        "native_layer_norm",
+    }
+)
+_STATISTICS = frozenset({"native_layer_norm", "native_group_norm", "_fused_rms_norm", "native_batch_norm"})
 _STATISTICS = frozenset({"amax", "var_mean", "logsumexp", "mean", "sum", "rsqrt"})
 
 
