@@ -10,7 +10,7 @@ from therefore passes an opaque operator that also reads what the backward has c
 import torch
 from torch import fx
 
-from optimum_memopt.engines.compile.analysis.joint import is_tensor, is_view, root, value
+from optimum_memopt.engines.compile.analysis.joint import first_input, is_tensor, is_view, root, value
 from optimum_memopt.engines.compile.analysis.saved_activations import layer_of
 from optimum_memopt.engines.compile.operators import LIBRARY
 
@@ -32,20 +32,29 @@ def _(source: torch.Tensor, computed: list[torch.Tensor]) -> torch.Tensor:
 def insert(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
     """Let the recompute of each layer wait for all that stands before it in the backward.
 
+    A layer may be recomputed in several pieces: a part of it early, where another layer is recomputed from it, and the
+    rest for its own backward. Each piece waits for itself.
+
     Args:
         forward: only read: what is in both graphs is recomputed.
-        backward: recomputes each layer where the layer's own backward begins.
+        backward: recomputes each operator where the backward needs it.
     """
     graph = backward.graph
     nodes = list(graph.nodes)
     order = {node: index for index, node in enumerate(nodes)}
     in_forward = {node.name for node in forward.graph.nodes}
-    layers: dict[str, list[fx.Node]] = {}
-    for node in nodes:
-        if node.op == "call_function" and node.name in in_forward and not is_view(node) and (layer := layer_of(node)):
-            layers.setdefault(layer, []).append(node)
+    pieces: dict[tuple[str, str], list[fx.Node]] = {}
+    # Of the operators' layers that are recomputed, in the order of the backward, with the layer that needs them.
+    needing = ""
+    for node in reversed(nodes):
+        if node.op != "call_function" or not (layer := layer_of(node)):
+            continue
+        if node.name not in in_forward:
+            needing = layer
+        elif not is_view(node):
+            pieces.setdefault((layer, needing), []).insert(0, node)
     begin = 0
-    for recomputed in layers.values():
+    for recomputed in sorted(pieces.values(), key=lambda piece: order[piece[0]]):
         here = order[recomputed[0]]
         computed = _computed_and_read(nodes[begin:here], in_forward, order, here)
         begin = here
@@ -68,14 +77,21 @@ def _computed_and_read(
 def _add_barriers(
     graph: fx.Graph, recomputed: list[fx.Node], computed: list[fx.Node], order: dict[fx.Node, int]
 ) -> None:
-    """What `recomputed` read of the backward's inputs, they read after `computed`."""
+    """What `recomputed` read of the backward's inputs, they read after `computed`.
+
+    The barriers stand before the first of them, where all that is computed is still held anyway.
+    """
     readers: dict[fx.Node, list[fx.Node]] = {}
     for node in recomputed:
         for read in node.all_input_nodes:
             if is_tensor(read) and root(read).op == "placeholder":
-                readers.setdefault(read, []).append(node)
+                reader = node
+                # Views of an input that stand behind the barriers read through one.
+                while order.get(read, 0) > order[recomputed[0]]:
+                    reader, read = read, first_input(read)
+                readers.setdefault(read, []).append(reader)
     for source, users in readers.items():
-        with graph.inserting_before(min(users, key=order.__getitem__)):
+        with graph.inserting_before(recomputed[0]):
             barrier = graph.call_function(torch.ops.optimum_memopt.after.default, (source, computed))
         barrier.meta["val"] = value(source)
         for user in users:
