@@ -25,6 +25,7 @@ from optimum_memopt.errors import MemOptError, excerpt
 from optimum_memopt.logs import LOG_LEVELS, get_logger, set_log_level
 from optimum_memopt.option_values import Numbers
 from optimum_memopt.plans.grammar import ConfigSource, PlanConfig, to_text
+from optimum_memopt.sizes import Budget, parse_budget
 from optimum_memopt.training.optimizers import OPTIMIZERS
 
 _LEVELS = Numbers(0, 2, "0 (the config), 1 (recompute in each layer) and 2 (also with compromised saving)")
@@ -153,6 +154,15 @@ class MemOptOptions(_EngineOptions):
             configs[text] = PlanConfig.load(text)
         return configs[text]
 
+    @property
+    def budget(self) -> Budget | None:
+        """`memory_opt_budget`, read.
+
+        Raises:
+            MemOptError: it is no size, share or `auto`.
+        """
+        return None if self.memory_opt_budget is None else parse_budget(self.memory_opt_budget)
+
     def check(self, environ: Mapping[str, str] = os.environ) -> None:
         """Find everything that is wrong before a model or data is loaded.
 
@@ -174,6 +184,12 @@ class MemOptOptions(_EngineOptions):
             raise MemOptError(
                 f"--memory_opt_level {self.memory_opt_level} together with --memory_opt_config: a level chooses the "
                 "plans itself; give one of the two"
+            )
+        if self.budget is not None and (self.memory_opt_level or self.memory_opt_config is not None):
+            other = f"--memory_opt_level {self.memory_opt_level}" if self.memory_opt_level else "--memory_opt_config"
+            raise MemOptError(
+                f"--memory_opt_budget {self.budget.text} together with {other}: a budget chooses the plans itself; "
+                "give one of the two"
             )
         # A mistake in it is an error whichever engine trains.
         _ = self.plan_config
@@ -213,7 +229,8 @@ class Resolved:
     @property
     def selection(self) -> Selection:
         """The plans, for the engine."""
-        return Selection(self.config, self.options.memory_opt_level, self.options.memory_opt_strict)
+        options = self.options
+        return Selection(self.config, options.memory_opt_level, options.memory_opt_strict, options.budget)
 
     def log(self) -> None:
         """Log the remarks, at the log level that is in force from now on."""

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1] / "optimum_memopt"
 PACKAGE = "optimum_memopt"
 # From the bottom up; a module imports its own layer and those below. A longer name counts before a shorter one.
 LAYERS = (
-    ("errors", "installed", "plans"),
+    ("errors", "installed", "plans", "sizes"),
     ("compat", "logs", "memory", "option_values", "progress", "script", "training.optimizers"),
     ("engines",),
     ("options",),

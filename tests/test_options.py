@@ -41,6 +41,20 @@ def arguments(folder, **options):
         ),
         # With a level ORT ignores the config, even a file that is missing.
         ({"memory_opt_level": 2, "memory_opt_config": "missing.json"}, "--memory_opt_level 2 together with"),
+        ({"memory_opt_budget": "24"}, "--memory_opt_budget 24: a number needs a unit, as 24GiB or 24%"),
+        ({"memory_opt_budget": 24}, "--memory_opt_budget 24: allowed are strings"),
+        (
+            {"memory_opt_budget": "24GiB", "memory_opt_level": 1},
+            "--memory_opt_budget 24GiB together with --memory_opt_level 1: a budget chooses the plans itself",
+        ),
+        (
+            {"memory_opt_budget": "auto", "memory_opt_config": "Gelu+:1:-1"},
+            "--memory_opt_budget auto together with --memory_opt_config: a budget chooses the plans itself",
+        ),
+        (
+            {"memory_opt_budget": "90%", "memory_opt_engine": "ort"},
+            "--memory_opt_budget 90% with the ort engine: only the compile engine reads it",
+        ),
         ({"memory_opt_config": "Gelu+:1"}, 'column 1: "Gelu+:1" has 2 fields instead of 3'),
         ({"memory_opt_config": "Gelu+:1:-1,Add:1:-1"}, "column 12: "),
         ({"memory_opt_config": ""}, "column 1: nothing here"),

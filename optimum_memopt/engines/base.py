@@ -15,6 +15,7 @@ from optimum_memopt.engines.environment import Report
 from optimum_memopt.errors import MemOptError, excerpt
 from optimum_memopt.plans.grammar import PlanConfig
 from optimum_memopt.plans.table import PlanTable
+from optimum_memopt.sizes import Budget
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainingArguments
@@ -27,7 +28,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Selection:
-    """What the user asked for: a config, or a level from 1 on.
+    """What the user asked for: a config, a level from 1 on, or a budget.
 
     `strict`: ids that do not exist are errors instead of remarks.
     """
@@ -35,6 +36,7 @@ class Selection:
     config: PlanConfig | None = None
     level: int = 0
     strict: bool = True
+    budget: Budget | None = None
 
 
 class Smoothing(Protocol):

@@ -8,8 +8,16 @@ LOSSES = AUTO, PLAIN, CHUNKED = ("auto", "plain", "chunked")
 
 @dataclass
 class CompileOptions:
-    """How torch.compile runs the model."""
+    """How torch.compile runs the model, and the memory that a step may take."""
 
+    memory_opt_budget: str | None = field(
+        default=None,
+        metadata={
+            "help": "The peak that no training step may pass: a size (24GiB, 800MiB; GB is 1000-based), a share of "
+            "the device's memory (90%%), or auto, what is free when training starts. The cheapest recompute that fits "
+            "is chosen. Instead of a config or a level; compile engine."
+        },
+    )
     memory_opt_compiler: str | None = field(
         default=None,
         metadata={

@@ -1,0 +1,72 @@
+"""Amounts of memory as users write them: `24GiB`, `800MiB`, `24GB`, `90%`, `auto`. Pure."""
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+from optimum_memopt.errors import MemOptError, excerpt
+
+AUTO = "auto"
+# A lower-case b means bytes too: accelerate's `convert_file_size_to_int` takes 24gb for 24 gigabits.
+_UNITS = {
+    **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", 1)},
+    **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", 1)},
+}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(%|[a-z]*)", re.ASCII | re.IGNORECASE)
+_ALLOWED = "allowed are sizes as 24GiB, 800MiB or 24GB (1000-based), a share of the device's memory as 90%, and auto"
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What the peak of a training step must not pass.
+
+    Attributes:
+        text: as it was written.
+        bytes: None where it depends on the device.
+        share: of the device's memory, None for a size and `auto`.
+    """
+
+    text: str
+    bytes: int | None = None
+    share: Fraction | None = None
+
+    def on_device(self, total: int, available: int) -> int:
+        """In bytes.
+
+        Args:
+            total: bytes of the device that this process may take.
+            available: bytes that `auto` may take.
+        """
+        if self.bytes is not None:
+            return self.bytes
+        return available if self.share is None else int(self.share * total)
+
+
+def parse_budget(text: str) -> Budget:
+    """The budget that a user wrote.
+
+    Raises:
+        MemOptError: one line that says what is allowed, and which unit a bare number lacks.
+    """
+    if text.lower() == AUTO:
+        return Budget(AUTO)
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise _refused(text, _ALLOWED)
+    number, unit = Fraction(match[1]), match[2].lower()
+    if not unit:
+        raise _refused(text, f"a number needs a unit, as {match[1]}GiB or {match[1]}%")
+    if unit == "%" and 0 < number <= 100:
+        return Budget(text, share=number / 100)
+    if unit not in _UNITS or int(number * _UNITS[unit]) == 0:
+        raise _refused(text, _ALLOWED)
+    return Budget(text, int(number * _UNITS[unit]))
+
+
+def gib_text(size: int) -> str:
+    """`24.00 GiB`, `812.5 MiB`."""
+    return f"{size / 2**30:.2f} GiB" if abs(size) >= 2**30 else f"{size / 2**20:.1f} MiB"
+
+
+def _refused(text: str, why: str) -> MemOptError:
+    return MemOptError(f"--memory_opt_budget {excerpt(text) or repr(text)}: {why}")

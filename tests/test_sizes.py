@@ -1,0 +1,54 @@
+import pytest
+
+from optimum_memopt.errors import MemOptError
+from optimum_memopt.sizes import gib_text, parse_budget
+
+
+@pytest.mark.parametrize(
+    "text, size",
+    [
+        ("24GiB", 24 * 2**30),
+        ("24gib", 24 * 2**30),
+        ("1.5 GiB", 3 * 2**29),
+        ("800MiB", 800 * 2**20),
+        ("24GB", 24 * 10**9),
+        ("24gb", 24 * 10**9),
+        ("24Gb", 24 * 10**9),
+        ("64kB", 64_000),
+        ("0.1TiB", 2**40 // 10),
+    ],
+)
+def test_a_size_is_exact_and_a_lower_case_b_is_bytes(text, size):
+    assert parse_budget(text).on_device(1, 2) == size
+
+
+def test_shares_and_auto_depend_on_the_device():
+    assert parse_budget("90%").on_device(1000, 700) == 900
+    assert parse_budget("33.3%").on_device(10**12, 0) == 333 * 10**9
+    assert parse_budget("auto").on_device(1000, 700) == 700
+
+
+@pytest.mark.parametrize(
+    "text, why",
+    [
+        ("24", "a number needs a unit, as 24GiB or 24%"),
+        ("1.5", "a number needs a unit, as 1.5GiB or 1.5%"),
+        ("24G", "allowed are sizes as 24GiB"),
+        ("24Gbit", "allowed are sizes"),
+        ("0GiB", "allowed are sizes"),
+        ("0%", "allowed are sizes"),
+        ("101%", "allowed are sizes"),
+        ("-1GiB", "allowed are sizes"),
+        ("", "allowed are sizes"),
+        ("lots", "a share of the device's memory as 90%, and auto"),
+        ("²GiB", "allowed are sizes"),
+    ],
+)
+def test_what_is_no_size_is_refused_in_one_line(text, why):
+    with pytest.raises(MemOptError, match="--memory_opt_budget ") as error:
+        parse_budget(text)
+    assert why in str(error.value) and "\n" not in str(error.value)
+
+
+def test_sizes_are_shown_in_units_of_1024():
+    assert [gib_text(size) for size in (24 * 2**30, 800 * 2**20, 0)] == ["24.00 GiB", "800.0 MiB", "0.0 MiB"]
