@@ -1,0 +1,198 @@
+"""A joint graph as numbers: what a solver and an exact simulation of its choices read. Pure."""
+
+import operator
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import sympy
+from torch import fx
+
+from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph, layer_boundaries
+from optimum_memopt.engines.compile.analysis.joint import is_number, is_tensor, is_view, root, storage_bytes, value
+from optimum_memopt.engines.compile.analysis.saved_activations import is_statistic, layer_of
+from optimum_memopt.engines.compile.memory.liveness import workspace
+from optimum_memopt.engines.compile.memory.symbolic_sizes import compile_sizes
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A joint graph whose nodes are numbered in its order; tuples have an entry a node.
+
+    Attributes:
+        names: of the nodes.
+        kinds: operator name and shape, equal for nodes that do the same work.
+        reads: nodes that each reads.
+        roots: the node that allocates the storage that each lies in.
+        bytes: of the storage of a root that is a tensor, else 0.
+        workspaces: bytes that an operator holds beside its results while it runs.
+        seconds: of running the operator.
+        layers: path of the transformer layer, "" outside of all.
+        is_input: placeholders of the joint graph, gradients among them.
+        is_operator: `call_function`; a view and the pick of an output too.
+        is_backward: computed from a gradient.
+        is_tensor: not a number, nor a tuple.
+        is_number: a symbolic size.
+        is_view: allocates nothing.
+        picks: the operator that a pick of an output belongs to, else None.
+        has_outputs: an operator with several outputs, which are picked.
+        is_kept: must not run twice: it draws random numbers, or reads what is written to.
+        is_statistic: a reduction's row, which every plan by name saves.
+        forward_outputs: nodes.
+        backward_outputs: nodes.
+        tangents: gradients that the backward is given.
+        backward_reads: nodes of the forward that the backward reads.
+        activations: roots of the saved activations.
+        boundaries: roots computed in one layer and read in another.
+    """
+
+    names: tuple[str, ...]
+    kinds: tuple[str, ...]
+    reads: tuple[tuple[int, ...], ...]
+    roots: tuple[int, ...]
+    bytes: tuple[int, ...]
+    workspaces: tuple[int, ...]
+    seconds: tuple[float, ...]
+    layers: tuple[str, ...]
+    is_input: tuple[bool, ...]
+    is_operator: tuple[bool, ...]
+    is_backward: tuple[bool, ...]
+    is_tensor: tuple[bool, ...]
+    is_number: tuple[bool, ...]
+    is_view: tuple[bool, ...]
+    picks: tuple[int | None, ...]
+    has_outputs: tuple[bool, ...]
+    is_kept: tuple[bool, ...]
+    is_statistic: tuple[bool, ...]
+    forward_outputs: tuple[int, ...]
+    backward_outputs: tuple[int, ...]
+    tangents: tuple[int, ...]
+    backward_reads: tuple[int, ...]
+    activations: frozenset[int]
+    boundaries: frozenset[int]
+
+    @cached_property
+    def users(self) -> tuple[tuple[int, ...], ...]:
+        found: list[list[int]] = [[] for _ in self.names]
+        for node, reads in enumerate(self.reads):
+            for read in reads:
+                found[read].append(node)
+        return tuple(map(tuple, found))
+
+    @cached_property
+    def allocates(self) -> tuple[tuple[int, ...], ...]:
+        """Roots that each operator allocates; of those of several outputs, what is picked in the same graph counts."""
+        found: list[tuple[int, ...]] = []
+        for node, users in enumerate(self.users):
+            if not self.is_operator[node] or self.is_view[node]:
+                found.append(())
+            elif self.has_outputs[node]:
+                found.append(tuple(user for user in users if self.picks[user] == node and self.is_tensor[user]))
+            else:
+                found.append((node,) if self.picks[node] is None and self.is_tensor[node] else ())
+        return tuple(found)
+
+    @cached_property
+    def is_forward(self) -> tuple[bool, ...]:
+        return tuple(
+            not given and not backward for given, backward in zip(self.is_input, self.is_backward, strict=True)
+        )
+
+    @cached_property
+    def numbers(self) -> frozenset[int]:
+        """Those of the forward, which the backward is given."""
+        return frozenset(node for node, is_number in enumerate(self.is_number) if is_number and self.is_forward[node])
+
+    @cached_property
+    def backward_operators(self) -> tuple[int, ...]:
+        """What the backward runs of its own, from the first reader of a gradient on, in order."""
+        needed = self.needed(self.backward_outputs)
+        given = set(self.tangents)
+        first = min((user for node in given for user in self.users[node] if user in needed), default=len(self.names))
+        return tuple(
+            node for node in sorted(needed) if node >= first and self.is_backward[node] and self.is_operator[node]
+        )
+
+    def needed(self, targets: Iterable[int], available: Collection[int] = ()) -> set[int]:
+        """What has to run for `targets`, inputs left out, with what is `available`, which is not run."""
+        found: set[int] = set()
+        todo = list(targets)
+        while todo:
+            node = todo.pop()
+            if node not in found and not self.is_input[node] and node not in available:
+                found.add(node)
+                todo.extend(self.reads[node])
+        return found
+
+    def closure(self, kept: Collection[int]) -> frozenset[int]:
+        """What the forward saves if everything in `kept` that a read of the backward leads to is saved.
+
+        As `analysis.graph.nodes_to_save` follows reads.
+
+        Args:
+            kept: roots.
+        """
+        saved: set[int] = set()
+        seen: set[int] = set()
+        todo = list(self.backward_reads)
+        while todo:
+            node = todo.pop()
+            if node in seen or self.is_input[node] or self.is_number[node]:
+                continue
+            seen.add(node)
+            if node in kept or (self.is_kept[node] and self.is_tensor[node]):
+                saved.add(node)
+            else:
+                todo.extend(self.reads[node])
+        return frozenset(saved)
+
+
+def problem_of(graph: AnalyzedGraph, seconds: Sequence[float]) -> Problem:
+    """The numbers of a joint graph for the sizes of its first batch.
+
+    Args:
+        graph: read, not changed.
+        seconds: of each node of the joint graph, in its order.
+    """
+    joint = graph.joint
+    nodes = [node for node in joint.nodes if node.op != "output"]
+    number = {node: index for index, node in enumerate(nodes)}
+    roots = [root(node) for node in nodes]
+    sizes = [
+        storage_bytes(node) if is_tensor(node) and of is node else sympy.Integer(0)
+        for node, of in zip(nodes, roots, strict=True)
+    ]
+    workspaces = [workspace(node) for node in nodes]
+    values = compile_sizes([*sizes, *workspaces])(graph.size_hints)
+
+    def all_of(found: Iterable[object]) -> tuple[int, ...]:
+        return tuple(number[node] for node in found if isinstance(node, fx.Node))
+
+    return Problem(
+        names=tuple(node.name for node in nodes),
+        kinds=tuple(f"{node.target} {value(node)}" for node in nodes),
+        reads=tuple(all_of(node.all_input_nodes) for node in nodes),
+        roots=tuple(number[node] for node in roots),
+        bytes=tuple(values[: len(nodes)]),
+        workspaces=tuple(values[len(nodes) :]),
+        seconds=tuple(seconds),
+        layers=tuple(layer_of(node) if node.op == "call_function" else "" for node in nodes),
+        is_input=tuple(node.op == "placeholder" for node in nodes),
+        is_operator=tuple(node.op == "call_function" for node in nodes),
+        is_backward=tuple(node in joint.backward for node in nodes),
+        is_tensor=tuple(map(is_tensor, nodes)),
+        is_number=tuple(map(is_number, nodes)),
+        is_view=tuple(map(is_view, nodes)),
+        picks=tuple(number[node.all_input_nodes[0]] if node.target is operator.getitem else None for node in nodes),
+        has_outputs=tuple(isinstance(value(node), tuple | list) for node in nodes),
+        is_kept=tuple(node.op == "call_function" and joint.is_impure(node) for node in nodes),
+        is_statistic=tuple(node.op == "call_function" and is_statistic(node) for node in nodes),
+        forward_outputs=all_of(joint.forward_outputs),
+        backward_outputs=all_of(joint.backward_outputs),
+        tangents=tuple(
+            number[node] for node in nodes if node.op == "placeholder" and node in joint.backward and is_tensor(node)
+        ),
+        backward_reads=all_of(joint.backward_reads()),
+        activations=frozenset(number[activation.root] for activation in graph.activations),
+        boundaries=frozenset(number[node] for node in layer_boundaries(joint)),
+    )
