@@ -4,13 +4,15 @@ All seen in torch 2.13.0 and there since 2.9, unless stated otherwise; `torch/_f
 file is named.
 """
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import fx
 from torch._functorch import partitioners
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 def is_tangent(node: fx.Node) -> bool:
@@ -102,3 +104,13 @@ def default_partition(
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """What torch.compile does by itself."""
     return partitioners.min_cut_rematerialization_partition(joint, joint_inputs, **others)
+
+
+@contextlib.contextmanager
+def without_modes() -> Iterator[None]:
+    """Operators run as they are called, also while a graph is traced: on real tensors, without autocast
+    (`torch/utils/_python_dispatch.py`)."""
+    with _disable_current_modes(), contextlib.ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            stack.enter_context(torch.autocast(device, enabled=False))
+        yield

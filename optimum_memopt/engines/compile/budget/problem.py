@@ -21,7 +21,7 @@ class Problem:
 
     Attributes:
         names: of the nodes.
-        kinds: operator name and shape, equal for nodes that do the same work.
+        kinds: operators, as text.
         reads: nodes that each reads.
         roots: the node that allocates the storage that each lies in.
         bytes: of the storage of a root that is a tensor, else 0.
@@ -170,7 +170,7 @@ def problem_of(graph: AnalyzedGraph, seconds: Sequence[float]) -> Problem:
 
     return Problem(
         names=tuple(node.name for node in nodes),
-        kinds=tuple(f"{node.target} {value(node)}" for node in nodes),
+        kinds=tuple(str(node.target) for node in nodes),
         reads=tuple(all_of(node.all_input_nodes) for node in nodes),
         roots=tuple(number[node] for node in roots),
         bytes=tuple(values[: len(nodes)]),

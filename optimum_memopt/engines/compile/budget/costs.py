@@ -1,0 +1,221 @@
+"""Seconds of each operator of a joint graph: measured on the device that trains, or estimated for a named one.
+
+What a plan costs is the time of what it recomputes, and operators differ by device: on a CPU the mask of a dropout is
+the most expensive byte to recompute, on a GPU it is nearly free.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from optimum_memopt.engines.compile import compat, compat_graph
+from optimum_memopt.engines.compile.analysis.joint import JointGraph, is_number, is_view, symbolic, value
+from optimum_memopt.engines.compile.budget.devices import Device
+
+# Of a data sheet's rates, what matrix products and operators that are bound by memory get; not tuned.
+_EFFICIENCY = 0.6
+# Repetitions of an operator, and seconds after which one is not repeated.
+_REPEATS, _LONG = 5, 0.02
+_CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+# inductor fuses neighbours, so that an operator that is bound by memory reads or writes, seldom both.
+_FUSED = 0.5
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What the operators of a joint graph cost.
+
+    Attributes:
+        seconds: of each node of the joint graph, in its order; 0 of views, of picks of outputs and of numbers.
+        source: `measured`, `roofline H100`.
+    """
+
+    seconds: tuple[float, ...]
+    source: str
+
+
+@dataclass(frozen=True)
+class _Work:
+    """One operator.
+
+    Attributes:
+        key: equal for operators that do the same work on the same shapes.
+        bytes: read and written.
+        flops: of a matrix product, a convolution or attention, else 0.
+        dtype: of what it computes in.
+    """
+
+    key: str
+    bytes: int
+    flops: float
+    dtype: str
+
+
+def roofline(joint: JointGraph, sizes: Mapping[sympy.Symbol, int], device: Device, fused: bool) -> Costs:
+    """Estimated: the longer one of computing at the device's rate and of moving all operands once.
+
+    Args:
+        joint: read, not changed.
+        sizes: value of each symbol.
+        device: whose rates count.
+        fused: a compiler fuses what is bound by memory.
+    """
+
+    def seconds(node: fx.Node) -> float:
+        if not _runs(node):
+            return 0.0
+        work = _work(node, sizes)
+        moving = work.bytes / device.bandwidth
+        if not work.flops:
+            return moving * (_FUSED if fused else 1.0) / _EFFICIENCY
+        return max(work.flops / device.rate(work.dtype), moving) / _EFFICIENCY
+
+    return Costs(tuple(map(seconds, joint.nodes)), f"roofline {device.name}")
+
+
+def measured(
+    joint: JointGraph,
+    sizes: Mapping[sympy.Symbol, int],
+    fused: bool,
+    known: dict[str, float],
+    limit: float = 2.0,
+) -> Costs:
+    """Measured where the graph's tensors are: each distinct operator on its shapes, the largest first.
+
+    What draws random numbers is not run. That, and what is left when the time is up, or cannot be run on tensors of
+    ones, is estimated by the bytes that it moves, at the median rate of what was measured.
+
+    Args:
+        joint: read, not changed.
+        sizes: value of each symbol.
+        fused: a compiler fuses what is bound by memory.
+        known: seconds by operator; gets what is measured.
+        limit: seconds in all.
+    """
+    works = {node: _work(node, sizes) for node in joint.nodes if _runs(node)}
+    distinct = {work.key: node for node, work in works.items() if not joint.is_impure(node)}
+    end = time.perf_counter() + limit
+    for key, node in sorted(distinct.items(), key=lambda item: -works[item[1]].bytes):
+        if key not in known and time.perf_counter() < end:
+            seconds = _measure(node, sizes)
+            if seconds is not None:
+                known[key] = seconds
+    rates = [known[work.key] / work.bytes for work in works.values() if work.key in known and work.bytes]
+    rate = statistics.median(rates) if rates else 0.0
+
+    def seconds_of(node: fx.Node) -> float:
+        if (work := works.get(node)) is None:
+            return 0.0
+        return known.get(work.key, work.bytes * rate) * (_FUSED if fused and not work.flops else 1.0)
+
+    return Costs(tuple(map(seconds_of, joint.nodes)), "measured")
+
+
+def _runs(node: fx.Node) -> bool:
+    return node.op == "call_function" and not is_view(node) and not is_number(node) and _schema(node) is not None
+
+
+def _schema(node: fx.Node) -> Any:
+    return getattr(node.target, "_schema", None)
+
+
+def _concrete(given: Any, sizes: Mapping[sympy.Symbol, int], make: Callable[..., Any]) -> Any:
+    """A node's argument or value with numbers for symbols and `make(shape, stride, dtype, device)` for tensors."""
+    found = value(given) if isinstance(given, fx.Node) else given
+    if isinstance(found, torch.Tensor):
+        shape, stride = ([_number(one, sizes) for one in many] for many in (found.shape, found.stride()))
+        return make(shape, stride, found.dtype, found.device)
+    if isinstance(found, compat.SymbolicNumber):
+        return _number(found, sizes)
+    if isinstance(found, tuple | list):
+        return [_concrete(one, sizes, make) for one in found]
+    return found
+
+
+def _number(number: Any, sizes: Mapping[sympy.Symbol, int]) -> Any:
+    return number if isinstance(number, int | float | bool) else int(symbolic(number).subs(sizes))
+
+
+def _arguments(
+    node: fx.Node, sizes: Mapping[sympy.Symbol, int], make: Callable[..., Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    positional = [_concrete(argument, sizes, make) for argument in node.args]
+    return positional, {name: _concrete(argument, sizes, make) for name, argument in node.kwargs.items()}
+
+
+def _without_data(
+    shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+
+
+def _ones(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Of a floating point dtype, else zeros: an index that is in range everywhere."""
+    tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+    return tensor.fill_(1 if dtype.is_floating_point else 0)
+
+
+def _work(node: fx.Node, sizes: Mapping[sympy.Symbol, int]) -> _Work:
+    with compat_graph.without_modes():
+        positional, named = _arguments(node, sizes, _without_data)
+        result = _concrete(node, sizes, _without_data)
+        tensors = [one for one in compat.tree_leaves((positional, named)) if isinstance(one, torch.Tensor)]
+        outputs = [one for one in compat.tree_leaves(result) if isinstance(one, torch.Tensor)]
+        flops = _flops(node, positional, named, result)
+    device = next((one.device for one in compat.tree_leaves(value(node)) if isinstance(one, torch.Tensor)), None)
+    texts = [_text(one) for one in compat.tree_leaves((positional, list(named.items())))]
+    # The widest operand's: a mask or an index is beside it.
+    dtype = str(max(tensors, key=lambda one: one.nbytes).dtype) if tensors else ""
+    return _Work(
+        key=f"{node.target}({', '.join(texts)}) on {device}",
+        bytes=sum(one.nbytes for one in (*tensors, *outputs)),
+        flops=flops,
+        dtype=dtype.removeprefix("torch."),
+    )
+
+
+def _flops(node: fx.Node, positional: list[Any], named: dict[str, Any], result: Any) -> float:
+    count = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    if count is not None:
+        return float(count(*positional, **named, out_val=result))
+    name = compat.operator_name(node.target)
+    if not name.startswith(_CPU_ATTENTION):
+        return 0.0
+    # Attention on a CPU is missing in the registry; its backward has the gradient first.
+    shapes = [one.shape for one in positional[: 4 if name.endswith("backward") else 3]]
+    return float((sdpa_backward_flop_count if name.endswith("backward") else sdpa_flop_count)(*shapes))
+
+
+def _text(argument: Any) -> str:
+    if isinstance(argument, torch.Tensor):
+        return f"{argument.dtype}{list(argument.shape)}{list(argument.stride())}"
+    return repr(argument)
+
+
+def _measure(node: fx.Node, sizes: Mapping[sympy.Symbol, int]) -> float | None:
+    """The median seconds of a few runs; None where it does not run."""
+    run: Any = node.target
+    found: list[float] = []
+    # The graph has autocast's casts already.
+    with compat_graph.without_modes(), torch.no_grad():
+        try:
+            positional, named = _arguments(node, sizes, _ones)
+            is_on_cuda = any(one.is_cuda for one in compat.tree_leaves(positional) if isinstance(one, torch.Tensor))
+            wait = torch.cuda.synchronize if is_on_cuda else lambda: None
+            while len(found) < _REPEATS and sum(found) < _LONG:
+                wait()
+                begin = time.perf_counter()
+                run(*positional, **named)
+                wait()
+                found.append(time.perf_counter() - begin)
+        # Any operator may refuse ones; out of memory is one more reason not to measure it.
+        except Exception:
+            return None
+    return statistics.median(found)

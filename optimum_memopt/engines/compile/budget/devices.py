@@ -1,0 +1,95 @@
+"""What devices can do, for costs that are estimated instead of measured. Pure.
+
+Dense rates, without sparsity, from the makers' data sheets:
+
+- H100 SXM, H200 SXM: resources.nvidia.com/en-us-tensor-core (H100 and H200 data sheets)
+- A100 80GB SXM: nvidia.com, NVIDIA A100 Tensor Core GPU data sheet (2021)
+- L40S, L4, T4: nvidia.com, data sheets of these products (L40S and L4 give sparse rates, here halved)
+- RTX 4090: NVIDIA Ada GPU architecture white paper, appendix A (bf16 with fp32 accumulation)
+- RTX 3090: NVIDIA Ampere GA102 white paper, appendix A (bf16 with fp32 accumulation)
+- MI300X: amd.com, AMD Instinct MI300X data sheet
+
+The link is one direction of PCIe x16 (generation 3, 4 and 5: 16, 32 and 64 GB/s).
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from optimum_memopt.errors import MemOptError, excerpt, path_excerpt
+
+_GIB = 2**30
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device's rates.
+
+    Attributes:
+        name: `H100`.
+        memory: bytes.
+        bandwidth: of its memory, bytes a second.
+        flops: of matrix products a second, by dtype as `bfloat16`.
+        link: to the host, bytes a second in one direction.
+    """
+
+    name: str
+    memory: int
+    bandwidth: float
+    flops: Mapping[str, float]
+    link: float
+
+    def rate(self, dtype: str) -> float:
+        """Floating point operations a second; of float32 for a dtype that the device lacks."""
+        return self.flops.get(dtype, self.flops["float32"])
+
+
+def _device(name: str, gib: int, gb_a_second: float, fp32: float, bf16: float, fp16: float, link: float) -> Device:
+    rates = {dtype: rate * 1e12 for dtype, rate in zip(_DTYPES, (fp32, bf16, fp16), strict=True)}
+    return Device(name, gib * _GIB, gb_a_second * 1e9, rates, link * 1e9)
+
+
+# The T4 has no bfloat16: torch computes in float32.
+DEVICES = {
+    device.name: device
+    for device in (
+        _device("H100", 80, 3350, 67, 989, 989, 64),
+        _device("H200", 141, 4800, 67, 989, 989, 64),
+        _device("A100", 80, 2039, 19.5, 312, 312, 32),
+        _device("L40S", 48, 864, 91.6, 362, 362, 32),
+        _device("L4", 24, 300, 30.3, 121, 121, 32),
+        _device("RTX 4090", 24, 1008, 82.6, 165.2, 165.2, 32),
+        _device("RTX 3090", 24, 936, 35.6, 71, 71, 32),
+        _device("T4", 16, 320, 8.1, 8.1, 65, 16),
+        _device("MI300X", 192, 5300, 163.4, 1307, 1307, 64),
+    )
+}
+
+
+def device_of(name: str) -> Device:
+    """A device of the table, or of a JSON file with the fields of `Device`.
+
+    Raises:
+        MemOptError: neither a known name nor a readable file.
+    """
+    for known, device in DEVICES.items():
+        if known.replace(" ", "").lower() == name.replace(" ", "").replace("-", "").lower():
+            return device
+    if not name.endswith(".json"):
+        raise MemOptError(f"device {excerpt(name)}: allowed are {', '.join(DEVICES)}, and a JSON file")
+    try:
+        found = json.loads(Path(name).read_text(encoding="utf-8"))
+        rates = {str(dtype): float(rate) for dtype, rate in found["flops"].items()}
+        device = Device(
+            str(found["name"]), int(found["memory"]), float(found["bandwidth"]), rates, float(found["link"])
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise MemOptError(
+            f"device file {path_excerpt(name)}: {type(error).__name__}: {excerpt(error)}; needed are name, memory "
+            "(bytes), bandwidth and link (bytes a second), flops (a second, by dtype, float32 among them)"
+        ) from error
+    if "float32" not in rates or min(device.memory, device.bandwidth, device.link, *rates.values()) <= 0:
+        raise MemOptError(f"device file {path_excerpt(name)}: all numbers are positive, and flops has float32")
+    return device
