@@ -154,8 +154,9 @@ class JointGraph:
         (running statistics), or is a loss that computes its own gradients, three products with all classes."""
         if node.target is operator.getitem:
             node = first_input(node)
-        reads = (root(read) for read in node.all_input_nodes)
-        return compat_graph.is_random(node) or is_chunked_loss(node) or any(read in self.mutated_inputs for read in reads)
+        if compat_graph.is_random(node) or is_chunked_loss(node):
+            return True
+        return any(root(read) in self.mutated_inputs for read in node.all_input_nodes)
 
     @cached_property
     def forward(self) -> tuple[fx.Node, ...]:

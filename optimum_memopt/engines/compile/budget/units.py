@@ -122,7 +122,7 @@ def _signature(problem: Problem, unit: Unit, leaving: frozenset[int], reads: fro
         (
             problem.kinds[node],
             problem.bytes[node],
-            problem.casts[node],
+            problem.workspaces[node],
             node in leaving,
             node in reads,
             # Of other units only how many.
