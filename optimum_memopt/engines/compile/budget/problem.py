@@ -115,11 +115,15 @@ class Problem:
 
     def needed(self, targets: Iterable[int], available: Collection[int] = ()) -> set[int]:
         """What has to run for `targets`, inputs left out, with what is `available`, which is not run."""
+        done = bytearray(self.is_input)
+        for node in available:
+            done[node] = 1
         found: set[int] = set()
         todo = list(targets)
         while todo:
             node = todo.pop()
-            if node not in found and not self.is_input[node] and node not in available:
+            if not done[node]:
+                done[node] = 1
                 found.add(node)
                 todo.extend(self.reads[node])
         return found
@@ -152,7 +156,7 @@ def problem_of(graph: AnalyzedGraph, seconds: Sequence[float]) -> Problem:
 
     Args:
         graph: read, not changed.
-        seconds: of each node of the joint graph, in its order.
+        seconds: of each node of the joint graph, in its order, the output's included.
     """
     joint = graph.joint
     nodes = [node for node in joint.nodes if node.op != "output"]
@@ -175,7 +179,7 @@ def problem_of(graph: AnalyzedGraph, seconds: Sequence[float]) -> Problem:
         roots=tuple(number[node] for node in roots),
         bytes=tuple(values[: len(nodes)]),
         workspaces=tuple(values[len(nodes) :]),
-        seconds=tuple(seconds),
+        seconds=tuple(seconds[: len(nodes)]),
         layers=tuple(layer_of(node) if node.op == "call_function" else "" for node in nodes),
         is_input=tuple(node.op == "placeholder" for node in nodes),
         is_operator=tuple(node.op == "call_function" for node in nodes),

@@ -5,6 +5,7 @@ before the first of the backward's own operators that needs it. `tests/engines/c
 compares it with `memory.timeline` byte by byte.
 """
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -53,6 +54,10 @@ class Simulation:
     def peak(self) -> int:
         return max(self.forward.peak, self.backward.peak)
 
+    def extra_seconds(self, problem: Problem) -> float:
+        """Of what is recomputed."""
+        return math.fsum(problem.seconds[node] for node in self.recomputed)
+
 
 def simulate(problem: Problem, saved: frozenset[int]) -> Simulation:
     """Run both graphs.
@@ -77,12 +82,22 @@ def simulate(problem: Problem, saved: frozenset[int]) -> Simulation:
 
 def backward_order(problem: Problem, saved: Collection[int]) -> list[int]:
     """Operators of the backward graph, before picks of outputs are moved to their operators."""
-    done = {*saved, *problem.numbers}
+    reads = problem.reads
+    done = bytearray(problem.is_input)
+    for node in (*saved, *problem.numbers):
+        done[node] = 1
     order: list[int] = []
     for node in (*problem.backward_operators, *problem.backward_outputs):
-        missing = problem.needed([node], done)
-        done |= missing
-        order.extend(sorted(missing))
+        missing = []
+        todo = [node]
+        while todo:
+            found = todo.pop()
+            if not done[found]:
+                done[found] = 1
+                missing.append(found)
+                todo.extend(reads[found])
+        missing.sort()
+        order += missing
     return order
 
 
@@ -119,25 +134,39 @@ def _run(problem: Problem, order: Sequence[int], ends: Iterable[int], owned: set
         start: bytes held before the first operator.
     """
     reads, roots, sizes, workspaces = problem.reads, problem.roots, problem.bytes, problem.workspaces
-    last: dict[int, int] = {}
+    allocates, unread = problem.allocates, -1
+    last = [unread] * len(reads)
     for step, node in enumerate(order):
         for read in reads[node]:
             last[roots[read]] = step
     for node in ends:
         last[roots[node]] = len(order)
     here = set(order)
-    freed: list[list[int]] = [[] for _ in range(len(order) + 1)]
-    for storage, step in last.items():
-        if storage in here or storage in owned:
-            freed[step].append(storage)
+    freed = [0] * (len(order) + 1)
+    for storage in (*order, *owned):
+        if last[storage] != unread:
+            freed[last[storage]] += sizes[storage]
     held, during = start, []
     for step, node in enumerate(order):
-        for storage in problem.allocates[node]:
+        for storage in allocates[node]:
             if storage in here:
                 held += sizes[storage]
         during.append(held + workspaces[node])
-        if roots[node] == node and node not in last and problem.is_operator[node]:
+        if last[node] == unread and roots[node] == node and problem.is_operator[node]:
             held -= sizes[node]
-        for storage in freed[step]:
-            held -= sizes[storage]
+        held -= freed[step]
     return Run(tuple(order), tuple(during), held)
+
+
+def held_at_peak(problem: Problem, found: Simulation) -> dict[int, int]:
+    """Bytes of each storage, by its root, that is held at the first operator at which most is held."""
+    is_backward = found.backward.peak > found.forward.peak
+    run = found.backward if is_backward else found.forward
+    ends = problem.backward_outputs if is_backward else (*problem.forward_outputs, *found.saved)
+    last = {problem.roots[read]: step for step, node in enumerate(run.order) for read in problem.reads[node]}
+    last.update({problem.roots[node]: len(run.order) for node in ends})
+    given = {problem.roots[node] for node in (*found.saved, *problem.tangents)} if is_backward else set()
+    peak = run.held.index(run.peak) if run.held else 0
+    here = set(run.order)
+    allocated = {storage for node in run.order[: peak + 1] for storage in problem.allocates[node] if storage in here}
+    return {node: problem.bytes[node] for node in sorted(allocated | given) if last.get(node, -1) >= peak}

@@ -61,27 +61,13 @@ class Units:
         places = self.all[source].places
         return frozenset(self.all[target].nodes[places[node]] for node in nodes)
 
-    def saved_for(self, index: int, kept: Collection[int]) -> frozenset[int]:
-        """What is saved for the backward's reads of one unit if `kept` and what leaves units is.
-
-        The union over all units is `Problem.closure` of the union of what is kept and of `leaving`.
-        """
-        problem, saved = self.problem, set()
-        seen: set[int] = set()
-        todo = [node for node in self.all[index].nodes if node in self._reads]
-        while todo:
-            node = todo.pop()
-            if node in seen or problem.is_input[node] or problem.is_number[node]:
-                continue
-            seen.add(node)
-            if node in kept or node in self.leaving or (problem.is_kept[node] and problem.is_tensor[node]):
-                saved.add(node)
-            else:
-                todo.extend(problem.reads[node])
-        return frozenset(saved)
+    @cached_property
+    def index(self) -> dict[int, int]:
+        """The unit of each node of the forward, numbers left out."""
+        return {node: index for index, unit in enumerate(self.all) for node in unit.nodes}
 
     @cached_property
-    def _reads(self) -> frozenset[int]:
+    def reads(self) -> frozenset[int]:
         return frozenset(self.problem.backward_reads)
 
 

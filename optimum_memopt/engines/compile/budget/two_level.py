@@ -1,0 +1,273 @@
+"""The first solver: plans for each class of units, and a dynamic program that picks one for each unit.
+
+What leaves a unit is saved where it is needed, so each unit's plan changes the peak in two ways only: by the bytes
+that it leaves to all later units of the forward, and by how high its own part of forward and backward rises.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from optimum_memopt.engines.compile.budget.menus import menu
+from optimum_memopt.engines.compile.budget.problem import Problem
+from optimum_memopt.engines.compile.budget.simulation import Simulation, simulate
+from optimum_memopt.engines.compile.budget.units import Units, units_of
+
+# Steps of saved bytes that the dynamic program tells apart.
+_STEPS = 4000
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """One way to run a unit; bytes and seconds are over those where everything is saved.
+
+    Attributes:
+        kept: roots to save beside those that leave the unit.
+        stashed: bytes from its forward to its backward; negative, mostly.
+        forward_rise: bytes at the highest point of its part of the forward.
+        backward_rise: bytes at the highest point of its part of the backward.
+        seconds: of what it recomputes.
+    """
+
+    kept: frozenset[int]
+    stashed: int
+    forward_rise: int
+    backward_rise: int
+    seconds: float
+
+    def is_as_good_as(self, other: "UnitPlan") -> bool:
+        mine = (self.stashed, self.forward_rise, self.backward_rise, self.seconds)
+        others = (other.stashed, other.forward_rise, other.backward_rise, other.seconds)
+        return all(ours <= theirs for ours, theirs in zip(mine, others, strict=True))
+
+
+@dataclass(frozen=True)
+class TwoLevel:
+    """The menus of a problem's units, measured, for any budget.
+
+    Attributes:
+        units: of the problem.
+        everything: the simulation in which all saved activations are saved.
+        tops: highest bytes of each unit's part of the forward, and of the backward, in that one.
+        menus: the plans of each unit.
+    """
+
+    units: Units
+    everything: Simulation
+    tops: tuple[tuple[int, int], ...]
+    menus: tuple[tuple[UnitPlan, ...], ...]
+
+    def choose(self, budget: int) -> tuple[frozenset[int], ...]:
+        """What each unit saves under the least time with which no part passes the budget; empty where there is none.
+
+        Exact but for the rounding of `_STEPS`, and for what units share; the caller simulates the result.
+
+        Args:
+            budget: bytes.
+        """
+        least = sum(min(plan.stashed for plan in plans) for plans in self.menus)
+        most = sum(max(plan.stashed for plan in plans) for plans in self.menus)
+        step = max(1.0, (most - least) / _STEPS)
+        stashed, seconds = np.zeros(1), np.zeros(1)
+        history = []
+        for (forward_top, backward_top), plans in zip(self.tops, self.menus, strict=True):
+            parts = []
+            for number, plan in enumerate(plans):
+                rise = max(forward_top + plan.forward_rise, backward_top + plan.backward_rise)
+                (fits,) = np.nonzero(stashed + rise <= budget)
+                parts.append(
+                    (stashed[fits] + plan.stashed, seconds[fits] + plan.seconds, fits, np.full(len(fits), number))
+                )
+            sums, times, before, numbers = (np.concatenate(column) for column in zip(*parts, strict=True))
+            if not len(sums):
+                return ()
+            # Of all with nearly the same bytes the fastest, and only if nothing with fewer bytes is as fast.
+            order = np.lexsort((sums, times, np.round(sums / step)))
+            fastest = np.minimum.accumulate(times[order])
+            kept = order[np.concatenate(([True], times[order][1:] < fastest[:-1]))]
+            stashed, seconds = sums[kept], times[kept]
+            history.append((before[kept], numbers[kept]))
+        place = int(np.lexsort((stashed, seconds))[0])
+        chosen = []
+        for plans, (before, numbers) in zip(reversed(self.menus), reversed(history), strict=True):
+            chosen.append(plans[numbers[place]].kept)
+            place = before[place]
+        return tuple(reversed(chosen))
+
+    def solve(self, budget: int, tries: int = 8) -> Simulation | None:
+        """The fastest plan found whose simulated peak is within the budget.
+
+        Args:
+            budget: bytes.
+            tries: how often the dynamic program's own budget is corrected by the simulated peak.
+        """
+        problem, best = self.units.problem, None
+        asked, low, high = budget, 0, 0
+        seen: set[frozenset[int]] = set()
+        for _ in range(tries):
+            chosen = self.choose(asked)
+            if not chosen:
+                break
+            found = simulate(problem, self.closure(chosen))
+            fits = found.peak <= budget
+            if fits and (best is None or found.extra_seconds(problem) < best.extra_seconds(problem)):
+                best = found
+            if fits and found.saved in seen:
+                break
+            seen.add(found.saved)
+            # What units share takes room that the dynamic program does not see, or leaves some.
+            low, high = (asked, high) if fits else (low, asked)
+            if low and high:
+                asked = (low + high) // 2
+            else:
+                asked += budget - found.peak
+        return best
+
+    def lowest(self) -> Simulation:
+        """The plan with the lowest peak that is found."""
+        low, high = 0, self.everything.peak
+        best = self.everything
+        while high - low > max(1, self.everything.peak // 10_000):
+            middle = (low + high) // 2
+            chosen = self.choose(middle)
+            if not chosen:
+                low = middle
+                continue
+            high = middle
+            found = simulate(self.units.problem, self.closure(chosen))
+            best = min(best, found, key=lambda simulation: simulation.peak)
+        return best
+
+    def closure(self, chosen: Sequence[frozenset[int]]) -> frozenset[int]:
+        """All that is saved under a plan of each unit."""
+        return self.units.problem.closure(self.units.leaving.union(*chosen))
+
+
+def two_level(problem: Problem) -> TwoLevel:
+    """Make and measure the menus: one for each class of units."""
+    units = units_of(problem)
+    everything = simulate(problem, problem.closure(units.leaving | problem.activations))
+    tops = _tops(units, everything)
+    representatives = {units.classes[index]: index for index in units.representatives}
+    measured = _measured(units, everything, tops, {index: menu(units, index) for index in units.representatives})
+    return TwoLevel(
+        units,
+        everything,
+        tops,
+        tuple(
+            tuple(_moved(units, plan, representatives[first], index) for plan in measured[representatives[first]])
+            for index, first in enumerate(units.classes)
+        ),
+    )
+
+
+def _moved(units: Units, plan: UnitPlan, source: int, target: int) -> UnitPlan:
+    return replace(plan, kept=units.translated(plan.kept, source, target))
+
+
+def _measured(
+    units: Units,
+    everything: Simulation,
+    tops: Sequence[tuple[int, int]],
+    menus: Mapping[int, Sequence[frozenset[int]]],
+) -> dict[int, tuple[UnitPlan, ...]]:
+    """The plans of some units, without those that another one is as good as.
+
+    A simulation measures one plan of each unit, while all other units save everything.
+
+    Args:
+        units: of a problem.
+        everything: the simulation in which all saved activations are saved.
+        tops: of that one.
+        menus: what each plan keeps, for each unit that is measured.
+    """
+    problem = units.problem
+    others = (units.leaving | problem.activations).difference(*(units.all[index].members for index in menus))
+    base = _recompute_seconds(units, everything)
+    found: dict[int, tuple[UnitPlan, ...]] = dict.fromkeys(menus, ())
+    for number in range(max(map(len, menus.values()))):
+        kept = {index: plans[min(number, len(plans) - 1)] for index, plans in menus.items()}
+        simulation = simulate(problem, problem.closure(others.union(units.leaving, *kept.values())))
+        stashed = _stashed_more(units, everything, simulation, sorted(menus))
+        seconds = _recompute_seconds(units, simulation)
+        before = 0
+        for index, (forward, backward) in enumerate(_tops(units, simulation)):
+            if index in menus:
+                plan = UnitPlan(
+                    kept[index],
+                    stashed[index],
+                    forward - before - tops[index][0],
+                    backward - before - tops[index][1],
+                    seconds[index] - base[index],
+                )
+                found[index] = _with(found[index], plan)
+                before += stashed[index]
+    return found
+
+
+def _with(plans: tuple[UnitPlan, ...], plan: UnitPlan) -> tuple[UnitPlan, ...]:
+    if any(other.is_as_good_as(plan) for other in plans):
+        return plans
+    return (*(other for other in plans if not plan.is_as_good_as(other)), plan)
+
+
+def _stashed_more(units: Units, everything: Simulation, found: Simulation, measured: Sequence[int]) -> dict[int, int]:
+    """Bytes that each measured unit leaves for the backward, over those where everything is saved.
+
+    What leaves another unit, and is saved since a measured one is recomputed from it, counts for that one.
+    """
+    problem = units.problem
+    more = dict.fromkeys(measured, 0)
+    for sign, nodes in ((1, found.saved - everything.saved), (-1, everything.saved - found.saved)):
+        for node in nodes:
+            index = units.index[node]
+            more[next((one for one in measured if one >= index), measured[-1])] += sign * problem.bytes[node]
+    return more
+
+
+def _recompute_seconds(units: Units, found: Simulation) -> list[float]:
+    """Of each unit."""
+    seconds = [0.0] * len(units.all)
+    for node in found.recomputed:
+        if node in units.index:
+            seconds[units.index[node]] += units.problem.seconds[node]
+    return seconds
+
+
+def _tops(units: Units, found: Simulation) -> tuple[tuple[int, int], ...]:
+    """The highest bytes of each unit's part of the forward and of the backward."""
+    forward = _forward_tops(units, found)
+    backward = _backward_tops(units, found)
+    return tuple((forward.get(index, 0), backward.get(index, 0)) for index in range(len(units.all)))
+
+
+def _forward_tops(units: Units, found: Simulation) -> dict[int, int]:
+    tops: dict[int, int] = {}
+    index = 0
+    for node, held in zip(found.forward.order, found.forward.held, strict=True):
+        index = units.index.get(node, index)
+        tops[index] = max(tops.get(index, 0), held)
+    return tops
+
+
+def _backward_tops(units: Units, found: Simulation) -> dict[int, int]:
+    """The parts of layers from the first to the last of their operators; of the others what lies between those."""
+    layers = {unit.layer: index for index, unit in enumerate(units.all) if unit.layer}
+    spans: dict[int, list[int]] = {}
+    for step, node in enumerate(found.backward.order):
+        index = layers.get(units.problem.layers[node])
+        # A view may be read in many layers, and computes nothing in any.
+        if index is not None and not units.problem.is_view[node]:
+            spans.setdefault(index, [step, step])[1] = step
+    held = found.backward.held
+    tops = {index: max(held[first : last + 1]) for index, (first, last) in spans.items()}
+    before = -1
+    behind = len(units.all) - 1
+    for index, (first, last) in [*spans.items(), (-1, (len(held), len(held)))]:
+        between = held[before + 1 : first]
+        for other in range(index + 1, behind + 1):
+            if between and not units.all[other].layer:
+                tops[other] = max(tops.get(other, 0), *between)
+        before, behind = max(before, last), index - 1 if index >= 0 else behind
+    return tops
