@@ -158,7 +158,9 @@ class AutoEngine:
         before.restore(model)
         train = training_forward(model).train
         assert train is not None
-        return (smoothing.wrap(train) if smoothing is not None else train)(*args, **kwargs)
+        if smoothing is not None and not self._current.smooth_labels(smoothing):
+            train = smoothing.wrap(train)
+        return train(*args, **kwargs)
 
     def _go_on_with_second(self, why: str) -> None:
         first, create = self._current, self._create_second

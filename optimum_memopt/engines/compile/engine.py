@@ -1,6 +1,7 @@
 """Trains a model through torch.compile in place, with plans in ONNX Runtime's grammar applied by a partitioner."""
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
+from transformers.trainer_pt_utils import LabelSmoother
 
 from optimum_memopt.engines import in_place
 from optimum_memopt.engines.base import Selection
@@ -33,6 +35,7 @@ from optimum_memopt.engines.compile.symbol_names import SymbolNames
 from optimum_memopt.engines.compile.table import to_table
 from optimum_memopt.engines.compile.trace_fixes import TraceFixes
 from optimum_memopt.engines.key_value_cache import without_key_value_cache
+from optimum_memopt.engines.label_smoothing import LabelSmoothing, cross_entropy
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.logs import get_logger, informing
 from optimum_memopt.memory import malloc
@@ -71,6 +74,7 @@ class CompileEngine(in_place.InPlaceEngine):
         self._compiler_asked = compiler
         self._dynamic = dynamic
         self._loss_asked = loss
+        self._smoothing: LabelSmoothing | None = None
         self._is_on_cpu = False
         super().__init__(selection)
 
@@ -95,6 +99,19 @@ class CompileEngine(in_place.InPlaceEngine):
     def _leave(self) -> None:
         if self._is_on_cpu:
             malloc.restore()
+
+    def smooth_labels(self, smoothing: Any) -> bool:
+        """Compute the smoothed loss of the Trainer in training forwards with labels, where that may be chunked.
+
+        Args:
+            smoothing: a `LabelSmoothing`; None: the model's own loss.
+        """
+        if self._loss == PLAIN or (smoothing is not None and type(smoothing.smoother) is not LabelSmoother):
+            return False
+        if smoothing != self._smoothing:
+            self._smoothing = smoothing
+            self._forget()
+        return True
 
     def plans(self) -> PlanTable | None:
         """The table of the current training graphs, None before the first training forward."""
@@ -194,6 +211,8 @@ class CompileEngine(in_place.InPlaceEngine):
         partition, prepare = _weak(self._partition), _weak(self._plan_losses)
         backend = Backend(self._compiler, partition, lambda module: prepare(module, reader))
         forward = self._attached.training_forward.plain_forward
+        if self._smoothing is not None:
+            forward = self._smoothing.wrap(forward, functools.partial(cross_entropy, self._smoothing))
         if loss_only:
             forward = with_detached_outputs(forward)
         if drops_logits:

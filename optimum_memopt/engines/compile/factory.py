@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING
 
 from optimum_memopt.engines.base import Engine, EngineFactory, Estimate, Selection
 from optimum_memopt.engines.compile.installed import missing
+from optimum_memopt.engines.compile.options import PLAIN
 from optimum_memopt.engines.environment import Ability, Report
 
 if TYPE_CHECKING:
+    from transformers import Trainer
+
     from optimum_memopt.measure.workload import Workload
     from optimum_memopt.options import MemOptOptions
 
@@ -29,6 +32,18 @@ class CompileFactory(EngineFactory):
         from optimum_memopt.engines.compile.engine import CompileEngine
 
         return CompileEngine(selection, options.memory_opt_compiler, loss=options.memory_opt_loss)
+
+    def prepare_trainer(self, trainer: "Trainer", engine: Engine, options: "MemOptOptions") -> None:
+        """Label smoothing is computed with the loss, where the Trainer computes its loss as transformers does."""
+        if trainer.label_smoother is None or options.memory_opt_loss == PLAIN or engine.name != "compile":
+            return
+        from transformers import Trainer
+
+        from optimum_memopt.engines.label_smoothing import inside
+
+        is_stock = type(trainer).compute_loss is Trainer.compute_loss and "compute_loss" not in vars(trainer)
+        if is_stock and trainer.compute_loss_func is None:
+            trainer.compute_loss = inside(trainer, engine)
 
     def environment_report(self) -> Report:
         """Compilers, devices, kernels, and what is missing."""

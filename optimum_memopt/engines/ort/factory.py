@@ -70,6 +70,7 @@ class OrtFactory(EngineFactory):
         """
         if not options.ort_module_with_loss and not options.ort_fp16_optimizer:
             return
+        from optimum_memopt.engines import label_smoothing
         from optimum_memopt.engines.ort import fp16_optimizer, trainer_loss
 
         if options.ort_module_with_loss:
@@ -78,7 +79,7 @@ class OrtFactory(EngineFactory):
             fp16_optimizer.check()
             fp16_optimizer.add_callback(trainer)
         if options.ort_module_with_loss:
-            trainer.compute_loss = trainer_loss.inside(trainer, engine)
+            trainer.compute_loss = label_smoothing.inside(trainer, engine)
 
     def environment_report(self) -> Report:
         """Packages that clash, the torch extensions, devices; imports onnxruntime-training."""

@@ -16,65 +16,31 @@ import inspect
 import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn import functional
 
+from optimum_memopt.engines.label_smoothing import LabelSmoothing, logits_of
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.logs import get_logger
 
 _ROWS = "optimum_memopt::rows"
-IGNORE = -100
-
-
-@dataclass(frozen=True)
-class LabelSmoothing:
-    """A smoothed loss, computed from the logits instead of the model's own.
-
-    Attributes:
-        smoother: transformers' `LabelSmoother`.
-        shift_labels: the logits of a token predict the next label (causal language models).
-    """
-
-    smoother: Callable[..., torch.Tensor]
-    shift_labels: bool
-
-    def wrap(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """See `with_label_smoothing`."""
-        return with_label_smoothing(forward, self)
 
 
 def with_label_smoothing(
     forward: Callable[..., Any], smoothing: LabelSmoothing | None, sparse: bool = False
 ) -> Callable[..., Any]:
-    """Wrap `forward` to return the smoothed loss when `labels` are given, as `Trainer.compute_loss` computes it.
+    """See `LabelSmoothing.wrap`.
 
     Args:
-        forward: a bound forward; takes `labels` by name, returns logits of shape (…, classes) as `logits` or first.
+        forward: a bound forward.
         smoothing: None returns the forward unchanged.
         sparse: compute the loss from the labelled rows only.
     """
     if smoothing is None:
         return forward
-
-    def smoothed(*args: Any, labels: torch.Tensor | None = None, **kwargs: Any) -> Any:
-        outputs = forward(*args, **kwargs)
-        if labels is None:
-            return outputs
-        logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
-        items = kwargs.get("num_items_in_batch")
-        if sparse:
-            loss = _sparse_smoothed_loss(smoothing, logits, labels, items)
-        else:
-            loss = smoothing.smoother(outputs, labels, shift_labels=smoothing.shift_labels, num_items_in_batch=items)
-        if isinstance(outputs, dict):
-            outputs["loss"] = loss
-            return outputs
-        return loss, *outputs
-
-    return smoothed
+    return smoothing.wrap(forward, functools.partial(_sparse_smoothed_loss, smoothing) if sparse else None)
 
 
 def return_loss_only(module: torch.nn.Module, smoothing: LabelSmoothing | None, sparse: bool = True) -> None:
@@ -183,14 +149,11 @@ def _select_labelled_rows(
     return logits.index_select(0, rows), labels.index_select(0, rows)
 
 
-def _sparse_smoothed_loss(
-    smoothing: LabelSmoothing, logits: torch.Tensor, labels: torch.Tensor, items: Any
-) -> torch.Tensor:
-    ignore_index = getattr(smoothing.smoother, "ignore_index", IGNORE)
-    if smoothing.shift_labels:
-        # The smoother would slice off the last row of the logits, and the row selection cannot be moved past a slice.
-        labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    logits, labels = _select_labelled_rows(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index)
+def _sparse_smoothed_loss(smoothing: LabelSmoothing, outputs: Any, labels: torch.Tensor, items: Any) -> torch.Tensor:
+    # The smoother would slice off the last row of the logits, and the row selection cannot be moved past a slice.
+    logits, labels = logits_of(outputs), smoothing.shifted(labels)
+    flat = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
+    logits, labels = _select_labelled_rows(*flat, smoothing.ignore_index)
     return smoothing.smoother({"logits": logits}, labels, num_items_in_batch=items)
 
 

@@ -85,7 +85,7 @@ class LossChain:
         adapter: added to the projection's output; None without.
         scaling: of the sum.
         labels: integers, one for each row that is left.
-        ignore_index: the label of rows that do not count.
+        ignore_index: the label of rows that do not count; a node where dynamo made it an input of the graph.
         mean: over the rows that count; else their sum.
         label_smoothing: from 0 to 1.
         is_returned: the forward returns the logits, so its caller may read them.
@@ -98,7 +98,7 @@ class LossChain:
     adapter: Adapter | None
     scaling: Scaling
     labels: fx.Node
-    ignore_index: int
+    ignore_index: int | fx.Node
     mean: bool
     label_smoothing: float
     is_returned: bool
@@ -190,8 +190,8 @@ def _check_loss(call: dict[str, Any]) -> None:
         raise _DoesNotFit("its classes have weights")
     if call["reduction"] not in ("mean", "sum"):
         raise _DoesNotFit("it is not reduced to one number")
-    if any(isinstance(call[name], fx.Node) for name in ("ignore_index", "label_smoothing")):
-        raise _DoesNotFit("its ignore_index or label_smoothing is not a constant")
+    if isinstance(call["label_smoothing"], fx.Node):
+        raise _DoesNotFit("its label_smoothing is not a constant")
     if traced_tensor(call["target"]).is_floating_point():
         raise _DoesNotFit("its labels are probabilities")
 

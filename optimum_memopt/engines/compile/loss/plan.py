@@ -8,7 +8,7 @@ from torch import fx
 
 from optimum_memopt.engines.compile.loss.chain import LossChain, find_losses
 from optimum_memopt.engines.compile.loss.chunks import LossShape
-from optimum_memopt.engines.compile.loss.rewrite import rewrite
+from optimum_memopt.engines.compile.loss.rewrite import remove_unread_losses, rewrite
 from optimum_memopt.engines.compile.options import AUTO, CHUNKED, PLAIN
 from optimum_memopt.plans.grammar import ALL, PlanConfig, Strategy
 
@@ -86,6 +86,7 @@ def plan_losses(graph: fx.Graph, mode: str, reader: str) -> tuple[list[LossPlan]
     Returns:
         The plans, and why other cross entropies have none.
     """
+    remove_unread_losses(graph)
     found = list(find_losses(graph))
     plans = []
     for chain in found:

@@ -4,6 +4,7 @@ import operator
 from collections.abc import Collection
 
 from torch import fx
+from torch.nn import functional
 
 from optimum_memopt.engines.compile.loss.chain import LossChain, traced_tensor
 from optimum_memopt.engines.compile.loss.operators import CHUNKED_LOSS
@@ -70,6 +71,32 @@ def _adapter(graph: fx.Graph, chain: LossChain) -> tuple[fx.Node | None, fx.Node
     return graph.call_function(operator.mul, (hidden, chain.adapter.scale)), chain.adapter.weight
 
 
+def remove_unread_losses(graph: fx.Graph) -> None:
+    """Remove each cross entropy that the graph does not return, such as the model's own beside a smoothed one."""
+    for loss in list(graph.nodes):
+        if loss.target is functional.cross_entropy:
+            readers = _all_readers(loss)
+            if all(_is_pure(node) for node in readers):
+                for node in reversed(readers):
+                    graph.erase_node(node)
+                _erase(graph, loss, ())
+
+
+def _all_readers(node: fx.Node) -> list[fx.Node]:
+    """What depends on a node, in graph order."""
+    found = {node}
+    for later in node.graph.nodes:
+        if any(read in found for read in later.all_input_nodes):
+            found.add(later)
+    return [later for later in node.graph.nodes if later in found and later is not node]
+
+
+def _is_pure(node: fx.Node) -> bool:
+    """Whether an operator only computes its result: torch's names of others end in an underscore."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "_")
+    return node.op in ("call_function", "call_method") and not name.endswith("_")
+
+
 def _erase(graph: fx.Graph, node: fx.Node, last: Collection[fx.Node]) -> None:
     """Remove a node that nothing of the graph reads, and then what only it has read, back to the `last` ones."""
     # A tensor that was detached for an output that is no longer there.
@@ -78,9 +105,5 @@ def _erase(graph: fx.Graph, node: fx.Node, last: Collection[fx.Node]) -> None:
     reads = node.all_input_nodes if node not in last else []
     graph.erase_node(node)
     for read in reads:
-        if all(_is_unread(user) for user in read.users) and read.op != "placeholder":
+        if _is_pure(read) and all(user.op != "output" and not user.users for user in read.users):
             _erase(graph, read, last)
-
-
-def _is_unread(node: fx.Node) -> bool:
-    return node.op != "output" and not node.users
