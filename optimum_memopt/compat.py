@@ -48,3 +48,8 @@ def train_batch_size(trainer: Any) -> int:
 def attention_implementation(config: Any) -> str | None:
     """transformers' name of the attention that a model with this config runs; None: the config has none."""
     return getattr(config, "_attn_implementation", None)
+
+
+def is_encoder_decoder(model: Any) -> bool:
+    """Whether a model has a decoder of its own, whose length is that of the labels."""
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))

@@ -29,7 +29,6 @@ from optimum_memopt.sizes import Budget, parse_budget
 from optimum_memopt.training.optimizers import OPTIMIZERS
 
 _LEVELS = Numbers(0, 2, "0 (the config), 1 (recompute in each layer) and 2 (also with compromised saving)")
-COMPILERS = ("inductor", "aot_eager")
 _ENGINES = ", ".join(f"{engine.name} ({engine.summary})" for engine in registrations())
 _OPTIMIZER_NEEDS = "; ".join(
     f"{name} needs {optimizer.needs}" for name, optimizer in OPTIMIZERS.items() if optimizer.needs

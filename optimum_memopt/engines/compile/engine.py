@@ -11,6 +11,7 @@ import torch
 from torch import fx
 from transformers.trainer_pt_utils import LabelSmoother
 
+from optimum_memopt.compat import is_encoder_decoder
 from optimum_memopt.engines import in_place
 from optimum_memopt.engines.base import Selection
 from optimum_memopt.engines.compile import compat, support_checks
@@ -23,6 +24,7 @@ from optimum_memopt.engines.compile.detach_outputs import (
     with_detached_outputs,
     without_logits,
 )
+from optimum_memopt.engines.compile.header import plan_line, prediction_lines
 from optimum_memopt.engines.compile.loss.plan import CLUSTER_ID, LossPlan, mode_of, plan_losses
 from optimum_memopt.engines.compile.memory.footprint import resident
 from optimum_memopt.engines.compile.memory.inductor_memory import InductorPrograms
@@ -314,10 +316,9 @@ class CompileEngine(in_place.InPlaceEngine):
             self._say(
                 f"graph breaks split the training forward into {len(graphs)} graphs, planned together: {reasons}"
             )
-        is_encoder_decoder = bool(getattr(getattr(self._model, "config", None), "is_encoder_decoder", False))
         names = SymbolNames()
         with informing("the names of sizes"):
-            names = SymbolNames.of(graphs, is_encoder_decoder)
+            names = SymbolNames.of(graphs, is_encoder_decoder(self._model))
         if all(graph.prediction for graph in graphs):
             with self._predicting():
                 self._predictor = StepMemoryPredictor(self._model, graphs, inputs, self._resident, names)
@@ -366,14 +367,10 @@ class CompileEngine(in_place.InPlaceEngine):
             get_logger().info(line)
 
     def _header(self, graphs: list[PartitionedGraph]) -> tuple[str, ...]:
-        device = next(self._model.parameters()).device.type
-        pieces = f", in {len(graphs)} graphs" if len(graphs) > 1 else ""
-        line = f"{type(self._model).__name__} on {device} by {self._compiler}, {graphs[0].choice.why}{pieces}"
-        if any(graph.chunks_loss for graph in graphs):
-            line += ", loss in chunks"
+        line = plan_line(self._model, self._compiler, graphs)
         if self._predictor is not None:
             with self._predicting():
-                return (line, *_predicted(self._predictor))
+                return (line, *prediction_lines(self._predictor))
         return (line,)
 
 
@@ -387,13 +384,3 @@ def _weak(method: Callable[..., Any]) -> Callable[..., Any]:
         return alive(*args)
 
     return call
-
-
-def _predicted(predictor: StepMemoryPredictor) -> tuple[str, str]:
-    footprint = predictor.footprint()
-    caveat = predictor.caveat and f" ({predictor.caveat})"
-    return (
-        f"Predicted for the first batch: {predictor.stashed / MIB:.1f} MiB saved for backward, peak of "
-        f"activations and gradients {footprint.activations / MIB:.1f} MiB{caveat}",
-        f"Predicted peak of a step with AdamW: {footprint.peak / MIB:.1f} MiB = {footprint}",
-    )

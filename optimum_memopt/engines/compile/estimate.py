@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from optimum_memopt.compat import attention_implementation
+from optimum_memopt.compat import attention_implementation, is_encoder_decoder
 from optimum_memopt.engines.base import Selection
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.memory.peak_monitor import MIB
@@ -91,7 +91,7 @@ def estimate(workload: "Workload", selection: Selection, symbolic: bool = False)
     footprint = predictor.footprint()
     attention = attention_implementation(model.config) or "eager"
     if not symbolic:
-        table = _without_formulas(table, batch, bool(getattr(model.config, "is_encoder_decoder", False)))
+        table = _without_formulas(table, batch, is_encoder_decoder(model))
     return Estimate(table, asdict(footprint), footprint.peak / MIB, device.type, attention)
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from optimum_memopt.compat import is_encoder_decoder
 from optimum_memopt.engines import in_place
 from optimum_memopt.engines.base import Selection
 from optimum_memopt.engines.key_value_cache import without_key_value_cache
@@ -165,7 +166,7 @@ class OrtEngine(in_place.InPlaceEngine):
                 if reason := support_checks.unsupported_reason(self._model):
                     return self._fall_back(reason)(*args, **kwargs)
                 self._session = self._create_session()
-                self._label_shapes = LabelShapes(_is_encoder_decoder(self._model))
+                self._label_shapes = LabelShapes(is_encoder_decoder(self._model))
             if self._options.ort_module_with_loss:
                 self._label_shapes.check(kwargs)
             outputs = self._session.forward(*args, **without_key_value_cache(self._model, args, kwargs, forced=True))
@@ -321,7 +322,7 @@ class OrtEngine(in_place.InPlaceEngine):
             text,
             combinations,
             session.dimensions,
-            _is_encoder_decoder(self._model),
+            is_encoder_decoder(self._model),
             self._selection,
             session.graph,
         )
@@ -344,10 +345,6 @@ class OrtEngine(in_place.InPlaceEngine):
         provider = "CUDAExecutionProvider" if self._session.device.type == "cuda" else "CPUExecutionProvider"
         selected = f"config {self._selection.config}" if self._selection.config else f"level {self._selection.level}"
         return (f"{type(self._model).__name__} on {provider}, {selected}",)
-
-
-def _is_encoder_decoder(model: torch.nn.Module) -> bool:
-    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
 def _autocast(model: torch.nn.Module) -> Any:

@@ -1,19 +1,15 @@
 """What a strategy of the compile engine is. A new one is a new file that registers itself and its number in the plan
 grammar."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Protocol
 
-import sympy
-
-from optimum_memopt.engines.compile.analysis.candidates import Candidate
+from optimum_memopt.engines.compile.analysis.candidates import Candidate, FindsCandidate
 from optimum_memopt.engines.compile.analysis.graph import Modules
-from optimum_memopt.engines.compile.analysis.recompute_chains import RecomputeChain
-from optimum_memopt.engines.compile.analysis.saved_activations import SavedActivation
 from optimum_memopt.plans.grammar import Strategy
 
 
-class MemoryStrategy(Protocol):
+class MemoryStrategy(FindsCandidate, Protocol):
     """How one or several strategies of the plan grammar are carried out.
 
     Attributes:
@@ -21,15 +17,6 @@ class MemoryStrategy(Protocol):
     """
 
     numbers: tuple[Strategy, ...]
-
-    def candidate(
-        self,
-        activation: SavedActivation,
-        chain: RecomputeChain | None,
-        cluster_id: str,
-        size_hints: Mapping[sympy.Symbol, int],
-    ) -> Candidate | None:
-        """See `analysis.candidates.FindsCandidate`."""
 
     def rewrite(self, modules: Modules, candidates: tuple[Candidate, ...]) -> None:
         """Change the partitioned forward and backward graphs in place.

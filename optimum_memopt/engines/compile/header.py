@@ -1,0 +1,28 @@
+"""The lines above the plan table."""
+
+from collections.abc import Sequence
+
+import torch
+
+from optimum_memopt.engines.compile.memory.step_memory import StepMemoryPredictor
+from optimum_memopt.engines.compile.partitioned_graph import PartitionedGraph
+from optimum_memopt.memory.peak_monitor import MIB
+
+
+def plan_line(model: torch.nn.Module, compiler: str, graphs: Sequence[PartitionedGraph]) -> str:
+    """What trains the model, where and under which plan."""
+    device = next(model.parameters()).device.type
+    pieces = f", in {len(graphs)} graphs" if len(graphs) > 1 else ""
+    loss = ", loss in chunks" if any(graph.chunks_loss for graph in graphs) else ""
+    return f"{type(model).__name__} on {device} by {compiler}, {graphs[0].choice.why}{pieces}{loss}"
+
+
+def prediction_lines(predictor: StepMemoryPredictor) -> tuple[str, ...]:
+    """What a step with the first batch is predicted to hold."""
+    footprint = predictor.footprint()
+    caveat = predictor.caveat and f" ({predictor.caveat})"
+    return (
+        f"Predicted for the first batch: {predictor.stashed / MIB:.1f} MiB saved for backward, peak of "
+        f"activations and gradients {footprint.activations / MIB:.1f} MiB{caveat}",
+        f"Predicted peak of a step with AdamW: {footprint.peak / MIB:.1f} MiB = {footprint}",
+    )
