@@ -6,6 +6,7 @@ from torch import fx
 
 from optimum_memopt.engines.compile.analysis.candidates import Candidate
 from optimum_memopt.engines.compile.analysis.graph import Modules
+from optimum_memopt.engines.compile.budget.solve import Solution
 from optimum_memopt.plans.matching import Matched
 
 
@@ -20,6 +21,7 @@ class Choice:
         candidates: those that are on, in the order of the graph's candidates.
         auto_recomputed: candidates that torch's own partition recomputes by itself.
         matched: the rows that were asked for.
+        solution: what a budget's solver says of it; None: no budget.
         torchs_graphs: forward and backward where torch has partitioned the graph; None: this engine does.
     """
 
@@ -28,6 +30,7 @@ class Choice:
     candidates: tuple[Candidate, ...] = ()
     auto_recomputed: frozenset[Candidate] = frozenset()
     matched: Matched = field(default_factory=Matched)
+    solution: Solution | None = None
     torchs_graphs: Modules | None = None
 
     @property

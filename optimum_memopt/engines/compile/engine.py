@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +15,11 @@ from optimum_memopt.compat import is_encoder_decoder
 from optimum_memopt.engines import in_place
 from optimum_memopt.engines.base import Selection
 from optimum_memopt.engines.compile import compat, support_checks
-from optimum_memopt.engines.compile.analysis.graph import Modules
+from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph, Modules
 from optimum_memopt.engines.compile.analysis.module_paths import add_outer_modules
 from optimum_memopt.engines.compile.backend import Backend, check_compiler, configured, default_compiler
+from optimum_memopt.engines.compile.budget.costs import Costs
+from optimum_memopt.engines.compile.budget.in_step import Step, measured_costs, step_around
 from optimum_memopt.engines.compile.choice import Choice
 from optimum_memopt.engines.compile.detach_outputs import (
     refusing_gradients,
@@ -32,6 +34,7 @@ from optimum_memopt.engines.compile.memory.step_memory import StepMemoryPredicto
 from optimum_memopt.engines.compile.options import AUTO, CHUNKED, PLAIN
 from optimum_memopt.engines.compile.partitioned_graph import PartitionedGraph, partition_joint
 from optimum_memopt.engines.compile.producers import producer_for
+from optimum_memopt.engines.compile.producers.budget import FromBudget
 from optimum_memopt.engines.compile.recompiles import FailedGuards
 from optimum_memopt.engines.compile.symbol_names import SymbolNames
 from optimum_memopt.engines.compile.table import to_table
@@ -46,6 +49,7 @@ from optimum_memopt.plans.grammar import ConfigError
 from optimum_memopt.plans.matching import Matched
 from optimum_memopt.plans.table import PlanTable
 from optimum_memopt.progress import Progress, announced
+from optimum_memopt.sizes import Budget
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -143,6 +147,10 @@ class CompileEngine(in_place.InPlaceEngine):
     def _forget(self) -> None:
         config, self._loss = mode_of(self._selection.config, self._loss_asked)
         self._producer = producer_for(replace(self._selection, config=config))
+        if isinstance(self._producer, FromBudget):
+            self._producer = replace(self._producer, step=_weak(self._step), costs=_weak(self._costs))
+        # Keyword arguments of the forward that is compiled.
+        self._inputs: Mapping[str, object] = {}
         # By whether only the loss keeps its gradient, whether the logits are dropped, and the hooks of all modules.
         self._compiled: dict[tuple[bool, bool, tuple[int, ...]], Callable[..., Any]] = {}
         # What torch traces for them.
@@ -169,6 +177,7 @@ class CompileEngine(in_place.InPlaceEngine):
         if is_new:
             self._compiled[variant] = self._compile(loss_only, drops_logits, reader)
         kwargs = without_key_value_cache(self._model, args, kwargs)
+        self._inputs = kwargs
         watch = compat.Watch()
         is_first = is_new or self._table is None
         try:
@@ -180,6 +189,8 @@ class CompileEngine(in_place.InPlaceEngine):
             if isinstance(refusal := getattr(error, "inner_exception", None), MemOptError):
                 raise refusal from None
             raise
+        finally:
+            self._inputs = {}
         if not is_first:
             self._note_recompile(watch)
         if self._graphs:
@@ -258,6 +269,13 @@ class CompileEngine(in_place.InPlaceEngine):
         self._resident = resident(next(self._model.parameters()).device)
         self._progress.stage = f"compiling graph {number}"
         return graph.choice, modules
+
+    def _step(self, budget: Budget) -> Step:
+        return step_around(self._model, self._inputs, budget)
+
+    def _costs(self, graph: AnalyzedGraph) -> Costs:
+        self._progress.stage = "measuring operators, and solving for the cheapest recompute"
+        return measured_costs(graph, next(self._model.parameters()).device, self._compiler == "inductor")
 
     def _announced(self, is_first: bool) -> contextlib.AbstractContextManager[Progress]:
         """Lines around the first call of a compiled forward; nothing around the later ones."""

@@ -9,8 +9,19 @@ import sympy
 from torch import fx
 
 from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph, layer_boundaries
-from optimum_memopt.engines.compile.analysis.joint import is_number, is_tensor, is_view, root, storage_bytes, value
+from optimum_memopt.engines.compile.analysis.joint import (
+    JointGraph,
+    first_input,
+    is_chunked_loss,
+    is_number,
+    is_tensor,
+    is_view,
+    root,
+    storage_bytes,
+    value,
+)
 from optimum_memopt.engines.compile.analysis.saved_activations import is_statistic, layer_of
+from optimum_memopt.engines.compile.loss.scale_in_place import is_scaling
 from optimum_memopt.engines.compile.memory.liveness import workspace
 from optimum_memopt.engines.compile.memory.symbolic_sizes import compile_sizes
 
@@ -151,6 +162,17 @@ class Problem:
         return frozenset(saved)
 
 
+def _scaled_in_place(joint: JointGraph) -> dict[fx.Node, fx.Node]:
+    """What multiplies a gradient of the chunked loss in place, with that gradient; see `loss.scale_in_place`."""
+    found = {}
+    for gradient in joint.forward:
+        if gradient.target is operator.getitem and is_chunked_loss(first_input(gradient)) and gradient.args[1] != 0:
+            readers = [user for user in gradient.users if user in joint.backward]
+            if len(readers) == 1 and is_scaling(readers[0], gradient):
+                found[readers[0]] = gradient
+    return found
+
+
 def problem_of(graph: AnalyzedGraph, seconds: Sequence[float]) -> Problem:
     """The numbers of a joint graph for the sizes of its first batch.
 
@@ -161,7 +183,8 @@ def problem_of(graph: AnalyzedGraph, seconds: Sequence[float]) -> Problem:
     joint = graph.joint
     nodes = [node for node in joint.nodes if node.op != "output"]
     number = {node: index for index, node in enumerate(nodes)}
-    roots = [root(node) for node in nodes]
+    scaled = _scaled_in_place(joint)
+    roots = [scaled.get(storage := root(node), storage) for node in nodes]
     sizes = [
         storage_bytes(node) if is_tensor(node) and of is node else sympy.Integer(0)
         for node, of in zip(nodes, roots, strict=True)
@@ -186,7 +209,7 @@ def problem_of(graph: AnalyzedGraph, seconds: Sequence[float]) -> Problem:
         is_backward=tuple(node in joint.backward for node in nodes),
         is_tensor=tuple(map(is_tensor, nodes)),
         is_number=tuple(map(is_number, nodes)),
-        is_view=tuple(map(is_view, nodes)),
+        is_view=tuple(node in scaled or is_view(node) for node in nodes),
         picks=tuple(number[node.all_input_nodes[0]] if node.target is operator.getitem else None for node in nodes),
         has_outputs=tuple(isinstance(value(node), tuple | list) for node in nodes),
         is_kept=tuple(node.op == "call_function" and joint.is_impure(node) for node in nodes),

@@ -18,11 +18,12 @@ def scale_in_place(modules: Modules) -> None:
         if is_output(node) and is_chunked_loss(first_input(node)) and node.args[1] != 0
     }
     for node in backward.graph.find_nodes(op="placeholder"):
-        if node.name in saved and len(node.users) == 1 and _is_scaling(reader := next(iter(node.users)), node):
+        if node.name in saved and len(node.users) == 1 and is_scaling(reader := next(iter(node.users)), node):
             reader.target = SCALED
     backward.recompile()
 
 
-def _is_scaling(node: fx.Node, gradient: fx.Node) -> bool:
+def is_scaling(node: fx.Node, gradient: fx.Node) -> bool:
+    """Whether the operator multiplies a gradient of the chunked loss: as its only reader, it may do so in place."""
     is_product = node.target is torch.ops.aten.mul.Tensor and node.args[0] is gradient
     return is_product and tensor_value(node).dtype == tensor_value(gradient).dtype

@@ -1,10 +1,11 @@
 """The parts of a training step's memory: activations, and all that is held beside them."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from optimum_memopt.engines.compile import compat
 from optimum_memopt.memory.peak_monitor import MIB, CudaMemory, PeakMonitor
 
 
@@ -44,6 +45,14 @@ class Footprint:
         always = self.constant + self.parameters + self.buffers + self.batch + self.optimizer
         return always + max(self._in_backward, self.gradients + self.step)
 
+    def activations_within(self, budget: int) -> int:
+        """The most that `activations` may be with a peak within the budget; negative where the rest passes it alone.
+
+        Args:
+            budget: bytes that `peak` must not pass.
+        """
+        return budget - replace(self, activations=0, gradients=0, step=0).peak
+
     @property
     def _in_backward(self) -> int:
         return self.accumulated + self.other_forwards + self.activations
@@ -68,6 +77,58 @@ class Footprint:
 
 def _mib(size: int) -> str:
     return f"{size / MIB:.1f}"
+
+
+def footprint_of(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    gradient_accumulation: bool = False,
+    activations: int = 0,
+    batch: int = 0,
+    constant: int = 0,
+    other_forwards: int = 0,
+) -> Footprint:
+    """A step of a model.
+
+    Args:
+        model: whose parameters and buffers count.
+        optimizer: None before there is one: AdamW.
+        gradient_accumulation: whether gradients of several micro-batches add up.
+        activations: see `Footprint`.
+        batch: see `Footprint`.
+        constant: see `Footprint`.
+        other_forwards: see `Footprint`.
+    """
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    weights = tensor_bytes(trainable)
+    return Footprint(
+        activations=activations,
+        parameters=tensor_bytes(model.parameters()),
+        buffers=tensor_bytes(model.buffers()),
+        batch=batch,
+        optimizer=optimizer_bytes(optimizer, trainable),
+        accumulated=weights if gradient_accumulation else 0,
+        other_forwards=other_forwards,
+        gradients=weights,
+        step=step_bytes(optimizer, trainable),
+        constant=constant,
+    )
+
+
+def constant_of(model: torch.nn.Module, batch: int, resident: int, stashed: int = 0) -> int:
+    """What a process holds beside a model and its batch, in bytes.
+
+    Args:
+        model: its parameters, buffers and gradients may be fake tensors, which have no memory.
+        batch: bytes of the batch.
+        resident: bytes that the process holds.
+        stashed: bytes of saved activations among them.
+    """
+    if any(compat.is_fake(parameter) for parameter in model.parameters()):
+        return resident
+    there = tensor_bytes([*model.parameters(), *model.buffers()]) + batch + stashed
+    there += tensor_bytes(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
+    return max(0, resident - there)
 
 
 def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 import sympy
 import torch
 
-from optimum_memopt.engines.compile import compat
-from optimum_memopt.engines.compile.memory.footprint import Footprint, optimizer_bytes, step_bytes, tensor_bytes
+from optimum_memopt.engines.compile.memory.footprint import Footprint, constant_of, footprint_of, tensor_bytes
 from optimum_memopt.engines.compile.memory.inductor_memory import simulate_programs
 from optimum_memopt.engines.compile.memory.pending import BatchSizes, Forward, Pending, largest_shapes
 from optimum_memopt.engines.compile.memory.timeline import GraphTimeline, Prediction
@@ -105,13 +104,9 @@ class StepMemoryPredictor:
         self.largest_shapes: tuple[Forward, ...] = (Forward(self.first),)
         self._pending = Pending()
         self._batch = tensor_bytes(value for value in inputs.values() if isinstance(value, torch.Tensor))
-        there = tensor_bytes([*model.parameters(), *model.buffers()]) + self._batch
-        there += tensor_bytes(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
         # Graphs before the last have run by then.
-        there += sum(part.prediction.stashed * part.runs for part in self._parts[:-1])
-        # Fake tensors have no memory.
-        is_fake = any(compat.is_fake(parameter) for parameter in model.parameters())
-        self._constant = resident if is_fake else max(0, resident - there)
+        stashed = sum(part.prediction.stashed * part.runs for part in self._parts[:-1])
+        self._constant = constant_of(model, self._batch, resident, stashed)
 
     @property
     def caveat(self) -> str:
@@ -209,20 +204,16 @@ class StepMemoryPredictor:
         model = self._model()
         if model is None:
             raise ReferenceError("the model whose steps are predicted was deleted")
-        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        weights = tensor_bytes(trainable)
+        weights = tensor_bytes(parameter for parameter in model.parameters() if parameter.requires_grad)
         growth = math.prod(wanted[name] / size for name, size in self.first.items())
-        return Footprint(
+        return footprint_of(
+            model,
+            optimizer,
+            gradient_accumulation,
             activations=activations_of(self.graphs(wanted), weights if is_followed else 0),
-            parameters=tensor_bytes(model.parameters()),
-            buffers=tensor_bytes(model.buffers()),
             batch=round(self._batch * growth),
-            optimizer=optimizer_bytes(optimizer, trainable),
-            accumulated=weights if gradient_accumulation else 0,
-            other_forwards=saved_before,
-            gradients=weights,
-            step=step_bytes(optimizer, trainable),
             constant=self._constant,
+            other_forwards=saved_before,
         )
 
     def peak(self, optimizer: torch.optim.Optimizer | None, gradient_accumulation: bool) -> int:

@@ -1,0 +1,59 @@
+"""What a graph may hold within a training step, and what its operators cost where it trains."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph
+from optimum_memopt.engines.compile.budget.costs import Costs, measured
+from optimum_memopt.engines.compile.budget.costs_cache import cache_path, known_costs
+from optimum_memopt.engines.compile.memory.footprint import (
+    Footprint,
+    constant_of,
+    footprint_of,
+    resident,
+    tensor_bytes,
+)
+from optimum_memopt.memory.capacity import capacity
+from optimum_memopt.sizes import Budget
+
+
+@dataclass(frozen=True)
+class Step:
+    """The training step around a graph.
+
+    Attributes:
+        bytes: what its peak must not pass.
+        outside: all that it holds beside the graph's activations.
+    """
+
+    bytes: int
+    outside: Footprint
+
+
+def step_around(model: torch.nn.Module, inputs: Mapping[str, object], budget: Budget) -> Step:
+    """The step around a graph that is being partitioned, with AdamW until there is another optimizer.
+
+    Args:
+        model: whose step it is.
+        inputs: the forward's keyword arguments.
+        budget: of the whole step.
+    """
+    device = next(model.parameters()).device
+    memory = capacity(device)
+    batch = tensor_bytes(value for value in inputs.values() if isinstance(value, torch.Tensor))
+    constant = constant_of(model, batch, resident(device))
+    return Step(budget.on_device(memory.total, memory.available), footprint_of(model, batch=batch, constant=constant))
+
+
+def measured_costs(graph: AnalyzedGraph, device: torch.device, fused: bool) -> Costs:
+    """Of all operators of a graph, from the machine's cache or measured now.
+
+    Args:
+        graph: read, not changed.
+        device: where the graph's tensors are.
+        fused: a compiler fuses what is bound by memory.
+    """
+    with known_costs(cache_path(device)) as known:
+        return measured(graph.joint, graph.size_hints, fused, known)

@@ -1,0 +1,119 @@
+"""A budget: the cheapest recompute with which the peak of a step is within so many bytes."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from optimum_memopt.engines.base import Selection
+from optimum_memopt.engines.compile.analysis.candidates import Candidate
+from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph
+from optimum_memopt.engines.compile.budget.costs import Costs
+from optimum_memopt.engines.compile.budget.in_step import Step
+from optimum_memopt.engines.compile.budget.problem import problem_of
+from optimum_memopt.engines.compile.budget.solve import KEEPS_ALL, Floor, Solution, solve
+from optimum_memopt.engines.compile.choice import Choice
+from optimum_memopt.engines.compile.memory.footprint import Footprint
+from optimum_memopt.engines.compile.memory.timeline import graph_timeline
+from optimum_memopt.engines.compile.producers.torch_default import TorchDefault
+from optimum_memopt.errors import MemOptError
+from optimum_memopt.plans.matching import Matched
+from optimum_memopt.sizes import Budget, gib_text
+
+
+@dataclass(frozen=True)
+class FromBudget:
+    """See `Producer`.
+
+    Attributes:
+        budget: as the user wrote it.
+        step: asked for each graph; None: the budget, a size, is for the graph alone.
+        costs: asked for each graph; None: every operator costs the bytes that it allocates.
+    """
+
+    budget: Budget
+    step: Callable[[Budget], Step] | None = None
+    costs: Callable[[AnalyzedGraph], Costs] | None = None
+
+    @classmethod
+    def of(cls, selection: Selection) -> "FromBudget | None":
+        return None if selection.budget is None else cls(selection.budget)
+
+    def match(self, candidates: Sequence[Candidate]) -> Matched:
+        """Nothing is asked for by name."""
+        return Matched()
+
+    def choose(self, graph: AnalyzedGraph, earlier: Sequence[Choice]) -> Choice:
+        """See `Producer.choose`.
+
+        Raises:
+            MemOptError: nothing fits; it names the floor and what holds it.
+        """
+        step = self.step(self.budget) if self.step is not None else Step(self.budget.on_device(0, 0), Footprint(0, 0))
+        costs = self.costs(graph) if self.costs is not None else _by_bytes(graph)
+        allowed = step.outside.activations_within(step.bytes)
+        optimizer_step = replace(step.outside, activations=0).peak
+        if optimizer_step > step.bytes:
+            raise self._does_not_fit(step, Floor(0, ()), optimizer_step)
+        found = solve(problem_of(graph, costs.seconds), allowed)
+        if isinstance(found, Floor):
+            raise self._does_not_fit(step, found, replace(step.outside, activations=found.peak).peak)
+        why = f"budget {gib_text(step.bytes)}"
+        nodes = graph.joint.nodes
+        if found.solver == KEEPS_ALL and (own := _torchs_own(graph, allowed)) is not None:
+            return replace(own, why=f"{why}: fits without a plan, torch's own partition", solution=found)
+        saved = tuple(nodes[number] for number in found.saved)
+        return Choice(
+            nodes_to_save=saved, why=f"{why}{_gain(found, costs)}", candidates=_on(graph, saved), solution=found
+        )
+
+    def _does_not_fit(self, step: Step, floor: Floor, peak: int) -> MemOptError:
+        outside = replace(step.outside, activations=0, gradients=0, step=0)
+        parts = {
+            "parameters": outside.parameters + outside.buffers,
+            "optimizer states": outside.optimizer,
+            "accumulated gradients": outside.accumulated,
+            "the batch": outside.batch,
+            "the process": outside.constant,
+            **({} if floor.peak else {"gradients and the optimizer's step": peak - outside.peak}),
+            **dict(floor.holds),
+        }
+        largest = sorted(parts.items(), key=lambda item: -item[1])[:5]
+        held = ", ".join(f"{name} {gib_text(size)}" for name, size in largest if size)
+        return MemOptError(
+            f"--memory_opt_budget {self.budget.text}: the step takes at least {gib_text(peak)}, whatever is "
+            f"recomputed; the budget is {gib_text(step.bytes)}; most of it is {held}; take a smaller batch, or a "
+            "larger budget"
+        )
+
+
+def _torchs_own(graph: AnalyzedGraph, allowed: int) -> Choice | None:
+    """torch's own partition; None where it holds more than is allowed, as it may: it does not look at the peak."""
+    joint = graph.joint.module.graph
+    choice = TorchDefault().choose(graph, ())
+    assert choice.torchs_graphs is not None
+    timeline = graph_timeline(*choice.torchs_graphs, graph.joint.num_fwd_outputs)
+    if timeline.predict(graph.size_hints).peak <= allowed:
+        return choice
+    # torch's partitioner has put a graph of its own in its place.
+    graph.joint.module.graph = joint
+    return None
+
+
+def _gain(found: Solution, costs: Costs) -> str:
+    if not found.seconds:
+        return ""
+    return f": {100 * found.extra_seconds / found.seconds:+.1f}% time ({costs.source} costs)"
+
+
+def _on(graph: AnalyzedGraph, saved: Sequence[fx.Node]) -> tuple[Candidate, ...]:
+    """Candidates of recompute whose activation is not saved."""
+    kept = set(saved)
+    return tuple(c for c in graph.candidates if c.chain is not None and c.activation.root not in kept)
+
+
+def _by_bytes(graph: AnalyzedGraph) -> Costs:
+    """Each operator as long as what it allocates is large: without a device, the order of most of them."""
+    problem = problem_of(graph, [0.0] * len(graph.joint.nodes))
+    seconds = (sum(problem.bytes[node] for node in nodes) / 1e12 for nodes in problem.allocates)
+    return Costs((*seconds, 0.0), "no")

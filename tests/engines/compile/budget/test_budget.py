@@ -1,0 +1,116 @@
+"""Models trained under a budget: gradients are plain PyTorch's, and the allocator never passes the budget."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from optimum_memopt.engines.base import Selection
+from optimum_memopt.engines.compile.engine import CompileEngine
+from optimum_memopt.engines.compile.producers.budget import FromBudget
+from optimum_memopt.errors import MemOptError
+from optimum_memopt.plans.table import PlanTable
+from optimum_memopt.sizes import Budget, parse_budget
+from tests.engines.compile.compiled import DROPOUT, assert_bitwise_same
+from tests.engines.compile.test_step_memory import measured
+from tests.gradients import accumulate
+from tests.model_zoo import ZOO
+from tests.tiers import tiered
+
+pytestmark = pytest.mark.end_to_end
+
+# What the allocator is asked for beside tensors: the loss, seeds, offsets.
+SLACK = 256
+
+
+def engine_within(budget: int | None) -> CompileEngine:
+    """An engine whose graph has so many bytes, whatever the step around it holds."""
+    engine = CompileEngine(compiler="aot_eager")
+    if budget is not None:
+        forget = engine._forget
+
+        def forget_and_choose() -> None:
+            forget()
+            engine._producer = FromBudget(Budget(f"{budget} bytes", budget))
+
+        engine._forget = forget_and_choose
+        engine._forget()
+    return engine
+
+
+def trained(name: str, budget: int | None, changes: dict[str, Any], batch: dict[str, torch.Tensor]) -> Any:
+    torch.manual_seed(0)
+    model = ZOO[name].build(**changes)
+    engine = engine_within(budget)
+    engine.attach(model)
+    try:
+        torch.manual_seed(1)
+        result = accumulate(model, [batch])
+        predicted = engine.predictor.activations()
+        _, peak = measured(model, batch)
+        return result, predicted, peak, engine.plans(), engine._table.header
+    finally:
+        engine.detach()
+
+
+CASES = {
+    "roberta": ("roberta-mlm", DROPOUT),
+    "deberta": ("deberta-v2-mlm", {}),
+    "llama": ("llama", {}),
+    "gpt2": ("gpt2", {}),
+    "t5": ("t5", {}),
+}
+
+
+@pytest.mark.parametrize("case", tiered([*CASES], fast=["roberta"]))
+def test_the_allocator_stays_within_the_budget(case: str) -> None:
+    name, changes = CASES[case]
+    changes = {**changes, **({"num_hidden_layers": 3} if case != "gpt2" and case != "t5" else {})}
+    batch = ZOO[name].batch(8, 48)
+    plain, free, _, _, _ = trained(name, None, changes, batch)
+    with pytest.raises(MemOptError, match="the step takes at least") as refused:
+        trained(name, free // 20, changes, batch)
+    number, unit = re.search(r"at least ([\d.]+) (MiB|GiB)", str(refused.value)).groups()
+    floor = float(number) * {"MiB": 2**20, "GiB": 2**30}[unit]
+    peaks = []
+    for share in (0.02, 0.3, 0.6, 0.9):
+        budget = int(floor * 1.02 + share * (free - floor))
+        ours, predicted, peak, table, _ = trained(name, budget, changes, batch)
+        assert_bitwise_same(ours, plain)
+        assert predicted <= budget
+        assert peak <= budget + SLACK
+        assert any(row.is_on for row in table.plans) or free <= budget
+        peaks.append(peak)
+    assert peaks == sorted(peaks)
+
+
+def test_a_budget_that_all_fits_in_is_torchs_own_partition() -> None:
+    batch = ZOO["roberta-mlm"].batch(4, 16)
+    _, _, _, table, header = trained("roberta-mlm", 2**30, {}, batch)
+    assert "fits without a plan, torch's own partition" in header[0]
+    assert not any(row.is_on for row in table.plans)
+
+
+def test_a_budget_bounds_the_whole_step() -> None:
+    """Also what is outside of the graph: the process, parameters, gradients, optimizer states, the batch."""
+    case = ZOO["roberta-mlm"]
+    batch = case.batch(64, 60)
+    free = step_of(case.build, batch, None).predictor.footprint()
+    budget = free.peak - free.activations // 4
+    engine = step_of(case.build, batch, parse_budget(f"{budget / 2**20:.3f}MiB"))
+    found = engine.predictor.footprint()
+    assert "budget" in engine.plans().header[0]
+    # The process grows by what the solver and the measured operators left behind.
+    assert found.peak - found.constant <= budget - free.constant + 2**20
+    engine.detach()
+
+
+def step_of(build: Callable[..., torch.nn.Module], batch: dict[str, torch.Tensor], budget: Budget | None) -> Any:
+    model = build(num_hidden_layers=3)
+    engine = CompileEngine(Selection(budget=budget), "aot_eager")
+    engine.attach(model)
+    model(**batch).loss.backward()
+    assert isinstance(engine.plans(), PlanTable)
+    return engine
