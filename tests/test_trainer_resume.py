@@ -98,7 +98,7 @@ def test_the_best_model_is_loaded_at_the_end(tmp_path):
         "save_steps": 1,
         "load_best_model_at_end": True,
         "metric_for_best_model": "eval_loss",
-        "learning_rate": 0.1,
+        "learning_rate": 0.3,
         "max_steps": 6,
     }
     plain = make(tmp_path / "plain", "gpt2", plain=True, **changes)
