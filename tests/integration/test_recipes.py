@@ -96,7 +96,7 @@ def test_the_commands_of_the_readmes_can_be_read(request, kinds):
     assert len(found) >= 10
     for words in found:
         place = next(index for index, word in enumerate(words) if word.endswith(f"{name}.py"))
-        assert HfArgumentParser(kinds).parse_args(words[place + 1 :]).memory_opt_engine == "ort"
+        assert HfArgumentParser(kinds).parse_args(words[place + 1 :]).memory_opt_engine in ("ort", "compile")
         files = [ROOT / word for word in words if word.startswith("examples/")]
         assert all(file.is_file() for file in files)
 
