@@ -9,7 +9,8 @@ silently bypassed or ranks go separate ways. The engine is suspended when `train
 import contextlib
 import copy
 import functools
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, cast
 
@@ -23,7 +24,7 @@ from optimum_memopt.callbacks.plan_stats import PlanStatsCallback
 from optimum_memopt.distributed import rank_consistency
 from optimum_memopt.distributed.launch import check_world
 from optimum_memopt.engines.auto import create
-from optimum_memopt.engines.base import Engine, factory, registrations
+from optimum_memopt.engines.base import Engine, Run, factory, registrations
 from optimum_memopt.errors import MemOptError, excerpt
 from optimum_memopt.logs import get_logger
 from optimum_memopt.memory.peak_monitor import MIB
@@ -115,6 +116,7 @@ def attach(trainer: Trainer, options: MemOptOptions | None = None, **overrides: 
     chosen = resolved.options
     engine = create(resolved)
     engine.outputs_read_by = outputs_read_by
+    engine.run = _run_of(trainer)
     engine.check_arguments(trainer.args)
     if chosen.memory_opt_optim is not None:
         optimizers.check(chosen.memory_opt_optim, trainer)
@@ -290,6 +292,19 @@ def _padding_id(trainer: Trainer) -> int | None:
         if (padding := getattr(owner, "pad_token_id", None)) is not None:
             return padding
     return None
+
+
+def _run_of(trainer: Trainer) -> Callable[[], Run]:
+    """What the Trainer's run holds; the engine must not keep the Trainer alive."""
+    held = weakref.ref(trainer)
+
+    def run() -> Run:
+        alive = held()
+        if alive is None:
+            return Run()
+        return Run(alive.optimizer, alive.args.gradient_accumulation_steps > 1)
+
+    return run
 
 
 def _comparing(trainer: Trainer, engine: Engine, options: MemOptOptions) -> Any:

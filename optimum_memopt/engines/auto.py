@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from optimum_memopt.engines.base import Engine, Selection, Smoothing, factory, note_engine
+from optimum_memopt.engines.base import Engine, Run, Selection, Smoothing, factory, note_engine
 from optimum_memopt.engines.forward_patch import TrainForward, training_forward
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
 from optimum_memopt.logs import get_logger
@@ -88,6 +88,14 @@ class AutoEngine:
     def outputs_read_by(self, asked: Callable[[], str] | None) -> None:
         self._current.outputs_read_by = asked
 
+    @property
+    def run(self) -> Callable[[], Run] | None:
+        return self._current.run
+
+    @run.setter
+    def run(self, asked: Callable[[], Run] | None) -> None:
+        self._current.run = asked
+
     def check_arguments(self, args: "TrainingArguments") -> None:
         """Decide by Trainer arguments. Raises MemOptError where neither engine can train with them."""
         try:
@@ -166,6 +174,7 @@ class AutoEngine:
         first, create = self._current, self._create_second
         assert create is not None
         second = create(first.selection)
+        second.run = first.run
         second.outputs_read_by, second.reason = first.outputs_read_by, f"{why}{self._unused}"
         # Only now, since the second one may refuse the plan.
         first.detach()

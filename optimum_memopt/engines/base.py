@@ -39,6 +39,19 @@ class Selection:
     budget: Budget | None = None
 
 
+@dataclass(frozen=True)
+class Run:
+    """What a training run holds beside a model.
+
+    Attributes:
+        optimizer: None before there is one.
+        gradient_accumulation: gradients of several micro-batches add up.
+    """
+
+    optimizer: torch.optim.Optimizer | None = None
+    gradient_accumulation: bool = False
+
+
 class Smoothing(Protocol):
     """Label smoothing as a part of the training forward."""
 
@@ -53,10 +66,12 @@ class Engine(Protocol):
         reason: why this engine trains the model.
         outputs_read_by: asked at each training forward: who may read more of its outputs than the loss, empty when
             nobody does. None where there is no Trainer to ask.
+        run: the run that it trains in; None where there is no Trainer to ask.
     """
 
     reason: str
     outputs_read_by: Callable[[], str] | None
+    run: Callable[[], "Run"] | None
 
     @property
     def name(self) -> str:

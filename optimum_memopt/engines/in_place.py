@@ -49,6 +49,7 @@ class InPlaceEngine:
         self._last_attached: Attached | None = None
         self._is_attached = False
         self.outputs_read_by: Callable[[], str] | None = None
+        self.run: Callable[[], base.Run] | None = None
         self.apply(selection or Selection())
 
     @property

@@ -13,13 +13,14 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from optimum_memopt.compat import is_encoder_decoder
 from optimum_memopt.engines import in_place
-from optimum_memopt.engines.base import Selection
+from optimum_memopt.engines.base import Run, Selection
 from optimum_memopt.engines.compile import compat, support_checks
 from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph, Modules
 from optimum_memopt.engines.compile.analysis.module_paths import add_outer_modules
 from optimum_memopt.engines.compile.backend import Backend, check_compiler, configured, default_compiler
 from optimum_memopt.engines.compile.budget.costs import Costs
-from optimum_memopt.engines.compile.budget.in_step import Step, measured_costs, step_around
+from optimum_memopt.engines.compile.budget.in_step import Step, measured_costs
+from optimum_memopt.engines.compile.budget.step_budget import StepBudget
 from optimum_memopt.engines.compile.choice import Choice
 from optimum_memopt.engines.compile.detach_outputs import (
     refusing_gradients,
@@ -35,7 +36,7 @@ from optimum_memopt.engines.compile.options import AUTO, CHUNKED, PLAIN
 from optimum_memopt.engines.compile.partitioned_graph import PartitionedGraph, partition_joint
 from optimum_memopt.engines.compile.producers import producer_for
 from optimum_memopt.engines.compile.producers.budget import FromBudget
-from optimum_memopt.engines.compile.recompiles import FailedGuards
+from optimum_memopt.engines.compile.recompiles import Recompiles
 from optimum_memopt.engines.compile.symbol_names import SymbolNames
 from optimum_memopt.engines.compile.table import to_table
 from optimum_memopt.engines.compile.trace_fixes import TraceFixes
@@ -151,6 +152,7 @@ class CompileEngine(in_place.InPlaceEngine):
             self._producer = replace(self._producer, step=_weak(self._step), costs=_weak(self._costs))
         # Keyword arguments of the forward that is compiled.
         self._inputs: Mapping[str, object] = {}
+        self._step_budget = StepBudget(_weak(self._run_now))
         # By whether only the loss keeps its gradient, whether the logits are dropped, and the hooks of all modules.
         self._compiled: dict[tuple[bool, bool, tuple[int, ...]], Callable[..., Any]] = {}
         # What torch traces for them.
@@ -163,12 +165,12 @@ class CompileEngine(in_place.InPlaceEngine):
         self._predictor: StepMemoryPredictor | None = None
         self._resident = 0
         self._progress = Progress()
-        # How often a forward after the first recompiled, and why.
-        self._recompiles = 0
-        self._failed_guards = FailedGuards()
+        self._recompiles = Recompiles()
         self._said: set[str] = set()
 
     def _train_forward(self, *args: Any, **kwargs: Any) -> Any:
+        kwargs = without_key_value_cache(self._model, args, kwargs)
+        self._solve_again_for_larger(kwargs)
         reader = self._outputs_read_by()
         loss_only = not reader and self.outputs_read_by is not None
         drops_logits = not reader and self._loss != PLAIN
@@ -176,7 +178,6 @@ class CompileEngine(in_place.InPlaceEngine):
         is_new = variant not in self._compiled
         if is_new:
             self._compiled[variant] = self._compile(loss_only, drops_logits, reader)
-        kwargs = without_key_value_cache(self._model, args, kwargs)
         self._inputs = kwargs
         watch = compat.Watch()
         is_first = is_new or self._table is None
@@ -270,8 +271,24 @@ class CompileEngine(in_place.InPlaceEngine):
         self._progress.stage = f"compiling graph {number}"
         return graph.choice, modules
 
+    def _run_now(self) -> Run:
+        return self.run() if self.run is not None else Run()
+
     def _step(self, budget: Budget) -> Step:
-        return step_around(self._model, self._inputs, budget)
+        return self._step_budget.step(self._model, self._inputs, budget)
+
+    def _solve_again_for_larger(self, inputs: Mapping[str, object]) -> None:
+        """Forget a plan under which this batch would pass the budget, before it runs."""
+        if self._predictor is None or not isinstance(self._producer, FromBudget):
+            return
+        line = ""
+        with self._predicting():
+            line = self._step_budget.excess(self._predictor, inputs)
+        if line:
+            get_logger().info(line)
+            budget = self._step_budget
+            self._forget()
+            self._step_budget = budget
 
     def _costs(self, graph: AnalyzedGraph) -> Costs:
         self._progress.stage = "measuring operators, and solving for the cheapest recompute"
@@ -295,21 +312,12 @@ class CompileEngine(in_place.InPlaceEngine):
         Raises:
             MemOptError: it did so too often.
         """
-        reasons = watch.recompiles()
-        if not reasons:
-            return
-        self._recompiles += 1
-        for reason in reasons:
-            if line := self._failed_guards.add(reason):
+        try:
+            for line in self._recompiles.add(watch.recompiles(), compat.recompile_limit()):
                 self._say(line)
-        limit = compat.recompile_limit()
-        if self._recompiles >= limit:
-            guards = self._failed_guards
+        except MemOptError as error:
             self._forget()
-            raise MemOptError(
-                f"{type(self._model).__name__} was recompiled {limit} times, which is the limit; last failed guards: "
-                f"{guards.last}; {guards.advice}, or raise torch._dynamo.config.recompile_limit"
-            )
+            raise MemOptError(f"{type(self._model).__name__} {error}") from None
 
     def _show(self, graphs: list[PartitionedGraph], watch: compat.Watch, inputs: dict[str, Any]) -> None:
         """The first forward's graphs are the table; later ones were compiled for inputs of another kind.

@@ -2,6 +2,9 @@
 
 import re
 from collections import Counter
+from collections.abc import Sequence
+
+from optimum_memopt.errors import MemOptError
 
 _COMPILE_ID = re.compile(r"^\d+/\d+: ")
 _NUMBER = re.compile(r"(?<![\w.])-?(?:\d+(?:\.\d+)?(?:e[+-]?\d+)?|inf|nan)\b")
@@ -57,6 +60,38 @@ class FailedGuards:
         if changed:
             return "; ".join(map(_as_tensor, list(changed)[-_QUOTED:]))
         return "pad batches to fewer lengths (pad_to_multiple_of)"
+
+
+class Recompiles:
+    """The forwards after a model's first that recompiled."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._guards = FailedGuards()
+
+    def add(self, reasons: Sequence[str], limit: int) -> list[str]:
+        """Note one forward.
+
+        Args:
+            reasons: torch's, none where it did not recompile.
+            limit: how many forwards may.
+
+        Returns:
+            Lines to log.
+
+        Raises:
+            MemOptError: the limit is reached.
+        """
+        if not reasons:
+            return []
+        self._count += 1
+        lines = [line for reason in reasons if (line := self._guards.add(reason))]
+        if self._count < limit:
+            return lines
+        raise MemOptError(
+            f"was recompiled {limit} times, which is the limit; last failed guards: {self._guards.last}; "
+            f"{self._guards.advice}, or raise torch._dynamo.config.recompile_limit"
+        )
 
 
 def _changed_number(guard: str) -> str:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from optimum_memopt.engines.base import Run
 from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph
 from optimum_memopt.engines.compile.budget.costs import Costs, measured
 from optimum_memopt.engines.compile.budget.costs_cache import cache_path, known_costs
@@ -12,6 +13,7 @@ from optimum_memopt.engines.compile.memory.footprint import (
     Footprint,
     constant_of,
     footprint_of,
+    optimizer_bytes,
     resident,
     tensor_bytes,
 )
@@ -32,19 +34,24 @@ class Step:
     outside: Footprint
 
 
-def step_around(model: torch.nn.Module, inputs: Mapping[str, object], budget: Budget) -> Step:
+def step_around(model: torch.nn.Module, inputs: Mapping[str, object], budget: Budget, run: Run) -> Step:
     """The step around a graph that is being partitioned, with AdamW until there is another optimizer.
 
     Args:
         model: whose step it is.
         inputs: the forward's keyword arguments.
         budget: of the whole step.
+        run: whose step it is.
     """
     device = next(model.parameters()).device
     memory = capacity(device)
     batch = tensor_bytes(value for value in inputs.values() if isinstance(value, torch.Tensor))
-    constant = constant_of(model, batch, resident(device))
-    return Step(budget.on_device(memory.total, memory.available), footprint_of(model, batch=batch, constant=constant))
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # Before its first step an optimizer has none.
+    states = optimizer_bytes(run.optimizer, trainable) if run.optimizer is not None and run.optimizer.state else 0
+    constant = constant_of(model, batch, resident(device), states)
+    outside = footprint_of(model, run.optimizer, run.gradient_accumulation, batch=batch, constant=constant)
+    return Step(budget.on_device(memory.total, memory.available), outside)
 
 
 def measured_costs(graph: AnalyzedGraph, device: torch.device, fused: bool) -> Costs:

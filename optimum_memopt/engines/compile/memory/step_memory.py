@@ -138,12 +138,11 @@ class StepMemoryPredictor:
         """Bytes that the first batch's forward saves for its backward, by the graphs' own timelines."""
         return stashed_of([part.prediction for part in self._parts for _ in range(part.runs)])
 
-    def note_forward(self, inputs: Mapping[str, object], outputs: object = None) -> None:
-        """Count a training forward among those of the run.
+    def sizes_of(self, inputs: Mapping[str, object]) -> BatchSizes:
+        """Sizes of a batch by the plan table's names.
 
         Args:
-            inputs: its keyword arguments.
-            outputs: what it returned; its backward has run once their autograd graph has.
+            inputs: keyword arguments of a forward; sizes that are not there are of the first batch.
         """
         sizes = {
             self._names.canonical[f"{name}_dim{index}"]: size
@@ -152,8 +151,17 @@ class StepMemoryPredictor:
             for index, size in enumerate(value.shape)
             if f"{name}_dim{index}" in self._names.canonical
         }
+        return {**self.first, **sizes}
+
+    def note_forward(self, inputs: Mapping[str, object], outputs: object = None) -> None:
+        """Count a training forward among those of the run.
+
+        Args:
+            inputs: its keyword arguments.
+            outputs: what it returned; its backward has run once their autograd graph has.
+        """
         earlier = list(self._pending)
-        new = Forward({**self.first, **sizes}, sum(self.saved(forward.sizes) for forward in earlier))
+        new = Forward(self.sizes_of(inputs), sum(self.saved(forward.sizes) for forward in earlier))
         self.largest_shapes = largest_shapes(self.largest_shapes, new)
         if earlier:
             self.largest_shapes = largest_shapes(self.largest_shapes, replace(earlier[-1], is_followed=True))

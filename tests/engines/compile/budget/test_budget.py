@@ -18,6 +18,7 @@ from tests.engines.compile.test_step_memory import measured
 from tests.gradients import accumulate
 from tests.model_zoo import ZOO
 from tests.tiers import tiered
+from tests.trainer_runs import log_lines
 
 pytestmark = pytest.mark.end_to_end
 
@@ -114,3 +115,29 @@ def step_of(build: Callable[..., torch.nn.Module], batch: dict[str, torch.Tensor
     model(**batch).loss.backward()
     assert isinstance(engine.plans(), PlanTable)
     return engine
+
+
+def test_a_larger_batch_is_solved_for_before_it_runs() -> None:
+    """A smaller one, and one as large, are not."""
+    case = ZOO["roberta-mlm"]
+    small, large = case.batch(16, 30), case.batch(32, 60)
+    free = step_of(case.build, large, None)
+    found = free.predictor.footprint()
+    budget = found.peak - found.activations // 4
+    free.detach()
+    engine = step_of(case.build, small, parse_budget(f"{budget / 2**20:.3f}MiB"))
+    assert "fits without a plan" in engine.plans().header[0]
+    model = engine._model
+    with log_lines() as lines:
+        model(**case.batch(15, 29)).loss.backward()
+    assert lines == []
+    with log_lines() as lines:
+        model(**large).loss.backward()
+    assert sum("over the budget of" in line for line in lines) == 1
+    assert engine.plans().enabled
+    assert engine.predictor.footprint().peak <= budget + 2**20
+    with log_lines() as lines:
+        model(**large).loss.backward()
+        model(**small).loss.backward()
+    assert lines == []
+    engine.detach()
