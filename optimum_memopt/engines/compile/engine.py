@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -28,7 +27,7 @@ from optimum_memopt.engines.compile.detach_outputs import (
     without_logits,
 )
 from optimum_memopt.engines.compile.header import plan_line, prediction_lines
-from optimum_memopt.engines.compile.loss.plan import CLUSTER_ID, LossPlan, mode_of, plan_losses
+from optimum_memopt.engines.compile.loss.plan import LossPlan, check_row, mode_of, plan_losses
 from optimum_memopt.engines.compile.memory.footprint import resident
 from optimum_memopt.engines.compile.memory.inductor_memory import InductorPrograms
 from optimum_memopt.engines.compile.memory.step_memory import StepMemoryPredictor
@@ -42,11 +41,11 @@ from optimum_memopt.engines.compile.table import to_table
 from optimum_memopt.engines.compile.trace_fixes import TraceFixes
 from optimum_memopt.engines.key_value_cache import without_key_value_cache
 from optimum_memopt.engines.label_smoothing import LabelSmoothing, cross_entropy
+from optimum_memopt.engines.weak_method import weak_method
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.logs import get_logger, informing
 from optimum_memopt.memory import malloc
 from optimum_memopt.memory.peak_monitor import MIB
-from optimum_memopt.plans.grammar import ConfigError
 from optimum_memopt.plans.matching import Matched
 from optimum_memopt.plans.table import PlanTable
 from optimum_memopt.progress import Progress, announced
@@ -149,10 +148,10 @@ class CompileEngine(in_place.InPlaceEngine):
         config, self._loss = mode_of(self._selection.config, self._loss_asked)
         self._producer = producer_for(replace(self._selection, config=config))
         if isinstance(self._producer, FromBudget):
-            self._producer = replace(self._producer, step=_weak(self._step), costs=_weak(self._costs))
+            self._producer = replace(self._producer, step=weak_method(self._step), costs=weak_method(self._costs))
         # Keyword arguments of the forward that is compiled.
         self._inputs: Mapping[str, object] = {}
-        self._step_budget = StepBudget(_weak(self._run_now))
+        self._step_budget = StepBudget(weak_method(self._run_now))
         # By whether only the loss keeps its gradient, whether the logits are dropped, and the hooks of all modules.
         self._compiled: dict[tuple[bool, bool, tuple[int, ...]], Callable[..., Any]] = {}
         # What torch traces for them.
@@ -222,7 +221,7 @@ class CompileEngine(in_place.InPlaceEngine):
             self._trace_fixes = TraceFixes(self._model)
         # torch keeps each backend until the process ends (`torch/_dynamo/eval_frame.py`, `cached_backends`, 2.13);
         # it must not keep the model with it.
-        partition, prepare = _weak(self._partition), _weak(self._plan_losses)
+        partition, prepare = weak_method(self._partition), weak_method(self._plan_losses)
         backend = Backend(self._compiler, partition, lambda module: prepare(module, reader))
         forward = self._attached.training_forward.plain_forward
         if self._smoothing is not None:
@@ -331,7 +330,9 @@ class CompileEngine(in_place.InPlaceEngine):
             for remark in matched.remarks:
                 self._say(f"in the new graph: {remark}")
             return
-        remarks = [*matched.remarks, *self._remarks_on_loss(graphs)]
+        losses = [loss for graph in graphs for loss in graph.losses]
+        is_asked = self._loss == CHUNKED != self._loss_asked
+        remarks = [*matched.remarks, *check_row(losses, is_asked, self._selection.strict)]
         # A later batch of one row may lack a plan (nothing to repeat), which is no mistake of the user.
         if self._selection.strict:
             matched.check()
@@ -363,20 +364,6 @@ class CompileEngine(in_place.InPlaceEngine):
             return graphs[0].choice.matched
         return self._producer.match([candidate for graph in graphs for candidate in graph.candidates])
 
-    def _remarks_on_loss(self, graphs: list[PartitionedGraph]) -> list[str]:
-        """A line where a config names the loss of a model that has no such row.
-
-        Raises:
-            ConfigError: the same, where that is a mistake.
-        """
-        is_in_config = self._loss == CHUNKED != self._loss_asked
-        if not is_in_config or any(graph.losses for graph in graphs):
-            return []
-        line = f'no plan "{CLUSTER_ID}" in this model, which has no loss over a vocabulary that can be chunked'
-        if self._selection.strict:
-            raise ConfigError(line)
-        return [f"{line}; left out"]
-
     def _show_nothing(self, watch: compat.Watch) -> None:
         reasons = "; ".join(watch.graph_breaks()) or "nothing in it can be trained"
         line = f"NOT under a plan: torch compiled no training graph of this model ({reasons})"
@@ -398,15 +385,3 @@ class CompileEngine(in_place.InPlaceEngine):
             with self._predicting():
                 return (line, *prediction_lines(self._predictor))
         return (line,)
-
-
-def _weak(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The method, called while its object is alive."""
-    held = weakref.WeakMethod(method)
-
-    def call(*args: Any) -> Any:
-        alive = held()
-        assert alive is not None
-        return alive(*args)
-
-    return call

@@ -10,7 +10,7 @@ from optimum_memopt.engines.compile.loss.chain import LossChain, find_losses
 from optimum_memopt.engines.compile.loss.chunks import LossShape
 from optimum_memopt.engines.compile.loss.rewrite import remove_unread_losses, rewrite
 from optimum_memopt.engines.compile.options import AUTO, CHUNKED, PLAIN
-from optimum_memopt.plans.grammar import ALL, PlanConfig, Strategy
+from optimum_memopt.plans.grammar import ALL, ConfigError, PlanConfig, Strategy
 
 CLUSTER_ID = "Loss+"
 ROW = f"{CLUSTER_ID}:{int(Strategy.RECOMPUTE)}:{ALL}"
@@ -96,6 +96,25 @@ def plan_losses(graph: fx.Graph, mode: str, reader: str) -> tuple[list[LossPlan]
                 rewrite(graph, chain)
             plans.append(plan)
     return plans, [reason for reason in found if isinstance(reason, str)]
+
+
+def check_row(losses: Sequence[LossPlan], is_in_config: bool, strict: bool) -> list[str]:
+    """A line where a config names the row of a model that has none.
+
+    Args:
+        losses: of the model's graphs.
+        is_in_config: the config has `ROW`.
+        strict: that is a mistake.
+
+    Raises:
+        ConfigError: it is.
+    """
+    if losses or not is_in_config:
+        return []
+    line = f'no plan "{CLUSTER_ID}" in this model, which has no loss over a vocabulary that can be chunked'
+    if strict:
+        raise ConfigError(line)
+    return [f"{line}; left out"]
 
 
 def mode_of(config: PlanConfig | None, mode: str) -> tuple[PlanConfig | None, str]:
