@@ -158,15 +158,17 @@ def _run(problem: Problem, order: Sequence[int], ends: Iterable[int], owned: set
     return Run(tuple(order), tuple(during), held)
 
 
-def held_at_peak(problem: Problem, found: Simulation) -> dict[int, int]:
-    """Bytes of each storage, by its root, that is held at the first operator at which most is held."""
-    is_backward = found.backward.peak > found.forward.peak
-    run = found.backward if is_backward else found.forward
-    ends = problem.backward_outputs if is_backward else (*problem.forward_outputs, *found.saved)
+def held_at_peak(problem: Problem, found: Simulation, in_backward: bool) -> dict[int, int]:
+    """Bytes of each storage, by its root, that is held at the first operator of a run at which most is held."""
+    run = found.backward if in_backward else found.forward
+    ends = problem.backward_outputs if in_backward else (*problem.forward_outputs, *found.saved)
     last = {problem.roots[read]: step for step, node in enumerate(run.order) for read in problem.reads[node]}
     last.update({problem.roots[node]: len(run.order) for node in ends})
-    given = {problem.roots[node] for node in (*found.saved, *problem.tangents)} if is_backward else set()
+    given = {problem.roots[node] for node in (*found.saved, *problem.tangents)} if in_backward else set()
     peak = run.held.index(run.peak) if run.held else 0
     here = set(run.order)
     allocated = {storage for node in run.order[: peak + 1] for storage in problem.allocates[node] if storage in here}
-    return {node: problem.bytes[node] for node in sorted(allocated | given) if last.get(node, -1) >= peak}
+    is_new = set(problem.allocates[run.order[peak]]) if run.order else set()
+    return {
+        node: problem.bytes[node] for node in sorted(allocated | given) if last.get(node, -1) >= peak or node in is_new
+    }

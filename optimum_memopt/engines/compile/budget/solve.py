@@ -3,11 +3,13 @@
 import time
 from dataclasses import dataclass
 
+from optimum_memopt.engines.compile.budget.local_search import improve
 from optimum_memopt.engines.compile.budget.problem import Problem
 from optimum_memopt.engines.compile.budget.simulation import Simulation, held_at_peak, simulate
 from optimum_memopt.engines.compile.budget.two_level import two_level
+from optimum_memopt.engines.compile.budget.whole_graph import SMALL, solve_whole_graph
 
-KEEPS_ALL, TWO_LEVEL = "everything is saved", "two-level"
+KEEPS_ALL, TWO_LEVEL, WHOLE_GRAPH = "everything is saved", "two-level", "whole graph"
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,10 @@ def solve(problem: Problem, budget: int) -> Solution | Floor:
         menus = two_level(problem)
         if (found := menus.solve(budget)) is not None:
             candidates.append((TWO_LEVEL, found))
+        # It takes longer, and wins in small graphs and where the other one finds nothing.
+        if found is None or sum(problem.is_forward) < SMALL:
+            whole = solve_whole_graph(problem, budget, found or everything)
+            candidates += [(WHOLE_GRAPH, whole)] if whole is not None else []
     fitting = [(solver, found) for solver, found in candidates if found.peak <= budget]
     if not fitting and menus is not None:
         lowest = menus.lowest()
@@ -66,6 +72,8 @@ def solve(problem: Problem, budget: int) -> Solution | Floor:
             return Floor(lowest.peak, _holders(problem, lowest))
         fitting.append((TWO_LEVEL, lowest))
     solver, best = min(fitting, key=lambda pair: (pair[1].extra_seconds(problem), pair[1].peak))
+    if everything.peak > budget:
+        best = improve(problem, best, budget)
     base = everything.extra_seconds(problem)
     total = sum(problem.seconds[node] for node in (*everything.forward.order, *everything.backward.order))
     return Solution(
@@ -82,7 +90,7 @@ def _holders(problem: Problem, found: Simulation, most: int = 4) -> tuple[tuple[
     """The largest groups of what is held at the peak: gradients, and others by where they are computed."""
     gradients = {problem.roots[node] for node in problem.backward_outputs}
     groups: dict[str, int] = {}
-    for node, size in held_at_peak(problem, found).items():
+    for node, size in held_at_peak(problem, found, found.backward.peak > found.forward.peak).items():
         where = "gradients of parameters" if node in gradients else _place(problem, node)
         groups[where] = groups.get(where, 0) + size
     return tuple(sorted(groups.items(), key=lambda item: -item[1])[:most])

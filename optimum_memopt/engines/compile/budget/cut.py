@@ -1,0 +1,153 @@
+"""What has to be recomputed for what is not saved, as a linear program.
+
+Whether to recompute an operator or to save its result is a minimum cut, whose linear program has integral solutions;
+with limits of bytes it is a mixed-integer one. HiGHS solves both (`scipy.optimize`).
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, linprog, milp
+from scipy.sparse import csr_matrix
+
+from optimum_memopt.engines.compile.budget.problem import Problem
+
+# Microseconds of a megabyte at which everything is saved that can be.
+LOWEST_PRICE = 1e-4
+MEGA = 1e6
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The program of some operators: a variable for each one that may be recomputed, and for each root to save.
+
+    Attributes:
+        operators: the operators of the first variables.
+        roots: the roots of the others.
+        requires: rows of coefficients; each row is at least `least`.
+        least: 1 where the backward reads, 0 where an operator that is recomputed reads.
+        microseconds: of each variable.
+        megabytes: of each variable.
+    """
+
+    operators: tuple[int, ...]
+    roots: tuple[int, ...]
+    requires: csr_matrix
+    least: np.ndarray
+    microseconds: np.ndarray
+    megabytes: np.ndarray
+
+    @cached_property
+    def columns(self) -> dict[int, int]:
+        """The variable of each root to save."""
+        return {root: len(self.operators) + place for place, root in enumerate(self.roots)}
+
+    @cached_property
+    def operator_columns(self) -> dict[int, int]:
+        """The variable of each operator to recompute."""
+        return {node: place for place, node in enumerate(self.operators)}
+
+    def saved(self, solution: np.ndarray) -> frozenset[int]:
+        return frozenset(
+            root for root, share in zip(self.roots, solution[len(self.operators) :], strict=True) if share > 0.5
+        )
+
+    def at_price(self, price: float) -> np.ndarray:
+        """The cheapest solution where a megabyte costs so many microseconds."""
+        found = linprog(
+            self.microseconds + price * self.megabytes,
+            A_ub=-self.requires,
+            b_ub=-self.least,
+            bounds=(0, 1),
+            method="highs-ds",
+        )
+        return np.asarray(np.round(found.x))
+
+    def within(self, limits: csr_matrix, most: np.ndarray, gap: float = 1e-3, nodes: int = 200) -> np.ndarray | None:
+        """The cheapest solution within limits of bytes; None where none was found.
+
+        Args:
+            limits: rows of megabytes of the variables.
+            most: of each row.
+            gap: to the optimum, as a share.
+            nodes: of the search; a limit of time would have other solutions on another rank.
+        """
+        found = milp(
+            self.microseconds + LOWEST_PRICE * self.megabytes,
+            constraints=[
+                LinearConstraint(self.requires, self.least, np.inf),
+                LinearConstraint(limits, -np.inf, most),
+            ],
+            integrality=np.ones(len(self.microseconds)),
+            bounds=Bounds(0, 1),
+            options={"mip_rel_gap": gap, "node_limit": nodes},
+        )
+        return None if found.x is None else np.round(found.x)
+
+
+def cut_of(problem: Problem, nodes: Sequence[int], given: Collection[int] = ()) -> Cut | None:
+    """The program of some operators; None where the backward reads nothing that it could recompute.
+
+    Args:
+        problem: of which they are.
+        nodes: operators of the forward.
+        given: roots that are there anyway.
+    """
+    operators = [
+        node
+        for node in nodes
+        if problem.is_operator[node] and not problem.is_view[node] and problem.picks[node] is None
+        if not problem.is_kept[node]
+    ]
+    roots = [
+        node
+        for node in nodes
+        if problem.roots[node] == node and problem.is_tensor[node] and problem.is_operator[node] and node not in given
+    ]
+    place = {node: column for column, node in enumerate(operators)}
+    root_place = {node: len(operators) + column for column, node in enumerate(roots)}
+    reads = frozenset(problem.backward_reads)
+    rows = [row for node in nodes if node in reads if (row := _requires(problem, node, place, root_place, None))]
+    needed = len(rows)
+    for node in operators:
+        for read in problem.reads[node]:
+            if row := _requires(problem, read, place, root_place, node):
+                rows.append(row)
+    if not needed:
+        return None
+    zeros = [0.0]
+    return Cut(
+        tuple(operators),
+        tuple(roots),
+        matrix(rows, len(operators) + len(roots)),
+        np.array([1.0] * needed + [0.0] * (len(rows) - needed)),
+        np.array([problem.seconds[node] * MEGA for node in operators] + zeros * len(roots)),
+        np.array(zeros * len(operators) + [problem.bytes[node] / MEGA for node in roots]),
+    )
+
+
+def _requires(
+    problem: Problem, node: int, place: Mapping[int, int], root_place: Mapping[int, int], reader: int | None
+) -> dict[int, float]:
+    """Coefficients of: what `node` lies in is saved or recomputed if `reader` is recomputed (None: always)."""
+    root = problem.roots[node]
+    if root not in root_place:
+        return {}
+    row = {root_place[root]: 1.0}
+    source = problem.picks[root]
+    source = root if source is None else source
+    if source in place:
+        row[place[source]] = 1.0
+    if reader is not None:
+        row[place[reader]] = row.get(place[reader], 0.0) - 1.0
+    return row
+
+
+def matrix(rows: list[dict[int, float]], columns: int) -> csr_matrix:
+    """Sparse rows of coefficients by column."""
+    places = [(line, column) for line, row in enumerate(rows) for column in row]
+    values = [value for row in rows for value in row.values()]
+    lines, found = ([place[axis] for place in places] for axis in (0, 1))
+    return csr_matrix((values, (lines, found)), shape=(len(rows), columns))

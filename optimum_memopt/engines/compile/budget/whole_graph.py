@@ -1,0 +1,85 @@
+"""The second solver: one mixed-integer program for the whole graph, with limits added where a simulation passes them.
+
+It may save what is no saved activation (logits in bfloat16, outputs of a dropout) and drop what leaves a layer, and it
+sees what is recomputed within a layer at its highest point, which the first solver does not choose by.
+"""
+
+import numpy as np
+
+from optimum_memopt.engines.compile.budget.cut import MEGA, Cut, cut_of, matrix
+from optimum_memopt.engines.compile.budget.problem import Problem
+from optimum_memopt.engines.compile.budget.simulation import Simulation, held_at_peak, simulate
+
+# Programs that are solved at most, and variables above which none is: it would take minutes.
+_ROUNDS, _LARGEST = 12, 2500
+# Variables up to which it is quick enough to be asked in any case.
+SMALL = 100
+
+
+def solve_whole_graph(problem: Problem, budget: int, start: Simulation) -> Simulation | None:
+    """The fastest plan found whose simulated peak is within the budget; None where none was.
+
+    Args:
+        problem: a joint graph.
+        budget: bytes.
+        start: a plan, whose peak is the first limit.
+    """
+    nodes = [node for node, is_forward in enumerate(problem.is_forward) if is_forward and not problem.is_number[node]]
+    cut = cut_of(problem, nodes)
+    if cut is None or len(cut.microseconds) > _LARGEST:
+        return None
+    best: Simulation | None = None
+    rows: list[dict[int, float]] = []
+    most: list[float] = []
+    found = start
+    for _ in range(_ROUNDS):
+        for row, rest in (_limit(problem, cut, found, budget, in_backward) for in_backward in (True, False)):
+            rows.append(row)
+            most.append(rest)
+        solution = cut.within(matrix(rows, len(cut.microseconds)), np.array(most))
+        if solution is None:
+            break
+        found = simulate(problem, problem.closure(cut.saved(solution)))
+        if found.peak <= budget:
+            if best is None or found.extra_seconds(problem) < best.extra_seconds(problem):
+                best = found
+            break
+    return best
+
+
+def _limit(
+    problem: Problem, cut: Cut, found: Simulation, budget: int, in_backward: bool
+) -> tuple[dict[int, float], float]:
+    """What is held at the highest point of a run, as megabytes of the program's variables, and how many there may be.
+
+    What is held and is no choice is taken off the budget. What could be saved, and is not, counts too: if it is saved,
+    it is held there.
+    """
+    run = found.backward if in_backward else found.forward
+    held = held_at_peak(problem, found, in_backward)
+    top = run.order[run.held.index(run.peak)]
+    row: dict[int, float] = {}
+    rest = budget - problem.workspaces[top]
+    for node, size in held.items():
+        source = problem.picks[node]
+        is_saved = node in found.saved
+        operator = node if source is None else source
+        column = cut.columns.get(node) if is_saved else cut.operator_columns.get(operator) if in_backward else None
+        if column is None:
+            rest -= size
+        else:
+            row[column] = row.get(column, 0.0) + size / MEGA
+    if in_backward:
+        # A saved root is held until the last of the backward's own operators that reads it.
+        behind = (node for node in run.order[run.held.index(run.peak) :] if problem.is_backward[node])
+        here, last = next(behind, len(problem.names)), _last_reads(problem)
+    for node, column in cut.columns.items():
+        is_held_if_saved = last.get(node, -1) >= here if in_backward else node <= top
+        if node not in held and is_held_if_saved:
+            row[column] = problem.bytes[node] / MEGA
+    return row, rest / MEGA
+
+
+def _last_reads(problem: Problem) -> dict[int, int]:
+    """The last of the backward's own operators that reads each root."""
+    return {problem.roots[read]: node for node in problem.backward_operators for read in problem.reads[node]}

@@ -1,0 +1,77 @@
+"""Seconds of operators, estimated and measured."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from optimum_memopt.engines.compile.analysis.joint import is_view
+from optimum_memopt.engines.compile.analysis.saved_activations import operator_name
+from optimum_memopt.engines.compile.budget import costs
+from optimum_memopt.engines.compile.budget.costs_cache import known_costs
+from optimum_memopt.engines.compile.budget.devices import DEVICES, device_of
+from optimum_memopt.errors import MemOptError
+from tests.engines.compile.captured import Captured
+
+
+def test_a_roofline_grows_with_the_work_and_shrinks_with_the_device(roberta: Captured) -> None:
+    slow, fast = (costs.roofline(roberta.joint, roberta.sizes, DEVICES[name], False) for name in ("T4", "H100"))
+    assert (slow.source, fast.source) == ("roofline T4", "roofline H100")
+    for node, on_slow, on_fast in zip(roberta.joint.nodes, slow.seconds, fast.seconds, strict=True):
+        assert on_slow > on_fast > 0 or on_slow == on_fast == 0, node
+        assert not (is_view(node) and on_slow)
+    fused = costs.roofline(roberta.joint, roberta.sizes, DEVICES["T4"], True)
+    by_name = {
+        operator_name(node): (a, b)
+        for node, a, b in zip(roberta.joint.nodes, slow.seconds, fused.seconds, strict=False)
+    }
+    assert by_name["addmm"][0] == by_name["addmm"][1]
+    assert by_name["gelu"][0] == 2 * by_name["gelu"][1]
+
+
+def test_measuring_draws_no_random_numbers_and_is_remembered(
+    roberta: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = torch.get_rng_state()
+    known: dict[str, float] = {}
+    first = costs.measured(roberta.joint, roberta.sizes, False, known)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert first.source == "measured" and len(known) > 20 and min(known.values()) > 0
+    assert all(
+        seconds > 0
+        for node, seconds in zip(roberta.joint.nodes, first.seconds, strict=False)
+        if operator_name(node) == "gelu"
+    )
+    monkeypatch.setattr(costs, "_measure", lambda *args: pytest.fail("measured again"))
+    again = costs.measured(roberta.joint, roberta.sizes, False, known, limit=0)
+    assert again == first
+
+
+def test_what_is_not_measured_is_estimated(roberta: Captured) -> None:
+    known: dict[str, float] = {}
+    found = costs.measured(roberta.joint, roberta.sizes, False, known, limit=1e-9)
+    assert not known and set(found.seconds) == {0.0}
+
+
+def test_costs_on_disk(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "costs.json"
+    with known_costs(path) as known:
+        known["gelu"] = 1.5
+    with known_costs(path) as known:
+        assert known == {"gelu": 1.5}
+    path.write_text("[1")
+    with known_costs(path) as known:
+        assert known == {}
+
+
+def test_a_device_by_name_or_file(tmp_path: Path) -> None:
+    assert device_of("rtx4090") is device_of("RTX 4090") is DEVICES["RTX 4090"]
+    path = tmp_path / "own.json"
+    fields = {"name": "own", "memory": 2**30, "bandwidth": 1e11, "flops": {"float32": 1e12}, "link": 1e10}
+    path.write_text(json.dumps(fields))
+    assert device_of(str(path)).rate("bfloat16") == 1e12
+    path.write_text(json.dumps({**fields, "flops": {}}))
+    for name, why in ((str(path), "flops has float32"), ("B9000", "allowed are H100"), ("no.json", "FileNotFound")):
+        with pytest.raises(MemOptError, match=why):
+            device_of(name)

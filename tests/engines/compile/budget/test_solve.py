@@ -1,0 +1,134 @@
+"""The solver against every subset of a small layer, and what it promises for any budget."""
+
+import itertools
+import random
+import time
+
+import pytest
+import torch
+from torch.nn import functional
+
+from optimum_memopt.engines.compile.budget.problem import Problem, problem_of
+from optimum_memopt.engines.compile.budget.simulation import held_at_peak, simulate
+from optimum_memopt.engines.compile.budget.solve import KEEPS_ALL, Floor, Solution, solve
+from optimum_memopt.engines.compile.budget.two_level import two_level
+from optimum_memopt.engines.compile.budget.units import units_of
+from tests.engines.compile.captured import Captured, capture
+from tests.tiers import tiered
+
+
+class Block(torch.nn.Module):
+    """A layer of few saved activations of different sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(16, 40), torch.nn.Linear(40, 16)
+        self.norm = torch.nn.LayerNorm(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self.norm(x)
+        weights = (inner @ inner.transpose(-1, -2)).softmax(-1)
+        return x + self.down(functional.gelu(self.up(weights @ inner)).tanh().exp())
+
+
+class Stack(torch.nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(50, 16)
+        self.layers = torch.nn.ModuleList([Block() for _ in range(count)])
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().sum()
+
+
+IDS = torch.arange(4 * 12).view(4, 12) % 50
+
+
+@pytest.fixture(scope="module")
+def one_layer() -> Captured:
+    return capture(Stack(1).forward, IDS)
+
+
+@pytest.fixture(scope="module")
+def many_layers() -> Captured:
+    return capture(Stack(8).forward, IDS)
+
+
+def priced(captured: Captured, seed: int) -> Problem:
+    """With a price for each kind of operator: what costs as much as it saves, and what does not."""
+    generator = random.Random(seed)
+    kinds: dict[str, float] = {}
+    nodes = captured.joint.nodes
+    return problem_of(
+        captured.graph, [kinds.setdefault(str(node.target), generator.uniform(0.1, 3)) * 1e-3 for node in nodes]
+    )
+
+
+def budgets(problem: Problem, count: int) -> list[int]:
+    high = simulate(problem, problem.closure(problem.activations)).peak
+    floor = solve(problem, 1)
+    assert isinstance(floor, Floor)
+    return [floor.peak + (high - floor.peak) * step // count for step in range(count + 1)]
+
+
+@pytest.mark.parametrize("seed", tiered(range(4), fast=[0]))
+def test_no_subset_of_a_layer_is_more_than_a_hundredth_cheaper(one_layer: Captured, seed: int) -> None:
+    problem = priced(one_layer, seed)
+    units = units_of(problem)
+    fixed = units.leaving & problem.activations
+    free = sorted(problem.activations - fixed)
+    assert 8 <= len(free) <= 13
+    subsets = itertools.chain.from_iterable(itertools.combinations(free, count) for count in range(len(free) + 1))
+    closures = {problem.closure(units.leaving.union(subset)) for subset in subsets}
+    simulated = [simulate(problem, saved) for saved in closures]
+    everything = simulate(problem, problem.closure(problem.activations)).extra_seconds(problem)
+    # At the floor itself a plan may be 15% slower than the best.
+    for budget in budgets(problem, 12)[1:]:
+        found = solve(problem, budget)
+        fitting = [one.extra_seconds(problem) - everything for one in simulated if one.peak <= budget]
+        assert isinstance(found, Solution) and found.peak <= budget
+        assert not fitting or found.extra_seconds <= min(fitting) * 1.01 + 1e-9
+
+
+@pytest.mark.parametrize("name", tiered(["many_layers", "roberta", "albert"], fast=["many_layers"]))
+def test_a_smaller_budget_has_no_higher_peak_and_no_less_time(name: str, request: pytest.FixtureRequest) -> None:
+    problem = priced(request.getfixturevalue(name), 0)
+    begin = time.process_time()
+    found = [solve(problem, budget) for budget in budgets(problem, 16)]
+    print(f"{name}: {len(found)} budgets in {time.process_time() - begin:.2f} CPU-s")
+    assert all(isinstance(one, Solution) for one in found)
+    assert [one.peak for one in found] == sorted(one.peak for one in found)
+    assert [one.extra_seconds for one in found] == sorted((one.extra_seconds for one in found), reverse=True)
+    assert found[-1].solver == KEEPS_ALL and found[-1].extra_seconds == 0
+    for one in found:
+        assert simulate(problem, frozenset(one.saved)).peak == one.peak
+
+
+def test_the_same_problem_has_the_same_solution(many_layers: Captured) -> None:
+    first, second = (solve(priced(many_layers, 1), budgets(priced(many_layers, 1), 3)[1]) for _ in range(2))
+    assert isinstance(first, Solution) and isinstance(second, Solution)
+    assert (first.saved, first.peak) == (second.saved, second.peak)
+
+
+def test_identical_layers_are_solved_once(many_layers: Captured) -> None:
+    found = two_level(priced(many_layers, 0))
+    layers = [index for index, unit in enumerate(found.units.all) if unit.layer]
+    assert len(layers) == 8 and len({found.units.classes[index] for index in layers}) <= 3
+
+
+def test_a_floor_names_what_holds_it(many_layers: Captured) -> None:
+    problem = priced(many_layers, 0)
+    floor = solve(problem, 1)
+    assert isinstance(floor, Floor) and isinstance(solve(problem, floor.peak), Solution)
+    assert floor.holds and sum(size for _, size in floor.holds) <= floor.peak
+
+
+def test_what_is_held_at_the_peak_adds_up_to_it(many_layers: Captured) -> None:
+    problem = priced(many_layers, 0)
+    found = simulate(problem, problem.closure(problem.activations))
+    top = found.backward.held.index(found.backward.peak)
+    workspace = problem.workspaces[found.backward.order[top]]
+    assert sum(held_at_peak(problem, found, in_backward=True).values()) + workspace == found.peak
