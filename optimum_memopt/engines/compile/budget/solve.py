@@ -86,6 +86,11 @@ def solve(problem: Problem, budget: int) -> Solution | Floor:
     )
 
 
+def lowest_peak(problem: Problem) -> Simulation:
+    """The plan with the lowest peak that is found."""
+    return two_level(problem).lowest()
+
+
 def _holders(problem: Problem, found: Simulation, most: int = 4) -> tuple[tuple[str, int], ...]:
     """The largest groups of what is held at the peak: gradients, and others by where they are computed."""
     gradients = {problem.roots[node] for node in problem.backward_outputs}

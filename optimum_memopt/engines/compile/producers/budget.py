@@ -6,16 +6,19 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from optimum_memopt.engines.base import Selection
+from optimum_memopt.engines.compile import compat
 from optimum_memopt.engines.compile.analysis.candidates import Candidate
 from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph
 from optimum_memopt.engines.compile.budget.costs import Costs
 from optimum_memopt.engines.compile.budget.in_step import Step
 from optimum_memopt.engines.compile.budget.problem import problem_of
+from optimum_memopt.engines.compile.budget.smaller_batch import SmallerBatch, smaller_batch
 from optimum_memopt.engines.compile.budget.solve import KEEPS_ALL, Floor, Solution, solve
 from optimum_memopt.engines.compile.choice import Choice
 from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.compile.memory.timeline import graph_timeline
 from optimum_memopt.engines.compile.producers.torch_default import TorchDefault
+from optimum_memopt.engines.compile.symbol_names import symbol_names
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.plans.matching import Matched
 from optimum_memopt.sizes import Budget, gib_text
@@ -54,10 +57,12 @@ class FromBudget:
         allowed = step.outside.activations_within(step.bytes)
         optimizer_step = replace(step.outside, activations=0).peak
         if optimizer_step > step.bytes:
-            raise self._does_not_fit(step, Floor(0, ()), optimizer_step)
+            raise self._does_not_fit(step, Floor(0, ()), optimizer_step, None)
         found = solve(problem_of(graph, costs.seconds), allowed)
         if isinstance(found, Floor):
-            raise self._does_not_fit(step, found, replace(step.outside, activations=found.peak).peak)
+            names = symbol_names(compat.symbol_sources())
+            fits = smaller_batch(graph, names, costs, step.outside, step.bytes)
+            raise self._does_not_fit(step, found, replace(step.outside, activations=found.peak).peak, fits)
         why = f"budget {gib_text(step.bytes)}"
         nodes = graph.joint.nodes
         if found.solver == KEEPS_ALL and (own := _torchs_own(graph, allowed)) is not None:
@@ -67,7 +72,7 @@ class FromBudget:
             nodes_to_save=saved, why=f"{why}{_gain(found, costs)}", candidates=_on(graph, saved), solution=found
         )
 
-    def _does_not_fit(self, step: Step, floor: Floor, peak: int) -> MemOptError:
+    def _does_not_fit(self, step: Step, floor: Floor, peak: int, fits: SmallerBatch | None) -> MemOptError:
         outside = replace(step.outside, activations=0, gradients=0, step=0)
         parts = {
             "parameters": outside.parameters + outside.buffers,
@@ -82,9 +87,17 @@ class FromBudget:
         held = ", ".join(f"{name} {gib_text(size)}" for name, size in largest if size)
         return MemOptError(
             f"--memory_opt_budget {self.budget.text}: the step takes at least {gib_text(peak)}, whatever is "
-            f"recomputed; the budget is {gib_text(step.bytes)}; most of it is {held}; take a smaller batch, or a "
-            "larger budget"
+            f"recomputed; the budget is {gib_text(step.bytes)}; most of it is {held}; {_way_out(fits)}"
         )
+
+
+def _way_out(fits: SmallerBatch | None) -> str:
+    if fits is None:
+        return "no smaller batch was found to fit: give a larger budget"
+    return (
+        f"--per_device_train_batch_size {fits.rows} fits, and with {fits.times} times the "
+        "--gradient_accumulation_steps an optimizer step has as many rows"
+    )
 
 
 def _torchs_own(graph: AnalyzedGraph, allowed: int) -> Choice | None:

@@ -1,0 +1,54 @@
+"""Finds the micro-batch that fits where the asked one does not, without tracing anything again."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import sympy
+
+from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph
+from optimum_memopt.engines.compile.budget.costs import Costs
+from optimum_memopt.engines.compile.budget.problem import problem_of
+from optimum_memopt.engines.compile.budget.solve import lowest_peak
+from optimum_memopt.engines.compile.memory.footprint import Footprint
+
+
+@dataclass(frozen=True)
+class SmallerBatch:
+    """A micro-batch that fits.
+
+    Attributes:
+        rows: of the micro-batch.
+        times: gradient accumulation that keeps the rows of an optimizer step.
+    """
+
+    rows: int
+    times: int
+
+
+def smaller_batch(
+    graph: AnalyzedGraph, names: Mapping[sympy.Symbol, str], costs: Costs, outside: Footprint, budget: int
+) -> SmallerBatch | None:
+    """The largest half, quarter and so on of a batch whose lowest peak fits; None where one row does not.
+
+    Args:
+        graph: read, not changed.
+        names: of the graph's symbols, `input_ids_dim0`.
+        costs: of its operators.
+        outside: what the step holds beside the graph.
+        budget: bytes that the step's peak must not pass.
+    """
+    rows = {symbol: size for symbol, size in graph.size_hints.items() if names.get(symbol, "").endswith("_dim0")}
+    if len(set(rows.values())) != 1:
+        return None
+    (whole,) = set(rows.values())
+    times = 2
+    while whole % times == 0:
+        hints = {**graph.size_hints, **dict.fromkeys(rows, whole // times)}
+        smaller = replace(graph, size_hints=hints)
+        # Gradients of the earlier micro-batches are there while a later one runs.
+        step = replace(outside, batch=outside.batch // times, accumulated=outside.gradients)
+        allowed = step.activations_within(budget)
+        if lowest_peak(problem_of(smaller, costs.seconds)).peak <= allowed:
+            return SmallerBatch(whole // times, times)
+        times *= 2
+    return None
