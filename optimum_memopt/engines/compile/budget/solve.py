@@ -10,6 +10,7 @@ from optimum_memopt.engines.compile.budget.two_level import two_level
 from optimum_memopt.engines.compile.budget.whole_graph import SMALL, solve_whole_graph
 
 KEEPS_ALL, TWO_LEVEL, WHOLE_GRAPH = "everything is saved", "two-level", "whole graph"
+LAYERS = "every layer is recomputed"
 
 
 @dataclass(frozen=True)
@@ -61,13 +62,14 @@ def solve(problem: Problem, budget: int) -> Solution | Floor:
         menus = two_level(problem)
         if (found := menus.solve(budget)) is not None:
             candidates.append((TWO_LEVEL, found))
+        candidates.append((LAYERS, _layers_recomputed(problem)))
         # It takes longer, and wins in small graphs and where the other one finds nothing.
         if found is None or sum(problem.is_forward) < SMALL:
             whole = solve_whole_graph(problem, budget, found or everything)
             candidates += [(WHOLE_GRAPH, whole)] if whole is not None else []
     fitting = [(solver, found) for solver, found in candidates if found.peak <= budget]
     if not fitting and menus is not None:
-        lowest = menus.lowest()
+        lowest = min(menus.lowest(), *(found for _, found in candidates), key=lambda found: found.peak)
         if lowest.peak > budget:
             return Floor(lowest.peak, _holders(problem, lowest))
         fitting.append((TWO_LEVEL, lowest))
@@ -88,7 +90,13 @@ def solve(problem: Problem, budget: int) -> Solution | Floor:
 
 def lowest_peak(problem: Problem) -> Simulation:
     """The plan with the lowest peak that is found."""
-    return two_level(problem).lowest()
+    return min(two_level(problem).lowest(), _layers_recomputed(problem), key=lambda found: found.peak)
+
+
+def _layers_recomputed(problem: Problem) -> Simulation:
+    """Every layer recomputed from its input, as level 1 has it."""
+    outside = {node for node in problem.activations if not problem.layers[node] or problem.is_statistic[node]}
+    return simulate(problem, problem.closure(outside | problem.boundaries))
 
 
 def _holders(problem: Problem, found: Simulation, most: int = 4) -> tuple[tuple[str, int], ...]:

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from optimum_memopt.engines.base import Selection
+from optimum_memopt.engines.compile import engine as compile_engine
+from optimum_memopt.engines.compile.budget import in_step
 from optimum_memopt.engines.compile.engine import CompileEngine
 from optimum_memopt.engines.compile.producers.budget import FromBudget
 from optimum_memopt.errors import MemOptError
@@ -94,17 +96,21 @@ def test_a_budget_that_all_fits_in_is_torchs_own_partition() -> None:
     assert not any(row.is_on for row in table.plans)
 
 
-def test_a_budget_bounds_the_whole_step() -> None:
+def test_a_budget_bounds_the_whole_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also what is outside of the graph: the process, parameters, gradients, optimizer states, the batch."""
+    # The process itself grows and shrinks by more than this model takes.
+    for module in (in_step, compile_engine):
+        monkeypatch.setattr(module, "resident", lambda device: 2**29)
     case = ZOO["roberta-mlm"]
     batch = case.batch(64, 60)
-    free = step_of(case.build, batch, None).predictor.footprint()
+    without = step_of(case.build, batch, None)
+    free = without.predictor.footprint()
+    without.detach()
     budget = free.peak - free.activations // 4
     engine = step_of(case.build, batch, parse_budget(f"{budget / 2**20:.3f}MiB"))
     found = engine.predictor.footprint()
     assert "budget" in engine.plans().header[0]
-    # The process grows by what the solver and the measured operators left behind.
-    assert found.peak - found.constant <= budget - free.constant + 2**20
+    assert found.peak <= budget
     engine.detach()
 
 
