@@ -37,7 +37,8 @@ def facts(engine: str, options: MemOptOptions, table: PlanTable | None) -> dict[
     """What must be the same on all ranks, by name.
 
     Of the table that is what each row is and whether it is on. Bytes, formulas and the order of the rows come from the
-    first batch, which is another one on each rank.
+    first batch, which is another one on each rank; so does what a budget turns on, by costs measured on each rank. A
+    plan changes no gradient, so ranks may differ in it.
     """
     own = _OWN_OPTIONS.union(*(registration.per_rank for registration in registrations()))
     names = [field.name for field in dataclasses.fields(MemOptOptions) if field.name not in own]
@@ -47,7 +48,8 @@ def facts(engine: str, options: MemOptOptions, table: PlanTable | None) -> dict[
     versions = (installed_version((distribution,)) for distribution in _SOFTWARE)
     of_engines = (factory(registration.name).version_facts() for registration in registrations())
     rows = {
-        f"plan {plan.config}": f"{plan.frequency} occurrences, {plan.applied_count} applied"
+        f"plan {plan.config}": f"{plan.frequency} occurrences"
+        + ("" if options.budget is not None else f", {plan.applied_count} applied")
         for plan in (table.plans if table is not None else ())
     }
     return {

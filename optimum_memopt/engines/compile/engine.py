@@ -289,6 +289,12 @@ class CompileEngine(in_place.InPlaceEngine):
             self._forget()
             self._step_budget = budget
 
+    def _check_budget(self) -> None:
+        if self._predictor is not None and isinstance(self._producer, FromBudget):
+            with self._predicting():
+                if line := self._step_budget.check(self._predictor):
+                    get_logger().warning(line)
+
     def _costs(self, graph: AnalyzedGraph) -> Costs:
         self._progress.stage = "measuring operators, and solving for the cheapest recompute"
         return measured_costs(graph, next(self._model.parameters()).device, self._compiler == "inductor")
@@ -349,6 +355,7 @@ class CompileEngine(in_place.InPlaceEngine):
         if all(graph.prediction for graph in graphs):
             with self._predicting():
                 self._predictor = StepMemoryPredictor(self._model, graphs, inputs, self._resident, names)
+        self._check_budget()
         header = self._header(graphs)
         self._table = PlanTable(engine=self.name, plans=(), header=header)
         with informing("the plan table"):

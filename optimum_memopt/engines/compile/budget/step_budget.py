@@ -10,6 +10,9 @@ from optimum_memopt.engines.compile.budget.in_step import Step, step_around
 from optimum_memopt.engines.compile.memory.step_memory import StepMemoryPredictor
 from optimum_memopt.sizes import Budget, gib_text
 
+# What a process holds on a CPU is read once before and once after a plan is solved for.
+_NOISE = 1.01
+
 
 class StepBudget:
     """The budget of one model's steps, for every batch.
@@ -23,6 +26,8 @@ class StepBudget:
         # None until it was asked for: what is available shrinks while training runs.
         self._bytes: int | None = None
         self._within: set[frozenset[tuple[str, int]]] = set()
+        # Sizes of the batch that the plan in force was solved for.
+        self._solved_for: Mapping[str, int] = {}
 
     def step(self, model: torch.nn.Module, inputs: Mapping[str, object], budget: Budget) -> Step:
         """See `step_around`; the budget's bytes are those of the first time."""
@@ -30,6 +35,25 @@ class StepBudget:
         self._bytes = found.bytes if self._bytes is None else self._bytes
         self._within.clear()
         return replace(found, bytes=self._bytes)
+
+    def check(self, predictor: StepMemoryPredictor) -> str:
+        """A line where the plan that was just compiled passes the budget all the same; empty where it does not.
+
+        The solver knows a graph as PyTorch runs it, operator by operator, and each graph of a forward alone.
+
+        Args:
+            predictor: of that plan, right after its first forward.
+        """
+        self._solved_for = predictor.first
+        run = self._run()
+        peak = predictor.footprint(None, run.optimizer, run.gradient_accumulation).peak
+        if self._bytes is None or peak <= self._bytes * _NOISE:
+            return ""
+        return (
+            f"NOT within the budget of {gib_text(self._bytes)}: what was compiled takes {gib_text(peak)}, since a "
+            "compiler orders operators by itself and graphs are planned one by one; give a smaller budget, or "
+            "--memory_opt_compiler aot_eager"
+        )
 
     def excess(self, predictor: StepMemoryPredictor, inputs: Mapping[str, object]) -> str:
         """A line about a batch whose step would pass the budget; empty where it does not.
@@ -40,7 +64,8 @@ class StepBudget:
         """
         sizes = predictor.sizes_of(inputs)
         key = frozenset(sizes.items())
-        if self._bytes is None or key in self._within:
+        is_solved = all(size <= self._solved_for.get(name, 0) for name, size in sizes.items())
+        if self._bytes is None or is_solved or key in self._within:
             return ""
         run = self._run()
         peak = predictor.footprint(sizes, run.optimizer, run.gradient_accumulation).peak
