@@ -51,6 +51,7 @@ def facts(engine: str, options: MemOptOptions, table: PlanTable | None) -> dict[
         f"plan {plan.config}": f"{plan.frequency} occurrences"
         + ("" if options.budget is not None else f", {plan.applied_count} applied")
         for plan in (table.plans if table is not None else ())
+        if not plan.depends_on_batch
     }
     return {
         "engine": engine,

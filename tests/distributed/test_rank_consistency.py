@@ -27,6 +27,16 @@ def test_another_first_batch_is_no_difference():
     assert facts("ort", OPTIONS, table) == OWN
 
 
+def test_what_the_first_batch_decides_is_no_difference():
+    """The chunked loss, which few tokens are not worth, and what a budget recomputes."""
+    loss = Plan("Loss+:1:-1", 1, 4096, "", applied_count=1, depends_on_batch=True)
+    assert facts("ort", OPTIONS, replace(TABLE, plans=(*TABLE.plans, loss))) == OWN
+    budget = MemOptOptions(memory_opt_engine="compile", memory_opt_budget="24GiB")
+    fewer = replace(TABLE, plans=(replace(PLAN, applied_count=1), OTHER))
+    assert facts("compile", budget, fewer) == facts("compile", budget, TABLE)
+    assert facts("compile", OPTIONS, fewer) != facts("compile", OPTIONS, TABLE)
+
+
 def test_where_things_lie_and_what_is_shown_is_no_difference(tmp_path, monkeypatch):
     monkeypatch.setenv("ORTMODULE_CACHE_DIR", "here")
     file = tmp_path / "plans.json"

@@ -116,6 +116,7 @@ def test_ranks_have_the_same_plans_on(two_ranks, prefix):
     named = [{plan["config"]: (plan["frequency"], plan["applied_count"]) for plan in table} for table in tables]
     assert named[0] == named[1]
     assert any(applied for _, applied in named[0].values())
+    assert not prefix or named[0]["Loss+:1:-1"] == (1, 1)
 
 
 def test_ddp_leaves_the_compiled_forward_in_one_graph(two_ranks):

@@ -99,6 +99,7 @@ def _loss_plans(graphs: Sequence[PartitionedGraph], names: SymbolNames) -> list[
             applied_count=len(chunked),
             note="; ".join(notes),
             applied_saving_bytes=sum(loss.first_saving for loss in chunked),
+            depends_on_batch=True,
         )
     ]
 
