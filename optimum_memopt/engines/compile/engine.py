@@ -266,7 +266,8 @@ class CompileEngine(in_place.InPlaceEngine):
         )
         losses, self._losses = tuple(self._losses), []
         self._graphs.append(replace(graph, programs=programs, is_all_of_forward=is_all, losses=losses))
-        self._resident = resident(next(self._model.parameters()).device)
+        held = self._step_budget.resident
+        self._resident = resident(next(self._model.parameters()).device) if held is None else held
         self._progress.stage = f"compiling graph {number}"
         return graph.choice, modules
 

@@ -28,10 +28,12 @@ class Step:
     Attributes:
         bytes: what its peak must not pass.
         outside: all that it holds beside the graph's activations.
+        resident: what the process holds now, without the optimizer's states, in bytes.
     """
 
     bytes: int
     outside: Footprint
+    resident: int = 0
 
 
 def step_around(model: torch.nn.Module, inputs: Mapping[str, object], budget: Budget, run: Run) -> Step:
@@ -49,9 +51,10 @@ def step_around(model: torch.nn.Module, inputs: Mapping[str, object], budget: Bu
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     # Before its first step an optimizer has none.
     states = optimizer_bytes(run.optimizer, trainable) if run.optimizer is not None and run.optimizer.state else 0
-    constant = constant_of(model, batch, resident(device), states)
+    held = resident(device) - states
+    constant = constant_of(model, batch, held)
     outside = footprint_of(model, run.optimizer, run.gradient_accumulation, batch=batch, constant=constant)
-    return Step(budget.on_device(memory.total, memory.available), outside)
+    return Step(budget.on_device(memory.total, memory.available), outside, held)
 
 
 def measured_costs(graph: AnalyzedGraph, device: torch.device, fused: bool) -> Costs:

@@ -115,18 +115,18 @@ def footprint_of(
     )
 
 
-def constant_of(model: torch.nn.Module, batch: int, resident: int, others: int = 0) -> int:
+def constant_of(model: torch.nn.Module, batch: int, resident: int, stashed: int = 0) -> int:
     """What a process holds beside a model and its batch, in bytes.
 
     Args:
         model: its parameters, buffers and gradients may be fake tensors, which have no memory.
         batch: bytes of the batch.
         resident: bytes that the process holds.
-        others: bytes of saved activations and optimizer states among them.
+        stashed: bytes of saved activations among them.
     """
     if any(compat.is_fake(parameter) for parameter in model.parameters()):
         return resident
-    there = tensor_bytes([*model.parameters(), *model.buffers()]) + batch + others
+    there = tensor_bytes([*model.parameters(), *model.buffers()]) + batch + stashed
     there += tensor_bytes(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
     return max(0, resident - there)
 

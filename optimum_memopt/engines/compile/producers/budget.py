@@ -52,8 +52,9 @@ class FromBudget:
         Raises:
             MemOptError: nothing fits; it names the floor and what holds it.
         """
-        step = self.step(self.budget) if self.step is not None else Step(self.budget.on_device(0, 0), Footprint(0, 0))
         costs = self.costs(graph) if self.costs is not None else _by_bytes(graph)
+        # After the measurements, which leave something behind in the process.
+        step = self.step(self.budget) if self.step is not None else Step(self.budget.on_device(0, 0), Footprint(0, 0))
         allowed = step.outside.activations_within(step.bytes)
         optimizer_step = replace(step.outside, activations=0).peak
         if optimizer_step > step.bytes:
