@@ -20,7 +20,6 @@ from optimum_memopt.engines.compile.memory.footprint import (
 from optimum_memopt.memory.capacity import capacity
 from optimum_memopt.sizes import Budget
 
-
 # On a CPU the process itself grows while it trains, by compiled code and what malloc keeps: 1.3% of what it held where
 # a RoBERTa was solved for twice in one run.
 _GROWTH = 0.02
