@@ -24,6 +24,9 @@ from optimum_memopt.plans.matching import Matched
 from optimum_memopt.sizes import Budget, gib_text
 
 
+_WORTH_NAMING = 2**20
+
+
 @dataclass(frozen=True)
 class FromBudget:
     """See `Producer`.
@@ -85,14 +88,16 @@ class FromBudget:
             **dict(floor.holds),
         }
         largest = sorted(parts.items(), key=lambda item: -item[1])[:5]
-        held = ", ".join(f"{name} {gib_text(size)}" for name, size in largest if size)
+        held = ", ".join(f"{name} {gib_text(size)}" for name, size in largest if size >= _WORTH_NAMING)
         return MemOptError(
             f"--memory_opt_budget {self.budget.text}: the step takes at least {gib_text(peak)}, whatever is "
-            f"recomputed; the budget is {gib_text(step.bytes)}; most of it is {held}; {_way_out(fits)}"
+            f"recomputed; the budget is {gib_text(step.bytes)}; most of it is {held}; {_way_out(floor, fits)}"
         )
 
 
-def _way_out(fits: SmallerBatch | None) -> str:
+def _way_out(floor: Floor, fits: SmallerBatch | None) -> str:
+    if not floor.peak:
+        return "that is without any activations: give a larger budget, or an optimizer with fewer states"
     if fits is None:
         return "no smaller batch was found to fit: give a larger budget"
     return (
