@@ -23,7 +23,6 @@ from optimum_memopt.errors import MemOptError
 from optimum_memopt.plans.matching import Matched
 from optimum_memopt.sizes import Budget, gib_text
 
-
 _WORTH_NAMING = 2**20
 
 
