@@ -67,10 +67,17 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", tiered([*CASES], fast=["roberta"]))
-def test_the_allocator_stays_within_the_budget(case: str) -> None:
+# Between the floor and no plan.
+SHARES = (0.02, 0.3, 0.6, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("case", "shares"),
+    tiered([*((case, SHARES) for case in CASES), ("roberta", SHARES[1::2])], fast=[("roberta", SHARES[1::2])]),
+)
+def test_the_allocator_stays_within_the_budget(case: str, shares: tuple[float, ...]) -> None:
     name, changes = CASES[case]
-    changes = {**changes, **({"num_hidden_layers": 3} if case != "gpt2" and case != "t5" else {})}
+    changes = {**changes, **({"num_hidden_layers": 2} if case not in ("gpt2", "t5") else {})}
     batch = ZOO[name].batch(8, 48)
     plain, free, _, _, _ = trained(name, None, changes, batch)
     with pytest.raises(MemOptError, match="the step takes at least") as refused:
@@ -78,7 +85,7 @@ def test_the_allocator_stays_within_the_budget(case: str) -> None:
     number, unit = re.search(r"at least ([\d.]+) (MiB|GiB)", str(refused.value)).groups()
     floor = float(number) * {"MiB": 2**20, "GiB": 2**30}[unit]
     peaks = []
-    for share in (0.02, 0.3, 0.6, 0.9):
+    for share in shares:
         budget = int(floor * 1.02 + share * (free - floor))
         ours, predicted, peak, table, _ = trained(name, budget, changes, batch)
         assert_bitwise_same(ours, plain)
