@@ -81,7 +81,7 @@ def to_table(
 
 def _loss_plans(graphs: Sequence[PartitionedGraph], names: SymbolNames) -> list[Plan]:
     """The row of the losses: none where all logits are smaller than what a chunked loss saves, and nobody asked."""
-    losses = [loss for graph in graphs for loss in graph.losses if loss.is_requested or loss.first_saving > 0]
+    losses = [loss for graph in graphs for loss in graph.losses if loss.is_requested or loss.pays]
     if not losses:
         return []
     named = {symbol: name for graph in graphs for symbol, name in names.of_symbols(graph).items()}

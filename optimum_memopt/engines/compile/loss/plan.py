@@ -47,12 +47,17 @@ class LossPlan:
         return self.shape.with_rows(self.first_rows).saving
 
     @property
+    def pays(self) -> bool:
+        """Whether it saves memory in the first batch; a classifier's logits are smaller than its hidden states."""
+        return self.shape.vocabulary > self.shape.hidden_size and self.first_saving > 0
+
+    @property
     def note(self) -> str:
         """For the row of the table."""
         if not self.is_chunked:
             return f"loss not chunked: {self.reason}"
         chunks = f"loss in chunks of {self.shape.with_rows(self.first_rows).rows_per_chunk} tokens"
-        return chunks if self.first_saving > 0 else f"{chunks}, which saves nothing here"
+        return chunks if self.pays else f"{chunks}, which saves nothing here"
 
 
 def decide(chain: LossChain, mode: str, reader: str) -> LossPlan:
@@ -69,9 +74,9 @@ def decide(chain: LossChain, mode: str, reader: str) -> LossPlan:
         reason = "--memory_opt_loss plain"
     elif chain.is_returned:
         reason = f"{reader} may read the logits"
-    elif mode == AUTO and plan.first_saving <= 0:
+    elif mode == AUTO and not plan.pays:
         reason = "the logits of so few tokens are smaller than the gradients that would be saved in their place"
-    is_read = chain.is_returned and mode != PLAIN and plan.first_saving > 0
+    is_read = chain.is_returned and mode != PLAIN and plan.pays
     return replace(plan, is_chunked=not reason, is_read_by_caller=is_read, reason=reason)
 
 
