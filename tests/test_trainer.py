@@ -240,7 +240,7 @@ def test_attach_to_a_stock_trainer(tmp_path, plain_weights, engine):
         attach(trainer, memory_opt_level=1)
     trainer.train()
     engine_model(trainer)
-    assert [plan.config for plan in attachment.table.enabled] == [config]
+    assert [plan.config for plan in attachment.table.enabled if plan.requested_count] == [config]
     assert distance(weights(trainer.model), plain_weights("gpt2")) < CLOSE
     assert attachment.measured_peak_mib > 100
     assert f"{config} (1 of 1)" in run_summary(trainer)

@@ -37,7 +37,9 @@ def smaller_batch(
         outside: what the step holds beside the graph.
         budget: bytes that the step's peak must not pass.
     """
-    rows = {symbol: size for symbol, size in graph.size_hints.items() if names.get(symbol, "").endswith("_dim0")}
+    rows = {
+        symbol: size for symbol, size in graph.size_hints.items() if names.get(symbol, "").rpartition("_")[2] == "dim0"
+    }
     if len(set(rows.values())) != 1:
         return None
     (whole,) = set(rows.values())
