@@ -51,26 +51,45 @@ class Scaling:
 
 
 @dataclass(frozen=True, eq=False)
+class Projection:
+    """A call of `torch.nn.functional.linear`.
+
+    Attributes:
+        node: the call.
+    """
+
+    node: fx.Node
+
+    @property
+    def hidden(self) -> fx.Node:
+        """Its input, (…, width)."""
+        return self._argument("input", 0)
+
+    @property
+    def weight(self) -> fx.Node:
+        """(vocabulary, width)."""
+        return self._argument("weight", 1)
+
+    @property
+    def bias(self) -> fx.Node | None:
+        """(vocabulary,)."""
+        return self._argument("bias", 2)
+
+    def _argument(self, name: str, place: int) -> Any:
+        return self.node.args[place] if place < len(self.node.args) else self.node.kwargs.get(name)
+
+
+@dataclass(frozen=True, eq=False)
 class Adapter:
     """What a LoRA adds to a projection's output.
 
     Attributes:
-        projection: the call of `torch.nn.functional.linear` with its second matrix, (vocabulary, rank).
-        scale: its output is multiplied by this.
+        projection: of its hidden states, (…, rank), by its second matrix, (vocabulary, rank).
+        scale: the projection's output is multiplied by this.
     """
 
-    projection: fx.Node
+    projection: Projection
     scale: float
-
-    @property
-    def hidden(self) -> fx.Node:
-        """The hidden states after its first matrix, (…, rank)."""
-        return _linear_arguments(self.projection)[0]
-
-    @property
-    def weight(self) -> fx.Node:
-        """Its second matrix, (vocabulary, rank)."""
-        return _linear_arguments(self.projection)[1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +98,7 @@ class LossChain:
 
     Attributes:
         cross_entropy: the call of `torch.nn.functional.cross_entropy`.
-        projection: the call of `torch.nn.functional.linear`.
+        projection: of the hidden states, (…, hidden size), to the vocabulary.
         slices: of the projection's rows, in their order: a causal model predicts nothing at its last token.
         offset: (1, …, vocabulary), added to the projection's output (BART's `final_logits_bias`); None without.
         adapter: added to the projection's output; None without.
@@ -92,7 +111,7 @@ class LossChain:
     """
 
     cross_entropy: fx.Node
-    projection: fx.Node
+    projection: Projection
     slices: tuple[fx.Node, ...]
     offset: fx.Node | None
     adapter: Adapter | None
@@ -103,25 +122,10 @@ class LossChain:
     label_smoothing: float
     is_returned: bool
 
-    @property
-    def hidden(self) -> fx.Node:
-        """Hidden states, (…, hidden size)."""
-        return _linear_arguments(self.projection)[0]
-
-    @property
-    def weight(self) -> fx.Node:
-        """Of the projection, (vocabulary, hidden size)."""
-        return _linear_arguments(self.projection)[1]
-
-    @property
-    def bias(self) -> fx.Node | None:
-        """Of the projection, (vocabulary,)."""
-        return _linear_arguments(self.projection)[2]
-
     @cached_property
     def shape(self) -> LossShape:
         """Sizes and dtypes, rows in the symbols of the graph."""
-        hidden, weight = traced_tensor(self.hidden), traced_tensor(self.weight)
+        hidden, weight = traced_tensor(self.projection.hidden), traced_tensor(self.projection.weight)
         vocabulary, hidden_size = map(int, weight.shape)
         return LossShape(
             rows=sympy.Mul(*map(symbolic, traced_tensor(self.labels).shape)),
@@ -129,11 +133,11 @@ class LossChain:
             vocabulary=vocabulary,
             hidden=hidden.dtype,
             weight=weight.dtype,
-            compute=autocast_dtype(self.projection, hidden.device.type) or hidden.dtype,
+            compute=autocast_dtype(self.projection.node, hidden.device.type) or hidden.dtype,
             has_softcap=bool(self.scaling.softcap),
             needs_hidden=hidden.requires_grad,
             needs_weight=weight.requires_grad,
-            rank=int(traced_tensor(self.adapter.weight).shape[1]) if self.adapter else 0,
+            rank=int(traced_tensor(self.adapter.projection.weight).shape[1]) if self.adapter else 0,
         )
 
     @property
@@ -158,11 +162,6 @@ def traced_tensor(node: fx.Node) -> torch.Tensor:
     return node.meta["example_value"]
 
 
-def _linear_arguments(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
-    given: dict[str, Any] = dict(zip(("input", "weight", "bias"), node.args, strict=False)) | dict(node.kwargs)
-    return given["input"], given["weight"], given.get("bias")
-
-
 def _chain(loss: fx.Node) -> LossChain:
     bound = _CROSS_ENTROPY.bind(*loss.args, **loss.kwargs)
     bound.apply_defaults()
@@ -172,7 +171,7 @@ def _chain(loss: fx.Node) -> LossChain:
     slices, offset, adapter, scaling = _read_steps(projection, steps)
     return LossChain(
         loss,
-        projection,
+        Projection(projection),
         slices,
         offset,
         adapter,
@@ -307,9 +306,9 @@ def _adapter(node: fx.Node) -> Adapter | None:
             return None
         node, scale = product, factor
     is_projection = node.op == "call_function" and node.target is functional.linear
-    if not is_projection or _linear_arguments(node)[2] is not None or len(node.users) > 1:
+    if not is_projection or Projection(node).bias is not None or len(node.users) > 1:
         return None
-    return Adapter(node, scale)
+    return Adapter(Projection(node), scale)
 
 
 def _name(node: fx.Node) -> str:

@@ -17,7 +17,12 @@ def rewrite(graph: fx.Graph, chain: LossChain) -> None:
     """Compute a loss without its logits; graph changed in place."""
     loss = chain.cross_entropy
     with graph.inserting_before(loss):
-        tensors = (_sliced(graph, chain, chain.hidden), chain.weight, _bias(graph, chain), *_adapter(graph, chain))
+        tensors = (
+            _sliced(graph, chain, chain.projection.hidden),
+            chain.projection.weight,
+            _bias(graph, chain),
+            *_adapter(graph, chain),
+        )
         outputs = graph.call_function(
             CHUNKED_LOSS,
             (
@@ -37,14 +42,19 @@ def rewrite(graph: fx.Graph, chain: LossChain) -> None:
     for node in (outputs, result):
         node.meta.update({key: loss.meta[key] for key in _ORIGIN if key in loss.meta})
     loss.replace_all_uses_with(result)
-    adapters = [chain.adapter.projection] if chain.adapter else []
-    _erase(graph, loss, {chain.projection, *adapters})
+    adapters = [chain.adapter.projection.node] if chain.adapter else []
+    _erase(graph, loss, {chain.projection.node, *adapters})
 
 
 def _needs(chain: LossChain) -> list[bool]:
     """Of which of the operator's first arguments the gradient is wanted."""
-    in_adapter = (chain.adapter.hidden, chain.adapter.weight) if chain.adapter else (None, None)
-    arguments = ((chain.hidden,), (chain.weight,), (chain.bias, chain.offset), *((node,) for node in in_adapter))
+    in_adapter = (chain.adapter.projection.hidden, chain.adapter.projection.weight) if chain.adapter else (None, None)
+    arguments = (
+        (chain.projection.hidden,),
+        (chain.projection.weight,),
+        (chain.projection.bias, chain.offset),
+        *((node,) for node in in_adapter),
+    )
     return [any(node is not None and traced_tensor(node).requires_grad for node in nodes) for nodes in arguments]
 
 
@@ -57,18 +67,19 @@ def _sliced(graph: fx.Graph, chain: LossChain, hidden: fx.Node) -> fx.Node:
 
 def _bias(graph: fx.Graph, chain: LossChain) -> fx.Node | None:
     """One bias for all that is added to each row of the projection's output."""
+    bias = chain.projection.bias
     if chain.offset is None:
-        return chain.bias
+        return bias
     offset = graph.call_method("reshape", (chain.offset, (-1,)))
-    return offset if chain.bias is None else graph.call_function(operator.add, (chain.bias, offset))
+    return offset if bias is None else graph.call_function(operator.add, (bias, offset))
 
 
 def _adapter(graph: fx.Graph, chain: LossChain) -> tuple[fx.Node | None, fx.Node | None]:
     """Hidden states of the adapter, scaled, and its matrix."""
     if chain.adapter is None:
         return None, None
-    hidden = _sliced(graph, chain, chain.adapter.hidden)
-    return graph.call_function(operator.mul, (hidden, chain.adapter.scale)), chain.adapter.weight
+    hidden = _sliced(graph, chain, chain.adapter.projection.hidden)
+    return graph.call_function(operator.mul, (hidden, chain.adapter.scale)), chain.adapter.projection.weight
 
 
 def remove_unread_losses(graph: fx.Graph) -> None:
