@@ -7,12 +7,15 @@ with limits of bytes it is a mixed-integer one. HiGHS solves both (`scipy.optimi
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, linprog, milp
-from scipy.sparse import csr_matrix
 
 from optimum_memopt.engines.compile.budget.problem import Problem
+
+# Importing it takes more than half a second, which only a budget has to pay.
+if TYPE_CHECKING:
+    from scipy.sparse import csr_matrix
 
 # Microseconds of a megabyte at which everything is saved that can be.
 LOWEST_PRICE = 1e-4
@@ -34,7 +37,7 @@ class Cut:
 
     operators: tuple[int, ...]
     roots: tuple[int, ...]
-    requires: csr_matrix
+    requires: "csr_matrix"
     least: np.ndarray
     microseconds: np.ndarray
     megabytes: np.ndarray
@@ -56,6 +59,8 @@ class Cut:
 
     def at_price(self, price: float) -> np.ndarray:
         """The cheapest solution where a megabyte costs so many microseconds."""
+        from scipy.optimize import linprog
+
         found = linprog(
             self.microseconds + price * self.megabytes,
             A_ub=-self.requires,
@@ -65,7 +70,9 @@ class Cut:
         )
         return np.asarray(np.round(found.x))
 
-    def within(self, limits: csr_matrix, most: np.ndarray, gap: float = 1e-3, nodes: int = 200) -> np.ndarray | None:
+    def within(
+        self, limits: "csr_matrix | np.ndarray", most: np.ndarray, gap: float = 1e-3, nodes: int = 200
+    ) -> np.ndarray | None:
         """The cheapest solution within limits of bytes; None where none was found.
 
         Args:
@@ -74,6 +81,8 @@ class Cut:
             gap: to the optimum, as a share.
             nodes: of the search; a limit of time would have other solutions on another rank.
         """
+        from scipy.optimize import Bounds, LinearConstraint, milp
+
         found = milp(
             self.microseconds + LOWEST_PRICE * self.megabytes,
             constraints=[
@@ -145,8 +154,10 @@ def _requires(
     return row
 
 
-def matrix(rows: list[dict[int, float]], columns: int) -> csr_matrix:
+def matrix(rows: list[dict[int, float]], columns: int) -> "csr_matrix":
     """Sparse rows of coefficients by column."""
+    from scipy.sparse import csr_matrix
+
     places = [(line, column) for line, row in enumerate(rows) for column in row]
     values = [value for row in rows for value in row.values()]
     lines, found = ([place[axis] for place in places] for axis in (0, 1))

@@ -6,7 +6,6 @@ Whether to recompute an operator or to save its result is a minimum cut, whose l
 from collections.abc import Iterator
 
 import numpy as np
-from scipy.sparse import csr_matrix
 
 from optimum_memopt.engines.compile.budget.cut import LOWEST_PRICE, MEGA, Cut, cut_of
 from optimum_memopt.engines.compile.budget.units import Units
@@ -61,6 +60,6 @@ def _hull(cut: Cut) -> Iterator[np.ndarray]:
 
 def _between(cut: Cut, most: float) -> Iterator[np.ndarray]:
     for step in range(1, _BETWEEN):
-        solution = cut.within(csr_matrix(cut.megabytes), np.array([most * step / _BETWEEN]))
+        solution = cut.within(cut.megabytes[np.newaxis], np.array([most * step / _BETWEEN]))
         if solution is not None:
             yield solution

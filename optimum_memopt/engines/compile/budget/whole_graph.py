@@ -17,7 +17,7 @@ SMALL = 100
 
 
 def solve_whole_graph(problem: Problem, budget: int, start: Simulation) -> Simulation | None:
-    """The fastest plan found whose simulated peak is within the budget; None where none was.
+    """The first plan found whose simulated peak is within the budget, which is the fastest; None where none was.
 
     Args:
         problem: a joint graph.
@@ -28,7 +28,6 @@ def solve_whole_graph(problem: Problem, budget: int, start: Simulation) -> Simul
     cut = cut_of(problem, nodes)
     if cut is None or len(cut.microseconds) > _LARGEST:
         return None
-    best: Simulation | None = None
     rows: list[dict[int, float]] = []
     most: list[float] = []
     found = start
@@ -38,13 +37,11 @@ def solve_whole_graph(problem: Problem, budget: int, start: Simulation) -> Simul
             most.append(rest)
         solution = cut.within(matrix(rows, len(cut.microseconds)), np.array(most))
         if solution is None:
-            break
+            return None
         found = simulate(problem, problem.closure(cut.saved(solution)))
         if found.peak <= budget:
-            if best is None or found.extra_seconds(problem) < best.extra_seconds(problem):
-                best = found
-            break
-    return best
+            return found
+    return None
 
 
 def _limit(
