@@ -19,30 +19,32 @@ Change = Callable[[torch.Tensor, str], torch.Tensor]
 
 def with_detached_outputs(forward: Callable[..., Any]) -> Callable[..., Any]:
     """`forward` with all outputs but the first detached, where that is the loss: a tensor of one number."""
-    if isinstance(forward, types.MethodType):
-        return types.MethodType(with_detached_outputs(forward.__func__), forward.__self__)
-
-    def detaching(*args: Any, **kwargs: Any) -> Any:
-        return _beside_loss(forward(*args, **kwargs), _detach)
-
-    return detaching
+    return _then(forward, lambda outputs: _beside_loss(outputs, _detach))
 
 
 def without_logits(forward: Callable[..., Any]) -> Callable[..., Any]:
     """`forward` without the logits among its outputs, where the first is the loss."""
+    return _then(forward, _drop_logits)
+
+
+def _then(forward: Callable[..., Any], change: Callable[[Any], Any]) -> Callable[..., Any]:
+    """`forward`, whose outputs are changed; a method stays one."""
     if isinstance(forward, types.MethodType):
-        return types.MethodType(without_logits(forward.__func__), forward.__self__)
+        return types.MethodType(_then(forward.__func__, change), forward.__self__)
 
-    def dropping(*args: Any, **kwargs: Any) -> Any:
-        outputs = forward(*args, **kwargs)
-        if isinstance(outputs, Mapping):
-            if _is_loss(outputs.get("loss")):
-                return type(outputs)(**{name: None if name.endswith("logits") else outputs[name] for name in outputs})
-        elif isinstance(outputs, tuple) and len(outputs) > 1 and _is_loss(outputs[0]):
-            return (outputs[0], None, *outputs[2:])
-        return outputs
+    def changing(*args: Any, **kwargs: Any) -> Any:
+        return change(forward(*args, **kwargs))
 
-    return dropping
+    return changing
+
+
+def _drop_logits(outputs: Any) -> Any:
+    if isinstance(outputs, Mapping):
+        if _is_loss(outputs.get("loss")):
+            return type(outputs)(**{name: None if name.endswith("logits") else outputs[name] for name in outputs})
+    elif isinstance(outputs, tuple) and len(outputs) > 1 and _is_loss(outputs[0]):
+        return (outputs[0], None, *outputs[2:])
+    return outputs
 
 
 def refusing_gradients(outputs: Any) -> Any:
