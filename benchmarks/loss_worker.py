@@ -1,6 +1,5 @@
 """One baseline of loss.py in a process of its own: builds the model, then measures a step for each line it reads."""
 
-import gc
 import json
 import platform
 import sys
@@ -163,19 +162,7 @@ def _timed(step: Callable[[], None]) -> dict[str, float]:
 
 def _peak_mib(step: Callable[[], None]) -> float:
     """The most that torch's allocator gave out over what it had before."""
-    from torch.profiler import ProfilerActivity, profile
+    from allocations import allocated
 
-    gc.collect()
-    gc.disable()
-    try:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-            step()
-    finally:
-        gc.enable()
-    events = seen.profiler.kineto_results.events()
-    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
-    held = peak = 0
-    for _, size in changes:
-        held += size
-        peak = max(peak, held)
+    peak, _, _ = allocated(step)
     return peak / 2**20

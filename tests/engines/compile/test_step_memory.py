@@ -1,15 +1,14 @@
 """Predicted step memory against torch's allocator: every byte that a step allocates and frees."""
 
-import gc
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from allocations import allocated
 from torch._dynamo.utils import counters
-from torch.profiler import ProfilerActivity, profile
 
 from optimum_memopt.engines.compile import compat
 from optimum_memopt.engines.compile.engine import CompileEngine
@@ -46,24 +45,6 @@ def cases(compiled: dict[str, Any], by_default: set[tuple[str, str]]) -> list[An
         for name in compiled
         for plan in PLANS
     ]
-
-
-def allocated(function: Callable[[], Any]) -> tuple[int, int, Any]:
-    """The most that a call held over what was there before, what it left, in bytes, and its result."""
-    gc.collect()
-    gc.disable()
-    try:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-            result = function()
-    finally:
-        gc.enable()
-    events = seen.profiler.kineto_results.events()
-    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
-    held = peak = 0
-    for _, size in changes:
-        held += size
-        peak = max(peak, held)
-    return peak, held, result
 
 
 def measured(model: torch.nn.Module, batch: Batch) -> tuple[int, int]:

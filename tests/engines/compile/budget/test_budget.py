@@ -11,6 +11,7 @@ from optimum_memopt.engines.base import Selection
 from optimum_memopt.engines.compile import engine as compile_engine
 from optimum_memopt.engines.compile.budget import in_step
 from optimum_memopt.engines.compile.engine import CompileEngine
+from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.compile.producers.budget import FromBudget
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.plans.table import PlanTable
@@ -116,9 +117,7 @@ def test_a_budget_bounds_the_whole_step() -> None:
     """Also what is outside of the graph: the process, parameters, gradients, optimizer states, the batch."""
     case = ZOO["roberta-mlm"]
     batch = case.batch(64, 60)
-    without = step_of(case.build, batch, None)
-    free = without.predictor.footprint()
-    without.detach()
+    free = without_plan(case.build, batch)
     budget = free.peak - free.activations // 4
     engine = step_of(case.build, batch, parse_budget(f"{budget / 2**20:.3f}MiB"))
     found = engine.predictor.footprint()
@@ -136,15 +135,22 @@ def step_of(build: Callable[..., torch.nn.Module], batch: dict[str, torch.Tensor
     return engine
 
 
+def without_plan(build: Callable[..., torch.nn.Module], batch: dict[str, torch.Tensor]) -> Footprint:
+    """What a step holds that is not planned."""
+    engine = step_of(build, batch, None)
+    try:
+        return engine.predictor.footprint()
+    finally:
+        engine.detach()
+
+
 @pytest.mark.usefixtures("steady_process")
 def test_a_larger_batch_is_solved_for_before_it_runs() -> None:
     """A smaller one, and one as large, are not."""
     case = ZOO["roberta-mlm"]
     small, large = case.batch(16, 30), case.batch(32, 60)
-    free = step_of(case.build, large, None)
-    found = free.predictor.footprint()
-    budget = found.peak - found.activations // 4
-    free.detach()
+    free = without_plan(case.build, large)
+    budget = free.peak - free.activations // 4
     engine = step_of(case.build, small, parse_budget(f"{budget / 2**20:.3f}MiB"))
     assert "fits without a plan" in engine.plans().header[0]
     model = engine._model
@@ -167,9 +173,7 @@ def test_a_larger_batch_is_solved_for_before_it_runs() -> None:
 def test_a_budget_that_nothing_fits_in_names_a_batch_that_does() -> None:
     case = ZOO["roberta-mlm"]
     batch = case.batch(64, 60)
-    without = step_of(case.build, batch, None)
-    free = without.predictor.footprint()
-    without.detach()
+    free = without_plan(case.build, batch)
     # Half of the batch takes half of the activations.
     budget = free.peak - free.activations * 3 // 4
     with pytest.raises(MemOptError) as refused:

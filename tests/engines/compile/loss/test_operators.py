@@ -4,12 +4,12 @@ import itertools
 
 import pytest
 import torch
+from allocations import allocated
 from torch.nn import functional
 
 from optimum_memopt.engines.compile.loss.chunks import LossShape
 from optimum_memopt.engines.compile.loss.operators import chunked_loss
 from optimum_memopt.engines.compile.memory.inductor_memory import _StorageTracker
-from tests.engines.compile.test_step_memory import allocated
 
 WIDTH, CLASSES = 16, 53
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6}
