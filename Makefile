@@ -3,7 +3,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-EXTRAS := ort,deepspeed,examples,test
+EXTRAS := ort,deepspeed,examples,report,test
 
 # ONNX Runtime Training has wheels up to 3.12 and the constraints are those of 3.11; asking each interpreter to run
 # matters, since a version manager may put a command on the path that only tells how to install itself.

@@ -18,6 +18,10 @@ class UnsupportedModelError(MemOptError):
         self.why = why
 
 
+class DoesNotFitError(MemOptError):
+    """No plan brings a training step within its budget."""
+
+
 QUOTED = 80
 _BEFORE = 30
 

@@ -6,8 +6,9 @@
 import copy
 import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, make_dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from optimum_memopt import option_values
@@ -25,6 +26,7 @@ from optimum_memopt.errors import MemOptError, excerpt
 from optimum_memopt.logs import LOG_LEVELS, get_logger, set_log_level
 from optimum_memopt.option_values import Numbers
 from optimum_memopt.plans.grammar import ConfigSource, PlanConfig, to_text
+from optimum_memopt.plans.plan_file import PlanFile
 from optimum_memopt.sizes import Budget, parse_budget
 from optimum_memopt.training.optimizers import OPTIMIZERS
 
@@ -144,14 +146,27 @@ class MemOptOptions(_EngineOptions):
         Raises:
             ConfigError: it cannot be read.
         """
-        # No field, so that it is neither a flag nor serialised; shallow copies share it.
-        configs: dict[str, PlanConfig] = vars(self).setdefault("_configs", {})
         if self.memory_opt_config is None:
             return None
         text = to_text(self.memory_opt_config)
-        if text not in configs:
-            configs[text] = PlanConfig.load(text)
-        return configs[text]
+        return self._read(f"config {text}", lambda: PlanConfig.load(text))
+
+    @property
+    def plan_file(self) -> PlanFile | None:
+        """`memory_opt_plan`, read the first time.
+
+        Raises:
+            MemOptError: it cannot be read.
+        """
+        path = self.memory_opt_plan
+        return None if path is None else self._read(f"plan {path}", lambda: PlanFile.load(Path(path)))
+
+    def _read(self, name: str, read: Callable[[], Any]) -> Any:
+        # No field, so that it is neither a flag nor serialised; shallow copies share it.
+        found: dict[str, Any] = vars(self).setdefault("_files", {})
+        if name not in found:
+            found[name] = read()
+        return found[name]
 
     @property
     def budget(self) -> Budget | None:
@@ -179,23 +194,25 @@ class MemOptOptions(_EngineOptions):
         option_values.check(self, MemOptOptions)
         if config is not None:
             self.memory_opt_config = to_text(config)
-        if self.memory_opt_level and self.memory_opt_config is not None:
-            raise MemOptError(
-                f"--memory_opt_level {self.memory_opt_level} together with --memory_opt_config: a level chooses the "
-                "plans itself; give one of the two"
-            )
-        if self.budget is not None and (self.memory_opt_level or self.memory_opt_config is not None):
-            other = f"--memory_opt_level {self.memory_opt_level}" if self.memory_opt_level else "--memory_opt_config"
-            raise MemOptError(
-                f"--memory_opt_budget {self.budget.text} together with {other}: a budget chooses the plans itself; "
-                "give one of the two"
-            )
-        # A mistake in it is an error whichever engine trains.
-        _ = self.plan_config
+        self._check_one_chooses()
+        # A mistake in them is an error whichever engine trains.
+        _ = self.plan_config, self.plan_file
         if self.memory_opt_engine != AUTO:
             check_flags_of_others(self, self.memory_opt_engine)
         for name in self._engines:
             factory(name).check_options(self)
+
+    def _check_one_chooses(self) -> None:
+        given = (
+            ("a plan file", "--memory_opt_plan", self.memory_opt_plan is not None),
+            ("a budget", f"--memory_opt_budget {self.memory_opt_budget}", self.budget is not None),
+            ("a level", f"--memory_opt_level {self.memory_opt_level}", bool(self.memory_opt_level)),
+            ("a config", "--memory_opt_config", self.memory_opt_config is not None),
+        )
+        chosen = [(kind, flag) for kind, flag, is_given in given if is_given]
+        if len(chosen) > 1:
+            (kind, flag), (_, other), *_ = chosen
+            raise MemOptError(f"{flag} together with {other}: {kind} chooses the plans itself; give one of the two")
 
     @property
     def _engines(self) -> tuple[str, ...]:
@@ -229,7 +246,9 @@ class Resolved:
     def selection(self) -> Selection:
         """The plans, for the engine."""
         options = self.options
-        return Selection(self.config, options.memory_opt_level, options.memory_opt_strict, options.budget)
+        return Selection(
+            self.config, options.memory_opt_level, options.memory_opt_strict, options.budget, options.plan_file
+        )
 
     def log(self) -> None:
         """Log the remarks, at the log level that is in force from now on."""

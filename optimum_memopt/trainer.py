@@ -12,6 +12,7 @@ import functools
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -63,6 +64,20 @@ class Attachment:
         if self.table is None:
             return f"<p>{self.engine.name} engine: the plan table comes with the first training step</p>"
         return self.table._repr_html_()
+
+    def save_plan(self, path: Path | str) -> None:
+        """Write the plan in force for `--memory_opt_plan`, so that a later run applies it without solving.
+
+        Raises:
+            MemOptError: there is none before the first training step, the engine has no plan files, or the file cannot
+                be written.
+        """
+        if (plan := self.engine.plan_file()) is None:
+            raise MemOptError(
+                f"save_plan: nothing to write; the {self.engine.name} engine "
+                + ("has no plan before the first training step" if self.table is None else "has no plan files")
+            )
+        plan.save(path)
 
     def detach(self) -> None:
         """Restore the model and free what was compiled for it; the next `train()` compiles again."""

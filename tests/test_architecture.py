@@ -21,7 +21,7 @@ LAYERS = (
     ("engines",),
     ("options",),
     ("callbacks", "distributed", "loop", "training"),
-    ("measure",),
+    ("measure", "report"),
     ("trainer", "trainer_args"),
     ("commands",),
 )
@@ -31,7 +31,7 @@ NOT_OF_A_LIBRARY = {
     "_dim",
     "_mib",
     "_config",
-    "_configs",
+    "_files",
     "_checkpointing",
     "_memopt_counted",
     "_on_host",

@@ -52,6 +52,14 @@ def arguments(folder, **options):
             "--memory_opt_budget auto together with --memory_opt_config: a budget chooses the plans itself",
         ),
         (
+            {"memory_opt_plan": "missing.json"},
+            "plan file missing.json: No such file",
+        ),
+        (
+            {"memory_opt_plan": "plan.json", "memory_opt_level": 1},
+            "--memory_opt_plan together with --memory_opt_level 1: a plan file chooses the plans itself",
+        ),
+        (
             {"memory_opt_budget": "90%", "memory_opt_engine": "ort"},
             "--memory_opt_budget 90% with the ort engine: only the compile engine reads it",
         ),

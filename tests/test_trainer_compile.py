@@ -215,6 +215,22 @@ def test_lora(tmp_path):
     assert "Gelu+:1:-1" not in {plan.config for plan in table.plans}
 
 
+def test_the_plan_of_a_run_is_the_plan_of_the_next(tmp_path):
+    name, path = "roberta-classification", tmp_path / "plan.json"
+    trained = {}
+    for kind, plan in (("level", {"memory_opt_level": 1}), ("file", {"memory_opt_plan": str(path)})):
+        torch.manual_seed(0)
+        trainer = make(tmp_path / kind, name, model=build(name), **ENGINE, **plan)
+        if kind == "level":
+            with pytest.raises(MemOptError, match="no plan before the first training step"):
+                trainer.memopt.save_plan(path)
+        trainer.train()
+        trained[kind] = weights(trainer.model), [row.applied_count for row in trainer.memopt.table.plans]
+        trainer.memopt.save_plan(path)
+    assert distance(trained["file"][0], trained["level"][0]) == 0
+    assert trained["file"][1] == trained["level"][1] and any(trained["file"][1])
+
+
 def test_generation_during_evaluation(tmp_path):
     """A Seq2SeqTrainer generates with the model that is being trained."""
     predicted = {}

@@ -7,7 +7,8 @@ import json
 import os
 import sys
 from argparse import ArgumentParser
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,25 @@ class PlanCommand(BaseOptimumCLICommand):
         )
         parser.add_argument("--config", help="Plans to turn on, as --memory_opt_config takes them.")
         parser.add_argument("--level", type=int, default=0, help="As --memory_opt_level takes it.")
+        parser.add_argument("--budget", help="As --memory_opt_budget takes it.")
+        parser.add_argument("--plan", help="A plan file, as --memory_opt_plan takes it.")
+        parser.add_argument(
+            "--device",
+            help="compile engine: the device whose memory and speed count, as h100 or 'rtx 4090', or a JSON file "
+            "(docs/budget.md). Operators are those of this machine. Default: this machine.",
+        )
+        parser.add_argument(
+            "--compiler",
+            help="As --memory_opt_compiler takes it (default: the one that would train, inductor with --device).",
+        )
+        parser.add_argument(
+            "--budget_curve",
+            nargs="?",
+            const="",
+            metavar="PICTURE",
+            help="Show what ten budgets cost, from the smallest that is possible to no plan; with the name of an .svg "
+            "or .png file also as a picture (pip install optimum-memopt[report]).",
+        )
         parser.add_argument(
             "--measure",
             action="store_true",
@@ -51,7 +71,8 @@ class PlanCommand(BaseOptimumCLICommand):
         parser.add_argument("--max_runs", type=int, help="With --measure: most processes to start (default: 60).")
         parser.add_argument(
             "--output",
-            help="Write the plans that are on, or the best ones measured, as a JSON list for --memory_opt_config.",
+            help="Write the plans that are on, or the best ones measured, as a JSON list for --memory_opt_config; "
+            "with --budget a plan file for --memory_opt_plan.",
         )
         parser.add_argument("--json", action="store_true", help="Print JSON instead of tables.")
 
@@ -61,10 +82,37 @@ class PlanCommand(BaseOptimumCLICommand):
         run(self._run)
 
     def _run(self) -> None:
-        report, text, config = _measured(self.args) if self.args.measure else _table(self.args)
-        print(json.dumps(report, indent=2) if self.args.json else text)
-        if self.args.output:
-            _write(self.args.output, config)
+        found = _measured(self.args) if self.args.measure else _table(self.args)
+        print(json.dumps(found.report, indent=2) if self.args.json else found.text)
+        if self.args.budget_curve:
+            from optimum_memopt.report.budget_curve import draw
+
+            draw(found.curve, found.costs, Path(self.args.budget_curve))
+        if self.args.output and self.args.budget:
+            found.plan.save(self.args.output)
+        elif self.args.output:
+            _write(self.args.output, found.config)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What the command found.
+
+    Attributes:
+        report: for JSON.
+        text: for a terminal.
+        config: the plans that are on, or that won.
+        plan: the same as a plan file, where there is one.
+        curve: what budgets cost.
+        costs: where the curve's times are from.
+    """
+
+    report: dict[str, Any]
+    text: str
+    config: str
+    plan: Any = None
+    curve: Sequence[Any] = ()
+    costs: str = ""
 
 
 def _case(args: Any) -> Any:
@@ -88,8 +136,14 @@ def _case(args: Any) -> Any:
         raise MemOptError(f"--max_runs {args.max_runs}: only --measure starts so many processes; leave it out")
     if args.measure and args.level:
         raise MemOptError(f"--level {args.level} with --measure: both levels are measured anyway; leave it out")
-    if args.output and not args.measure and not (args.config or args.level):
-        raise MemOptError("--output writes the plans that are on; give --config, --level or --measure")
+    chosen = args.config or args.level or args.budget
+    if args.output and not args.measure and not chosen:
+        raise MemOptError("--output writes the plans that are on; give --config, --level, --budget or --measure")
+    for name in ("budget", "plan", "device", "compiler", "budget_curve"):
+        if args.measure and getattr(args, name) is not None:
+            raise MemOptError(f"--{name} with --measure: measured are rows and levels, on this machine; leave it out")
+    if args.budget_curve is not None:
+        _check_curve(args, chosen or args.plan)
     if args.output and not os.path.isdir(os.path.dirname(args.output) or os.curdir):
         raise MemOptError(f"--output {path_excerpt(args.output)}: no such folder")
     if args.output and os.path.isdir(args.output):
@@ -98,14 +152,22 @@ def _case(args: Any) -> Any:
         "memory_opt_engine": args.engine,
         "memory_opt_config": args.config,
         "memory_opt_level": args.level,
+        "memory_opt_budget": args.budget,
+        "memory_opt_plan": args.plan,
+        "memory_opt_compiler": args.compiler,
     }
+    if args.engine == "auto" and (args.budget_curve is not None or args.device is not None):
+        options["memory_opt_engine"] = next(name for name in engine_names() if factory(name).predicts)
     try:
         MemOptOptions(**options).check()
     except MemOptError as error:
         # The same options have shorter names here.
         raise MemOptError(str(error).replace("--memory_opt_", "--")) from error
-    (name, *_), _ = choose_engines(args.engine)
+    (name, *_), _ = choose_engines(options["memory_opt_engine"], MemOptOptions(**options))
     predicts = factory(name).predicts and not args.measure
+    for flag in ("device", "budget_curve"):
+        if getattr(args, flag) is not None and not predicts:
+            raise MemOptError(f"--{flag}: the {name} engine is measured, on this machine; leave it out")
     if args.symbolic and not predicts:
         predicting = ", ".join(name for name in engine_names() if factory(name).predicts)
         raise MemOptError(f"--symbolic is for predictions of the {predicting} engine; leave it out")
@@ -113,18 +175,30 @@ def _case(args: Any) -> Any:
         raise MemOptError(
             f"--steps {args.steps}: the {name} engine predicts without a step; leave it out, or add --measure"
         )
-    return Case(workload, options, steps=args.steps or 2)
+    return Case(workload, {**options, "memory_opt_engine": name}, steps=args.steps or 2)
 
 
-def _table(args: Any) -> tuple[dict[str, Any], str, str]:
-    """One measurement, or one prediction: report, text, and the config of the plans that are on."""
-    from optimum_memopt.engines.base import choose_engines, factory
+def _check_curve(args: Any, chosen: Any) -> None:
+    """Refuse what the curve cannot be drawn with. Raises MemOptError."""
+    from optimum_memopt.errors import MemOptError, path_excerpt
+    from optimum_memopt.report.budget_curve import check
+
+    if chosen:
+        raise MemOptError("--budget_curve: it has all budgets; leave out --config, --level, --budget and --plan")
+    if args.budget_curve:
+        if not os.path.isdir(os.path.dirname(args.budget_curve) or os.curdir):
+            raise MemOptError(f"--budget_curve {path_excerpt(args.budget_curve)}: no such folder")
+        check(Path(args.budget_curve))
+
+
+def _table(args: Any) -> _Found:
+    """One measurement, or one prediction."""
+    from optimum_memopt.engines.base import factory
     from optimum_memopt.measure.measure_case import spawn
 
     case = _case(args)
-    (name, *_), _ = choose_engines(args.engine)
-    if factory(name).predicts:
-        return _estimated(case, name, args.symbolic)
+    if factory(case.options["memory_opt_engine"]).predicts:
+        return _estimated(case, args)
     found = spawn(case)
     _log_once(found.remarks)
     report = {
@@ -134,21 +208,29 @@ def _table(args: Any) -> tuple[dict[str, Any], str, str]:
         "step_seconds": found.step_seconds,
     }
     line = f"Measured peak of a step: {found.peak_mib:.1f} MiB ({found.method}), {found.step_seconds:.3f} s"
-    return report, f"{found.engine_table.to_text()}\n{line}", ",".join(sorted(found.applied))
+    return _Found(report, f"{found.engine_table.to_text()}\n{line}", ",".join(sorted(found.applied)))
 
 
-def _estimated(case: Any, engine: str, symbolic: bool) -> tuple[dict[str, Any], str, str]:
-    from optimum_memopt.engines.base import Selection, factory
-    from optimum_memopt.options import MemOptOptions
+def _estimated(case: Any, args: Any) -> _Found:
+    from optimum_memopt.engines.base import factory
+    from optimum_memopt.options import MemOptOptions, resolve
 
-    options = MemOptOptions(**case.options)
-    selection = Selection(options.plan_config, options.memory_opt_level)
-    found = factory(engine).estimate(case.workload, selection, symbolic)
-    return found.to_dict(), found.to_text(), ",".join(plan.config for plan in found.table.enabled)
+    resolved = resolve(MemOptOptions(**case.options))
+    with_curve = args.budget_curve is not None
+    found = factory(resolved.engine).estimate(
+        case.workload,
+        resolved.selection,
+        symbolic=args.symbolic,
+        device=args.device,
+        with_curve=with_curve,
+        compiler=args.compiler,
+    )
+    config = ",".join(plan.config for plan in found.table.enabled)
+    return _Found(found.to_dict(), found.to_text(), config, found.plan, found.curve, found.costs)
 
 
-def _measured(args: Any) -> tuple[dict[str, Any], str, str]:
-    """A sweep over plans: report, text, and the winner's config."""
+def _measured(args: Any) -> _Found:
+    """A sweep over plans, and the winner's config."""
     from dataclasses import replace
 
     from tqdm import tqdm
@@ -166,7 +248,7 @@ def _measured(args: Any) -> tuple[dict[str, Any], str, str]:
 
         found = sweep(case, args.config, max_runs, show)
     _log_once(remark for run in found.runs if run.measurement for remark in run.measurement.remarks)
-    return found.to_dict(), found.to_text(), ",".join(sorted(found.winner.measured.applied))
+    return _Found(found.to_dict(), found.to_text(), ",".join(sorted(found.winner.measured.applied)))
 
 
 def _log_once(remarks: Any) -> None:

@@ -45,6 +45,7 @@ def facts(engine: str, options: MemOptOptions, table: PlanTable | None) -> dict[
     chosen = {f"--{name}": str(getattr(options, name)) for name in names}
     # As it was read: files of one name may differ on two nodes, and files of two names may say the same.
     chosen["--memory_opt_config"] = str(options.plan_config)
+    chosen["--memory_opt_plan"] = options.plan_file.digest if options.plan_file is not None else "None"
     versions = (installed_version((distribution,)) for distribution in _SOFTWARE)
     of_engines = (factory(registration.name).version_facts() for registration in registrations())
     rows = {

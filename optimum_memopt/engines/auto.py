@@ -12,6 +12,7 @@ from optimum_memopt.engines.base import Engine, Run, Selection, Smoothing, facto
 from optimum_memopt.engines.forward_patch import TrainForward, training_forward
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
 from optimum_memopt.logs import get_logger
+from optimum_memopt.plans.plan_file import PlanFile
 from optimum_memopt.plans.table import PlanTable
 
 if TYPE_CHECKING:
@@ -132,6 +133,9 @@ class AutoEngine:
 
     def plans(self) -> PlanTable | None:
         return self._current.plans()
+
+    def plan_file(self) -> PlanFile | None:
+        return self._current.plan_file()
 
     def predicted_peak_mib(self, optimizer: torch.optim.Optimizer | None, gradient_accumulation: bool) -> float | None:
         return self._current.predicted_peak_mib(optimizer, gradient_accumulation)

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from optimum_memopt.engines.environment import Report
+from optimum_memopt.engines.estimates import Estimate
 from optimum_memopt.errors import MemOptError, excerpt
 from optimum_memopt.plans.grammar import PlanConfig
+from optimum_memopt.plans.plan_file import PlanFile
 from optimum_memopt.plans.table import PlanTable
 from optimum_memopt.sizes import Budget
 
@@ -28,7 +30,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Selection:
-    """What the user asked for: a config, a level from 1 on, or a budget.
+    """What the user asked for: a config, a level from 1 on, a budget, or a plan file.
 
     `strict`: ids that do not exist are errors instead of remarks.
     """
@@ -37,6 +39,18 @@ class Selection:
     level: int = 0
     strict: bool = True
     budget: Budget | None = None
+    plan: PlanFile | None = None
+
+    @property
+    def name(self) -> str:
+        """`level 1`; empty where nothing was asked for."""
+        if self.plan is not None:
+            return "the plan file"
+        if self.budget is not None:
+            return f"the plan of budget {self.budget.text}"
+        if self.level:
+            return f"level {self.level}"
+        return "" if self.config is None else f"config {self.config}"
 
 
 @dataclass(frozen=True)
@@ -99,6 +113,10 @@ class Engine(Protocol):
     def plans(self) -> PlanTable | None:
         """The table of the current training graph, None before the first training forward."""
 
+    def plan_file(self) -> PlanFile | None:
+        """What is done to each activation, to be applied again; None before the first training forward, and where the
+        engine has no plan files."""
+
     def predicted_peak_mib(self, optimizer: torch.optim.Optimizer | None, gradient_accumulation: bool) -> float | None:
         """What the largest step of the run so far should have held, MiB; None where the engine does not predict.
 
@@ -112,20 +130,6 @@ class Engine(Protocol):
 
     def apply(self, selection: Selection) -> None:
         """Choose other plans; takes effect with the next training forward."""
-
-
-class Estimate(Protocol):
-    """What a training step is predicted to hold, without running it."""
-
-    @property
-    def table(self) -> PlanTable:
-        """The plan table of the traced graph."""
-
-    def to_text(self) -> str:
-        """For a terminal."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
 
 
 class EngineFactory:
@@ -196,13 +200,14 @@ class EngineFactory:
     def build(self) -> None:
         """Build what this engine can compile for itself ahead of use. Raises MemOptError."""
 
-    def estimate(self, workload: "Workload", selection: Selection, symbolic: bool) -> Estimate:
+    def estimate(self, workload: "Workload", selection: Selection, **more: Any) -> Estimate:
         """Predict a training step without running it; only where `predicts`.
 
         Args:
             workload: the model and the size of its batch.
             selection: the plans that were asked for.
-            symbolic: sizes stay symbols, so that savings are formulas.
+            more: `symbolic`: sizes stay symbols, so that savings are formulas; `device`: by name, None for this
+                machine; `with_curve`: what budgets cost, too; `compiler`: what will run it.
 
         Raises:
             MemOptError: bad sizes or plans, or a model that cannot be traced without data.

@@ -12,6 +12,7 @@ from optimum_memopt.engines.checkpointing import Checkpointing
 from optimum_memopt.engines.forward_patch import TrainingForward, training_forward
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
 from optimum_memopt.logs import get_logger
+from optimum_memopt.plans.plan_file import PlanFile
 
 
 def check_parameters(model: torch.nn.Module) -> None:
@@ -130,18 +131,22 @@ class InPlaceEngine:
 
     def _replace_checkpointing(self) -> None:
         self._attached.checkpointing.switch_off()
-        by = f"config {self._selection.config}" if self._selection.config else f"level {self._selection.level or 1}"
+        chosen = self._selection
+        if chosen == replace(Selection(), strict=chosen.strict):
+            self._selection = replace(chosen, level=1)
+            self._forget()
         get_logger().info(
             f"activation checkpointing of {type(self._model).__name__} is off while the {self.name} engine trains it; "
-            f"{by} recomputes instead"
+            f"{self._selection.name} recomputes instead"
         )
-        if self._selection.config is None and not self._selection.level:
-            self._selection = replace(self._selection, level=1)
-            self._forget()
 
     def smooth_labels(self, smoothing: Smoothing | None) -> bool:
         """See `Engine.smooth_labels`."""
         return False
+
+    def plan_file(self) -> PlanFile | None:
+        """See `Engine.plan_file`."""
+        return None
 
     def _check(self, model: torch.nn.Module) -> None:
         """Refuse what the engine cannot train. Raises MemOptError."""

@@ -38,6 +38,15 @@ def capacity(device: torch.device) -> Capacity:
     return Capacity(total, min(total, memory.available + own))
 
 
+def capacity_of(total: int) -> Capacity:
+    """Of a device that is not here and runs nothing else.
+
+    Args:
+        total: its memory, bytes.
+    """
+    return Capacity(total, int(total * _ALLOCATED))
+
+
 def _host_limits(otherwise: int) -> list[int]:
     limits = [otherwise]
     for path in _LIMITS:

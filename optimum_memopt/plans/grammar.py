@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from optimum_memopt.errors import MemOptError, excerpt, path_excerpt
+from optimum_memopt.plans.json_file import read_json
 
 ALL = -1
 
@@ -160,7 +161,12 @@ def parse_file(path: Path) -> PlanConfig:
         ConfigError: no such file, not JSON, not a list of strings, bad syntax, or a duplicate cluster id.
     """
     shown = path_excerpt(path)
-    items = _read_json(path, shown)
+    try:
+        items = read_json(path, "memory-optimizer config", _FILE_SHAPE, _LARGEST_FILE)
+    except MemOptError as error:
+        raise ConfigError(str(error)) from None
+    if isinstance(items, dict) and "format" in items:
+        raise ConfigError(f"memory-optimizer config {shown}: a plan file; give it to --memory_opt_plan")
     if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
         raise ConfigError(f"memory-optimizer config {shown}: {_FILE_SHAPE}")
     if not items:
@@ -169,30 +175,6 @@ def parse_file(path: Path) -> PlanConfig:
         request for number, item in enumerate(items, 1) for request in _requests(item, f"{shown}, string {number}, ")
     ]
     return PlanConfig(_unique(located))
-
-
-def _read_json(path: Path, shown: str) -> Any:
-    try:
-        # Bounded, because a path may have no end (`/dev/zero`).
-        with path.open("rb") as file:
-            content = file.read(_LARGEST_FILE + 1)
-    # ValueError: a path with a NUL.
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(f"memory-optimizer config file {shown}: {reason}") from None
-    if len(content) > _LARGEST_FILE:
-        raise ConfigError(f"memory-optimizer config file {shown}: larger than {_LARGEST_FILE // 2**20} MiB")
-    try:
-        return json.loads(content.decode())
-    except UnicodeDecodeError:
-        raise ConfigError(f"memory-optimizer config file {shown}: not UTF-8 text") from None
-    except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"memory-optimizer config {shown}: not JSON, line {error.lineno} column {error.colno}: {error.msg}"
-        ) from None
-    # Deeply nested lists, or a number with more digits than Python parses.
-    except (RecursionError, ValueError):
-        raise ConfigError(f"memory-optimizer config {shown}: {_FILE_SHAPE}") from None
 
 
 @dataclass(frozen=True)

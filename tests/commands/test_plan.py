@@ -1,5 +1,6 @@
 """`optimum-cli memopt plan`: bad input in this process, the real thing in processes as a user starts them."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -49,6 +50,15 @@ def run(*arguments: str) -> None:
         (["--engine", "orte"], "error: --engine orte: allowed are auto, "),
         (["--output", "plans.json"], "error: --output writes the plans that are on; give --config, "),
         (["--output", "no/such/plans.json", "--measure"], "error: --output no/such/plans.json: no such folder"),
+        (["--budget", "24"], "error: --budget 24: a number needs a unit, as 24GiB or 24%"),
+        (["--budget", "24GiB", "--level", "1"], "error: --budget 24GiB together with --level 1: a budget chooses"),
+        (["--budget", "24GiB"], "error: --budget 24GiB with the ort engine: only the compile engine reads it"),
+        (["--budget", "24GiB", "--measure"], "error: --budget with --measure: measured are rows and levels"),
+        (["--device", "h100"], "error: --device: the ort engine is measured, on this machine; leave it out"),
+        (["--budget_curve", "--level", "1"], "error: --budget_curve: it has all budgets; leave out --config, "),
+        (["--budget_curve", "curve.gif"], "error: --budget_curve curve.gif: allowed are names that end in .svg or "),
+        (["--budget_curve", "no/such/curve.svg"], "error: --budget_curve no/such/curve.svg: no such folder"),
+        (["--plan", "missing.json"], "error: plan file missing.json: No such file"),
         (["--max_runs", "3"], "error: --max_runs 3: only --measure starts so many processes; leave it out"),
     ],
 )
@@ -119,6 +129,44 @@ def test_a_prediction_as_json_and_its_plans_as_a_file(folder, tmp_path, capsys):
     beside = parts["parameters"] + parts["buffers"] + parts["optimizer"] + parts["batch"] + parts["constant"]
     assert report["peak_mib"] * 2**20 == pytest.approx(parts["activations"] + beside)
     assert (report["device"], report["attention"]) == ("cpu", "sdpa")
+
+
+def test_a_budget_for_a_named_device_its_plan_file_and_what_that_does(folder, tmp_path, capsys):
+    output, arguments = tmp_path / "plan.json", ["--model", folder, "--task", "fill-mask", "--seq_len", "60"]
+    run(*arguments, "--device", "h100", "--compiler", "aot_eager", "--json")
+    parts = json.loads(capsys.readouterr().out)["parts"]
+    budget = f"{(sum(parts.values()) - parts['gradients'] - parts['activations'] // 4) / 2**20:.3f}MiB"
+    run(*arguments, "--device", "h100", "--compiler", "aot_eager", "--budget", budget, "--output", str(output))
+    assert "roofline H100 costs" in capsys.readouterr().out
+    solved = json.loads(output.read_text())
+    run(*arguments, "--device", "h100", "--compiler", "aot_eager", "--plan", str(output), "--json")
+    applied = json.loads(capsys.readouterr().out)
+    assert "plan file (budget " in applied["table"]["header"][0]
+    assert any(layers["recompute"] for graph in solved["graphs"] for layers in graph["layers"])
+    assert sum(applied["parts"].values()) - applied["parts"]["gradients"] <= float(budget[:-3]) * 2**20
+
+
+def test_a_budget_for_which_nothing_fits_names_the_batch_that_does(folder, capsys):
+    """Sizes are fixed at first; the model is traced again with symbols for the answer."""
+    arguments = ["--model", folder, "--task", "fill-mask", "--batch_size", "64", "--seq_len", "60"]
+    run(*arguments, "--device", "h100", "--level", "2", "--json")
+    parts = json.loads(capsys.readouterr().out)["parts"]
+    budget = f"{(sum(parts.values()) - parts['gradients'] - parts['activations'] // 3) / 2**20:.3f}MiB"
+    with pytest.raises(SystemExit):
+        run(*arguments, "--device", "h100", "--budget", budget)
+    assert "--per_device_train_batch_size 32 fits, and with 2 times" in capsys.readouterr().err
+
+
+def test_what_budgets_cost(folder, tmp_path, capsys):
+    picture = tmp_path / "curve.svg"
+    run("--model", folder, "--task", "fill-mask", "--seq_len", "60", "--json", "--budget_curve", str(picture))
+    curve = json.loads(capsys.readouterr().out)["curve"]
+    assert len(curve) == 10
+    assert all(point["peak"] <= point["budget"] for point in curve)
+    for smaller, larger in itertools.pairwise(curve):
+        assert smaller["peak"] <= larger["peak"] and smaller["extra_seconds"] >= larger["extra_seconds"]
+    assert curve[-1]["extra_seconds"] == 0 < curve[0]["extra_seconds"]
+    assert picture.read_text().startswith("<?xml")
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from optimum_memopt import MemOptError, MemOptOptions, Plan, PlanTable
 from optimum_memopt.distributed.rank_consistency import describe_difference, digest, facts, failure
 from optimum_memopt.engines.ort import DISTRIBUTIONS
 from optimum_memopt.installed import installed_version
+from optimum_memopt.plans.plan_file import PlanFile
 
 PLAN = Plan("Gelu+:1:-1", 2, 1024, "8*inputs_input_ids_dim0", requested_count=-1, applied_count=2)
 OTHER = Plan("Dropout+:1:-1", 3, 512, "4*inputs_input_ids_dim0")
@@ -58,6 +59,17 @@ def test_each_difference_is_named_with_its_rank(monkeypatch):
     assert difference(facts("ort", OPTIONS, TABLE)) == (
         start + "ORTMODULE_SKIPCHECK_POLICY in the environment: nothing on rank 0, SKIP_CHECK_BUILD_GRADIENT on rank 2"
     )
+
+
+def test_plan_files_are_compared_by_what_they_do(tmp_path):
+    plan = PlanFile("by hand", "plain", {}, ())
+    options = []
+    for name, one in (("a", plan), ("b", replace(plan, why="another text")), ("c", replace(plan, loss="chunked"))):
+        one.save(tmp_path / name)
+        options.append(MemOptOptions(memory_opt_engine="compile", memory_opt_plan=str(tmp_path / name)))
+    first, same, other = (facts("compile", one, TABLE) for one in options)
+    assert first == same
+    assert [name for name in first if first[name] != other[name]] == ["--memory_opt_plan"]
 
 
 def test_a_rank_without_a_graph_differs():

@@ -71,19 +71,29 @@ class Backend:
         compiler: one of `options.COMPILERS`.
         partition: splits a joint graph into forward and backward.
         prepare: changes the graph that dynamo has traced.
+        is_dry: inductor writes no programs; its graphs are only looked at.
     """
 
-    def __init__(self, compiler: str, partition: Partition, prepare: Callable[[fx.GraphModule], None]) -> None:
+    def __init__(
+        self,
+        compiler: str,
+        partition: Partition,
+        prepare: Callable[[fx.GraphModule], None],
+        is_dry: bool = False,
+    ) -> None:
         self._compiler = compiler
         self._partition = partition
         self._prepare = prepare
+        self._is_dry = is_dry
 
     def __call__(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         self._prepare(module)
         programs = InductorPrograms()
         partitioner = _Partitioner(functools.partial(self._partition, programs))
         if self._compiler == "inductor":
-            compiled = compat.compile_with_inductor(module, inputs, partitioner, programs.add)
+            compiled = compat.compile_with_inductor(
+                module, inputs, partitioner, None if self._is_dry else programs.add
+            )
         else:
             compiled = compat.compile_without_compiler(module, inputs, partitioner, dropout.decompositions())
         return programs.counted(compiled)

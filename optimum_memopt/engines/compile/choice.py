@@ -22,6 +22,7 @@ class Choice:
         auto_recomputed: candidates that torch's own partition recomputes by itself.
         matched: the rows that were asked for.
         solution: what a budget's solver says of it; None: no budget.
+        mismatch: how this graph differs from the one that a plan file was made for; empty where it does not.
         torchs_graphs: forward and backward where torch has partitioned the graph; None: this engine does.
     """
 
@@ -31,6 +32,7 @@ class Choice:
     auto_recomputed: frozenset[Candidate] = frozenset()
     matched: Matched = field(default_factory=Matched)
     solution: Solution | None = None
+    mismatch: str = ""
     torchs_graphs: Modules | None = None
 
     @property

@@ -18,6 +18,7 @@ from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import graph_compile
+from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental import _config as symbolic_config
@@ -51,7 +52,7 @@ def compile_with_inductor(
     module: fx.GraphModule,
     inputs: list[Any],
     partitioner: CustomPartitionerFn,
-    saw: Callable[[fx.Graph, Any, bool], None],
+    saw: Callable[[fx.Graph, Any, bool], None] | None,
 ) -> Callable:
     """`torch/_inductor/compile_fx.py`; the key of `config_patches` is there since 2.9 (pytorch PR 157711).
 
@@ -60,11 +61,14 @@ def compile_with_inductor(
         inputs: the graph's, fake tensors among them.
         partitioner: partitions the joint graph; its `uuid` is part of inductor's cache key.
         saw: called with each graph, the object that runs inductor's program for it (None where that is no Python
-            program), and whether it is the backward.
+            program), and whether it is the backward. None: no programs are written, and the graphs run operator by
+            operator.
     """
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     def compile_inner(module: fx.GraphModule, inputs: Any, **others: Any) -> Any:
+        if saw is None:
+            return make_boxed_func(module.forward)
         compiled = compile_fx_inner(module, inputs, **others)
         saw(module.graph, getattr(compiled, "compiled_fn_runner", None), bool(others.get("is_backward")))
         return compiled

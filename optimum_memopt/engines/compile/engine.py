@@ -18,7 +18,8 @@ from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph, Modules
 from optimum_memopt.engines.compile.analysis.module_paths import add_outer_modules
 from optimum_memopt.engines.compile.backend import Backend, check_compiler, configured, default_compiler
 from optimum_memopt.engines.compile.budget.costs import Costs
-from optimum_memopt.engines.compile.budget.in_step import Step, measured_costs
+from optimum_memopt.engines.compile.budget.devices import Device
+from optimum_memopt.engines.compile.budget.in_step import Step
 from optimum_memopt.engines.compile.budget.step_budget import StepBudget
 from optimum_memopt.engines.compile.choice import Choice
 from optimum_memopt.engines.compile.detach_outputs import (
@@ -28,13 +29,14 @@ from optimum_memopt.engines.compile.detach_outputs import (
 )
 from optimum_memopt.engines.compile.header import plan_line, prediction_lines
 from optimum_memopt.engines.compile.loss.plan import LossPlan, check_row, mode_of, plan_losses
-from optimum_memopt.engines.compile.memory.footprint import resident
 from optimum_memopt.engines.compile.memory.inductor_memory import InductorPrograms
 from optimum_memopt.engines.compile.memory.step_memory import StepMemoryPredictor
 from optimum_memopt.engines.compile.options import AUTO, CHUNKED, PLAIN
 from optimum_memopt.engines.compile.partitioned_graph import PartitionedGraph, partition_joint
-from optimum_memopt.engines.compile.producers import producer_for
+from optimum_memopt.engines.compile.plan_files import mismatch_line, plan_file_of
+from optimum_memopt.engines.compile.producers import Producer, matched_in, producer_for
 from optimum_memopt.engines.compile.producers.budget import FromBudget
+from optimum_memopt.engines.compile.producers.budget_curve import BudgetCurve
 from optimum_memopt.engines.compile.recompiles import Recompiles
 from optimum_memopt.engines.compile.symbol_names import SymbolNames
 from optimum_memopt.engines.compile.table import to_table
@@ -46,7 +48,7 @@ from optimum_memopt.errors import MemOptError
 from optimum_memopt.logs import get_logger, informing
 from optimum_memopt.memory import malloc
 from optimum_memopt.memory.peak_monitor import MIB
-from optimum_memopt.plans.matching import Matched
+from optimum_memopt.plans.plan_file import PlanFile
 from optimum_memopt.plans.table import PlanTable
 from optimum_memopt.progress import Progress, announced
 from optimum_memopt.sizes import Budget
@@ -66,6 +68,9 @@ class CompileEngine(in_place.InPlaceEngine):
         compiler: `inductor`, or `aot_eager`: the same graphs, run operator by operator; None: see `default_compiler`.
         dynamic: sizes of batches stay symbols; False: traced several times as fast, for the sizes of the first only.
         loss: one of `options.LOSSES`.
+        target: the device that steps are planned for; None: where the model lies.
+        producer: makes the choices instead of what is selected.
+        is_dry: no programs are compiled: the graphs are only looked at.
     """
 
     name = "compile"
@@ -76,10 +81,14 @@ class CompileEngine(in_place.InPlaceEngine):
         compiler: str | None = None,
         dynamic: bool = True,
         loss: str = AUTO,
+        target: Device | None = None,
+        producer: Producer | None = None,
+        is_dry: bool = False,
     ) -> None:
         self._compiler_asked = compiler
         self._dynamic = dynamic
         self._loss_asked = loss
+        self._target, self._producer_asked, self._is_dry = target, producer, is_dry
         self._smoothing: LabelSmoothing | None = None
         self._is_on_cpu = False
         super().__init__(selection)
@@ -94,7 +103,7 @@ class CompileEngine(in_place.InPlaceEngine):
 
     def _check(self, model: torch.nn.Module) -> None:
         support_checks.check(model)
-        if self._compiler_asked is not None:
+        if self._compiler_asked is not None and not self._is_dry:
             check_compiler(self._compiler_asked, next(model.parameters()).device.type)
 
     def _enter(self) -> None:
@@ -127,6 +136,10 @@ class CompileEngine(in_place.InPlaceEngine):
         """Nothing: the table holds all there is."""
         return ""
 
+    def plan_file(self) -> PlanFile | None:
+        """The plan in force, None before the first training forward."""
+        return self._plan_file
+
     @property
     def predictor(self) -> StepMemoryPredictor | None:
         """Predicts a training step of any batch and sequence length; None before the first training forward."""
@@ -146,12 +159,14 @@ class CompileEngine(in_place.InPlaceEngine):
 
     def _forget(self) -> None:
         config, self._loss = mode_of(self._selection.config, self._loss_asked)
-        self._producer = producer_for(replace(self._selection, config=config))
-        if isinstance(self._producer, FromBudget):
+        if self._loss == AUTO and self._selection.plan is not None:
+            self._loss = self._selection.plan.loss
+        self._producer = self._producer_asked or producer_for(replace(self._selection, config=config))
+        if isinstance(self._producer, FromBudget | BudgetCurve):
             self._producer = replace(self._producer, step=weak_method(self._step), costs=weak_method(self._costs))
         # Keyword arguments of the forward that is compiled.
         self._inputs: Mapping[str, object] = {}
-        self._step_budget = StepBudget(weak_method(self._run_now))
+        self._step_budget = StepBudget(weak_method(self._run_now), self._target)
         # By whether only the loss keeps its gradient, whether the logits are dropped, and the hooks of all modules.
         self._compiled: dict[tuple[bool, bool, tuple[int, ...]], Callable[..., Any]] = {}
         # What torch traces for them.
@@ -161,6 +176,7 @@ class CompileEngine(in_place.InPlaceEngine):
         # The losses of the graph that is compiled next.
         self._losses: list[LossPlan] = []
         self._table: PlanTable | None = None
+        self._plan_file: PlanFile | None = None
         self._predictor: StepMemoryPredictor | None = None
         self._resident = 0
         self._progress = Progress()
@@ -222,7 +238,7 @@ class CompileEngine(in_place.InPlaceEngine):
         # torch keeps each backend until the process ends (`torch/_dynamo/eval_frame.py`, `cached_backends`, 2.13);
         # it must not keep the model with it.
         partition, prepare = weak_method(self._partition), weak_method(self._plan_losses)
-        backend = Backend(self._compiler, partition, lambda module: prepare(module, reader))
+        backend = Backend(self._compiler, partition, lambda module: prepare(module, reader), self._is_dry)
         forward = self._attached.training_forward.plain_forward
         if self._smoothing is not None:
             forward = self._smoothing.wrap(forward, functools.partial(cross_entropy, self._smoothing))
@@ -266,8 +282,9 @@ class CompileEngine(in_place.InPlaceEngine):
         )
         losses, self._losses = tuple(self._losses), []
         self._graphs.append(replace(graph, programs=programs, is_all_of_forward=is_all, losses=losses))
-        held = self._step_budget.resident
-        self._resident = resident(next(self._model.parameters()).device) if held is None else held
+        if line := mismatch_line(graph.choice, refuses=self._table is None and self._selection.strict):
+            self._say(line)
+        self._resident = self._step_budget.resident(next(self._model.parameters()).device)
         self._progress.stage = f"compiling graph {number}"
         return graph.choice, modules
 
@@ -298,7 +315,7 @@ class CompileEngine(in_place.InPlaceEngine):
 
     def _costs(self, graph: AnalyzedGraph) -> Costs:
         self._progress.stage = "measuring operators, and solving for the cheapest recompute"
-        return measured_costs(graph, next(self._model.parameters()).device, self._compiler == "inductor")
+        return self._step_budget.costs(graph, next(self._model.parameters()).device, self._compiler == "inductor")
 
     def _announced(self, is_first: bool) -> contextlib.AbstractContextManager[Progress]:
         """Lines around the first call of a compiled forward; nothing around the later ones."""
@@ -313,17 +330,13 @@ class CompileEngine(in_place.InPlaceEngine):
         )
 
     def _note_recompile(self, watch: compat.Watch) -> None:
-        """Say why a later forward recompiled.
-
-        Raises:
-            MemOptError: it did so too often.
-        """
+        """Say why a later forward recompiled. Raises MemOptError where it did so too often."""
         try:
-            for line in self._recompiles.add(watch.recompiles(), compat.recompile_limit()):
+            for line in self._recompiles.add(watch.recompiles(), compat.recompile_limit(), type(self._model).__name__):
                 self._say(line)
-        except MemOptError as error:
+        except MemOptError:
             self._forget()
-            raise MemOptError(f"{type(self._model).__name__} {error}") from None
+            raise
 
     def _show(self, graphs: list[PartitionedGraph], watch: compat.Watch, inputs: dict[str, Any]) -> None:
         """The first forward's graphs are the table; later ones were compiled for inputs of another kind.
@@ -332,7 +345,7 @@ class CompileEngine(in_place.InPlaceEngine):
             ConfigError: the first forward has several graphs, and the user asks for what none of them has.
         """
         is_first = self._table is None
-        matched = self._matched(graphs)
+        matched = matched_in(self._producer, [(graph.choice, graph.candidates) for graph in graphs])
         if not is_first:
             for remark in matched.remarks:
                 self._say(f"in the new graph: {remark}")
@@ -357,20 +370,11 @@ class CompileEngine(in_place.InPlaceEngine):
             with self._predicting():
                 self._predictor = StepMemoryPredictor(self._model, graphs, inputs, self._resident, names)
         self._check_budget()
+        self._plan_file = plan_file_of(self._model, self._compiler, graphs, names.first)
         header = self._header(graphs)
         self._table = PlanTable(engine=self.name, plans=(), header=header)
         with informing("the plan table"):
             self._table = to_table(graphs, matched, names, header)
-
-    def _matched(self, graphs: list[PartitionedGraph]) -> Matched:
-        """The rows that were asked for.
-
-        One graph's choice has them. An id may be in any of several graphs, and each is compiled and run before the
-        next one is traced, from values that it computed: only the end of the forward tells which ids there are.
-        """
-        if len(graphs) == 1:
-            return graphs[0].choice.matched
-        return self._producer.match([candidate for graph in graphs for candidate in graph.candidates])
 
     def _show_nothing(self, watch: compat.Watch) -> None:
         reasons = "; ".join(watch.graph_breaks()) or "nothing in it can be trained"

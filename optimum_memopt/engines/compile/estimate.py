@@ -1,18 +1,36 @@
 """The plan table and predicted peak of a model that is traced on fake tensors: no weights, no data, no GPU memory."""
 
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
+
+from tabulate import tabulate
 
 from optimum_memopt.compat import attention_implementation, is_encoder_decoder
 from optimum_memopt.engines.base import Selection
-from optimum_memopt.errors import MemOptError
+from optimum_memopt.engines.compile.budget.devices import device_of
+from optimum_memopt.engines.compile.producers.budget_curve import BudgetCurve
+from optimum_memopt.engines.estimates import CurvePoint
+from optimum_memopt.errors import DoesNotFitError, MemOptError
 from optimum_memopt.memory.peak_monitor import MIB
+from optimum_memopt.plans.plan_file import PlanFile
 from optimum_memopt.plans.table import PlanTable, canonical_symbols
+from optimum_memopt.sizes import gib_text
 
 if TYPE_CHECKING:
     import torch
 
+    from optimum_memopt.engines.compile.engine import CompileEngine
     from optimum_memopt.measure.workload import Workload
+
+
+# How exact a prediction is, by compiler; the figures of inductor are in docs/compile.md.
+_EXACT = {
+    "aot_eager": "Exact with --memory_opt_compiler aot_eager, except for the header's remarks in brackets; inductor's "
+    "peak was between a third lower and a fifth higher",
+    "inductor": "inductor orders operators by itself: its peak was between a third lower and a fifth higher; a "
+    "training run predicts it from inductor's own programs",
+}
 
 
 @dataclass(frozen=True)
@@ -24,52 +42,118 @@ class Estimate:
         parts: bytes by name, see `Footprint`.
         peak_mib: of a step with AdamW.
         device: type of the device whose kernels are assumed.
+        compiler: whose graphs.
         attention: transformers' name of the assumed attention implementation.
+        plan: what is on, to be applied by `--memory_opt_plan`.
+        curve: what budgets cost, where that was asked for.
+        costs: where the curve's times are from.
     """
 
     table: PlanTable
     parts: dict[str, int]
     peak_mib: float
     device: str
+    compiler: str
     attention: str
+    plan: PlanFile | None = field(default=None, repr=False)
+    curve: tuple[CurvePoint, ...] = ()
+    costs: str = ""
 
     def to_text(self) -> str:
-        """The table, and what the prediction assumes."""
+        """The table, the curve, and what the prediction assumes."""
+        curve = f"\n\n{_curve_text(self.curve, self.costs)}\n" if self.curve else ""
         return (
-            f"{self.table.to_text()}\nPredicted, not run: attention is {self.attention}, with the kernel that torch "
-            f"takes on {self.device}; other devices may take another one. Exact with --memory_opt_compiler aot_eager, "
-            "except for the header's remarks in brackets; inductor saves the same activations, and their peak was "
-            "between a third lower and a fifth higher: a training run predicts it from inductor's own programs"
+            f"{self.table.to_text()}{curve}\nPredicted, not run: attention is {self.attention}, with the kernel that "
+            f"torch takes on {self.device}; other devices may take another one. {_EXACT[self.compiler]}"
         )
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """For JSON; without the plan, which is a file of its own."""
+        found = asdict(replace(self, plan=None))
+        del found["plan"]
+        return found
 
 
-def estimate(workload: "Workload", selection: Selection, symbolic: bool = False) -> Estimate:
+def estimate(
+    workload: "Workload",
+    selection: Selection,
+    symbolic: bool = False,
+    device: str | None = None,
+    with_curve: bool = False,
+    compiler: str | None = None,
+) -> Estimate:
     """Trace one training forward and its backward on fake tensors, and partition them with the compile engine.
 
     Args:
         workload: the model and the size of its batch.
         selection: which plans.
         symbolic: sizes stay symbols, so that savings are formulas; several times slower.
+        device: whose memory and rates count, see `budget.devices`; None: this machine.
+        with_curve: find out what budgets cost, too; nothing else may be selected.
+        compiler: whose graphs, one of `COMPILERS`; None: the one that would train. Of inductor's, too, the order of
+            operators is the graph's.
 
     Raises:
-        MemOptError: bad sizes or plans, or a model whose forward depends on the values in its tensors.
+        MemOptError: an unknown device, bad sizes or plans, or a model whose forward depends on the values in its
+            tensors.
     """
     import torch
+
+    from optimum_memopt.engines.compile.backend import default_compiler
+    from optimum_memopt.engines.compile.engine import CompileEngine
+
+    target = None if device is None else device_of(device)
+    here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    compiled_by = compiler or (default_compiler(here.type)[0] if target is None else "inductor")
+    curve = BudgetCurve() if with_curve else None
+
+    def engine_of(dynamic: bool) -> CompileEngine:
+        return CompileEngine(selection, compiled_by, dynamic, target=target, producer=curve, is_dry=True)
+
+    engine = engine_of(symbolic)
+    try:
+        model, batch = _trace(engine, workload, here)
+    except DoesNotFitError:
+        if symbolic:
+            raise
+        # Symbols tell which smaller batch does.
+        engine = engine_of(dynamic=True)
+        model, batch = _trace(engine, workload, here)
+    table, predictor = engine.plans(), engine.predictor
+    if table is None or predictor is None:
+        raise MemOptError("; ".join(table.header if table is not None else ()))
+    footprint = predictor.footprint()
+    if not symbolic:
+        table = _without_formulas(table, batch, is_encoder_decoder(model))
+    plan = engine.plan_file()
+    assert plan is not None
+    named = {"sizes": dict(table.symbols), "device": here.type if target is None else target.name}
+    return Estimate(
+        table=table,
+        parts=asdict(footprint),
+        peak_mib=footprint.peak / MIB,
+        device=here.type,
+        compiler=compiled_by,
+        attention=attention_implementation(model.config) or "eager",
+        plan=replace(plan, solved_for={**plan.solved_for, **named}),
+        curve=tuple(curve.points) if curve is not None else (),
+        costs="".join(curve.source) if curve is not None else "",
+    )
+
+
+def _trace(
+    engine: "CompileEngine", workload: "Workload", here: "torch.device"
+) -> "tuple[Any, dict[str, torch.Tensor]]":
+    """The model and its batch, after one training forward on fake tensors."""
     from transformers.initialization import no_init_weights
 
     from optimum_memopt.engines.compile import compat
-    from optimum_memopt.engines.compile.engine import CompileEngine
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    engine = CompileEngine(selection, compiler="aot_eager", dynamic=symbolic)
     # As under a Trainer.
     engine.outputs_read_by = lambda: ""
     with compat.fake_tensors():
         # Some models draw initial values in a loop until they are in range, which fake tensors never are.
-        with device, no_init_weights():
+        with here, no_init_weights():
             model: Any
             model, batch = workload.build()
         model.tie_weights()
@@ -85,14 +169,20 @@ def estimate(workload: "Workload", selection: Selection, symbolic: bool = False)
                 f"{type(model).__name__} cannot be traced on fake tensors ({type(error).__name__}: {reason}); "
                 "--measure runs it"
             ) from error
-    table, predictor = engine.plans(), engine.predictor
-    if table is None or predictor is None:
-        raise MemOptError("; ".join(table.header if table is not None else ()))
-    footprint = predictor.footprint()
-    attention = attention_implementation(model.config) or "eager"
-    if not symbolic:
-        table = _without_formulas(table, batch, is_encoder_decoder(model))
-    return Estimate(table, asdict(footprint), footprint.peak / MIB, device.type, attention)
+    return model, batch
+
+
+def _curve_text(points: Sequence[CurvePoint], costs: str) -> str:
+    rows = [
+        {
+            "budget": gib_text(point.budget),
+            "predicted peak": gib_text(point.peak),
+            "time": f"{point.extra_time:+.1%}",
+        }
+        for point in reversed(points)
+    ]
+    grid = tabulate(rows, headers="keys", tablefmt="simple", disable_numparse=True, stralign="right")
+    return f"What budgets cost ({costs} costs; a step's forward and backward)\n{grid}"
 
 
 def _decide_problem_type(config: Any, labels: "torch.Tensor | None") -> None:

@@ -4,7 +4,7 @@ Its other modules import torch's compilers, of which private names change with e
 this torch is known to be new enough.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from optimum_memopt.engines.base import Engine, EngineFactory, Estimate, Selection
 from optimum_memopt.engines.compile.installed import missing
@@ -53,8 +53,8 @@ class CompileFactory(EngineFactory):
 
         return report()
 
-    def estimate(self, workload: "Workload", selection: Selection, symbolic: bool) -> Estimate:
+    def estimate(self, workload: "Workload", selection: Selection, **more: Any) -> Estimate:
         """See `engines.compile.estimate`."""
         from optimum_memopt.engines.compile.estimate import estimate
 
-        return estimate(workload, selection, symbolic)
+        return estimate(workload, selection, **more)

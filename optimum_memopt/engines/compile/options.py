@@ -18,6 +18,14 @@ class CompileOptions:
             "is chosen. Instead of a config or a level; compile engine."
         },
     )
+    memory_opt_plan: str | None = field(
+        default=None,
+        metadata={
+            "help": "A plan file, as optimum-cli memopt plan --budget … --output and trainer.memopt.save_plan write "
+            "it: what is recomputed, activation by activation. Refused for a model with another graph. Instead of a "
+            "config, a level or a budget; compile engine."
+        },
+    )
     memory_opt_compiler: str | None = field(
         default=None,
         metadata={

@@ -23,6 +23,7 @@ from optimum_memopt.engines.compile.analysis.joint import (
     value,
 )
 from optimum_memopt.engines.compile.analysis.saved_activations import find_saved_activations, operator_name
+from optimum_memopt.engines.compile.analysis.signature import node_paths, signature_of
 from optimum_memopt.engines.compile.choice import Choice
 from optimum_memopt.engines.compile.loss.plan import LossPlan
 from optimum_memopt.engines.compile.loss.scale_in_place import scale_in_place
@@ -30,9 +31,11 @@ from optimum_memopt.engines.compile.memory.inductor_memory import InductorProgra
 from optimum_memopt.engines.compile.memory.timeline import GraphTimeline, Prediction, graph_timeline
 from optimum_memopt.engines.compile.passes import cse
 from optimum_memopt.engines.compile.passes.partition import partition
+from optimum_memopt.engines.compile.producers.plan_file import graph_plan
 from optimum_memopt.engines.compile.producers.producer import Producer
 from optimum_memopt.engines.compile.symbol_names import symbol_names
 from optimum_memopt.logs import informing
+from optimum_memopt.plans.plan_file import GraphPlan
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +53,7 @@ class PartitionedGraph:
         programs: inductor's for the two graphs, once it has compiled them.
         is_all_of_forward: nothing of the model's forward runs outside of the graph.
         losses: those of a model with a vocabulary, chunked or not.
+        plan: the choice as a plan file has it.
     """
 
     candidates: tuple[Candidate, ...]
@@ -58,6 +62,7 @@ class PartitionedGraph:
     names: Mapping[sympy.Symbol, str]
     timeline: GraphTimeline | None
     prediction: Prediction | None
+    plan: GraphPlan
     has_convolutions: bool = False
     programs: InductorPrograms = field(default_factory=InductorPrograms)
     is_all_of_forward: bool = True
@@ -89,7 +94,10 @@ def analyze(module: fx.GraphModule, inputs: Any, num_fwd_outputs: int, others: M
     def partition_by_torch() -> Modules:
         return compat_graph.default_partition(module, inputs, num_fwd_outputs=num_fwd_outputs, **others)
 
-    return AnalyzedGraph(joint, activations, candidates, sizes, partition_by_torch)
+    parameters = static_inputs(joint, others.get("static_lifetime_input_indices") or ())
+    paths = node_paths(joint)
+    signature = signature_of(paths, parameters)
+    return AnalyzedGraph(joint, activations, candidates, sizes, parameters, paths, signature, partition_by_torch)
 
 
 def partition_joint(
@@ -127,31 +135,31 @@ def partition_joint(
         strategies.rewrite(modules, choice.candidates)
     if runs_operators:
         scale_in_place(modules)
-    return _partitioned(graph, choice, modules, others), modules
+    return _partitioned(graph, choice, modules), modules
 
 
-def _partitioned(
-    graph: AnalyzedGraph, choice: Choice, modules: Modules, others: Mapping[str, Any]
-) -> PartitionedGraph:
+def _partitioned(graph: AnalyzedGraph, choice: Choice, modules: Modules) -> PartitionedGraph:
     joint, sizes = graph.joint, graph.size_hints
     names, timeline, prediction = {}, None, None
     with informing("the predicted peak"):
         names = symbol_names(compat.symbol_sources())
-        parameters = static_inputs(joint, others.get("static_lifetime_input_indices") or ())
+        parameters = frozenset(node.name for node in graph.static_inputs)
         timeline = graph_timeline(*modules, joint.num_fwd_outputs, static_inputs=parameters)
         prediction = timeline.predict(sizes)
     convolves = any(operator_name(node).startswith("convolution") for node in joint.forward)
-    return PartitionedGraph(graph.candidates, choice, sizes, names, timeline, prediction, convolves)
+    return PartitionedGraph(
+        graph.candidates, choice, sizes, names, timeline, prediction, graph_plan(graph, choice), convolves
+    )
 
 
-def static_inputs(joint: JointGraph, indices: Iterable[int]) -> frozenset[str]:
-    """Names of the inputs that stay where they are from step to step: parameters and buffers.
+def static_inputs(joint: JointGraph, indices: Iterable[int]) -> tuple[fx.Node, ...]:
+    """The inputs that stay where they are from step to step: parameters and buffers.
 
     Args:
         joint: read, not changed.
         indices: as AOTAutograd counts inputs.
     """
-    return frozenset(joint.inputs[index].name for index in indices)
+    return tuple(joint.inputs[index] for index in indices)
 
 
 def size_hints(joint: JointGraph) -> dict[sympy.Symbol, int]:

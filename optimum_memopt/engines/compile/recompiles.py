@@ -69,12 +69,13 @@ class Recompiles:
         self._count = 0
         self._guards = FailedGuards()
 
-    def add(self, reasons: Sequence[str], limit: int) -> list[str]:
+    def add(self, reasons: Sequence[str], limit: int, model: str) -> list[str]:
         """Note one forward.
 
         Args:
             reasons: torch's, none where it did not recompile.
             limit: how many forwards may.
+            model: its class, for the error.
 
         Returns:
             Lines to log.
@@ -89,7 +90,7 @@ class Recompiles:
         if self._count < limit:
             return lines
         raise MemOptError(
-            f"was recompiled {limit} times, which is the limit; last failed guards: {self._guards.last}; "
+            f"{model} was recompiled {limit} times, which is the limit; last failed guards: {self._guards.last}; "
             f"{self._guards.advice}, or raise torch._dynamo.config.recompile_limit"
         )
 

@@ -102,6 +102,11 @@ def find_candidates(
     return tuple(candidate for candidate in candidates if candidate is not None)
 
 
+def recomputed(candidates: Iterable[Candidate], saved: Collection[fx.Node]) -> tuple[Candidate, ...]:
+    """Candidates of recompute whose activation is not among the nodes that are saved."""
+    return tuple(c for c in candidates if c.chain is not None and c.activation.root not in saved)
+
+
 def by_row(candidates: Iterable[Candidate]) -> dict[str, list[Candidate]]:
     """The candidates of each row, rows in the order of their first candidate."""
     rows: dict[str, list[Candidate]] = {}

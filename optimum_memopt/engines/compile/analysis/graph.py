@@ -9,6 +9,8 @@ from torch import fx
 from optimum_memopt.engines.compile.analysis.candidates import Candidate
 from optimum_memopt.engines.compile.analysis.joint import JointGraph, is_number, is_tensor, is_view, root
 from optimum_memopt.engines.compile.analysis.saved_activations import SavedActivation, layer_of
+from optimum_memopt.engines.compile.analysis.signature import Path
+from optimum_memopt.plans.plan_file import GraphSignature
 
 Modules = tuple[fx.GraphModule, fx.GraphModule]
 
@@ -22,6 +24,9 @@ class AnalyzedGraph:
         activations: in graph order.
         candidates: under every strategy.
         size_hints: value of each symbol in the first batch.
+        static_inputs: inputs that stay where they are from step to step: parameters and buffers.
+        paths: see `node_paths`.
+        signature: see `signature_of`.
         partition_by_torch: torch's own forward and backward graphs; changes the joint graph (CSE).
     """
 
@@ -29,6 +34,9 @@ class AnalyzedGraph:
     activations: tuple[SavedActivation, ...]
     candidates: tuple[Candidate, ...]
     size_hints: Mapping[sympy.Symbol, int]
+    static_inputs: tuple[fx.Node, ...]
+    paths: Mapping[fx.Node, Path]
+    signature: GraphSignature
     partition_by_torch: Callable[[], Modules]
 
 

@@ -86,7 +86,8 @@ def _module_stack(node: fx.Node) -> list[tuple[str, str]]:
     """
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     paths = {key: re.sub(r"\._modules\['([^']*)'\]", r".\1", path) for key, (path, _) in stack.items()}
-    return [(key, re.sub(r"^L\['[^']*'\]\.?", "", path)) for key, path in paths.items()]
+    # `L['self']`, and `L['args'][0]` of a forward that is compiled as a function.
+    return [(key, re.sub(r"^L\['[^']*'\](?:\[\d+\])?\.?", "", path)) for key, path in paths.items()]
 
 
 def is_negligible(size: sympy.Expr) -> bool:

@@ -87,8 +87,8 @@ def device_of(name: str) -> Device:
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise MemOptError(
-            f"device file {path_excerpt(name)}: {type(error).__name__}: {excerpt(error)}; needed are name, memory "
-            "(bytes), bandwidth and link (bytes a second), flops (a second, by dtype, float32 among them)"
+            f"device file {path_excerpt(name)}: {type(error).__name__}: {excerpt(str(error))}; needed are name, "
+            "memory (bytes), bandwidth and link (bytes a second), flops (a second, by dtype, float32 among them)"
         ) from error
     if "float32" not in rates or min(device.memory, device.bandwidth, device.link, *rates.values()) <= 0:
         raise MemOptError(f"device file {path_excerpt(name)}: all numbers are positive, and flops has float32")

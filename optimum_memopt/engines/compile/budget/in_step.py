@@ -7,8 +7,9 @@ import torch
 
 from optimum_memopt.engines.base import Run
 from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph
-from optimum_memopt.engines.compile.budget.costs import Costs, measured
+from optimum_memopt.engines.compile.budget.costs import Costs, measured, roofline
 from optimum_memopt.engines.compile.budget.costs_cache import cache_path, known_costs
+from optimum_memopt.engines.compile.budget.devices import Device
 from optimum_memopt.engines.compile.memory.footprint import (
     Footprint,
     constant_of,
@@ -17,7 +18,7 @@ from optimum_memopt.engines.compile.memory.footprint import (
     resident,
     tensor_bytes,
 )
-from optimum_memopt.memory.capacity import capacity
+from optimum_memopt.memory.capacity import capacity, capacity_of
 from optimum_memopt.sizes import Budget
 
 # On a CPU the process itself grows while it trains, by compiled code and what malloc keeps: 1.3% of what it held where
@@ -40,7 +41,9 @@ class Step:
     resident: int = 0
 
 
-def step_around(model: torch.nn.Module, inputs: Mapping[str, object], budget: Budget, run: Run) -> Step:
+def step_around(
+    model: torch.nn.Module, inputs: Mapping[str, object], budget: Budget, run: Run, target: Device | None = None
+) -> Step:
     """The step around a graph that is being partitioned, with AdamW until there is another optimizer.
 
     Args:
@@ -48,14 +51,15 @@ def step_around(model: torch.nn.Module, inputs: Mapping[str, object], budget: Bu
         inputs: the forward's keyword arguments.
         budget: of the whole step.
         run: whose step it is.
+        target: the device that the step is planned for, which holds nothing else; None: where the model lies.
     """
     device = next(model.parameters()).device
-    memory = capacity(device)
+    memory = capacity(device) if target is None else capacity_of(target.memory)
     batch = tensor_bytes(value for value in inputs.values() if isinstance(value, torch.Tensor))
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     # Before its first step an optimizer has none.
     states = optimizer_bytes(run.optimizer, trainable) if run.optimizer is not None and run.optimizer.state else 0
-    held = resident(device) - states
+    held = resident(device) - states if target is None else 0
     if device.type == "cpu":
         held += int(_GROWTH * held)
     constant = constant_of(model, batch, held)
@@ -63,13 +67,16 @@ def step_around(model: torch.nn.Module, inputs: Mapping[str, object], budget: Bu
     return Step(budget.on_device(memory.total, memory.available), outside, held)
 
 
-def measured_costs(graph: AnalyzedGraph, device: torch.device, fused: bool) -> Costs:
+def costs_of(graph: AnalyzedGraph, device: torch.device, fused: bool, target: Device | None = None) -> Costs:
     """Of all operators of a graph, from the machine's cache or measured now.
 
     Args:
         graph: read, not changed.
         device: where the graph's tensors are.
         fused: a compiler fuses what is bound by memory.
+        target: estimate for this device instead, where inductor is the default.
     """
+    if target is not None:
+        return roofline(graph.joint, graph.size_hints, target, fused=True)
     with known_costs(cache_path(device)) as known:
         return measured(graph.joint, graph.size_hints, fused, known)

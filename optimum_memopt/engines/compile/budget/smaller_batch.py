@@ -8,7 +8,7 @@ import sympy
 from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph
 from optimum_memopt.engines.compile.budget.costs import Costs
 from optimum_memopt.engines.compile.budget.problem import problem_of
-from optimum_memopt.engines.compile.budget.solve import lowest_peak
+from optimum_memopt.engines.compile.budget.solve import Solver
 from optimum_memopt.engines.compile.memory.footprint import Footprint
 
 
@@ -50,7 +50,7 @@ def smaller_batch(
         # Gradients of the earlier micro-batches are there while a later one runs.
         step = replace(outside, batch=outside.batch // times, accumulated=outside.gradients)
         allowed = step.activations_within(budget)
-        if lowest_peak(problem_of(smaller, costs.seconds)).peak <= allowed:
+        if Solver(problem_of(smaller, costs.seconds)).lowest.peak <= allowed:
             return SmallerBatch(whole // times, times)
         times *= 2
     return None

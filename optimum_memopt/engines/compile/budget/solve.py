@@ -1,12 +1,14 @@
 """The cheapest set of nodes to save with which the exact peak of a graph is within a budget. Pure."""
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from optimum_memopt.engines.compile.budget.local_search import improve
 from optimum_memopt.engines.compile.budget.problem import Problem
 from optimum_memopt.engines.compile.budget.simulation import Simulation, held_at_peak, simulate
-from optimum_memopt.engines.compile.budget.two_level import two_level
+from optimum_memopt.engines.compile.budget.two_level import TwoLevel, two_level
 from optimum_memopt.engines.compile.budget.whole_graph import SMALL, solve_whole_graph
 
 KEEPS_ALL, TWO_LEVEL, WHOLE_GRAPH = "everything is saved", "two-level", "whole graph"
@@ -47,56 +49,80 @@ class Floor:
     holds: tuple[tuple[str, int], ...]
 
 
-def solve(problem: Problem, budget: int) -> Solution | Floor:
-    """The plan with the least time for recompute of all whose peak fits; of equal ones that with the lowest peak.
+@dataclass(frozen=True)
+class Solver:
+    """Solves one joint graph for any number of budgets.
 
-    Args:
-        problem: a joint graph.
-        budget: bytes that the graph's forward and backward may hold.
+    Attributes:
+        problem: the graph.
     """
-    begin = time.perf_counter()
-    everything = simulate(problem, problem.closure(problem.activations))
-    candidates = [(KEEPS_ALL, everything)]
-    menus = None
-    if everything.peak > budget:
-        menus = two_level(problem)
-        if (found := menus.solve(budget)) is not None:
-            candidates.append((TWO_LEVEL, found))
-        candidates.append((LAYERS, _layers_recomputed(problem)))
+
+    problem: Problem
+
+    @cached_property
+    def everything(self) -> Simulation:
+        """All activations saved."""
+        return simulate(self.problem, self.problem.closure(self.problem.activations))
+
+    @cached_property
+    def lowest(self) -> Simulation:
+        """The plan with the lowest peak that is found."""
+        return min(self._menus.lowest(), self._layers_recomputed, key=lambda found: found.peak)
+
+    def solve(self, budget: int) -> Solution | Floor:
+        """The plan with the least time for recompute of all whose peak fits; of equal ones that with the lowest peak.
+
+        Args:
+            budget: bytes that the graph's forward and backward may hold.
+        """
+        begin = time.perf_counter()
+        if self.everything.peak <= budget:
+            return self._solution(KEEPS_ALL, self.everything, begin)
+        fitting = [(solver, found) for solver, found in self._candidates(budget) if found.peak <= budget]
+        if not fitting:
+            if self.lowest.peak > budget:
+                return Floor(self.lowest.peak, _holders(self.problem, self.lowest))
+            fitting.append((TWO_LEVEL, self.lowest))
+        solver, best = min(fitting, key=lambda pair: (pair[1].extra_seconds(self.problem), pair[1].peak))
+        return self._solution(solver, improve(self.problem, best, budget), begin)
+
+    def _candidates(self, budget: int) -> Iterator[tuple[str, Simulation]]:
+        found = self._menus.solve(budget)
+        if found is not None:
+            yield TWO_LEVEL, found
+        yield LAYERS, self._layers_recomputed
         # It takes longer, and wins in small graphs and where the other one finds nothing.
-        if found is None or sum(problem.is_forward) < SMALL:
-            whole = solve_whole_graph(problem, budget, found or everything)
-            candidates += [(WHOLE_GRAPH, whole)] if whole is not None else []
-    fitting = [(solver, found) for solver, found in candidates if found.peak <= budget]
-    if not fitting and menus is not None:
-        lowest = min(menus.lowest(), *(found for _, found in candidates), key=lambda found: found.peak)
-        if lowest.peak > budget:
-            return Floor(lowest.peak, _holders(problem, lowest))
-        fitting.append((TWO_LEVEL, lowest))
-    solver, best = min(fitting, key=lambda pair: (pair[1].extra_seconds(problem), pair[1].peak))
-    if everything.peak > budget:
-        best = improve(problem, best, budget)
-    base = everything.extra_seconds(problem)
-    total = sum(problem.seconds[node] for node in (*everything.forward.order, *everything.backward.order))
-    return Solution(
-        saved=tuple(sorted(best.saved)),
-        peak=best.peak,
-        extra_seconds=best.extra_seconds(problem) - base,
-        seconds=total,
-        solver=solver,
-        solving_seconds=time.perf_counter() - begin,
-    )
+        if found is None or sum(self.problem.is_forward) < SMALL:
+            whole = solve_whole_graph(self.problem, budget, found or self.everything)
+            if whole is not None:
+                yield WHOLE_GRAPH, whole
+
+    def _solution(self, solver: str, found: Simulation, begin: float) -> Solution:
+        everything, seconds = self.everything, self.problem.seconds
+        return Solution(
+            saved=tuple(sorted(found.saved)),
+            peak=found.peak,
+            extra_seconds=found.extra_seconds(self.problem) - everything.extra_seconds(self.problem),
+            seconds=sum(seconds[node] for node in (*everything.forward.order, *everything.backward.order)),
+            solver=solver,
+            solving_seconds=time.perf_counter() - begin,
+        )
+
+    @cached_property
+    def _menus(self) -> TwoLevel:
+        return two_level(self.problem)
+
+    @cached_property
+    def _layers_recomputed(self) -> Simulation:
+        """Every layer recomputed from its input, as level 1 has it."""
+        problem = self.problem
+        outside = {node for node in problem.activations if not problem.layers[node] or problem.is_statistic[node]}
+        return simulate(problem, problem.closure(outside | problem.boundaries))
 
 
-def lowest_peak(problem: Problem) -> Simulation:
-    """The plan with the lowest peak that is found."""
-    return min(two_level(problem).lowest(), _layers_recomputed(problem), key=lambda found: found.peak)
-
-
-def _layers_recomputed(problem: Problem) -> Simulation:
-    """Every layer recomputed from its input, as level 1 has it."""
-    outside = {node for node in problem.activations if not problem.layers[node] or problem.is_statistic[node]}
-    return simulate(problem, problem.closure(outside | problem.boundaries))
+def solve(problem: Problem, budget: int) -> Solution | Floor:
+    """See `Solver.solve`."""
+    return Solver(problem).solve(budget)
 
 
 def _holders(problem: Problem, found: Simulation, most: int = 4) -> tuple[tuple[str, int], ...]:
@@ -110,4 +136,9 @@ def _holders(problem: Problem, found: Simulation, most: int = 4) -> tuple[tuple[
 
 
 def _place(problem: Problem, node: int) -> str:
-    return f"layer {problem.layers[node]}" if problem.layers[node] else f"{problem.kinds[node]} outside of layers"
+    if problem.layers[node]:
+        return f"layer {problem.layers[node]}"
+    source = problem.picks[node]
+    # `aten.embedding.default`
+    operator = problem.kinds[node if source is None else source].split(".")
+    return f"{operator[min(1, len(operator) - 1)]} outside of layers"

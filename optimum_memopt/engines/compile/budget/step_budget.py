@@ -6,7 +6,11 @@ from dataclasses import replace
 import torch
 
 from optimum_memopt.engines.base import Run
-from optimum_memopt.engines.compile.budget.in_step import Step, step_around
+from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph
+from optimum_memopt.engines.compile.budget.costs import Costs
+from optimum_memopt.engines.compile.budget.devices import Device
+from optimum_memopt.engines.compile.budget.in_step import Step, costs_of, step_around
+from optimum_memopt.engines.compile.memory.footprint import resident
 from optimum_memopt.engines.compile.memory.step_memory import StepMemoryPredictor
 from optimum_memopt.sizes import Budget, gib_text
 
@@ -16,28 +20,36 @@ class StepBudget:
 
     Args:
         run: the training run, asked at each step.
-
-    Attributes:
-        resident: bytes that the process held when the plan in force was solved for, without the optimizer's states;
-            None: there is no such plan.
+        target: the device that steps are planned for; None: where the model lies.
     """
 
-    def __init__(self, run: Callable[[], Run]) -> None:
+    def __init__(self, run: Callable[[], Run], target: Device | None = None) -> None:
         self._run = run
+        self._target = target
         # None until it was asked for: what is available shrinks while training runs.
         self._bytes: int | None = None
-        self.resident: int | None = None
+        self._resident: int | None = None
         self._within: set[frozenset[tuple[str, int]]] = set()
         # Sizes of the batch that the plan in force was solved for.
         self._solved_for: Mapping[str, int] = {}
 
     def step(self, model: torch.nn.Module, inputs: Mapping[str, object], budget: Budget) -> Step:
         """See `step_around`; the budget's bytes are those of the first time."""
-        found = step_around(model, inputs, budget, self._run())
+        found = step_around(model, inputs, budget, self._run(), self._target)
         self._bytes = found.bytes if self._bytes is None else self._bytes
         self._within.clear()
-        self.resident = found.resident
+        self._resident = found.resident
         return replace(found, bytes=self._bytes)
+
+    def costs(self, graph: AnalyzedGraph, device: torch.device, fused: bool) -> Costs:
+        """See `costs_of`."""
+        return costs_of(graph, device, fused, self._target)
+
+    def resident(self, device: torch.device) -> int:
+        """Bytes that the process holds without the optimizer's states: when a plan was solved for, else now."""
+        if self._resident is None:
+            return resident(device) if self._target is None else 0
+        return self._resident
 
     def check(self, predictor: StepMemoryPredictor) -> str:
         """A line where the plan that was just compiled passes the budget all the same; empty where it does not.

@@ -3,11 +3,9 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from torch import fx
-
 from optimum_memopt.engines.base import Selection
 from optimum_memopt.engines.compile import compat
-from optimum_memopt.engines.compile.analysis.candidates import Candidate
+from optimum_memopt.engines.compile.analysis.candidates import Candidate, recomputed
 from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph
 from optimum_memopt.engines.compile.budget.costs import Costs
 from optimum_memopt.engines.compile.budget.in_step import Step
@@ -19,7 +17,7 @@ from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.compile.memory.timeline import graph_timeline
 from optimum_memopt.engines.compile.producers.torch_default import TorchDefault
 from optimum_memopt.engines.compile.symbol_names import symbol_names
-from optimum_memopt.errors import MemOptError
+from optimum_memopt.errors import DoesNotFitError
 from optimum_memopt.plans.matching import Matched
 from optimum_memopt.sizes import Budget, gib_text
 
@@ -52,7 +50,7 @@ class FromBudget:
         """See `Producer.choose`.
 
         Raises:
-            MemOptError: nothing fits; it names the floor and what holds it.
+            DoesNotFitError: nothing fits; it names the floor and what holds it.
         """
         costs = self.costs(graph) if self.costs is not None else _by_bytes(graph)
         # After the measurements, which leave something behind in the process.
@@ -72,10 +70,13 @@ class FromBudget:
             return replace(own, why=f"{why}: fits without a plan, torch's own partition", solution=found)
         saved = tuple(nodes[number] for number in found.saved)
         return Choice(
-            nodes_to_save=saved, why=f"{why}{_gain(found, costs)}", candidates=_on(graph, saved), solution=found
+            nodes_to_save=saved,
+            why=f"{why}{_gain(found, costs)}",
+            candidates=recomputed(graph.candidates, frozenset(saved)),
+            solution=found,
         )
 
-    def _does_not_fit(self, step: Step, floor: Floor, peak: int, fits: SmallerBatch | None) -> MemOptError:
+    def _does_not_fit(self, step: Step, floor: Floor, peak: int, fits: SmallerBatch | None) -> DoesNotFitError:
         outside = replace(step.outside, activations=0, gradients=0, step=0)
         parts = {
             "parameters": outside.parameters + outside.buffers,
@@ -88,7 +89,7 @@ class FromBudget:
         }
         largest = sorted(parts.items(), key=lambda item: -item[1])[:5]
         held = ", ".join(f"{name} {gib_text(size)}" for name, size in largest if size >= _WORTH_NAMING)
-        return MemOptError(
+        return DoesNotFitError(
             f"--memory_opt_budget {self.budget.text}: the step takes at least {gib_text(peak)}, whatever is "
             f"recomputed; the budget is {gib_text(step.bytes)}; most of it is {held}; {_way_out(floor, fits)}"
         )
@@ -122,12 +123,6 @@ def _gain(found: Solution, costs: Costs) -> str:
     if not found.seconds:
         return ""
     return f": {100 * found.extra_seconds / found.seconds:+.1f}% time ({costs.source} costs)"
-
-
-def _on(graph: AnalyzedGraph, saved: Sequence[fx.Node]) -> tuple[Candidate, ...]:
-    """Candidates of recompute whose activation is not saved."""
-    kept = set(saved)
-    return tuple(c for c in graph.candidates if c.chain is not None and c.activation.root not in kept)
 
 
 def _by_bytes(graph: AnalyzedGraph) -> Costs:

@@ -1,0 +1,181 @@
+"""Plan files: which activations a model's training graphs recompute, save and offload, to be applied again. Pure.
+
+A file says more than a config can: a config turns on the first so many occurrences of a row, a file names each one.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from optimum_memopt.errors import MemOptError, excerpt, path_excerpt
+from optimum_memopt.plans.json_file import read_json
+
+FORMAT, VERSION = "optimum-memopt plan", 1
+_SHAPE = f'expected "format": "{FORMAT}", as optimum-cli memopt plan --budget … --output writes it'
+_LARGEST_FILE = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What layers that are alike do; operators as paths from the layer, `output.dense/addmm`.
+
+    Attributes:
+        layers: their paths; "" for all that is outside of layers.
+        recompute: activations that are recomputed in the backward.
+        offload: activations that wait for the backward on the host.
+        save: what is saved beside the other activations.
+    """
+
+    layers: tuple[str, ...]
+    recompute: tuple[str, ...] = ()
+    offload: tuple[str, ...] = ()
+    save: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class GraphSignature:
+    """What a graph must have in common with the one that a plan was made for. Sizes of batches are not in it.
+
+    Attributes:
+        parameters: how many, and how many numbers they hold, by dtype as `float32`.
+        operators: of the forward, how often each occurs.
+        digest: of all of their paths, in order.
+    """
+
+    parameters: Mapping[str, tuple[int, int]]
+    operators: Mapping[str, int]
+    digest: str
+
+    def difference(self, other: "GraphSignature") -> str:
+        """What another graph has that this one has not, in a few words; empty where they are equal."""
+        texts = [
+            f"{dtype} parameters and buffers: {_parameters(self.parameters.get(dtype))} in the file, "
+            f"{_parameters(other.parameters.get(dtype))} here"
+            for dtype in sorted({*self.parameters, *other.parameters})
+            if self.parameters.get(dtype) != other.parameters.get(dtype)
+        ]
+        texts += [
+            f"{name}: {self.operators.get(name, 0)} in the file, {other.operators.get(name, 0)} here"
+            for name in sorted({*self.operators, *other.operators})
+            if self.operators.get(name, 0) != other.operators.get(name, 0)
+        ]
+        if not texts and self.digest != other.digest:
+            return "the same operators in other modules, or in another order"
+        more = f" and {len(texts) - 3} more" if len(texts) > 3 else ""
+        return "; ".join(texts[:3]) + more
+
+
+@dataclass(frozen=True)
+class GraphPlan:
+    """What one compiled graph does.
+
+    Attributes:
+        signature: of the graph.
+        by_torch: torch's own partition; `layers` is empty.
+        layers: a class of layers each.
+    """
+
+    signature: GraphSignature
+    by_torch: bool
+    layers: tuple[LayerPlan, ...] = ()
+
+
+@dataclass(frozen=True)
+class PlanFile:
+    """What all graphs of a training forward do.
+
+    Attributes:
+        why: who chose it, as `level 1`.
+        loss: `chunked` or `plain`.
+        solved_for: model, device, compiler, sizes of the batch and versions, for whoever reads the file.
+        graphs: in the order in which they are compiled.
+    """
+
+    why: str
+    loss: str
+    solved_for: Mapping[str, Any]
+    graphs: tuple[GraphPlan, ...]
+
+    @classmethod
+    def load(cls, path: Path) -> "PlanFile":
+        """Read a file.
+
+        Raises:
+            MemOptError: it cannot be read, is no plan file, or one of a later version.
+        """
+        shown = path_excerpt(path)
+        found = read_json(path, "plan", _SHAPE, _LARGEST_FILE)
+        if isinstance(found, list):
+            raise MemOptError(f"plan {shown}: a list, as --memory_opt_config takes it; give it to that option")
+        if not isinstance(found, dict) or found.get("format") != FORMAT:
+            raise MemOptError(f"plan {shown}: {_SHAPE}")
+        if found.get("version") != VERSION:
+            raise MemOptError(
+                f"plan {shown}: version {excerpt(found.get('version'))}; this optimum-memopt reads {VERSION}"
+            )
+        try:
+            return cls(
+                why=_text(found["why"]),
+                loss=_text(found["loss"]),
+                solved_for=dict(found["solved_for"]),
+                graphs=tuple(map(_graph, found["graphs"])),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise MemOptError(f"plan {shown}: {type(error).__name__}: {excerpt(str(error))}") from None
+
+    def to_json(self) -> str:
+        """As `load` reads it, an operator a line."""
+        return json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=1)
+
+    def save(self, path: Path | str) -> None:
+        """Write a file.
+
+        Raises:
+            MemOptError: it cannot be written.
+        """
+        try:
+            Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise MemOptError(f"plan file {path_excerpt(path)}: not written: {reason}") from error
+
+    @property
+    def digest(self) -> str:
+        """Equal for files that do the same."""
+        does = [asdict(graph) for graph in self.graphs]
+        return hashlib.sha256(json.dumps([self.loss, does], sort_keys=True).encode()).hexdigest()
+
+
+def _parameters(found: Sequence[int] | None) -> str:
+    return f"{found[0]} of {found[1]:,} numbers" if found else "none"
+
+
+def _graph(found: Any) -> GraphPlan:
+    signature = found["signature"]
+    return GraphPlan(
+        GraphSignature(
+            {_text(dtype): (int(count), int(numbers)) for dtype, (count, numbers) in signature["parameters"].items()},
+            {_text(name): int(count) for name, count in signature["operators"].items()},
+            _text(signature["digest"]),
+        ),
+        bool(found["by_torch"]),
+        tuple(
+            LayerPlan(**{name: tuple(map(_text, _list(layer[name]))) for name in LayerPlan.__dataclass_fields__})
+            for layer in _list(found["layers"])
+        ),
+    )
+
+
+def _text(found: Any) -> str:
+    if not isinstance(found, str):
+        raise TypeError(f"expected a string, not {found!r}")
+    return found
+
+
+def _list(found: Any) -> list[Any]:
+    if not isinstance(found, list):
+        raise TypeError(f"expected a list, not {found!r}")
+    return found

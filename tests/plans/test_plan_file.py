@@ -1,0 +1,84 @@
+"""Plan files as text: what is written is read again, and what is no plan file is refused in one line."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from optimum_memopt.errors import MemOptError
+from optimum_memopt.plans.grammar import ConfigError, parse_file
+from optimum_memopt.plans.plan_file import GraphPlan, GraphSignature, LayerPlan, PlanFile
+
+SIGNATURE = GraphSignature({"float32": (12, 3400), "int64": (1, 8)}, {"addmm": 24, "gelu": 12}, "12ab")
+LAYERS = LayerPlan(("h.0", "h.1"), recompute=("mlp.act/gelu",), offload=("attn/addmm",), save=("attn/randint#2",))
+PLAN = PlanFile("budget 24.00 GiB", "chunked", {"model": "GPT2LMHeadModel"}, (GraphPlan(SIGNATURE, False, (LAYERS,)),))
+
+
+def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
+    PLAN.save(tmp_path / "plan.json")
+    assert PlanFile.load(tmp_path / "plan.json") == PLAN
+
+
+def test_a_digest_is_of_what_is_done() -> None:
+    same = replace(PLAN, why="by hand", solved_for={})
+    other = replace(PLAN, graphs=(replace(PLAN.graphs[0], layers=(replace(LAYERS, recompute=()),)),))
+    assert same.digest == PLAN.digest != other.digest
+    assert replace(PLAN, loss="plain").digest != PLAN.digest
+
+
+def changed(**changes: Any) -> str:
+    return json.dumps({**json.loads(PLAN.to_json()), **changes})
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "not JSON, line 1 column 1"),
+        ("[" * 100_000, 'expected "format": "optimum-memopt plan"'),
+        ('["Gelu+:1:-1"]', "a list, as --memory_opt_config takes it"),
+        ("{}", 'expected "format": "optimum-memopt plan", as optimum-cli memopt plan --budget'),
+        ("null", 'expected "format"'),
+        (changed(version=2), "version 2; this optimum-memopt reads 1"),
+        (changed(graphs=[{}]), "KeyError: 'signature'"),
+        (changed(graphs=3), "TypeError: "),
+        (changed(loss=None), "expected a string, not None"),
+        (changed(graphs=[{**json.loads(PLAN.to_json())["graphs"][0], "layers": "h.0"}]), "expected a list, not 'h.0'"),
+    ],
+)
+def test_what_is_no_plan_file_is_refused_in_one_line(tmp_path: Path, text: str, reason: str) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    with pytest.raises(MemOptError) as refused:
+        PlanFile.load(path)
+    assert reason in str(refused.value) and str(path) in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_plan_file_is_no_config(tmp_path: Path) -> None:
+    PLAN.save(tmp_path / "plan.json")
+    with pytest.raises(ConfigError, match=r"plan\.json: a plan file; give it to --memory_opt_plan"):
+        parse_file(tmp_path / "plan.json")
+
+
+def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(MemOptError, match="plan file .*: not written: No such file or directory"):
+        PLAN.save(tmp_path / "nowhere" / "plan.json")
+
+
+@pytest.mark.parametrize(
+    ("other", "difference"),
+    [
+        (SIGNATURE, ""),
+        (replace(SIGNATURE, digest="34cd"), "the same operators in other modules, or in another order"),
+        (replace(SIGNATURE, operators={"addmm": 24, "relu": 12}), "gelu: 12 in the file, 0 here; relu: 0 in the file"),
+        (
+            replace(SIGNATURE, parameters={"float32": (12, 3500), "int64": (1, 8)}),
+            "float32 parameters and buffers: 12 of 3,400 numbers in the file, 12 of 3,500 numbers here",
+        ),
+        (replace(SIGNATURE, operators=dict.fromkeys("abcd", 1)), " and 3 more"),
+    ],
+)
+def test_a_difference_is_named(other: GraphSignature, difference: str) -> None:
+    found = SIGNATURE.difference(other)
+    assert found == difference if not difference else difference in found
