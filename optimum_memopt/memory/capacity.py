@@ -1,6 +1,9 @@
 """How much memory a process may take."""
 
+import contextlib
+import os
 import resource
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,14 +31,19 @@ class Capacity:
 
 
 def capacity(device: torch.device) -> Capacity:
-    """Of a CUDA device, or of the host."""
+    """Of a CUDA device, or this process's share of the host.
+
+    Launchers tell each process how many there are on its host (`LOCAL_WORLD_SIZE`: torchrun, accelerate, DeepSpeed).
+    """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return Capacity(total, int((free + torch.cuda.memory_reserved(device)) * _ALLOCATED))
-    memory = psutil.virtual_memory()
-    total = min(memory.total, *_host_limits(memory.total))
+    memory, processes = psutil.virtual_memory(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    host = min(memory.total, *_container_limits())
+    address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
+    total = host // processes if address_space == resource.RLIM_INFINITY else min(host // processes, address_space)
     own = psutil.Process().memory_info().rss
-    return Capacity(total, min(total, memory.available + own))
+    return Capacity(total, min(total, memory.available // processes + own))
 
 
 def capacity_of(total: int) -> Capacity:
@@ -47,14 +55,10 @@ def capacity_of(total: int) -> Capacity:
     return Capacity(total, int(total * _ALLOCATED))
 
 
-def _host_limits(otherwise: int) -> list[int]:
-    limits = [otherwise]
+def _container_limits() -> list[int]:
+    limits = [sys.maxsize]
     for path in _LIMITS:
-        try:
+        with contextlib.suppress(OSError):
             text = path.read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit():
-            limits.append(int(text))
-    address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
-    return limits if address_space == resource.RLIM_INFINITY else [*limits, address_space]
+            limits += [int(text)] if text.isdigit() else []
+    return limits

@@ -5,8 +5,10 @@ import re
 from itertools import pairwise
 
 import pytest
+import torch
 
 from optimum_memopt.callbacks.reporting import is_printed
+from optimum_memopt.memory.capacity import capacity
 from tests.integration.launching import (
     PROGRAMS,
     launcher,
@@ -29,6 +31,7 @@ ROWS = 8 * STEPS
 HALF = STEPS // 2
 SAVING = {"save_strategy": "steps", "save_steps": HALF}
 ACCUMULATING = {"max_steps": HALF, "gradient_accumulation_steps": 2}
+BUDGET = {"per_device_train_batch_size": 4, "max_steps": 2, "memory_opt_budget": "90%"}
 COMPILE = {**TWO, "memory_opt_engine": "compile"}
 
 
@@ -58,6 +61,7 @@ def two_ranks(tmp_path_factory):
             arguments={**COMPILE, **ACCUMULATING},
             count_reductions=True,
         ),
+        Job("compile-budget", model=MODEL, rows=ROWS, arguments=BUDGET),
         Job("other-variable", arguments=own, environment={"1": {"ORTMODULE_PRINT_INPUT_DENSITY": "1"}}),
         Job("other-plan", arguments=own, rank_arguments={"1": {"memory_opt_config": "Gelu+:0:-1"}}),
         Job("unknown-plan", arguments=own, rank_arguments={"1": {"memory_opt_config": "Nothing+:1:-1"}}),
@@ -117,6 +121,16 @@ def test_ranks_have_the_same_plans_on(two_ranks, prefix):
     assert named[0] == named[1]
     assert any(applied for _, applied in named[0].values())
     assert not prefix or named[0]["Loss+:1:-1"] == (1, 1)
+
+
+def test_two_ranks_under_a_budget_agree(two_ranks):
+    """`90%` of a host is that share of each rank's part of it."""
+    ranks = two_ranks.trained("compile-budget")
+    assert ranks[0]["digest"] == ranks[1]["digest"]
+    budgets = [re.search(r"budget ([\d.]+) GiB", rank["table"]["header"][0])[1] for rank in ranks]
+    assert budgets[0] == budgets[1]
+    share = 0.9 * capacity(torch.device("cpu")).total / 2**30 / 2
+    assert float(budgets[0]) == pytest.approx(share, rel=0.01)
 
 
 def test_ddp_leaves_the_compiled_forward_in_one_graph(two_ranks):

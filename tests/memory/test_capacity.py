@@ -1,0 +1,52 @@
+"""How much memory a process may take."""
+
+import resource
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from optimum_memopt.memory import capacity as capacity_module
+from optimum_memopt.memory.capacity import capacity, capacity_of
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def free_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr(capacity_module, "_LIMITS", ())
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+def test_alone_on_a_host_it_has_all_of_it() -> None:
+    found = capacity(CPU)
+    assert found.total == psutil.virtual_memory().total
+    assert psutil.Process().memory_info().rss < found.available <= found.total
+
+
+def test_processes_of_one_launch_share_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = capacity(CPU)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    shared = capacity(CPU)
+    assert shared.total == alone.total // 4
+    assert shared.available <= shared.total
+
+
+def test_a_container_and_a_process_have_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    none, limit = tmp_path / "max", tmp_path / "limit"
+    none.write_text("max\n")
+    limit.write_text(f"{3 * 2**30}\n")
+    monkeypatch.setattr(capacity_module, "_LIMITS", (none, limit, tmp_path / "missing"))
+    assert capacity(CPU).total == 3 * 2**30
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (2**30, 2**30))
+    assert capacity(CPU).total == 2**30
+    # The address space is the process's own.
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert capacity(CPU).total == 2**30
+
+
+def test_a_named_device_runs_nothing_else() -> None:
+    found = capacity_of(80 * 2**30)
+    assert found.total == 80 * 2**30 and 0.8 < found.available / found.total < 0.9
