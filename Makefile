@@ -35,16 +35,27 @@ DEMO = $(BIN)/python examples/run_glue/run_glue.py --max_train_samples 1600 --ma
 	--learning_rate 1e-4 --warmup_steps 0.1 --logging_steps 10 --save_strategy no \
 	--log_input_density --log_memory_phases --output_dir
 
+DEMO_BUDGET = $(BIN)/python -c 'import json; \
+	predicted = json.load(open("runs/demo-budget/no_plan.json"))["solved_for"]["predicted_bytes"]; \
+	print(int((predicted["peak"] - 0.4 * predicted["activations"]) / 2**20), "MiB", sep="")'
+
 demo: export HF_HUB_OFFLINE := 1
 demo: $(STAMP)
 	@echo "==> ONNX Runtime: recompute every GELU in the backward pass"
 	$(DEMO) runs/demo --memory_opt_engine ort --memory_opt_config "Gelu+:1:-1" $(DEMO_ARGS)
 	@echo "==> stock PyTorch, the same task: recompute each layer in the backward pass"
 	$(DEMO) runs/demo-compile --memory_opt_engine compile --memory_opt_level 1 $(DEMO_ARGS)
-	@echo "==> both engines, the same task:"
+	@echo "==> the same task: what a step takes without a plan"
+	$(DEMO) runs/demo-budget --memory_opt_engine compile --do_train --max_steps 1 \
+		--save_plan runs/demo-budget/no_plan.json
+	@echo "==> the same task under a budget: activations get 60% of what they take without a plan"
+	$(DEMO) runs/demo-budget --memory_opt_budget $$($(DEMO_BUDGET)) $(DEMO_ARGS)
+	@echo "==> three runs of the same task:"
 	@cat runs/demo/summary.txt
 	@echo
 	@cat runs/demo-compile/summary.txt
+	@echo
+	@cat runs/demo-budget/summary.txt
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -87,6 +87,9 @@ class TrainingArguments(MemOptTrainingArguments):
             "help": "Fall back to plain PyTorch, with a warning, when ONNX Runtime cannot train; default: stop."
         },
     )
+    save_plan: str | None = field(
+        default=None, metadata={"help": "Write the plan that was trained under to this file, for --memory_opt_plan."}
+    )
 
 
 def parse(*kinds: type, description: str) -> tuple:

@@ -31,8 +31,10 @@ def _record(trainer: Trainer, split: str, metrics: dict[str, float]) -> None:
 
 def report(trainer: Trainer, results: dict[str, str]) -> None:
     """Print the summary of the memory plan and the example's own results in the same columns, and write both to
-    `summary.txt` in the output folder."""
+    `summary.txt` in the output folder; and the plan where that is asked for."""
     if trainer.is_world_process_zero():
         lines = "\n".join([run_summary(trainer), *(f"{name:<14} {value}" for name, value in results.items())])
         print(lines)
         Path(trainer.args.output_dir, "summary.txt").write_text(lines + "\n")
+        if trainer.args.save_plan is not None:
+            trainer.memopt.save_plan(trainer.args.save_plan)
