@@ -32,6 +32,7 @@ from optimum_memopt.memory.peak_monitor import MIB
 from optimum_memopt.options import MemOptOptions, from_keywords, resolve
 from optimum_memopt.plans.table import PlanTable
 from optimum_memopt.training import optimizers, sampling
+from optimum_memopt.training.largest_batch import largest_batch
 from optimum_memopt.training.loss_only import outputs_read_by
 
 
@@ -317,7 +318,9 @@ def _run_of(trainer: Trainer) -> Callable[[], Run]:
         alive = held()
         if alive is None:
             return Run()
-        return Run(alive.optimizer, alive.args.gradient_accumulation_steps > 1)
+        return Run(
+            alive.optimizer, alive.args.gradient_accumulation_steps > 1, functools.partial(largest_batch, alive)
+        )
 
     return run
 

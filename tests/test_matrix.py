@@ -20,7 +20,7 @@ import torch
 
 from optimum_memopt.engines.auto import create
 from optimum_memopt.engines.base import Engine, Selection
-from optimum_memopt.engines.compile import engine as compile_engine
+from optimum_memopt.engines.compile import planned_forward
 from optimum_memopt.engines.compile.compat_graph import is_random
 from optimum_memopt.engines.key_value_cache import without_key_value_cache
 from optimum_memopt.errors import UnsupportedModelError
@@ -102,8 +102,8 @@ def recorded(partitions: list[Partition]) -> Iterator[None]:
         partitions.append(original(*args, **kwargs))
         return partitions[-1]
 
-    original = compile_engine.partition_joint
-    with mock.patch.object(compile_engine, "partition_joint", partition_joint):
+    original = planned_forward.partition_joint
+    with mock.patch.object(planned_forward, "partition_joint", partition_joint):
         yield
 
 

@@ -1,15 +1,13 @@
 """`auto`: the engine of choice, and the next one as soon as that one turns out unable to train the model."""
 
-import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from optimum_memopt.engines.base import Engine, Run, Selection, Smoothing, factory, note_engine
 from optimum_memopt.engines.forward_patch import TrainForward, training_forward
+from optimum_memopt.engines.forward_state import ForwardState
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
 from optimum_memopt.logs import get_logger
 from optimum_memopt.plans.plan_file import PlanFile
@@ -155,7 +153,7 @@ class AutoEngine:
         model, train_by_first = self._model, self._train_by_first
         assert model is not None and train_by_first is not None
         has_trained = self._current.plans() is not None
-        before = _State.of(model, with_buffers=not has_trained)
+        before = ForwardState.of(model, with_buffers=not has_trained)
         try:
             return train_by_first(*args, **kwargs)
         except UnsupportedModelError as error:
@@ -192,39 +190,3 @@ class AutoEngine:
 def _world_size() -> int:
     is_used = torch.distributed.is_available() and torch.distributed.is_initialized()
     return torch.distributed.get_world_size() if is_used else 1
-
-
-@dataclass(frozen=True)
-class _State:
-    """What a forward that fails may have changed: random generators, and the model's buffers."""
-
-    python: Any
-    numpy: Any
-    cpu: torch.Tensor
-    cuda: torch.Tensor | None
-    buffers: tuple[tuple[torch.nn.Module, str, torch.Tensor, torch.Tensor], ...]
-
-    @classmethod
-    def of(cls, model: torch.nn.Module, with_buffers: bool) -> "_State":
-        parameter = next(model.parameters(), None)
-        return cls(
-            random.getstate(),
-            np.random.get_state(),
-            torch.get_rng_state(),
-            torch.cuda.get_rng_state(parameter.device) if parameter is not None and parameter.is_cuda else None,
-            tuple(
-                (module, name, buffer, buffer.detach().clone())
-                for module in (model.modules() if with_buffers else ())
-                for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
-            ),
-        )
-
-    def restore(self, model: torch.nn.Module) -> None:
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)
-        torch.set_rng_state(self.cpu)
-        if self.cuda is not None:
-            torch.cuda.set_rng_state(self.cuda, next(model.parameters()).device)
-        with torch.no_grad():
-            for module, name, buffer, values in self.buffers:
-                setattr(module, name, buffer.copy_(values))

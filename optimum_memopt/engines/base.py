@@ -54,16 +54,34 @@ class Selection:
 
 
 @dataclass(frozen=True)
+class LargestBatch:
+    """Sizes of the largest batch of a run.
+
+    Attributes:
+        rows: of a micro-batch.
+        length: tokens of the longest row.
+    """
+
+    rows: int
+    length: int
+
+    def __str__(self) -> str:
+        return f"{self.rows} x {self.length}"
+
+
+@dataclass(frozen=True)
 class Run:
     """What a training run holds beside a model.
 
     Attributes:
         optimizer: None before there is one.
         gradient_accumulation: gradients of several micro-batches add up.
+        largest_batch: reads it from the training data; None where that cannot tell.
     """
 
     optimizer: torch.optim.Optimizer | None = None
     gradient_accumulation: bool = False
+    largest_batch: Callable[[], LargestBatch | None] = lambda: None
 
 
 class Smoothing(Protocol):

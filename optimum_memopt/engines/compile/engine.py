@@ -1,60 +1,45 @@
 """Trains a model through torch.compile in place, with plans in ONNX Runtime's grammar applied by a partitioner."""
 
-import contextlib
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import fx
 from transformers.trainer_pt_utils import LabelSmoother
 
-from optimum_memopt.compat import is_encoder_decoder
 from optimum_memopt.engines import in_place
 from optimum_memopt.engines.base import Run, Selection
-from optimum_memopt.engines.compile import compat, support_checks
-from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph, Modules
-from optimum_memopt.engines.compile.analysis.module_paths import add_outer_modules
-from optimum_memopt.engines.compile.backend import Backend, check_compiler, configured, default_compiler
+from optimum_memopt.engines.compile import support_checks
+from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph
+from optimum_memopt.engines.compile.backend import check_compiler, default_compiler
 from optimum_memopt.engines.compile.budget.costs import Costs
 from optimum_memopt.engines.compile.budget.devices import Device
 from optimum_memopt.engines.compile.budget.in_step import Step
 from optimum_memopt.engines.compile.budget.step_budget import StepBudget
-from optimum_memopt.engines.compile.choice import Choice
-from optimum_memopt.engines.compile.detach_outputs import (
-    refusing_gradients,
-    with_detached_outputs,
-    without_logits,
-)
-from optimum_memopt.engines.compile.header import plan_line, prediction_lines
-from optimum_memopt.engines.compile.loss.plan import LossPlan, check_row, mode_of, plan_losses
-from optimum_memopt.engines.compile.memory.inductor_memory import InductorPrograms
+from optimum_memopt.engines.compile.loss.plan import mode_of
 from optimum_memopt.engines.compile.memory.step_memory import StepMemoryPredictor
 from optimum_memopt.engines.compile.options import AUTO, CHUNKED, PLAIN
-from optimum_memopt.engines.compile.partitioned_graph import PartitionedGraph, partition_joint
-from optimum_memopt.engines.compile.plan_files import mismatch_line, plan_file_of
-from optimum_memopt.engines.compile.producers import Producer, matched_in, producer_for
+from optimum_memopt.engines.compile.planned_forward import PlannedForward, Settings
+from optimum_memopt.engines.compile.producers import Producer, producer_for
 from optimum_memopt.engines.compile.producers.budget import FromBudget
 from optimum_memopt.engines.compile.producers.budget_curve import BudgetCurve
-from optimum_memopt.engines.compile.recompiles import Recompiles
-from optimum_memopt.engines.compile.symbol_names import SymbolNames
-from optimum_memopt.engines.compile.table import to_table
-from optimum_memopt.engines.compile.trace_fixes import TraceFixes
+from optimum_memopt.engines.compile.recompiles import TooManyRecompilesError
+from optimum_memopt.engines.forward_state import ForwardState
 from optimum_memopt.engines.key_value_cache import without_key_value_cache
-from optimum_memopt.engines.label_smoothing import LabelSmoothing, cross_entropy
+from optimum_memopt.engines.label_smoothing import LabelSmoothing
 from optimum_memopt.engines.weak_method import weak_method
-from optimum_memopt.errors import MemOptError
-from optimum_memopt.logs import get_logger, informing
+from optimum_memopt.logs import get_logger
 from optimum_memopt.memory import malloc
 from optimum_memopt.memory.peak_monitor import MIB
 from optimum_memopt.plans.plan_file import PlanFile
 from optimum_memopt.plans.table import PlanTable
-from optimum_memopt.progress import Progress, announced
 from optimum_memopt.sizes import Budget
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
+
+# Of one batch's plan, until what was compiled is within the budget too.
+_MOST_COMPILES = 3
 
 
 class CompileEngine(in_place.InPlaceEngine):
@@ -130,7 +115,7 @@ class CompileEngine(in_place.InPlaceEngine):
 
     def plans(self) -> PlanTable | None:
         """The table of the current training graphs, None before the first training forward."""
-        return self._table
+        return self._planned.table if self._planned is not None else None
 
     def insight(self) -> str:
         """Nothing: the table holds all there is."""
@@ -138,19 +123,19 @@ class CompileEngine(in_place.InPlaceEngine):
 
     def plan_file(self) -> PlanFile | None:
         """The plan in force, None before the first training forward."""
-        return self._plan_file
+        return self._planned.plan_file if self._planned is not None else None
 
     @property
     def predictor(self) -> StepMemoryPredictor | None:
         """Predicts a training step of any batch and sequence length; None before the first training forward."""
-        return self._predictor
+        return self._planned.predictor if self._planned is not None else None
 
     def predicted_peak_mib(self, optimizer: torch.optim.Optimizer | None, gradient_accumulation: bool) -> float | None:
         """Of the batches so far the highest peak of a step, MiB; None before the first training forward."""
-        if self._predictor is None:
+        if self._planned is None or self._planned.predictor is None:
             return None
-        with self._predicting():
-            return self._predictor.peak(optimizer, gradient_accumulation) / MIB
+        with self._planned.predicting():
+            return self._planned.predictor.peak(optimizer, gradient_accumulation) / MIB
         return None
 
     @property
@@ -167,57 +152,48 @@ class CompileEngine(in_place.InPlaceEngine):
         # Keyword arguments of the forward that is compiled.
         self._inputs: Mapping[str, object] = {}
         self._step_budget = StepBudget(weak_method(self._run_now), self._target)
-        # By whether only the loss keeps its gradient, whether the logits are dropped, and the hooks of all modules.
-        self._compiled: dict[tuple[bool, bool, tuple[int, ...]], Callable[..., Any]] = {}
-        # What torch traces for them.
-        self._traced: list[Callable[..., Any]] = []
-        # Graphs that the current forward has compiled so far.
-        self._graphs: list[PartitionedGraph] = []
-        # The losses of the graph that is compiled next.
-        self._losses: list[LossPlan] = []
-        self._table: PlanTable | None = None
-        self._plan_file: PlanFile | None = None
-        self._predictor: StepMemoryPredictor | None = None
-        self._resident = 0
-        self._progress = Progress()
-        self._recompiles = Recompiles()
-        self._said: set[str] = set()
+        self._planned: PlannedForward | None = None
 
     def _train_forward(self, *args: Any, **kwargs: Any) -> Any:
         kwargs = without_key_value_cache(self._model, args, kwargs)
         self._solve_again_for_larger(kwargs)
+        for is_last in (*(False,) * (_MOST_COMPILES - 1), True):
+            is_new = self.plans() is None and isinstance(self._producer, FromBudget)
+            before = ForwardState.of(self._model, with_buffers=True) if is_new else None
+            outputs = self._planned_forward(args, kwargs)
+            if before is None or not self._solve_again_for_compiler(is_last):
+                break
+            outputs = None
+            before.restore(self._model)
+        return outputs
+
+    def _planned_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._planned is None:
+            if isinstance(self._producer, FromBudget):
+                self._step_budget.read_largest()
+            self._planned = self._new_forward()
         reader = self._outputs_read_by()
-        loss_only = not reader and self.outputs_read_by is not None
-        drops_logits = not reader and self._loss != PLAIN
-        variant = (loss_only, drops_logits, compat.global_hooks())
-        is_new = variant not in self._compiled
-        if is_new:
-            self._compiled[variant] = self._compile(loss_only, drops_logits, reader)
         self._inputs = kwargs
-        watch = compat.Watch()
-        is_first = is_new or self._table is None
         try:
-            with configured(), self._trace_fixes.around_call(kwargs), self._announced(is_first) as self._progress:
-                outputs = self._compiled[variant](*args, **kwargs)
-        except BaseException as error:
-            # Graphs of a forward that failed are no part of the next one's table.
-            self._graphs = []
-            if isinstance(refusal := getattr(error, "inner_exception", None), MemOptError):
-                raise refusal from None
+            return self._planned(args, kwargs, not reader and self.outputs_read_by is not None, reader)
+        except TooManyRecompilesError:
+            self._forget()
             raise
         finally:
             self._inputs = {}
-        if not is_first:
-            self._note_recompile(watch)
-        if self._graphs:
-            graphs, self._graphs = self._graphs, []
-            self._show(graphs, watch, kwargs)
-        elif self._table is None:
-            self._show_nothing(watch)
-        if self._predictor is not None:
-            with self._predicting():
-                self._predictor.note_forward(kwargs, outputs)
-        return refusing_gradients(outputs) if loss_only else outputs
+
+    def _new_forward(self) -> PlannedForward:
+        settings = Settings(
+            self._compiler,
+            self._dynamic,
+            self._is_dry,
+            self._loss,
+            is_loss_row_asked=self._loss == CHUNKED != self._loss_asked and self._selection.plan is None,
+            strict=self._selection.strict,
+            smoothing=self._smoothing,
+        )
+        forward = self._attached.training_forward.plain_forward
+        return PlannedForward(self._model, forward, self._producer, settings, weak_method(self._resident))
 
     def _outputs_read_by(self) -> str:
         """Who may read more of the outputs than the loss; a training loop of one's own says so by its options."""
@@ -225,175 +201,49 @@ class CompileEngine(in_place.InPlaceEngine):
             return self.outputs_read_by()
         return "" if self._loss == CHUNKED else "the training loop"
 
-    def _compile(self, loss_only: bool, drops_logits: bool, reader: str) -> Callable[..., Any]:
-        if self._compiled:
-            outputs = (
-                "only the loss keeps its gradient"
-                if loss_only
-                else "outputs beside the loss may be read and keep theirs"
-            )
-            self._say(f"compiling another training graph for other hooks or another caller: {outputs}")
-        else:
-            self._trace_fixes = TraceFixes(self._model)
-        # torch keeps each backend until the process ends (`torch/_dynamo/eval_frame.py`, `cached_backends`, 2.13);
-        # it must not keep the model with it.
-        partition, prepare = weak_method(self._partition), weak_method(self._plan_losses)
-        backend = Backend(self._compiler, partition, lambda module: prepare(module, reader), self._is_dry)
-        forward = self._attached.training_forward.plain_forward
-        if self._smoothing is not None:
-            forward = self._smoothing.wrap(forward, functools.partial(cross_entropy, self._smoothing))
-        if loss_only:
-            forward = with_detached_outputs(forward)
-        if drops_logits:
-            forward = without_logits(forward)
-        forward = compat.with_own_code(forward)
-        self._traced.append(forward)
-        return compat.compile_alone(forward, backend, self._dynamic)
-
-    def _plan_losses(self, module: fx.GraphModule, reader: str) -> None:
-        self._losses, others = plan_losses(module.graph, self._loss, reader)
-        if any(plan.is_chunked for plan in self._losses):
-            module.recompile()
-        told = [plan.reason for plan in self._losses if plan.reason and (plan.is_requested or plan.is_read_by_caller)]
-        for reason in (*told, *(others if self._loss == CHUNKED else ())):
-            self._say(f"the loss of {type(self._model).__name__} is not chunked: {reason}")
-
-    def _partition(
-        self,
-        programs: InductorPrograms,
-        module: fx.GraphModule,
-        inputs: Any,
-        num_fwd_outputs: int,
-        others: dict[str, Any],
-    ) -> tuple[Choice, Modules]:
-        number = len(self._graphs) + 1
-        self._progress.stage = f"partitioning graph {number} of {len(module.graph.nodes)} operators"
-        add_outer_modules(module.graph, self._model, compat.traced_module())
-        is_all = any(compat.is_all_of(forward) for forward in self._traced)
-        graph, modules = partition_joint(
-            module,
-            inputs,
-            num_fwd_outputs,
-            others,
-            self._producer,
-            self._graphs,
-            refuses_mistakes=is_all and self._table is None and self._selection.strict,
-            runs_operators=self._compiler != "inductor",
-        )
-        losses, self._losses = tuple(self._losses), []
-        self._graphs.append(replace(graph, programs=programs, is_all_of_forward=is_all, losses=losses))
-        if line := mismatch_line(graph.choice, refuses=self._table is None and self._selection.strict):
-            self._say(line)
-        self._resident = self._step_budget.resident(next(self._model.parameters()).device)
-        self._progress.stage = f"compiling graph {number}"
-        return graph.choice, modules
-
     def _run_now(self) -> Run:
         return self.run() if self.run is not None else Run()
+
+    def _resident(self) -> int:
+        return self._step_budget.resident(next(self._model.parameters()).device)
 
     def _step(self, budget: Budget) -> Step:
         return self._step_budget.step(self._model, self._inputs, budget)
 
-    def _solve_again_for_larger(self, inputs: Mapping[str, object]) -> None:
-        """Forget a plan under which this batch would pass the budget, before it runs."""
-        if self._predictor is None or not isinstance(self._producer, FromBudget):
-            return
-        line = ""
-        with self._predicting():
-            line = self._step_budget.excess(self._predictor, inputs)
-        if line:
-            get_logger().info(line)
-            budget = self._step_budget
-            self._forget()
-            self._step_budget = budget
-
-    def _check_budget(self) -> None:
-        if self._predictor is not None and isinstance(self._producer, FromBudget):
-            with self._predicting():
-                if line := self._step_budget.check(self._predictor):
-                    get_logger().warning(line)
-
     def _costs(self, graph: AnalyzedGraph) -> Costs:
-        self._progress.stage = "measuring operators, and solving for the cheapest recompute"
+        if self._planned is not None:
+            self._planned.progress.stage = "measuring operators, and solving for the cheapest recompute"
         return self._step_budget.costs(graph, next(self._model.parameters()).device, self._compiler == "inductor")
 
-    def _announced(self, is_first: bool) -> contextlib.AbstractContextManager[Progress]:
-        """Lines around the first call of a compiled forward; nothing around the later ones."""
-        if not is_first:
-            return contextlib.nullcontext(Progress())
-        name = type(self._model).__name__
-        return announced(
-            f"compiling the training graph of {name} with {self._compiler}",
-            f"compiled the training graph of {name} and ran its forward",
-            "tracing forward and backward, partitioning, compiling; once, takes a minute for large models",
-            stage="tracing",
-        )
-
-    def _note_recompile(self, watch: compat.Watch) -> None:
-        """Say why a later forward recompiled. Raises MemOptError where it did so too often."""
-        try:
-            for line in self._recompiles.add(watch.recompiles(), compat.recompile_limit(), type(self._model).__name__):
-                self._say(line)
-        except MemOptError:
-            self._forget()
-            raise
-
-    def _show(self, graphs: list[PartitionedGraph], watch: compat.Watch, inputs: dict[str, Any]) -> None:
-        """The first forward's graphs are the table; later ones were compiled for inputs of another kind.
-
-        Raises:
-            ConfigError: the first forward has several graphs, and the user asks for what none of them has.
-        """
-        is_first = self._table is None
-        matched = matched_in(self._producer, [(graph.choice, graph.candidates) for graph in graphs])
-        if not is_first:
-            for remark in matched.remarks:
-                self._say(f"in the new graph: {remark}")
-            return
-        losses = [loss for graph in graphs for loss in graph.losses]
-        is_asked = self._loss == CHUNKED != self._loss_asked
-        remarks = [*matched.remarks, *check_row(losses, is_asked, self._selection.strict)]
-        # A later batch of one row may lack a plan (nothing to repeat), which is no mistake of the user.
-        if self._selection.strict:
-            matched.check()
-        for remark in remarks:
-            get_logger().warning(remark)
-        if len(graphs) > 1:
-            reasons = "; ".join(watch.graph_breaks())
-            self._say(
-                f"graph breaks split the training forward into {len(graphs)} graphs, planned together: {reasons}"
-            )
-        names = SymbolNames()
-        with informing("the names of sizes"):
-            names = SymbolNames.of(graphs, is_encoder_decoder(self._model))
-        if all(graph.prediction for graph in graphs):
-            with self._predicting():
-                self._predictor = StepMemoryPredictor(self._model, graphs, inputs, self._resident, names)
-        self._check_budget()
-        self._plan_file = plan_file_of(self._model, self._compiler, graphs, names.first)
-        header = self._header(graphs)
-        self._table = PlanTable(engine=self.name, plans=(), header=header)
-        with informing("the plan table"):
-            self._table = to_table(graphs, matched, names, header)
-
-    def _show_nothing(self, watch: compat.Watch) -> None:
-        reasons = "; ".join(watch.graph_breaks()) or "nothing in it can be trained"
-        line = f"NOT under a plan: torch compiled no training graph of this model ({reasons})"
-        get_logger().warning(line)
-        self._table = PlanTable(engine=self.name, plans=(), header=(line,))
-
-    def _predicting(self) -> contextlib.AbstractContextManager:
-        """Around what reads the predictor: an error there is logged, and nothing is predicted from then on."""
-        return informing("the predicted peak", lambda: setattr(self, "_predictor", None))
-
-    def _say(self, line: str) -> None:
-        if line not in self._said:
-            self._said.add(line)
+    def _solve_again_for_larger(self, inputs: Mapping[str, object]) -> None:
+        """Forget a plan under which this batch would pass the budget, before it runs."""
+        line = self._of_budget(lambda predictor: self._step_budget.excess(predictor, inputs))
+        if line:
             get_logger().info(line)
+            self._forget_plan()
 
-    def _header(self, graphs: list[PartitionedGraph]) -> tuple[str, ...]:
-        line = plan_line(self._model, self._compiler, graphs)
-        if self._predictor is not None:
-            with self._predicting():
-                return (line, *prediction_lines(self._predictor))
-        return (line,)
+    def _solve_again_for_compiler(self, is_last: bool) -> bool:
+        """Whether what was just compiled passes the budget and is forgotten, with a margin for the next plan."""
+        line = self._of_budget(self._step_budget.check)
+        if not line:
+            return False
+        if is_last:
+            get_logger().warning(f"NOT within the budget: {line}")
+            return False
+        get_logger().info(f"{line}: solving again with that much less")
+        self._forget_plan()
+        return True
+
+    def _of_budget(self, ask: Callable[[StepMemoryPredictor], str]) -> str:
+        """What the budget says of the plan in force; empty where there is no budget or no prediction."""
+        planned, line = self._planned, ""
+        if planned is not None and planned.predictor is not None and isinstance(self._producer, FromBudget):
+            with planned.predicting():
+                line = ask(planned.predictor)
+        return line
+
+    def _forget_plan(self) -> None:
+        """Forget what was compiled, and keep what the budget has learned."""
+        budget = self._step_budget
+        self._forget()
+        self._step_budget = budget

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from optimum_memopt.engines.compile.choice import Choice
+from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.compile.options import CHUNKED, PLAIN
 from optimum_memopt.engines.compile.partitioned_graph import PartitionedGraph
 from optimum_memopt.errors import MemOptError
@@ -33,7 +34,11 @@ def mismatch_line(choice: Choice, refuses: bool) -> str:
 
 
 def plan_file_of(
-    model: torch.nn.Module, compiler: str, graphs: Sequence[PartitionedGraph], sizes: Mapping[str, int]
+    model: torch.nn.Module,
+    compiler: str,
+    graphs: Sequence[PartitionedGraph],
+    sizes: Mapping[str, int],
+    predicted: Footprint | None,
 ) -> PlanFile:
     """The plan of a forward's graphs.
 
@@ -42,6 +47,7 @@ def plan_file_of(
         compiler: one of `options.COMPILERS`.
         graphs: of its training forward, in their order.
         sizes: of the first batch.
+        predicted: of a step with that batch; None: it is not known.
     """
     versions = (installed_version((distribution,)) for distribution in _SOFTWARE)
     return PlanFile(
@@ -52,6 +58,9 @@ def plan_file_of(
             "device": next(model.parameters()).device.type,
             "compiler": compiler,
             "sizes": dict(sizes),
+            "predicted_bytes": {}
+            if predicted is None
+            else {"peak": predicted.peak, "activations": predicted.activations},
             "versions": dict(filter(None, versions)),
         },
         graphs=tuple(graph.plan for graph in graphs),

@@ -62,6 +62,10 @@ class FailedGuards:
         return "pad batches to fewer lengths (pad_to_multiple_of)"
 
 
+class TooManyRecompilesError(MemOptError):
+    """torch's limit of recompiles is reached."""
+
+
 class Recompiles:
     """The forwards after a model's first that recompiled."""
 
@@ -81,7 +85,7 @@ class Recompiles:
             Lines to log.
 
         Raises:
-            MemOptError: the limit is reached.
+            TooManyRecompilesError: the limit is reached.
         """
         if not reasons:
             return []
@@ -89,7 +93,7 @@ class Recompiles:
         lines = [line for reason in reasons if (line := self._guards.add(reason))]
         if self._count < limit:
             return lines
-        raise MemOptError(
+        raise TooManyRecompilesError(
             f"{model} was recompiled {limit} times, which is the limit; last failed guards: {self._guards.last}; "
             f"{self._guards.advice}, or raise torch._dynamo.config.recompile_limit"
         )

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from optimum_memopt.engines.base import Selection
-from optimum_memopt.engines.compile import engine as compile_engine
+from optimum_memopt.engines.compile import planned_forward
 from optimum_memopt.engines.compile.engine import CompileEngine
 from optimum_memopt.engines.compile.partitioned_graph import PartitionedGraph
 from optimum_memopt.plans.grammar import ALL, Strategy, parse
@@ -87,8 +87,8 @@ def recorded() -> Iterator[list[Split]]:
         found.append(Split(graph, *copies, given["num_fwd_outputs"]))
         return graph, modules
 
-    original = compile_engine.partition_joint
-    with mock.patch.object(compile_engine, "partition_joint", partition_joint):
+    original = planned_forward.partition_joint
+    with mock.patch.object(planned_forward, "partition_joint", partition_joint):
         yield found
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from optimum_memopt.engines.base import Run
+from optimum_memopt.engines.base import LargestBatch, Run
 from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph
 from optimum_memopt.engines.compile.budget.costs import Costs, measured, roofline
 from optimum_memopt.engines.compile.budget.costs_cache import cache_path, known_costs
@@ -32,12 +32,16 @@ class Step:
 
     Attributes:
         bytes: what its peak must not pass.
-        outside: all that it holds beside the graph's activations.
+        outside: all that it holds beside the graph's activations, with the first batch.
+        margin: bytes that stay free, for what earlier plans took beyond their prediction.
+        largest: the run's largest batch, None where it is not known.
         resident: what the process holds without the optimizer's states, in bytes; on a CPU with room to grow.
     """
 
     bytes: int
     outside: Footprint
+    margin: int = 0
+    largest: LargestBatch | None = None
     resident: int = 0
 
 
@@ -64,7 +68,7 @@ def step_around(
         held += int(_GROWTH * held)
     constant = constant_of(model, batch, held)
     outside = footprint_of(model, run.optimizer, run.gradient_accumulation, batch=batch, constant=constant)
-    return Step(budget.on_device(memory.total, memory.available), outside, held)
+    return Step(budget.on_device(memory.total, memory.available), outside, resident=held)
 
 
 def costs_of(graph: AnalyzedGraph, device: torch.device, fused: bool, target: Device | None = None) -> Costs:

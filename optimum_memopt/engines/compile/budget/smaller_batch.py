@@ -7,6 +7,7 @@ import sympy
 
 from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph
 from optimum_memopt.engines.compile.budget.costs import Costs
+from optimum_memopt.engines.compile.budget.largest_sizes import is_rows
 from optimum_memopt.engines.compile.budget.problem import problem_of
 from optimum_memopt.engines.compile.budget.solve import Solver
 from optimum_memopt.engines.compile.memory.footprint import Footprint
@@ -37,9 +38,7 @@ def smaller_batch(
         outside: what the step holds beside the graph.
         budget: bytes that the step's peak must not pass.
     """
-    rows = {
-        symbol: size for symbol, size in graph.size_hints.items() if names.get(symbol, "").rpartition("_")[2] == "dim0"
-    }
+    rows = {symbol: size for symbol, size in graph.size_hints.items() if is_rows(names.get(symbol, ""))}
     if len(set(rows.values())) != 1:
         return None
     (whole,) = set(rows.values())

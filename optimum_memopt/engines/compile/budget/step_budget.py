@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import torch
 
-from optimum_memopt.engines.base import Run
+from optimum_memopt.engines.base import LargestBatch, Run
 from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph
 from optimum_memopt.engines.compile.budget.costs import Costs
 from optimum_memopt.engines.compile.budget.devices import Device
 from optimum_memopt.engines.compile.budget.in_step import Step, costs_of, step_around
+from optimum_memopt.engines.compile.budget.largest_sizes import larger_sizes
 from optimum_memopt.engines.compile.memory.footprint import resident
 from optimum_memopt.engines.compile.memory.step_memory import StepMemoryPredictor
 from optimum_memopt.sizes import Budget, gib_text
@@ -28,10 +29,17 @@ class StepBudget:
         self._target = target
         # None until it was asked for: what is available shrinks while training runs.
         self._bytes: int | None = None
+        self._largest: LargestBatch | None = None
+        self._margin = 0
         self._resident: int | None = None
         self._within: set[frozenset[tuple[str, int]]] = set()
         # Sizes of the batch that the plan in force was solved for.
         self._solved_for: Mapping[str, int] = {}
+
+    def read_largest(self) -> None:
+        """Read the run's largest batch; not while a model is traced, where no tensor can be read."""
+        if self._largest is None:
+            self._largest = self._run().largest_batch()
 
     def step(self, model: torch.nn.Module, inputs: Mapping[str, object], budget: Budget) -> Step:
         """See `step_around`; the budget's bytes are those of the first time."""
@@ -39,7 +47,7 @@ class StepBudget:
         self._bytes = found.bytes if self._bytes is None else self._bytes
         self._within.clear()
         self._resident = found.resident
-        return replace(found, bytes=self._bytes)
+        return replace(found, bytes=self._bytes, largest=self._largest, margin=self._margin)
 
     def costs(self, graph: AnalyzedGraph, device: torch.device, fused: bool) -> Costs:
         """See `costs_of`."""
@@ -54,20 +62,23 @@ class StepBudget:
     def check(self, predictor: StepMemoryPredictor) -> str:
         """A line where the plan that was just compiled passes the budget all the same; empty where it does not.
 
-        The solver knows a graph as PyTorch runs it, operator by operator, and each graph of a forward alone.
+        The solver knows a graph as PyTorch runs it, operator by operator, and each graph of a forward alone. What the
+        plan takes beyond the budget is a margin for the next plan.
 
         Args:
             predictor: of that plan, right after its first forward.
         """
-        self._solved_for = predictor.first
+        names = {name: name.removeprefix("inputs_") for name in predictor.first}
+        self._solved_for = larger_sizes(predictor.first, names, self._largest)
         run = self._run()
-        peak = predictor.footprint(None, run.optimizer, run.gradient_accumulation).peak
+        peak = predictor.footprint(self._solved_for, run.optimizer, run.gradient_accumulation).peak
         if self._bytes is None or peak <= self._bytes:
             return ""
+        excess = peak - self._bytes
+        self._margin += excess
         return (
-            f"NOT within the budget of {gib_text(self._bytes)}: what was compiled takes {gib_text(peak)}, since a "
-            "compiler orders operators by itself and graphs are planned one by one; give a smaller budget, or "
-            "--memory_opt_compiler aot_eager"
+            f"what was compiled takes {gib_text(peak)}, {gib_text(excess)} over the budget, since a compiler orders "
+            "operators by itself and graphs are planned one by one"
         )
 
     def excess(self, predictor: StepMemoryPredictor, inputs: Mapping[str, object]) -> str:

@@ -1,5 +1,6 @@
 """A budget: the cheapest recompute with which the peak of a step is within so many bytes."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -9,6 +10,7 @@ from optimum_memopt.engines.compile.analysis.candidates import Candidate, recomp
 from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph
 from optimum_memopt.engines.compile.budget.costs import Costs
 from optimum_memopt.engines.compile.budget.in_step import Step
+from optimum_memopt.engines.compile.budget.largest_sizes import larger_sizes
 from optimum_memopt.engines.compile.budget.problem import problem_of
 from optimum_memopt.engines.compile.budget.smaller_batch import SmallerBatch, smaller_batch
 from optimum_memopt.engines.compile.budget.solve import KEEPS_ALL, Floor, Solution, solve
@@ -52,19 +54,25 @@ class FromBudget:
         Raises:
             DoesNotFitError: nothing fits; it names the floor and what holds it.
         """
-        costs = self.costs(graph) if self.costs is not None else _by_bytes(graph)
-        # After the measurements, which leave something behind in the process.
         step = self.step(self.budget) if self.step is not None else Step(self.budget.on_device(0, 0), Footprint(0, 0))
-        allowed = step.outside.activations_within(step.bytes)
+        names = symbol_names(compat.symbol_sources())
+        first, graph = graph, replace(graph, size_hints=larger_sizes(graph.size_hints, names, step.largest))
+        costs = self.costs(graph) if self.costs is not None else _by_bytes(graph)
+        if self.step is not None:
+            # Again after the measurements, which leave something behind in the process.
+            step = self.step(self.budget)
+        step = replace(step, outside=_with_batch_of(graph, first, step.outside))
+        allowed = step.outside.activations_within(step.bytes - step.margin)
         optimizer_step = replace(step.outside, activations=0).peak
         if optimizer_step > step.bytes:
             raise self._does_not_fit(step, Floor(0, ()), optimizer_step, None)
         found = solve(problem_of(graph, costs.seconds), allowed)
         if isinstance(found, Floor):
-            names = symbol_names(compat.symbol_sources())
             fits = smaller_batch(graph, names, costs, step.outside, step.bytes)
             raise self._does_not_fit(step, found, replace(step.outside, activations=found.peak).peak, fits)
-        why = f"budget {gib_text(step.bytes)}"
+        sizes = "" if graph.size_hints == first.size_hints else f" for batches up to {step.largest}"
+        margin = f" less a margin of {gib_text(step.margin)}" if step.margin else ""
+        why = f"budget {gib_text(step.bytes)}{margin}{sizes}"
         nodes = graph.joint.nodes
         if found.solver == KEEPS_ALL and (own := _torchs_own(graph, allowed)) is not None:
             return replace(own, why=f"{why}: fits without a plan, torch's own partition", solution=found)
@@ -89,10 +97,17 @@ class FromBudget:
         }
         largest = sorted(parts.items(), key=lambda item: -item[1])[:5]
         held = ", ".join(f"{name} {gib_text(size)}" for name, size in largest if size >= _WORTH_NAMING)
+        batch = f" with a batch of {step.largest}, as long as the longest row" if step.largest is not None else ""
         return DoesNotFitError(
-            f"--memory_opt_budget {self.budget.text}: the step takes at least {gib_text(peak)}, whatever is "
-            f"recomputed; the budget is {gib_text(step.bytes)}; most of it is {held}; {_way_out(floor, fits)}"
+            f"--memory_opt_budget {self.budget.text}: the step takes at least {gib_text(peak)}{batch}, whatever "
+            f"is recomputed; the budget is {gib_text(step.bytes)}; most of it is {held}; {_way_out(floor, fits)}"
         )
+
+
+def _with_batch_of(graph: AnalyzedGraph, first: AnalyzedGraph, outside: Footprint) -> Footprint:
+    """`outside` with a batch that has grown from the sizes of `first` to those of `graph`."""
+    growth = math.prod(graph.size_hints[symbol] / size for symbol, size in first.size_hints.items())
+    return replace(outside, batch=math.ceil(outside.batch * growth))
 
 
 def _way_out(floor: Floor, fits: SmallerBatch | None) -> str:

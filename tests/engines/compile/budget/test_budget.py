@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from optimum_memopt.engines.base import Selection
-from optimum_memopt.engines.compile import engine as compile_engine
-from optimum_memopt.engines.compile.budget import in_step
+from optimum_memopt.engines.compile.budget import in_step, step_budget
 from optimum_memopt.engines.compile.engine import CompileEngine
 from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.compile.producers.budget import FromBudget
@@ -54,7 +53,7 @@ def trained(name: str, budget: int | None, changes: dict[str, Any], batch: dict[
         result = accumulate(model, [batch])
         predicted = engine.predictor.activations()
         _, peak = measured(model, batch)
-        return result, predicted, peak, engine.plans(), engine._table.header
+        return result, predicted, peak, engine.plans(), engine.plans().header
     finally:
         engine.detach()
 
@@ -107,7 +106,7 @@ def test_a_budget_that_all_fits_in_is_torchs_own_partition() -> None:
 @pytest.fixture
 def steady_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """The process itself grows and shrinks by more than a small model takes."""
-    for module in (in_step, compile_engine):
+    for module in (in_step, step_budget):
         monkeypatch.setattr(module, "resident", lambda device: 2**29)
     monkeypatch.setattr(in_step, "_GROWTH", 0)
 

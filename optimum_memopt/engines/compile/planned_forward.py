@@ -1,0 +1,286 @@
+"""A model's training forward, compiled under one plan, and what is known of it."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from optimum_memopt.compat import is_encoder_decoder
+from optimum_memopt.engines.compile import compat
+from optimum_memopt.engines.compile.analysis.graph import Modules
+from optimum_memopt.engines.compile.analysis.module_paths import add_outer_modules
+from optimum_memopt.engines.compile.backend import Backend, configured
+from optimum_memopt.engines.compile.choice import Choice
+from optimum_memopt.engines.compile.detach_outputs import (
+    refusing_gradients,
+    with_detached_outputs,
+    without_logits,
+)
+from optimum_memopt.engines.compile.header import plan_line, prediction_lines
+from optimum_memopt.engines.compile.loss.plan import LossPlan, check_row, plan_losses
+from optimum_memopt.engines.compile.memory.footprint import Footprint
+from optimum_memopt.engines.compile.memory.inductor_memory import InductorPrograms
+from optimum_memopt.engines.compile.memory.step_memory import StepMemoryPredictor
+from optimum_memopt.engines.compile.options import CHUNKED, PLAIN
+from optimum_memopt.engines.compile.partitioned_graph import PartitionedGraph, partition_joint
+from optimum_memopt.engines.compile.plan_files import mismatch_line, plan_file_of
+from optimum_memopt.engines.compile.producers import Producer, matched_in
+from optimum_memopt.engines.compile.recompiles import Recompiles
+from optimum_memopt.engines.compile.symbol_names import SymbolNames
+from optimum_memopt.engines.compile.table import to_table
+from optimum_memopt.engines.compile.trace_fixes import TraceFixes
+from optimum_memopt.engines.label_smoothing import LabelSmoothing, cross_entropy
+from optimum_memopt.engines.weak_method import weak_method
+from optimum_memopt.errors import MemOptError
+from optimum_memopt.logs import get_logger, informing
+from optimum_memopt.plans.plan_file import PlanFile
+from optimum_memopt.plans.table import PlanTable
+from optimum_memopt.progress import Progress, announced
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a forward is compiled.
+
+    Attributes:
+        compiler: one of `options.COMPILERS`.
+        dynamic: sizes of batches stay symbols.
+        is_dry: no programs are compiled: the graphs are only looked at.
+        loss: one of `options.LOSSES`.
+        is_loss_row_asked: a config has the row of the loss.
+        strict: what the graphs do not have is an error.
+        smoothing: label smoothing, computed with the loss.
+    """
+
+    compiler: str
+    dynamic: bool
+    is_dry: bool
+    loss: str
+    is_loss_row_asked: bool
+    strict: bool
+    smoothing: LabelSmoothing | None
+
+
+class PlannedForward:
+    """Compiles at its first call, and again for inputs of another kind.
+
+    Args:
+        model: that trains.
+        forward: its own.
+        producer: makes the choices.
+        settings: how it is compiled.
+        resident: bytes that the process holds beside the optimizer's states, asked when a graph was partitioned.
+
+    Attributes:
+        table: None before the first call.
+        plan_file: None before the first call.
+        predictor: None before the first call, and where nothing is predicted.
+        progress: of the call that compiles.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        forward: Callable[..., Any],
+        producer: Producer,
+        settings: Settings,
+        resident: Callable[[], int],
+    ) -> None:
+        self._model, self._forward, self._producer = model, forward, producer
+        self._settings, self._ask_resident = settings, resident
+        self._name = type(model).__name__
+        self._trace_fixes = TraceFixes(model)
+        # By whether only the loss keeps its gradient, whether the logits are dropped, and the hooks of all modules.
+        self._compiled: dict[tuple[bool, bool, tuple[int, ...]], Callable[..., Any]] = {}
+        # What torch traces for them.
+        self._traced: list[Callable[..., Any]] = []
+        # Graphs that the current forward has compiled so far.
+        self._graphs: list[PartitionedGraph] = []
+        # The losses of the graph that is compiled next.
+        self._losses: list[LossPlan] = []
+        self._resident = 0
+        self._recompiles = Recompiles()
+        self._said: set[str] = set()
+        self.table: PlanTable | None = None
+        self.plan_file: PlanFile | None = None
+        self.predictor: StepMemoryPredictor | None = None
+        self.progress = Progress()
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_only: bool, reader: str) -> Any:
+        """The forward's outputs.
+
+        Args:
+            args: of the forward.
+            kwargs: of the forward.
+            loss_only: nobody calls backward from any output but the loss.
+            reader: who may read more of the outputs than the loss, empty when nobody does.
+
+        Raises:
+            MemOptError: the plan does not go with the model, nothing fits a budget, or torch recompiled too often.
+        """
+        drops_logits = not reader and self._settings.loss != PLAIN
+        variant = (loss_only, drops_logits, compat.global_hooks())
+        is_new = variant not in self._compiled
+        if is_new:
+            self._compiled[variant] = self._compile(loss_only, drops_logits, reader)
+        watch = compat.Watch()
+        is_first = is_new or self.table is None
+        try:
+            with configured(), self._trace_fixes.around_call(kwargs), self._announced(is_first) as self.progress:
+                outputs = self._compiled[variant](*args, **kwargs)
+        except BaseException as error:
+            # Graphs of a forward that failed are no part of the next one's table.
+            self._graphs = []
+            if isinstance(refusal := getattr(error, "inner_exception", None), MemOptError):
+                raise refusal from None
+            raise
+        if not is_first:
+            for line in self._recompiles.add(watch.recompiles(), compat.recompile_limit(), self._name):
+                self._say(line)
+        if self._graphs:
+            graphs, self._graphs = self._graphs, []
+            self._show(graphs, watch, kwargs)
+        elif self.table is None:
+            self._show_nothing(watch)
+        if self.predictor is not None:
+            with self.predicting():
+                self.predictor.note_forward(kwargs, outputs)
+        return refusing_gradients(outputs) if loss_only else outputs
+
+    def predicting(self) -> contextlib.AbstractContextManager:
+        """Around what reads the predictor: an error there is logged, and nothing is predicted from then on."""
+        return informing("the predicted peak", lambda: setattr(self, "predictor", None))
+
+    def _compile(self, loss_only: bool, drops_logits: bool, reader: str) -> Callable[..., Any]:
+        if self._compiled:
+            outputs = (
+                "only the loss keeps its gradient"
+                if loss_only
+                else "outputs beside the loss may be read and keep theirs"
+            )
+            self._say(f"compiling another training graph for other hooks or another caller: {outputs}")
+        settings = self._settings
+        # torch keeps each backend until the process ends (`torch/_dynamo/eval_frame.py`, `cached_backends`, 2.13);
+        # it must not keep the model with it.
+        partition, prepare = weak_method(self._partition), weak_method(self._plan_losses)
+        backend = Backend(settings.compiler, partition, lambda module: prepare(module, reader), settings.is_dry)
+        forward = self._forward
+        if settings.smoothing is not None:
+            forward = settings.smoothing.wrap(forward, functools.partial(cross_entropy, settings.smoothing))
+        if loss_only:
+            forward = with_detached_outputs(forward)
+        if drops_logits:
+            forward = without_logits(forward)
+        forward = compat.with_own_code(forward)
+        self._traced.append(forward)
+        return compat.compile_alone(forward, backend, settings.dynamic)
+
+    def _plan_losses(self, module: fx.GraphModule, reader: str) -> None:
+        mode = self._settings.loss
+        self._losses, others = plan_losses(module.graph, mode, reader)
+        if any(plan.is_chunked for plan in self._losses):
+            module.recompile()
+        told = [plan.reason for plan in self._losses if plan.reason and (plan.is_requested or plan.is_read_by_caller)]
+        for reason in (*told, *(others if mode == CHUNKED else ())):
+            self._say(f"the loss of {self._name} is not chunked: {reason}")
+
+    def _partition(
+        self,
+        programs: InductorPrograms,
+        module: fx.GraphModule,
+        inputs: Any,
+        num_fwd_outputs: int,
+        others: dict[str, Any],
+    ) -> tuple[Choice, Modules]:
+        number = len(self._graphs) + 1
+        self.progress.stage = f"partitioning graph {number} of {len(module.graph.nodes)} operators"
+        add_outer_modules(module.graph, self._model, compat.traced_module())
+        is_all = any(compat.is_all_of(forward) for forward in self._traced)
+        refuses = self.table is None and self._settings.strict
+        graph, modules = partition_joint(
+            module,
+            inputs,
+            num_fwd_outputs,
+            others,
+            self._producer,
+            self._graphs,
+            refuses_mistakes=is_all and refuses,
+            runs_operators=self._settings.compiler != "inductor",
+        )
+        losses, self._losses = tuple(self._losses), []
+        self._graphs.append(replace(graph, programs=programs, is_all_of_forward=is_all, losses=losses))
+        if line := mismatch_line(graph.choice, refuses):
+            self._say(line)
+        self._resident = self._ask_resident()
+        self.progress.stage = f"compiling graph {number}"
+        return graph.choice, modules
+
+    def _announced(self, is_first: bool) -> contextlib.AbstractContextManager[Progress]:
+        """Lines around the first call of a compiled forward; nothing around the later ones."""
+        if not is_first:
+            return contextlib.nullcontext(Progress())
+        return announced(
+            f"compiling the training graph of {self._name} with {self._settings.compiler}",
+            f"compiled the training graph of {self._name} and ran its forward",
+            "tracing forward and backward, partitioning, compiling; once, takes a minute for large models",
+            stage="tracing",
+        )
+
+    def _show(self, graphs: list[PartitionedGraph], watch: compat.Watch, inputs: Mapping[str, Any]) -> None:
+        """The first forward's graphs are the table; later ones were compiled for inputs of another kind.
+
+        Raises:
+            ConfigError: the first forward has several graphs, and the user asks for what none of them has.
+        """
+        strict = self._settings.strict
+        matched = matched_in(self._producer, [(graph.choice, graph.candidates) for graph in graphs])
+        if self.table is not None:
+            for remark in matched.remarks:
+                self._say(f"in the new graph: {remark}")
+            return
+        losses = [loss for graph in graphs for loss in graph.losses]
+        remarks = [*matched.remarks, *check_row(losses, self._settings.is_loss_row_asked, strict)]
+        # A later batch of one row may lack a plan (nothing to repeat), which is no mistake of the user.
+        if strict:
+            matched.check()
+        for remark in remarks:
+            get_logger().warning(remark)
+        if len(graphs) > 1:
+            reasons = "; ".join(watch.graph_breaks())
+            self._say(
+                f"graph breaks split the training forward into {len(graphs)} graphs, planned together: {reasons}"
+            )
+        names = SymbolNames()
+        with informing("the names of sizes"):
+            names = SymbolNames.of(graphs, is_encoder_decoder(self._model))
+        if all(graph.prediction for graph in graphs):
+            with self.predicting():
+                self.predictor = StepMemoryPredictor(self._model, graphs, inputs, self._resident, names)
+        header, footprint = self._predicted(graphs)
+        self.plan_file = plan_file_of(self._model, self._settings.compiler, graphs, names.first, footprint)
+        self.table = PlanTable(engine="compile", plans=(), header=header)
+        with informing("the plan table"):
+            self.table = to_table(graphs, matched, names, header)
+
+    def _predicted(self, graphs: list[PartitionedGraph]) -> tuple[tuple[str, ...], Footprint | None]:
+        """The lines above the table, and the first step's memory."""
+        line = plan_line(self._model, self._settings.compiler, graphs)
+        if self.predictor is not None:
+            with self.predicting():
+                return (line, *prediction_lines(self.predictor)), self.predictor.footprint()
+        return (line,), None
+
+    def _show_nothing(self, watch: compat.Watch) -> None:
+        reasons = "; ".join(watch.graph_breaks()) or "nothing in it can be trained"
+        line = f"NOT under a plan: torch compiled no training graph of this model ({reasons})"
+        get_logger().warning(line)
+        self.table = PlanTable(engine="compile", plans=(), header=(line,))
+
+    def _say(self, line: str) -> None:
+        if line not in self._said:
+            self._said.add(line)
+            get_logger().info(line)
