@@ -103,7 +103,7 @@ class TwoLevel:
             tries: how often the dynamic program's own budget is corrected by the simulated peak.
         """
         problem, best = self.units.problem, None
-        asked, low, high = budget, 0, 0
+        asked, low, high, times = budget, 0, 0, 1
         seen: set[frozenset[int]] = set()
         for _ in range(tries):
             chosen = self.choose(asked)
@@ -120,8 +120,12 @@ class TwoLevel:
             low, high = (asked, high) if fits else (low, asked)
             if low and high:
                 asked = (low + high) // 2
-            else:
+            elif fits:
                 asked += budget - found.peak
+            else:
+                # The exact correction may be met by a plan that is over by as much, again and again.
+                asked -= (found.peak - budget) * times
+                times *= 2
         return best
 
     def lowest(self) -> Simulation:

@@ -11,7 +11,7 @@ from torch.nn import functional
 from optimum_memopt.engines.compile.budget.problem import Problem, problem_of
 from optimum_memopt.engines.compile.budget.simulation import held_at_peak, simulate
 from optimum_memopt.engines.compile.budget.solve import KEEPS_ALL, Floor, Solution, solve
-from optimum_memopt.engines.compile.budget.two_level import two_level
+from optimum_memopt.engines.compile.budget.two_level import TwoLevel, two_level
 from optimum_memopt.engines.compile.budget.units import units_of
 from tests.engines.compile.captured import Captured, capture
 from tests.tiers import tiered
@@ -105,6 +105,24 @@ def test_a_smaller_budget_has_no_higher_peak_and_no_less_time(name: str, request
     assert found[-1].solver == KEEPS_ALL and found[-1].extra_seconds == 0
     for one in found:
         assert simulate(problem, frozenset(one.saved)).peak == one.peak
+
+
+def test_plans_that_pass_the_budget_again_and_again_are_left_behind(
+    many_layers: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Units share what the dynamic program does not see, so that a plan may hold a little more than was asked for."""
+    menus = two_level(priced(many_layers, 0))
+    low, high = menus.lowest().peak, menus.everything.peak
+    chosen = menus.choose((low + high) // 2)
+    budget = simulate(menus.units.problem, menus.closure(chosen)).peak - 1
+    original = TwoLevel.choose
+
+    def choose(self: TwoLevel, asked: int) -> tuple[frozenset[int], ...]:
+        return chosen if asked > budget - 50 else original(self, asked)
+
+    monkeypatch.setattr(TwoLevel, "choose", choose)
+    found = menus.solve(budget)
+    assert found is not None and low <= found.peak <= budget
 
 
 def test_the_same_problem_has_the_same_solution(many_layers: Captured) -> None:
