@@ -12,7 +12,7 @@ _Symbol = TypeVar("_Symbol")
 
 def is_rows(name: str) -> bool:
     """Whether a graph's own name of a size, `input_ids_dim0`, is that of a batch's rows."""
-    return name.endswith("_dim0")
+    return name.rpartition("_")[2] == "dim0"
 
 
 def larger_sizes(
