@@ -1,0 +1,173 @@
+"""Joint graphs of models that are too large for this machine, traced on fake tensors, for budget.py."""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch import config as functorch_config
+from transformers.initialization import no_init_weights
+
+from optimum_memopt.engines.base import Selection
+from optimum_memopt.engines.compile import compat
+from optimum_memopt.engines.compile.analysis.candidates import Candidate
+from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph, nodes_to_save
+from optimum_memopt.engines.compile.budget.costs import roofline
+from optimum_memopt.engines.compile.budget.devices import DEVICES
+from optimum_memopt.engines.compile.budget.problem import Problem, problem_of
+from optimum_memopt.engines.compile.choice import Choice
+from optimum_memopt.engines.compile.engine import CompileEngine
+from optimum_memopt.plans.matching import Matched
+
+DEVICE = DEVICES["H100"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model and its batch.
+
+    Attributes:
+        kind: `roberta`: masked LM, `deberta-v2`: classification, `llama`: causal LM.
+        layers: of the model.
+        hidden: width of the hidden states.
+        batch_size: rows.
+        seq_len: tokens of each.
+    """
+
+    kind: str
+    layers: int
+    hidden: int
+    batch_size: int
+    seq_len: int
+
+    @property
+    def text(self) -> str:
+        return f"{self.layers} layers of {self.hidden}, batch {self.batch_size} x {self.seq_len}"
+
+
+def build(shape: Shape) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    """The model in training mode, dropout as its config has it, and a batch."""
+    import transformers
+
+    torch.manual_seed(0)
+    model = getattr(transformers, _HEADS[shape.kind])(make_config(shape)).train()
+    ids = torch.randint(5, 1000, (shape.batch_size, shape.seq_len))
+    labels = torch.zeros(shape.batch_size, dtype=torch.long) if shape.kind == "deberta-v2" else ids.clone()
+    return model, {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+
+
+_HEADS = {
+    "roberta": "RobertaForMaskedLM",
+    "deberta-v2": "DebertaV2ForSequenceClassification",
+    "llama": "LlamaForCausalLM",
+}
+
+
+def make_config(shape: Shape) -> Any:
+    """RoBERTa's, DeBERTa-v2-xlarge's and Llama-3.2-1B's, with another depth and width."""
+    import transformers
+
+    sizes = {
+        "hidden_size": shape.hidden,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.hidden // 64,
+        "intermediate_size": 4 * shape.hidden,
+        "max_position_embeddings": shape.seq_len + 2,
+    }
+    if shape.kind == "roberta":
+        # With dropout within attention a CPU has no fused attention.
+        return transformers.RobertaConfig(**sizes, vocab_size=50_265, attention_probs_dropout_prob=0.0)
+    if shape.kind == "llama":
+        config = transformers.LlamaConfig(**sizes, vocab_size=128_256, num_key_value_heads=8, tie_word_embeddings=True)
+        config.use_cache = False
+        return config
+    return transformers.DebertaV2Config(
+        **sizes,
+        vocab_size=128_100,
+        relative_attention=True,
+        pos_att_type=["c2p", "p2c"],
+        position_buckets=256,
+        share_att_key=True,
+        norm_rel_ebd="layer_norm",
+        conv_kernel_size=0,
+        problem_type="single_label_classification",
+    )
+
+
+@dataclass(frozen=True)
+class _Looking:
+    """See `Producer`; everything is saved, after a look at the graph."""
+
+    look: Callable[[AnalyzedGraph], None]
+
+    @classmethod
+    def of(cls, selection: Selection) -> None:
+        """Nobody selects it."""
+
+    def match(self, candidates: Sequence[Candidate]) -> Matched:
+        return Matched()
+
+    def choose(self, graph: AnalyzedGraph, earlier: Sequence[Choice]) -> Choice:
+        self.look(graph)
+        return Choice(nodes_to_save(graph, ()), "everything is saved")
+
+
+def trace(
+    shape: Shape, look: Callable[[AnalyzedGraph], Any], dynamic: bool = False, dtype: torch.dtype = torch.bfloat16
+) -> Any:
+    """What `look` makes of a model's joint graph, as a Trainer would train it.
+
+    Args:
+        shape: of the model.
+        look: called once, while torch traces.
+        dynamic: sizes of the batch stay symbols.
+        dtype: of autocast; float32: without.
+    """
+    found: list[Any] = []
+    producer = _Looking(lambda graph: found.append(look(graph)))
+    engine = CompileEngine(None, "aot_eager", dynamic, producer=producer, is_dry=True)
+    engine.outputs_read_by = lambda: ""
+    torch._dynamo.reset()
+    autocast = torch.autocast("cpu", dtype, enabled=dtype != torch.float32)
+    with compat.fake_tensors(), no_init_weights(), autocast:
+        model, batch = build(shape)
+        model.tie_weights()
+        engine.attach(model)
+        try:
+            model(**batch)
+        finally:
+            engine.detach()
+    (one,) = found
+    return one
+
+
+def estimated(graph: AnalyzedGraph) -> Problem:
+    """With the times that the device is estimated to need, as `--device` of `optimum-cli memopt plan` has them."""
+    return problem_of(graph, roofline(graph.joint, graph.size_hints, DEVICE, fused=True).seconds)
+
+
+def saved_by_torch(graph: AnalyzedGraph, budget: float) -> frozenset[str]:
+    """Names of what torch's partitioner saves with an `activation_memory_budget`."""
+    module = graph.joint.module
+    joint = module.graph
+    module.graph = copy.deepcopy(joint)
+    try:
+        with functorch_config.patch(activation_memory_budget=budget):
+            forward, _ = graph.partition_by_torch()
+    finally:
+        module.graph = joint
+    (output,) = forward.graph.find_nodes(op="output")
+    saved = output.args[0][graph.joint.num_fwd_outputs :]
+    return frozenset(node.name for node in saved if isinstance(node, fx.Node) and node.op != "placeholder")
+
+
+def saved_by_choice(choice: Choice) -> frozenset[str]:
+    return frozenset(node.name for node in choice.nodes_to_save)
+
+
+def roots_of(problem: Problem, names: frozenset[str]) -> frozenset[int]:
+    """The storages of nodes."""
+    number: Mapping[str, int] = {name: index for index, name in enumerate(problem.names)}
+    return frozenset(problem.roots[number[name]] for name in names)

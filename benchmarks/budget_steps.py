@@ -1,0 +1,199 @@
+"""Measured step times of models that a CPU trains: other ways to a lower peak, and the solver at the same one, for
+budget.py."""
+
+import argparse
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from allocations import allocated
+from shared import make_config, to_markdown
+from torch._functorch import config as functorch_config
+
+from optimum_memopt.engines.base import Selection
+from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph
+from optimum_memopt.engines.compile.budget.in_step import costs_of
+from optimum_memopt.engines.compile.choice import Choice
+from optimum_memopt.engines.compile.engine import CompileEngine
+from optimum_memopt.engines.compile.producers.budget import FromBudget
+from optimum_memopt.errors import DoesNotFitError
+from optimum_memopt.memory import malloc
+from optimum_memopt.memory.peak_monitor import MIB
+from optimum_memopt.plans.matching import Matched
+from optimum_memopt.sizes import Budget
+
+MODELS = ("roberta", "deberta-v2")
+NO_PLAN = "no plan"
+_DECIMALS = {"CPU-s": 2, "of no plan": 2, "of the baseline": 2}
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of models and batches."""
+
+    hidden: int
+    layers: int
+    batch_size: int
+    seq_len: int
+
+
+FULL, QUICK = Size(512, 6, 4, 256), Size(64, 2, 2, 16)
+
+
+@dataclass(frozen=True)
+class _Within:
+    """See `Producer`; so many bytes for the graph alone, at the costs that this machine measures."""
+
+    bytes: int
+
+    @classmethod
+    def of(cls, selection: Selection) -> None:
+        """Nobody selects it."""
+
+    def match(self, candidates: Any) -> Matched:
+        return Matched()
+
+    def choose(self, graph: AnalyzedGraph, earlier: Any) -> Choice:
+        costs = costs_of(graph, torch.device("cpu"), fused=False)
+        return FromBudget(Budget(f"{self.bytes} bytes", self.bytes), costs=lambda graph: costs).choose(graph, earlier)
+
+
+# Each makes a model train its own way, and returns torch's settings while it is compiled.
+_Prepare = Callable[[torch.nn.Module], "contextlib.AbstractContextManager[Any]"]
+
+
+def _engine(selection: Selection | None = None, producer: _Within | None = None) -> _Prepare:
+    def prepare(model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
+        # Sizes are fixed: it is traced several times as fast.
+        engine = CompileEngine(selection, "aot_eager", dynamic=False, producer=producer)
+        engine.outputs_read_by = lambda: ""
+        engine.attach(model)
+        return contextlib.nullcontext()
+
+    return prepare
+
+
+def _checkpointing(every: int) -> _Prepare:
+    def prepare(model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
+        model.activation_checkpointing_enable(every_n_layers=every)
+        return contextlib.nullcontext()
+
+    return prepare
+
+
+def _torchs_budget(budget: float) -> _Prepare:
+    def prepare(model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
+        model.compile(backend="aot_eager", dynamic=False)
+        return functorch_config.patch(activation_memory_budget=budget)
+
+    return prepare
+
+
+BASELINES: dict[str, _Prepare] = {
+    "checkpointing, 1 of 2 layers": _checkpointing(2),
+    "torch's budget 0.5": _torchs_budget(0.5),
+    "level 1": _engine(Selection(level=1)),
+}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model that trains one way.
+
+    Attributes:
+        step: forward and backward.
+        peak: bytes over what is held before, as torch's allocator sees it.
+    """
+
+    step: Callable[[], None]
+    peak: int
+
+
+def trained(name: str, size: Size, prepare: _Prepare) -> Trained:
+    """Compile and measure the peak.
+
+    Raises:
+        DoesNotFitError: a budget is too small.
+    """
+    import transformers
+
+    torch.manual_seed(0)
+    config = make_config(name, size.hidden, size.layers)
+    model = transformers.AutoModelForSequenceClassification.from_config(config).train()
+    ids = torch.randint(5, config.vocab_size, (size.batch_size, size.seq_len))
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.zeros_like(ids[:, 0])}
+
+    def step() -> None:
+        model(**batch).loss.backward()
+        model.zero_grad()
+
+    with prepare(model):
+        step()
+        # A second call may find an input that it was not compiled for.
+        step()
+    peak, _, _ = allocated(step)
+    return Trained(step, peak)
+
+
+def measure(name: str, size: Size, rounds: int) -> dict[str, Any]:
+    """Peaks, and the CPU seconds of interleaved steps; of a plan that nothing fits in the reason."""
+    malloc.return_freed_memory()
+    torch._dynamo.reset()
+    ways = {NO_PLAN: trained(name, size, _engine())}
+    errors = {}
+    for baseline, prepare in BASELINES.items():
+        ways[baseline] = trained(name, size, prepare)
+        try:
+            ways[f"solver for {baseline}"] = trained(name, size, _engine(producer=_Within(ways[baseline].peak)))
+        except DoesNotFitError as error:
+            errors[baseline] = str(error)
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(rounds):
+        for way, one in ways.items():
+            begin = time.process_time()
+            one.step()
+            seconds[way].append(time.process_time() - begin)
+    about = f"{size.layers} layers of {size.hidden}, batch {size.batch_size} x {size.seq_len}, fp32, dropout 0.1"
+    peaks = {way: one.peak for way, one in ways.items()}
+    return {"about": about, "peaks": peaks, "seconds": seconds, "errors": errors}
+
+
+def run(saved: dict[str, Any], keep: Callable[[], None], arguments: argparse.Namespace) -> None:
+    """Add the models that are missing; see budget.py."""
+    for name in MODELS[:1] if arguments.quick else MODELS:
+        if name not in saved:
+            saved[name] = measure(name, QUICK if arguments.quick else FULL, 1 if arguments.quick else arguments.rounds)
+            keep()
+
+
+def rows(found: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Of one model's table; each ratio is the median of the rounds' own."""
+    seconds = found["seconds"]
+
+    def ratio(way: str, base: str) -> float:
+        return statistics.median(own / other for own, other in zip(seconds[way], seconds[base], strict=True))
+
+    for way, peak in found["peaks"].items():
+        base = way.removeprefix("solver for ")
+        yield {
+            "way": "solver, same budget" if base != way else way,
+            "peak MiB": peak / MIB,
+            "CPU-s": statistics.median(seconds[way]),
+            "of no plan": ratio(way, NO_PLAN),
+            "of the baseline": ratio(way, base) if base != way else "",
+        }
+
+
+def sections(saved: Mapping[str, Any]) -> dict[str, str]:
+    """A table for each model."""
+
+    def text(found: Mapping[str, Any]) -> str:
+        notes = [f"The solver at the peak of {name}: {error}" for name, error in found["errors"].items()]
+        rounds = len(found["seconds"][NO_PLAN])
+        return "\n\n".join([f"{found['about']}, {rounds} rounds:", to_markdown(list(rows(found)), _DECIMALS), *notes])
+
+    return {f"steps of {name}": text(found) for name, found in saved.items()}
