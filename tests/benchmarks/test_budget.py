@@ -95,7 +95,7 @@ def test_a_small_model_against_its_baselines(tmp_path):
 
 @pytest.mark.end_to_end
 def test_checkpointing_recomputes_its_layers_and_the_solver_takes_no_longer():
-    problem = trace(Shape("roberta", 2, 64, 2, 16), estimated, dtype=torch.float32)
+    problem = trace(Shape("roberta", 2, 64, 64, 64), estimated, dtype=torch.float32)
     every, second = (simulate(problem, problem.closure(checkpointed(problem, count))) for count in (1, 2))
     solver = Solver(problem)
 
@@ -106,7 +106,7 @@ def test_checkpointing_recomputes_its_layers_and_the_solver_takes_no_longer():
     assert layers(second) == {min(layers(every))}
     assert every.stashed < second.stashed < solver.everything.stashed
     compared = compare(solver, "checkpointing", checkpointed(problem, 1))
-    assert compared.peak == every.peak and compared.solver_peak <= every.peak
+    assert compared.solver_peak <= compared.peak == every.peak < solver.everything.peak
     assert 0 < compared.ratio <= 1
 
 
