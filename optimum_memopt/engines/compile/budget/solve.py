@@ -69,6 +69,10 @@ class Solver:
         """The plan with the lowest peak that is found."""
         return min(self._menus.lowest(), self._layers_recomputed, key=lambda found: found.peak)
 
+    def prepare(self) -> None:
+        """Solve what is the same for every budget."""
+        _ = self._menus
+
     def solve(self, budget: int) -> Solution | Floor:
         """The plan with the least time for recompute of all whose peak fits; of equal ones that with the lowest peak.
 

@@ -13,7 +13,7 @@ from optimum_memopt.engines.compile.budget.in_step import Step
 from optimum_memopt.engines.compile.budget.largest_sizes import larger_sizes
 from optimum_memopt.engines.compile.budget.problem import problem_of
 from optimum_memopt.engines.compile.budget.smaller_batch import SmallerBatch, smaller_batch
-from optimum_memopt.engines.compile.budget.solve import KEEPS_ALL, Floor, Solution, solve
+from optimum_memopt.engines.compile.budget.solve import KEEPS_ALL, Floor, Solution, Solver
 from optimum_memopt.engines.compile.choice import Choice
 from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.compile.memory.timeline import graph_timeline
@@ -58,15 +58,18 @@ class FromBudget:
         names = symbol_names(compat.symbol_sources())
         first, graph = graph, replace(graph, size_hints=larger_sizes(graph.size_hints, names, step.largest))
         costs = self.costs(graph) if self.costs is not None else _by_bytes(graph)
+        solver = Solver(problem_of(graph, costs.seconds))
         if self.step is not None:
-            # Again after the measurements, which leave something behind in the process.
+            if solver.everything.peak > step.outside.activations_within(step.bytes):
+                solver.prepare()
+            # Again after measuring and solving, which leave something behind in the process.
             step = self.step(self.budget)
         step = replace(step, outside=_with_batch_of(graph, first, step.outside))
         allowed = step.outside.activations_within(step.bytes - step.margin)
         optimizer_step = replace(step.outside, activations=0).peak
         if optimizer_step > step.bytes:
             raise self._does_not_fit(step, Floor(0, ()), optimizer_step, None)
-        found = solve(problem_of(graph, costs.seconds), allowed)
+        found = solver.solve(allowed)
         if isinstance(found, Floor):
             fits = smaller_batch(graph, names, costs, step.outside, step.bytes)
             raise self._does_not_fit(step, found, replace(step.outside, activations=found.peak).peak, fits)

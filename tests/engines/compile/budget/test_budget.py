@@ -109,6 +109,7 @@ def steady_process(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (in_step, step_budget):
         monkeypatch.setattr(module, "resident", lambda device: 2**29)
     monkeypatch.setattr(in_step, "_GROWTH", 0)
+    monkeypatch.setattr(in_step, "_GROWTH_SHARE", 0)
 
 
 @pytest.mark.usefixtures("steady_process")
