@@ -37,6 +37,8 @@ from optimum_memopt.engines.compile.symbol_names import symbol_names
 from optimum_memopt.logs import informing
 from optimum_memopt.plans.plan_file import GraphPlan
 
+_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
+
 
 @dataclass(frozen=True, eq=False)
 class PartitionedGraph:
@@ -50,6 +52,7 @@ class PartitionedGraph:
         timeline: what its forward and backward hold, for any values of the symbols; None where it cannot be known.
         prediction: for the first batch.
         has_convolutions: whose kernels take workspaces that are no tensors of the graph.
+        has_half_products: matrix products in half precision on a CPU, for which oneDNN keeps memory for each shape.
         programs: inductor's for the two graphs, once it has compiled them.
         is_all_of_forward: nothing of the model's forward runs outside of the graph.
         losses: those of a model with a vocabulary, chunked or not.
@@ -64,6 +67,7 @@ class PartitionedGraph:
     prediction: Prediction | None
     plan: GraphPlan
     has_convolutions: bool = False
+    has_half_products: bool = False
     programs: InductorPrograms = field(default_factory=InductorPrograms)
     is_all_of_forward: bool = True
     losses: tuple[LossPlan, ...] = ()
@@ -147,9 +151,15 @@ def _partitioned(graph: AnalyzedGraph, choice: Choice, modules: Modules) -> Part
         timeline = graph_timeline(*modules, joint.num_fwd_outputs, static_inputs=parameters)
         prediction = timeline.predict(sizes)
     convolves = any(operator_name(node).startswith("convolution") for node in joint.forward)
+    halves = any(operator_name(node) in _PRODUCTS and _is_half_on_cpu(node) for node in joint.forward)
     return PartitionedGraph(
-        graph.candidates, choice, sizes, names, timeline, prediction, graph_plan(graph, choice), convolves
+        graph.candidates, choice, sizes, names, timeline, prediction, graph_plan(graph, choice), convolves, halves
     )
+
+
+def _is_half_on_cpu(node: fx.Node) -> bool:
+    tensor = tensor_value(node)
+    return tensor.device.type == "cpu" and tensor.dtype in (torch.bfloat16, torch.float16)
 
 
 def static_inputs(joint: JointGraph, indices: Iterable[int]) -> tuple[fx.Node, ...]:

@@ -136,3 +136,24 @@ def test_a_graph_that_layers_share_counts_as_often_as_it_runs(asked: str) -> Non
     assert predictor.caveat == "not exact: 2 graphs in 5 runs, and what runs outside of them is not counted"
     assert predictor.saved() == predictor.stashed == pytest.approx(stashed, **EXACT)
     assert predictor.activations() == pytest.approx(peak, **EXACT)
+
+
+class Products(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> Output:
+        return Output(loss=self.layer(x).square().sum())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_in_half_precision_on_a_cpu(dtype: torch.dtype) -> None:
+    engine = CompileEngine(compiler="aot_eager")
+    model = Products()
+    engine.attach(model)
+    with torch.autocast("cpu", dtype, enabled=dtype is torch.bfloat16):
+        model(x=torch.randn(4, 16)).loss.backward()
+    expected = "without what oneDNN keeps for each shape in half precision" if dtype is torch.bfloat16 else ""
+    assert engine.predictor.caveat == expected
+    engine.detach()

@@ -116,10 +116,12 @@ class StepMemoryPredictor:
             kernels.append("convolutions")
         if self._is_on_cuda:
             kernels.append("CUDA's libraries")
+        has_half_products = any(part.graph.has_half_products for part in self._parts)
         reasons = (
             self._programs_caveat,
             self._outside_of_graphs,
             f"without the workspaces of {' and '.join(kernels)}" if kernels else "",
+            "without what oneDNN keeps for each shape in half precision" if has_half_products else "",
             "as if every token had a label" if any(part.graph.chunks_loss for part in self._parts) else "",
         )
         return "; ".join(filter(None, reasons))
