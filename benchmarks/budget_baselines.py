@@ -25,8 +25,8 @@ from optimum_memopt.plans.grammar import parse
 
 SHAPES = {
     "RoBERTa-base": Shape("roberta", 12, 768, 16, 512),
-    "DeBERTa-v2": Shape("deberta-v2", 24, 1536, 8, 512),
     "Llama-1B": Shape("llama", 16, 2048, 4, 2048),
+    "DeBERTa-v2": Shape("deberta-v2", 24, 1536, 8, 512),
 }
 QUICK = {"RoBERTa-base": Shape("roberta", 2, 128, 4, 64)}
 TORCHS = (0.1, 0.3, 0.5, 0.7, 0.9)

@@ -30,8 +30,8 @@ def menu(units: Units, index: int) -> tuple[frozenset[int], ...]:
     cut = cut_of(problem, unit.nodes, units.leaving)
     if cut is not None:
         most = sum(problem.bytes[node] for node in activations) / MEGA
-        # Between the corners of the hull only for units of which there are many.
-        between = _between(cut, most) if units.classes.count(units.classes[index]) > 1 else ()
+        # Between the corners of the hull only for layers, which take most of the time and bytes.
+        between = _between(cut, most) if unit.layer else ()
         for solution in (*_hull(cut), *between):
             found.setdefault(cut.saved(solution))
     return tuple(found)

@@ -84,16 +84,20 @@ class Solver:
             return self._solution(KEEPS_ALL, self.everything, begin)
         fitting = [(solver, found) for solver, found in self._candidates(budget) if found.peak <= budget]
         if not fitting:
-            if self.lowest.peak > budget:
-                return Floor(self.lowest.peak, _holders(self.problem, self.lowest))
-            fitting.append((TWO_LEVEL, self.lowest))
+            return Floor(self.lowest.peak, _holders(self.problem, self.lowest))
         solver, best = min(fitting, key=lambda pair: (pair[1].extra_seconds(self.problem), pair[1].peak))
         return self._solution(solver, improve(self.problem, best, budget), begin)
 
     def _candidates(self, budget: int) -> Iterator[tuple[str, Simulation]]:
         found = self._menus.solve(budget)
+        if found is None and self.lowest.peak <= budget:
+            found = self.lowest
         if found is not None:
             yield TWO_LEVEL, found
+        for root in self._menus.shared:
+            without = self._menus.solve(budget, frozenset((root,)))
+            if without is not None:
+                yield TWO_LEVEL, without
         yield LAYERS, self._layers_recomputed
         # It takes longer, and wins in small graphs and where the other one finds nothing.
         if found is None or sum(self.problem.is_forward) < SMALL:

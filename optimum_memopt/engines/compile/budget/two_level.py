@@ -16,6 +16,8 @@ from optimum_memopt.engines.compile.budget.units import Units, units_of
 
 # Steps of saved bytes that the dynamic program tells apart.
 _STEPS = 4000
+# Of the peak, what a root outside of the layers has to take for a plan of its own without it, and how many are tried.
+_SHARED, _MOST_SHARED = 0.01, 2
 
 
 @dataclass(frozen=True)
@@ -95,11 +97,12 @@ class TwoLevel:
             place = before[place]
         return tuple(reversed(chosen))
 
-    def solve(self, budget: int, tries: int = 8) -> Simulation | None:
+    def solve(self, budget: int, recomputed: frozenset[int] = frozenset(), tries: int = 8) -> Simulation | None:
         """The fastest plan found whose simulated peak is within the budget.
 
         Args:
             budget: bytes.
+            recomputed: roots that leave a unit, and are not saved all the same.
             tries: how often the dynamic program's own budget is corrected by the simulated peak.
         """
         problem, best = self.units.problem, None
@@ -107,9 +110,13 @@ class TwoLevel:
         seen: set[frozenset[int]] = set()
         for _ in range(tries):
             chosen = self.choose(asked)
-            if not chosen:
+            if not chosen and not high:
                 break
-            found = simulate(problem, self.closure(chosen))
+            if not chosen:
+                low = asked
+                asked = (low + high) // 2
+                continue
+            found = simulate(problem, self.closure(chosen, recomputed))
             fits = found.peak <= budget
             if fits and (best is None or found.extra_seconds(problem) < best.extra_seconds(problem)):
                 best = found
@@ -143,9 +150,20 @@ class TwoLevel:
             best = min(best, found, key=lambda simulation: simulation.peak)
         return best
 
-    def closure(self, chosen: Sequence[frozenset[int]]) -> frozenset[int]:
-        """All that is saved under a plan of each unit."""
-        return self.units.problem.closure(self.units.leaving.union(*chosen))
+    def closure(self, chosen: Sequence[frozenset[int]], recomputed: frozenset[int] = frozenset()) -> frozenset[int]:
+        """All that is saved under a plan of each unit, without what leaves one and is recomputed all the same."""
+        return self.units.problem.closure(self.units.leaving.union(*chosen) - recomputed)
+
+    @property
+    def shared(self) -> tuple[int, ...]:
+        """Large roots outside of the layers that are read elsewhere, such as an attention mask; largest first."""
+        problem, least = self.units.problem, self.everything.peak * _SHARED
+        found = (
+            root
+            for root in self.units.leaving & self.everything.saved
+            if not problem.layers[root] and not problem.is_kept[root] and problem.bytes[root] >= least
+        )
+        return tuple(sorted(found, key=lambda root: (-problem.bytes[root], root))[:_MOST_SHARED])
 
 
 def two_level(problem: Problem) -> TwoLevel:
@@ -219,15 +237,33 @@ def _with(plans: tuple[UnitPlan, ...], plan: UnitPlan) -> tuple[UnitPlan, ...]:
 def _stashed_more(units: Units, everything: Simulation, found: Simulation, measured: Sequence[int]) -> dict[int, int]:
     """Bytes that each measured unit leaves for the backward, over those where everything is saved.
 
-    What leaves another unit, and is saved since a measured one is recomputed from it, counts for that one.
+    What leaves a unit, and is saved since a measured one is recomputed from it, counts for that one; what several read
+    (an attention mask), for its own.
     """
     problem = units.problem
     more = dict.fromkeys(measured, 0)
     for sign, nodes in ((1, found.saved - everything.saved), (-1, everything.saved - found.saved)):
         for node in nodes:
             index = units.index[node]
-            more[next((one for one in measured if one >= index), measured[-1])] += sign * problem.bytes[node]
+            behind = (one for one in measured if one >= index)
+            reader = _only_reader(units, node) if node in units.leaving else None
+            more[reader if reader in more else next(behind, measured[-1])] += sign * problem.bytes[node]
     return more
+
+
+def _only_reader(units: Units, root: int) -> int | None:
+    """The unit that alone reads what leaves another one; None where several do."""
+    problem = units.problem
+    found = set()
+    todo = [root]
+    while todo:
+        for user in problem.users[todo.pop()]:
+            if problem.is_view[user]:
+                todo.append(user)
+            elif user in units.index:
+                found.add(units.index[user])
+    found.discard(units.index[root])
+    return found.pop() if len(found) == 1 else None
 
 
 def _recompute_seconds(units: Units, found: Simulation) -> list[float]:
