@@ -44,6 +44,25 @@ class Stack(torch.nn.Module):
         return x.square().sum()
 
 
+class ShiftedBlock(Block):
+    def forward(self, x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        return x + super().forward(x * 1.5 + shift)
+
+
+class Spaced(Stack):
+    """With an operator between two layers, another one each time, as DeBERTa has for its relative positions."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.layers = torch.nn.ModuleList([ShiftedBlock() for _ in range(count)])
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        for number, layer in enumerate(self.layers):
+            x = layer(x, self.embedding.weight[: number + 1].exp().sum())
+        return x.square().sum()
+
+
 IDS = torch.arange(4 * 12).view(4, 12) % 50
 
 
@@ -123,6 +142,17 @@ def test_plans_that_pass_the_budget_again_and_again_are_left_behind(
     monkeypatch.setattr(TwoLevel, "choose", choose)
     found = menus.solve(budget)
     assert found is not None and low <= found.peak <= budget
+
+
+def test_what_leaves_a_layer_counts_for_the_one_that_is_recomputed_from_it() -> None:
+    problem = priced(capture(Spaced(8).forward, IDS), 0)
+    menus = two_level(problem)
+    low, high = menus.lowest().peak, menus.everything.peak
+    for budget in range(low, high, (high - low) // 8):
+        chosen = menus.choose(budget)
+        assert chosen
+        # No plan is far from where the dynamic program expects it.
+        assert simulate(problem, menus.closure(chosen)).peak <= budget * 1.01
 
 
 def test_the_same_problem_has_the_same_solution(many_layers: Captured) -> None:
