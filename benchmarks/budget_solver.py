@@ -2,6 +2,7 @@
 
 import argparse
 import itertools
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -94,15 +95,16 @@ def run(saved: dict[str, Any], keep: Callable[[], None], arguments: argparse.Nam
 def gap_rows(saved: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     for name, found in saved.items():
         at_floor, *others = found["gaps"]
-        known = [max(0.0, one) for one in others if one is not None]
+        known = [one for one in others if one is not None]
         yield {
             "layer of": name,
             "activations": found["activations"],
             "of which all subsets": found["tried"],
             "different plans": found["plans"],
             "budgets": len(known),
-            "largest gap": f"{max(known, default=0.0):.2%}",
-            "at the lowest peak": "no subset fits" if at_floor is None else f"{max(0.0, at_floor):.2%}",
+            "largest gap": f"{max(known):+.2%}",
+            "median gap": f"{statistics.median(known):+.2%}",
+            "at the lowest peak": "no subset fits" if at_floor is None else f"{at_floor:+.2%}",
         }
 
 
