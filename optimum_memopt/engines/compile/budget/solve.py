@@ -90,10 +90,8 @@ class Solver:
 
     def _candidates(self, budget: int) -> Iterator[tuple[str, Simulation]]:
         found = self._menus.solve(budget)
-        if found is None and self.lowest.peak <= budget:
-            found = self.lowest
-        if found is not None:
-            yield TWO_LEVEL, found
+        if found is not None or self.lowest.peak <= budget:
+            yield TWO_LEVEL, found or self.lowest
         for root in self._menus.shared:
             without = self._menus.solve(budget, frozenset((root,)))
             if without is not None:
