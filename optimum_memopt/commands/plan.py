@@ -122,32 +122,14 @@ def _case(args: Any) -> Any:
         MemOptError: one line.
     """
     from optimum_memopt.engines.base import choose_engines, engine_names, factory
-    from optimum_memopt.errors import MemOptError, path_excerpt
+    from optimum_memopt.errors import MemOptError
     from optimum_memopt.measure.measure_case import Case
     from optimum_memopt.measure.workload import Workload
     from optimum_memopt.options import MemOptOptions
 
     workload = Workload(args.model, args.task, args.batch_size, args.seq_len)
     workload.check()
-    for name in ("steps", "max_runs"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise MemOptError(f"--{name} {getattr(args, name)}: allowed are numbers from 1 on")
-    if args.max_runs is not None and not args.measure:
-        raise MemOptError(f"--max_runs {args.max_runs}: only --measure starts so many processes; leave it out")
-    if args.measure and args.level:
-        raise MemOptError(f"--level {args.level} with --measure: both levels are measured anyway; leave it out")
-    chosen = args.config or args.level or args.budget
-    if args.output and not args.measure and not chosen:
-        raise MemOptError("--output writes the plans that are on; give --config, --level, --budget or --measure")
-    for name in ("budget", "plan", "device", "compiler", "budget_curve"):
-        if args.measure and getattr(args, name) is not None:
-            raise MemOptError(f"--{name} with --measure: measured are rows and levels, on this machine; leave it out")
-    if args.budget_curve is not None:
-        _check_curve(args, chosen or args.plan)
-    if args.output and not os.path.isdir(os.path.dirname(args.output) or os.curdir):
-        raise MemOptError(f"--output {path_excerpt(args.output)}: no such folder")
-    if args.output and os.path.isdir(args.output):
-        raise MemOptError(f"--output {path_excerpt(args.output)}: is a folder; name a file in it")
+    _check(args)
     options = {
         "memory_opt_engine": args.engine,
         "memory_opt_config": args.config,
@@ -176,6 +158,31 @@ def _case(args: Any) -> Any:
             f"--steps {args.steps}: the {name} engine predicts without a step; leave it out, or add --measure"
         )
     return Case(workload, {**options, "memory_opt_engine": name}, steps=args.steps or 2)
+
+
+def _check(args: Any) -> None:
+    """Refuse arguments that do not go together, and files that cannot be written. Raises MemOptError."""
+    from optimum_memopt.errors import MemOptError, path_excerpt
+
+    for name in ("steps", "max_runs"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise MemOptError(f"--{name} {getattr(args, name)}: allowed are numbers from 1 on")
+    if args.max_runs is not None and not args.measure:
+        raise MemOptError(f"--max_runs {args.max_runs}: only --measure starts so many processes; leave it out")
+    if args.measure and args.level:
+        raise MemOptError(f"--level {args.level} with --measure: both levels are measured anyway; leave it out")
+    chosen = args.config or args.level or args.budget
+    if args.output and not args.measure and not chosen:
+        raise MemOptError("--output writes the plans that are on; give --config, --level, --budget or --measure")
+    for name in ("budget", "plan", "device", "compiler", "budget_curve"):
+        if args.measure and getattr(args, name) is not None:
+            raise MemOptError(f"--{name} with --measure: measured are rows and levels, on this machine; leave it out")
+    if args.budget_curve is not None:
+        _check_curve(args, chosen or args.plan)
+    if args.output and not os.path.isdir(os.path.dirname(args.output) or os.curdir):
+        raise MemOptError(f"--output {path_excerpt(args.output)}: no such folder")
+    if args.output and os.path.isdir(args.output):
+        raise MemOptError(f"--output {path_excerpt(args.output)}: is a folder; name a file in it")
 
 
 def _check_curve(args: Any, chosen: Any) -> None:
