@@ -92,10 +92,6 @@ class Solver:
         found = self._menus.solve(budget)
         if found is not None or self.lowest.peak <= budget:
             yield TWO_LEVEL, found or self.lowest
-        for root in self._menus.shared:
-            without = self._menus.solve(budget, frozenset((root,)))
-            if without is not None:
-                yield TWO_LEVEL, without
         yield LAYERS, self._layers_recomputed
         # It takes longer, and wins in small graphs and where the other one finds nothing.
         if found is None or sum(self.problem.is_forward) < SMALL:

@@ -16,8 +16,6 @@ from optimum_memopt.engines.compile.budget.units import Units, units_of
 
 # Steps of saved bytes that the dynamic program tells apart.
 _STEPS = 4000
-# Of the peak, what a root outside of the layers has to take for a plan of its own without it, and how many are tried.
-_SHARED, _MOST_SHARED = 0.01, 2
 
 
 @dataclass(frozen=True)
@@ -97,12 +95,11 @@ class TwoLevel:
             place = before[place]
         return tuple(reversed(chosen))
 
-    def solve(self, budget: int, recomputed: frozenset[int] = frozenset(), tries: int = 8) -> Simulation | None:
+    def solve(self, budget: int, tries: int = 8) -> Simulation | None:
         """The fastest plan found whose simulated peak is within the budget.
 
         Args:
             budget: bytes.
-            recomputed: roots that leave a unit, and are not saved all the same.
             tries: how often the dynamic program's own budget is corrected by the simulated peak.
         """
         problem, best = self.units.problem, None
@@ -116,7 +113,7 @@ class TwoLevel:
                 low = asked
                 asked = (low + high) // 2
                 continue
-            found = simulate(problem, self.closure(chosen, recomputed))
+            found = simulate(problem, self.closure(chosen))
             fits = found.peak <= budget
             if fits and (best is None or found.extra_seconds(problem) < best.extra_seconds(problem)):
                 best = found
@@ -150,20 +147,9 @@ class TwoLevel:
             best = min(best, found, key=lambda simulation: simulation.peak)
         return best
 
-    def closure(self, chosen: Sequence[frozenset[int]], recomputed: frozenset[int] = frozenset()) -> frozenset[int]:
-        """All that is saved under a plan of each unit, without what leaves one and is recomputed all the same."""
-        return self.units.problem.closure(self.units.leaving.union(*chosen) - recomputed)
-
-    @property
-    def shared(self) -> tuple[int, ...]:
-        """Large roots outside of the layers that are read elsewhere, such as an attention mask; largest first."""
-        problem, least = self.units.problem, self.everything.peak * _SHARED
-        found = (
-            root
-            for root in self.units.leaving & self.everything.saved
-            if not problem.layers[root] and not problem.is_kept[root] and problem.bytes[root] >= least
-        )
-        return tuple(sorted(found, key=lambda root: (-problem.bytes[root], root))[:_MOST_SHARED])
+    def closure(self, chosen: Sequence[frozenset[int]]) -> frozenset[int]:
+        """All that is saved under a plan of each unit."""
+        return self.units.problem.closure(self.units.leaving.union(*chosen))
 
 
 def two_level(problem: Problem) -> TwoLevel:
