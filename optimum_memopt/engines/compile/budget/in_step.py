@@ -65,7 +65,7 @@ def step_around(
     # Before its first step an optimizer has none.
     states = optimizer_bytes(run.optimizer, trainable) if run.optimizer is not None and run.optimizer.state else 0
     held = resident(device) - states if target is None else 0
-    if device.type == "cpu":
+    if device.type == "cpu" and target is None:
         held += max(_GROWTH, int(_GROWTH_SHARE * held))
     constant = constant_of(model, batch, held)
     outside = footprint_of(model, run.optimizer, run.gradient_accumulation, batch=batch, constant=constant)
