@@ -31,7 +31,12 @@ ROWS = 8 * STEPS
 HALF = STEPS // 2
 SAVING = {"save_strategy": "steps", "save_steps": HALF}
 ACCUMULATING = {"max_steps": HALF, "gradient_accumulation_steps": 2}
-BUDGET = {"per_device_train_batch_size": 4, "max_steps": 2, "memory_opt_budget": "90%"}
+BUDGET = {
+    "per_device_train_batch_size": 4,
+    "max_steps": 2,
+    "memory_opt_engine": "compile",
+    "memory_opt_budget": "90%",
+}
 COMPILE = {**TWO, "memory_opt_engine": "compile"}
 
 
