@@ -6,7 +6,6 @@ from torch import fx
 
 from optimum_memopt.engines.compile.analysis.candidates import Candidate
 from optimum_memopt.engines.compile.analysis.graph import Modules
-from optimum_memopt.engines.compile.budget.solve import Solution
 from optimum_memopt.plans.matching import Matched
 
 
@@ -21,7 +20,6 @@ class Choice:
         candidates: those that are on, in the order of the graph's candidates.
         auto_recomputed: candidates that torch's own partition recomputes by itself.
         matched: the rows that were asked for.
-        solution: what a budget's solver says of it; None: no budget.
         mismatch: how this graph differs from the one that a plan file was made for; empty where it does not.
         torchs_graphs: forward and backward where torch has partitioned the graph; None: this engine does.
     """
@@ -31,7 +29,6 @@ class Choice:
     candidates: tuple[Candidate, ...] = ()
     auto_recomputed: frozenset[Candidate] = frozenset()
     matched: Matched = field(default_factory=Matched)
-    solution: Solution | None = None
     mismatch: str = ""
     torchs_graphs: Modules | None = None
 

@@ -1,6 +1,5 @@
 """The cheapest set of nodes to save with which the exact peak of a graph is within a budget. Pure."""
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,7 +24,6 @@ class Solution:
         extra_seconds: of what is recomputed.
         seconds: of the graph without.
         solver: who found it.
-        solving_seconds: how long that took.
     """
 
     saved: tuple[int, ...]
@@ -33,7 +31,6 @@ class Solution:
     extra_seconds: float
     seconds: float
     solver: str
-    solving_seconds: float
 
 
 @dataclass(frozen=True)
@@ -79,14 +76,13 @@ class Solver:
         Args:
             budget: bytes that the graph's forward and backward may hold.
         """
-        begin = time.perf_counter()
         if self.everything.peak <= budget:
-            return self._solution(KEEPS_ALL, self.everything, begin)
+            return self._solution(KEEPS_ALL, self.everything)
         fitting = [(solver, found) for solver, found in self._candidates(budget) if found.peak <= budget]
         if not fitting:
             return Floor(self.lowest.peak, _holders(self.problem, self.lowest))
         solver, best = min(fitting, key=lambda pair: (pair[1].extra_seconds(self.problem), pair[1].peak))
-        return self._solution(solver, improve(self.problem, best, budget), begin)
+        return self._solution(solver, improve(self.problem, best, budget))
 
     def _candidates(self, budget: int) -> Iterator[tuple[str, Simulation]]:
         found = self._menus.solve(budget)
@@ -99,7 +95,7 @@ class Solver:
             if whole is not None:
                 yield WHOLE_GRAPH, whole
 
-    def _solution(self, solver: str, found: Simulation, begin: float) -> Solution:
+    def _solution(self, solver: str, found: Simulation) -> Solution:
         everything, seconds = self.everything, self.problem.seconds
         return Solution(
             saved=tuple(sorted(found.saved)),
@@ -107,7 +103,6 @@ class Solver:
             extra_seconds=found.extra_seconds(self.problem) - everything.extra_seconds(self.problem),
             seconds=sum(seconds[node] for node in (*everything.forward.order, *everything.backward.order)),
             solver=solver,
-            solving_seconds=time.perf_counter() - begin,
         )
 
     @cached_property
@@ -120,11 +115,6 @@ class Solver:
         problem = self.problem
         outside = {node for node in problem.activations if not problem.layers[node] or problem.is_statistic[node]}
         return simulate(problem, problem.closure(outside | problem.boundaries))
-
-
-def solve(problem: Problem, budget: int) -> Solution | Floor:
-    """See `Solver.solve`."""
-    return Solver(problem).solve(budget)
 
 
 def _holders(problem: Problem, found: Simulation, most: int = 4) -> tuple[tuple[str, int], ...]:

@@ -78,13 +78,12 @@ class FromBudget:
         why = f"budget {gib_text(step.bytes)}{margin}{sizes}"
         nodes = graph.joint.nodes
         if found.solver == KEEPS_ALL and (own := _torchs_own(graph, allowed)) is not None:
-            return replace(own, why=f"{why}: fits without a plan, torch's own partition", solution=found)
+            return replace(own, why=f"{why}: fits without a plan, torch's own partition")
         saved = tuple(nodes[number] for number in found.saved)
         return Choice(
             nodes_to_save=saved,
             why=f"{why}{_gain(found, costs)}",
             candidates=recomputed(graph.candidates, frozenset(saved)),
-            solution=found,
         )
 
     def _does_not_fit(self, step: Step, floor: Floor, peak: int, fits: SmallerBatch | None) -> DoesNotFitError:

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from optimum_memopt.engines.compile.budget.problem import Problem, problem_of
 from optimum_memopt.engines.compile.budget.simulation import held_at_peak, simulate
-from optimum_memopt.engines.compile.budget.solve import KEEPS_ALL, Floor, Solution, solve
+from optimum_memopt.engines.compile.budget.solve import KEEPS_ALL, Floor, Solution, Solver
 from optimum_memopt.engines.compile.budget.two_level import TwoLevel, two_level
 from optimum_memopt.engines.compile.budget.units import units_of
 from tests.engines.compile.captured import Captured, capture
@@ -88,7 +88,7 @@ def priced(captured: Captured, seed: int) -> Problem:
 
 def budgets(problem: Problem, count: int) -> list[int]:
     high = simulate(problem, problem.closure(problem.activations)).peak
-    floor = solve(problem, 1)
+    floor = Solver(problem).solve(1)
     assert isinstance(floor, Floor)
     return [floor.peak + (high - floor.peak) * step // count for step in range(count + 1)]
 
@@ -106,7 +106,7 @@ def test_no_subset_of_a_layer_is_more_than_a_hundredth_cheaper(one_layer: Captur
     everything = simulate(problem, problem.closure(problem.activations)).extra_seconds(problem)
     # At the floor itself a plan may be 15% slower than the best.
     for budget in budgets(problem, 12)[1:]:
-        found = solve(problem, budget)
+        found = Solver(problem).solve(budget)
         fitting = [one.extra_seconds(problem) - everything for one in simulated if one.peak <= budget]
         assert isinstance(found, Solution) and found.peak <= budget
         assert not fitting or found.extra_seconds <= min(fitting) * 1.01 + 1e-9
@@ -116,7 +116,7 @@ def test_no_subset_of_a_layer_is_more_than_a_hundredth_cheaper(one_layer: Captur
 def test_a_smaller_budget_has_no_higher_peak_and_no_less_time(name: str, request: pytest.FixtureRequest) -> None:
     problem = priced(request.getfixturevalue(name), 0)
     begin = time.process_time()
-    found = [solve(problem, budget) for budget in budgets(problem, 16)]
+    found = [Solver(problem).solve(budget) for budget in budgets(problem, 16)]
     print(f"{name}: {len(found)} budgets in {time.process_time() - begin:.2f} CPU-s")
     assert all(isinstance(one, Solution) for one in found)
     assert [one.peak for one in found] == sorted(one.peak for one in found)
@@ -156,7 +156,7 @@ def test_what_leaves_a_layer_counts_for_the_one_that_is_recomputed_from_it() -> 
 
 
 def test_the_same_problem_has_the_same_solution(many_layers: Captured) -> None:
-    first, second = (solve(priced(many_layers, 1), budgets(priced(many_layers, 1), 3)[1]) for _ in range(2))
+    first, second = (Solver(priced(many_layers, 1)).solve(budgets(priced(many_layers, 1), 3)[1]) for _ in range(2))
     assert isinstance(first, Solution) and isinstance(second, Solution)
     assert (first.saved, first.peak) == (second.saved, second.peak)
 
@@ -169,8 +169,8 @@ def test_identical_layers_are_solved_once(many_layers: Captured) -> None:
 
 def test_a_floor_names_what_holds_it(many_layers: Captured) -> None:
     problem = priced(many_layers, 0)
-    floor = solve(problem, 1)
-    assert isinstance(floor, Floor) and isinstance(solve(problem, floor.peak), Solution)
+    floor = Solver(problem).solve(1)
+    assert isinstance(floor, Floor) and isinstance(Solver(problem).solve(floor.peak), Solution)
     assert floor.holds and sum(size for _, size in floor.holds) <= floor.peak
 
 
