@@ -1,4 +1,4 @@
-# make setup | demo | check | test | test-all | lint | docs      PYTHON=… chooses the interpreter that .venv is made from
+# make setup | demo | check | test | test-all | test-cuda | lint | docs      PYTHON=… chooses the interpreter that .venv is made from
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -12,7 +12,7 @@ PYTHON := $(shell for p in python3.11 python3.12 python3.10 python3.13 python3; 
 	$$p -c 'import sys, venv; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 14))' 2>/dev/null && echo $$p && break; done)
 endif
 
-.PHONY: setup demo check test test-all lint docs
+.PHONY: setup demo check test test-all test-cuda lint docs
 
 setup: $(STAMP)
 
@@ -75,6 +75,30 @@ test: lint
 
 test-all: lint
 	$(PYTEST) --hypothesis-profile thorough $(TEST_ARGS)
+
+# The CUDA build of torch on a stand-in for the device, or on a GPU: GPU=1. `===` takes no build with a local version,
+# such as 2.13.0+cpu.
+CUDA_TORCH := 2.13.0
+CUDA_VENV := .venv-cuda-$(CUDA_TORCH)
+CUDA_STAMP := $(CUDA_VENV)/.installed
+STANDIN := $(abspath $(CUDA_VENV))/standin
+ON_STANDIN = env LD_PRELOAD=$(STANDIN)/libcuda.so.1 LD_LIBRARY_PATH=$(STANDIN) TRITON_LIBCUDA_PATH=$(STANDIN)
+
+$(CUDA_STAMP): setup.cfg constraints.txt
+	@test -n "$(PYTHON)" || { echo "error: no Python 3.10 to 3.13 with venv found; name one: PYTHON=…" >&2; exit 2; }
+	@echo "==> installing torch $(CUDA_TORCH) for CUDA into $(CUDA_VENV): about 5 GB"
+	$(PYTHON) -m venv $(CUDA_VENV)
+	grep -vE "^(torch|triton|setuptools)==" constraints.txt > $(CUDA_VENV)/constraints.txt
+	$(CUDA_VENV)/bin/pip install "torch===$(CUDA_TORCH)" -e . hypothesis pytest pytest-timeout pytest-xdist \
+		-c $(CUDA_VENV)/constraints.txt
+	@touch $@
+
+test-cuda: export HF_HUB_OFFLINE := 1
+test-cuda: export OMP_NUM_THREADS := 1
+test-cuda: export TORCHINDUCTOR_COMPILE_THREADS := 1
+test-cuda: $(CUDA_STAMP)
+	$(if $(GPU),,$(CUDA_VENV)/bin/python tests/cuda/standin/build.py $(STANDIN))
+	$(if $(GPU),,$(ON_STANDIN)) $(CUDA_VENV)/bin/python -m pytest tests/cuda -n auto --maxprocesses 2 --dist loadfile $(TEST_ARGS)
 
 # The pages' own packages come on demand: tests do not need them.
 DOCS_STAMP := $(VENV)/.installed-docs
