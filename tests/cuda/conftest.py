@@ -1,4 +1,4 @@
-"""`make test-cuda` runs this folder with the CUDA build of torch, on the stand-in or on a GPU; other runs leave it out."""
+"""`make test-cuda` runs this folder with the CUDA build of torch, on the stand-in or on a GPU; else it is left out."""
 
 import pytest
 import torch

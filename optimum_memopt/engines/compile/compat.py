@@ -44,8 +44,8 @@ def storage_id(tensor: torch.Tensor) -> int:
 
 
 def operator_name(target: Any) -> str:
-    """`view` of `aten.view.default`."""
-    return target._opname
+    """`view` of `aten.view.default`; empty for what is no operator of torch."""
+    return getattr(target, "_opname", "")
 
 
 def compile_with_inductor(

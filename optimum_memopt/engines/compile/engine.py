@@ -17,6 +17,7 @@ from optimum_memopt.engines.compile.budget.devices import Device
 from optimum_memopt.engines.compile.budget.in_step import Step
 from optimum_memopt.engines.compile.budget.step_budget import StepBudget
 from optimum_memopt.engines.compile.loss.plan import mode_of
+from optimum_memopt.engines.compile.memory.cuda_libraries import start_libraries
 from optimum_memopt.engines.compile.memory.step_memory import StepMemoryPredictor
 from optimum_memopt.engines.compile.options import AUTO, CHUNKED, PLAIN
 from optimum_memopt.engines.compile.planned_forward import PlannedForward, Settings
@@ -169,6 +170,8 @@ class CompileEngine(in_place.InPlaceEngine):
 
     def _planned_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._planned is None:
+            if not self._is_dry:
+                start_libraries(next(self._model.parameters()).device)
             if isinstance(self._producer, FromBudget):
                 self._step_budget.read_largest()
             self._planned = self._new_forward()

@@ -27,8 +27,10 @@ from optimum_memopt.engines.compile.analysis.signature import node_paths, signat
 from optimum_memopt.engines.compile.choice import Choice
 from optimum_memopt.engines.compile.loss.plan import LossPlan
 from optimum_memopt.engines.compile.loss.scale_in_place import scale_in_place
+from optimum_memopt.engines.compile.memory.cuda_workspaces import Multiprocessors
 from optimum_memopt.engines.compile.memory.inductor_memory import InductorPrograms
 from optimum_memopt.engines.compile.memory.timeline import GraphTimeline, Prediction, graph_timeline
+from optimum_memopt.engines.compile.memory.workspaces import multiprocessors_of
 from optimum_memopt.engines.compile.passes import cse
 from optimum_memopt.engines.compile.passes.partition import partition
 from optimum_memopt.engines.compile.producers.plan_file import graph_plan
@@ -78,7 +80,13 @@ class PartitionedGraph:
         return any(loss.is_chunked for loss in self.losses)
 
 
-def analyze(module: fx.GraphModule, inputs: Any, num_fwd_outputs: int, others: Mapping[str, Any]) -> AnalyzedGraph:
+def analyze(
+    module: fx.GraphModule,
+    inputs: Any,
+    num_fwd_outputs: int,
+    others: Mapping[str, Any],
+    cuda: Multiprocessors | None = None,
+) -> AnalyzedGraph:
     """Clean up a joint graph and find its candidates.
 
     Args:
@@ -86,6 +94,7 @@ def analyze(module: fx.GraphModule, inputs: Any, num_fwd_outputs: int, others: M
         inputs: passed on to torch's own partitioner.
         num_fwd_outputs: outputs of the joint graph that are the forward's.
         others: passed on to torch's own partitioner.
+        cuda: see `operator_workspace`; None: the device of its tensors.
     """
     module.graph.eliminate_dead_code()
     compat_graph.remove_copies(module.graph, map(root, JointGraph(module, num_fwd_outputs).forward_outputs))
@@ -101,7 +110,8 @@ def analyze(module: fx.GraphModule, inputs: Any, num_fwd_outputs: int, others: M
     parameters = static_inputs(joint, others.get("static_lifetime_input_indices") or ())
     paths = node_paths(joint)
     signature = signature_of(paths, parameters)
-    return AnalyzedGraph(joint, activations, candidates, sizes, parameters, paths, signature, partition_by_torch)
+    cuda = cuda or multiprocessors_of(_device(joint))
+    return AnalyzedGraph(joint, activations, candidates, sizes, parameters, paths, signature, partition_by_torch, cuda)
 
 
 def partition_joint(
@@ -113,6 +123,7 @@ def partition_joint(
     earlier: Sequence[PartitionedGraph] = (),
     refuses_mistakes: bool = False,
     runs_operators: bool = True,
+    cuda: Multiprocessors | None = None,
 ) -> tuple[PartitionedGraph, Modules]:
     """Partition a joint graph as a producer chooses.
 
@@ -125,11 +136,12 @@ def partition_joint(
         earlier: graphs of the same forward that were partitioned before this one.
         refuses_mistakes: whatever is asked for has to be in this graph.
         runs_operators: the graphs run as they are, operator by operator.
+        cuda: see `analyze`.
 
     Raises:
         ConfigError: `refuses_mistakes`, and the user asks for what the graph does not have.
     """
-    graph = analyze(module, inputs, num_fwd_outputs, others)
+    graph = analyze(module, inputs, num_fwd_outputs, others, cuda)
     choice = producer.choose(graph, [partitioned.choice for partitioned in earlier])
     if refuses_mistakes:
         choice.matched.check()
@@ -148,13 +160,19 @@ def _partitioned(graph: AnalyzedGraph, choice: Choice, modules: Modules) -> Part
     with informing("the predicted peak"):
         names = symbol_names(compat.symbol_sources())
         parameters = frozenset(node.name for node in graph.static_inputs)
-        timeline = graph_timeline(*modules, joint.num_fwd_outputs, static_inputs=parameters)
+        timeline = graph_timeline(*modules, joint.num_fwd_outputs, static_inputs=parameters, cuda=graph.cuda)
         prediction = timeline.predict(sizes)
     convolves = any(operator_name(node).startswith("convolution") for node in joint.forward)
     halves = any(operator_name(node) in _PRODUCTS and _is_half_on_cpu(node) for node in joint.forward)
     return PartitionedGraph(
         graph.candidates, choice, sizes, names, timeline, prediction, graph_plan(graph, choice), convolves, halves
     )
+
+
+def _device(joint: JointGraph) -> torch.device:
+    """Where the tensors of a graph are, numbers on the CPU left out."""
+    devices = [tensor_value(node).device for node in joint.inputs if is_tensor(node)]
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
 
 def _is_half_on_cpu(node: fx.Node) -> bool:

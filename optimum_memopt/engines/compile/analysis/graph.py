@@ -10,6 +10,7 @@ from optimum_memopt.engines.compile.analysis.candidates import Candidate
 from optimum_memopt.engines.compile.analysis.joint import JointGraph, is_number, is_tensor, is_view, root
 from optimum_memopt.engines.compile.analysis.saved_activations import SavedActivation, layer_of
 from optimum_memopt.engines.compile.analysis.signature import Path
+from optimum_memopt.engines.compile.memory.cuda_workspaces import Multiprocessors
 from optimum_memopt.plans.plan_file import GraphSignature
 
 Modules = tuple[fx.GraphModule, fx.GraphModule]
@@ -28,6 +29,7 @@ class AnalyzedGraph:
         paths: see `node_paths`.
         signature: see `signature_of`.
         partition_by_torch: torch's own forward and backward graphs; changes the joint graph (CSE).
+        cuda: the CUDA device that the graph is for; None: its tensors are elsewhere.
     """
 
     joint: JointGraph
@@ -38,6 +40,7 @@ class AnalyzedGraph:
     paths: Mapping[fx.Node, Path]
     signature: GraphSignature
     partition_by_torch: Callable[[], Modules]
+    cuda: Multiprocessors | None = None
 
 
 def nodes_to_save(

@@ -22,8 +22,8 @@ from optimum_memopt.engines.compile.analysis.joint import (
 )
 from optimum_memopt.engines.compile.analysis.saved_activations import is_statistic, layer_of
 from optimum_memopt.engines.compile.loss.scale_in_place import is_scaling
-from optimum_memopt.engines.compile.memory.liveness import workspace
 from optimum_memopt.engines.compile.memory.symbolic_sizes import compile_sizes
+from optimum_memopt.engines.compile.memory.workspaces import workspace
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ def problem_of(graph: AnalyzedGraph, seconds: Sequence[float]) -> Problem:
         storage_bytes(node) if is_tensor(node) and of is node else sympy.Integer(0)
         for node, of in zip(nodes, roots, strict=True)
     ]
-    workspaces = [workspace(node) for node in nodes]
+    workspaces = [workspace(node, graph.cuda) for node in nodes]
     values = compile_sizes([*sizes, *workspaces])(graph.size_hints)
 
     def all_of(found: Iterable[object]) -> tuple[int, ...]:

@@ -17,10 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimum_memopt.engines.compile import compat
 from optimum_memopt.engines.compile.analysis.joint import Number, symbolic, value
-from optimum_memopt.engines.compile.loss.chunks import loss_shape
-from optimum_memopt.engines.compile.loss.operators import CHUNKED_LOSS
 from optimum_memopt.engines.compile.memory.symbolic_sizes import SymbolValues
 from optimum_memopt.engines.compile.memory.timeline import Prediction, SavedForBackward, SavedStorage, Timeline
+from optimum_memopt.engines.compile.memory.workspaces import multiprocessors_of, operator_workspace
 
 _COUNTED = "_memopt_counted"
 
@@ -114,7 +113,7 @@ def _run(program: InductorProgram, owned: Mapping[str, SavedStorage], start: int
         values: of every symbol.
     """
     tensors = [tensor for _, tensor in program.inputs if isinstance(tensor, torch.Tensor)]
-    device = next((tensor.device.type for tensor in tensors if tensor.device.type != "cpu"), "cpu")
+    device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))
     tracker, others = _StorageTracker(device, start), []
     with compat.fake_tensors(), torch.no_grad():
         arguments = [_sized(argument, values) for _, argument in program.inputs]
@@ -165,10 +164,11 @@ class _StorageTracker(TorchDispatchMode):
         peak: highest `held` so far.
     """
 
-    def __init__(self, device: str, start: int) -> None:
+    def __init__(self, device: torch.device, start: int) -> None:
         super().__init__()
         self.held = self.peak = start
-        self._device = device
+        self._device = device.type
+        self._cuda = multiprocessors_of(device)
         # Names of storages by address; bytes, and how many tensors use each, by name.
         self._names: dict[int, Any] = {}
         self._bytes: dict[Any, int] = {}
@@ -181,8 +181,7 @@ class _StorageTracker(TorchDispatchMode):
                 storage = tensor.untyped_storage()
                 on_device = tensor.device.type == self._device
                 self.add(tensor, object(), storage.nbytes() if on_device else 0)
-        if func is CHUNKED_LOSS:
-            self.peak = max(self.peak, self.held + int(loss_shape(args).workspace))
+        self.peak = max(self.peak, self.held + int(operator_workspace(func, args, outputs, self._cuda)))
         return outputs
 
     def ignore(self, tensor: torch.Tensor) -> None:

@@ -6,22 +6,18 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import sympy
-import torch
 from torch import fx
 
 from optimum_memopt.engines.compile.analysis.joint import (
-    is_chunked_loss,
     is_on_host,
     is_tensor,
     is_view,
     root,
     storage_bytes,
-    symbolic,
     value,
 )
-from optimum_memopt.engines.compile.loss.chunks import loss_shape
-
-_ARITHMETIC = frozenset({"add", "div", "mul", "rsub", "sub"})
+from optimum_memopt.engines.compile.memory.cuda_workspaces import Multiprocessors
+from optimum_memopt.engines.compile.memory.workspaces import workspace
 
 
 class Operator(NamedTuple):
@@ -71,13 +67,16 @@ class SizeTable:
         return tuple(self._numbers)
 
 
-def schedule(graph: fx.Graph, sizes: SizeTable, owned: Collection[fx.Node] = ()) -> Schedule:
+def schedule(
+    graph: fx.Graph, sizes: SizeTable, owned: Collection[fx.Node] = (), cuda: Multiprocessors | None = None
+) -> Schedule:
     """The graph in its order, with every storage freed after its last use, as torch.fx's generated code does.
 
     Args:
         graph: functional but for copies back into inputs.
         sizes: gets the sizes of its storages.
         owned: placeholders that nobody else holds: freed after their last use.
+        cuda: see `operator_workspace`.
     """
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
     last_use = _last_uses(graph)
@@ -96,7 +95,7 @@ def schedule(graph: fx.Graph, sizes: SizeTable, owned: Collection[fx.Node] = ())
         # Outputs that nobody reads go with the tuple that holds them, when its last output has been picked.
         is_unread = node not in last_use and node.op == "call_function" and not is_view(node) and is_tensor(node)
         frees = [*([node] if is_unread else []), *freed.get(node, ())]
-        operators.append(Operator(number(_allocations(node)), sizes.add(workspace(node)), number(frees)))
+        operators.append(Operator(number(_allocations(node)), sizes.add(workspace(node, cuda)), number(frees)))
     names = tuple(node.name for node in nodes)
     return Schedule(names, tuple(operators), tuple(map(sizes.storage, storages)))
 
@@ -104,24 +103,6 @@ def schedule(graph: fx.Graph, sizes: SizeTable, owned: Collection[fx.Node] = ())
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     """The last reader of each storage, by its root."""
     return {root(read): node for node in graph.nodes for read in node.all_input_nodes}
-
-
-def workspace(node: fx.Node) -> sympy.Expr:
-    """Bytes that an operator holds while it runs beside its results."""
-    return sympy.sympify(loss_shape(node.args).workspace) if is_chunked_loss(node) else _casts(node)
-
-
-def _casts(node: fx.Node) -> sympy.Expr:
-    """Bytes that an operator on the CPU holds while it runs: the operands of another dtype, cast before it computes
-    (`aten/src/ATen/TensorIterator.cpp`; on other devices the kernel casts each element)."""
-    result = value(node)
-    if getattr(node.target, "_opname", "") not in _ARITHMETIC or not isinstance(result, torch.Tensor):
-        return sympy.Integer(0)
-    if result.device.type != "cpu":
-        return sympy.Integer(0)
-    operands = [tensor for read in node.all_input_nodes if isinstance(tensor := value(read), torch.Tensor)]
-    cast = [operand for operand in operands if operand.dim() and operand.dtype != result.dtype]
-    return sympy.Add(*(sympy.Mul(*map(symbolic, operand.shape)) for operand in cast)) * result.dtype.itemsize
 
 
 def _allocations(node: fx.Node) -> list[fx.Node]:

@@ -11,6 +11,7 @@ from typing import NamedTuple, cast
 from torch import fx
 
 from optimum_memopt.engines.compile.analysis.joint import is_tensor, root
+from optimum_memopt.engines.compile.memory.cuda_workspaces import Multiprocessors
 from optimum_memopt.engines.compile.memory.liveness import Schedule, SizeTable, schedule
 from optimum_memopt.engines.compile.memory.symbolic_sizes import CompiledSizes, SymbolValues, compile_sizes
 
@@ -166,6 +167,7 @@ def graph_timeline(
     num_fwd_outputs: int,
     holds_outputs: bool = False,
     static_inputs: Collection[str] = (),
+    cuda: Multiprocessors | None = None,
 ) -> GraphTimeline:
     """Read both graphs, which may be changed afterwards.
 
@@ -175,6 +177,7 @@ def graph_timeline(
         num_fwd_outputs: outputs of the forward that its caller gets; the others are saved for backward.
         holds_outputs: the caller keeps those outputs until after the backward; Trainer drops all but the loss.
         static_inputs: names of parameters and buffers.
+        cuda: see `operator_workspace`.
     """
     sizes = SizeTable()
     (output,) = forward.graph.find_nodes(op="output")
@@ -193,7 +196,10 @@ def graph_timeline(
     of_dropped, of_tangents, of_inputs = (
         tuple(sizes.storage(node) for node in nodes if is_tensor(node)) for nodes in (dropped, tangents, inputs)
     )
-    schedules = schedule(forward.graph, sizes), schedule(backward.graph, sizes, [*tangents, *owned])
+    schedules = (
+        schedule(forward.graph, sizes, cuda=cuda),
+        schedule(backward.graph, sizes, [*tangents, *owned], cuda),
+    )
     return GraphTimeline(compile_sizes(sizes.expressions), *schedules, of_dropped, of_tangents, of_inputs, numbered)
 
 

@@ -128,7 +128,7 @@ def _torchs_own(graph: AnalyzedGraph, allowed: int) -> Choice | None:
     joint = graph.joint.module.graph
     choice = TorchDefault().choose(graph, ())
     assert choice.torchs_graphs is not None
-    timeline = graph_timeline(*choice.torchs_graphs, graph.joint.num_fwd_outputs)
+    timeline = graph_timeline(*choice.torchs_graphs, graph.joint.num_fwd_outputs, cuda=graph.cuda)
     if timeline.predict(graph.size_hints).peak <= allowed:
         return choice
     # torch's partitioner has put a graph of its own in its place.

@@ -1,0 +1,61 @@
+"""What an operator holds while it runs beside its results, in bytes. Pure."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from optimum_memopt.engines.compile import compat
+from optimum_memopt.engines.compile.analysis.joint import symbolic, value
+from optimum_memopt.engines.compile.loss.chunks import loss_shape
+from optimum_memopt.engines.compile.memory import cuda_workspaces
+from optimum_memopt.engines.compile.memory.cuda_workspaces import Multiprocessors
+
+_CHUNKED_LOSS = "optimum_memopt.chunked_loss.default"
+_ARITHMETIC = frozenset({"add", "div", "mul", "rsub", "sub"})
+
+
+def multiprocessors_of(device: torch.device) -> Multiprocessors | None:
+    """Of a CUDA device of this machine; None of another one, and of one that only fake tensors have."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    found = torch.cuda.get_device_properties(device)
+    return Multiprocessors(found.multi_processor_count, found.max_threads_per_multi_processor)
+
+
+def workspace(node: fx.Node, cuda: Multiprocessors | None) -> sympy.Expr:
+    """Of a graph's node; see `operator_workspace`."""
+    arguments = [value(argument) if isinstance(argument, fx.Node) else argument for argument in node.args]
+    return operator_workspace(node.target, arguments, value(node), cuda)
+
+
+def operator_workspace(target: Any, arguments: Sequence[Any], result: Any, cuda: Multiprocessors | None) -> sympy.Expr:
+    """Of a call.
+
+    Args:
+        target: the operator.
+        arguments: positional ones; tensors may be fake.
+        result: of the call.
+        cuda: the CUDA device that runs it, wherever the tensors are; None: the tensors' own device.
+    """
+    if str(target) == _CHUNKED_LOSS:
+        return sympy.sympify(loss_shape(arguments).workspace)
+    name = compat.operator_name(target)
+    if cuda is not None:
+        return cuda_workspaces.workspace(name, arguments, result, cuda)
+    return _casts(name, arguments, result)
+
+
+def _casts(name: str, arguments: Sequence[Any], result: Any) -> sympy.Expr:
+    """Operands of another dtype, which an operator on the CPU casts before it computes
+    (`aten/src/ATen/TensorIterator.cpp`; on other devices the kernel casts each element)."""
+    if name not in _ARITHMETIC or not isinstance(result, torch.Tensor) or result.device.type != "cpu":
+        return sympy.Integer(0)
+    cast = [
+        operand
+        for operand in arguments
+        if isinstance(operand, torch.Tensor) and operand.dim() and operand.dtype != result.dtype
+    ]
+    return sympy.Add(*(sympy.Mul(*map(symbolic, operand.shape)) for operand in cast)) * result.dtype.itemsize

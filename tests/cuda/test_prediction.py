@@ -1,0 +1,54 @@
+"""The predicted memory of a step against torch's allocator."""
+
+import pytest
+import torch
+
+from optimum_memopt.memory.peak_monitor import MIB
+from tests.cuda.steps import DTYPES, MODELS, Held, Training, training
+
+PLANS = {"no plan": {"memory_opt_level": 0}, "level 1": {"memory_opt_level": 1}}
+
+
+def second_step(trained: Training) -> Held:
+    """The optimizer's states are there from the second on."""
+    trained.step()
+    return trained.step()
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("plan", PLANS)
+def test_requested_bytes_are_the_prediction(name: str, dtype: str, plan: str) -> None:
+    trained = training(name, dtype, **PLANS[plan])
+    measured = second_step(trained)
+    footprint = trained.engine.predictor.footprint(optimizer=trained.optimizer)
+    assert measured.activations == pytest.approx(footprint.activations, rel=0.001)
+    assert measured.requested == pytest.approx(footprint.peak, rel=0.005)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_programs_of_inductor(name: str) -> None:
+    trained = training(name, "bf16", memory_opt_level=1, memory_opt_compiler="inductor")
+    measured = second_step(trained)
+    footprint = trained.engine.predictor.footprint(optimizer=trained.optimizer)
+    assert measured.activations == pytest.approx(footprint.activations, rel=0.005)
+    assert measured.requested == pytest.approx(footprint.peak, rel=0.005)
+
+
+def test_another_batch_than_the_first() -> None:
+    trained = training("roberta", "bf16", memory_opt_level=1)
+    trained.step()
+    trained.batch = {name: ids.repeat(2, 2)[:, :320].contiguous() for name, ids in trained.batch.items()}
+    measured = trained.step()
+    sizes = trained.engine.predictor.sizes_of(trained.batch)
+    footprint = trained.engine.predictor.footprint(sizes, trained.optimizer)
+    assert measured.activations == pytest.approx(footprint.activations, rel=0.005)
+
+
+def test_the_libraries_count_before_the_first_step() -> None:
+    """cuBLAS takes its workspaces at the first product of each thread, after the prediction."""
+    trained = training("roberta", "fp32", memory_opt_level=0)
+    torch._C._cuda_clearCublasWorkspaces()
+    trained.step()
+    first = trained.engine.predictor.footprint(optimizer=trained.optimizer)
+    assert first.constant == pytest.approx(2 * 32 * MIB, rel=0.02)
