@@ -155,11 +155,13 @@ class EngineFactory:
 
     Attributes:
         predicts: has `estimate`.
+        allocates_outside_torch: its memory on CUDA is not torch's allocator's.
         options_to_measure: options under which a model that the engine cannot train ends in an error, so that nothing
             else is measured in its place.
     """
 
     predicts = False
+    allocates_outside_torch = False
     options_to_measure: Mapping[str, Any] = {}
 
     def missing(self) -> str:

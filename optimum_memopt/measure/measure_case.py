@@ -70,8 +70,8 @@ class Measurement:
     """Memory and time of a case.
 
     Attributes:
-        peak_mib: peak memory of the measured steps: resident on the CPU; on CUDA allocated by torch, plus what other
-            libraries in this process took.
+        peak_mib: peak memory of the measured steps: resident on the CPU; on CUDA allocated by torch, plus what an
+            engine with an allocator of its own took.
         held_mib: of that, what is held between steps: weights, the optimizer's states, libraries.
         step_seconds: wall time of a step, median.
         cpu_seconds: CPU time of a step, median; on a busy machine it varies less than wall time.
@@ -138,9 +138,10 @@ def measure(case: Case) -> Measurement:
     from optimum_memopt.memory.peak_monitor import PeakMonitor
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    occupied = _occupied_mib(device)
     model, batch = case.workload.build()
     model.to(device)
+    # The context and the libraries that are loaded by now are no engine's.
+    occupied = _outside_torch_mib(device)
     batch = {name: tensor.to(device) for name, tensor in batch.items()}
     case.prepare(model)
     if not case.tuned_malloc:
@@ -161,8 +162,10 @@ def measure(case: Case) -> Measurement:
     # Nothing has run since, so the peak so far is what is held.
     held = monitor.run_peak
     times = [_step(model, batch, autocast, optimizer) for _ in range(case.steps)]
+    allocates = engine is not None and factory(engine.name).allocates_outside_torch
+    own_memory = max(0.0, _outside_torch_mib(device) - occupied) if allocates else 0.0
     return Measurement(
-        peak_mib=monitor.run_peak + _outside_torch_mib(device, occupied),
+        peak_mib=monitor.run_peak + own_memory,
         step_seconds=statistics.median(wall for wall, _ in times),
         cpu_seconds=statistics.median(cpu for _, cpu in times),
         method=monitor.method,
@@ -189,23 +192,15 @@ def _step(
     return time.perf_counter() - wall, time.process_time() - cpu
 
 
-def _occupied_mib(device: "torch.device") -> float:
+def _outside_torch_mib(device: "torch.device") -> float:
+    """GPU memory in use that is not torch's allocator's: of this process and of others. ONNX Runtime has an arena that
+    never shrinks: what it holds at the end is its peak."""
     import torch
 
     if device.type != "cuda":
         return 0.0
     free, total = torch.cuda.mem_get_info(device)
-    return (total - free) / 2**20
-
-
-def _outside_torch_mib(device: "torch.device", before: float) -> float:
-    """GPU memory that the process took outside of torch's allocator. ONNX Runtime has an arena of its own, which never
-    shrinks: what it holds at the end is its peak."""
-    import torch
-
-    if device.type != "cuda":
-        return 0.0
-    return max(0.0, _occupied_mib(device) - before - torch.cuda.memory_reserved(device) / 2**20)
+    return (total - free - torch.cuda.memory_reserved(device)) / 2**20
 
 
 def spawn(case: Case, program: Sequence[str] = ("-m", "optimum_memopt.measure.measure_case")) -> Measurement:

@@ -173,7 +173,7 @@ class _SampledResidentGauge(_Gauge):
 
 
 class _CudaGauge(_Gauge):
-    def __init__(self, index: int | None) -> None:
+    def __init__(self, index: int) -> None:
         super().__init__()
         self._index = index
 
@@ -198,10 +198,17 @@ def can_reset_resident_peak() -> bool:
 
 
 @functools.cache
-def _gauge(device_type: str, index: int | None, pid: int) -> _Gauge:
-    if device_type == "cuda":
+def _gauge(index: int | None, pid: int) -> _Gauge:
+    if index is not None:
         return _CudaGauge(index)
     return _ResidentGauge() if can_reset_resident_peak() else _SampledResidentGauge()
+
+
+def _cuda_index(device: torch.device) -> int | None:
+    """`cuda` is the current one, which shares its mark with `cuda:0`; None for other devices."""
+    if device.type != "cuda" or device.index is not None:
+        return device.index if device.type == "cuda" else None
+    return torch.cuda.current_device() if torch.cuda.is_available() else 0
 
 
 class PeakMonitor:
@@ -219,7 +226,7 @@ class PeakMonitor:
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         device = torch.device(device)
-        self._gauge = _gauge(device.type, device.index if device.type == "cuda" else None, os.getpid())
+        self._gauge = _gauge(_cuda_index(device), os.getpid())
         self._phase: CpuMemory | CudaMemory | None = None
         self._run_peak = 0.0
         self.method = self._gauge.method

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import fx
 
-from optimum_memopt.engines.compile import compat
+from optimum_memopt.engines.compile import compat, compat_kernels, cudnn_attention
 from optimum_memopt.engines.compile.analysis.graph import Modules
 from optimum_memopt.engines.compile.choice import Choice
 from optimum_memopt.engines.compile.memory.inductor_memory import InductorPrograms
@@ -71,6 +71,7 @@ class Backend:
         compiler: one of `options.COMPILERS`.
         partition: splits a joint graph into forward and backward.
         prepare: changes the graph that dynamo has traced.
+        say: logs a line.
         is_dry: inductor writes no programs; its graphs are only looked at.
     """
 
@@ -79,15 +80,24 @@ class Backend:
         compiler: str,
         partition: Partition,
         prepare: Callable[[fx.GraphModule], None],
+        say: Callable[[str], None],
         is_dry: bool = False,
     ) -> None:
         self._compiler = compiler
         self._partition = partition
         self._prepare = prepare
+        self._say = say
         self._is_dry = is_dry
 
     def __call__(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         self._prepare(module)
+        if not (line := cudnn_attention.warning(module.graph)):
+            return self._compile(module, inputs)
+        self._say(line)
+        with cudnn_attention.avoided():
+            return self._compile(module, inputs)
+
+    def _compile(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         programs = InductorPrograms()
         partitioner = _Partitioner(functools.partial(self._partition, programs))
         if self._compiler == "inductor":
@@ -140,6 +150,8 @@ def missing_for(device_type: str) -> tuple[str, str]:
         if device_type == "cpu":
             return "there is no C++ compiler", "apt-get install g++  # or name one in CXX"
         return "there is no Triton", "pip install triton"
+    if device_type == "cuda" and not compat_kernels.triton_has_a_compiler():
+        return "there is no C compiler, which Triton needs", "apt-get install gcc  # or name one in CC"
     # Both its C++ kernels and Triton's launchers are Python extensions.
     if not Path(sysconfig.get_path("include"), "Python.h").is_file():
         version = "{}.{}".format(*sys.version_info)

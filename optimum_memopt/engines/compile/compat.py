@@ -25,6 +25,8 @@ from torch.fx.experimental import _config as symbolic_config
 from torch.fx.experimental.proxy_tensor import py_sym_types
 from torch.utils import _pytree as pytree
 
+from optimum_memopt.engines.compile.compat_kernels import inductor_patches
+
 __all__ = ["CustomPartitionerFn", "FakeTensor", "SymbolicNumber"]
 
 SymbolicNumber = py_sym_types
@@ -54,7 +56,7 @@ def compile_with_inductor(
     partitioner: CustomPartitionerFn,
     saw: Callable[[fx.Graph, Any, bool], None] | None,
 ) -> Callable:
-    """`torch/_inductor/compile_fx.py`; the key of `config_patches` is there since 2.9 (pytorch PR 157711).
+    """`torch/_inductor/compile_fx.py`; `custom_partitioner_fn` is there since 2.9 (pytorch PR 157711).
 
     Args:
         module: the graph that dynamo has traced.
@@ -73,7 +75,8 @@ def compile_with_inductor(
         saw(module.graph, getattr(compiled, "compiled_fn_runner", None), bool(others.get("is_backward")))
         return compiled
 
-    compiled = compile_fx(module, inputs, compile_inner, config_patches={"custom_partitioner_fn": partitioner})
+    patches = {"custom_partitioner_fn": partitioner, **inductor_patches()}
+    compiled = compile_fx(module, inputs, compile_inner, config_patches=patches)
     # Its other results are for programs that are compiled ahead of time.
     return cast("Callable[..., Any]", compiled)
 

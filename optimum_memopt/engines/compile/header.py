@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from optimum_memopt.compat import attention_implementation
 from optimum_memopt.engines.compile.memory.step_memory import StepMemoryPredictor
 from optimum_memopt.engines.compile.partitioned_graph import PartitionedGraph
 from optimum_memopt.memory.peak_monitor import MIB
@@ -12,9 +13,18 @@ from optimum_memopt.memory.peak_monitor import MIB
 def plan_line(model: torch.nn.Module, compiler: str, graphs: Sequence[PartitionedGraph]) -> str:
     """What trains the model, where and under which plan."""
     device = next(model.parameters()).device.type
+    attention = f", attention: {_attention(model, graphs)}" if device == "cuda" else ""
     pieces = f", in {len(graphs)} graphs" if len(graphs) > 1 else ""
     loss = ", loss in chunks" if any(graph.chunks_loss for graph in graphs) else ""
-    return f"{type(model).__name__} on {device} by {compiler}, {graphs[0].choice.why}{pieces}{loss}"
+    return f"{type(model).__name__} on {device} by {compiler}, {graphs[0].choice.why}{pieces}{loss}{attention}"
+
+
+def _attention(model: torch.nn.Module, graphs: Sequence[PartitionedGraph]) -> str:
+    """The kernels that torch has chosen: they decide what a layer saves for its backward."""
+    fused = dict.fromkeys(kernel for graph in graphs for kernel in graph.attention)
+    implementation = attention_implementation(getattr(model, "config", None)) or "eager"
+    # torch's own composition of products and a softmax has no operator that tells.
+    return " and ".join(fused) or ("math" if implementation == "sdpa" else implementation)
 
 
 def prediction_lines(predictor: StepMemoryPredictor) -> tuple[str, ...]:

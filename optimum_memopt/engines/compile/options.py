@@ -32,7 +32,8 @@ class CompileOptions:
             "choices": COMPILERS,
             "help": "What runs the graphs of the compile engine: inductor (kernels of its own; half a minute to "
             "compile on a CPU) or aot_eager (PyTorch's operators one by one; seconds, loss and gradients bitwise "
-            "those of PyTorch where the loss is plain). Default: inductor on a GPU, else aot_eager.",
+            "those of PyTorch where the loss is plain and PyTorch's kernels are deterministic). Default: inductor on "
+            "a GPU, else aot_eager.",
         },
     )
     memory_opt_loss: str = field(

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from optimum_memopt.engines.compile import compat, compat_graph, strategies
+from optimum_memopt.engines.compile.analysis.attention import fused_attention
 from optimum_memopt.engines.compile.analysis.candidates import Candidate, find_candidates
 from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph, Modules
 from optimum_memopt.engines.compile.analysis.joint import (
@@ -55,6 +56,7 @@ class PartitionedGraph:
         prediction: for the first batch.
         has_convolutions: whose kernels take workspaces that are no tensors of the graph.
         has_half_products: matrix products in half precision on a CPU, for which oneDNN keeps memory for each shape.
+        attention: the fused kernels that compute it, see `fused_attention`.
         programs: inductor's for the two graphs, once it has compiled them.
         is_all_of_forward: nothing of the model's forward runs outside of the graph.
         losses: those of a model with a vocabulary, chunked or not.
@@ -70,6 +72,7 @@ class PartitionedGraph:
     plan: GraphPlan
     has_convolutions: bool = False
     has_half_products: bool = False
+    attention: tuple[str, ...] = ()
     programs: InductorPrograms = field(default_factory=InductorPrograms)
     is_all_of_forward: bool = True
     losses: tuple[LossPlan, ...] = ()
@@ -164,8 +167,9 @@ def _partitioned(graph: AnalyzedGraph, choice: Choice, modules: Modules) -> Part
         prediction = timeline.predict(sizes)
     convolves = any(operator_name(node).startswith("convolution") for node in joint.forward)
     halves = any(operator_name(node) in _PRODUCTS and _is_half_on_cpu(node) for node in joint.forward)
+    plan, attention = graph_plan(graph, choice), fused_attention(joint.forward)
     return PartitionedGraph(
-        graph.candidates, choice, sizes, names, timeline, prediction, graph_plan(graph, choice), convolves, halves
+        graph.candidates, choice, sizes, names, timeline, prediction, plan, convolves, halves, attention
     )
 
 

@@ -167,7 +167,8 @@ class PlannedForward:
         # torch keeps each backend until the process ends (`torch/_dynamo/eval_frame.py`, `cached_backends`, 2.13);
         # it must not keep the model with it.
         partition, prepare = weak_method(self._partition), weak_method(self._plan_losses)
-        backend = Backend(settings.compiler, partition, lambda module: prepare(module, reader), settings.is_dry)
+        say = weak_method(self._say)
+        backend = Backend(settings.compiler, partition, lambda module: prepare(module, reader), say, settings.is_dry)
         forward = self._forward
         if settings.smoothing is not None:
             forward = settings.smoothing.wrap(forward, functools.partial(cross_entropy, settings.smoothing))

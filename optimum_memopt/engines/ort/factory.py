@@ -23,6 +23,7 @@ _PER_RANK_VARIABLES = frozenset({"ORTMODULE_CACHE_DIR"})
 class OrtFactory(EngineFactory):
     """See `EngineFactory`."""
 
+    allocates_outside_torch = True
     options_to_measure: Mapping[str, bool] = {"ort_fallback": False}
 
     def missing(self) -> str:

@@ -1,0 +1,35 @@
+"""The private names of torch and Triton that decide which kernels run, or whether they are right."""
+
+import functools
+import inspect
+import os
+import shutil
+from typing import Any
+
+
+def inductor_patches() -> dict[str, Any]:
+    """inductor's switches while it compiles, for kernels that this release gets wrong.
+
+    `triton.mix_order_reduction` (on by default since 2.10) computes reductions over rows and over columns in one
+    kernel, and reduces its workspace afterwards. Where that result is a slice of a larger tensor the slice is never
+    written: gradients are wrong without an error (https://github.com/pytorch/pytorch/issues/193061). The fix writes
+    through the slice with `copy_` (pytorch PR 193103).
+    """
+    return {"triton.mix_order_reduction": False} if _drops_slices() else {}
+
+
+@functools.cache
+def _drops_slices() -> bool:
+    from torch._inductor import config
+    from torch._inductor.codegen import simd
+
+    if not hasattr(config.triton, "mix_order_reduction"):
+        return False
+    _, is_there, rest = inspect.getsource(simd).partition("{buffer_name} = {ws_name}[")
+    return bool(is_there) and ".copy_(" not in rest[:2000]
+
+
+def triton_has_a_compiler() -> bool:
+    """Whether Triton finds the C compiler that it builds its launchers with (`triton/runtime/build.py`, 3.7)."""
+    named = os.environ.get("CC")
+    return any(shutil.which(command) for command in ([named] if named else ["gcc", "clang", "cc"]))

@@ -1,0 +1,121 @@
+"""Which kernels a training step takes, and which of them the engine avoids."""
+
+import pytest
+import torch
+import transformers
+from torch._inductor import config as inductor_config
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from optimum_memopt.engines.compile import backend, compat_kernels
+from optimum_memopt.engines.compile.engine import CompileEngine
+from optimum_memopt.engines.compile.options import PLAIN
+
+ROWS, LENGTH = 2, 192
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "max_position_embeddings": 256,
+}
+
+
+def roberta(attention: str = "sdpa", dropout: float = 0.0) -> torch.nn.Module:
+    config = transformers.RobertaConfig(**SIZES, attention_probs_dropout_prob=dropout, attn_implementation=attention)
+    return transformers.RobertaForMaskedLM(config).cuda().train()
+
+
+def header(model: torch.nn.Module, dtype: torch.dtype = torch.float32, compiler: str = "aot_eager") -> str:
+    """The first line above the table, after a step with padding."""
+    ids = torch.randint(5, 60, (ROWS, LENGTH), device="cuda")
+    mask = torch.ones_like(ids)
+    mask[0, 100:] = 0
+    engine = CompileEngine(None, compiler, dynamic=False, loss=PLAIN)
+    engine.attach(model)
+    try:
+        with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
+            loss = model(input_ids=ids, attention_mask=mask, labels=ids).loss
+        loss.backward()
+        torch.cuda.synchronize()
+        return engine.plans().header[0]
+    finally:
+        engine.detach()
+
+
+@pytest.mark.parametrize(
+    "model, dtype, kernel",
+    [
+        (roberta, torch.float32, "memory-efficient"),
+        (lambda: roberta(dropout=0.1), torch.bfloat16, "memory-efficient"),
+        (lambda: roberta("eager"), torch.float32, "eager"),
+    ],
+    ids=["fp32", "bf16 with dropout", "eager"],
+)
+def test_the_header_names_the_attention(model, dtype, kernel):
+    assert header(model(), dtype).endswith(f", attention: {kernel}")
+
+
+def test_the_header_names_torchs_own_composition():
+    with sdpa_kernel(SDPBackend.MATH):
+        assert header(roberta()).endswith(", attention: math")
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_cudnn_is_avoided_where_its_backward_may_give_nan(compiler, capsys):
+    """On the stand-in cuDNN's attention ends the process, so that this would not end."""
+    if torch.cuda.get_device_capability() != (9, 0) or torch.backends.cudnn.version() >= 92600:
+        pytest.skip("cuDNN is right here")
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    try:
+        assert header(roberta(), torch.bfloat16, compiler).endswith("attention: memory-efficient")
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    assert "whose backward may give NaN" in capsys.readouterr().err
+
+
+class SharedModulation(torch.nn.Module):
+    """Of https://github.com/pytorch/pytorch/issues/193061: two norms whose scale is a slice of one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.randn(1, 4, 256))
+        self.config = None
+
+    def forward(self, x: torch.Tensor) -> transformers.modeling_outputs.CausalLMOutput:
+        for scale, shift in zip(*[iter(self.table.chunk(4, dim=1))] * 2, strict=True):
+            x = torch.nn.functional.layer_norm(x, (256,)) * (1 + scale) + shift
+        return transformers.modeling_outputs.CausalLMOutput(loss=x.square().mean())
+
+
+def test_kernels_with_wrong_gradients_are_not_written():
+    """The switch is for the graphs of the engine only."""
+    patches = compat_kernels.inductor_patches()
+    if not patches:
+        pytest.skip("this inductor is right")
+    (name,) = patches
+    before = inductor_config.get_config_copy()
+    assert before[name]
+    # Smaller tensors stay in the cache, and inductor leaves their reductions apart.
+    x = torch.randn(32, 1024, 256, device="cuda")
+    model = SharedModulation().cuda().train()
+    engine = CompileEngine(None, "inductor", dynamic=False)
+    engine.attach(model)
+    torch._inductor.metrics.reset()
+    model(x).loss.backward()
+    ours = torch._inductor.metrics.codegen_mix_order_reduction
+    engine.detach()
+    assert inductor_config.get_config_copy() == before
+    torch.compile(model)(x).loss.backward()
+    assert ours == 0 < torch._inductor.metrics.codegen_mix_order_reduction
+
+
+def test_triton_without_a_compiler_is_found_before_the_first_step(monkeypatch):
+    assert backend.missing_for("cuda") == ("", "")
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert backend.missing_for("cuda")[0] == "there is no C compiler, which Triton needs"
+    assert backend.default_compiler("cuda")[0] == "aot_eager"
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("PATH", "")
+    assert backend.missing_for("cuda")[0] == "there is no C compiler, which Triton needs"

@@ -1,0 +1,42 @@
+"""What is measured of a device's memory."""
+
+import torch
+import transformers
+
+from optimum_memopt.measure.measure_case import Case, measure
+from optimum_memopt.measure.workload import Workload
+from optimum_memopt.memory.peak_monitor import PeakMonitor
+
+MIB = 2**20
+
+
+def test_a_device_has_one_mark_whatever_it_is_called():
+    """Else a phase of one monitor hides the peak of the other one's run."""
+    run, phases = PeakMonitor("cuda"), PeakMonitor(f"cuda:{torch.cuda.current_device()}")
+    run.start_run()
+    phases.start_run()
+    before = run.run_peak
+    block = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
+    del block
+    phases.start_phase()
+    assert run.run_peak - before >= 64
+    assert phases.run_peak == run.run_peak
+
+
+def test_what_other_processes_take_is_not_measured(tmp_path, monkeypatch):
+    config = transformers.RobertaConfig(
+        vocab_size=64, hidden_size=64, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64
+    )
+    config.save_pretrained(tmp_path)
+    case = Case(Workload(str(tmp_path), "fill-mask", 4, 32), options=None)
+    alone = measure(case)
+    asked = 0
+
+    def others_grow(device: object = None) -> tuple[int, int]:
+        nonlocal asked
+        asked += 1
+        return 80 * 2**30 - asked * 2**30, 80 * 2**30
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", others_grow)
+    beside_others = measure(case)
+    assert beside_others.activations_mib == alone.activations_mib
