@@ -1,4 +1,4 @@
-"""What one plan for the largest batch costs where batches of real text have all lengths, for budget.py."""
+"""What plans within a budget cost where batches of real text have all lengths, for budget.py."""
 
 import argparse
 from collections import Counter
@@ -11,11 +11,14 @@ from budget_graphs import Shape, estimated, trace
 from shared import to_markdown
 
 from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph
+from optimum_memopt.engines.compile.budget.problem import Problem
 from optimum_memopt.engines.compile.budget.simulation import simulate
 from optimum_memopt.engines.compile.budget.solve import Solution, Solver
+from optimum_memopt.engines.compile.budget.variant_lengths import TimesByLength, best_lengths
 
 ORDERS = ("random", "grouped by length")
-SHARES = (0.75, 0.5, 0.25)
+SHARES = (0.75, 0.5, 0.25, 0.1)
+MOST_VARIANTS = 3
 FULL, QUICK = Shape("roberta", 12, 768, 32, 512), Shape("roberta", 1, 64, 4, 64)
 # Batches are padded to a multiple, as a collator does for a GPU.
 _MULTIPLE = 8
@@ -42,37 +45,70 @@ def padded_lengths(lengths: Sequence[int], batch_size: int, order: str) -> Count
     return Counter(-(-length // _MULTIPLE) * _MULTIPLE for length in longest)
 
 
-def at_each_length(graph: AnalyzedGraph, lengths: Sequence[int], of: int) -> dict[str, Any]:
-    """Peaks and times of the plans for the longest batch.
+def at_each_length(graph: AnalyzedGraph, orders: Mapping[str, Counter[int]], of: int) -> dict[str, Any]:
+    """Peaks and times of batches of each length, without a plan and under the variants that a run would have.
 
     Args:
         graph: whose sizes are symbols; read, not changed.
-        lengths: of the batches.
+        orders: how many batches there are of each length.
         of: the length that the graph was traced with.
     """
-
-    def problem_at(length: int) -> Any:
-        hints = {symbol: length if size == of else size for symbol, size in graph.size_hints.items()}
-        return estimated(replace(graph, size_hints=hints))
-
-    problems = {length: problem_at(length) for length in lengths}
-    solver = Solver(problems[max(lengths)])
+    problems = {length: _problem_at(graph, of, length) for length in sorted(set().union(*orders.values()))}
+    solver = Solver(problems[max(problems)])
     low, high = solver.lowest.peak, solver.everything.peak
-    found: dict[str, Any] = {"lowest": low, "everything": high, "plans": {}, "plain": {}}
+    found: dict[str, Any] = {"lowest": low, "everything": high, "plain": {}, "plans": []}
     for length, problem in problems.items():
         plain = simulate(problem, problem.closure(problem.activations))
         ran = (*plain.forward.order, *plain.backward.order)
         found["plain"][str(length)] = (plain.peak, sum(problem.seconds[node] for node in ran))
     for share in SHARES:
         budget = low + int(share * (high - low))
-        plan = solver.solve(budget)
-        assert isinstance(plan, Solution)
-        under = {}
-        for length, problem in problems.items():
-            simulated = simulate(problem, frozenset(plan.saved))
-            under[str(length)] = (simulated.peak, simulated.extra_seconds(problem))
-        found["plans"][str(share)] = {"budget": budget, "lengths": under}
+        for order, counts in orders.items():
+            times = times_by_length(problems, counts, budget)
+            for most in range(1, MOST_VARIANTS + 1):
+                lengths = [*best_lengths(times.batches, times.shares, most - 1), max(problems)]
+                plans = [_plan(problems[length], budget) for length in lengths]
+                under = {str(length): _cheapest(problem, plans, budget) for length, problem in problems.items()}
+                found["plans"].append({"budget": budget, "order": order, "variants": lengths, "lengths": under})
     return found
+
+
+def _problem_at(graph: AnalyzedGraph, of: int, length: int) -> Problem:
+    hints = {symbol: length if size == of else size for symbol, size in graph.size_hints.items()}
+    return estimated(replace(graph, size_hints=hints))
+
+
+def times_by_length(problems: Mapping[int, Problem], counts: Counter[int], budget: int) -> TimesByLength:
+    """What plans take, as a run finds out: with the seconds of the longest batch.
+
+    Args:
+        problems: of each length.
+        counts: batches of an epoch of each length.
+        budget: bytes of the graph.
+    """
+    longest = max(problems)
+    plan = Solver(problems[longest]).solve(budget)
+    assert isinstance(plan, Solution)
+    times = TimesByLength()
+
+    def shortened(length: int) -> Problem:
+        return replace(problems[length], seconds=problems[longest].seconds)
+
+    times.fill(list(counts.elements()), longest, plan, shortened, budget)
+    return times
+
+
+def _plan(problem: Problem, budget: int) -> frozenset[int]:
+    plan = Solver(problem).solve(budget)
+    assert isinstance(plan, Solution)
+    return frozenset(plan.saved)
+
+
+def _cheapest(problem: Problem, plans: Sequence[frozenset[int]], budget: int) -> tuple[int, float]:
+    """Peak and extra seconds of the first plan that fits, from the cheapest to that of the longest batch."""
+    *cheaper, last = (simulate(problem, plan) for plan in plans)
+    found = next((one for one in cheaper if one.peak <= budget), last)
+    return found.peak, found.extra_seconds(problem)
 
 
 def run(saved: dict[str, Any], keep: Callable[[], None], arguments: argparse.Namespace) -> None:
@@ -82,9 +118,8 @@ def run(saved: dict[str, Any], keep: Callable[[], None], arguments: argparse.Nam
     shape = QUICK if arguments.quick else FULL
     samples = [9, 30, 33, 17, 60, 12, 8, 40] if arguments.quick else _verses()
     orders = {order: padded_lengths(samples, shape.batch_size, order) for order in ORDERS}
-    lengths = sorted(set().union(*orders.values()))
     # Its symbol is told from the others by its value.
-    saved.update(trace(shape, lambda graph: at_each_length(graph, lengths, shape.seq_len), dynamic=True))
+    saved.update(trace(shape, lambda graph: at_each_length(graph, orders, shape.seq_len), dynamic=True))
     saved["orders"] = {
         order: {str(length): count for length, count in sorted(counts.items())} for order, counts in orders.items()
     }
@@ -99,30 +134,31 @@ def _verses() -> list[int]:
 
 
 def rows(saved: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """A line for each budget and order."""
+    """A line for each budget, order and number of variants that differs from the one before."""
     plain = saved["plain"]
-    for plan in saved["plans"].values():
-        for order, counts in saved["orders"].items():
-            total = sum(count * plain[length][1] for length, count in counts.items())
-            extra = sum(count * plan["lengths"][length][1] for length, count in counts.items())
-            longest = max(counts, key=int)
-            fits = sum(count for length, count in counts.items() if plain[length][0] <= plan["budget"])
-            yield {
-                "budget": f"{plan['budget'] / 2**30:.2f} GiB",
-                "order": order,
-                "batches": sum(counts.values()),
-                "highest peak": f"{max(plan['lengths'][length][0] for length in counts) / 2**30:.2f} GiB",
-                "extra time": f"{extra / total:+.1%}",
-                "of the longest batch": f"{plan['lengths'][longest][1] / plain[longest][1]:+.1%}",
-                "batches that fit without a plan": f"{fits / sum(counts.values()):.1%}",
-            }
+    shown: dict[tuple[int, str], int] = {}
+    for plan in saved["plans"]:
+        counts, variants = saved["orders"][plan["order"]], plan["variants"]
+        if shown.get((plan["budget"], plan["order"])) == len(variants):
+            continue
+        shown[plan["budget"], plan["order"]] = len(variants)
+        total = sum(count * plain[length][1] for length, count in counts.items())
+        extra = sum(count * plan["lengths"][length][1] for length, count in counts.items())
+        yield {
+            "budget": f"{plan['budget'] / 2**30:.2f} GiB",
+            "order": plan["order"],
+            "plans for lengths up to": ", ".join(map(str, variants)),
+            "extra time": f"{extra / total:+.1%}",
+            "highest peak": f"{max(plan['lengths'][length][0] for length in counts) / 2**30:.2f} GiB",
+        }
 
 
 def sections(saved: Mapping[str, Any]) -> dict[str, str]:
     """The table."""
     lengths = list(map(int, saved["plain"]))
+    batches = sum(next(iter(saved["orders"].values())).values())
     about = (
-        f"{saved['about']} and {min(lengths)} to {max(lengths)} tokens; the longest batch holds "
+        f"{saved['about']} and {min(lengths)} to {max(lengths)} tokens, {batches} an epoch; the longest batch holds "
         f"{saved['everything'] / 2**30:.2f} GiB with everything saved and at least {saved['lowest'] / 2**30:.2f}:"
     )
     return {"ragged": f"{about}\n\n{to_markdown(list(rows(saved)), {})}"}

@@ -132,7 +132,7 @@ def attach(trainer: Trainer, options: MemOptOptions | None = None, **overrides: 
     chosen = resolved.options
     engine = create(resolved)
     engine.outputs_read_by = outputs_read_by
-    engine.run = _run_of(trainer)
+    engine.run = _run_of(trainer, chosen.group_by_complexity)
     engine.check_arguments(trainer.args)
     if chosen.memory_opt_optim is not None:
         optimizers.check(chosen.memory_opt_optim, trainer)
@@ -310,7 +310,7 @@ def _padding_id(trainer: Trainer) -> int | None:
     return None
 
 
-def _run_of(trainer: Trainer) -> Callable[[], Run]:
+def _run_of(trainer: Trainer, is_grouped: bool) -> Callable[[], Run]:
     """What the Trainer's run holds; the engine must not keep the Trainer alive."""
     held = weakref.ref(trainer)
 
@@ -318,9 +318,8 @@ def _run_of(trainer: Trainer) -> Callable[[], Run]:
         alive = held()
         if alive is None:
             return Run()
-        return Run(
-            alive.optimizer, alive.args.gradient_accumulation_steps > 1, functools.partial(largest_batch, alive)
-        )
+        read = functools.partial(largest_batch, alive, is_grouped)
+        return Run(alive.optimizer, alive.args.gradient_accumulation_steps > 1, read)
 
     return run
 

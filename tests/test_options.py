@@ -63,6 +63,17 @@ def arguments(folder, **options):
             {"memory_opt_budget": "90%", "memory_opt_engine": "ort"},
             "--memory_opt_budget 90% with the ort engine: only the compile engine reads it",
         ),
+        ({"memory_opt_variants": 4}, "--memory_opt_variants 4: allowed are whole numbers from 1 to 3"),
+        (
+            {"memory_opt_variants": 0, "memory_opt_budget": "auto"},
+            "--memory_opt_variants 0: allowed are whole numbers",
+        ),
+        ({"memory_opt_variants": 2}, "--memory_opt_variants 2 without --memory_opt_budget: "),
+        ({"memory_opt_variants": 2, "memory_opt_level": 1}, "--memory_opt_variants 2 without --memory_opt_budget: "),
+        (
+            {"memory_opt_variants": 2, "memory_opt_engine": "ort"},
+            "--memory_opt_variants 2 with the ort engine: only the compile engine reads it",
+        ),
         ({"memory_opt_config": "Gelu+:1"}, 'column 1: "Gelu+:1" has 2 fields instead of 3'),
         ({"memory_opt_config": "Gelu+:1:-1,Add:1:-1"}, "column 12: "),
         ({"memory_opt_config": ""}, "column 1: nothing here"),

@@ -5,7 +5,7 @@ A new engine is a folder beside this file whose `__init__` ends in `register_eng
 
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -60,10 +60,13 @@ class LargestBatch:
     Attributes:
         rows: of a micro-batch.
         length: tokens of the longest row.
+        lengths: tokens of the longest row of each batch of an epoch, for one order that the run's sampler may draw;
+            empty where they are not known.
     """
 
     rows: int
     length: int
+    lengths: tuple[int, ...] = field(default=(), compare=False, repr=False)
 
     def __str__(self) -> str:
         return f"{self.rows} x {self.length}"

@@ -17,6 +17,8 @@ from optimum_memopt.callbacks.reporting import Reporter
 from optimum_memopt.errors import MemOptError
 
 FLAG = "--group_by_complexity"
+# Trainer's own strategy that sorts samples by length within pools.
+GROUPED = "group_by_length"
 # Samples are sorted within pools of this many steps, as Trainer's own group_by_length does (trainer_pt_utils,
 # `get_length_grouped_indices`): enough that a step's lengths are alike, few enough that it differs in every epoch.
 POOL_STEPS = 50
@@ -152,16 +154,18 @@ def check(args: TrainingArguments, dataset: Any) -> None:
     Raises:
         MemOptError: a stream, or another sampling strategy.
     """
-    strategy = getattr(args, "train_sampling_strategy", "random")
-    # The flag of transformers before it had strategies.
-    if getattr(args, "group_by_length", False):
-        strategy = "group_by_length"
-    if strategy != "random":
+    if (strategy := strategy_of(args)) != "random":
         raise MemOptError(
             f"{FLAG} with the sampling strategy {strategy}: both choose the order of the samples; leave one out"
         )
     if dataset is not None:
         _check_indexed(dataset)
+
+
+def strategy_of(args: Any) -> str:
+    """Trainer's own order of samples."""
+    # The flag of transformers before it had strategies.
+    return GROUPED if getattr(args, "group_by_length", False) else getattr(args, "train_sampling_strategy", "random")
 
 
 def _check_indexed(dataset: Any) -> None:

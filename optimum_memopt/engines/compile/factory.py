@@ -10,6 +10,7 @@ from optimum_memopt.engines.base import Engine, EngineFactory, Estimate, Selecti
 from optimum_memopt.engines.compile.installed import missing
 from optimum_memopt.engines.compile.options import PLAIN
 from optimum_memopt.engines.environment import Ability, Report
+from optimum_memopt.errors import MemOptError
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -31,7 +32,20 @@ class CompileFactory(EngineFactory):
         """An engine, not yet attached."""
         from optimum_memopt.engines.compile.engine import CompileEngine
 
-        return CompileEngine(selection, options.memory_opt_compiler, loss=options.memory_opt_loss)
+        return CompileEngine(
+            selection,
+            options.memory_opt_compiler,
+            loss=options.memory_opt_loss,
+            variants=options.memory_opt_variants,
+        )
+
+    def check_options(self, options: "MemOptOptions") -> None:
+        """Variants are those of a budget's plan."""
+        if options.memory_opt_variants > 1 and options.memory_opt_budget is None:
+            raise MemOptError(
+                f"--memory_opt_variants {options.memory_opt_variants} without --memory_opt_budget: variants are plans "
+                "within a budget; give one, or leave the flag out"
+            )
 
     def prepare_trainer(self, trainer: "Trainer", engine: Engine, options: "MemOptOptions") -> None:
         """Label smoothing is computed with the loss, where the Trainer computes its loss as transformers does."""

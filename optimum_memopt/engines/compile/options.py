@@ -1,6 +1,9 @@
 """The flags of the compile engine. Importing this imports nothing of torch's compilers."""
 
 from dataclasses import dataclass, field
+from typing import Annotated
+
+from optimum_memopt.option_values import Numbers
 
 COMPILERS = ("inductor", "aot_eager")
 LOSSES = AUTO, PLAIN, CHUNKED = ("auto", "plain", "chunked")
@@ -16,6 +19,13 @@ class CompileOptions:
             "help": "The peak that no training step may pass: a size (24GiB, 800MiB; GB is 1000-based), a share of "
             "the device's memory (90%%), or auto, what is free when training starts. The cheapest recompute that fits "
             "is chosen. Instead of a config or a level; compile engine."
+        },
+    )
+    memory_opt_variants: Annotated[int, Numbers(1, 3)] = field(
+        default=1,
+        metadata={
+            "help": "With a budget: how many plans a run may have. 1: that of the largest batch, for all batches. 2, "
+            "3: shorter batches run under cheaper plans, each compiled when its first batch comes."
         },
     )
     memory_opt_plan: str | None = field(

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -54,6 +54,7 @@ class Settings:
         is_loss_row_asked: a config has the row of the loss.
         strict: what the graphs do not have is an error.
         smoothing: label smoothing, computed with the loss.
+        purpose: for which batches, for log lines; empty: for all.
     """
 
     compiler: str
@@ -63,6 +64,7 @@ class Settings:
     is_loss_row_asked: bool
     strict: bool
     smoothing: LabelSmoothing | None
+    purpose: str = ""
 
 
 class PlannedForward:
@@ -80,6 +82,7 @@ class PlannedForward:
         plan_file: None before the first call.
         predictor: None before the first call, and where nothing is predicted.
         progress: of the call that compiles.
+        is_one_graph: the first forward was one graph, which ran once and has all of it.
     """
 
     def __init__(
@@ -109,6 +112,7 @@ class PlannedForward:
         self.plan_file: PlanFile | None = None
         self.predictor: StepMemoryPredictor | None = None
         self.progress = Progress()
+        self.is_one_graph = False
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_only: bool, reader: str) -> Any:
         """The forward's outputs.
@@ -150,6 +154,11 @@ class PlannedForward:
             with self.predicting():
                 self.predictor.note_forward(kwargs, outputs)
         return refusing_gradients(outputs) if loss_only else outputs
+
+    def add_to_header(self, lines: Sequence[str]) -> None:
+        """Add lines to the table's header, after the first call."""
+        if self.table is not None:
+            self.table = replace(self.table, header=(*self.table.header, *lines))
 
     def predicting(self) -> contextlib.AbstractContextManager:
         """Around what reads the predictor: an error there is logged, and nothing is predicted from then on."""
@@ -224,9 +233,10 @@ class PlannedForward:
         """Lines around the first call of a compiled forward; nothing around the later ones."""
         if not is_first:
             return contextlib.nullcontext(Progress())
+        subject = f"the training graph of {self._name}{self._settings.purpose}"
         return announced(
-            f"compiling the training graph of {self._name} with {self._settings.compiler}",
-            f"compiled the training graph of {self._name} and ran its forward",
+            f"compiling {subject} with {self._settings.compiler}",
+            f"compiled {subject} and ran its forward",
             "tracing forward and backward, partitioning, compiling; once, takes a minute for large models",
             stage="tracing",
         )
@@ -243,6 +253,7 @@ class PlannedForward:
             for remark in matched.remarks:
                 self._say(f"in the new graph: {remark}")
             return
+        self.is_one_graph = len(graphs) == 1 and graphs[0].is_all_of_forward and graphs[0].programs.runs <= 1
         losses = [loss for graph in graphs for loss in graph.losses]
         remarks = [*matched.remarks, *check_row(losses, self._settings.is_loss_row_asked, strict)]
         # A later batch of one row may lack a plan (nothing to repeat), which is no mistake of the user.

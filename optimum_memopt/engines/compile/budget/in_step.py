@@ -37,6 +37,7 @@ class Step:
         margin: bytes that stay free, for what earlier plans took beyond their prediction.
         largest: the run's largest batch, None where it is not known.
         resident: what the process holds without the optimizer's states, in bytes; on a CPU with room to grow.
+        room: bytes of it that the process may still grow by.
     """
 
     bytes: int
@@ -44,6 +45,7 @@ class Step:
     margin: int = 0
     largest: LargestBatch | None = None
     resident: int = 0
+    room: int = 0
 
 
 def step_around(
@@ -65,11 +67,11 @@ def step_around(
     # Before its first step an optimizer has none.
     states = optimizer_bytes(run.optimizer, trainable) if run.optimizer is not None and run.optimizer.state else 0
     held = resident(device) - states if target is None else 0
-    if device.type == "cpu" and target is None:
-        held += max(_GROWTH, int(_GROWTH_SHARE * held))
+    room = max(_GROWTH, int(_GROWTH_SHARE * held)) if device.type == "cpu" and target is None else 0
+    held += room
     constant = constant_of(model, batch, held)
     outside = footprint_of(model, run.optimizer, run.gradient_accumulation, batch=batch, constant=constant)
-    return Step(budget.on_device(memory.total, memory.available), outside, resident=held)
+    return Step(budget.on_device(memory.total, memory.available), outside, resident=held, room=room)
 
 
 def costs_of(graph: AnalyzedGraph, device: torch.device, fused: bool, target: Device | None = None) -> Costs:

@@ -1,8 +1,8 @@
 """A joint graph as numbers: what a solver and an exact simulation of its choices read. Pure."""
 
 import operator
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import sympy
@@ -22,7 +22,7 @@ from optimum_memopt.engines.compile.analysis.joint import (
 )
 from optimum_memopt.engines.compile.analysis.saved_activations import is_statistic, layer_of
 from optimum_memopt.engines.compile.loss.scale_in_place import is_scaling
-from optimum_memopt.engines.compile.memory.symbolic_sizes import compile_sizes
+from optimum_memopt.engines.compile.memory.symbolic_sizes import SymbolValues, compile_sizes
 from optimum_memopt.engines.compile.memory.workspaces import workspace
 
 
@@ -180,6 +180,11 @@ def problem_of(graph: AnalyzedGraph, seconds: Sequence[float]) -> Problem:
         graph: read, not changed.
         seconds: of each node of the joint graph, in its order, the output's included.
     """
+    return problems_of(graph, seconds)(graph.size_hints)
+
+
+def problems_of(graph: AnalyzedGraph, seconds: Sequence[float]) -> Callable[[SymbolValues], Problem]:
+    """The numbers of a joint graph for any sizes, with the same seconds; see `problem_of`."""
     joint = graph.joint
     nodes = [node for node in joint.nodes if node.op != "output"]
     number = {node: index for index, node in enumerate(nodes)}
@@ -190,18 +195,18 @@ def problem_of(graph: AnalyzedGraph, seconds: Sequence[float]) -> Problem:
         for node, of in zip(nodes, roots, strict=True)
     ]
     workspaces = [workspace(node, graph.cuda) for node in nodes]
-    values = compile_sizes([*sizes, *workspaces])(graph.size_hints)
+    bytes_of, workspaces_of = compile_sizes(sizes), compile_sizes(workspaces)
 
     def all_of(found: Iterable[object]) -> tuple[int, ...]:
         return tuple(number[node] for node in found if isinstance(node, fx.Node))
 
-    return Problem(
+    first = Problem(
         names=tuple(node.name for node in nodes),
         kinds=tuple(str(node.target) for node in nodes),
         reads=tuple(all_of(node.all_input_nodes) for node in nodes),
         roots=tuple(number[node] for node in roots),
-        bytes=tuple(values[: len(nodes)]),
-        workspaces=tuple(values[len(nodes) :]),
+        bytes=tuple(bytes_of(graph.size_hints)),
+        workspaces=tuple(workspaces_of(graph.size_hints)),
         seconds=tuple(seconds[: len(nodes)]),
         layers=tuple(layer_of(node) if node.op == "call_function" else "" for node in nodes),
         is_input=tuple(node.op == "placeholder" for node in nodes),
@@ -223,3 +228,8 @@ def problem_of(graph: AnalyzedGraph, seconds: Sequence[float]) -> Problem:
         activations=frozenset(number[activation.root] for activation in graph.activations),
         boundaries=frozenset(number[node] for node in layer_boundaries(joint)),
     )
+
+    def at(values: SymbolValues) -> Problem:
+        return replace(first, bytes=tuple(bytes_of(values)), workspaces=tuple(workspaces_of(values)))
+
+    return at

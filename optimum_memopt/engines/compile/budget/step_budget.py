@@ -17,11 +17,15 @@ from optimum_memopt.sizes import Budget, gib_text
 
 
 class StepBudget:
-    """The budget of one model's steps, for every batch.
+    """The budget of one model's steps under one plan, for every batch that the plan is made for.
 
     Args:
         run: the training run, asked at each step.
         target: the device that steps are planned for; None: where the model lies.
+
+    Attributes:
+        largest: the largest batch that the plan is made for; None: it is not known.
+        solved_for: sizes that the plan in force was solved for, by the plan table's names.
     """
 
     def __init__(self, run: Callable[[], Run], target: Device | None = None) -> None:
@@ -29,25 +33,48 @@ class StepBudget:
         self._target = target
         # None until it was asked for: what is available shrinks while training runs.
         self._bytes: int | None = None
-        self._largest: LargestBatch | None = None
+        self.largest: LargestBatch | None = None
         self._margin = 0
         self._resident: int | None = None
-        self._within: set[frozenset[tuple[str, int]]] = set()
-        # Sizes of the batch that the plan in force was solved for.
-        self._solved_for: Mapping[str, int] = {}
+        # What the process held when the run's first plan was made, and when this one was.
+        self._first_constant: int | None = None
+        self._constant: int | None = None
+        self._peaks: dict[frozenset[tuple[str, int]], int] = {}
+        self.solved_for: Mapping[str, int] = {}
+
+    def for_another(self, largest: LargestBatch | None) -> "StepBudget":
+        """The same bytes for another plan.
+
+        Args:
+            largest: batch that the plan is made for; None: that of the run.
+        """
+        other = StepBudget(self._run, self._target)
+        other.largest, other._bytes, other._margin = largest, self._bytes, self._margin
+        other._first_constant = self._constant if self._first_constant is None else self._first_constant
+        return other
 
     def read_largest(self) -> None:
         """Read the run's largest batch; not while a model is traced, where no tensor can be read."""
-        if self._largest is None:
-            self._largest = self._run().largest_batch()
+        if self.largest is None:
+            self.largest = self._run().largest_batch()
 
     def step(self, model: torch.nn.Module, inputs: Mapping[str, object], budget: Budget) -> Step:
         """See `step_around`; the budget's bytes are those of the first time."""
-        found = step_around(model, inputs, budget, self._run(), self._target)
+        found = self._without_second_room(step_around(model, inputs, budget, self._run(), self._target))
         self._bytes = found.bytes if self._bytes is None else self._bytes
-        self._within.clear()
-        self._resident = found.resident
-        return replace(found, bytes=self._bytes, largest=self._largest, margin=self._margin)
+        self._peaks.clear()
+        self._resident, self._constant = found.resident, found.outside.constant
+        return replace(found, bytes=self._bytes, largest=self.largest, margin=self._margin)
+
+    def _without_second_room(self, step: Step) -> Step:
+        """A plan that is made later finds the process grown into the room that the first one has left for it."""
+        if self._first_constant is None:
+            return step
+        grown = step.outside.constant - self._first_constant
+        if not 0 < grown <= step.room:
+            return step
+        outside = replace(step.outside, constant=self._first_constant)
+        return replace(step, outside=outside, resident=step.resident - grown)
 
     def costs(self, graph: AnalyzedGraph, device: torch.device, fused: bool) -> Costs:
         """See `costs_of`."""
@@ -68,10 +95,8 @@ class StepBudget:
         Args:
             predictor: of that plan, right after its first forward.
         """
-        names = {name: name.removeprefix("inputs_") for name in predictor.first}
-        self._solved_for = larger_sizes(predictor.first, names, self._largest)
-        run = self._run()
-        peak = predictor.footprint(self._solved_for, run.optimizer, run.gradient_accumulation).peak
+        self.solved_for = larger_sizes(predictor.first, {name: name for name in predictor.first}, self.largest)
+        peak = self._peak(predictor, self.solved_for)
         if self._bytes is None or peak <= self._bytes:
             return ""
         excess = peak - self._bytes
@@ -81,6 +106,15 @@ class StepBudget:
             "operators by itself and graphs are planned one by one"
         )
 
+    def is_within(self, predictor: StepMemoryPredictor, inputs: Mapping[str, object]) -> bool:
+        """Whether a batch's step is within the budget.
+
+        Args:
+            predictor: of the plan in force.
+            inputs: keyword arguments of the forward.
+        """
+        return self._bytes is None or self._peak(predictor, predictor.sizes_of(inputs)) <= self._bytes
+
     def excess(self, predictor: StepMemoryPredictor, inputs: Mapping[str, object]) -> str:
         """A line about a batch whose step would pass the budget; empty where it does not.
 
@@ -89,17 +123,18 @@ class StepBudget:
             inputs: keyword arguments of the forward.
         """
         sizes = predictor.sizes_of(inputs)
-        key = frozenset(sizes.items())
-        is_solved = all(size <= self._solved_for.get(name, 0) for name, size in sizes.items())
-        if self._bytes is None or is_solved or key in self._within:
-            return ""
-        run = self._run()
-        peak = predictor.footprint(sizes, run.optimizer, run.gradient_accumulation).peak
-        if peak <= self._bytes:
-            self._within.add(key)
+        is_solved = all(size <= self.solved_for.get(name, 0) for name, size in sizes.items())
+        if self._bytes is None or is_solved or (peak := self._peak(predictor, sizes)) <= self._bytes:
             return ""
         shown = ", ".join(f"{name}={size}" for name, size in sorted(sizes.items()))
         return (
             f"a batch with {shown} would take {gib_text(peak)}, over the budget of {gib_text(self._bytes)}: solving "
             "again for it"
         )
+
+    def _peak(self, predictor: StepMemoryPredictor, sizes: Mapping[str, int]) -> int:
+        key = frozenset(sizes.items())
+        if key not in self._peaks:
+            run = self._run()
+            self._peaks[key] = predictor.footprint(sizes, run.optimizer, run.gradient_accumulation).peak
+        return self._peaks[key]

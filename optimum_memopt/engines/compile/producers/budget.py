@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from optimum_memopt.engines.base import Selection
 from optimum_memopt.engines.compile import compat
@@ -10,12 +11,14 @@ from optimum_memopt.engines.compile.analysis.candidates import Candidate, recomp
 from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph
 from optimum_memopt.engines.compile.budget.costs import Costs
 from optimum_memopt.engines.compile.budget.in_step import Step
-from optimum_memopt.engines.compile.budget.largest_sizes import larger_sizes
-from optimum_memopt.engines.compile.budget.problem import problem_of
+from optimum_memopt.engines.compile.budget.largest_sizes import is_length, larger_sizes
+from optimum_memopt.engines.compile.budget.problem import Problem, problem_of, problems_of
 from optimum_memopt.engines.compile.budget.smaller_batch import SmallerBatch, smaller_batch
 from optimum_memopt.engines.compile.budget.solve import KEEPS_ALL, Floor, Solution, Solver
+from optimum_memopt.engines.compile.budget.variant_lengths import TimesByLength
 from optimum_memopt.engines.compile.choice import Choice
 from optimum_memopt.engines.compile.memory.footprint import Footprint
+from optimum_memopt.engines.compile.memory.symbolic_sizes import SymbolValues
 from optimum_memopt.engines.compile.memory.timeline import graph_timeline
 from optimum_memopt.engines.compile.producers.torch_default import TorchDefault
 from optimum_memopt.engines.compile.symbol_names import symbol_names
@@ -34,11 +37,13 @@ class FromBudget:
         budget: as the user wrote it.
         step: asked for each graph; None: the budget, a size, is for the graph alone.
         costs: asked for each graph; None: every operator costs the bytes that it allocates.
+        times: filled with what plans for shorter batches would take; None: nobody asks.
     """
 
     budget: Budget
     step: Callable[[Budget], Step] | None = None
     costs: Callable[[AnalyzedGraph], Costs] | None = None
+    times: TimesByLength | None = None
 
     @classmethod
     def of(cls, selection: Selection) -> "FromBudget | None":
@@ -58,7 +63,8 @@ class FromBudget:
         names = symbol_names(compat.symbol_sources())
         first, graph = graph, replace(graph, size_hints=larger_sizes(graph.size_hints, names, step.largest))
         costs = self.costs(graph) if self.costs is not None else _by_bytes(graph)
-        solver = Solver(problem_of(graph, costs.seconds))
+        problem_at = problems_of(graph, costs.seconds)
+        solver = Solver(problem_at(graph.size_hints))
         if self.step is not None:
             if solver.everything.peak > step.outside.activations_within(step.bytes):
                 solver.prepare()
@@ -73,6 +79,11 @@ class FromBudget:
         if isinstance(found, Floor):
             fits = smaller_batch(graph, names, costs, step.outside, step.bytes)
             raise self._does_not_fit(step, found, replace(step.outside, activations=found.peak).peak, fits)
+        if self.times is not None and self.times.is_wanted and not earlier:
+            tokens = {symbol: size for symbol, size in graph.size_hints.items() if is_length(names.get(symbol, ""))}
+            batches = step.largest.lengths if step.largest is not None else ()
+            shortened = partial(_shortened, problem_at, graph.size_hints, tokens)
+            self.times.fill(batches, max(tokens.values(), default=0), found, shortened, allowed)
         sizes = "" if graph.size_hints == first.size_hints else f" for batches up to {step.largest}"
         margin = f" less a margin of {gib_text(step.margin)}" if step.margin else ""
         why = f"budget {gib_text(step.bytes)}{margin}{sizes}"
@@ -104,6 +115,13 @@ class FromBudget:
             f"--memory_opt_budget {self.budget.text}: the step takes at least {gib_text(peak)}{batch}, whatever "
             f"is recomputed; the budget is {gib_text(step.bytes)}; most of it is {held}; {_way_out(floor, fits)}"
         )
+
+
+def _shortened(
+    problem_at: Callable[[SymbolValues], Problem], sizes: SymbolValues, tokens: SymbolValues, length: int
+) -> Problem:
+    """A graph with batches of at most `length` tokens; `tokens` are those of its `sizes` that are lengths."""
+    return problem_at({**sizes, **{symbol: min(size, length) for symbol, size in tokens.items()}})
 
 
 def _with_batch_of(graph: AnalyzedGraph, first: AnalyzedGraph, outside: Footprint) -> Footprint:

@@ -1,18 +1,23 @@
 """Models trained under a budget: gradients are plain PyTorch's, and the allocator never passes the budget."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
 from optimum_memopt.engines.base import Selection
+from optimum_memopt.engines.compile.analysis.candidates import Candidate
+from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph
 from optimum_memopt.engines.compile.budget import in_step, step_budget
+from optimum_memopt.engines.compile.choice import Choice
 from optimum_memopt.engines.compile.engine import CompileEngine
 from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.compile.producers.budget import FromBudget
 from optimum_memopt.errors import MemOptError
+from optimum_memopt.plans.matching import Matched
 from optimum_memopt.plans.table import PlanTable
 from optimum_memopt.sizes import Budget, parse_budget
 from tests.engines.compile.compiled import DROPOUT, assert_bitwise_same
@@ -28,19 +33,21 @@ pytestmark = pytest.mark.end_to_end
 SLACK = 256
 
 
+@dataclass(frozen=True)
+class Within:
+    """See `Producer`; so many bytes for the graph alone, whatever the step around it holds."""
+
+    bytes: int
+
+    def match(self, candidates: Sequence[Candidate]) -> Matched:
+        return Matched()
+
+    def choose(self, graph: AnalyzedGraph, earlier: Sequence[Choice]) -> Choice:
+        return FromBudget(Budget(f"{self.bytes} bytes", self.bytes)).choose(graph, earlier)
+
+
 def engine_within(budget: int | None) -> CompileEngine:
-    """An engine whose graph has so many bytes, whatever the step around it holds."""
-    engine = CompileEngine(compiler="aot_eager")
-    if budget is not None:
-        forget = engine._forget
-
-        def forget_and_choose() -> None:
-            forget()
-            engine._producer = FromBudget(Budget(f"{budget} bytes", budget))
-
-        engine._forget = forget_and_choose
-        engine._forget()
-    return engine
+    return CompileEngine(compiler="aot_eager", producer=None if budget is None else Within(budget))
 
 
 def trained(name: str, budget: int | None, changes: dict[str, Any], batch: dict[str, torch.Tensor]) -> Any:

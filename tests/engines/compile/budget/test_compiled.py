@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 from optimum_memopt.engines.base import Selection
-from optimum_memopt.engines.compile import engine as compile_engine
+from optimum_memopt.engines.compile import variant
 from optimum_memopt.engines.compile.budget import in_step
 from optimum_memopt.engines.compile.engine import CompileEngine
 from optimum_memopt.engines.compile.memory import step_memory
@@ -39,7 +39,7 @@ def trained(
     # The process itself grows and shrinks by more than this model takes.
     for module in (in_step, step_memory):
         monkeypatch.setattr(module, "constant_of", lambda *held: 2**29)
-    monkeypatch.setattr(compile_engine, "_MOST_COMPILES", compiles)
+    monkeypatch.setattr(variant, "_MOST_COMPILES", compiles)
     torch.manual_seed(0)
     model = InPieces()
     chosen = Selection(budget=None if budget is None else Budget(f"{budget} bytes", budget))
