@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 
 from optimum_memopt.engines.environment import Ability, Report
-from optimum_memopt.engines.ort import compat, extensions
+from optimum_memopt.engines.ort import compat, cuda_libraries, extensions
 from optimum_memopt.engines.ort.installed import missing
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.installed import installed_version
@@ -76,7 +76,9 @@ def _ort_engine(versions: Mapping[str, str | None]) -> Ability:
         compat.load()
     # A half-installed or overwritten native package can raise anything; the report shows the error.
     except Exception as error:
-        return Ability(what, False, f"{type(error).__name__}: {error}".splitlines()[0], command)
+        library = cuda_libraries.library_in(str(error))
+        needed = cuda_libraries.command(library) if library else command
+        return Ability(what, False, f"{type(error).__name__}: {error}".splitlines()[0], needed)
     return Ability(what, True, "onnxruntime-training can be imported")
 
 
@@ -99,6 +101,8 @@ def _half_precision(engine: Ability) -> Ability:
     import onnxruntime
 
     if "CUDAExecutionProvider" in onnxruntime.get_available_providers():
+        if library := cuda_libraries.missing():
+            return Ability(what, False, f"{library} of CUDA 11.8 is not here", cuda_libraries.command(library))
         return Ability(what, True, "on CUDA devices; on the CPU float32 only")
     return Ability(what, False, "ONNX Runtime's CPU provider trains float32 only")
 

@@ -8,7 +8,7 @@ import torch
 
 from optimum_memopt.compat import attention_implementation
 from optimum_memopt.engines import in_place
-from optimum_memopt.engines.ort import compat, compat_torch
+from optimum_memopt.engines.ort import compat, compat_torch, cuda_libraries
 from optimum_memopt.engines.ort.extensions import BUILD_COMMAND
 from optimum_memopt.engines.ort.installed import DISTRIBUTIONS
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
@@ -71,11 +71,18 @@ def check_device(name: str, device_type: str) -> None:
         device_type: of its parameters, as `cuda`.
 
     Raises:
-        UnsupportedModelError: see there.
+        UnsupportedModelError: see there, and for a build that lacks one of CUDA's libraries.
     """
-    if device_type == "cpu" or (device_type == "cuda" and compat.runs_on_gpus()):
+    if device_type == "cpu":
         return
     build = " ".join(installed_version(DISTRIBUTIONS) or ("onnxruntime-training",))
+    if device_type == "cuda" and compat.runs_on_gpus():
+        if library := cuda_libraries.missing():
+            raise UnsupportedModelError(
+                f"{name} is on cuda, and {build} does not find {library} of CUDA 11.8",
+                f"{_COMPILE}, or {cuda_libraries.command(library)}",
+            )
+        return
     raise UnsupportedModelError(
         f"{name} is on {device_type}, where {build} does not run",
         f"{_COMPILE}, or install a build of onnxruntime-training for this device",

@@ -76,7 +76,8 @@ def _asked() -> set[str]:
         if re.match(pattern, symbol) and not _OF_RUNTIME.match(symbol)
     }
     launcher = (_folder("triton") / "backends/nvidia/driver.c").read_text()
-    return of_torch | set(re.findall(r"\b(cu[A-Z]\w+)\s*\(", launcher))
+    # Called by their names, or looked up by them: defineGetFunctionHandle(…, cuLaunchKernelEx)
+    return of_torch | set(re.findall(r"\b(cu[A-Z]\w+)\s*[()]", launcher))
 
 
 def _symbols(library: Path, *options: str) -> Iterator[str]:
