@@ -73,6 +73,7 @@ check: lint
 test: lint
 	$(PYTEST) -m "not slow" $(TEST_ARGS)
 
+test-all: export TORCH_FAKE_TENSOR_DISPATCH_CACHE := 1
 test-all: lint
 	$(PYTEST) --hypothesis-profile thorough $(TEST_ARGS)
 

@@ -14,6 +14,9 @@ from tests.tiers import is_end_to_end
 # Tests start where a newcomer does, without the built torch extensions; name a cache with them to test with them.
 os.environ.setdefault("OPTIMUM_MEMOPT_CACHE", os.path.join(tempfile.gettempdir(), "optimum_memopt-no-extensions"))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Models of one or two layers repeat too little for torch's cache of traced operators: without it tracing takes a
+# fifth less. `make test-all` leaves it on, as users have it.
+os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
 
 # The same examples in every run, however slow the machine is; `make test-all` looks at many more, and new ones.
 _ALIKE = {"deadline": None, "suppress_health_check": list(HealthCheck)}

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 import transformers
 
-VOCABULARY = 97
+from tests.small_model import VOCABULARY, SmallConfig, SmallForSequenceClassification
+
 PAD = 1
 IGNORE = -100
 IMAGE = 16
@@ -84,8 +85,9 @@ def images(batch_size: int, length: int, generator: torch.Generator) -> dict[str
 class Case:
     """One architecture with one head."""
 
-    model: str
-    config: str
+    # Names in transformers, or classes.
+    model: str | type[transformers.PreTrainedModel]
+    config: str | type[transformers.PretrainedConfig]
     arguments: dict[str, Any]
     make_batch: Callable[[int, int, torch.Generator], dict[str, torch.Tensor]]
     # Freshly initialised models of this size are nearly linear, so that a wrong gradient would hardly show.
@@ -96,9 +98,9 @@ class Case:
     def build(self, attention: str = "eager", seed: int = 0, **changes: Any) -> torch.nn.Module:
         """A model in training mode; `changes` go over the config's arguments."""
         torch.manual_seed(seed)
-        config = getattr(transformers, self.config)(**{**self.arguments, **changes})
+        config = _class(self.config)(**{**self.arguments, **changes})
         config._attn_implementation = attention
-        model = getattr(transformers, self.model)(config)
+        model = _class(self.model)(config)
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() > 1:
@@ -114,6 +116,10 @@ class Case:
         if self.make_batch in (translation, speech):
             rest["decoder_input_ids"] = batch["labels"].clamp(min=0)
         return rest
+
+
+def _class(name: Any) -> Any:
+    return getattr(transformers, name) if isinstance(name, str) else name
 
 
 def _bert_like(name: str, config: dict[str, Any], prefix: str = "") -> dict[str, Case]:
@@ -306,6 +312,9 @@ ZOO: dict[str, Case] = {
     # As many rows an expert as the router sends there.
     "mixtral": Case("MixtralForCausalLM", "MixtralConfig", {**_LLAMA, "num_local_experts": 2}, masked_lm),
 }
+
+# For what is about the Trainer and not about the model.
+SMALL = Case(SmallForSequenceClassification, SmallConfig, {}, classification)
 
 # Models that also train with torch's fused attention: DeBERTa has none in transformers.
 SDPA = (

@@ -11,11 +11,13 @@ from transformers import Trainer, TrainingArguments
 
 from optimum_memopt import MemOptTrainer, MemOptTrainingArguments
 from optimum_memopt.logs import get_logger
-from tests.model_zoo import IGNORE, PAD, ZOO
+from tests.model_zoo import IGNORE, PAD, SMALL, ZOO
 
 ROWS = 18
 _FILL = {"input_ids": PAD, "attention_mask": 0, "labels": IGNORE}
 
+
+CASES = {**ZOO, "small": SMALL}
 
 # A second layer doubles what tracing and exporting take, most of a test, and tells nothing about the Trainer; plans
 # over several layers are for `test_matrix.py` and `engines/`.
@@ -25,8 +27,8 @@ _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 def build(name: str, **changes: Any) -> torch.nn.Module:
     """A model of the zoo with one layer and biases that are not zero: attention's key bias has no gradient but
     rounding noise, so beside a bias of zero that noise would be everything."""
-    one_layer = {key: 1 for key in _LAYERS if key in ZOO[name].arguments}
-    model = ZOO[name].build(**{**one_layer, **changes})
+    one_layer = {key: 1 for key in _LAYERS if key in CASES[name].arguments}
+    model = CASES[name].build(**{**one_layer, **changes})
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
@@ -36,7 +38,7 @@ def build(name: str, **changes: Any) -> torch.nn.Module:
 
 def rows(name: str, count: int = ROWS, seed: int = 0) -> list[dict[str, torch.Tensor]]:
     """Examples of lengths 5 to 9."""
-    made = [ZOO[name].batch(1, 5 + index % 5, seed=1000 * seed + index) for index in range(count)]
+    made = [CASES[name].batch(1, 5 + index % 5, seed=1000 * seed + index) for index in range(count)]
     return [{key: value[0] for key, value in row.items()} for row in made]
 
 
