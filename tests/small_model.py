@@ -10,46 +10,62 @@ WIDTH, WIDE, CLASSES, VOCABULARY = 16, 24, 3, 97
 
 
 class SmallConfig(PretrainedConfig):
+    """
+    Args:
+        picks_labelled: rows with a negative label have no loss, and which they are breaks the graph, as in DeBERTa's
+            classifier.
+        repeats: a vector is repeated for each row, as in DeBERTa's attention; a batch of one row repeats nothing.
+    """
+
     model_type = "small"
 
-    def __init__(self, dropout: float = 0.0, **others: object) -> None:
+    def __init__(self, picks_labelled: bool = False, repeats: bool = False, **others: object) -> None:
         super().__init__(**others)
-        self.dropout = dropout
+        self.picks_labelled, self.repeats = picks_labelled, repeats
 
 
 class Block(nn.Module):
     """What follows the attention in a layer of GPT-2."""
 
-    def __init__(self, dropout: float) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
         self.up, self.act, self.down = nn.Linear(WIDTH, WIDE), nn.GELU(), nn.Linear(WIDE, WIDTH)
-        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.dropout(self.down(self.act(self.up(self.norm(x)))))
+        return x + self.down(self.act(self.up(self.norm(x))))
 
 
 class SmallForSequenceClassification(PreTrainedModel):
     config_class = SmallConfig
-    supports_gradient_checkpointing = False
 
     def __init__(self, config: SmallConfig) -> None:
         super().__init__(config)
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.layer = nn.ModuleList([Block(config.dropout)])
+        self.scale = nn.Parameter(torch.ones(1, 1, WIDTH)) if config.repeats else None
+        self.layer = nn.ModuleList([Block()])
         self.head = nn.Linear(WIDTH, CLASSES)
         self.post_init()
 
     def forward(
         self,
         input_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
+        attention_mask: torch.Tensor,
         labels: torch.Tensor | None = None,
     ) -> SequenceClassifierOutput:
         x = self.embedding(input_ids)
+        if self.scale is not None:
+            x = x * self.scale.repeat(len(input_ids), 1, 1)
         for block in self.layer:
             x = block(x)
         logits = self.head((x * attention_mask[:, :, None]).mean(1))
-        loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
-        return SequenceClassifierOutput(loss=loss, logits=logits)
+        return SequenceClassifierOutput(loss=None if labels is None else self._loss(logits, labels), logits=logits)
+
+    def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        # transformers' classifiers write down what they find out.
+        if self.config.problem_type is None and not self.config.picks_labelled:
+            self.config.problem_type = "single_label_classification"
+        if self.config.picks_labelled:
+            rows = (labels >= 0).nonzero()[:, 0]
+            logits, labels = logits[rows], labels[rows]
+        return nn.functional.cross_entropy(logits, labels)

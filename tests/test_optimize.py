@@ -6,9 +6,8 @@ from transformers import Trainer, TrainingArguments
 from optimum_memopt import MemOptTrainer, MemOptTrainingArguments, PlanStatsCallback, optimize
 from optimum_memopt.callbacks import reporting
 from tests.gradients import accumulate
-from tests.model_zoo import ZOO
+from tests.model_zoo import SMALL as CASE
 
-CASE = ZOO["roberta-classification"]
 OPTIONS = {
     "compile": {"memory_opt_engine": "compile", "memory_opt_compiler": "aot_eager"},
     "ort": {"memory_opt_engine": "ort", "ort_fallback": False},

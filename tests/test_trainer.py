@@ -213,13 +213,13 @@ def test_training_twice_in_a_row(tmp_path):
 
 
 def test_a_detached_trainer_attaches_again_and_frees_its_model(tmp_path, plain_weights, engine):
-    trainer = make(tmp_path, "gpt2", memory_opt_engine=engine)
+    trainer = make(tmp_path, "small", memory_opt_engine=engine)
     trainer.train()
     trainer.memopt.detach()
     assert engine_of(trainer.model) is None
     assert "forward" not in vars(trainer.model)
     torch.save(trainer.model, tmp_path / "whole.pt")
-    assert distance(weights(trainer.model), plain_weights("gpt2")) < CLOSE
+    assert distance(weights(trainer.model), plain_weights("small")) < CLOSE
     trainer.train()
     alive = weakref.ref(engine_model(trainer))
     del trainer

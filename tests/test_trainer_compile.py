@@ -15,10 +15,9 @@ from optimum_memopt.engines.base import choose_engines, engine_of
 from optimum_memopt.engines.ort import installed
 from optimum_memopt.options import resolve
 from tests.gradients import assert_bitwise_same_step
-from tests.model_zoo import ZOO
 from tests.tiers import tiered
 from tests.trackers import numbers, tracked
-from tests.trainer_runs import arguments, build, collate, distance, log_lines, make, rows, tables, weights
+from tests.trainer_runs import CASES, arguments, build, collate, distance, log_lines, make, rows, tables, weights
 
 ENGINE = {"memory_opt_engine": "compile", "memory_opt_compiler": "aot_eager"}
 SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
@@ -92,7 +91,7 @@ def test_auto_takes_it_where_onnx_runtime_is_not_installed(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    "name", tiered(["roberta-classification", "deberta-v2-classification"], fast=["roberta-classification"])
+    "name", tiered(["small", "roberta-classification", "deberta-v2-classification"], fast=["small"])
 )
 def test_checkpoints_are_the_plain_trainers(tmp_path, name):
     """Both find out what problem they solve: one writes it into its config, the other does not."""
@@ -115,10 +114,11 @@ def test_checkpoints_are_the_plain_trainers(tmp_path, name):
     assert distance(weights(resumed.model), weights(trainer.model)) < 1e-6
 
 
-def test_autocast(tmp_path):
-    plain = make(tmp_path, "roberta-classification", plain=True, bf16=True)
-    ours = make(tmp_path, "roberta-classification", bf16=True, memory_opt_level=1, **ENGINE)
-    single = make(tmp_path, "roberta-classification", plain=True)
+@pytest.mark.parametrize("name", tiered(["small", "roberta-classification"], fast=["small"]))
+def test_autocast(tmp_path, name):
+    plain = make(tmp_path, name, plain=True, bf16=True)
+    ours = make(tmp_path, name, bf16=True, memory_opt_level=1, **ENGINE)
+    single = make(tmp_path, name, plain=True)
     for trainer in (plain, ours, single):
         trainer.train()
     assert distance(weights(ours.model), weights(plain.model)) < 1e-5
@@ -127,15 +127,15 @@ def test_autocast(tmp_path):
 
 
 def test_a_recompile_says_its_reason_once():
-    model = build("roberta-classification")
+    model = build("small")
     engine = optimize(model, **ENGINE, memory_opt_level=1)
     with log_lines() as lines:
         for size in (4, 3, 1, 1, 2):
-            model(**ZOO["roberta-classification"].batch(size, 5 + size)).loss.backward()
+            model(**CASES["small"].batch(size, 5 + size)).loss.backward()
     assert [line.split(" in ")[0] for line in lines[:2]] == [
-        "compiling the training graph of RobertaForSequenceClassification with aot_eager: tracing forward and "
+        "compiling the training graph of SmallForSequenceClassification with aot_eager: tracing forward and "
         "backward, partitioning, compiling; once, takes a minute for large models",
-        "compiled the training graph of RobertaForSequenceClassification and ran its forward",
+        "compiled the training graph of SmallForSequenceClassification and ran its forward",
     ]
     assert lines[2] == str(engine.plans())
     assert len(lines) == 4 and lines[3].startswith("recompiled the training graph; failed guard: "), lines
@@ -143,10 +143,12 @@ def test_a_recompile_says_its_reason_once():
     assert engine.plans().enabled
 
 
-def test_a_forward_in_pieces_is_planned_together_and_says_why():
+@pytest.mark.parametrize(
+    "name, own", tiered([("small", {"picks_labelled": True}), ("deberta-v2-classification", {})], fast=["small"])
+)
+def test_a_forward_in_pieces_is_planned_together_and_says_why(name, own):
     """DeBERTa with a row that has no label picks the others by an index."""
-    name = "deberta-v2-classification"
-    model, plain, batch = build(name), build(name), ZOO[name].batch()
+    model, plain, batch = build(name, **own), build(name, **own), CASES[name].batch()
     batch["labels"][1] = -1
     optimize(model, **ENGINE, memory_opt_level=1)
     with log_lines() as lines:
@@ -177,14 +179,14 @@ def test_a_model_that_torch_cannot_trace_says_so():
     assert engine.plans().header[0].startswith("NOT under a plan")
 
 
-def test_a_last_batch_of_one_row_has_fewer_plans_and_trains_on():
+@pytest.mark.parametrize("name, own", tiered([("small", {"repeats": True}), ("deberta-v2-mlm", {})], fast=["small"]))
+def test_a_last_batch_of_one_row_has_fewer_plans_and_trains_on(name, own):
     """For one row DeBERTa repeats nothing, so that a plan of the config is not there."""
-    name = "deberta-v2-mlm"
-    model, plain = build(name), build(name)
+    model, plain = build(name, **own), build(name, **own)
     engine = optimize(model, **ENGINE, memory_opt_config="Gelu+:1:-1,Tile+:1:-1")
     with log_lines() as lines:
         for size in (3, 1):
-            assert_bitwise_same_step(model, plain, ZOO[name].batch(size))
+            assert_bitwise_same_step(model, plain, CASES[name].batch(size))
     assert len(engine.plans().enabled) == 2, "the table is the first batch's"
     assert sum('no plan "Tile+" in this model' in line for line in lines) == 1, lines
 
@@ -216,7 +218,7 @@ def test_lora(tmp_path):
 
 
 def test_the_plan_of_a_run_is_the_plan_of_the_next(tmp_path):
-    name, path = "roberta-classification", tmp_path / "plan.json"
+    name, path = "small", tmp_path / "plan.json"
     trained = {}
     for kind, plan in (("level", {"memory_opt_level": 1}), ("file", {"memory_opt_plan": str(path)})):
         torch.manual_seed(0)
@@ -260,7 +262,7 @@ def test_every_observer_and_both_peaks_at_the_end(tmp_path):
     file = tmp_path / "found.jsonl"
     trainer = make(
         tmp_path,
-        "roberta-classification",
+        "small",
         **ENGINE,
         memory_opt_level=1,
         log_input_density=True,

@@ -71,7 +71,7 @@ def tiered(values: Iterable[Any], fast: Collection[Any]) -> list[Any]:
 
     Args:
         values: one a test, or a tuple of several arguments.
-        fast: those of the values, or names of functions among them, that are not slow.
+        fast: those of the values, first arguments or names of functions among them, that are not slow.
     """
     return [
         pytest.param(*_arguments(value), marks=[] if _is_in(value, fast) else [pytest.mark.slow]) for value in values
@@ -83,4 +83,5 @@ def _arguments(value: Any) -> tuple[Any, ...]:
 
 
 def _is_in(value: Any, fast: Collection[Any]) -> bool:
-    return value in fast or getattr(value, "__name__", None) in fast
+    first = value[0] if isinstance(value, tuple) else value
+    return value in fast or first in fast or getattr(value, "__name__", None) in fast
