@@ -35,6 +35,17 @@ def test_stored_rows_tell(dataset: object) -> None:
     assert largest_batch(trainer_on(dataset)) == LargestBatch(4, 9)
 
 
+def test_batches_are_those_of_the_runs_order() -> None:
+    rows = [{"input_ids": [1] * (1 + 37 * index % 100)} for index in range(100)]
+    at_random = largest_batch(trainer_on(rows)).lengths
+    grouped = largest_batch(trainer_on(rows), is_grouped=True).lengths
+    assert len(at_random) == len(grouped) == 25
+    assert max(at_random) == max(grouped) == 100 and sum(grouped) < sum(at_random)
+    in_order = trainer_on(rows)
+    in_order.args.train_sampling_strategy = "sequential"
+    assert largest_batch(in_order).lengths[:2] == (75, 86)
+
+
 class Random(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return 3
