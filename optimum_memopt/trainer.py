@@ -69,6 +69,8 @@ class Attachment:
     def save_plan(self, path: Path | str) -> None:
         """Write the plan in force for `--memory_opt_plan`, so that a later run applies it without solving.
 
+        Of several plans (`--memory_opt_variants`) that for the largest batch is written.
+
         Raises:
             MemOptError: there is none before the first training step, the engine has no plan files, or the file cannot
                 be written.
