@@ -35,4 +35,16 @@ def prediction_lines(predictor: StepMemoryPredictor) -> tuple[str, ...]:
         f"Predicted for the first batch: {predictor.stashed / MIB:.1f} MiB saved for backward, peak of "
         f"activations and gradients {footprint.activations / MIB:.1f} MiB{caveat}",
         f"Predicted peak of a step with AdamW: {footprint.peak / MIB:.1f} MiB = {footprint}",
+        *_allocator_line(predictor, footprint.peak),
+    )
+
+
+def _allocator_line(predictor: StepMemoryPredictor, requested: int) -> tuple[str, ...]:
+    peak = predictor.allocator_peak()
+    if peak is None:
+        return ()
+    allocated, reserved = (f"{size / MIB:.1f} MiB" for size in (peak.allocated, peak.reserved))
+    return (
+        f"Predicted for torch's allocator: {allocated} allocated ({peak.allocated / requested - 1:+.1%}), {reserved} "
+        f"reserved ({peak.reserved / requested - 1:+.1%})",
     )

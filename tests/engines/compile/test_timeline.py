@@ -34,6 +34,24 @@ def test_every_operator_holds_what_the_reference_says(request, model, asked, hol
         assert prediction.forward.peak.held == max(prediction.forward.held)
 
 
+@pytest.mark.parametrize("model", PLANS)
+@pytest.mark.parametrize("asked", ["", "level 1"])
+def test_requests_have_the_peak_of_the_prediction(request, model, asked):
+    captured = request.getfixturevalue(model)
+    parts = captured.split(asked)
+    timeline = graph_timeline(parts.forward, parts.backward, parts.num_fwd_outputs)
+    held, peak = {}, 0
+    for storage, size in timeline.requests(captured.sizes):
+        if size:
+            assert storage not in held
+            held[storage] = size
+        else:
+            held.pop(storage, None)
+        peak = max(peak, sum(held.values()))
+    prediction = timeline.predict(captured.sizes)
+    assert peak == prediction.peak and sum(held.values()) == prediction.backward.end
+
+
 @pytest.mark.parametrize("asked", ["", "level 1"])
 def test_saved_bytes_are_those_of_the_distinct_storages(roberta, asked):
     parts = roberta.split(asked)

@@ -6,8 +6,8 @@ import torch
 def start_libraries(device: torch.device) -> None:
     """Have cuBLAS allocate its workspaces on a CUDA device now, so that they count among what the process holds.
 
-    torch gives it one a thread and stream (32 MiB each on an H100; `aten/src/ATen/cuda/CublasHandlePool.cpp`): here for
-    the thread that runs forwards, and for autograd's thread of the device.
+    torch gives it one a thread and stream (`aten/src/ATen/cuda/CublasHandlePool.cpp`; 32 MiB each on an H100): here
+    for the thread that runs forwards, and for autograd's thread of the device.
 
     Args:
         device: nothing is done for one that is no CUDA device of this machine.

@@ -141,11 +141,16 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer | None, parameters: Sequenc
 
     An optimizer that is wrapped (accelerate's) shows its own states.
     """
+    return sum(state_sizes(optimizer, parameters))
+
+
+def state_sizes(optimizer: torch.optim.Optimizer | None, parameters: Sequence[torch.Tensor]) -> list[int]:
+    """Bytes of each tensor that `optimizer_bytes` counts."""
     if optimizer is None or not optimizer.state:
-        return 2 * tensor_bytes(parameters)
+        return [tensor.nbytes for tensor in parameters for _ in range(2)]
     states = (value for state in optimizer.state.values() for value in state.values())
-    # The step count of each parameter, a scalar on the CPU, is left out.
-    return tensor_bytes(value for value in states if isinstance(value, torch.Tensor) and value.dim())
+    # The step count of each parameter, a scalar, is left out.
+    return [value.nbytes for value in states if isinstance(value, torch.Tensor) and value.dim()]
 
 
 def step_bytes(optimizer: torch.optim.Optimizer | None, parameters: Sequence[torch.Tensor]) -> int:

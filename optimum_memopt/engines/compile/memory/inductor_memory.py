@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimum_memopt.engines.compile import compat
 from optimum_memopt.engines.compile.analysis.joint import Number, symbolic, value
+from optimum_memopt.engines.compile.memory.requests import Request
 from optimum_memopt.engines.compile.memory.symbolic_sizes import SymbolValues
 from optimum_memopt.engines.compile.memory.timeline import Prediction, SavedForBackward, SavedStorage, Timeline
 from optimum_memopt.engines.compile.memory.workspaces import multiprocessors_of, operator_workspace
@@ -99,16 +100,25 @@ def simulate_programs(
     tangents = sum(storage.bytes for name, storage in inputs.items() if name not in saved)
     storages = {name: saved.get(name, storage) for name, storage in inputs.items()}
     owned = {name: storage for name, storage in storages.items() if storage is not None}
-    in_forward, in_backward = _run(forward, {}, 0, values), _run(backward, owned, stashed + tangents, values)
-    return Prediction(in_forward, in_backward, stashed)
+    in_forward, of_forward = _run(forward, {}, saved, 0, values)
+    in_backward, of_backward = _run(backward, owned, None, stashed + tangents, values)
+    given = [Request(name, storage.bytes) for name, storage in inputs.items() if name not in saved]
+    return Prediction(in_forward, in_backward, stashed, requests=(*of_forward, *given, *of_backward))
 
 
-def _run(program: InductorProgram, owned: Mapping[str, SavedStorage], start: int, values: SymbolValues) -> Timeline:
+def _run(
+    program: InductorProgram,
+    owned: Mapping[str, SavedStorage],
+    saved: SavedForBackward | None,
+    start: int,
+    values: SymbolValues,
+) -> tuple[Timeline, list[Request]]:
     """Run one program.
 
     Args:
         program: the one to run.
         owned: storages of the inputs that nobody else holds, by the input's name. Counted in `start`.
+        saved: the tensors that a forward returns last, in their order; None: of a backward.
         start: bytes held before it.
         values: of every symbol.
     """
@@ -129,8 +139,30 @@ def _run(program: InductorProgram, owned: Mapping[str, SavedStorage], start: int
         with tracker:
             outputs = compat.silenced(program.runner)(program.runner, arguments)
         end = tracker.held
+        log = list(tracker.log)
+        # None stands for an input that is saved.
+        returned = [tracker.name_of(value) for value in outputs if value is None or isinstance(value, torch.Tensor)]
     del outputs, others
-    return Timeline(("inductor",), (tracker.peak,), end)
+    return Timeline(("inductor",), (tracker.peak,), end), _requests(log, owned, returned, saved)
+
+
+def _requests(
+    log: list[tuple[Any, int]],
+    owned: Mapping[str, SavedStorage],
+    returned: list[Any],
+    saved: SavedForBackward | None,
+) -> list[Request]:
+    """What a program asked for, with names; what it returns and nobody saves is given back."""
+    graph = "backward" if saved is None else "forward"
+    names: dict[Any, str] = {storage.root: storage.root for storage in owned.values()}
+    if saved:
+        stays = zip(returned[-len(saved) :], saved.values(), strict=True)
+        names |= {key: storage.root for key, storage in stays if storage is not None}
+    for key in (*returned, *(key for key, _ in log)):
+        names.setdefault(key, f"{graph} {len(names)}")
+    requests = [Request(names[key], size) for key, size in log]
+    dropped = returned[: len(returned) - len(saved)] if saved is not None else []
+    return [*requests, *(Request(names[key], 0) for key in dropped)]
 
 
 def _sized(argument: Any, values: SymbolValues) -> Any:
@@ -162,6 +194,7 @@ class _StorageTracker(TorchDispatchMode):
     Attributes:
         held: bytes now.
         peak: highest `held` so far.
+        log: names of storages with their bytes where they are allocated, with 0 where they are freed.
     """
 
     def __init__(self, device: torch.device, start: int) -> None:
@@ -173,6 +206,7 @@ class _StorageTracker(TorchDispatchMode):
         self._names: dict[int, Any] = {}
         self._bytes: dict[Any, int] = {}
         self._users: dict[Any, int] = {}
+        self.log: list[tuple[Any, int]] = []
 
     def __torch_dispatch__(self, func: Any, classes: Any, args: Any = (), kwargs: Any = None) -> Any:
         outputs = func(*args, **(kwargs or {}))
@@ -181,7 +215,9 @@ class _StorageTracker(TorchDispatchMode):
                 storage = tensor.untyped_storage()
                 on_device = tensor.device.type == self._device
                 self.add(tensor, object(), storage.nbytes() if on_device else 0)
-        self.peak = max(self.peak, self.held + int(operator_workspace(func, args, outputs, self._cuda)))
+        if workspace := int(operator_workspace(func, args, outputs, self._cuda)):
+            self.peak = max(self.peak, self.held + workspace)
+            self.log += [("workspace", workspace), ("workspace", 0)]
         return outputs
 
     def ignore(self, tensor: torch.Tensor) -> None:
@@ -201,14 +237,23 @@ class _StorageTracker(TorchDispatchMode):
         name = self._names.setdefault(compat.storage_id(tensor), name)
         if name not in self._bytes:
             self._bytes[name], self._users[name] = size, 0
-            self.held += 0 if counted_before else size
+            if size and not counted_before:
+                self.held += size
+                self.log.append((name, size))
             self.peak = max(self.peak, self.held)
         self._users[name] += 1
         weakref.finalize(tensor, self._release, name).atexit = False
+
+    def name_of(self, tensor: torch.Tensor | None) -> Any:
+        """Of the storage of a tensor that was added."""
+        return None if tensor is None else self._names[compat.storage_id(tensor)]
 
     def _release(self, name: Any) -> None:
         self._users[name] -= 1
         if self._users[name]:
             return
-        self.held -= self._bytes.pop(name)
+        size = self._bytes.pop(name)
+        self.held -= size
+        if size:
+            self.log.append((name, 0))
         self._names = {address: other for address, other in self._names.items() if other != name}

@@ -42,11 +42,13 @@ class Schedule:
         names: of their nodes.
         operators: all of them, those that allocate nothing too.
         storages: for each storage the index of its size.
+        roots: for each storage the name of the node that allocates it, or that is given it.
     """
 
     names: tuple[str, ...]
     operators: tuple[Operator, ...]
     storages: tuple[int, ...]
+    roots: tuple[str, ...]
 
 
 class SizeTable:
@@ -97,7 +99,8 @@ def schedule(
         frees = [*([node] if is_unread else []), *freed.get(node, ())]
         operators.append(Operator(number(_allocations(node)), sizes.add(workspace(node, cuda)), number(frees)))
     names = tuple(node.name for node in nodes)
-    return Schedule(names, tuple(operators), tuple(map(sizes.storage, storages)))
+    roots = tuple(node.name for node in storages)
+    return Schedule(names, tuple(operators), tuple(map(sizes.storage, storages)), roots)
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, fx.Node]:

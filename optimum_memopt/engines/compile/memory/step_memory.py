@@ -8,7 +8,14 @@ from dataclasses import dataclass, replace
 import sympy
 import torch
 
-from optimum_memopt.engines.compile.memory.footprint import Footprint, constant_of, footprint_of, tensor_bytes
+from optimum_memopt.engines.compile.memory.allocator_peak import AllocatorPeak, StepRequests, allocator_peak
+from optimum_memopt.engines.compile.memory.footprint import (
+    Footprint,
+    constant_of,
+    footprint_of,
+    state_sizes,
+    tensor_bytes,
+)
 from optimum_memopt.engines.compile.memory.inductor_memory import simulate_programs
 from optimum_memopt.engines.compile.memory.pending import BatchSizes, Forward, Pending, largest_shapes
 from optimum_memopt.engines.compile.memory.timeline import GraphTimeline, Prediction
@@ -235,6 +242,34 @@ class StepMemoryPredictor:
             for forward in self.largest_shapes
         )
 
+    def allocator_peak(
+        self,
+        sizes: BatchSizes | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        gradient_accumulation: bool = False,
+    ) -> AllocatorPeak | None:
+        """What torch's allocator takes on CUDA for the step of `footprint`, whose tensors lie in larger blocks.
+
+        None elsewhere, and where a forward is several graphs. Arguments as in `footprint`.
+        """
+        if not self._is_on_cuda or self._runs > 1:
+            return None
+        model, (part,) = self._model(), self._parts
+        if model is None:
+            raise ReferenceError("the model whose steps are predicted was deleted")
+        wanted = {**self.first, **(sizes or {})}
+        around = self.footprint(sizes, optimizer, gradient_accumulation)
+        tensors = [*model.parameters(), *model.buffers()]
+        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        step = StepRequests(
+            always=[*filter(None, (around.constant, around.batch)), *(tensor.nbytes for tensor in tensors)],
+            graphs=self._predict(part, wanted).requests or part.timeline.requests(self._values(part.graph, wanted)),
+            states=state_sizes(optimizer, trainable),
+            temporary=around.step,
+            accumulates=gradient_accumulation,
+        )
+        return allocator_peak(step)
+
     def _predict(self, part: _Part, sizes: BatchSizes) -> Prediction:
         values = self._values(part.graph, sizes)
         prediction = part.prediction if values == part.graph.sizes else part.timeline.predict(values)
@@ -244,7 +279,12 @@ class StepMemoryPredictor:
         try:
             saved = part.timeline.saved_for_backward(values)
             simulated = simulate_programs(*programs, saved, prediction.stashed, values)
-            return replace(prediction, forward=simulated.forward, backward=simulated.backward)
+            return replace(
+                prediction,
+                forward=simulated.forward,
+                backward=simulated.backward,
+                requests=simulated.requests,
+            )
         except Exception as error:
             # The form of inductor's programs is private and may change; training goes on without the prediction.
             self._programs_caveat = (

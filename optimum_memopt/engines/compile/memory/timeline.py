@@ -13,6 +13,7 @@ from torch import fx
 from optimum_memopt.engines.compile.analysis.joint import is_tensor, root
 from optimum_memopt.engines.compile.memory.cuda_workspaces import Multiprocessors
 from optimum_memopt.engines.compile.memory.liveness import Schedule, SizeTable, schedule
+from optimum_memopt.engines.compile.memory.requests import Request, requests_of
 from optimum_memopt.engines.compile.memory.symbolic_sizes import CompiledSizes, SymbolValues, compile_sizes
 
 
@@ -58,6 +59,7 @@ class Prediction:
         tangents: gradients that the backward is given.
         returned: outputs of the forward that nobody but its caller may hold.
         saved_inputs: inputs of the forward, beside parameters, that the backward reads.
+        requests: of both, where the programs of a compiler are known; see `GraphTimeline.requests`.
     """
 
     forward: Timeline
@@ -66,6 +68,7 @@ class Prediction:
     tangents: int = 0
     returned: int = 0
     saved_inputs: int = 0
+    requests: tuple[Request, ...] = ()
 
     @property
     def peak(self) -> int:
@@ -100,6 +103,8 @@ class GraphTimeline:
         tangents: gradients that the backward is given.
         saved_inputs: inputs of the forward, beside parameters, that the backward reads.
         saved: root and size of each tensor that is saved for backward, None for an input of the forward.
+        returned_roots: names of `returned`.
+        tangent_roots: names of `tangents`.
     """
 
     sizes: CompiledSizes
@@ -109,6 +114,8 @@ class GraphTimeline:
     tangents: tuple[int, ...]
     saved_inputs: tuple[int, ...]
     saved: Mapping[str, tuple[str, int] | None]
+    returned_roots: tuple[str, ...] = ()
+    tangent_roots: tuple[str, ...] = ()
 
     def predict(self, values: SymbolValues) -> Prediction:
         """Simulate both graphs.
@@ -127,6 +134,18 @@ class GraphTimeline:
         stashed = forward.end - returned
         backward = simulate(self.backward, sizes, stashed + tangents)
         return Prediction(forward, backward, stashed, tangents, returned, saved_inputs)
+
+    def requests(self, values: SymbolValues) -> tuple[Request, ...]:
+        """What both graphs ask of an allocator, in order; what is left are the gradients that the backward returns."""
+        sizes = self.sizes(values)
+        tangents = zip(self.tangent_roots, self.tangents, strict=True)
+        known = {name: saved[0] for name, saved in self.saved.items() if saved is not None}
+        return (
+            *requests_of(self.forward, sizes, ""),
+            *(Request(root, 0) for root in self.returned_roots),
+            *(Request(root, sizes[index]) for root, index in tangents),
+            *requests_of(self.backward, sizes, "backward ", {**known, **{root: root for root in self.tangent_roots}}),
+        )
 
     def saved_for_backward(self, values: SymbolValues) -> SavedForBackward:
         """What the forward saves for the backward, for these values of the symbols."""
@@ -200,7 +219,10 @@ def graph_timeline(
         schedule(forward.graph, sizes, cuda=cuda),
         schedule(backward.graph, sizes, [*tangents, *owned], cuda),
     )
-    return GraphTimeline(compile_sizes(sizes.expressions), *schedules, of_dropped, of_tangents, of_inputs, numbered)
+    roots = [tuple(node.name for node in nodes if is_tensor(node)) for nodes in (dropped, tangents)]
+    return GraphTimeline(
+        compile_sizes(sizes.expressions), *schedules, of_dropped, of_tangents, of_inputs, numbered, *roots
+    )
 
 
 def _owned_inputs(
