@@ -38,7 +38,8 @@ CASES = {
 def test_a_file_does_what_its_plan_did(tmp_path: Path, name: str) -> None:
     """Made with sizes that are fixed, applied to symbols."""
     case, asked = CASES[name]
-    model, batch = ZOO[case].build(), ZOO[case].batch(3, 17)
+    # A count is about several layers.
+    model, batch = ZOO[case].build(**({"num_hidden_layers": 1} if case == "llama" else {})), ZOO[case].batch(3, 17)
     made = CompileEngine(selection(asked), "aot_eager", dynamic=False)
     with recorded() as before:
         made.attach(model)
@@ -83,55 +84,58 @@ def test_what_was_planned_for_another_device_trains_here(tmp_path: Path, compile
     engine.detach()
 
 
-def test_a_model_with_another_graph_is_refused_with_the_difference() -> None:
-    case = ZOO["roberta-mlm"]
-    made = run_engine(case.build(), Selection(level=1), case.batch(3, 17))
-    larger = case.build()
-    larger.resize_token_embeddings(larger.config.vocab_size + 8)
+def roberta() -> torch.nn.Module:
+    return ZOO["roberta-mlm"].build(num_hidden_layers=1)
+
+
+def larger() -> torch.nn.Module:
+    model = roberta()
+    model.resize_token_embeddings(model.config.vocab_size + 8)
+    return model
+
+
+def run_engine(model: torch.nn.Module, chosen: Selection) -> PlanFile:
+    engine = CompileEngine(chosen, "aot_eager", dynamic=False)
+    engine.attach(model)
+    try:
+        model(**ZOO["roberta-mlm"].batch(3, 17)).loss.backward()
+        return engine.plan_file()
+    finally:
+        engine.detach()
+
+
+@pytest.fixture(scope="module")
+def made() -> PlanFile:
+    return run_engine(roberta(), Selection(level=1))
+
+
+def test_a_model_with_another_graph_is_refused_with_the_difference(made: PlanFile) -> None:
     with pytest.raises(MemOptError) as refused:
-        run_engine(larger, Selection(plan=made), case.batch(3, 17))
+        run_engine(larger(), Selection(plan=made))
     assert "--memory_opt_plan: the file was made for another graph: float32 parameters and buffers: " in str(
         refused.value
     )
     with pytest.raises(MemOptError, match=r"float32 parameters and buffers: .*int64 parameters and buffers: "):
-        run_engine(ZOO["llama"].build(), Selection(plan=made), ZOO["llama"].batch(3, 17))
+        run_engine(ZOO["llama"].build(num_hidden_layers=1), Selection(plan=made))
 
 
-def test_without_strict_another_graph_gets_what_fits(caplog: pytest.LogCaptureFixture) -> None:
-    case = ZOO["roberta-mlm"]
-    made = run_engine(case.build(), Selection(level=1), case.batch(3, 17))
-    larger = case.build()
-    larger.resize_token_embeddings(larger.config.vocab_size + 8)
-    applied = run_engine(larger, Selection(plan=made, strict=False), case.batch(3, 17))
+def test_without_strict_another_graph_gets_what_fits(made: PlanFile, caplog: pytest.LogCaptureFixture) -> None:
+    applied = run_engine(larger(), Selection(plan=made, strict=False))
     assert applied.graphs[0].layers == made.graphs[0].layers
     assert "applied where it fits" in caplog.text
 
 
-def test_an_operator_that_is_not_there_is_named() -> None:
-    case = ZOO["roberta-mlm"]
-    made = run_engine(case.build(), Selection(level=1), case.batch(3, 17))
+def test_an_operator_that_is_not_there_is_named(made: PlanFile) -> None:
     (graph,) = made.graphs
     edited = replace(graph.layers[0], recompute=(*graph.layers[0].recompute, "output/gleu"))
     wrong = replace(made, graphs=(replace(graph, layers=(edited, *graph.layers[1:])),))
     with pytest.raises(MemOptError, match=r"no output/gleu in roberta\.encoder\.layer\.\d to recompute"):
-        run_engine(case.build(), Selection(plan=wrong), case.batch(3, 17))
+        run_engine(roberta(), Selection(plan=wrong))
 
 
-def test_a_graph_more_than_the_file_has() -> None:
-    case = ZOO["roberta-mlm"]
-    made = run_engine(case.build(), Selection(level=1), case.batch(3, 17))
+def test_a_graph_more_than_the_file_has(made: PlanFile) -> None:
     with pytest.raises(MemOptError, match="this is graph 1 of the forward, and the file has 0"):
-        run_engine(case.build(), Selection(plan=replace(made, graphs=())), case.batch(3, 17))
-
-
-def run_engine(model: torch.nn.Module, chosen: Selection, batch: dict[str, torch.Tensor]) -> PlanFile:
-    engine = CompileEngine(chosen, "aot_eager", dynamic=False)
-    engine.attach(model)
-    try:
-        model(**batch).loss.backward()
-        return engine.plan_file()
-    finally:
-        engine.detach()
+        run_engine(roberta(), Selection(plan=replace(made, graphs=())))
 
 
 def test_a_plan_file_comes_before_all_other_producers() -> None:
