@@ -1,6 +1,7 @@
 import ast
 import importlib
 import importlib.metadata
+import json
 import re
 import subprocess
 import sys
@@ -65,13 +66,46 @@ def test_importing_the_package_imports_next_to_nothing():
     assert imported(f"import optimum_memopt\nassert not {packages}") == set()
 
 
+MODULES = sorted({f"optimum_memopt.{module}" for module in optimum_memopt._MODULES.values()})
+# What a process imports one after the other, and what is still not imported then.
+STEPS = {
+    "engines": (
+        ["optimum_memopt.engines.base"],
+        {"onnxruntime", "torch._inductor.compile_fx", "torch._functorch.partitioners"},
+    ),
+    "optimizers": (["optimum_memopt.training.optimizers"], {"onnxruntime", "deepspeed"}),
+    "callbacks": (
+        ["optimum_memopt.callbacks.memory_phases", "optimum_memopt.callbacks.input_density"],
+        {"onnxruntime", "deepspeed"},
+    ),
+    "all": ([*MODULES, "optimum_memopt.engines.ort", "optimum_memopt.engines.ort.compat"], {"onnxruntime"}),
+}
+
+
+@pytest.fixture(scope="module")
+def imported_so_far():
+    """Names of the modules that the one process has after each step."""
+    lines = ["import json, sys", "found = {}"]
+    for step, (modules, _) in STEPS.items():
+        lines += [*(f"import {module}" for module in modules), f"found[{step!r}] = sorted(sys.modules)"]
+    script = "\n".join([*lines, "print(json.dumps(found))"])
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600, check=True)
+    return {step: set(names) for step, names in json.loads(done.stdout.splitlines()[-1]).items()}
+
+
 @pytest.mark.end_to_end
-def test_no_module_imports_what_transformers_does_not():
-    modules = ["optimum_memopt", *(f"optimum_memopt.{module}" for module in set(optimum_memopt._MODULES.values()))]
-    modules += ["optimum_memopt.engines.ort", "optimum_memopt.engines.ort.compat"]
+@pytest.mark.parametrize("step", STEPS)
+def test_what_a_part_of_the_package_does_not_import(imported_so_far, step):
+    modules, others = STEPS[step]
+    assert set(modules) <= imported_so_far[step]
+    assert not others & imported_so_far[step]
+
+
+@pytest.mark.end_to_end
+def test_no_module_imports_what_transformers_does_not(imported_so_far):
     plain = imported("import transformers; from transformers import Trainer, TrainingArguments")
     assert "onnxruntime" not in plain
-    assert imported("\n".join(f"import {module}" for module in sorted(modules))) <= plain
+    assert set(HEAVY) & imported_so_far["all"] <= plain
 
 
 def test_plans_need_neither_torch_nor_transformers():

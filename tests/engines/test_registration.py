@@ -47,16 +47,6 @@ def test_a_folder_is_an_engine(tmp_path):
     assert done.stdout.splitlines()[-1] == "toy trained 2 forwards; auto takes toy"
 
 
-def test_importing_the_engines_imports_no_compiler_and_no_onnxruntime():
-    code = (
-        "import sys, optimum_memopt.engines.base\n"
-        "print([name for name in ('onnxruntime', 'torch._inductor.compile_fx', 'torch._functorch.partitioners') "
-        "if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
-
-
 WITHOUT_ONNX = """
 import sys
 sys.modules["onnx"] = sys.modules["onnxruntime"] = None
