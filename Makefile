@@ -78,7 +78,7 @@ test-all: lint
 	$(PYTEST) --hypothesis-profile thorough $(TEST_ARGS)
 
 # The CUDA build of torch on a stand-in for the device, or on a GPU: GPU=1. `===` takes no build with a local version,
-# such as 2.13.0+cpu.
+# such as 2.13.0+cpu. TEST_ARGS="-m slow": every check of benchmarks/gpu_acceptance.py, for half an hour.
 CUDA_TORCH := 2.13.0
 CUDA_VENV := .venv-cuda-$(CUDA_TORCH)
 CUDA_STAMP := $(CUDA_VENV)/.installed
@@ -99,7 +99,8 @@ test-cuda: export OMP_NUM_THREADS := 1
 test-cuda: export TORCHINDUCTOR_COMPILE_THREADS := 1
 test-cuda: $(CUDA_STAMP)
 	$(if $(GPU),,$(CUDA_VENV)/bin/python tests/cuda/standin/build.py $(STANDIN))
-	$(if $(GPU),,$(ON_STANDIN)) $(CUDA_VENV)/bin/python -m pytest tests/cuda -n auto --maxprocesses 2 --dist loadfile $(TEST_ARGS)
+	$(if $(GPU),,$(ON_STANDIN)) $(CUDA_VENV)/bin/python -m pytest tests/cuda -m "not slow" -n auto --maxprocesses 2 \
+		--dist loadfile $(TEST_ARGS)
 
 # The pages' own packages come on demand: tests do not need them.
 DOCS_STAMP := $(VENV)/.installed-docs

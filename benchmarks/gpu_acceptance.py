@@ -161,6 +161,11 @@ def chosen(arguments: argparse.Namespace) -> list[Check]:
 
 
 def run_part(arguments: argparse.Namespace) -> int:
+    """Run a part and print what it finds; the exit status."""
+    import torch
+
+    if not torch.cuda.is_available():
+        sys.exit("error: torch sees no GPU")
     found: list[Outcome] = []
     about: list[str] = []
     for outcome in outcomes(chosen(arguments), arguments, about.append):
