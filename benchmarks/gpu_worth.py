@@ -169,8 +169,8 @@ def _checks() -> Iterator[Check]:
     for method in order:
         for job in _JOBS:
             yield _check(job, method)
-    yield Check("Trainer, observers", observers)
-    yield Check("DDP of one process", distributed)
+    yield Check("Trainer, observers", observers, seconds=240)
+    yield Check("DDP of one process", distributed, seconds=240)
     for job in _JOBS:
         run = functools.partial(under_budget, job=job, cap=_CAPS_GIB[0])
         yield Check(f"{job}, budget", run, seconds=200, needs=("scipy",))
