@@ -29,6 +29,10 @@ class Setting:
     quick: bool = False
     layers: int = 6
 
+    def compiler(self, model: str) -> str:
+        """inductor, which takes minutes for each model on a machine with few cores: of --quick for one of them."""
+        return "aot_eager" if self.quick and model != "roberta" else "inductor"
+
 
 @dataclass(frozen=True)
 class Figure:

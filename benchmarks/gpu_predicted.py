@@ -62,6 +62,7 @@ def peaks(setting: Setting, model: str, dtype: str, compiler: str, plan: str) ->
     shape = shape_of(setting)
     trained, batch = build(model, shape, dropout=0.1), batch_of(shape)
     optimizer = adamw(trained)
+    compiler = setting.compiler(model) if compiler == "inductor" else compiler
     engine = planned(trained, compiler=compiler, level=1 if plan == "level 1" else 0)
     held = train(trained, batch, dtype, optimizer, _steps(setting))
     yield from against_prediction(plan, engine, optimizer, held)
@@ -109,7 +110,7 @@ def _link_rate(setting: Setting) -> float:
 
 def budgets(setting: Setting, model: str, dtype: str, compiler: str) -> Iterator[Figure]:
     """Three budgets between level 1 and no plan: none is passed, and each is used."""
-    shape = shape_of(setting)
+    shape, compiler = shape_of(setting), setting.compiler(model) if compiler == "inductor" else compiler
     batch = batch_of(shape)
     ends = {}
     for level in (0, 1):
@@ -147,7 +148,7 @@ def another_batch(setting: Setting, model: str) -> Iterator[Figure]:
     larger = replace(shape, batch=shape.batch + 2)
     trained = build(model, shape, dropout=0.1)
     optimizer = adamw(trained)
-    engine = planned(trained, dynamic=True, level=1)
+    engine = planned(trained, dynamic=True, level=1, compiler=setting.compiler(model))
     train(trained, batch_of(shape), "bf16", optimizer, steps=1, warm=1)
     held = train(trained, batch_of(larger), "bf16", optimizer, _steps(setting))
     predictor = engine.predictor

@@ -147,7 +147,7 @@ def gradients_by_inductor(setting: Setting, model: str, dtype: str, plan: str) -
         engine.detach()
     else:
         options = _PLANS[plan]
-    planned(trained, compiler="inductor", loss="plain", **options)
+    planned(trained, compiler=setting.compiler(model), loss="plain", **options)
     found = gradients(trained, batch, dtype)
     if dtype == "fp32":
         yield within("worst parameter", largest_error(found, expected), _FP32)

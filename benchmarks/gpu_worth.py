@@ -42,28 +42,29 @@ _JOBS = {
 }
 
 
-def _eager(model: torch.nn.Module) -> None:
+def _eager(model: torch.nn.Module, compiler: str) -> None:
     """As it is."""
 
 
-def _checkpointing(model: Any) -> None:
+def _checkpointing(model: Any, compiler: str) -> None:
     model.gradient_checkpointing_enable()
 
 
-def _compiled(model: torch.nn.Module) -> None:
-    model.compile(dynamic=True)
+def _compiled(model: torch.nn.Module, compiler: str) -> None:
+    model.compile(backend=compiler, dynamic=True)
 
 
-def _torchs_budget(model: torch.nn.Module, share: float) -> None:
+def _torchs_budget(model: torch.nn.Module, compiler: str, share: float) -> None:
     torch._functorch.config.activation_memory_budget = share
-    model.compile(dynamic=True)
+    model.compile(backend=compiler, dynamic=True)
 
 
-def _ours(model: torch.nn.Module, **options: Any) -> None:
-    planned(model, dynamic=True, **options)
+def _ours(model: torch.nn.Module, compiler: str, **options: Any) -> None:
+    planned(model, dynamic=True, compiler=compiler, **options)
 
 
-METHODS: dict[str, Callable[[Any], None]] = {
+# Each changes a model that is on the GPU, for the compiler.
+METHODS: dict[str, Callable[[Any, str], None]] = {
     "eager": _eager,
     "activation checkpointing": _checkpointing,
     "level 1": functools.partial(_ours, level=1),
@@ -80,7 +81,7 @@ def largest(setting: Setting, job: str, method: str) -> Iterator[Figure]:
     """The most samples a second of a method under each cap."""
     wanted = _job(job, setting)
     model = build(wanted.model, wanted.shape, dropout=0.1)
-    METHODS[method](model)
+    METHODS[method](model, setting.compiler(wanted.model))
     try:
         optimizer = adamw(model)
 
@@ -155,7 +156,7 @@ def under_budget(setting: Setting, job: str, cap: float) -> Iterator[Figure]:
     del plain, optimizer
     torch.cuda.empty_cache()
     model = build(wanted.model, wanted.shape, dropout=0.1)
-    planned(model, budget=f"{int(cap * 1024)}MiB")
+    planned(model, budget=f"{int(cap * 1024)}MiB", compiler=setting.compiler(wanted.model))
     data = _labelled(batch_of(replace(wanted.shape, batch=batch)))
     held = train(model, data, "bf16", adamw(model), 1 if setting.quick else _STEPS)
     peak = held.allocated / MIB
