@@ -38,7 +38,7 @@ def _job(name: str, setting: Setting) -> Job:
 _JOBS = {
     "DeBERTa-v2-xlarge": Job("deberta-v2", Shape(24, 1536, 24, 6144, 128100, 4, 512), (2, 4)),
     "RoBERTa-large": Job("roberta", Shape(24, 1024, 16, 4096, 50265, 8, 512), (4, 8)),
-    "Llama-1B": Job("llama", Shape(16, 2048, 32, 8192, 128256, 2, 1024), (1, 2)),
+    "Llama-1B": Job("llama", Shape(16, 2048, 32, 8192, 128256, 2, 1024), (2, 4)),
 }
 
 
