@@ -45,6 +45,10 @@ def storage_id(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+# Tags of operators that no CUDA graph can hold; the tag came with torch 2.9.
+CUDAGRAPH_UNSAFE = tuple(filter(None, [getattr(torch.Tag, "cudagraph_unsafe", None)]))
+
+
 def operator_name(target: Any) -> str:
     """`view` of `aten.view.default`; empty for what is no operator of torch."""
     return getattr(target, "_opname", "")

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from optimum_memopt.engines.compile import compat
 from optimum_memopt.engines.compile.operators import LIBRARY
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -47,7 +48,7 @@ def _begin(source: torch.Tensor, target: torch.Tensor, device: torch.device) -> 
         _under_way[target.data_ptr()] = _Copy(stream.record_event(), (source, target))
 
 
-@torch.library.custom_op(f"{LIBRARY}::offload", mutates_args=())
+@torch.library.custom_op(f"{LIBRARY}::offload", mutates_args=(), tags=compat.CUDAGRAPH_UNSAFE)
 def offload(activation: torch.Tensor) -> torch.Tensor:
     """A copy in host memory with the same strides, pinned where `activation` is on CUDA; complete after `wait`."""
     host = torch.empty_strided(
@@ -64,7 +65,7 @@ def _(activation: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(activation.shape, activation.stride(), dtype=activation.dtype, device="cpu")
 
 
-@torch.library.custom_op(f"{LIBRARY}::reload", mutates_args=())
+@torch.library.custom_op(f"{LIBRARY}::reload", mutates_args=(), tags=compat.CUDAGRAPH_UNSAFE)
 def reload(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A copy on `device` with the same strides, complete after `wait`."""
     activation = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=device)
@@ -81,16 +82,18 @@ def _(host: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 # The result is the argument, which `custom_op` does not allow.
 _library = torch.library.Library(LIBRARY, "FRAGMENT")
-_library.define("wait(Tensor(a) target, Tensor source) -> Tensor(a)")
+_library.define("wait(Tensor(a) target, Tensor source, Tensor? begun=None) -> Tensor(a)", tags=compat.CUDAGRAPH_UNSAFE)
 
 
 @torch.library.impl(f"{LIBRARY}::wait", "CompositeExplicitAutograd")
-def _wait(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+def _wait(target: torch.Tensor, source: torch.Tensor, begun: torch.Tensor | None = None) -> torch.Tensor:
     """`target`, complete for all that is asked of the GPU from now on.
 
     Args:
         target: the copy.
         source: read here, so that inductor, which plans memory by reads, does not reuse it during the copy.
+        begun: computed or being copied by now. inductor, which orders operators by what they read, would put the wait
+            right behind its own copy (torch's `ao::wait_tensor` has the same argument for its memory, 2.13).
     """
     copy = _under_way.pop(target.data_ptr(), None)
     if copy is not None:
@@ -100,5 +103,5 @@ def _wait(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 
 
 @torch.library.register_fake(f"{LIBRARY}::wait")
-def _(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+def _(target: torch.Tensor, source: torch.Tensor, begun: torch.Tensor | None = None) -> torch.Tensor:
     return target

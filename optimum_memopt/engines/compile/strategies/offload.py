@@ -12,7 +12,7 @@ from torch import fx
 
 from optimum_memopt.engines.compile.analysis.candidates import Candidate
 from optimum_memopt.engines.compile.analysis.graph import Modules
-from optimum_memopt.engines.compile.analysis.joint import ON_HOST, is_on_host, root, tensor_value, value
+from optimum_memopt.engines.compile.analysis.joint import ON_HOST, is_on_host, is_tensor, root, tensor_value, value
 from optimum_memopt.engines.compile.analysis.recompute_chains import RecomputeChain
 from optimum_memopt.engines.compile.analysis.saved_activations import SavedActivation
 from optimum_memopt.engines.compile.passes import host_copies
@@ -91,18 +91,24 @@ def _offload(graph: fx.Graph, activations: Collection[str], ahead: int) -> dict[
     # Several may have the same last use; the first of them goes directly behind it.
     begun = [_begin_after(last[activation], activation) for activation in reversed(offloaded)][::-1]
     hosts = {}
+    (result, *_) = output.args[0]
     for index, activation in enumerate(offloaded):
         later = index + _copies_ahead(activation, ahead)
+        before = begun[later] if later < len(begun) else result
         with graph.inserting_before(begun[later].next if later < len(begun) else output):
             hosts[activation.name] = graph.create_node(
                 "call_function",
                 torch.ops.optimum_memopt.wait.default,
-                (begun[index], activation),
+                (begun[index], activation, *([before] if later > index and _is_tensor_node(before) else [])),
                 name=f"{activation.name}_on_host",
             )
         hosts[activation.name].meta.update(begun[index].meta)
         output.replace_input_with(activation, hosts[activation.name])
     return hosts
+
+
+def _is_tensor_node(result: object) -> bool:
+    return isinstance(result, fx.Node) and is_tensor(result)
 
 
 def _begin_after(node: fx.Node, activation: fx.Node) -> fx.Node:
@@ -134,6 +140,9 @@ def _reload(graph: fx.Graph, hosts: dict[str, fx.Node], ahead: int) -> None:
         with graph.inserting_before(first[activation]):
             waiting = graph.call_function(torch.ops.optimum_memopt.wait.default, (reloaded, placeholder))
         waits.append(waiting)
+        if 0 < early <= index:
+            earlier = waits[index - early]
+            earlier.args = (*earlier.args, reloaded)
         for node in (reloaded, waiting):
             node.meta.update(activation.meta)
         activation.replace_all_uses_with(waiting)

@@ -1,0 +1,79 @@
+"""A process whose device copies as late as it may: saved activations come back as they were, or it ends with 1.
+
+    CUDA_STANDIN_DATA=1 python late_copies.py [--without-waits]
+
+No kernel writes on the stand-in, so freed memory is overwritten by copies from the host, as a later tensor would be.
+"""
+
+import sys
+
+import torch
+
+from optimum_memopt.engines.compile.passes import host_copies
+
+ELEMENTS = 2**20
+ROUNDS, ACTIVATIONS, AHEAD = 100, 6, 2
+operators = torch.ops.optimum_memopt
+
+
+def on_device(value: float) -> torch.Tensor:
+    return torch.full((ELEMENTS,), value).cuda()
+
+
+def overwrite() -> None:
+    """What was freed becomes another tensor."""
+    tensors = [on_device(-99.0) for _ in range(4)]
+    del tensors
+
+
+def wait(target: torch.Tensor, source: torch.Tensor, waits: bool) -> torch.Tensor:
+    if waits:
+        return operators.wait(target, source)
+    host_copies._under_way.clear()
+    return target
+
+
+def training_step(first: float, waits: bool) -> list[float]:
+    """The activations' values after they were offloaded and reloaded, last one first."""
+    begun: list[tuple[torch.Tensor, torch.Tensor]] = []
+    hosts: list[torch.Tensor] = []
+    for index in range(ACTIVATIONS):
+        activation = on_device(first + index)
+        begun.append((operators.offload(activation), activation))
+        del activation
+        if len(begun) > AHEAD:
+            hosts.append(wait(*begun.pop(0), waits))
+        overwrite()
+    while begun:
+        hosts.append(wait(*begun.pop(0), waits))
+    overwrite()
+    values: list[float] = []
+    reloaded: list[tuple[torch.Tensor, torch.Tensor]] = []
+    while hosts or reloaded:
+        if hosts:
+            host = hosts.pop()
+            reloaded.append((operators.reload(host, torch.device("cuda", 0)), host))
+            del host
+        if len(reloaded) > AHEAD or not hosts:
+            activation = wait(*reloaded.pop(0), waits)
+            overwrite()
+            found = activation.cpu()
+            values.append(found[0].item() if torch.equal(found, found[:1].expand_as(found)) else float("nan"))
+            del activation
+    return values
+
+
+def main(waits: bool) -> int:
+    """How many steps had other values."""
+    wrong = 0
+    for number in range(ROUNDS if waits else 1):
+        first = float(10 * number)
+        expected = [first + index for index in reversed(range(ACTIVATIONS))]
+        wrong += training_step(first, waits) != expected
+    return wrong
+
+
+if __name__ == "__main__":
+    found = main(waits="--without-waits" not in sys.argv)
+    print(f"{found} wrong, {len(host_copies._under_way)} copies under way")
+    sys.exit(1 if found else 0)

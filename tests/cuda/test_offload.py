@@ -1,0 +1,93 @@
+"""Offload to pinned memory beside the device's computation."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from optimum_memopt.engines.compile import compat
+from optimum_memopt.engines.compile.memory.inductor_memory import _sized
+from optimum_memopt.engines.compile.operators import LIBRARY
+from tests.cuda.steps import Training, training
+
+SCRIPT = Path(__file__).with_name("late_copies.py")
+OFFLOAD = "Gelu+:3:-1"
+is_standin = "CUDA_STANDIN_DATA" in os.environ or "standin" in os.environ.get("LD_PRELOAD", "")
+of_standin = pytest.mark.skipif(
+    not is_standin, reason="needs the stand-in, which decides when copies run"
+)
+
+
+def late_copies(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    environment = {**os.environ, "CUDA_STANDIN_DATA": "1"}
+    return subprocess.run(
+        [sys.executable, SCRIPT, *arguments], env=environment, capture_output=True, text=True, timeout=600, check=False
+    )
+
+
+@of_standin
+def test_nothing_is_lost_where_copies_run_as_late_as_they_may() -> None:
+    done = late_copies()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.strip() == "0 wrong, 0 copies under way"
+
+
+@of_standin
+def test_without_waits_data_is_lost() -> None:
+    """Else the test above would prove nothing."""
+    done = late_copies("--without-waits")
+    assert done.returncode == 1 and "1 wrong" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_the_saved_bytes_leave_the_device(compiler: str) -> None:
+    trained = {
+        plan: training("roberta", "bf16", memory_opt_config=plan, memory_opt_compiler=compiler)
+        for plan in ("Gelu+:3:0", OFFLOAD)
+    }
+    measured = {plan: (training.step(), training.step())[1].activations for plan, training in trained.items()}
+    footprint = trained[OFFLOAD].engine.predictor.footprint()
+    assert measured[OFFLOAD] == pytest.approx(footprint.activations, rel=0.005)
+    assert measured[OFFLOAD] < measured["Gelu+:3:0"]
+
+
+def test_inductor_begins_later_copies_before_it_waits() -> None:
+    """Its own order would put each wait right behind its copy."""
+    trained = training("roberta", "fp32", memory_opt_config=OFFLOAD, memory_opt_compiler="inductor")
+    trained.step()
+    called = copies_of_the_forward(trained)
+    begun = [index for index, name in enumerate(called) if name == "offload"]
+    ended = [index for index, name in enumerate(called) if name == "wait"]
+    # Two layers and the head.
+    assert len(begun) == len(ended) == 3
+    assert begun[2] < ended[0]
+
+
+def copies_of_the_forward(trained: Training) -> list[str]:
+    """Which of our operators inductor's program calls, in order."""
+    graph = trained.engine.predictor._parts[0].graph
+    program = graph.programs.forward
+    calls = Calls()
+    with compat.fake_tensors(), torch.no_grad():
+        arguments = [_sized(argument, graph.sizes) for _, argument in program.inputs]
+        with calls:
+            compat.silenced(program.runner)(program.runner, arguments)
+    return calls.names
+
+
+class Calls(TorchDispatchMode):
+    """Names of our own operators as they are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == LIBRARY:
+            self.names.append(func._opname)
+        return func(*args, **(kwargs or {}))
