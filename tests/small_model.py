@@ -58,7 +58,9 @@ class SmallForSequenceClassification(PreTrainedModel):
             x = x * self.scale.repeat(len(input_ids), 1, 1)
         for block in self.layer:
             x = block(x)
-        logits = self.head((x * attention_mask[:, :, None]).mean(1))
+        # A mean of what is no padding: a row's loss is the same in any batch.
+        mask = attention_mask[:, :, None].to(x.dtype)
+        logits = self.head((x * mask).sum(1) / mask.sum(1))
         return SequenceClassifierOutput(loss=None if labels is None else self._loss(logits, labels), logits=logits)
 
     def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -22,8 +22,9 @@ from tests.trainer_runs import distance
 
 STEPS = 10
 # Two ranks take the rows of one process with batches of twice the size, in the same order. The model is one that
-# divides its loss by the number of tokens in all ranks' batches: Trainer scales the loss of RoBERTa and BERT as if
-# they did (transformers 5.23), so that there even a stock Trainer trains otherwise on two ranks.
+# divides its loss by the number of tokens in all ranks' batches, or that of `Job`, whose loss is a mean of rows:
+# Trainer scales the loss of RoBERTa and BERT as if they did the former (transformers 5.23), so that there even a stock
+# Trainer trains otherwise on two ranks.
 MODEL = "gpt2"
 TWO = {"per_device_train_batch_size": 4, "max_steps": STEPS, "memory_opt_level": 1}
 ONE = {"per_device_train_batch_size": 8, "max_steps": STEPS}
@@ -53,7 +54,6 @@ def two_ranks(tmp_path_factory):
         ),
         Job(
             "accumulation",
-            model=MODEL,
             rows=ROWS,
             arguments={**TWO, **ACCUMULATING},
             count_reductions=True,
@@ -61,16 +61,15 @@ def two_ranks(tmp_path_factory):
         Job("compile-steps", model=MODEL, rows=ROWS, arguments=COMPILE),
         Job(
             "compile-accumulation",
-            model=MODEL,
             rows=ROWS,
             arguments={**COMPILE, **ACCUMULATING},
             count_reductions=True,
         ),
-        Job("compile-budget", model=MODEL, rows=ROWS, arguments=BUDGET),
+        Job("compile-budget", rows=ROWS, arguments=BUDGET),
         Job("other-variable", arguments=own, environment={"1": {"ORTMODULE_PRINT_INPUT_DENSITY": "1"}}),
         Job("other-plan", arguments=own, rank_arguments={"1": {"memory_opt_config": "Gelu+:0:-1"}}),
         Job("unknown-plan", arguments=own, rank_arguments={"1": {"memory_opt_config": "Nothing+:1:-1"}}),
-        Job("fallback", model="gpt2", rank_arguments={"0": {"ort_fallback": False}, "1": {"ort_fallback": True}}),
+        Job("fallback", rank_arguments={"0": {"ort_fallback": False}, "1": {"ort_fallback": True}}),
         Job("after-all-this", arguments=own),
     ]
     return run_jobs(launcher("accelerate"), tmp_path_factory.mktemp("two"), jobs)
@@ -84,7 +83,6 @@ def one_rank(two_ranks, tmp_path_factory):
         Job(
             "accumulation",
             "plain",
-            model=MODEL,
             rows=ROWS,
             arguments={**ONE, **ACCUMULATING},
         ),

@@ -50,7 +50,7 @@ class Job:
 
     name: str
     engine: str = "ort"
-    model: str = "roberta-classification"
+    model: str = "small"
     optimizer: str = "adamw_torch"
     rows: int = ROWS
     arguments: dict[str, Any] = field(default_factory=dict)
