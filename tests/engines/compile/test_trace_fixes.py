@@ -30,7 +30,7 @@ def deberta():
     config = DebertaConfig(
         vocab_size=64,
         hidden_size=32,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=4,
         intermediate_size=64,
         max_position_embeddings=32,
@@ -73,7 +73,7 @@ def test_an_error_in_the_forward_leaves_transformers_as_it_was():
 
 
 def test_only_the_batch_size_of_images_is_a_symbol():
-    config = SwinConfig(image_size=32, patch_size=4, embed_dim=16, depths=[1, 1], num_heads=[2, 2], window_size=4)
+    config = SwinConfig(image_size=32, patch_size=4, embed_dim=16, depths=[1], num_heads=[2], window_size=4)
     config.drop_path_rate = 0.0
     model, plain = two_of(SwinForImageClassification, config)
     engine = optimize(model, **ENGINE)
