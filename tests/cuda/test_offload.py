@@ -18,9 +18,7 @@ from tests.cuda.steps import Training, training
 SCRIPT = Path(__file__).with_name("late_copies.py")
 OFFLOAD = "Gelu+:3:-1"
 is_standin = "CUDA_STANDIN_DATA" in os.environ or "standin" in os.environ.get("LD_PRELOAD", "")
-of_standin = pytest.mark.skipif(
-    not is_standin, reason="needs the stand-in, which decides when copies run"
-)
+of_standin = pytest.mark.skipif(not is_standin, reason="needs the stand-in, which decides when copies run")
 
 
 def late_copies(*arguments: str) -> "subprocess.CompletedProcess[str]":
