@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from optimum_memopt.engines.base import Engine, Run, Selection, Smoothing, factory, note_engine
+from optimum_memopt.engines.base import Engine, Selection, Smoothing, factory, note_engine
 from optimum_memopt.engines.forward_patch import TrainForward, training_forward
 from optimum_memopt.engines.forward_state import ForwardState
+from optimum_memopt.engines.run import Run
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
 from optimum_memopt.logs import get_logger
 from optimum_memopt.plans.plan_file import PlanFile

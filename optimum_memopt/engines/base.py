@@ -5,7 +5,7 @@ A new engine is a folder beside this file whose `__init__` ends in `register_eng
 
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -13,6 +13,7 @@ import torch
 
 from optimum_memopt.engines.environment import Report
 from optimum_memopt.engines.estimates import Estimate
+from optimum_memopt.engines.run import Run
 from optimum_memopt.errors import MemOptError, excerpt
 from optimum_memopt.plans.grammar import PlanConfig
 from optimum_memopt.plans.plan_file import PlanFile
@@ -53,40 +54,6 @@ class Selection:
         return "" if self.config is None else f"config {self.config}"
 
 
-@dataclass(frozen=True)
-class LargestBatch:
-    """Sizes of the largest batch of a run.
-
-    Attributes:
-        rows: of a micro-batch.
-        length: tokens of the longest row.
-        lengths: tokens of the longest row of each batch of an epoch, for one order that the run's sampler may draw;
-            empty where they are not known.
-    """
-
-    rows: int
-    length: int
-    lengths: tuple[int, ...] = field(default=(), compare=False, repr=False)
-
-    def __str__(self) -> str:
-        return f"{self.rows} x {self.length}"
-
-
-@dataclass(frozen=True)
-class Run:
-    """What a training run holds beside a model.
-
-    Attributes:
-        optimizer: None before there is one.
-        gradient_accumulation: gradients of several micro-batches add up.
-        largest_batch: reads it from the training data; None where that cannot tell.
-    """
-
-    optimizer: torch.optim.Optimizer | None = None
-    gradient_accumulation: bool = False
-    largest_batch: Callable[[], LargestBatch | None] = lambda: None
-
-
 class Smoothing(Protocol):
     """Label smoothing as a part of the training forward."""
 
@@ -106,7 +73,7 @@ class Engine(Protocol):
 
     reason: str
     outputs_read_by: Callable[[], str] | None
-    run: Callable[[], "Run"] | None
+    run: Callable[[], Run] | None
 
     @property
     def name(self) -> str:
@@ -229,8 +196,7 @@ class EngineFactory:
         Args:
             workload: the model and the size of its batch.
             selection: the plans that were asked for.
-            more: `symbolic`: sizes stay symbols, so that savings are formulas; `device`: by name, None for this
-                machine; `with_curve`: what budgets cost, too; `compiler`: what will run it.
+            more: of the engine's own estimate, as `device` and `compiler`.
 
         Raises:
             MemOptError: bad sizes or plans, or a model that cannot be traced without data.

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from optimum_memopt import compat
-from optimum_memopt.engines.base import LargestBatch
+from optimum_memopt.engines.run import LargestBatch
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.training.sampling import GROUPED, ComplexitySampler, complexities, strategy_of
 

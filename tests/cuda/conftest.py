@@ -1,5 +1,7 @@
 """`make test-cuda` runs this folder with the CUDA build of torch, on the stand-in or on a GPU; else it is left out."""
 
+import gc
+
 import pytest
 import torch
 
@@ -20,4 +22,5 @@ def _dynamo_forgets():
     """What a test compiled is not the next one's, and neither is its memory."""
     yield
     torch._dynamo.reset()
+    gc.collect()
     torch.cuda.empty_cache()

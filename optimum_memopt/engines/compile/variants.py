@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from optimum_memopt.engines.base import LargestBatch
 from optimum_memopt.engines.compile.budget.largest_sizes import largest_of, length_name
 from optimum_memopt.engines.compile.budget.step_budget import StepBudget
 from optimum_memopt.engines.compile.budget.variant_lengths import WORTH, TimesByLength, best_lengths, expected_extra
 from optimum_memopt.engines.compile.variant import Call, Variant
+from optimum_memopt.engines.run import LargestBatch
 from optimum_memopt.errors import DoesNotFitError
 from optimum_memopt.logs import get_logger
 

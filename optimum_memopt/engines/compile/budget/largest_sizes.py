@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
-from optimum_memopt.engines.base import LargestBatch
+from optimum_memopt.engines.run import LargestBatch
 
 # Inputs with a token a column; labels of an encoder-decoder have the decoder's length, which the data does not tell.
 _BY_TOKENS = ("input_ids_dim1", "attention_mask_dim1", "token_type_ids_dim1", "position_ids_dim1")

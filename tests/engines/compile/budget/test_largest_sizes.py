@@ -7,8 +7,8 @@ import pytest
 import torch
 from datasets import Dataset
 
-from optimum_memopt.engines.base import LargestBatch
 from optimum_memopt.engines.compile.budget.largest_sizes import larger_sizes
+from optimum_memopt.engines.run import LargestBatch
 from optimum_memopt.training.largest_batch import largest_batch
 from tests.trainer_runs import log_lines, make, rows
 

@@ -10,11 +10,12 @@ import torch
 from transformers import default_data_collator
 from transformers.modeling_outputs import MaskedLMOutput
 
-from optimum_memopt.engines.base import LargestBatch, Run, Selection
+from optimum_memopt.engines.base import Selection
 from optimum_memopt.engines.compile.budget import in_step, step_budget
 from optimum_memopt.engines.compile.engine import CompileEngine
 from optimum_memopt.engines.compile.memory import step_memory
 from optimum_memopt.engines.compile.memory.footprint import Footprint
+from optimum_memopt.engines.run import LargestBatch, Run
 from optimum_memopt.memory.peak_monitor import MIB
 from optimum_memopt.sizes import Budget
 from tests.engines.compile.compiled import recorded
