@@ -45,8 +45,11 @@ class PlanCommand(BaseOptimumCLICommand):
         parser.add_argument(
             "--device",
             help="compile engine: the device whose memory and speed count, as h100 or 'rtx 4090', or a JSON file "
-            "(docs/budget.md). Operators are those of this machine. Default: this machine.",
+            "(docs/budget.md); with its attention kernels, workspaces and allocator. Default: this machine.",
         )
+        precision = parser.add_mutually_exclusive_group()
+        precision.add_argument("--bf16", action="store_true", help="Under autocast, as Trainer's --bf16.")
+        precision.add_argument("--fp16", action="store_true", help="Under autocast, as Trainer's --fp16.")
         parser.add_argument(
             "--compiler",
             help="As --memory_opt_compiler takes it (default: the one that would train, inductor with --device).",
@@ -231,6 +234,7 @@ def _estimated(case: Any, args: Any) -> _Found:
         device=args.device,
         with_curve=with_curve,
         compiler=args.compiler,
+        autocast="bfloat16" if args.bf16 else "float16" if args.fp16 else "",
     )
     config = ",".join(plan.config for plan in found.table.enabled)
     return _Found(found.to_dict(), found.to_text(), config, found.plan, found.curve, found.costs)

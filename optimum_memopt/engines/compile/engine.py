@@ -7,7 +7,7 @@ import torch
 from transformers.trainer_pt_utils import LabelSmoother
 
 from optimum_memopt.engines import in_place
-from optimum_memopt.engines.base import Run, Selection
+from optimum_memopt.engines.base import Selection
 from optimum_memopt.engines.compile import support_checks
 from optimum_memopt.engines.compile.backend import check_compiler, default_compiler
 from optimum_memopt.engines.compile.budget.devices import Device
@@ -25,6 +25,7 @@ from optimum_memopt.engines.compile.variant import Call, Variant
 from optimum_memopt.engines.compile.variants import Variants
 from optimum_memopt.engines.key_value_cache import without_key_value_cache
 from optimum_memopt.engines.label_smoothing import LabelSmoothing
+from optimum_memopt.engines.run import Run
 from optimum_memopt.engines.weak_method import weak_method
 from optimum_memopt.memory import malloc
 from optimum_memopt.memory.peak_monitor import MIB
@@ -175,6 +176,7 @@ class CompileEngine(in_place.InPlaceEngine):
             strict=self._selection.strict,
             smoothing=self._smoothing,
             purpose=purpose,
+            target=self._target,
         )
         producer = self._producer
         if isinstance(producer, FromBudget):

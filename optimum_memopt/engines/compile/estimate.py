@@ -81,6 +81,7 @@ def estimate(
     device: str | None = None,
     with_curve: bool = False,
     compiler: str | None = None,
+    autocast: str = "",
 ) -> Estimate:
     """Trace one training forward and its backward on fake tensors, and partition them with the compile engine.
 
@@ -92,6 +93,7 @@ def estimate(
         with_curve: find out what budgets cost, too; nothing else may be selected.
         compiler: whose graphs, one of `COMPILERS`; None: the one that would train. Of inductor's, too, the order of
             operators is the graph's.
+        autocast: `bfloat16` or `float16`; empty: float32.
 
     Raises:
         MemOptError: an unknown device, bad sizes or plans, or a model whose forward depends on the values in its
@@ -101,9 +103,10 @@ def estimate(
 
     from optimum_memopt.engines.compile.backend import default_compiler
     from optimum_memopt.engines.compile.engine import CompileEngine
+    from optimum_memopt.engines.compile.planned_device import traced_for
 
     target = None if device is None else device_of(device)
-    here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    here = torch.device("cuda" if torch.cuda.is_available() and target is None else "cpu")
     compiled_by = compiler or (default_compiler(here.type)[0] if target is None else "inductor")
     curve = BudgetCurve() if with_curve else None
 
@@ -111,14 +114,17 @@ def estimate(
         return CompileEngine(selection, compiled_by, dynamic, target=target, producer=curve, is_dry=True)
 
     engine = engine_of(symbolic)
+    dtype = getattr(torch, autocast) if autocast else None
     try:
-        model, batch = _trace(engine, workload, here)
+        with traced_for(target, dtype):
+            model, batch = _trace(engine, workload, here)
     except DoesNotFitError:
         if symbolic:
             raise
         # Symbols tell which smaller batch does.
         engine = engine_of(dynamic=True)
-        model, batch = _trace(engine, workload, here)
+        with traced_for(target, dtype):
+            model, batch = _trace(engine, workload, here)
     table, predictor = engine.plans(), engine.predictor
     if table is None or predictor is None:
         raise MemOptError("; ".join(table.header if table is not None else ()))
@@ -132,7 +138,7 @@ def estimate(
         table=table,
         parts=asdict(footprint),
         peak_mib=footprint.peak / MIB,
-        device=here.type,
+        device=here.type if target is None else target.name,
         compiler=compiled_by,
         attention=attention_implementation(model.config) or "eager",
         plan=replace(plan, solved_for={**plan.solved_for, **named}),

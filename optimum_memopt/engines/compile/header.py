@@ -5,15 +5,18 @@ from collections.abc import Sequence
 import torch
 
 from optimum_memopt.compat import attention_implementation
+from optimum_memopt.engines.compile.budget.devices import Device
 from optimum_memopt.engines.compile.memory.step_memory import StepMemoryPredictor
 from optimum_memopt.engines.compile.partitioned_graph import PartitionedGraph
 from optimum_memopt.memory.peak_monitor import MIB
 
 
-def plan_line(model: torch.nn.Module, compiler: str, graphs: Sequence[PartitionedGraph]) -> str:
+def plan_line(
+    model: torch.nn.Module, compiler: str, graphs: Sequence[PartitionedGraph], target: Device | None = None
+) -> str:
     """What trains the model, where and under which plan."""
-    device = next(model.parameters()).device.type
-    attention = f", attention: {_attention(model, graphs)}" if device == "cuda" else ""
+    device = next(model.parameters()).device.type if target is None else target.name
+    attention = f", attention: {_attention(model, graphs)}" if any(graph.is_for_cuda for graph in graphs) else ""
     pieces = f", in {len(graphs)} graphs" if len(graphs) > 1 else ""
     loss = ", loss in chunks" if any(graph.chunks_loss for graph in graphs) else ""
     return f"{type(model).__name__} on {device} by {compiler}, {graphs[0].choice.why}{pieces}{loss}{attention}"

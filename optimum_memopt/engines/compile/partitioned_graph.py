@@ -60,6 +60,7 @@ class PartitionedGraph:
         programs: inductor's for the two graphs, once it has compiled them.
         is_all_of_forward: nothing of the model's forward runs outside of the graph.
         losses: those of a model with a vocabulary, chunked or not.
+        is_for_cuda: it trains on a CUDA device, or is planned for one.
         plan: the choice as a plan file has it.
     """
 
@@ -76,6 +77,7 @@ class PartitionedGraph:
     programs: InductorPrograms = field(default_factory=InductorPrograms)
     is_all_of_forward: bool = True
     losses: tuple[LossPlan, ...] = ()
+    is_for_cuda: bool = False
 
     @property
     def chunks_loss(self) -> bool:
@@ -168,8 +170,19 @@ def _partitioned(graph: AnalyzedGraph, choice: Choice, modules: Modules) -> Part
     convolves = any(operator_name(node).startswith("convolution") for node in joint.forward)
     halves = any(operator_name(node) in _PRODUCTS and _is_half_on_cpu(node) for node in joint.forward)
     plan, attention = graph_plan(graph, choice), fused_attention(joint.forward)
+    is_for_cuda = graph.cuda is not None
     return PartitionedGraph(
-        graph.candidates, choice, sizes, names, timeline, prediction, plan, convolves, halves, attention
+        graph.candidates,
+        choice,
+        sizes,
+        names,
+        timeline,
+        prediction,
+        plan,
+        has_convolutions=convolves,
+        has_half_products=halves and not is_for_cuda,
+        attention=attention,
+        is_for_cuda=is_for_cuda,
     )
 
 

@@ -14,6 +14,7 @@ from optimum_memopt.engines.compile import compat
 from optimum_memopt.engines.compile.analysis.graph import Modules
 from optimum_memopt.engines.compile.analysis.module_paths import add_outer_modules
 from optimum_memopt.engines.compile.backend import Backend, configured
+from optimum_memopt.engines.compile.budget.devices import Device
 from optimum_memopt.engines.compile.choice import Choice
 from optimum_memopt.engines.compile.detach_outputs import (
     refusing_gradients,
@@ -55,6 +56,7 @@ class Settings:
         strict: what the graphs do not have is an error.
         smoothing: label smoothing, computed with the loss.
         purpose: for which batches, for log lines; empty: for all.
+        target: the device that it is planned for; None: where the model lies.
     """
 
     compiler: str
@@ -65,6 +67,7 @@ class Settings:
     strict: bool
     smoothing: LabelSmoothing | None
     purpose: str = ""
+    target: Device | None = None
 
 
 class PlannedForward:
@@ -220,6 +223,7 @@ class PlannedForward:
             self._graphs,
             refuses_mistakes=is_all and refuses,
             runs_operators=self._settings.compiler != "inductor",
+            cuda=self._settings.target.cuda if self._settings.target is not None else None,
         )
         losses, self._losses = tuple(self._losses), []
         self._graphs.append(replace(graph, programs=programs, is_all_of_forward=is_all, losses=losses))
@@ -280,7 +284,7 @@ class PlannedForward:
 
     def _predicted(self, graphs: list[PartitionedGraph]) -> tuple[tuple[str, ...], Footprint | None]:
         """The lines above the table, and the first step's memory."""
-        line = plan_line(self._model, self._settings.compiler, graphs)
+        line = plan_line(self._model, self._settings.compiler, graphs, self._settings.target)
         if self.predictor is not None:
             with self.predicting():
                 return (line, *prediction_lines(self.predictor)), self.predictor.footprint()

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from optimum_memopt.engines.compile.memory.cuda_workspaces import Multiprocessors
 from optimum_memopt.errors import MemOptError, excerpt, path_excerpt
 
 _GIB = 2**30
@@ -33,6 +34,8 @@ class Device:
         bandwidth: of its memory, bytes a second.
         flops: of matrix products a second, by dtype as `bfloat16`.
         link: to the host, bytes a second in one direction.
+        cuda: its multiprocessors, None where it is no CUDA device.
+        capability: of a CUDA device.
     """
 
     name: str
@@ -40,29 +43,50 @@ class Device:
     bandwidth: float
     flops: Mapping[str, float]
     link: float
+    cuda: Multiprocessors | None = None
+    capability: tuple[int, int] = (0, 0)
+
+    @property
+    def libraries(self) -> int:
+        """Bytes that cuBLAS holds: a workspace for the thread of forwards and one for autograd's
+        (`aten/src/ATen/cuda/CUDABlas.cpp`, 2.13)."""
+        if self.cuda is None:
+            return 0
+        return 2 * (32 * 2**20 if self.capability >= (9, 0) else 2 * 2**22 + 2**17)
 
     def rate(self, dtype: str) -> float:
         """Floating point operations a second; of float32 for a dtype that the device lacks."""
         return self.flops.get(dtype, self.flops["float32"])
 
 
-def _device(name: str, gib: int, gb_a_second: float, fp32: float, bf16: float, fp16: float, link: float) -> Device:
+def _device(
+    name: str,
+    gib: int,
+    gb_a_second: float,
+    fp32: float,
+    bf16: float,
+    fp16: float,
+    link: float,
+    multiprocessors: tuple[int, int] | None = None,
+    capability: tuple[int, int] = (0, 0),
+) -> Device:
     rates = {dtype: rate * 1e12 for dtype, rate in zip(_DTYPES, (fp32, bf16, fp16), strict=True)}
-    return Device(name, gib * _GIB, gb_a_second * 1e9, rates, link * 1e9)
+    cuda = None if multiprocessors is None else Multiprocessors(*multiprocessors)
+    return Device(name, gib * _GIB, gb_a_second * 1e9, rates, link * 1e9, cuda, capability)
 
 
 # The T4 has no bfloat16: torch computes in float32.
 DEVICES = {
     device.name: device
     for device in (
-        _device("H100", 80, 3350, 67, 989, 989, 64),
-        _device("H200", 141, 4800, 67, 989, 989, 64),
-        _device("A100", 80, 2039, 19.5, 312, 312, 32),
-        _device("L40S", 48, 864, 91.6, 362, 362, 32),
-        _device("L4", 24, 300, 30.3, 121, 121, 32),
-        _device("RTX 4090", 24, 1008, 82.6, 165.2, 165.2, 32),
-        _device("RTX 3090", 24, 936, 35.6, 71, 71, 32),
-        _device("T4", 16, 320, 8.1, 8.1, 65, 16),
+        _device("H100", 80, 3350, 67, 989, 989, 64, (132, 2048), (9, 0)),
+        _device("H200", 141, 4800, 67, 989, 989, 64, (132, 2048), (9, 0)),
+        _device("A100", 80, 2039, 19.5, 312, 312, 32, (108, 2048), (8, 0)),
+        _device("L40S", 48, 864, 91.6, 362, 362, 32, (142, 1536), (8, 9)),
+        _device("L4", 24, 300, 30.3, 121, 121, 32, (58, 1536), (8, 9)),
+        _device("RTX 4090", 24, 1008, 82.6, 165.2, 165.2, 32, (128, 1536), (8, 9)),
+        _device("RTX 3090", 24, 936, 35.6, 71, 71, 32, (82, 1536), (8, 6)),
+        _device("T4", 16, 320, 8.1, 8.1, 65, 16, (40, 1024), (7, 5)),
         _device("MI300X", 192, 5300, 163.4, 1307, 1307, 64),
     )
 }

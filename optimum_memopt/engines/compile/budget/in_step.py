@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import torch
 
-from optimum_memopt.engines.base import LargestBatch, Run
 from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph
 from optimum_memopt.engines.compile.budget.costs import Costs, measured, roofline
 from optimum_memopt.engines.compile.budget.costs_cache import cache_path, known_costs
@@ -18,6 +17,7 @@ from optimum_memopt.engines.compile.memory.footprint import (
     resident,
     tensor_bytes,
 )
+from optimum_memopt.engines.run import LargestBatch, Run
 from optimum_memopt.memory.capacity import capacity, capacity_of
 from optimum_memopt.sizes import Budget
 
@@ -66,7 +66,7 @@ def step_around(
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     # Before its first step an optimizer has none.
     states = optimizer_bytes(run.optimizer, trainable) if run.optimizer is not None and run.optimizer.state else 0
-    held = resident(device) - states if target is None else 0
+    held = resident(device) - states if target is None else target.libraries
     room = max(_GROWTH, int(_GROWTH_SHARE * held)) if device.type == "cpu" and target is None else 0
     held += room
     constant = constant_of(model, batch, held)

@@ -105,7 +105,7 @@ class StepMemoryPredictor:
             if graph.timeline is not None and graph.prediction is not None
         ]
         self._runs = sum(part.runs for part in self._parts)
-        self._is_on_cuda = any(parameter.is_cuda for parameter in model.parameters())
+        self._is_on_cuda = any(part.graph.is_for_cuda for part in self._parts)
         self._names = names
         self.first: BatchSizes = names.first
         self.largest_shapes: tuple[Forward, ...] = (Forward(self.first),)
@@ -121,8 +121,8 @@ class StepMemoryPredictor:
         kernels = []
         if any(part.graph.has_convolutions for part in self._parts):
             kernels.append("convolutions")
-        if self._is_on_cuda:
-            kernels.append("CUDA's libraries")
+        if any("cuDNN" in part.graph.attention for part in self._parts):
+            kernels.append("cuDNN's attention")
         has_half_products = any(part.graph.has_half_products for part in self._parts)
         reasons = (
             self._programs_caveat,
