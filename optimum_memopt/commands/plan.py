@@ -141,7 +141,7 @@ def _case(args: Any) -> Any:
         "memory_opt_plan": args.plan,
         "memory_opt_compiler": args.compiler,
     }
-    if args.engine == "auto" and (args.budget_curve is not None or args.device is not None):
+    if args.engine == "auto" and (args.budget_curve is not None or args.device is not None or _autocast(args)):
         options["memory_opt_engine"] = next(name for name in engine_names() if factory(name).predicts)
     try:
         MemOptOptions(**options).check()
@@ -153,6 +153,8 @@ def _case(args: Any) -> Any:
     for flag in ("device", "budget_curve"):
         if getattr(args, flag) is not None and not predicts:
             raise MemOptError(f"--{flag}: the {name} engine is measured, on this machine; leave it out")
+    if _autocast(args) and not predicts:
+        raise MemOptError(f"--{'bf16' if args.bf16 else 'fp16'}: is predicted, and not measured; leave it out")
     if args.symbolic and not predicts:
         predicting = ", ".join(name for name in engine_names() if factory(name).predicts)
         raise MemOptError(f"--symbolic is for predictions of the {predicting} engine; leave it out")
@@ -161,6 +163,11 @@ def _case(args: Any) -> Any:
             f"--steps {args.steps}: the {name} engine predicts without a step; leave it out, or add --measure"
         )
     return Case(workload, {**options, "memory_opt_engine": name}, steps=args.steps or 2)
+
+
+def _autocast(args: Any) -> str:
+    """Its dtype; empty without."""
+    return "bfloat16" if args.bf16 else "float16" if args.fp16 else ""
 
 
 def _check(args: Any) -> None:
@@ -234,7 +241,7 @@ def _estimated(case: Any, args: Any) -> _Found:
         device=args.device,
         with_curve=with_curve,
         compiler=args.compiler,
-        autocast="bfloat16" if args.bf16 else "float16" if args.fp16 else "",
+        autocast=_autocast(args),
     )
     config = ",".join(plan.config for plan in found.table.enabled)
     return _Found(found.to_dict(), found.to_text(), config, found.plan, found.curve, found.costs)

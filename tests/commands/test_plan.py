@@ -55,6 +55,8 @@ def run(*arguments: str) -> None:
         (["--budget", "24GiB"], "error: --budget 24GiB with the ort engine: only the compile engine reads it"),
         (["--budget", "24GiB", "--measure"], "error: --budget with --measure: measured are rows and levels"),
         (["--device", "h100"], "error: --device: the ort engine is measured, on this machine; leave it out"),
+        (["--bf16"], "error: --bf16: is predicted, and not measured; leave it out"),
+        (["--fp16", "--measure"], "error: --fp16: is predicted, and not measured; leave it out"),
         (["--budget_curve", "--level", "1"], "error: --budget_curve: it has all budgets; leave out --config, "),
         (["--budget_curve", "curve.gif"], "error: --budget_curve curve.gif: allowed are names that end in .svg or "),
         (["--budget_curve", "no/such/curve.svg"], "error: --budget_curve no/such/curve.svg: no such folder"),

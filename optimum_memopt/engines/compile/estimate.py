@@ -116,14 +116,14 @@ def estimate(
     engine = engine_of(symbolic)
     dtype = getattr(torch, autocast) if autocast else None
     try:
-        with traced_for(target, dtype):
+        with traced_for(target, dtype, here.type):
             model, batch = _trace(engine, workload, here)
     except DoesNotFitError:
         if symbolic:
             raise
         # Symbols tell which smaller batch does.
         engine = engine_of(dynamic=True)
-        with traced_for(target, dtype):
+        with traced_for(target, dtype, here.type):
             model, batch = _trace(engine, workload, here)
     table, predictor = engine.plans(), engine.predictor
     if table is None or predictor is None:

@@ -20,12 +20,13 @@ _AMPERE = (8, 0)
 
 
 @contextlib.contextmanager
-def traced_for(device: Device | None, dtype: torch.dtype | None) -> Iterator[None]:
+def traced_for(device: Device | None, dtype: torch.dtype | None, here: str = "cpu") -> Iterator[None]:
     """Forwards that are traced within are a device's.
 
     Args:
-        device: None, and one without CUDA: the CPU's own operators.
+        device: None, and one without CUDA: operators are those of `here`.
         dtype: of autocast; None: without.
+        here: type of the device that the tensors are on.
     """
     cuda = device if device is not None and device.cuda is not None else None
     before = torch.nn.functional.scaled_dot_product_attention
@@ -33,7 +34,7 @@ def traced_for(device: Device | None, dtype: torch.dtype | None) -> Iterator[Non
         if dtype is not None:
             if cuda is not None:
                 stack.enter_context(compat_cuda.autocast_lists())
-            stack.enter_context(torch.autocast("cpu", dtype))
+            stack.enter_context(torch.autocast(here, dtype))
         if cuda is not None:
             attention = functools.partial(_attention, cuda.capability, compat_cuda.attention_operators())
             stack.callback(setattr, torch.nn.functional, "scaled_dot_product_attention", before)
@@ -42,7 +43,7 @@ def traced_for(device: Device | None, dtype: torch.dtype | None) -> Iterator[Non
 
 
 def _plain_function(attention: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """dynamo traces through functions, with closures, not through partial objects of a library's name."""
+    """`attention` as a function with a name, which dynamo traces in the place of torch's."""
 
     def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> torch.Tensor:
         return attention(*args, **kwargs)
