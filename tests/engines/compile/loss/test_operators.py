@@ -189,7 +189,7 @@ def test_its_tensors_take_no_more_than_its_workspace(weight_dtype, dtype, softca
     settings = (1.0, softcap, -100, True, 0.0, dtype, torch.float32, [True, True, False, False, False])
     shape = LossShape(800, WIDTH, classes, weight_dtype, weight_dtype, dtype, bool(softcap))
     assert 1 < shape.rows_per_chunk < 800
-    tracker = _StorageTracker("cpu", 0)
+    tracker = _StorageTracker(torch.device("cpu"), 0)
     for tensor in (hidden, weight, labels):
         tracker.ignore(tensor)
     with tracker:
