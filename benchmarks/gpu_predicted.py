@@ -183,21 +183,19 @@ def _checks() -> Iterator[Check]:
         run = functools.partial(peaks, model=model, dtype=dtype, compiler=compiler, plan=plan)
         return Check(f"{model}, {dtype}, {compiler}, {plan}", run)
 
+    def copies(name: str, model: str, compiler: str) -> Check:
+        return Check(name, functools.partial(offload, model=model, dtype="bf16", compiler=compiler), seconds=180)
+
+    def within_budgets(name: str, model: str, compiler: str, seconds: int) -> Check:
+        run = functools.partial(budgets, model=model, dtype="bf16", compiler=compiler)
+        return Check(name, run, seconds=seconds, needs=("scipy",))
+
     for model in MODELS:
         yield peak(model, "bf16", "inductor", "level 1")
     for model in MODELS:
         yield peak(model, "fp32", "aot_eager", "no plan")
-    yield Check(
-        "offload, roberta, bf16",
-        functools.partial(offload, model="roberta", dtype="bf16", compiler="inductor"),
-        seconds=180,
-    )
-    yield Check(
-        "budgets, roberta, bf16",
-        functools.partial(budgets, model="roberta", dtype="bf16", compiler="aot_eager"),
-        seconds=180,
-        needs=("scipy",),
-    )
+    yield copies("offload, roberta, bf16", "roberta", "inductor")
+    yield within_budgets("budgets, roberta, bf16", "roberta", "aot_eager", seconds=180)
     for model in MODELS:
         yield peak(model, "bf16", "aot_eager", "no plan")
     for model in MODELS:
@@ -205,17 +203,8 @@ def _checks() -> Iterator[Check]:
     yield Check("another batch, llama", functools.partial(another_batch, model="llama"))
     for model in MODELS:
         yield peak(model, "fp32", "inductor", "level 1")
-    yield Check(
-        "offload, llama, bf16",
-        functools.partial(offload, model="llama", dtype="bf16", compiler="aot_eager"),
-        seconds=180,
-    )
-    yield Check(
-        "budgets, deberta-v2, bf16, inductor",
-        functools.partial(budgets, model="deberta-v2", dtype="bf16", compiler="inductor"),
-        seconds=240,
-        needs=("scipy",),
-    )
+    yield copies("offload, llama, bf16", "llama", "aot_eager")
+    yield within_budgets("budgets, deberta-v2, bf16, inductor", "deberta-v2", "inductor", seconds=240)
     for model in MODELS:
         yield peak(model, "bf16", "inductor", "no plan")
 

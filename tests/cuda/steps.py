@@ -4,38 +4,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import transformers
+from gpu_steps import MODELS, Shape, batch_of, forward
 
 import optimum_memopt
 
-_SIZES = {
-    "vocab_size": 8192,
-    "hidden_size": 768,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 12,
-    "intermediate_size": 3072,
-    "max_position_embeddings": 600,
-}
+_LAYERS = Shape(layers=2, hidden=768, heads=12, intermediate=3072, vocabulary=8192, batch=8, length=256)
+_DROPOUT = 0.1
 
 
-def roberta() -> torch.nn.Module:
-    return transformers.RobertaForMaskedLM(transformers.RobertaConfig(**_SIZES))
-
-
-def deberta() -> torch.nn.Module:
-    relative = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 256}
-    return transformers.DebertaV2ForMaskedLM(
-        transformers.DebertaV2Config(**_SIZES, **relative, norm_rel_ebd="layer_norm", share_att_key=True)
-    )
-
-
-def llama() -> torch.nn.Module:
-    sizes = {**_SIZES, "intermediate_size": 2048, "num_key_value_heads": 4}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, use_cache=False))
-
-
-MODELS = {"roberta": roberta, "deberta": deberta, "llama": llama}
-DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+def model_of(name: str) -> torch.nn.Module:
+    """Two layers of a model of gpu_steps.py, on the CPU."""
+    return MODELS[name](_LAYERS, _DROPOUT)
 
 
 @dataclass(frozen=True)
@@ -64,22 +43,21 @@ class Training:
         engine: None for plain PyTorch.
         optimizer: fused AdamW.
         batch: of the forward.
-        dtype: of autocast, None without.
+        dtype: of autocast, "fp32" without.
     """
 
     model: torch.nn.Module
     engine: Any
     optimizer: torch.optim.Optimizer
     batch: dict[str, torch.Tensor]
-    dtype: torch.dtype | None
+    dtype: str
 
     def step(self) -> Held:
         """One step, with nothing left of its loss."""
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = _requested("current")
-        with torch.autocast("cuda", self.dtype, enabled=self.dtype is not None):
-            loss = self.model(**self.batch).loss
+        loss = forward(self.model, self.batch, self.dtype)
         loss.backward()
         del loss
         activations = _requested("peak") - before
@@ -89,24 +67,22 @@ class Training:
         return Held(_requested("peak"), *peaks, activations)
 
 
-def training(name: str, dtype: str, batch_size: int = 8, seq_len: int = 256, **options: Any) -> Training:
-    """A model of `MODELS` with a batch.
+def training(name: str, dtype: str, **options: Any) -> Training:
+    """`model_of` on the device, with a batch.
 
     Args:
         options: of the compile engine.
     """
     torch.manual_seed(0)
-    model = MODELS[name]().cuda().train()
+    model = model_of(name).cuda().train()
     engine = None
     if options:
         # The stand-in finds no label, and a chunked loss would compute nothing.
         options = {"memory_opt_loss": "plain", "memory_opt_compiler": "aot_eager", **options}
         engine = optimum_memopt.optimize(model, memory_opt_engine="compile", **options)
         engine.outputs_read_by = lambda: ""
-    ids = torch.randint(5, 8000, (batch_size, seq_len)).cuda()
-    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    return Training(model, engine, optimizer, batch, DTYPES[dtype])
+    return Training(model, engine, optimizer, batch_of(_LAYERS), dtype)
 
 
 def _requested(kind: str) -> int:

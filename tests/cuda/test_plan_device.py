@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from gpu_steps import MODELS, forward
 
 from optimum_memopt.engines.base import Selection
 from optimum_memopt.engines.compile.estimate import Estimate, estimate
 from optimum_memopt.measure.workload import Workload
-from tests.cuda.steps import DTYPES, MODELS, training
+from tests.cuda.steps import model_of, training
 
 AUTOCAST = {"fp32": "", "bf16": "bfloat16"}
 is_h100 = pytest.mark.skipif("H100" not in torch.cuda.get_device_name(), reason="the table's H100 is compared")
@@ -22,12 +23,11 @@ def planned(folder: str, name: str, dtype: str) -> Estimate:
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("dtype", AUTOCAST)
 def test_the_step_is_that_of_the_device(name: str, dtype: str, tmp_path) -> None:
-    model = MODELS[name]()
+    model = model_of(name)
     model.config.save_pretrained(tmp_path)
     found = planned(str(tmp_path), name, dtype)
     trained = training(name, dtype, memory_opt_level=0, memory_opt_loss="auto")
-    with torch.autocast("cuda", DTYPES[dtype], enabled=dtype != "fp32"):
-        trained.model(**trained.batch)
+    forward(trained.model, trained.batch, dtype)
     footprint = trained.engine.predictor.footprint()
     assert found.parts["activations"] == pytest.approx(footprint.activations, rel=0.001)
     assert found.peak_mib * 2**20 == pytest.approx(footprint.peak, rel=0.02)
