@@ -113,18 +113,19 @@ def estimate(
     def engine_of(dynamic: bool) -> CompileEngine:
         return CompileEngine(selection, compiled_by, dynamic, target=target, producer=curve, is_dry=True)
 
+    def trace() -> tuple[Any, dict[str, torch.Tensor]]:
+        with traced_for(target, getattr(torch, autocast) if autocast else None, here.type):
+            return _trace(engine, workload, here)
+
     engine = engine_of(symbolic)
-    dtype = getattr(torch, autocast) if autocast else None
     try:
-        with traced_for(target, dtype, here.type):
-            model, batch = _trace(engine, workload, here)
+        model, batch = trace()
     except DoesNotFitError:
         if symbolic:
             raise
         # Symbols tell which smaller batch does.
         engine = engine_of(dynamic=True)
-        with traced_for(target, dtype, here.type):
-            model, batch = _trace(engine, workload, here)
+        model, batch = trace()
     table, predictor = engine.plans(), engine.predictor
     if table is None or predictor is None:
         raise MemOptError("; ".join(table.header if table is not None else ()))

@@ -5,7 +5,6 @@ attention calls CUDA's operators, and autocast casts what it casts on CUDA.
 """
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -36,17 +35,17 @@ def traced_for(device: Device | None, dtype: torch.dtype | None, here: str = "cp
                 stack.enter_context(compat_cuda.autocast_lists())
             stack.enter_context(torch.autocast(here, dtype))
         if cuda is not None:
-            attention = functools.partial(_attention, cuda.capability, compat_cuda.attention_operators())
             stack.callback(setattr, torch.nn.functional, "scaled_dot_product_attention", before)
-            torch.nn.functional.scaled_dot_product_attention = _plain_function(attention)
+            torch.nn.functional.scaled_dot_product_attention = _attention_of(cuda.capability)
         yield
 
 
-def _plain_function(attention: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`attention` as a function with a name, which dynamo traces in the place of torch's."""
+def _attention_of(capability: tuple[int, int]) -> Callable[..., torch.Tensor]:
+    operators = compat_cuda.attention_operators()
 
+    # dynamo traces it in the place of torch's, as it does no partial object.
     def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return attention(*args, **kwargs)
+        return _attention(capability, operators, *args, **kwargs)
 
     return scaled_dot_product_attention
 

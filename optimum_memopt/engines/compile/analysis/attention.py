@@ -17,5 +17,5 @@ _KERNELS = {
 
 def fused_attention(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
     """The fused kernels among a graph's operators, by their names in PyTorch's documentation."""
-    names = {compat.operator_name(node.target) for node in nodes if hasattr(node.target, "_opname")}
+    names = {compat.operator_name(node.target) for node in nodes}
     return tuple(dict.fromkeys(kernel for operator, kernel in _KERNELS.items() if operator in names))

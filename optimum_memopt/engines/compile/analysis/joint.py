@@ -74,9 +74,14 @@ def root(node: fx.Node) -> fx.Node:
     return node
 
 
+def is_chunked_loss_operator(target: object) -> bool:
+    """Whether a call's target is the operator of `loss/operators.py`."""
+    return str(target) == "optimum_memopt.chunked_loss.default"
+
+
 def is_chunked_loss(node: fx.Node) -> bool:
     """Whether this is the operator of `loss/operators.py`."""
-    return str(node.target) == "optimum_memopt.chunked_loss.default"
+    return is_chunked_loss_operator(node.target)
 
 
 def symbolic(number: Number) -> sympy.Expr:
@@ -86,7 +91,7 @@ def symbolic(number: Number) -> sympy.Expr:
 def storage_bytes(node: fx.Node) -> sympy.Expr:
     """Bytes of the storage of a root, gaps between strides included."""
     tensor = tensor_value(node)
-    if getattr(node.target, "_opname", "") == "copy":
+    if compat.operator_name(node.target) == "copy":
         # As large as the storage of what it is copied over, of which it may be a part.
         return symbolic(tensor.untyped_storage().nbytes())
     elements = sympy.Integer(1)

@@ -150,7 +150,8 @@ def state_sizes(optimizer: torch.optim.Optimizer | None, parameters: Sequence[to
         return [tensor.nbytes for tensor in parameters for _ in range(2)]
     states = (value for state in optimizer.state.values() for value in state.values())
     # The step count of each parameter, a scalar, is left out.
-    return [value.nbytes for value in states if isinstance(value, torch.Tensor) and value.dim()]
+    tensors = {id(value): value for value in states if isinstance(value, torch.Tensor) and value.dim()}
+    return [tensor.nbytes for tensor in tensors.values()]
 
 
 def step_bytes(optimizer: torch.optim.Optimizer | None, parameters: Sequence[torch.Tensor]) -> int:

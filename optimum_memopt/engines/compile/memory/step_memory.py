@@ -4,6 +4,7 @@ import math
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import sympy
 import torch
@@ -73,6 +74,14 @@ class _Part:
     runs: int
 
 
+class _ProgramRun(NamedTuple):
+    """What running a graph's programs without data gave, which takes up to a second."""
+
+    graph: PartitionedGraph
+    values: dict[sympy.Symbol, int]
+    prediction: Prediction
+
+
 class StepMemoryPredictor:
     """Predicts a model's training step for any batch, from the graphs of its first one.
 
@@ -98,6 +107,8 @@ class StepMemoryPredictor:
         names: SymbolNames,
     ) -> None:
         self._programs_caveat = ""
+        # A step's tensors and its blocks are asked for one after the other.
+        self._last_run: _ProgramRun | None = None
         self._model = weakref.ref(model)
         self._parts = [
             _Part(graph, graph.timeline, graph.prediction, max(1, graph.programs.runs))
@@ -276,15 +287,19 @@ class StepMemoryPredictor:
         programs = part.graph.programs.both
         if programs is None:
             return prediction
+        if self._last_run is not None and self._last_run.graph is part.graph and self._last_run.values == values:
+            return self._last_run.prediction
         try:
             saved = part.timeline.saved_for_backward(values)
             simulated = simulate_programs(*programs, saved, prediction.stashed, values)
-            return replace(
+            found = replace(
                 prediction,
                 forward=simulated.forward,
                 backward=simulated.backward,
                 requests=simulated.requests,
             )
+            self._last_run = _ProgramRun(part.graph, values, found)
+            return found
         except Exception as error:
             # The form of inductor's programs is private and may change; training goes on without the prediction.
             self._programs_caveat = (

@@ -114,8 +114,8 @@ class GraphTimeline:
     tangents: tuple[int, ...]
     saved_inputs: tuple[int, ...]
     saved: Mapping[str, tuple[str, int] | None]
-    returned_roots: tuple[str, ...] = ()
-    tangent_roots: tuple[str, ...] = ()
+    returned_roots: tuple[str, ...]
+    tangent_roots: tuple[str, ...]
 
     def predict(self, values: SymbolValues) -> Prediction:
         """Simulate both graphs.

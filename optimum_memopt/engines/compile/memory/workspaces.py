@@ -8,12 +8,11 @@ import torch
 from torch import fx
 
 from optimum_memopt.engines.compile import compat
-from optimum_memopt.engines.compile.analysis.joint import symbolic, value
+from optimum_memopt.engines.compile.analysis.joint import is_chunked_loss_operator, symbolic, value
 from optimum_memopt.engines.compile.loss.chunks import loss_shape
 from optimum_memopt.engines.compile.memory import cuda_workspaces
 from optimum_memopt.engines.compile.memory.cuda_workspaces import Multiprocessors
 
-_CHUNKED_LOSS = "optimum_memopt.chunked_loss.default"
 _ARITHMETIC = frozenset({"add", "div", "mul", "rsub", "sub"})
 
 
@@ -40,7 +39,7 @@ def operator_workspace(target: Any, arguments: Sequence[Any], result: Any, cuda:
         result: of the call.
         cuda: the CUDA device that runs it, wherever the tensors are; None: the tensors' own device.
     """
-    if str(target) == _CHUNKED_LOSS:
+    if is_chunked_loss_operator(target):
         return sympy.sympify(loss_shape(arguments).workspace)
     name = compat.operator_name(target)
     if cuda is not None:
