@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from baselines import COMPILERS, EAGER, FAMILIES, Baseline, baselines, capped, measure, rows, without_plan
+from labels import label
 from shared import MODELS, fill, make_config, pyplot, to_markdown
 from tqdm import tqdm
 
@@ -183,13 +184,17 @@ def plot(tables: Mapping[str, list[dict[str, Any]]], results: Mapping[str, Resul
             if of_family:
                 times, peaks = zip(*(points[name] for name in of_family), strict=True)
                 panel.scatter(times, peaks, marker=marker, color=f"C{color}", label=family)
-            for name in of_family:
-                panel.annotate(_short(name), points[name], xytext=(3, 3), textcoords="offset points", fontsize=6)
         panel.set_ylim(bottom=0)
+        panel.margins(x=0.08)
         panel.set_title(model)
         panel.set_xlabel("time per step, relative to eager")
         panel.set_ylabel("peak of activations and gradients, relative to eager")
     figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=len(MARKERS))
+    figure.canvas.draw()
+    # Labels are placed for the layout as it is now.
+    figure.set_layout_engine("none")
+    for panel, (_, table) in zip(panels[0], tables.items(), strict=True):
+        label(panel, [(_short(row["baseline"]), (row["of eager "], row["of eager"])) for row in table])
     figure.savefig(path, metadata={"Date": None})
 
 

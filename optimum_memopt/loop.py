@@ -20,6 +20,7 @@ _NEED_A_TRAINER = (
     "log_memory_phases",
     "memory_opt_log_steps",
     "memory_opt_log_file",
+    "memory_opt_report",
 )
 
 

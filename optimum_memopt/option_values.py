@@ -1,13 +1,14 @@
 """Checks the values of a dataclass of options against its own fields: their types, `choices` and `Numbers`."""
 
 import dataclasses
+import importlib.util
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
-from optimum_memopt.errors import MemOptError, excerpt
+from optimum_memopt.errors import MemOptError, excerpt, path_excerpt
 
 _PATH = {os.PathLike, str, type(None)}
 _PLURALS = {
@@ -55,6 +56,42 @@ def check(options: Any, kind: type) -> None:
     for field in dataclasses.fields(kind):
         value = getattr(options, field.name)
         setattr(options, field.name, _checked(field.name, value, hints[field.name], field.metadata.get("choices")))
+
+
+def check_written(flag: str, path: str) -> None:
+    """Refuse the name of a file that cannot be written.
+
+    Args:
+        flag: that names the file.
+        path: of the file.
+
+    Raises:
+        MemOptError: there is no such folder, or the name is that of a folder.
+    """
+    if not os.path.isdir(os.path.dirname(path) or os.curdir):
+        raise MemOptError(f"{flag} {path_excerpt(path)}: no such folder; make it first")
+    if os.path.isdir(path):
+        raise MemOptError(f"{flag} {path_excerpt(path)}: is a folder; name a file in it")
+
+
+def check_page(flag: str, path: str) -> None:
+    """Refuse a page that cannot be drawn, or written.
+
+    Raises:
+        MemOptError: see `check_written` and `check_drawing`.
+    """
+    check_written(flag, path)
+    check_drawing(flag)
+
+
+def check_drawing(flag: str) -> None:
+    """Refuse to draw where that is impossible.
+
+    Raises:
+        MemOptError: matplotlib or jinja2 is missing.
+    """
+    if missing := [name for name in ("matplotlib", "jinja2") if importlib.util.find_spec(name) is None]:
+        raise MemOptError(f"{flag}: the page needs {' and '.join(missing)}: pip install optimum-memopt[report]")
 
 
 def _checked(name: str, value: Any, hint: Any, choices: Sequence[str] | None) -> Any:

@@ -101,6 +101,14 @@ class PlanOptions:
     memory_opt_log_file: os.PathLike | str | None = field(
         default=None, metadata={"help": "Also append all findings to this file, one JSON object a line."}
     )
+    memory_opt_report: os.PathLike | str | None = field(
+        default=None,
+        metadata={
+            "help": "When training ends, however it ends, write a page about its memory to this HTML file: the step "
+            "operator by operator, predicted beside measured phases, the plan table. Measures memory phases as "
+            "--log_memory_phases does. Needs the extra report."
+        },
+    )
     memory_opt_optim: str | None = field(
         default=None,
         metadata={
@@ -195,6 +203,8 @@ class MemOptOptions(_EngineOptions):
         if config is not None:
             self.memory_opt_config = to_text(config)
         self._check_one_chooses()
+        if self.memory_opt_report is not None:
+            option_values.check_page("--memory_opt_report", str(self.memory_opt_report))
         # A mistake in them is an error whichever engine trains.
         _ = self.plan_config, self.plan_file
         if self.memory_opt_engine != AUTO:

@@ -9,9 +9,10 @@ silently bypassed or ranks go separate ways. The engine is suspended when `train
 import contextlib
 import copy
 import functools
+import os
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,6 +20,7 @@ import torch
 from transformers import Trainer, TrainerState
 
 from optimum_memopt import compat
+from optimum_memopt.callbacks.collected import CollectingCallback
 from optimum_memopt.callbacks.input_density import InputDensityCallback
 from optimum_memopt.callbacks.memory_phases import MemoryPhasesCallback
 from optimum_memopt.callbacks.plan_stats import PlanStatsCallback
@@ -32,6 +34,9 @@ from optimum_memopt.logs import get_logger
 from optimum_memopt.memory.peak_monitor import MIB
 from optimum_memopt.options import MemOptOptions, from_keywords, resolve
 from optimum_memopt.plans.table import PlanTable
+from optimum_memopt.report.data import failure_text
+from optimum_memopt.report.page import Page
+from optimum_memopt.report.training import TrainingReport
 from optimum_memopt.training import optimizers, sampling
 from optimum_memopt.training.largest_batch import largest_batch
 from optimum_memopt.training.loss_only import outputs_read_by
@@ -45,11 +50,13 @@ class Attachment:
         options: those in force: of the flags, the keywords and the environment.
         engine: what trains the model.
         plan_stats: shows the plan table and measures the peak.
+        reporter: makes the page about the run.
     """
 
     options: MemOptOptions
     engine: Engine
     plan_stats: PlanStatsCallback
+    reporter: TrainingReport = field(repr=False)
 
     @property
     def table(self) -> PlanTable | None:
@@ -62,10 +69,15 @@ class Attachment:
         return self.plan_stats.measured_peak_mib
 
     def _repr_html_(self) -> str:
-        """The table in a notebook."""
+        """The peak and the table in a notebook."""
         if self.table is None:
             return f"<p>{self.engine.name} engine: the plan table comes with the first training step</p>"
-        return self.table._repr_html_()
+        predicted = self.plan_stats.predicted_peak_mib
+        peaks = [
+            *([f"predicted peak {predicted:.1f} MiB"] if predicted else []),
+            *([f"measured peak {self.measured_peak_mib:.1f} MiB"] if self.measured_peak_mib else []),
+        ]
+        return f"<div><p>{', '.join(peaks)}</p>{self.table._repr_html_()}</div>"
 
     def save_plan(self, path: Path | str) -> None:
         """Write the plan in force for `--memory_opt_plan`, so that a later run applies it without solving.
@@ -82,6 +94,17 @@ class Attachment:
                 + ("has no plan before the first training step" if self.table is None else "has no plan files")
             )
         plan.save(path)
+
+    def report(self, path: Path | str | None = None) -> Page:
+        """A page about the memory of a training step: where it went, what was predicted, what plans would save.
+
+        Args:
+            path: HTML file to write, too.
+
+        Raises:
+            MemOptError: matplotlib or jinja2 is missing, or the file cannot be written.
+        """
+        return self.reporter.page(path)
 
     def detach(self) -> None:
         """Restore the model and free what was compiled for it; the next `train()` compiles again."""
@@ -154,8 +177,9 @@ def attach(trainer: Trainer, options: MemOptOptions | None = None, **overrides: 
         compat.replace_train_sampler(trainer, _sampling(trainer, callbacks[sampling.ComplexityCallback]))
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         trainer.compute_loss = _comparing(trainer, engine, chosen)
-    trainer.train = _releasing(trainer, engine)
-    attachment = Attachment(chosen, engine, callbacks[PlanStatsCallback])
+    reporter = TrainingReport(trainer, engine, callbacks[PlanStatsCallback], callbacks[CollectingCallback])
+    trainer.train = _releasing(trainer, engine, reporter, chosen.memory_opt_report)
+    attachment = Attachment(chosen, engine, callbacks[PlanStatsCallback], reporter)
     trainer.memopt = attachment  # type: ignore[attr-defined]
     return attachment
 
@@ -235,11 +259,13 @@ def _callbacks(trainer: Trainer, options: MemOptOptions) -> dict[type, Any]:
         MemOptError: the log file cannot be written.
     """
     path, log_steps = options.memory_opt_log_file, options.memory_opt_log_steps
+    measures_phases = options.log_memory_phases or options.memory_opt_report is not None
     wanted: list[tuple[bool, type, dict[str, Any]]] = [
         (True, PlanStatsCallback, {"path": path}),
         (options.log_input_density, InputDensityCallback, {"log_steps": log_steps, "path": path}),
-        (options.log_memory_phases, MemoryPhasesCallback, {"log_steps": log_steps, "path": path}),
+        (measures_phases, MemoryPhasesCallback, {"log_steps": log_steps, "path": path}),
         (options.group_by_complexity, sampling.ComplexityCallback, {"path": path}),
+        (True, CollectingCallback, {}),
     ]
     present = trainer.callback_handler.callbacks
     return {
@@ -252,19 +278,26 @@ def _callbacks(trainer: Trainer, options: MemOptOptions) -> dict[type, Any]:
 def _add_callback(trainer: Trainer, callback: Any) -> None:
     if callback not in trainer.callback_handler.callbacks:
         trainer.add_callback(callback)
-    callback.reporter.belongs_to(trainer)
+    if not isinstance(callback, CollectingCallback):
+        callback.reporter.belongs_to(trainer)
 
 
-def _releasing(trainer: Trainer, engine: Engine) -> Any:
-    """`train` that suspends the engine when it is over."""
+def _releasing(trainer: Trainer, engine: Engine, reporter: TrainingReport, report: os.PathLike | str | None) -> Any:
+    """`train` that suspends the engine when it is over, and writes the page that was asked for."""
     train = trainer.train
 
     @functools.wraps(train)
     def train_and_release(*args: Any, **kwargs: Any) -> Any:
+        failure = ""
         try:
             return train(*args, **kwargs)
+        except BaseException as error:
+            failure = failure_text(error)
+            raise
         finally:
             engine.suspend()
+            if report is not None:
+                reporter.write(report, failure)
 
     return train_and_release
 

@@ -26,6 +26,7 @@ GOOD = {
     "memory_opt_log_level": ["warning", "info", "devinfo", "verbose"],
     "memory_opt_log_steps": [0, 1, 100],
     "memory_opt_log_file": ["found.jsonl", Path("found.jsonl"), ".", "nowhere/found.jsonl"],
+    "memory_opt_report": ["report.html", Path("report.html"), ".", "nowhere/report.html"],
     "memory_opt_optim": ["torch_fused_adamw", "deepspeed_cpu_adam", "ort_fused_adam"],
     "ort_cache_dir": ["cache", "plans.json"],
     "ort_save_onnx": [".", "nowhere"],

@@ -81,6 +81,9 @@ def arguments(folder, **options):
         ({"memory_opt_config": "missing.json"}, "config file missing.json: No such file"),
         ({"memory_opt_config": "Gelu+:1:3", "memory_opt_engine": "ort"}, "Gelu+:1:3: count 3 is not available on the"),
         ({"memory_opt_config": "Gelu+:3:-1", "memory_opt_engine": "ort"}, "strategy 3 (offload) is not available"),
+        ({"memory_opt_report": "no/page.html"}, "--memory_opt_report no/page.html: no such folder; make it first"),
+        ({"memory_opt_report": "."}, "--memory_opt_report .: is a folder; name a file in it"),
+        ({"memory_opt_report": 3}, "--memory_opt_report 3: allowed are paths and strings"),
         ({"memory_opt_log_steps": -1}, "--memory_opt_log_steps -1: allowed are whole numbers from 0 on"),
         ({"memory_opt_engine": "tvm"}, "--memory_opt_engine tvm: allowed are auto, ort"),
         (

@@ -33,6 +33,10 @@ def test_every_module_is_in_the_wheel(wheel_files):
     assert modules and modules <= wheel_files
 
 
+def test_the_template_of_the_page_is_in_the_wheel(wheel_files):
+    assert "optimum_memopt/report/page.html.jinja" in wheel_files
+
+
 def test_type_checkers_read_the_packages_annotations(wheel_files):
     assert "optimum_memopt/py.typed" in wheel_files
 

@@ -42,6 +42,7 @@ END_TO_END = (
     "integration",
     "measure/test_measure_case",
     "memory/test_malloc",
+    "report/test_training",
     "test_any_options",
     "test_checkpointing",
     "test_matrix",

@@ -4,7 +4,6 @@ Nothing heavy is imported before `run()`: optimum imports this module whenever a
 """
 
 import json
-import os
 import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
@@ -63,6 +62,12 @@ class PlanCommand(BaseOptimumCLICommand):
             "or .png file also as a picture (pip install optimum-memopt[report]).",
         )
         parser.add_argument(
+            "--html",
+            metavar="FILE",
+            help="Also write a page: the step operator by operator, what is held at its peak, what budgets cost, the "
+            "plan table (pip install optimum-memopt[report]). Solves for ten budgets, with a plan in a second trace.",
+        )
+        parser.add_argument(
             "--measure",
             action="store_true",
             help="Measure no plan, each row and both levels, each in a fresh process, and search for the set of rows "
@@ -91,6 +96,11 @@ class PlanCommand(BaseOptimumCLICommand):
             from optimum_memopt.report.budget_curve import draw
 
             draw(found.curve, found.costs, Path(self.args.budget_curve))
+        if self.args.html:
+            from optimum_memopt.report.data import of_estimate
+            from optimum_memopt.report.page import render
+
+            render(of_estimate(found.estimate, self.args.model, self.args.task)).save(self.args.html)
         if self.args.output and self.args.budget:
             found.plan.save(self.args.output)
         elif self.args.output:
@@ -108,6 +118,7 @@ class _Found:
         plan: the same as a plan file, where there is one.
         curve: what budgets cost.
         costs: where the curve's times are from.
+        estimate: all that was predicted.
     """
 
     report: dict[str, Any]
@@ -116,6 +127,7 @@ class _Found:
     plan: Any = None
     curve: Sequence[Any] = ()
     costs: str = ""
+    estimate: Any = None
 
 
 def _case(args: Any) -> Any:
@@ -141,7 +153,7 @@ def _case(args: Any) -> Any:
         "memory_opt_plan": args.plan,
         "memory_opt_compiler": args.compiler,
     }
-    if args.engine == "auto" and (args.budget_curve is not None or args.device is not None or _autocast(args)):
+    if args.engine == "auto" and _needs_prediction(args):
         options["memory_opt_engine"] = next(name for name in engine_names() if factory(name).predicts)
     try:
         MemOptOptions(**options).check()
@@ -150,7 +162,7 @@ def _case(args: Any) -> Any:
         raise MemOptError(str(error).replace("--memory_opt_", "--")) from error
     (name, *_), _ = choose_engines(options["memory_opt_engine"], MemOptOptions(**options))
     predicts = factory(name).predicts and not args.measure
-    for flag in ("device", "budget_curve"):
+    for flag in ("device", "budget_curve", "html"):
         if getattr(args, flag) is not None and not predicts:
             raise MemOptError(f"--{flag}: the {name} engine is measured, on this machine; leave it out")
     if _autocast(args) and not predicts:
@@ -165,6 +177,12 @@ def _case(args: Any) -> Any:
     return Case(workload, {**options, "memory_opt_engine": name}, steps=args.steps or 2)
 
 
+def _needs_prediction(args: Any) -> bool:
+    """Whether something is asked for that only an engine that predicts can tell."""
+    given = (args.budget_curve, args.device, args.html)
+    return bool(_autocast(args)) or any(value is not None for value in given)
+
+
 def _autocast(args: Any) -> str:
     """Its dtype; empty without."""
     return "bfloat16" if args.bf16 else "float16" if args.fp16 else ""
@@ -172,7 +190,8 @@ def _autocast(args: Any) -> str:
 
 def _check(args: Any) -> None:
     """Refuse arguments that do not go together, and files that cannot be written. Raises MemOptError."""
-    from optimum_memopt.errors import MemOptError, path_excerpt
+    from optimum_memopt.errors import MemOptError
+    from optimum_memopt.option_values import check_page, check_written
 
     for name in ("steps", "max_runs"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
@@ -184,27 +203,27 @@ def _check(args: Any) -> None:
     chosen = args.config or args.level or args.budget
     if args.output and not args.measure and not chosen:
         raise MemOptError("--output writes the plans that are on; give --config, --level, --budget or --measure")
-    for name in ("budget", "plan", "device", "compiler", "budget_curve"):
+    for name in ("budget", "plan", "device", "compiler", "budget_curve", "html"):
         if args.measure and getattr(args, name) is not None:
             raise MemOptError(f"--{name} with --measure: measured are rows and levels, on this machine; leave it out")
     if args.budget_curve is not None:
         _check_curve(args, chosen or args.plan)
-    if args.output and not os.path.isdir(os.path.dirname(args.output) or os.curdir):
-        raise MemOptError(f"--output {path_excerpt(args.output)}: no such folder")
-    if args.output and os.path.isdir(args.output):
-        raise MemOptError(f"--output {path_excerpt(args.output)}: is a folder; name a file in it")
+    if args.output:
+        check_written("--output", args.output)
+    if args.html is not None:
+        check_page("--html", args.html)
 
 
 def _check_curve(args: Any, chosen: Any) -> None:
     """Refuse what the curve cannot be drawn with. Raises MemOptError."""
-    from optimum_memopt.errors import MemOptError, path_excerpt
+    from optimum_memopt.errors import MemOptError
+    from optimum_memopt.option_values import check_written
     from optimum_memopt.report.budget_curve import check
 
     if chosen:
         raise MemOptError("--budget_curve: it has all budgets; leave out --config, --level, --budget and --plan")
     if args.budget_curve:
-        if not os.path.isdir(os.path.dirname(args.budget_curve) or os.curdir):
-            raise MemOptError(f"--budget_curve {path_excerpt(args.budget_curve)}: no such folder")
+        check_written("--budget_curve", args.budget_curve)
         check(Path(args.budget_curve))
 
 
@@ -233,7 +252,7 @@ def _estimated(case: Any, args: Any) -> _Found:
     from optimum_memopt.options import MemOptOptions, resolve
 
     resolved = resolve(MemOptOptions(**case.options))
-    with_curve = args.budget_curve is not None
+    with_curve = args.budget_curve is not None or args.html is not None
     found = factory(resolved.engine).estimate(
         case.workload,
         resolved.selection,
@@ -244,7 +263,7 @@ def _estimated(case: Any, args: Any) -> _Found:
         autocast=_autocast(args),
     )
     config = ",".join(plan.config for plan in found.table.enabled)
-    return _Found(found.to_dict(), found.to_text(), config, found.plan, found.curve, found.costs)
+    return _Found(found.to_dict(), found.to_text(), config, found.plan, found.curve, found.costs, found)
 
 
 def _measured(args: Any) -> _Found:

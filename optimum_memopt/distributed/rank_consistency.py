@@ -25,6 +25,7 @@ _OWN_OPTIONS = frozenset(
         "memory_opt_log_level",
         "memory_opt_log_steps",
         "memory_opt_log_file",
+        "memory_opt_report",
         "log_input_density",
         "log_memory_phases",
     }

@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from optimum_memopt.engines.base import Engine, Selection, Smoothing, factory, note_engine
+from optimum_memopt.engines.estimates import Frontier
 from optimum_memopt.engines.forward_patch import TrainForward, training_forward
 from optimum_memopt.engines.forward_state import ForwardState
 from optimum_memopt.engines.run import Run
+from optimum_memopt.engines.step_timeline import StepTimeline
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
 from optimum_memopt.logs import get_logger
 from optimum_memopt.plans.plan_file import PlanFile
@@ -138,6 +140,12 @@ class AutoEngine:
 
     def predicted_peak_mib(self, optimizer: torch.optim.Optimizer | None, gradient_accumulation: bool) -> float | None:
         return self._current.predicted_peak_mib(optimizer, gradient_accumulation)
+
+    def timeline(self, optimizer: torch.optim.Optimizer | None, gradient_accumulation: bool) -> StepTimeline | None:
+        return self._current.timeline(optimizer, gradient_accumulation)
+
+    def frontier(self) -> Frontier | None:
+        return self._current.frontier()
 
     def insight(self) -> str:
         return self._current.insight()

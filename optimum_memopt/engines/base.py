@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from optimum_memopt.engines.environment import Report
-from optimum_memopt.engines.estimates import Estimate
+from optimum_memopt.engines.estimates import Estimate, Frontier
 from optimum_memopt.engines.run import Run
+from optimum_memopt.engines.step_timeline import StepTimeline
 from optimum_memopt.errors import MemOptError, excerpt
 from optimum_memopt.plans.grammar import PlanConfig
 from optimum_memopt.plans.plan_file import PlanFile
@@ -112,6 +113,13 @@ class Engine(Protocol):
             optimizer: the run's, None before there is one.
             gradient_accumulation: whether gradients of several micro-batches add up.
         """
+
+    def timeline(self, optimizer: torch.optim.Optimizer | None, gradient_accumulation: bool) -> StepTimeline | None:
+        """What the largest step of the run so far should have held, operator by operator; arguments and None as in
+        `predicted_peak_mib`."""
+
+    def frontier(self) -> Frontier | None:
+        """What budgets cost, and the one that trains; None where nobody has solved for them."""
 
     def insight(self) -> str:
         """The engine's own per-node text for `--memory_opt_log_level devinfo`, empty when there is none."""

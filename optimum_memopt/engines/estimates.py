@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from optimum_memopt.engines.step_timeline import StepTimeline
 from optimum_memopt.plans.plan_file import PlanFile
 from optimum_memopt.plans.table import PlanTable
 
@@ -30,6 +31,21 @@ class CurvePoint:
         return self.extra_seconds / self.seconds if self.seconds else 0.0
 
 
+@dataclass(frozen=True)
+class Frontier:
+    """What budgets cost.
+
+    Attributes:
+        points: from the smallest budget to the largest.
+        costs: where their times are from, as `roofline H100`.
+        chosen: the plan in force; None where its time is not known.
+    """
+
+    points: tuple[CurvePoint, ...]
+    costs: str
+    chosen: CurvePoint | None = None
+
+
 class Estimate(Protocol):
     """What a training step is predicted to hold, without running it."""
 
@@ -48,6 +64,14 @@ class Estimate(Protocol):
     @property
     def costs(self) -> str:
         """Where the curve's times are from, as `roofline H100`."""
+
+    @property
+    def frontier(self) -> Frontier | None:
+        """The curve with the plan's place on it; None where nobody asked."""
+
+    @property
+    def timeline(self) -> StepTimeline | None:
+        """The step, operator by operator."""
 
     def to_text(self) -> str:
         """For a terminal."""

@@ -9,7 +9,9 @@ import torch
 from optimum_memopt.engines import base
 from optimum_memopt.engines.base import Selection, Smoothing
 from optimum_memopt.engines.checkpointing import Checkpointing
+from optimum_memopt.engines.estimates import Frontier
 from optimum_memopt.engines.forward_patch import TrainingForward, training_forward
+from optimum_memopt.engines.step_timeline import StepTimeline
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
 from optimum_memopt.logs import get_logger
 from optimum_memopt.plans.plan_file import PlanFile
@@ -146,6 +148,14 @@ class InPlaceEngine:
 
     def plan_file(self) -> PlanFile | None:
         """See `Engine.plan_file`."""
+        return None
+
+    def timeline(self, optimizer: torch.optim.Optimizer | None, gradient_accumulation: bool) -> StepTimeline | None:
+        """See `Engine.timeline`."""
+        return None
+
+    def frontier(self) -> Frontier | None:
+        """See `Engine.frontier`."""
         return None
 
     def _check(self, model: torch.nn.Module) -> None:

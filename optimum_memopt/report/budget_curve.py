@@ -4,8 +4,9 @@ import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
-from optimum_memopt.engines.estimates import CurvePoint
+from optimum_memopt.engines.estimates import CurvePoint, Frontier
 from optimum_memopt.errors import MemOptError, path_excerpt
+from optimum_memopt.report.charts import draw_frontier
 
 _SUFFIXES = (".svg", ".png")
 
@@ -38,13 +39,7 @@ def draw(points: Sequence[CurvePoint], costs: str, path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.subplots()
-    peaks, times = [point.peak / 2**30 for point in points], [100 * point.extra_time for point in points]
-    axes.plot(peaks, times, marker="o", drawstyle="steps-post")
-    axes.set_xlabel("predicted peak of a step, GiB")
-    axes.set_ylabel(f"extra time of forward and backward, % ({costs})")
-    axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)
+    draw_frontier(figure.subplots(), Frontier(tuple(points), costs))
     try:
         figure.savefig(path)
     except OSError as error:

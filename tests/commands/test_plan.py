@@ -12,6 +12,8 @@ import pytest
 from optimum_memopt.commands.plan import PlanCommand
 from optimum_memopt.engines.ort import missing
 from optimum_memopt.plans.grammar import parse_file
+from optimum_memopt.sizes import gib_text
+from tests.report.pages import cells, check_alone
 from tests.saved_configs import save
 
 CLI = "import sys; from optimum.commands.optimum_cli import main; sys.argv[0] = 'optimum-cli'; main()"
@@ -60,6 +62,10 @@ def run(*arguments: str) -> None:
         (["--budget_curve", "--level", "1"], "error: --budget_curve: it has all budgets; leave out --config, "),
         (["--budget_curve", "curve.gif"], "error: --budget_curve curve.gif: allowed are names that end in .svg or "),
         (["--budget_curve", "no/such/curve.svg"], "error: --budget_curve no/such/curve.svg: no such folder"),
+        (["--html", "no/such/page.html"], "error: --html no/such/page.html: no such folder"),
+        (["--html", "."], "error: --html .: is a folder; name a file in it"),
+        (["--html", "page.html"], "error: --html: the ort engine is measured, on this machine; leave it out"),
+        (["--html", "page.html", "--measure"], "error: --html with --measure: measured are rows and levels"),
         (["--plan", "missing.json"], "error: plan file missing.json: No such file"),
         (["--max_runs", "3"], "error: --max_runs 3: only --measure starts so many processes; leave it out"),
     ],
@@ -163,8 +169,9 @@ def test_a_budget_for_which_nothing_fits_names_the_batch_that_does(folder, capsy
 
 
 def test_what_budgets_cost(folder, tmp_path, capsys):
-    picture = tmp_path / "curve.svg"
-    run("--model", folder, "--task", "fill-mask", "--seq_len", "60", "--json", "--budget_curve", str(picture))
+    picture, file = tmp_path / "curve.svg", tmp_path / "page.html"
+    drawn = ["--budget_curve", str(picture), "--html", str(file)]
+    run("--model", folder, "--task", "fill-mask", "--seq_len", "60", "--json", *drawn)
     curve = json.loads(capsys.readouterr().out)["curve"]
     assert len(curve) == 10
     assert all(point["peak"] <= point["budget"] for point in curve)
@@ -172,6 +179,21 @@ def test_what_budgets_cost(folder, tmp_path, capsys):
         assert smaller["peak"] <= larger["peak"] and smaller["extra_seconds"] >= larger["extra_seconds"]
     assert curve[-1]["extra_seconds"] == 0 < curve[0]["extra_seconds"]
     assert picture.read_text().startswith("<?xml")
+    page = check_alone(file.read_text())
+    assert page.by_id("frontier") and "this plan" not in page.root.text
+
+
+def test_a_page_of_a_plan(folder, tmp_path, capsys):
+    file = tmp_path / "page.html"
+    run("--model", folder, "--task", "fill-mask", "--seq_len", "60", "--level", "1", "--json", "--html", str(file))
+    found = json.loads(capsys.readouterr().out)
+    page = check_alone(file.read_text())
+    plans = cells(page, "plans")
+    assert [row[1].text for row in plans] == [plan["config"] for plan in found["table"]["plans"]]
+    assert [row[0].text == "ON" for row in plans] == [plan["applied_count"] > 0 for plan in found["table"]["plans"]]
+    peak = int(page.by_id("peak").attributes["data-bytes"])
+    assert peak == round(found["peak_mib"] * 2**20)
+    assert f"this plan: {gib_text(peak)}, +" in page.by_id("frontier").text
 
 
 @pytest.mark.slow

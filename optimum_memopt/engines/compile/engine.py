@@ -23,9 +23,11 @@ from optimum_memopt.engines.compile.producers.budget import FromBudget
 from optimum_memopt.engines.compile.recompiles import TooManyRecompilesError
 from optimum_memopt.engines.compile.variant import Call, Variant
 from optimum_memopt.engines.compile.variants import Variants
+from optimum_memopt.engines.estimates import Frontier
 from optimum_memopt.engines.key_value_cache import without_key_value_cache
 from optimum_memopt.engines.label_smoothing import LabelSmoothing
 from optimum_memopt.engines.run import Run
+from optimum_memopt.engines.step_timeline import StepTimeline
 from optimum_memopt.engines.weak_method import weak_method
 from optimum_memopt.memory import malloc
 from optimum_memopt.memory.peak_monitor import MIB
@@ -51,6 +53,7 @@ class CompileEngine(in_place.InPlaceEngine):
         producer: makes the choices instead of what is selected.
         is_dry: no programs are compiled: the graphs are only looked at.
         variants: how many plans there may be within a budget.
+        with_frontier: find out what other budgets would cost.
     """
 
     name = "compile"
@@ -65,12 +68,14 @@ class CompileEngine(in_place.InPlaceEngine):
         producer: Producer | None = None,
         is_dry: bool = False,
         variants: int = 1,
+        with_frontier: bool = False,
     ) -> None:
         self._compiler_asked = compiler
         self._dynamic = dynamic
         self._loss_asked = loss
         self._target, self._producer_asked, self._is_dry = target, producer, is_dry
         self._most_variants = variants
+        self._frontiers: list[Frontier] | None = [] if with_frontier else None
         self._smoothing: LabelSmoothing | None = None
         self._is_on_cpu = False
         super().__init__(selection)
@@ -140,6 +145,14 @@ class CompileEngine(in_place.InPlaceEngine):
         peak = self._variants.predicted_peak(optimizer, gradient_accumulation)
         return None if peak is None else peak / MIB
 
+    def timeline(self, optimizer: torch.optim.Optimizer | None, gradient_accumulation: bool) -> StepTimeline | None:
+        """Of the batches so far the step with the highest peak; None before the first training forward."""
+        return self._variants.timeline(optimizer, gradient_accumulation) if self._variants is not None else None
+
+    def frontier(self) -> Frontier | None:
+        """What budgets cost the largest batch; None without a budget, and before the first training forward."""
+        return self._frontiers[-1] if self._frontiers else None
+
     @property
     def _compiler(self) -> str:
         return self._compiler_asked or default_compiler(next(self._model.parameters()).device.type)[0]
@@ -180,7 +193,8 @@ class CompileEngine(in_place.InPlaceEngine):
         )
         producer = self._producer
         if isinstance(producer, FromBudget):
-            producer = replace(producer, times=times)
+            # The plan of the largest batches has no purpose of its own.
+            producer = replace(producer, times=times, frontiers=None if purpose else self._frontiers)
         return Variant(self._model, self._attached.training_forward.plain_forward, producer, settings, budget)
 
     def _outputs_read_by(self) -> str:

@@ -1,5 +1,6 @@
 """The plan table and predicted peak of a model that is traced on fake tensors: no weights, no data, no GPU memory."""
 
+import html
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -9,8 +10,10 @@ from tabulate import tabulate
 from optimum_memopt.compat import attention_implementation, is_encoder_decoder
 from optimum_memopt.engines.base import Selection
 from optimum_memopt.engines.compile.budget.devices import device_of
+from optimum_memopt.engines.compile.producers import producer_for
 from optimum_memopt.engines.compile.producers.budget_curve import BudgetCurve
-from optimum_memopt.engines.estimates import CurvePoint
+from optimum_memopt.engines.estimates import CurvePoint, Frontier
+from optimum_memopt.engines.step_timeline import StepTimeline
 from optimum_memopt.errors import DoesNotFitError, MemOptError
 from optimum_memopt.memory.peak_monitor import MIB
 from optimum_memopt.plans.plan_file import PlanFile
@@ -47,6 +50,8 @@ class Estimate:
         plan: what is on, to be applied by `--memory_opt_plan`.
         curve: what budgets cost, where that was asked for.
         costs: where the curve's times are from.
+        chosen: the plan's place on the curve, where that is known.
+        timeline: the step, operator by operator.
     """
 
     table: PlanTable
@@ -58,19 +63,36 @@ class Estimate:
     plan: PlanFile | None = field(default=None, repr=False)
     curve: tuple[CurvePoint, ...] = ()
     costs: str = ""
+    chosen: CurvePoint | None = None
+    timeline: StepTimeline | None = field(default=None, repr=False)
+
+    @property
+    def frontier(self) -> Frontier | None:
+        """The curve with the plan; None where nobody asked."""
+        return Frontier(self.curve, self.costs, self.chosen) if self.curve else None
 
     def to_text(self) -> str:
         """The table, the curve, and what the prediction assumes."""
         curve = f"\n\n{_curve_text(self.curve, self.costs)}\n" if self.curve else ""
+        return f"{self.table.to_text()}{curve}\n{self._assumes}"
+
+    def _repr_html_(self) -> str:
+        """In a notebook."""
+        curve = tabulate(_curve_rows(self.curve), headers="keys", tablefmt="html", disable_numparse=True)
+        costs = f"<p>What budgets cost ({html.escape(self.costs)} costs)</p>{curve}" if self.curve else ""
+        return f"<div>{self.table._repr_html_()}{costs}<p>{html.escape(self._assumes)}</p></div>"
+
+    @property
+    def _assumes(self) -> str:
         return (
-            f"{self.table.to_text()}{curve}\nPredicted, not run: attention is {self.attention}, with the kernel that "
-            f"torch takes on {self.device}; other devices may take another one. {_EXACT[self.compiler]}"
+            f"Predicted, not run: attention is {self.attention}, with the kernel that torch takes on {self.device}; "
+            f"other devices may take another one. {_EXACT[self.compiler]}"
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; without the plan, which is a file of its own."""
-        found = asdict(replace(self, plan=None))
-        del found["plan"]
+        """For JSON; without the plan, which is a file of its own, and the timeline, which is a picture."""
+        found = asdict(replace(self, plan=None, timeline=None))
+        del found["plan"], found["timeline"], found["chosen"]
         return found
 
 
@@ -90,7 +112,7 @@ def estimate(
         selection: which plans.
         symbolic: sizes stay symbols, so that savings are formulas; several times slower.
         device: whose memory and rates count, see `budget.devices`; None: this machine.
-        with_curve: find out what budgets cost, too; nothing else may be selected.
+        with_curve: find out what budgets cost, too; with a plan selected, the model is traced a second time.
         compiler: whose graphs, one of `COMPILERS`; None: the one that would train. Of inductor's, too, the order of
             operators is the graph's.
         autocast: `bfloat16` or `float16`; empty: float32.
@@ -108,24 +130,27 @@ def estimate(
     target = None if device is None else device_of(device)
     here = torch.device("cuda" if torch.cuda.is_available() and target is None else "cpu")
     compiled_by = compiler or (default_compiler(here.type)[0] if target is None else "inductor")
-    curve = BudgetCurve() if with_curve else None
+    is_planned = selection != Selection(strict=selection.strict)
+    curve = BudgetCurve(plan=producer_for(selection)) if with_curve else None
 
-    def engine_of(dynamic: bool) -> CompileEngine:
-        return CompileEngine(selection, compiled_by, dynamic, target=target, producer=curve, is_dry=True)
+    def engine_of(dynamic: bool, producer: BudgetCurve | None) -> CompileEngine:
+        return CompileEngine(selection, compiled_by, dynamic, target=target, producer=producer, is_dry=True)
 
-    def trace() -> tuple[Any, dict[str, torch.Tensor]]:
+    def trace(engine: CompileEngine) -> tuple[Any, dict[str, torch.Tensor]]:
         with traced_for(target, getattr(torch, autocast) if autocast else None, here.type):
             return _trace(engine, workload, here)
 
-    engine = engine_of(symbolic)
+    engine = engine_of(symbolic, None if is_planned else curve)
     try:
-        model, batch = trace()
+        model, batch = trace(engine)
     except DoesNotFitError:
         if symbolic:
             raise
         # Symbols tell which smaller batch does.
-        engine = engine_of(dynamic=True)
-        model, batch = trace()
+        engine = engine_of(True, None)
+        model, batch = trace(engine)
+    if curve is not None and is_planned:
+        trace(engine_of(symbolic, curve))
     table, predictor = engine.plans(), engine.predictor
     if table is None or predictor is None:
         raise MemOptError("; ".join(table.header if table is not None else ()))
@@ -145,6 +170,8 @@ def estimate(
         plan=replace(plan, solved_for={**plan.solved_for, **named}),
         curve=tuple(curve.points) if curve is not None else (),
         costs="".join(curve.source) if curve is not None else "",
+        chosen=curve.chosen[0] if curve is not None and curve.chosen else None,
+        timeline=predictor.timeline(),
     )
 
 
@@ -179,8 +206,8 @@ def _trace(
     return model, batch
 
 
-def _curve_text(points: Sequence[CurvePoint], costs: str) -> str:
-    rows = [
+def _curve_rows(points: Sequence[CurvePoint]) -> list[dict[str, str]]:
+    return [
         {
             "budget": gib_text(point.budget),
             "predicted peak": gib_text(point.peak),
@@ -188,7 +215,10 @@ def _curve_text(points: Sequence[CurvePoint], costs: str) -> str:
         }
         for point in reversed(points)
     ]
-    grid = tabulate(rows, headers="keys", tablefmt="simple", disable_numparse=True, stralign="right")
+
+
+def _curve_text(points: Sequence[CurvePoint], costs: str) -> str:
+    grid = tabulate(_curve_rows(points), headers="keys", tablefmt="simple", disable_numparse=True, stralign="right")
     return f"What budgets cost ({costs} costs; a step's forward and backward)\n{grid}"
 
 

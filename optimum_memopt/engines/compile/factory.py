@@ -37,6 +37,7 @@ class CompileFactory(EngineFactory):
             options.memory_opt_compiler,
             loss=options.memory_opt_loss,
             variants=options.memory_opt_variants,
+            with_frontier=options.memory_opt_report is not None,
         )
 
     def check_options(self, options: "MemOptOptions") -> None:

@@ -20,8 +20,10 @@ import torch
 from optimum_memopt.engines.compile.budget.largest_sizes import largest_of, length_name
 from optimum_memopt.engines.compile.budget.step_budget import StepBudget
 from optimum_memopt.engines.compile.budget.variant_lengths import WORTH, TimesByLength, best_lengths, expected_extra
+from optimum_memopt.engines.compile.planned_forward import PlannedForward
 from optimum_memopt.engines.compile.variant import Call, Variant
 from optimum_memopt.engines.run import LargestBatch
+from optimum_memopt.engines.step_timeline import StepTimeline
 from optimum_memopt.errors import DoesNotFitError
 from optimum_memopt.logs import get_logger
 
@@ -81,12 +83,29 @@ class Variants:
 
     def predicted_peak(self, optimizer: torch.optim.Optimizer | None, gradient_accumulation: bool) -> int | None:
         """Of the batches so far the highest peak of a step, in bytes; None where nothing is predicted."""
-        peaks = []
+        peaks = self._peaks(optimizer, gradient_accumulation)
+        return max(peaks.values()) if self.largest.predictor is not None else None
+
+    def timeline(self, optimizer: torch.optim.Optimizer | None, gradient_accumulation: bool) -> StepTimeline | None:
+        """Of the batches so far the step with the highest peak; None where nothing is predicted."""
+        peaks = self._peaks(optimizer, gradient_accumulation)
+        planned = max(peaks, key=peaks.__getitem__, default=None)
+        found = None
+        if planned is not None and planned.predictor is not None:
+            with planned.predicting():
+                found = planned.predictor.timeline(optimizer, gradient_accumulation)
+        return found
+
+    def _peaks(
+        self, optimizer: torch.optim.Optimizer | None, gradient_accumulation: bool
+    ) -> dict[PlannedForward, int]:
+        """The highest peak under each plan, in bytes."""
+        peaks = {}
         for variant in (*(cheaper.variant for cheaper in self._cheaper), self.largest):
-            if variant.planned is not None and variant.planned.predictor is not None:
-                with variant.planned.predicting():
-                    peaks.append(variant.planned.predictor.peak(optimizer, gradient_accumulation))
-        return max(peaks) if self.largest.predictor is not None else None
+            if (planned := variant.planned) is not None and planned.predictor is not None:
+                with planned.predicting():
+                    peaks[planned] = planned.predictor.peak(optimizer, gradient_accumulation)
+        return peaks
 
     def _cheapest(self, inputs: Mapping[str, object]) -> Variant:
         if self._cheaper and (predictor := self.largest.predictor) is not None:

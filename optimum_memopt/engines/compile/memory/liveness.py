@@ -16,6 +16,7 @@ from optimum_memopt.engines.compile.analysis.joint import (
     storage_bytes,
     value,
 )
+from optimum_memopt.engines.compile.analysis.saved_activations import layer_of, operator_name
 from optimum_memopt.engines.compile.memory.cuda_workspaces import Multiprocessors
 from optimum_memopt.engines.compile.memory.workspaces import workspace
 
@@ -43,12 +44,16 @@ class Schedule:
         operators: all of them, those that allocate nothing too.
         storages: for each storage the index of its size.
         roots: for each storage the name of the node that allocates it, or that is given it.
+        kinds: of the operators, `gelu`.
+        layers: path of the transformer layer that each operator belongs to, empty outside of all.
     """
 
     names: tuple[str, ...]
     operators: tuple[Operator, ...]
     storages: tuple[int, ...]
     roots: tuple[str, ...]
+    kinds: tuple[str, ...]
+    layers: tuple[str, ...]
 
 
 class SizeTable:
@@ -98,9 +103,14 @@ def schedule(
         is_unread = node not in last_use and node.op == "call_function" and not is_view(node) and is_tensor(node)
         frees = [*([node] if is_unread else []), *freed.get(node, ())]
         operators.append(Operator(number(_allocations(node)), sizes.add(workspace(node, cuda)), number(frees)))
-    names = tuple(node.name for node in nodes)
-    roots = tuple(node.name for node in storages)
-    return Schedule(names, tuple(operators), tuple(map(sizes.storage, storages)), roots)
+    return Schedule(
+        names=tuple(node.name for node in nodes),
+        operators=tuple(operators),
+        storages=tuple(map(sizes.storage, storages)),
+        roots=tuple(node.name for node in storages),
+        kinds=tuple(map(operator_name, nodes)),
+        layers=tuple(map(layer_of, nodes)),
+    )
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, fx.Node]:

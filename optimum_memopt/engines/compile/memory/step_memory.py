@@ -17,11 +17,14 @@ from optimum_memopt.engines.compile.memory.footprint import (
     state_sizes,
     tensor_bytes,
 )
+from optimum_memopt.engines.compile.memory.graph_run import GraphRun, run_of_graphs, run_of_requests
 from optimum_memopt.engines.compile.memory.inductor_memory import simulate_programs
 from optimum_memopt.engines.compile.memory.pending import BatchSizes, Forward, Pending, largest_shapes
+from optimum_memopt.engines.compile.memory.step_timeline import PredictedRun, step_timeline
 from optimum_memopt.engines.compile.memory.timeline import GraphTimeline, Prediction
 from optimum_memopt.engines.compile.partitioned_graph import PartitionedGraph
 from optimum_memopt.engines.compile.symbol_names import SymbolNames
+from optimum_memopt.engines.step_timeline import StepTimeline
 from optimum_memopt.errors import MemOptError
 
 
@@ -246,12 +249,41 @@ class StepMemoryPredictor:
 
     def peak(self, optimizer: torch.optim.Optimizer | None, gradient_accumulation: bool) -> int:
         """The highest of all steps so far, in bytes; see `footprint`."""
-        return max(
-            self.footprint(
-                forward.sizes, optimizer, gradient_accumulation, forward.saved_before, forward.is_followed
-            ).peak
+        return self._highest(optimizer, gradient_accumulation)[1].peak
+
+    def timeline(
+        self, optimizer: torch.optim.Optimizer | None = None, gradient_accumulation: bool = False
+    ) -> StepTimeline:
+        """What the step with the highest peak so far holds, operator by operator; arguments as in `footprint`."""
+        forward, around = self._highest(optimizer, gradient_accumulation)
+        sizes = {**self.first, **forward.sizes}
+        pairs = [
+            (self._run(part, sizes), self._predict(part, sizes)) for part in self._parts for _ in range(part.runs)
+        ]
+        kept = _kept_inputs([prediction for _, prediction in pairs])
+        runs = [PredictedRun(*pair, bytes_kept) for pair, bytes_kept in zip(pairs, kept, strict=True)]
+        return step_timeline(runs, around, sizes, around.gradients if forward.is_followed else 0)
+
+    def _highest(
+        self, optimizer: torch.optim.Optimizer | None, gradient_accumulation: bool
+    ) -> tuple[Forward, Footprint]:
+        """The forward of the run so far whose step has the highest peak."""
+        found = [
+            (
+                forward,
+                self.footprint(
+                    forward.sizes, optimizer, gradient_accumulation, forward.saved_before, forward.is_followed
+                ),
+            )
             for forward in self.largest_shapes
-        )
+        ]
+        return max(found, key=lambda pair: pair[1].peak)
+
+    def _run(self, part: _Part, sizes: BatchSizes) -> GraphRun:
+        names = {candidate.activation.root.name: candidate.cluster_id for candidate in part.graph.candidates}
+        if requests := self._predict(part, sizes).requests:
+            return run_of_requests(requests, part.timeline, names)
+        return run_of_graphs(part.timeline, self._values(part.graph, sizes), names)
 
     def allocator_peak(
         self,

@@ -10,6 +10,7 @@ from optimum_memopt.engines.compile import compat
 from optimum_memopt.engines.compile.analysis.candidates import Candidate, recomputed
 from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph
 from optimum_memopt.engines.compile.budget.costs import Costs
+from optimum_memopt.engines.compile.budget.curve import point_of, points_of, solved
 from optimum_memopt.engines.compile.budget.in_step import Step
 from optimum_memopt.engines.compile.budget.largest_sizes import is_length, larger_sizes
 from optimum_memopt.engines.compile.budget.problem import Problem, problem_of, problems_of
@@ -22,6 +23,7 @@ from optimum_memopt.engines.compile.memory.symbolic_sizes import SymbolValues
 from optimum_memopt.engines.compile.memory.timeline import graph_timeline
 from optimum_memopt.engines.compile.producers.torch_default import TorchDefault
 from optimum_memopt.engines.compile.symbol_names import symbol_names
+from optimum_memopt.engines.estimates import Frontier
 from optimum_memopt.errors import DoesNotFitError
 from optimum_memopt.plans.matching import Matched
 from optimum_memopt.sizes import Budget, gib_text
@@ -38,12 +40,14 @@ class FromBudget:
         step: asked for each graph; None: the budget, a size, is for the graph alone.
         costs: asked for each graph; None: every operator costs the bytes that it allocates.
         times: filled with what plans for shorter batches would take; None: nobody asks.
+        frontiers: filled with what other budgets would cost; None: nobody asks.
     """
 
     budget: Budget
     step: Callable[[Budget], Step] | None = None
     costs: Callable[[AnalyzedGraph], Costs] | None = None
     times: TimesByLength | None = None
+    frontiers: list[Frontier] | None = None
 
     @classmethod
     def of(cls, selection: Selection) -> "FromBudget | None":
@@ -65,6 +69,8 @@ class FromBudget:
         costs = self.costs(graph) if self.costs is not None else _by_bytes(graph)
         problem_at = problems_of(graph, costs.seconds)
         solver = Solver(problem_at(graph.size_hints))
+        # Before the last look at what the process holds.
+        others = solved(solver) if self.frontiers is not None and not earlier else ()
         if self.step is not None:
             if solver.everything.peak > step.outside.activations_within(step.bytes):
                 solver.prepare()
@@ -84,6 +90,9 @@ class FromBudget:
             batches = step.largest.lengths if step.largest is not None else ()
             shortened = partial(_shortened, problem_at, graph.size_hints, tokens)
             self.times.fill(batches, max(tokens.values(), default=0), found, shortened, allowed)
+        if self.frontiers is not None and others:
+            chosen = point_of(found, step.outside, step.bytes)
+            self.frontiers.append(Frontier(points_of(others, step.outside), costs.source, chosen))
         sizes = "" if graph.size_hints == first.size_hints else f" for batches up to {step.largest}"
         margin = f" less a margin of {gib_text(step.margin)}" if step.margin else ""
         why = f"budget {gib_text(step.bytes)}{margin}{sizes}"

@@ -1,23 +1,23 @@
 """What budgets cost: the plan of several budgets, between the lowest peak and everything saved; none is applied."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from optimum_memopt.engines.base import Selection
 from optimum_memopt.engines.compile.analysis.candidates import Candidate
 from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph
 from optimum_memopt.engines.compile.budget.costs import Costs
+from optimum_memopt.engines.compile.budget.curve import point_of_budget, point_of_plan, points_of, solved
 from optimum_memopt.engines.compile.budget.in_step import Step
 from optimum_memopt.engines.compile.budget.problem import problem_of
-from optimum_memopt.engines.compile.budget.solve import Solution, Solver
+from optimum_memopt.engines.compile.budget.solve import Solver
 from optimum_memopt.engines.compile.choice import Choice
-from optimum_memopt.engines.compile.memory.footprint import Footprint
+from optimum_memopt.engines.compile.producers.budget import FromBudget
+from optimum_memopt.engines.compile.producers.producer import Producer
 from optimum_memopt.engines.compile.producers.torch_default import TorchDefault
 from optimum_memopt.engines.estimates import CurvePoint
 from optimum_memopt.plans.matching import Matched
 from optimum_memopt.sizes import Budget
-
-POINTS = 10
 
 
 @dataclass(frozen=True)
@@ -25,16 +25,20 @@ class BudgetCurve:
     """See `Producer`; applies torch's own partition.
 
     Attributes:
-        step: asked for each graph; the budget that it is given counts for nothing.
+        step: asked for each graph, with the budget of `plan`, where that has one.
         costs: asked for each graph.
+        plan: a plan whose place is found, too; it is not applied.
         points: filled with those of the first graph, from the lowest peak to the highest.
         source: filled with where the costs are from.
+        chosen: filled with the place of `plan`, unless it offloads or is torch's own.
     """
 
     step: Callable[[Budget], Step] | None = None
     costs: Callable[[AnalyzedGraph], Costs] | None = None
+    plan: Producer | None = None
     points: list[CurvePoint] = field(default_factory=list)
     source: list[str] = field(default_factory=list)
+    chosen: list[CurvePoint] = field(default_factory=list)
 
     @classmethod
     def of(cls, selection: Selection) -> "BudgetCurve | None":
@@ -50,26 +54,21 @@ class BudgetCurve:
         assert self.step is not None and self.costs is not None
         if not earlier:
             costs = self.costs(graph)
-            outside = self.step(Budget("", 0)).outside
+            # The first budget that it is given counts.
+            step = self.step(self.plan.budget if isinstance(self.plan, FromBudget) else Budget("", 0))
+            solver = Solver(problem_of(graph, costs.seconds))
             self.source.append(costs.source)
-            self.points.extend(budget_curve(Solver(problem_of(graph, costs.seconds)), outside))
+            self.points.extend(points_of(solved(solver), step.outside))
+            if (place := self._place(graph, solver, step)) is not None:
+                self.chosen.append(place)
         return TorchDefault().choose(graph, earlier)
 
-
-def budget_curve(solver: Solver, outside: Footprint, count: int = POINTS) -> list[CurvePoint]:
-    """The plans of `count` budgets at equal distances, from the lowest peak to that of everything saved. Pure.
-
-    Args:
-        solver: of a joint graph.
-        outside: what a step holds beside the graph.
-        count: of budgets.
-    """
-    low, high = solver.lowest.peak, solver.everything.peak
-    points = []
-    for number in range(count):
-        allowed = low + (high - low) * number // (count - 1)
-        found = solver.solve(allowed)
-        assert isinstance(found, Solution)
-        budget, peak = (replace(outside, activations=size).peak for size in (allowed, found.peak))
-        points.append(CurvePoint(budget, peak, found.extra_seconds, found.seconds))
-    return points
+    def _place(self, graph: AnalyzedGraph, solver: Solver, step: Step) -> CurvePoint | None:
+        if isinstance(self.plan, FromBudget):
+            return point_of_budget(solver, step.outside, step.bytes)
+        if self.plan is None or isinstance(self.plan, TorchDefault):
+            return None
+        choice = self.plan.choose(graph, ())
+        if choice.torchs_graphs is not None or len(choice.recomputed) < len(choice.candidates):
+            return None
+        return point_of_plan(solver, step.outside, [graph.joint.order[node] for node in choice.nodes_to_save])

@@ -1,0 +1,134 @@
+"""A step's memory by category: operator by operator the sums are those of the prediction."""
+
+from dataclasses import replace
+
+import pytest
+
+from optimum_memopt.engines.compile.memory import step_memory
+from optimum_memopt.engines.compile.memory.footprint import Footprint
+from optimum_memopt.engines.compile.memory.graph_run import run_of_graphs, run_of_requests
+from optimum_memopt.engines.compile.memory.step_memory import activations_of
+from optimum_memopt.engines.compile.memory.step_timeline import PredictedRun, step_timeline
+from optimum_memopt.engines.step_timeline import (
+    CATEGORIES,
+    GRADIENTS,
+    OPTIMIZER,
+    PARAMETERS,
+    POST_BACKWARD,
+    POST_FORWARD,
+    RECOMPUTED,
+    SAVED,
+    TEMPORARY,
+)
+
+PLANS = ("", "level 1", "Gelu+:1:-1,Dropout+:3:2")
+AROUND = Footprint(0, parameters=1000, buffers=24, batch=30, optimizer=2000, gradients=1000, constant=5000)
+ALWAYS = 1000 + 24 + 30 + 2000 + 5000
+
+
+def predicted(captured, asked):
+    parts = captured.split(asked)
+    cluster_ids = {one.activation.root.name: one.cluster_id for one in parts.graph.candidates}
+    timeline = parts.graph.timeline
+    return timeline, timeline.predict(captured.sizes), run_of_graphs(timeline, captured.sizes, cluster_ids)
+
+
+@pytest.fixture(scope="module", params=PLANS)
+def roberta_step(request, roberta):
+    _, prediction, run = predicted(roberta, request.param)
+    return prediction, step_timeline([PredictedRun(run, prediction)], replace(AROUND, activations=prediction.peak), {})
+
+
+def test_every_operator_holds_what_is_predicted(roberta_step):
+    prediction, found = roberta_step
+    expected = [*prediction.forward.held, *prediction.backward.held]
+    assert [size - ALWAYS for size in found.total[:-1]] == expected
+    assert found.operators[:-1] == (*prediction.forward.nodes, *prediction.backward.nodes)
+    assert found.backward_at == len(prediction.forward.held)
+    assert found.held.keys() == set(CATEGORIES)
+    assert min(size for sizes in found.held.values() for size in sizes) == 0
+
+
+def test_the_highest_operator_is_the_predicted_peak(roberta_step):
+    prediction, found = roberta_step
+    assert found.peak == replace(AROUND, activations=prediction.peak).peak
+    assert sum(group.bytes for group in found.alive) == found.peak
+    at = {name: sizes[found.peak_at] for name, sizes in found.held.items()}
+    for name in CATEGORIES:
+        assert sum(group.bytes for group in found.alive if group.category == name) == at[name]
+
+
+def test_an_optimizers_step_may_be_the_peak(roberta):
+    _, prediction, run = predicted(roberta, "")
+    around = replace(AROUND, activations=prediction.peak, step=2 * prediction.peak)
+    found = step_timeline([PredictedRun(run, prediction)], around, {})
+    assert found.peak == around.peak == ALWAYS + 1000 + 2 * prediction.peak
+    assert (found.peak_phase, found.peak_at) == ("optimizer", found.optimizer_at)
+    assert {group.category: group.bytes for group in found.alive}[TEMPORARY] == 2 * prediction.peak
+
+
+def test_between_the_graphs_is_what_is_saved(roberta_step):
+    prediction, found = roberta_step
+    saved = found.held[SAVED]
+    assert saved[found.backward_at - 1] == prediction.stashed == max(saved)
+    phases = {phase.name: phase for phase in found.phases}
+    assert phases[POST_FORWARD].held == ALWAYS + prediction.forward.end
+    assert phases[POST_FORWARD].peak == ALWAYS + prediction.forward.peak.held
+    assert phases[POST_BACKWARD].peak == ALWAYS + prediction.backward.peak.held
+
+
+def test_what_the_backward_returns_are_gradients(roberta_step):
+    prediction, found = roberta_step
+    assert not any(found.held[GRADIENTS][: found.backward_at])
+    in_backward = found.held[GRADIENTS][found.backward_at : -1]
+    assert list(in_backward) == sorted(in_backward)
+    assert in_backward[-1] == pytest.approx(prediction.backward.end, abs=4096)
+
+
+def test_a_level_recomputes_and_no_plan_does_not(roberta):
+    for asked, recomputes in (("Gelu+:1:0", False), ("level 1", True)):
+        _, prediction, run = predicted(roberta, asked)
+        found = step_timeline([PredictedRun(run, prediction)], AROUND, {})
+        assert bool(max(found.held[RECOMPUTED])) == recomputes
+        assert not any(found.held[RECOMPUTED][: found.backward_at])
+
+
+def test_layers_are_those_of_the_model(roberta_step):
+    _, found = roberta_step
+    names = {layer for layer in found.layers if layer}
+    assert names == {"roberta.encoder.layer.0", "roberta.encoder.layer.1"}
+    first = [found.layers.index(name) for name in sorted(names)]
+    assert first == sorted(first)
+    in_backward = found.layers[found.backward_at :]
+    assert in_backward.index("roberta.encoder.layer.1") < in_backward.index("roberta.encoder.layer.0")
+
+
+def test_saved_activations_have_the_names_of_their_rows(roberta):
+    _, prediction, run = predicted(roberta, "Gelu+:1:0")
+    found = step_timeline([PredictedRun(run, prediction)], replace(AROUND, activations=prediction.peak), {})
+    names = {group.name for group in found.alive if group.category == SAVED}
+    assert {"Gelu+", "Dropout+"} & names
+    counted = [group for group in found.alive if group.category == SAVED]
+    assert all(group.count > 0 and len(group.layers) <= 2 for group in counted)
+
+
+def test_requests_of_a_program_are_a_timeline_too(roberta):
+    timeline, prediction, of_graphs = predicted(roberta, "level 1")
+    run = run_of_requests(timeline.requests(roberta.sizes), timeline, {})
+    around = replace(AROUND, activations=prediction.peak)
+    found, exact = (step_timeline([PredictedRun(one, prediction)], around, {}) for one in (run, of_graphs))
+    assert found.counts == "allocations" and exact.counts == "operators"
+    assert found.peak == exact.peak
+    assert max(found.held[SAVED]) == max(exact.held[SAVED])
+    assert found.held[GRADIENTS][-2] == exact.held[GRADIENTS][-2]
+
+
+def test_several_graphs_peak_where_their_prediction_does(roberta, gpt2):
+    pairs = [predicted(roberta, "level 1")[1:], predicted(gpt2, "")[1:], predicted(roberta, "")[1:]]
+    peak = activations_of([prediction for prediction, _ in pairs], 77)
+    around = replace(AROUND, activations=peak)
+    kept = step_memory._kept_inputs([prediction for prediction, _ in pairs])
+    runs = [PredictedRun(run, prediction, one) for (prediction, run), one in zip(pairs, kept, strict=True)]
+    assert step_timeline(runs, around, {}, 77).peak == around.peak
+    assert max(step_timeline(runs, around, {}, 77).held[PARAMETERS]) == 1024
+    assert set(step_timeline(runs, around, {}).held[OPTIMIZER]) == {2000}
