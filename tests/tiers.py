@@ -28,6 +28,7 @@ END_TO_END = (
     "engines/compile/test_informing",
     "engines/compile/test_mistyped_config",
     "engines/compile/test_offload",
+    "engines/compile/test_planned_run",
     "engines/compile/test_random_plans",
     "engines/compile/test_recompiles",
     "engines/compile/test_several_forwards",

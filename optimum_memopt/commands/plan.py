@@ -4,18 +4,14 @@ Nothing heavy is imported before `run()`: optimum imports this module whenever a
 """
 
 import json
-import sys
 from argparse import ArgumentParser
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from optimum.commands.base import BaseOptimumCLICommand
 
 _DESCRIPTION = (
     "Shows the memory plans of a model, given its config. The compile engine traces the model without running it and "
-    "predicts the peak of a step with AdamW. With any other engine or --measure a new process trains the model for a "
+    "predicts the peak of a step. With any other engine or --measure a new process trains the model for a "
     "few steps, with random weights and random data; there a step is forward and backward, and an optimizer's states "
     "come on top, the same for every plan."
 )
@@ -29,7 +25,12 @@ class PlanCommand(BaseOptimumCLICommand):
             "--model", required=True, help="Folder with a config.json, path of a config file, or name on the hub."
         )
         parser.add_argument("--task", required=True, help="text-classification, fill-mask, text-generation, …")
-        parser.add_argument("--batch_size", type=int, default=8, help="Rows per step (default: 8).")
+        parser.add_argument(
+            "--batch_size",
+            default="8",
+            help="Rows of a (micro-)batch (default: 8); several, as 1,2,4,8, for a table over batch sizes from one "
+            "trace of the largest.",
+        )
         parser.add_argument("--seq_len", type=int, default=128, help="Tokens per row, without padding (default: 128).")
         parser.add_argument("--engine", default="auto", help="As --memory_opt_engine takes it (default: auto).")
         parser.add_argument(
@@ -49,6 +50,18 @@ class PlanCommand(BaseOptimumCLICommand):
         precision = parser.add_mutually_exclusive_group()
         precision.add_argument("--bf16", action="store_true", help="Under autocast, as Trainer's --bf16.")
         precision.add_argument("--fp16", action="store_true", help="Under autocast, as Trainer's --fp16.")
+        parser.add_argument("--optim", help="The optimizer, as Trainer's --optim (default: adamw_torch_fused).")
+        parser.add_argument(
+            "--gradient_accumulation_steps",
+            type=int,
+            help="As Trainer's (default: 1): from 2 on gradients of earlier micro-batches are held in a forward.",
+        )
+        parser.add_argument(
+            "--trainable",
+            metavar="PATTERN[,PATTERN]",
+            help="Train these parameters alone: parts of their names as PEFT's target_modules (query, classifier), "
+            "globs or regular expressions. Default: all that the model trains.",
+        )
         parser.add_argument(
             "--compiler",
             help="As --memory_opt_compiler takes it (default: the one that would train, inductor with --device).",
@@ -90,7 +103,9 @@ class PlanCommand(BaseOptimumCLICommand):
         run(self._run)
 
     def _run(self) -> None:
-        found = _measured(self.args) if self.args.measure else _table(self.args)
+        from optimum_memopt.commands.plan_results import measured, table_of
+
+        found = measured(self.args) if self.args.measure else table_of(self.args)
         print(json.dumps(found.report, indent=2) if self.args.json else found.text)
         if self.args.budget_curve:
             from optimum_memopt.report.budget_curve import draw
@@ -105,194 +120,6 @@ class PlanCommand(BaseOptimumCLICommand):
             found.plan.save(self.args.output)
         elif self.args.output:
             _write(self.args.output, found.config)
-
-
-@dataclass(frozen=True)
-class _Found:
-    """What the command found.
-
-    Attributes:
-        report: for JSON.
-        text: for a terminal.
-        config: the plans that are on, or that won.
-        plan: the same as a plan file, where there is one.
-        curve: what budgets cost.
-        costs: where the curve's times are from.
-        estimate: all that was predicted.
-    """
-
-    report: dict[str, Any]
-    text: str
-    config: str
-    plan: Any = None
-    curve: Sequence[Any] = ()
-    costs: str = ""
-    estimate: Any = None
-
-
-def _case(args: Any) -> Any:
-    """What to measure; checks everything that needs no model.
-
-    Raises:
-        MemOptError: one line.
-    """
-    from optimum_memopt.engines.base import choose_engines, engine_names, factory
-    from optimum_memopt.errors import MemOptError
-    from optimum_memopt.measure.measure_case import Case
-    from optimum_memopt.measure.workload import Workload
-    from optimum_memopt.options import MemOptOptions
-
-    workload = Workload(args.model, args.task, args.batch_size, args.seq_len)
-    workload.check()
-    _check(args)
-    options = {
-        "memory_opt_engine": args.engine,
-        "memory_opt_config": args.config,
-        "memory_opt_level": args.level,
-        "memory_opt_budget": args.budget,
-        "memory_opt_plan": args.plan,
-        "memory_opt_compiler": args.compiler,
-    }
-    if args.engine == "auto" and _needs_prediction(args):
-        options["memory_opt_engine"] = next(name for name in engine_names() if factory(name).predicts)
-    try:
-        MemOptOptions(**options).check()
-    except MemOptError as error:
-        # The same options have shorter names here.
-        raise MemOptError(str(error).replace("--memory_opt_", "--")) from error
-    (name, *_), _ = choose_engines(options["memory_opt_engine"], MemOptOptions(**options))
-    predicts = factory(name).predicts and not args.measure
-    for flag in ("device", "budget_curve", "html"):
-        if getattr(args, flag) is not None and not predicts:
-            raise MemOptError(f"--{flag}: the {name} engine is measured, on this machine; leave it out")
-    if _autocast(args) and not predicts:
-        raise MemOptError(f"--{'bf16' if args.bf16 else 'fp16'}: is predicted, and not measured; leave it out")
-    if args.symbolic and not predicts:
-        predicting = ", ".join(name for name in engine_names() if factory(name).predicts)
-        raise MemOptError(f"--symbolic is for predictions of the {predicting} engine; leave it out")
-    if args.steps is not None and predicts:
-        raise MemOptError(
-            f"--steps {args.steps}: the {name} engine predicts without a step; leave it out, or add --measure"
-        )
-    return Case(workload, {**options, "memory_opt_engine": name}, steps=args.steps or 2)
-
-
-def _needs_prediction(args: Any) -> bool:
-    """Whether something is asked for that only an engine that predicts can tell."""
-    given = (args.budget_curve, args.device, args.html)
-    return bool(_autocast(args)) or any(value is not None for value in given)
-
-
-def _autocast(args: Any) -> str:
-    """Its dtype; empty without."""
-    return "bfloat16" if args.bf16 else "float16" if args.fp16 else ""
-
-
-def _check(args: Any) -> None:
-    """Refuse arguments that do not go together, and files that cannot be written. Raises MemOptError."""
-    from optimum_memopt.errors import MemOptError
-    from optimum_memopt.option_values import check_page, check_written
-
-    for name in ("steps", "max_runs"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise MemOptError(f"--{name} {getattr(args, name)}: allowed are numbers from 1 on")
-    if args.max_runs is not None and not args.measure:
-        raise MemOptError(f"--max_runs {args.max_runs}: only --measure starts so many processes; leave it out")
-    if args.measure and args.level:
-        raise MemOptError(f"--level {args.level} with --measure: both levels are measured anyway; leave it out")
-    chosen = args.config or args.level or args.budget
-    if args.output and not args.measure and not chosen:
-        raise MemOptError("--output writes the plans that are on; give --config, --level, --budget or --measure")
-    for name in ("budget", "plan", "device", "compiler", "budget_curve", "html"):
-        if args.measure and getattr(args, name) is not None:
-            raise MemOptError(f"--{name} with --measure: measured are rows and levels, on this machine; leave it out")
-    if args.budget_curve is not None:
-        _check_curve(args, chosen or args.plan)
-    if args.output:
-        check_written("--output", args.output)
-    if args.html is not None:
-        check_page("--html", args.html)
-
-
-def _check_curve(args: Any, chosen: Any) -> None:
-    """Refuse what the curve cannot be drawn with. Raises MemOptError."""
-    from optimum_memopt.errors import MemOptError
-    from optimum_memopt.option_values import check_written
-    from optimum_memopt.report.budget_curve import check
-
-    if chosen:
-        raise MemOptError("--budget_curve: it has all budgets; leave out --config, --level, --budget and --plan")
-    if args.budget_curve:
-        check_written("--budget_curve", args.budget_curve)
-        check(Path(args.budget_curve))
-
-
-def _table(args: Any) -> _Found:
-    """One measurement, or one prediction."""
-    from optimum_memopt.engines.base import factory
-    from optimum_memopt.measure.measure_case import spawn
-
-    case = _case(args)
-    if factory(case.options["memory_opt_engine"]).predicts:
-        return _estimated(case, args)
-    found = spawn(case)
-    _log_once(found.remarks)
-    report = {
-        "table": asdict(found.engine_table),
-        "peak_mib": found.peak_mib,
-        "method": found.method,
-        "step_seconds": found.step_seconds,
-    }
-    line = f"Measured peak of a step: {found.peak_mib:.1f} MiB ({found.method}), {found.step_seconds:.3f} s"
-    return _Found(report, f"{found.engine_table.to_text()}\n{line}", ",".join(sorted(found.applied)))
-
-
-def _estimated(case: Any, args: Any) -> _Found:
-    from optimum_memopt.engines.base import factory
-    from optimum_memopt.options import MemOptOptions, resolve
-
-    resolved = resolve(MemOptOptions(**case.options))
-    with_curve = args.budget_curve is not None or args.html is not None
-    found = factory(resolved.engine).estimate(
-        case.workload,
-        resolved.selection,
-        symbolic=args.symbolic,
-        device=args.device,
-        with_curve=with_curve,
-        compiler=args.compiler,
-        autocast=_autocast(args),
-    )
-    config = ",".join(plan.config for plan in found.table.enabled)
-    return _Found(found.to_dict(), found.to_text(), config, found.plan, found.curve, found.costs, found)
-
-
-def _measured(args: Any) -> _Found:
-    """A sweep over plans, and the winner's config."""
-    from dataclasses import replace
-
-    from tqdm import tqdm
-
-    from optimum_memopt.measure.sweep import sweep
-
-    case = _case(args)
-    case = replace(case, options={"memory_opt_engine": args.engine})
-    max_runs = args.max_runs or 60
-    with tqdm(total=max_runs, unit="run", desc="measuring", file=sys.stderr) as bar:
-
-        def show(name: str) -> None:
-            bar.set_postfix_str(name)
-            bar.update()
-
-        found = sweep(case, args.config, max_runs, show)
-    _log_once(remark for run in found.runs if run.measurement for remark in run.measurement.remarks)
-    return _Found(found.to_dict(), found.to_text(), ",".join(sorted(found.winner.measured.applied)))
-
-
-def _log_once(remarks: Any) -> None:
-    from optimum_memopt.logs import get_logger
-
-    for remark in dict.fromkeys(remarks):
-        get_logger().info(remark)
 
 
 def _write(path: str, config: str) -> None:

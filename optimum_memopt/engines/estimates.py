@@ -46,6 +46,27 @@ class Frontier:
     chosen: CurvePoint | None = None
 
 
+@dataclass(frozen=True)
+class BatchPoint:
+    """A step with so many rows.
+
+    Attributes:
+        batch_size: rows.
+        peak: bytes that tensors ask for.
+        activations: of it, a forward and its backward with the gradients that it returns.
+        saved: of these, saved for backward.
+        allocated: bytes of the blocks of torch's allocator on CUDA; None where it is not known.
+        reserved: bytes that it takes of the device; None where it is not known.
+    """
+
+    batch_size: int
+    peak: int
+    activations: int
+    saved: int
+    allocated: int | None = None
+    reserved: int | None = None
+
+
 class Estimate(Protocol):
     """What a training step is predicted to hold, without running it."""
 
@@ -60,6 +81,10 @@ class Estimate(Protocol):
     @property
     def curve(self) -> Sequence[CurvePoint]:
         """What budgets cost, from the smallest to the largest; empty where nobody asked."""
+
+    @property
+    def batches(self) -> Sequence[BatchPoint]:
+        """Steps of other batch sizes; empty where nobody asked."""
 
     @property
     def costs(self) -> str:

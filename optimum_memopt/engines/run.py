@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import torch
+from optimum_memopt.memory.optimizers import Optimizer
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,11 @@ class Run:
     """What a training run holds beside a model.
 
     Attributes:
-        optimizer: None before there is one.
+        optimizer: one that is planned where nothing is run; None before there is one.
         gradient_accumulation: gradients of several micro-batches add up.
         largest_batch: reads it from the training data; None where that cannot tell.
     """
 
-    optimizer: torch.optim.Optimizer | None = None
+    optimizer: Optimizer | None = None
     gradient_accumulation: bool = False
     largest_batch: Callable[[], LargestBatch | None] = lambda: None

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from optimum_memopt.errors import MemOptError, excerpt, path_excerpt
+from optimum_memopt.measure.trainable import freeze_others
 
 if TYPE_CHECKING:
     import torch
@@ -39,12 +40,14 @@ class Workload:
         task: a key of `TASKS`.
         batch_size: rows per step.
         seq_len: tokens per row, without padding; images have the size of their config.
+        trainable: patterns of the parameters that train, see `measure.trainable`; empty: those that the model trains.
     """
 
     model: str
     task: str
     batch_size: int = 8
     seq_len: int = 128
+    trainable: tuple[str, ...] = ()
 
     def check(self) -> None:
         """Check the arguments without importing anything heavy.
@@ -93,7 +96,8 @@ class Workload:
         """A model with random weights in training mode and a batch with labels, deterministic.
 
         Raises:
-            MemOptError: the config does not fit the task, or the sequences are longer than it allows.
+            MemOptError: the config does not fit the task, the sequences are longer than it allows, or a pattern
+                matches no parameter.
         """
         import torch
         import transformers
@@ -106,7 +110,7 @@ class Workload:
         try:
             with _at_most(_MOST_MODULES):
                 model = getattr(transformers, TASKS[self.task]).from_config(config)
-            return model.train(), self._batch(config)
+            batch = self._batch(config)
         except MemOptError as error:
             raise MemOptError(f"--model {path_excerpt(self.model)}: {error}") from error
         # A config whose numbers contradict each other fails anywhere in the model's code.
@@ -115,6 +119,11 @@ class Workload:
             if "Unrecognized configuration class" in str(error):
                 line = f"--task {self.task}: transformers has no {config.model_type} model for it"
             raise MemOptError(line) from error
+        if self.trainable:
+            # Before that, within `no_init_weights`, an output layer has weights of its own.
+            model.tie_weights()
+            freeze_others(model, self.trainable)
+        return model.train(), batch
 
     def _batch(self, config: Any) -> dict[str, "torch.Tensor"]:
         import torch

@@ -68,6 +68,16 @@ def run(*arguments: str) -> None:
         (["--html", "page.html", "--measure"], "error: --html with --measure: measured are rows and levels"),
         (["--plan", "missing.json"], "error: plan file missing.json: No such file"),
         (["--max_runs", "3"], "error: --max_runs 3: only --measure starts so many processes; leave it out"),
+        (["--batch_size", "1,2x"], "error: --batch_size 1,2x: allowed are numbers from 1 on, several as 1,2,4,8"),
+        (["--batch_size", "1,2"], "error: --batch_size 1,2: only a prediction has several; give one"),
+        (
+            ["--batch_size", "1,2", "--budget", "1GiB"],
+            "error: --batch_size 1,2 with --budget: a budget has a plan for each",
+        ),
+        (["--optim", "adamw_8bits"], "error: --optim adamw_8bits: did you mean adamw_8bit? predicted are "),
+        (["--optim", "sgd"], "error: --optim sgd: is predicted, and not measured; leave it out"),
+        (["--trainable", "query"], "error: --trainable query: is predicted, and not measured; leave it out"),
+        (["--gradient_accumulation_steps", "0"], "error: --gradient_accumulation_steps 0: allowed are numbers from 1"),
     ],
 )
 def test_bad_input_is_one_line_before_any_process_starts(arguments, message, folder, monkeypatch, capsys):
@@ -89,6 +99,10 @@ def test_bad_input_is_one_line_before_any_process_starts(arguments, message, fol
         (["--steps", "3"], "error: --steps 3: the compile engine predicts without a step; leave it out, or "),
         (["--output", "plans.json"], "error: --output writes the plans that are on; give --config, "),
         (["--config", "Gellu+:1:-1"], 'error: no plan "Gellu+" in this model; did you mean Gelu+? Available: '),
+        (
+            ["--trainable", "querry"],
+            "error: --trainable querry: no parameter of RobertaForMaskedLM has this name; did ",
+        ),
         (["--measure", "--symbolic"], "error: --symbolic is for predictions of the compile engine; leave it out"),
     ],
 )
@@ -166,6 +180,16 @@ def test_a_budget_for_which_nothing_fits_names_the_batch_that_does(folder, capsy
     with pytest.raises(SystemExit):
         run(*arguments, "--device", "h100", "--budget", budget)
     assert "--per_device_train_batch_size 32 fits, and with 2 times" in capsys.readouterr().err
+
+
+def test_a_table_over_batch_sizes_of_the_run_that_is_meant(folder, capsys):
+    """`auto` is the engine that predicts."""
+    arguments = ["--model", folder, "--task", "fill-mask", "--seq_len", "24", "--device", "h100", "--json"]
+    arguments += ["--batch_size", "8,2", "--optim", "adafactor", "--gradient_accumulation_steps", "4"]
+    run(*arguments, "--trainable", "lm_head,layer.0")
+    points = json.loads(capsys.readouterr().out)
+    assert [point["batch_size"] for point in points] == [2, 8]
+    assert all(point["activations"] < point["peak"] <= point["allocated"] <= point["reserved"] for point in points)
 
 
 def test_what_budgets_cost(folder, tmp_path, capsys):

@@ -190,6 +190,8 @@ class CompileEngine(in_place.InPlaceEngine):
             smoothing=self._smoothing,
             purpose=purpose,
             target=self._target,
+            # A predictor must not keep the optimizer of a run that trains.
+            run=self._run_now() if self._is_dry else None,
         )
         producer = self._producer
         if isinstance(producer, FromBudget):

@@ -1,7 +1,7 @@
 """The plan table and predicted peak of a model that is traced on fake tensors: no weights, no data, no GPU memory."""
 
 import html
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,11 +10,15 @@ from tabulate import tabulate
 from optimum_memopt.compat import attention_implementation, is_encoder_decoder
 from optimum_memopt.engines.base import Selection
 from optimum_memopt.engines.compile.budget.devices import device_of
+from optimum_memopt.engines.compile.budget.largest_sizes import plain_sizes
 from optimum_memopt.engines.compile.producers import producer_for
 from optimum_memopt.engines.compile.producers.budget_curve import BudgetCurve
-from optimum_memopt.engines.estimates import CurvePoint, Frontier
+from optimum_memopt.engines.estimates import BatchPoint, CurvePoint, Frontier
+from optimum_memopt.engines.run import Run
 from optimum_memopt.engines.step_timeline import StepTimeline
 from optimum_memopt.errors import DoesNotFitError, MemOptError
+from optimum_memopt.memory.optimizers import DEFAULT, PlannedOptimizer, embeddings_of
+from optimum_memopt.memory.optimizers import check as check_optimizer
 from optimum_memopt.memory.peak_monitor import MIB
 from optimum_memopt.plans.plan_file import PlanFile
 from optimum_memopt.plans.table import PlanTable, canonical_symbols
@@ -24,6 +28,7 @@ if TYPE_CHECKING:
     import torch
 
     from optimum_memopt.engines.compile.engine import CompileEngine
+    from optimum_memopt.engines.compile.memory.step_memory import StepMemoryPredictor
     from optimum_memopt.measure.workload import Workload
 
 
@@ -43,13 +48,14 @@ class Estimate:
     Attributes:
         table: the plan table, with the prediction in its header.
         parts: bytes by name, see `Footprint`.
-        peak_mib: of a step with AdamW.
+        peak_mib: of a step.
         device: type of the device whose kernels are assumed.
         compiler: whose graphs.
         attention: transformers' name of the assumed attention implementation.
         plan: what is on, to be applied by `--memory_opt_plan`.
         curve: what budgets cost, where that was asked for.
         costs: where the curve's times are from.
+        batches: steps of several batch sizes, where that was asked for.
         chosen: the plan's place on the curve, where that is known.
         timeline: the step, operator by operator.
     """
@@ -63,6 +69,7 @@ class Estimate:
     plan: PlanFile | None = field(default=None, repr=False)
     curve: tuple[CurvePoint, ...] = ()
     costs: str = ""
+    batches: tuple[BatchPoint, ...] = ()
     chosen: CurvePoint | None = None
     timeline: StepTimeline | None = field(default=None, repr=False)
 
@@ -72,9 +79,10 @@ class Estimate:
         return Frontier(self.curve, self.costs, self.chosen) if self.curve else None
 
     def to_text(self) -> str:
-        """The table, the curve, and what the prediction assumes."""
+        """The table, of plans or of batch sizes, the curve, and what the prediction assumes."""
         curve = f"\n\n{_curve_text(self.curve, self.costs)}\n" if self.curve else ""
-        return f"{self.table.to_text()}{curve}\n{self._assumes}"
+        table = f"{self.table.header[0]}\n{_batches_text(self.batches)}" if self.batches else self.table.to_text()
+        return f"{table}{curve}\n{self._assumes}"
 
     def _repr_html_(self) -> str:
         """In a notebook."""
@@ -104,6 +112,9 @@ def estimate(
     with_curve: bool = False,
     compiler: str | None = None,
     autocast: str = "",
+    optim: str = DEFAULT,
+    gradient_accumulation_steps: int = 1,
+    batch_sizes: Sequence[int] = (),
 ) -> Estimate:
     """Trace one training forward and its backward on fake tensors, and partition them with the compile engine.
 
@@ -116,10 +127,14 @@ def estimate(
         compiler: whose graphs, one of `COMPILERS`; None: the one that would train. Of inductor's, too, the order of
             operators is the graph's.
         autocast: `bfloat16` or `float16`; empty: float32.
+        optim: the optimizer, by Trainer's name.
+        gradient_accumulation_steps: micro-batches of a step.
+        batch_sizes: predict a step of each, too, from one trace with the workload's, the largest of them; sizes stay
+            symbols.
 
     Raises:
-        MemOptError: an unknown device, bad sizes or plans, or a model whose forward depends on the values in its
-            tensors.
+        MemOptError: an unknown device or optimizer, bad sizes or plans, or a model whose forward depends on the
+            values in its tensors.
     """
     import torch
 
@@ -133,13 +148,20 @@ def estimate(
     is_planned = selection != Selection(strict=selection.strict)
     curve = BudgetCurve(plan=producer_for(selection)) if with_curve else None
 
+    check_optimizer(optim)
+    is_on_cuda = here.type == "cuda" or (target is not None and target.cuda is not None)
+
     def engine_of(dynamic: bool, producer: BudgetCurve | None) -> CompileEngine:
         return CompileEngine(selection, compiled_by, dynamic, target=target, producer=producer, is_dry=True)
 
+    def run_of(model: torch.nn.Module) -> Run:
+        return Run(PlannedOptimizer(optim, is_on_cuda, embeddings_of(model)), gradient_accumulation_steps > 1)
+
     def trace(engine: CompileEngine) -> tuple[Any, dict[str, torch.Tensor]]:
         with traced_for(target, getattr(torch, autocast) if autocast else None, here.type):
-            return _trace(engine, workload, here)
+            return _trace(engine, workload, here, run_of)
 
+    symbolic = symbolic or len(batch_sizes) > 1
     engine = engine_of(symbolic, None if is_planned else curve)
     try:
         model, batch = trace(engine)
@@ -170,13 +192,14 @@ def estimate(
         plan=replace(plan, solved_for={**plan.solved_for, **named}),
         curve=tuple(curve.points) if curve is not None else (),
         costs="".join(curve.source) if curve is not None else "",
+        batches=tuple(_batch_point(predictor, size) for size in batch_sizes) if len(batch_sizes) > 1 else (),
         chosen=curve.chosen[0] if curve is not None and curve.chosen else None,
         timeline=predictor.timeline(),
     )
 
 
 def _trace(
-    engine: "CompileEngine", workload: "Workload", here: "torch.device"
+    engine: "CompileEngine", workload: "Workload", here: "torch.device", run_of: "Callable[[torch.nn.Module], Run]"
 ) -> "tuple[Any, dict[str, torch.Tensor]]":
     """The model and its batch, after one training forward on fake tensors."""
     from transformers.initialization import no_init_weights
@@ -192,6 +215,8 @@ def _trace(
             model, batch = workload.build()
         model.tie_weights()
         _decide_problem_type(model.config, batch.get("labels"))
+        run = run_of(model)
+        engine.run = lambda: run
         engine.attach(model)
         try:
             model(**batch)
@@ -204,6 +229,27 @@ def _trace(
                 "--measure runs it"
             ) from error
     return model, batch
+
+
+def _batch_point(predictor: "StepMemoryPredictor", batch_size: int) -> BatchPoint:
+    footprint = predictor.footprint(batch_size=batch_size)
+    blocks = predictor.allocator_peak(batch_size=batch_size)
+    saved = predictor.saved(plain_sizes(predictor.first, batch_size, None))
+    allocated, reserved = (blocks.allocated, blocks.reserved) if blocks is not None else (None, None)
+    return BatchPoint(batch_size, footprint.peak, footprint.activations, saved, allocated, reserved)
+
+
+def _batches_text(points: Sequence[BatchPoint]) -> str:
+    sizes = {"predicted peak": "peak", "allocated": "allocated", "reserved": "reserved", "activations": "activations"}
+    rows = [
+        {
+            "batch size": str(point.batch_size),
+            **{title: gib_text(size) for title, name in sizes.items() if (size := getattr(point, name)) is not None},
+            "saved for backward": gib_text(point.saved),
+        }
+        for point in points
+    ]
+    return tabulate(rows, headers="keys", tablefmt="simple", disable_numparse=True, stralign="right")
 
 
 def _curve_rows(points: Sequence[CurvePoint]) -> list[dict[str, str]]:

@@ -8,6 +8,8 @@ from optimum_memopt.compat import attention_implementation
 from optimum_memopt.engines.compile.budget.devices import Device
 from optimum_memopt.engines.compile.memory.step_memory import StepMemoryPredictor
 from optimum_memopt.engines.compile.partitioned_graph import PartitionedGraph
+from optimum_memopt.engines.run import Run
+from optimum_memopt.memory.optimizers import PlannedOptimizer
 from optimum_memopt.memory.peak_monitor import MIB
 
 
@@ -37,9 +39,14 @@ def prediction_lines(predictor: StepMemoryPredictor) -> tuple[str, ...]:
     return (
         f"Predicted for the first batch: {predictor.stashed / MIB:.1f} MiB saved for backward, peak of "
         f"activations and gradients {footprint.activations / MIB:.1f} MiB{caveat}",
-        f"Predicted peak of a step with AdamW: {footprint.peak / MIB:.1f} MiB = {footprint}",
+        f"Predicted peak of a step with {_optimizer(predictor.run)}: {footprint.peak / MIB:.1f} MiB = {footprint}",
         *_allocator_line(predictor, footprint.peak),
     )
+
+
+def _optimizer(run: Run) -> str:
+    accumulation = " and gradient accumulation" if run.gradient_accumulation else ""
+    return f"{run.optimizer if isinstance(run.optimizer, PlannedOptimizer) else PlannedOptimizer()}{accumulation}"
 
 
 def _allocator_line(predictor: StepMemoryPredictor, requested: int) -> tuple[str, ...]:

@@ -35,6 +35,7 @@ from optimum_memopt.engines.compile.symbol_names import SymbolNames
 from optimum_memopt.engines.compile.table import to_table
 from optimum_memopt.engines.compile.trace_fixes import TraceFixes
 from optimum_memopt.engines.label_smoothing import LabelSmoothing, cross_entropy
+from optimum_memopt.engines.run import Run
 from optimum_memopt.engines.weak_method import weak_method
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.logs import get_logger, informing
@@ -57,6 +58,7 @@ class Settings:
         smoothing: label smoothing, computed with the loss.
         purpose: for which batches, for log lines; empty: for all.
         target: the device that it is planned for; None: where the model lies.
+        run: that is planned, where none trains.
     """
 
     compiler: str
@@ -68,6 +70,7 @@ class Settings:
     smoothing: LabelSmoothing | None
     purpose: str = ""
     target: Device | None = None
+    run: Run | None = None
 
 
 class PlannedForward:
@@ -275,7 +278,9 @@ class PlannedForward:
             names = SymbolNames.of(graphs, is_encoder_decoder(self._model))
         if all(graph.prediction for graph in graphs):
             with self.predicting():
-                self.predictor = StepMemoryPredictor(self._model, graphs, inputs, self._resident, names)
+                self.predictor = StepMemoryPredictor(
+                    self._model, graphs, inputs, self._resident, names, self._settings.run
+                )
         header, footprint = self._predicted(graphs)
         self.plan_file = plan_file_of(self._model, self._settings.compiler, graphs, names.first, footprint)
         self.table = PlanTable(engine="compile", plans=(), header=header)

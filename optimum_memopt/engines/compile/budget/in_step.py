@@ -1,6 +1,6 @@
 """What a graph may hold within a training step, and what its operators cost where it trains."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,7 @@ from optimum_memopt.engines.compile.memory.footprint import (
 )
 from optimum_memopt.engines.run import LargestBatch, Run
 from optimum_memopt.memory.capacity import capacity, capacity_of
+from optimum_memopt.memory.optimizers import Optimizer, PlannedOptimizer
 from optimum_memopt.sizes import Budget
 
 # On a CPU the process itself grows while it trains, by compiled code and what malloc keeps: by 10 to 16 MiB without a
@@ -64,14 +65,19 @@ def step_around(
     memory = capacity(device) if target is None else capacity_of(target.memory)
     batch = tensor_bytes(value for value in inputs.values() if isinstance(value, torch.Tensor))
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    # Before its first step an optimizer has none.
-    states = optimizer_bytes(run.optimizer, trainable) if run.optimizer is not None and run.optimizer.state else 0
-    held = resident(device) - states if target is None else target.libraries
+    held = resident(device) - _held(run.optimizer, trainable) if target is None else target.libraries
     room = max(_GROWTH, int(_GROWTH_SHARE * held)) if device.type == "cpu" and target is None else 0
     held += room
     constant = constant_of(model, batch, held)
     outside = footprint_of(model, run.optimizer, run.gradient_accumulation, batch=batch, constant=constant)
     return Step(budget.on_device(memory.total, memory.available), outside, resident=held, room=room)
+
+
+def _held(optimizer: Optimizer | None, trainable: Sequence[torch.Tensor]) -> int:
+    """Bytes of the states that are there; before its first step an optimizer has none."""
+    if optimizer is None or isinstance(optimizer, PlannedOptimizer) or not optimizer.state:
+        return 0
+    return optimizer_bytes(optimizer, trainable)
 
 
 def costs_of(graph: AnalyzedGraph, device: torch.device, fused: bool, target: Device | None = None) -> Costs:

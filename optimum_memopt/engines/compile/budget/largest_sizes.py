@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 from optimum_memopt.engines.run import LargestBatch
+from optimum_memopt.errors import MemOptError
 
 # Inputs with a token a column; labels of an encoder-decoder have the decoder's length, which the data does not tell.
 _BY_TOKENS = ("input_ids_dim1", "attention_mask_dim1", "token_type_ids_dim1", "position_ids_dim1")
@@ -47,6 +48,28 @@ def largest_of(sizes: Mapping[str, int]) -> LargestBatch | None:
     rows = [size for name, size in sizes.items() if is_rows(name)]
     lengths = [size for name, size in sizes.items() if is_length(name)]
     return LargestBatch(max(rows, default=1), max(lengths)) if lengths else None
+
+
+def plain_sizes(known: Mapping[str, int], batch_size: int | None, seq_len: int | None) -> dict[str, int]:
+    """Sizes of a batch by the names of `known`, from what Trainer's users call them.
+
+    Args:
+        known: sizes of the first batch, by name.
+        batch_size: rows; None: as they are.
+        seq_len: tokens of the longest row; None: as they are.
+
+    Raises:
+        MemOptError: a size that is no symbol of the graph.
+    """
+    sizes = {}
+    for plain, size, is_it in (("batch_size", batch_size, is_rows), ("seq_len", seq_len, is_length)):
+        names = [name for name in known if is_it(name)]
+        if size is None:
+            continue
+        if not names:
+            raise MemOptError(f"{plain}={size}: no size that can be changed; those are {', '.join(known) or 'none'}")
+        sizes.update(dict.fromkeys(names, size))
+    return sizes
 
 
 def length_name(names: Iterable[str]) -> str:

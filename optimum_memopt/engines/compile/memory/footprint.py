@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from optimum_memopt.engines.compile import compat
+from optimum_memopt.memory.optimizers import Optimizer, PlannedOptimizer
 from optimum_memopt.memory.peak_monitor import MIB, CudaMemory, PeakMonitor
 
 
@@ -81,7 +82,7 @@ def _mib(size: int) -> str:
 
 def footprint_of(
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizer | None = None,
     gradient_accumulation: bool = False,
     activations: int = 0,
     batch: int = 0,
@@ -136,16 +137,19 @@ def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors}.values())
 
 
-def optimizer_bytes(optimizer: torch.optim.Optimizer | None, parameters: Sequence[torch.Tensor]) -> int:
-    """Bytes of an optimizer's states: as they are, or AdamW's two for each trainable parameter before its first step.
+def optimizer_bytes(optimizer: Optimizer | None, parameters: Sequence[torch.Tensor]) -> int:
+    """Bytes of an optimizer's states: as they are or are planned, or AdamW's two for each trainable parameter before
+    its first step.
 
     An optimizer that is wrapped (accelerate's) shows its own states.
     """
     return sum(state_sizes(optimizer, parameters))
 
 
-def state_sizes(optimizer: torch.optim.Optimizer | None, parameters: Sequence[torch.Tensor]) -> list[int]:
+def state_sizes(optimizer: Optimizer | None, parameters: Sequence[torch.Tensor]) -> list[int]:
     """Bytes of each tensor that `optimizer_bytes` counts."""
+    if isinstance(optimizer, PlannedOptimizer):
+        return optimizer.state_sizes(parameters)
     if optimizer is None or not optimizer.state:
         return [tensor.nbytes for tensor in parameters for _ in range(2)]
     states = (value for state in optimizer.state.values() for value in state.values())
@@ -154,9 +158,14 @@ def state_sizes(optimizer: torch.optim.Optimizer | None, parameters: Sequence[to
     return [tensor.nbytes for tensor in tensors.values()]
 
 
-def step_bytes(optimizer: torch.optim.Optimizer | None, parameters: Sequence[torch.Tensor]) -> int:
-    """Temporary bytes of AdamW's step: none where fused (Trainer's default); a copy of all parameters with `foreach`
-    (torch's default on CUDA); else two copies of the largest parameter (`torch/optim/adam.py`, 2.13)."""
+def step_bytes(optimizer: Optimizer | None, parameters: Sequence[torch.Tensor]) -> int:
+    """Temporary bytes of a step: of one that is planned as its kind has them, else of AdamW's.
+
+    That has none where fused (Trainer's default), a copy of all parameters with `foreach` (torch's default on CUDA),
+    else two copies of the largest parameter (`torch/optim/adam.py`, 2.13).
+    """
+    if isinstance(optimizer, PlannedOptimizer):
+        return optimizer.step_bytes(parameters)
     if optimizer is None or not parameters:
         return 0
     group = optimizer.param_groups[0]

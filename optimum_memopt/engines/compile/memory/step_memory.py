@@ -9,6 +9,7 @@ from typing import NamedTuple
 import sympy
 import torch
 
+from optimum_memopt.engines.compile.budget.largest_sizes import plain_sizes
 from optimum_memopt.engines.compile.memory.allocator_peak import AllocatorPeak, StepRequests, allocator_peak
 from optimum_memopt.engines.compile.memory.footprint import (
     Footprint,
@@ -24,8 +25,10 @@ from optimum_memopt.engines.compile.memory.step_timeline import PredictedRun, st
 from optimum_memopt.engines.compile.memory.timeline import GraphTimeline, Prediction
 from optimum_memopt.engines.compile.partitioned_graph import PartitionedGraph
 from optimum_memopt.engines.compile.symbol_names import SymbolNames
+from optimum_memopt.engines.run import Run
 from optimum_memopt.engines.step_timeline import StepTimeline
 from optimum_memopt.errors import MemOptError
+from optimum_memopt.memory.optimizers import Optimizer
 
 
 def stashed_of(graphs: Sequence[Prediction]) -> int:
@@ -95,10 +98,12 @@ class StepMemoryPredictor:
         inputs: the forward's keyword arguments in the first batch.
         resident: what the process held when the last graph was partitioned, in bytes.
         names: of the graphs' symbols, as in the plan table.
+        run: the one that steps are predicted for where nothing else is said.
 
     Attributes:
         first: sizes of the first batch by the plan table's names, `inputs_input_ids_dim0`.
         largest_shapes: the largest forwards of the run so far.
+        run: see above.
     """
 
     def __init__(
@@ -108,7 +113,9 @@ class StepMemoryPredictor:
         inputs: Mapping[str, object],
         resident: int,
         names: SymbolNames,
+        run: Run | None = None,
     ) -> None:
+        self.run = run or Run()
         self._programs_caveat = ""
         # A step's tensors and its blocks are asked for one after the other.
         self._last_run: _ProgramRun | None = None
@@ -211,24 +218,30 @@ class StepMemoryPredictor:
     def footprint(
         self,
         sizes: BatchSizes | None = None,
-        optimizer: torch.optim.Optimizer | None = None,
-        gradient_accumulation: bool = False,
+        optimizer: Optimizer | None = None,
+        gradient_accumulation: bool | None = None,
         saved_before: int = 0,
         is_followed: bool = False,
+        *,
+        batch_size: int | None = None,
+        seq_len: int | None = None,
     ) -> Footprint:
         """The memory of a training step, without running or tracing anything.
 
         Args:
             sizes: by the plan table's names; those left out, and None, are of the first batch.
-            optimizer: None, or one that has not stepped yet, counts as AdamW with two states for each parameter.
-            gradient_accumulation: gradients of earlier micro-batches are in memory.
+            optimizer: None: that of `run`. None there, and one that has not stepped yet, count as AdamW with two
+                states for each parameter.
+            gradient_accumulation: gradients of earlier micro-batches are in memory; None: as in `run`.
             saved_before: bytes that earlier forwards hold for the same backward, see `saved`.
             is_followed: another forward runs before the backward, see `Forward`.
+            batch_size: rows; None: as `sizes` has them.
+            seq_len: tokens of a row; None: as `sizes` has them.
 
         Raises:
             MemOptError: a size that the model's graphs do not have, or that is not positive.
         """
-        wanted = {**self.first, **(sizes or {})}
+        wanted = {**self.first, **(sizes or {}), **plain_sizes(self.first, batch_size, seq_len)}
         for name, size in wanted.items():
             if name not in self.first or size < 1:
                 raise MemOptError(f"size {name}={size}: allowed are numbers from 1 on for {', '.join(self.first)}")
@@ -239,21 +252,19 @@ class StepMemoryPredictor:
         growth = math.prod(wanted[name] / size for name, size in self.first.items())
         return footprint_of(
             model,
-            optimizer,
-            gradient_accumulation,
+            optimizer or self.run.optimizer,
+            self.run.gradient_accumulation if gradient_accumulation is None else gradient_accumulation,
             activations=activations_of(self.graphs(wanted), weights if is_followed else 0),
             batch=round(self._batch * growth),
             constant=self._constant,
             other_forwards=saved_before,
         )
 
-    def peak(self, optimizer: torch.optim.Optimizer | None, gradient_accumulation: bool) -> int:
+    def peak(self, optimizer: Optimizer | None, gradient_accumulation: bool) -> int:
         """The highest of all steps so far, in bytes; see `footprint`."""
         return self._highest(optimizer, gradient_accumulation)[1].peak
 
-    def timeline(
-        self, optimizer: torch.optim.Optimizer | None = None, gradient_accumulation: bool = False
-    ) -> StepTimeline:
+    def timeline(self, optimizer: Optimizer | None = None, gradient_accumulation: bool | None = None) -> StepTimeline:
         """What the step with the highest peak so far holds, operator by operator; arguments as in `footprint`."""
         forward, around = self._highest(optimizer, gradient_accumulation)
         sizes = {**self.first, **forward.sizes}
@@ -264,9 +275,7 @@ class StepMemoryPredictor:
         runs = [PredictedRun(*pair, bytes_kept) for pair, bytes_kept in zip(pairs, kept, strict=True)]
         return step_timeline(runs, around, sizes, around.gradients if forward.is_followed else 0)
 
-    def _highest(
-        self, optimizer: torch.optim.Optimizer | None, gradient_accumulation: bool
-    ) -> tuple[Forward, Footprint]:
+    def _highest(self, optimizer: Optimizer | None, gradient_accumulation: bool | None) -> tuple[Forward, Footprint]:
         """The forward of the run so far whose step has the highest peak."""
         found = [
             (
@@ -288,8 +297,11 @@ class StepMemoryPredictor:
     def allocator_peak(
         self,
         sizes: BatchSizes | None = None,
-        optimizer: torch.optim.Optimizer | None = None,
-        gradient_accumulation: bool = False,
+        optimizer: Optimizer | None = None,
+        gradient_accumulation: bool | None = None,
+        *,
+        batch_size: int | None = None,
+        seq_len: int | None = None,
     ) -> AllocatorPeak | None:
         """What torch's allocator takes on CUDA for the step of `footprint`, whose tensors lie in larger blocks.
 
@@ -300,16 +312,16 @@ class StepMemoryPredictor:
         model, (part,) = self._model(), self._parts
         if model is None:
             raise ReferenceError("the model whose steps are predicted was deleted")
-        wanted = {**self.first, **(sizes or {})}
-        around = self.footprint(sizes, optimizer, gradient_accumulation)
+        wanted = {**self.first, **(sizes or {}), **plain_sizes(self.first, batch_size, seq_len)}
+        around = self.footprint(wanted, optimizer, gradient_accumulation)
         tensors = [*model.parameters(), *model.buffers()]
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         step = StepRequests(
             always=[*filter(None, (around.constant, around.batch)), *(tensor.nbytes for tensor in tensors)],
             graphs=self._predict(part, wanted).requests or part.timeline.requests(self._values(part.graph, wanted)),
-            states=state_sizes(optimizer, trainable),
+            states=state_sizes(optimizer or self.run.optimizer, trainable),
             temporary=around.step,
-            accumulates=gradient_accumulation,
+            accumulates=around.accumulated > 0,
         )
         return allocator_peak(step)
 

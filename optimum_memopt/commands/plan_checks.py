@@ -1,0 +1,130 @@
+"""What `optimum-cli memopt plan` is asked, checked before anything is traced or run."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from optimum_memopt.engines.base import choose_engines, engine_names, factory
+from optimum_memopt.errors import MemOptError, excerpt
+from optimum_memopt.measure.measure_case import Case
+from optimum_memopt.measure.workload import Workload
+from optimum_memopt.memory import optimizers
+from optimum_memopt.option_values import check_page, check_written
+from optimum_memopt.options import MemOptOptions
+from optimum_memopt.report import budget_curve
+
+# What only a prediction has.
+_PREDICTED = ("optim", "gradient_accumulation_steps", "trainable")
+_NUMBER = re.compile(r"[1-9][0-9]{0,11}")
+
+
+def case_of(args: Any) -> tuple[Case, dict[str, Any]]:
+    """What to measure, and its options; checks everything that needs no model.
+
+    Raises:
+        MemOptError: one line.
+    """
+    sizes = batch_sizes(args.batch_size)
+    patterns = tuple(args.trainable.split(",")) if args.trainable is not None else ()
+    workload = Workload(args.model, args.task, max(sizes), args.seq_len, patterns)
+    workload.check()
+    _check(args)
+    options = {
+        "memory_opt_engine": args.engine,
+        "memory_opt_config": args.config,
+        "memory_opt_level": args.level,
+        "memory_opt_budget": args.budget,
+        "memory_opt_plan": args.plan,
+        "memory_opt_compiler": args.compiler,
+    }
+    if args.engine == "auto" and _is_prediction(args, sizes):
+        options["memory_opt_engine"] = next(name for name in engine_names() if factory(name).predicts)
+    try:
+        MemOptOptions(**options).check()
+    except MemOptError as error:
+        # The same options have shorter names here.
+        raise MemOptError(str(error).replace("--memory_opt_", "--")) from error
+    (name, *_), _ = choose_engines(options["memory_opt_engine"], MemOptOptions(**options))
+    predicts = factory(name).predicts and not args.measure
+    for flag in ("device", "budget_curve", "html"):
+        if getattr(args, flag) is not None and not predicts:
+            raise MemOptError(f"--{flag}: the {name} engine is measured, on this machine; leave it out")
+    if autocast_of(args) and not predicts:
+        raise MemOptError(f"--{'bf16' if args.bf16 else 'fp16'}: is predicted, and not measured; leave it out")
+    for flag in _PREDICTED:
+        if (value := getattr(args, flag)) is not None and not predicts:
+            raise MemOptError(f"--{flag} {excerpt(value)}: is predicted, and not measured; leave it out")
+    if len(sizes) > 1 and not predicts:
+        raise MemOptError(f"--batch_size {args.batch_size}: only a prediction has several; give one")
+    if args.symbolic and not predicts:
+        predicting = ", ".join(name for name in engine_names() if factory(name).predicts)
+        raise MemOptError(f"--symbolic is for predictions of the {predicting} engine; leave it out")
+    if args.steps is not None and predicts:
+        raise MemOptError(
+            f"--steps {args.steps}: the {name} engine predicts without a step; leave it out, or add --measure"
+        )
+    options["memory_opt_engine"] = name
+    return Case(workload, options, steps=args.steps or 2), options
+
+
+def _is_prediction(args: Any, sizes: Sequence[int]) -> bool:
+    """Whether `auto` is an engine that predicts."""
+    flags = ("budget_curve", "device", "html", *_PREDICTED)
+    asked = any(getattr(args, flag) is not None for flag in flags)
+    return not args.measure and (asked or len(sizes) > 1 or bool(autocast_of(args)))
+
+
+def batch_sizes(text: str) -> tuple[int, ...]:
+    """Of `--batch_size`, in order.
+
+    Raises:
+        MemOptError: what is no number from 1 on.
+    """
+    numbers = [part.strip() for part in text.split(",")]
+    if not all(_NUMBER.fullmatch(number) for number in numbers):
+        raise MemOptError(f"--batch_size {excerpt(text)}: allowed are numbers from 1 on, several as 1,2,4,8")
+    return tuple(sorted({int(number) for number in numbers}))
+
+
+def autocast_of(args: Any) -> str:
+    """Its dtype; empty without."""
+    return "bfloat16" if args.bf16 else "float16" if args.fp16 else ""
+
+
+def _check(args: Any) -> None:
+    """Refuse arguments that do not go together, and files that cannot be written. Raises MemOptError."""
+    for name in ("steps", "max_runs", "gradient_accumulation_steps"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise MemOptError(f"--{name} {getattr(args, name)}: allowed are numbers from 1 on")
+    if args.max_runs is not None and not args.measure:
+        raise MemOptError(f"--max_runs {args.max_runs}: only --measure starts so many processes; leave it out")
+    if args.optim is not None:
+        optimizers.check(args.optim)
+    sizes = batch_sizes(args.batch_size)
+    for flag in ("budget", "budget_curve", "html"):
+        if len(sizes) > 1 and getattr(args, flag) is not None:
+            raise MemOptError(f"--batch_size {args.batch_size} with --{flag}: a budget has a plan for each; give one")
+    if args.measure and args.level:
+        raise MemOptError(f"--level {args.level} with --measure: both levels are measured anyway; leave it out")
+    chosen = args.config or args.level or args.budget
+    if args.output and not args.measure and not chosen:
+        raise MemOptError("--output writes the plans that are on; give --config, --level, --budget or --measure")
+    for name in ("budget", "plan", "device", "compiler", "budget_curve", "html"):
+        if args.measure and getattr(args, name) is not None:
+            raise MemOptError(f"--{name} with --measure: measured are rows and levels, on this machine; leave it out")
+    if args.budget_curve is not None:
+        _check_curve(args, chosen or args.plan)
+    if args.output:
+        check_written("--output", args.output)
+    if args.html is not None:
+        check_page("--html", args.html)
+
+
+def _check_curve(args: Any, chosen: Any) -> None:
+    """Refuse what the curve cannot be drawn with. Raises MemOptError."""
+    if chosen:
+        raise MemOptError("--budget_curve: it has all budgets; leave out --config, --level, --budget and --plan")
+    if args.budget_curve:
+        check_written("--budget_curve", args.budget_curve)
+        budget_curve.check(Path(args.budget_curve))

@@ -1,0 +1,171 @@
+"""The bytes of optimizers that are not there yet, by Trainer's names of them (`--optim`).
+
+States and temporary tensors are those of Trainer's default arguments: no momentum for SGD and RMSprop, no first moment
+for Adafactor. After `torch/optim` (2.13), `transformers/optimization.py` (5.23) and `bitsandbytes/optim/optimizer.py`
+(0.48).
+"""
+
+import difflib
+import itertools
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from optimum_memopt.errors import MemOptError, excerpt
+
+DEFAULT = "adamw_torch_fused"
+_FLOAT32 = 4
+# bitsandbytes: smaller parameters have states in float32, larger ones a scale for each block.
+_LEAST_IN_8_BITS = 4096
+_BLOCK = 256
+_HALVES = (torch.bfloat16, torch.float16)
+# Bytes of each state of a parameter.
+_States = Callable[[torch.Tensor], list[int]]
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What an optimizer holds for its parameters.
+
+    Attributes:
+        states: bytes of each state of a parameter.
+        loop: copies of a parameter that a step makes, where it takes one parameter after the other.
+        foreach: copies of all parameters that a step makes on CUDA.
+        of_embeddings: bytes of each state of an embedding, where they are others.
+    """
+
+    states: _States
+    loop: int = 0
+    foreach: int = 0
+    of_embeddings: _States | None = None
+
+
+def _copies(count: int) -> _States:
+    """States like the parameter."""
+    return lambda parameter: [parameter.nbytes] * count
+
+
+def _in_32_bits(count: int) -> _States:
+    return lambda parameter: [parameter.numel() * _FLOAT32] * count
+
+
+def _in_8_bits(count: int) -> _States:
+    def states(parameter: torch.Tensor) -> list[int]:
+        size = parameter.numel()
+        if size < _LEAST_IN_8_BITS:
+            return [size * _FLOAT32] * count
+        return [size, -(-size // _BLOCK) * _FLOAT32] * count
+
+    return states
+
+
+def _factored(parameter: torch.Tensor) -> list[int]:
+    """Adafactor's: a mean for each row and column of a matrix."""
+    size = parameter.numel() * _FLOAT32
+    if parameter.dim() < 2:
+        return [size]
+    return [size // parameter.shape[-1], size // parameter.shape[-2]]
+
+
+_KINDS = {
+    "adamw_torch_fused": _Kind(_copies(2)),
+    "adamw_torch": _Kind(_copies(2), loop=2, foreach=1),
+    "adafactor": _Kind(_factored, loop=2),
+    "sgd": _Kind(_copies(0)),
+    "adagrad": _Kind(_copies(1), loop=1, foreach=2),
+    "rmsprop": _Kind(_copies(1), loop=1, foreach=1),
+    "adamw_bnb_8bit": _Kind(_in_8_bits(2), of_embeddings=_in_32_bits(2)),
+    "adamw_8bit": _Kind(_in_8_bits(2), of_embeddings=_in_32_bits(2)),
+    "lion_8bit": _Kind(_in_8_bits(1), of_embeddings=_in_32_bits(1)),
+    "lion_32bit": _Kind(_in_32_bits(1)),
+    "rmsprop_bnb": _Kind(_in_32_bits(1)),
+    "rmsprop_bnb_32bit": _Kind(_in_32_bits(1)),
+    "rmsprop_bnb_8bit": _Kind(_in_8_bits(1), of_embeddings=_in_32_bits(1)),
+}
+
+
+def check(name: str) -> None:
+    """Refuse an optimizer whose memory is not known.
+
+    Raises:
+        MemOptError: one line with the names that are.
+    """
+    if name in _KINDS:
+        return
+    known = f"predicted are {', '.join(_KINDS)}"
+    if name.startswith("paged_"):
+        raise MemOptError(
+            f"--optim {excerpt(name)}: its states move between host and device as the driver pages them, which cannot "
+            f"be predicted; {known}"
+        )
+    near = difflib.get_close_matches(name, _KINDS, n=1, cutoff=0.7)
+    hint = f"did you mean {near[0]}? " if near else "its memory is not known; "
+    raise MemOptError(f"--optim {excerpt(name)}: {hint}{known}")
+
+
+@dataclass(frozen=True)
+class PlannedOptimizer:
+    """An optimizer that is not there yet.
+
+    Attributes:
+        name: Trainer's, one that `check` lets pass.
+        is_on_cuda: it steps on a CUDA device.
+        embeddings: ids of the parameters whose states bitsandbytes keeps in float32, as Trainer asks it to.
+    """
+
+    name: str = DEFAULT
+    is_on_cuda: bool = False
+    embeddings: frozenset[int] = field(default=frozenset(), repr=False)
+
+    def __str__(self) -> str:
+        return "AdamW" if self.name == DEFAULT else self.name
+
+    def state_sizes(self, parameters: Iterable[torch.Tensor]) -> list[int]:
+        """Bytes of each state of these parameters, after the first step."""
+        kind = _KINDS[self.name]
+        of_embeddings = kind.of_embeddings or kind.states
+        return [
+            size
+            for parameter in parameters
+            for size in (of_embeddings if id(parameter) in self.embeddings else kind.states)(parameter)
+        ]
+
+    def step_bytes(self, parameters: Sequence[torch.Tensor]) -> int:
+        """Bytes of the temporary tensors of a step.
+
+        Trainer has biases and norms in a group of their own, which is stepped alone.
+        """
+        kind = _KINDS[self.name]
+        group = [parameter for parameter in parameters if parameter.dim() > 1] or list(parameters)
+        if self.is_on_cuda and kind.foreach:
+            return kind.foreach * sum(parameter.nbytes for parameter in group)
+        if not kind.loop:
+            return 0
+        if self.name == "adafactor":
+            return _adafactor_step(group)
+        sizes = [0, *(parameter.nbytes for parameter in group)]
+        # The last copy of a parameter is there until the next one's is made.
+        return max((before + kind.loop * size for before, size in itertools.pairwise(sizes)), default=0)
+
+
+def _adafactor_step(parameters: Collection[torch.Tensor]) -> int:
+    """Adafactor computes in float32: the squared gradient and its sum with epsilon, over the update of the parameter
+    before; for a parameter in half precision also a copy of it and of its gradient."""
+    peak = before = 0
+    for parameter in parameters:
+        size = parameter.numel() * _FLOAT32
+        casts = 2 * size if parameter.dtype in _HALVES else 0
+        factors = sum(_factored(parameter)) if parameter.dim() > 1 else 0
+        peak = max(peak, before + casts + 2 * size, casts + 2 * size + factors)
+        before = size
+    return peak
+
+
+# One that is there, or not yet.
+Optimizer = torch.optim.Optimizer | PlannedOptimizer
+
+
+def embeddings_of(model: torch.nn.Module) -> frozenset[int]:
+    """See `PlannedOptimizer.embeddings`."""
+    return frozenset(id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding))

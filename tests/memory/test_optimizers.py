@@ -1,0 +1,96 @@
+"""What is planned for an optimizer against the optimizer that Trainer makes of the same name."""
+
+import pytest
+import torch
+from allocations import allocated
+from transformers import Trainer, TrainingArguments
+
+from optimum_memopt.errors import MemOptError
+from optimum_memopt.memory.optimizers import PlannedOptimizer, check, embeddings_of
+
+# Matrices and what Trainer does not decay, in groups of their own.
+SHAPES = ((300, 64), (64, 48), (512, 32), (48, 3, 20))
+UNDECAYED = ((300,), (64,))
+NAMES = ("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop")
+# Counts of steps and means of one number.
+SMALL = 64 * (len(SHAPES) + len(UNDECAYED))
+
+
+def parameters_of(shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype) -> list[torch.nn.Parameter]:
+    parameters = [torch.nn.Parameter(torch.rand(shape).to(dtype)) for shape in shapes]
+    for parameter in parameters:
+        parameter.grad = torch.rand_like(parameter)
+    return parameters
+
+
+def optimizer_of(name: str, path, dtype: torch.dtype = torch.float32, **more: bool) -> torch.optim.Optimizer:
+    args = TrainingArguments(output_dir=str(path), optim=name, use_cpu=True, report_to=[])
+    optimizer_class, arguments = Trainer.get_optimizer_cls_and_kwargs(args)
+    groups = [{"params": parameters_of(SHAPES, dtype)}, {"params": parameters_of(UNDECAYED, dtype)}]
+    return optimizer_class(groups, **{**arguments, **more})
+
+
+def parameters_in(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    # As they are in a model: what is not decayed is between the matrices.
+    first, second = (group["params"] for group in optimizer.param_groups)
+    return [first[0], second[0], first[1], second[1], *first[2:]]
+
+
+CASES = [(name, torch.float32) for name in NAMES] + [("adafactor", torch.bfloat16), ("adamw_torch", torch.bfloat16)]
+
+
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_states_and_the_step_are_those_of_trainers_optimizer(name: str, dtype: torch.dtype, tmp_path) -> None:
+    optimizer = optimizer_of(name, tmp_path, dtype)
+    optimizer.step()
+    planned, parameters = PlannedOptimizer(name), parameters_in(optimizer)
+    tensors = [value for state in optimizer.state.values() for value in state.values()]
+    there = sum(value.nbytes for value in tensors if isinstance(value, torch.Tensor) and value.dim())
+    assert sum(planned.state_sizes(parameters)) == there
+    peak, left, _ = allocated(optimizer.step)
+    assert left <= SMALL
+    assert planned.step_bytes(parameters) == pytest.approx(peak, rel=0.02, abs=SMALL)
+
+
+@pytest.mark.parametrize("name", ["adamw_torch", "adagrad", "rmsprop", "sgd"])
+def test_the_step_on_cuda_takes_all_parameters_at_once(name: str, tmp_path) -> None:
+    """torch's default there, which works on a CPU too."""
+    optimizer = optimizer_of(name, tmp_path, foreach=True)
+    optimizer.step()
+    peak, _, _ = allocated(optimizer.step)
+    planned = PlannedOptimizer(name, is_on_cuda=True)
+    assert planned.step_bytes(parameters_in(optimizer)) == pytest.approx(peak, rel=0.02, abs=SMALL)
+
+
+def test_states_in_8_bits_have_a_scale_for_each_block() -> None:
+    large, small = torch.empty(128, 65), torch.empty(4095)
+    embedding = torch.nn.Embedding(128, 65)
+    planned = PlannedOptimizer("adamw_8bit", True, embeddings_of(embedding))
+    assert planned.state_sizes([large]) == [8320, 33 * 4] * 2
+    assert planned.state_sizes([small]) == [4095 * 4] * 2
+    assert planned.state_sizes([embedding.weight]) == [8320 * 4] * 2
+    assert PlannedOptimizer("lion_8bit").state_sizes([large]) == [8320, 33 * 4]
+    assert planned.step_bytes([large, small]) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("adamw_torchfused", "--optim adamw_torchfused: did you mean adamw_torch_fused? predicted are "),
+        ("paged_adamw_8bit", "--optim paged_adamw_8bit: its states move between host and device "),
+        ("galore_adamw", "--optim galore_adamw: its memory is not known; predicted are adamw_torch_fused, "),
+    ],
+)
+def test_what_is_not_known_is_refused(name: str, line: str) -> None:
+    with pytest.raises(MemOptError) as caught:
+        check(name)
+    assert str(caught.value).startswith(line) and "\n" not in str(caught.value)
+
+
+def test_every_name_is_trainers() -> None:
+    from transformers.training_args import OptimizerNames
+
+    known = {name.value for name in OptimizerNames}
+    with pytest.raises(MemOptError) as caught:
+        check("none")
+    assert set(str(caught.value).partition("predicted are ")[2].split(", ")) <= known
