@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from optimum_memopt.callbacks.input_density import InputDensityCallback
     from optimum_memopt.callbacks.memory_phases import MemoryPhasesCallback
+    from optimum_memopt.callbacks.memory_report import MemoryReportCallback
     from optimum_memopt.callbacks.plan_stats import PlanStatsCallback
     from optimum_memopt.engines.base import Engine
     from optimum_memopt.engines.compile.memory.footprint import Footprint
+    from optimum_memopt.engines.memory_report import MemoryReport
     from optimum_memopt.errors import MemOptError, UnsupportedModelError
     from optimum_memopt.loop import optimize
     from optimum_memopt.options import MemOptOptions
@@ -36,6 +38,8 @@ __all__ = [
     "MemOptTrainer",
     "MemOptTrainingArguments",
     "MemoryPhasesCallback",
+    "MemoryReport",
+    "MemoryReportCallback",
     "Plan",
     "PlanConfig",
     "PlanRequest",
@@ -61,6 +65,8 @@ _MODULES = {
     "MemOptTrainer": "trainer",
     "MemOptTrainingArguments": "trainer_args",
     "MemoryPhasesCallback": "callbacks.memory_phases",
+    "MemoryReport": "engines.memory_report",
+    "MemoryReportCallback": "callbacks.memory_report",
     "Plan": "plans.table",
     "PlanConfig": "plans.grammar",
     "PlanRequest": "plans.grammar",

@@ -53,3 +53,8 @@ def attention_implementation(config: Any) -> str | None:
 def is_encoder_decoder(model: Any) -> bool:
     """Whether a model has a decoder of its own, whose length is that of the labels."""
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
+def writes_to(tensor: torch.Tensor) -> int:
+    """How often a tensor was written to in place (torch 2.13; autograd's own counter, which has no public name)."""
+    return tensor._version

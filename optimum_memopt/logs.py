@@ -12,6 +12,7 @@ from tqdm.auto import tqdm
 from optimum_memopt.errors import MemOptError
 
 LOGGER_NAME = "optimum_memopt"
+_ANY_RANK = "is_of_any_rank"
 
 # Names as in ONNX Runtime (onnxruntime/training/ortmodule/options.py, LogLevel): `devinfo` is between info and verbose
 # and the first level at which every rank logs.
@@ -41,10 +42,10 @@ class _BarSafeHandler(logging.Handler):
 
 
 class _RankFilter(logging.Filter):
-    """Passes records of rank 0; below `info` (devinfo, verbose) those of every rank."""
+    """Passes records of rank 0; those below `info` (devinfo, verbose), and of `log_from_any_rank`, of every rank."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return rank() == 0 or record.levelno < logging.INFO
+        return rank() == 0 or record.levelno < logging.INFO or getattr(record, _ANY_RANK, False)
 
 
 def get_logger() -> logging.Logger:
@@ -63,6 +64,23 @@ def get_logger() -> logging.Logger:
 def set_log_level(name: str) -> None:
     """Set the level by name, a key of `LOG_LEVELS`."""
     get_logger().setLevel(LOG_LEVELS[name])
+
+
+def log_from_any_rank(line: str) -> None:
+    """A warning that only this rank may have."""
+    get_logger().warning(line, extra={_ANY_RANK: True})
+
+
+@contextlib.contextmanager
+def only_warnings() -> Iterator[None]:
+    """No lines below a warning, while something is tried that is not the user's run."""
+    logger = get_logger()
+    level = logger.level
+    logger.setLevel(max(level, logging.WARNING))
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from optimum_memopt.options import MemOptOptions, from_keywords, resolve
 # What `optimize` has no use for: it sees neither batches nor steps.
 _NEED_A_TRAINER = (
     "memory_opt_optim",
+    "memory_opt_on_oom",
     "group_by_complexity",
     "log_input_density",
     "log_memory_phases",

@@ -30,6 +30,7 @@ from optimum_memopt.plans.plan_file import PlanFile
 from optimum_memopt.sizes import Budget, parse_budget
 from optimum_memopt.training.optimizers import OPTIMIZERS
 
+ON_OOM = EXPLAIN, REPLAN = ("explain", "replan")
 _LEVELS = Numbers(0, 2, "0 (the config), 1 (recompute in each layer) and 2 (also with compromised saving)")
 _ENGINES = ", ".join(f"{engine.name} ({engine.summary})" for engine in registrations())
 _OPTIMIZER_NEEDS = "; ".join(
@@ -115,6 +116,15 @@ class PlanOptions:
             "choices": tuple(OPTIMIZERS),
             "help": "AdamW of another library, with Trainer's learning rate, betas, epsilon and weight decay, instead "
             f"of --optim. {_OPTIMIZER_NEEDS}.",
+        },
+    )
+    memory_opt_on_oom: str = field(
+        default=EXPLAIN,
+        metadata={
+            "choices": ON_OOM,
+            "help": "When a training step runs out of memory. explain: log what was held and what would have fit, "
+            "write memory_report.json into --output_dir, and stop with the same error. replan: plan for what there "
+            "is, run the same step again and go on, at most three times; compile engine, not with DeepSpeed.",
         },
     )
     group_by_complexity: bool = field(

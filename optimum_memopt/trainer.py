@@ -23,8 +23,9 @@ from optimum_memopt import compat
 from optimum_memopt.callbacks.collected import CollectingCallback
 from optimum_memopt.callbacks.input_density import InputDensityCallback
 from optimum_memopt.callbacks.memory_phases import MemoryPhasesCallback
+from optimum_memopt.callbacks.memory_report import MemoryReportCallback
 from optimum_memopt.callbacks.plan_stats import PlanStatsCallback
-from optimum_memopt.distributed import rank_consistency
+from optimum_memopt.distributed import out_of_memory, rank_consistency
 from optimum_memopt.distributed.launch import check_world
 from optimum_memopt.engines.auto import create
 from optimum_memopt.engines.base import Engine, factory, registrations
@@ -32,7 +33,7 @@ from optimum_memopt.engines.run import Run
 from optimum_memopt.errors import MemOptError, excerpt
 from optimum_memopt.logs import get_logger
 from optimum_memopt.memory.peak_monitor import MIB
-from optimum_memopt.options import MemOptOptions, from_keywords, resolve
+from optimum_memopt.options import REPLAN, MemOptOptions, from_keywords, resolve
 from optimum_memopt.plans.table import PlanTable
 from optimum_memopt.report.data import failure_text
 from optimum_memopt.report.page import Page
@@ -40,6 +41,7 @@ from optimum_memopt.report.training import TrainingReport
 from optimum_memopt.training import optimizers, sampling
 from optimum_memopt.training.largest_batch import largest_batch
 from optimum_memopt.training.loss_only import outputs_read_by
+from optimum_memopt.training.replan import Replanner
 
 
 @dataclass(frozen=True)
@@ -166,6 +168,7 @@ def attach(trainer: Trainer, options: MemOptOptions | None = None, **overrides: 
         sampling.check(trainer.args, trainer.train_dataset)
     # Whatever may fail comes before the Trainer is changed.
     callbacks = _callbacks(trainer, chosen)
+    replanner = Replanner(engine, trainer) if chosen.memory_opt_on_oom == REPLAN else None
     for registration in registrations():
         factory(registration.name).prepare_trainer(trainer, engine, chosen)
     get_logger().info(f"engine {engine.name} ({engine.reason})")
@@ -175,7 +178,10 @@ def attach(trainer: Trainer, options: MemOptOptions | None = None, **overrides: 
     trainer.create_optimizer = _attaching(trainer, engine, chosen.memory_opt_optim)
     if chosen.group_by_complexity:
         compat.replace_train_sampler(trainer, _sampling(trainer, callbacks[sampling.ComplexityCallback]))
+    callbacks[MemoryReportCallback].replanner = replanner
     if torch.distributed.is_available() and torch.distributed.is_initialized():
+        if replanner is not None:
+            trainer.compute_loss = out_of_memory.agreeing(trainer.compute_loss, trainer)
         trainer.compute_loss = _comparing(trainer, engine, chosen)
     reporter = TrainingReport(trainer, engine, callbacks[PlanStatsCallback], callbacks[CollectingCallback])
     trainer.train = _releasing(trainer, engine, reporter, chosen.memory_opt_report)
@@ -262,6 +268,7 @@ def _callbacks(trainer: Trainer, options: MemOptOptions) -> dict[type, Any]:
     measures_phases = options.log_memory_phases or options.memory_opt_report is not None
     wanted: list[tuple[bool, type, dict[str, Any]]] = [
         (True, PlanStatsCallback, {"path": path}),
+        (True, MemoryReportCallback, {}),
         (options.log_input_density, InputDensityCallback, {"log_steps": log_steps, "path": path}),
         (measures_phases, MemoryPhasesCallback, {"log_steps": log_steps, "path": path}),
         (options.group_by_complexity, sampling.ComplexityCallback, {"path": path}),
@@ -380,6 +387,7 @@ def _comparing(trainer: Trainer, engine: Engine, options: MemOptOptions) -> Any:
             result = compute_loss(model, *args, **kwargs)
             own = rank_consistency.facts(engine.name, options, engine.plans())
         except Exception as error:
+            compared = None
             # The others wait for this rank; it ends in its own error in any case.
             with contextlib.suppress(Exception):
                 rank_consistency.check_ranks_agree(rank_consistency.failure(error))

@@ -15,7 +15,7 @@ import torch.distributed
 from optimum_memopt.engines.base import factory, registrations
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.installed import installed_version
-from optimum_memopt.options import MemOptOptions
+from optimum_memopt.options import REPLAN, MemOptOptions
 from optimum_memopt.plans.table import PlanTable
 
 _SOFTWARE = ("optimum-memopt", "torch", "transformers")
@@ -38,8 +38,8 @@ def facts(engine: str, options: MemOptOptions, table: PlanTable | None) -> dict[
     """What must be the same on all ranks, by name.
 
     Of the table that is what each row is and whether it is on. Bytes, formulas and the order of the rows come from the
-    first batch, which is another one on each rank; so does what a budget turns on, by costs measured on each rank. A
-    plan changes no gradient, so ranks may differ in it.
+    first batch, which is another one on each rank; so does what a budget turns on, by costs measured on each rank, and
+    a plan after memory ran out on one of them. A plan changes no gradient, so ranks may differ in it.
     """
     own = _OWN_OPTIONS.union(*(registration.per_rank for registration in registrations()))
     names = [field.name for field in dataclasses.fields(MemOptOptions) if field.name not in own]
@@ -49,9 +49,10 @@ def facts(engine: str, options: MemOptOptions, table: PlanTable | None) -> dict[
     chosen["--memory_opt_plan"] = options.plan_file.digest if options.plan_file is not None else "None"
     versions = (installed_version((distribution,)) for distribution in _SOFTWARE)
     of_engines = (factory(registration.name).version_facts() for registration in registrations())
+    may_differ = options.budget is not None or options.memory_opt_on_oom == REPLAN
     rows = {
         f"plan {plan.config}": f"{plan.frequency} occurrences"
-        + ("" if options.budget is not None else f", {plan.applied_count} applied")
+        + ("" if may_differ else f", {plan.applied_count} applied")
         for plan in (table.plans if table is not None else ())
         if not plan.depends_on_batch
     }

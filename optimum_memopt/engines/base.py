@@ -13,6 +13,7 @@ import torch
 
 from optimum_memopt.engines.environment import Report
 from optimum_memopt.engines.estimates import Estimate, Frontier
+from optimum_memopt.engines.failed_step import Explanation, FailedStep
 from optimum_memopt.engines.run import Run
 from optimum_memopt.engines.step_timeline import StepTimeline
 from optimum_memopt.errors import MemOptError, excerpt
@@ -132,7 +133,7 @@ class EngineFactory:
     """What can be asked of an engine that has no model yet. The defaults are those of an engine without needs.
 
     Attributes:
-        predicts: has `estimate`.
+        predicts: has `estimate` and `explain`.
         allocates_outside_torch: its memory on CUDA is not torch's allocator's.
         options_to_measure: options under which a model that the engine cannot train ends in an error, so that nothing
             else is measured in its place.
@@ -208,6 +209,13 @@ class EngineFactory:
 
         Raises:
             MemOptError: bad sizes or plans, or a model that cannot be traced without data.
+        """
+        raise NotImplementedError
+
+    def explain(self, failed: FailedStep) -> Explanation:
+        """Why a training step ran out of memory, whichever engine trained it; only where `predicts`.
+
+        Allocates next to nothing on the model's device.
         """
         raise NotImplementedError
 

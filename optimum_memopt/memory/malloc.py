@@ -27,6 +27,13 @@ def _mallopt(mmap_threshold: int, trim_threshold: int) -> bool:
     return bool(mallopt(_M_MMAP_THRESHOLD, mmap_threshold)) and bool(mallopt(_M_TRIM_THRESHOLD, trim_threshold))
 
 
+def trim() -> None:
+    """Return freed pages to the system now, those in the middle of the heap too; without effect without glibc."""
+    malloc_trim = getattr(ctypes.CDLL(ctypes.util.find_library("c")), "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(0)
+
+
 def return_freed_memory() -> bool:
     """Return freed blocks from 256 KiB to the system until `restore`; False where malloc cannot be set up so."""
     global _users

@@ -264,3 +264,9 @@ class PeakMonitor:
     def fold(self, reading: CpuMemory | CudaMemory) -> None:
         self._phase = merged(self._phase, reading)
         self._run_peak = max(self._run_peak, peak(reading))
+
+
+def held_bytes(device: torch.device) -> int:
+    """What this process holds now: on CUDA allocated by torch, else resident."""
+    held = PeakMonitor(device).read()
+    return round((held.allocated if isinstance(held, CudaMemory) else held.resident) * MIB)

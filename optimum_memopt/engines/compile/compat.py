@@ -5,6 +5,7 @@ graph are in `compat_graph`.
 """
 
 import contextlib
+import copy
 import inspect
 import shutil
 import types
@@ -20,7 +21,7 @@ from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import graph_compile
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
 from torch.fx.experimental import _config as symbolic_config
 from torch.fx.experimental.proxy_tensor import py_sym_types
 from torch.utils import _pytree as pytree
@@ -293,6 +294,19 @@ def _first_line(text: str) -> str:
 def fake_tensors() -> contextlib.AbstractContextManager:
     """Within it tensors have shapes, devices and no data (`torch/_subclasses/fake_tensor.py`)."""
     return FakeTensorMode()
+
+
+def fake_copy(model: torch.nn.Module) -> tuple[contextlib.AbstractContextManager, torch.nn.Module]:
+    """A copy of a model whose parameters and buffers have no data, and the mode to run it in (`FakeCopyMode`).
+
+    Tensors that its code holds elsewhere count with their data. What was put in the place of its forward stays with
+    the model: engines, and accelerate's autocast.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with FakeCopyMode(mode):
+        copied = copy.deepcopy(model)
+    vars(copied).pop("forward", None)
+    return mode, copied
 
 
 def is_fake(tensor: torch.Tensor) -> bool:

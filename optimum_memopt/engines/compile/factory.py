@@ -10,6 +10,7 @@ from optimum_memopt.engines.base import Engine, EngineFactory, Estimate, Selecti
 from optimum_memopt.engines.compile.installed import missing
 from optimum_memopt.engines.compile.options import PLAIN
 from optimum_memopt.engines.environment import Ability, Report
+from optimum_memopt.engines.failed_step import Explanation, FailedStep
 from optimum_memopt.errors import MemOptError
 
 if TYPE_CHECKING:
@@ -73,3 +74,9 @@ class CompileFactory(EngineFactory):
         from optimum_memopt.engines.compile.estimate import estimate
 
         return estimate(workload, selection, **more)
+
+    def explain(self, failed: FailedStep) -> Explanation:
+        """See `engines.compile.explain`."""
+        from optimum_memopt.engines.compile.explain.explain import explain
+
+        return explain(failed)

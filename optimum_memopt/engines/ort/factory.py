@@ -8,6 +8,7 @@ from optimum_memopt.engines.base import Engine, EngineFactory, Selection, engine
 from optimum_memopt.engines.environment import Report
 from optimum_memopt.engines.ort import env_options, extensions, installed
 from optimum_memopt.engines.ort.selection import check_supported
+from optimum_memopt.errors import MemOptError
 from optimum_memopt.installed import installed_version
 from optimum_memopt.plans.grammar import ConfigError
 
@@ -35,6 +36,8 @@ class OrtFactory(EngineFactory):
         for other in engine_names():
             if other != NAME and (given := given_flags(options, other)):
                 return f"{', '.join(given)} {'is' if len(given) == 1 else 'are'} for the {other} engine"
+        if options.memory_opt_on_oom != "explain":
+            return f"--memory_opt_on_oom {options.memory_opt_on_oom} needs a plan for less memory"
         try:
             if (config := options.plan_config) is not None:
                 check_supported(config)
@@ -46,6 +49,11 @@ class OrtFactory(EngineFactory):
         """See `EngineFactory.check_options`; under `auto` another engine may take a plan that this one cannot."""
         if options.memory_opt_engine == NAME and (config := options.plan_config) is not None:
             check_supported(config)
+        if options.memory_opt_engine == NAME and options.memory_opt_on_oom != "explain":
+            raise MemOptError(
+                f"--memory_opt_on_oom {options.memory_opt_on_oom} with the {NAME} engine: it cannot plan within a "
+                "budget; leave out --memory_opt_engine, or give explain"
+            )
         options.check_ort()
 
     def in_force(

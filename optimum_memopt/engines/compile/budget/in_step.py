@@ -66,7 +66,7 @@ def step_around(
     batch = tensor_bytes(value for value in inputs.values() if isinstance(value, torch.Tensor))
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     held = resident(device) - _held(run.optimizer, trainable) if target is None else target.libraries
-    room = max(_GROWTH, int(_GROWTH_SHARE * held)) if device.type == "cpu" and target is None else 0
+    room = room_to_grow(device, held) if target is None else 0
     held += room
     constant = constant_of(model, batch, held)
     outside = footprint_of(model, run.optimizer, run.gradient_accumulation, batch=batch, constant=constant)
@@ -78,6 +78,16 @@ def _held(optimizer: Optimizer | None, trainable: Sequence[torch.Tensor]) -> int
     if optimizer is None or isinstance(optimizer, PlannedOptimizer) or not optimizer.state:
         return 0
     return optimizer_bytes(optimizer, trainable)
+
+
+def room_to_grow(device: torch.device, held: int) -> int:
+    """Bytes by which the process itself grows while it trains under a budget.
+
+    Args:
+        device: where it trains.
+        held: bytes that it holds.
+    """
+    return max(_GROWTH, int(_GROWTH_SHARE * held)) if device.type == "cpu" else 0
 
 
 def costs_of(graph: AnalyzedGraph, device: torch.device, fused: bool, target: Device | None = None) -> Costs:

@@ -161,14 +161,27 @@ def _run(problem: Problem, order: Sequence[int], ends: Iterable[int], owned: set
 def held_at_peak(problem: Problem, found: Simulation, in_backward: bool) -> dict[int, int]:
     """Bytes of each storage, by its root, that is held at the first operator of a run at which most is held."""
     run = found.backward if in_backward else found.forward
+    peak = run.held.index(run.peak) if run.held else 0
+    held = held_before(problem, found, in_backward, peak)
+    here = set(run.order)
+    new = (storage for node in run.order[peak : peak + 1] for storage in problem.allocates[node] if storage in here)
+    return dict(sorted({**held, **{storage: problem.bytes[storage] for storage in new}}.items()))
+
+
+def held_before(problem: Problem, found: Simulation, in_backward: bool, step: int) -> dict[int, int]:
+    """Bytes of each storage, by its root, that is held when an operator of a run is about to allocate its outputs.
+
+    Args:
+        problem: the joint graph.
+        found: both runs.
+        in_backward: the backward's run.
+        step: the operator's place in its order.
+    """
+    run = found.backward if in_backward else found.forward
     ends = problem.backward_outputs if in_backward else (*problem.forward_outputs, *found.saved)
-    last = {problem.roots[read]: step for step, node in enumerate(run.order) for read in problem.reads[node]}
+    last = {problem.roots[read]: at for at, node in enumerate(run.order) for read in problem.reads[node]}
     last.update({problem.roots[node]: len(run.order) for node in ends})
     given = {problem.roots[node] for node in (*found.saved, *problem.tangents)} if in_backward else set()
-    peak = run.held.index(run.peak) if run.held else 0
     here = set(run.order)
-    allocated = {storage for node in run.order[: peak + 1] for storage in problem.allocates[node] if storage in here}
-    is_new = set(problem.allocates[run.order[peak]]) if run.order else set()
-    return {
-        node: problem.bytes[node] for node in sorted(allocated | given) if last.get(node, -1) >= peak or node in is_new
-    }
+    allocated = {storage for node in run.order[:step] for storage in problem.allocates[node] if storage in here}
+    return {node: problem.bytes[node] for node in sorted(allocated | given) if last.get(node, -1) >= step}

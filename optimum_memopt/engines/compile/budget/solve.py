@@ -64,7 +64,7 @@ class Solver:
     @cached_property
     def lowest(self) -> Simulation:
         """The plan with the lowest peak that is found."""
-        return min(self._menus.lowest(), self._layers_recomputed, key=lambda found: found.peak)
+        return min(self._menus.lowest(), self.layers_recomputed, key=lambda found: found.peak)
 
     def prepare(self) -> None:
         """Solve what is the same for every budget."""
@@ -88,7 +88,7 @@ class Solver:
         found = self._menus.solve(budget)
         if found is not None or self.lowest.peak <= budget:
             yield TWO_LEVEL, found or self.lowest
-        yield LAYERS, self._layers_recomputed
+        yield LAYERS, self.layers_recomputed
         # It takes longer, and wins in small graphs and where the other one finds nothing.
         if found is None or sum(self.problem.is_forward) < SMALL:
             whole = solve_whole_graph(self.problem, budget, found or self.everything)
@@ -110,7 +110,7 @@ class Solver:
         return two_level(self.problem)
 
     @cached_property
-    def _layers_recomputed(self) -> Simulation:
+    def layers_recomputed(self) -> Simulation:
         """Every layer recomputed from its input, as level 1 has it."""
         problem = self.problem
         outside = {node for node in problem.activations if not problem.layers[node] or problem.is_statistic[node]}

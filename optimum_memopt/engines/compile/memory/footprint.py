@@ -7,7 +7,7 @@ import torch
 
 from optimum_memopt.engines.compile import compat
 from optimum_memopt.memory.optimizers import Optimizer, PlannedOptimizer
-from optimum_memopt.memory.peak_monitor import MIB, CudaMemory, PeakMonitor
+from optimum_memopt.memory.peak_monitor import MIB, held_bytes
 
 
 @dataclass(frozen=True)
@@ -178,5 +178,4 @@ def step_bytes(optimizer: Optimizer | None, parameters: Sequence[torch.Tensor]) 
 
 def resident(device: torch.device) -> int:
     """What this process holds now, in bytes: on CUDA allocated by torch, else resident."""
-    held = PeakMonitor(device).read()
-    return round((held.allocated if isinstance(held, CudaMemory) else held.resident) * MIB)
+    return held_bytes(device)

@@ -1,0 +1,141 @@
+"""Explains a training step that ran out of memory."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from optimum_memopt.engines.base import Selection
+from optimum_memopt.engines.checkpointing import Checkpointing
+from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph
+from optimum_memopt.engines.compile.backend import default_compiler
+from optimum_memopt.engines.compile.budget.costs import Costs
+from optimum_memopt.engines.compile.budget.in_step import costs_of, room_to_grow
+from optimum_memopt.engines.compile.explain.captured import CapturedGraph, capture
+from optimum_memopt.engines.compile.explain.holdings import Simulated, moment_of, parts_at
+from optimum_memopt.engines.compile.explain.ways_out import Settings, Simulate, plain_run, planned_run, ways_out
+from optimum_memopt.engines.compile.memory.footprint import footprint_of, resident, tensor_bytes
+from optimum_memopt.engines.compile.options import AUTO, CHUNKED, PLAIN
+from optimum_memopt.engines.compile.producers import Producer, producer_for
+from optimum_memopt.engines.compile.producers.torch_default import TorchDefault
+from optimum_memopt.engines.failed_step import Explanation, FailedStep
+from optimum_memopt.engines.memory_report import BACKWARD
+
+_NAME, _AS_WRITTEN = "compile", "aot_eager"
+
+
+@dataclass(frozen=True)
+class _Ran:
+    """What ran out of memory.
+
+    Attributes:
+        producer: of its plan.
+        loss: one of `options.LOSSES`.
+        simulate: what a graph of it holds.
+        is_planned: the compile engine ran.
+        remarks: see `Explanation`.
+    """
+
+    producer: Producer
+    loss: str
+    simulate: Simulate
+    is_planned: bool
+    remarks: tuple[str, ...] = ()
+
+
+def explain(failed: FailedStep) -> Explanation:
+    """See `EngineFactory.explain`.
+
+    Raises:
+        Exception: the forward cannot be traced on fake tensors, or memory ran out again.
+    """
+    device = next(failed.model.parameters()).device
+    compiler = default_compiler(device.type)[0]
+    ran = _what_ran(failed)
+
+    def captured(
+        producer: Producer, loss: str, compiled_by: str, costs: Callable[[AnalyzedGraph], Costs]
+    ) -> list[CapturedGraph]:
+        return capture(failed.model, failed.call, producer, loss, compiled_by, failed.autocast, costs)
+
+    def measured(graph: AnalyzedGraph) -> Costs:
+        return costs_of(graph, device, compiler == "inductor")
+
+    if ran.is_planned:
+        graphs = captured(ran.producer, ran.loss, compiler, measured)
+        chunked = ran.loss == PLAIN and captured(TorchDefault(), CHUNKED, compiler, measured)
+        planned = chunked or graphs
+    else:
+        planned = captured(TorchDefault(), AUTO, compiler, measured)
+        is_same = compiler == _AS_WRITTEN and not any(graph.chunks_loss for graph in planned)
+        graphs = planned if is_same else captured(ran.producer, PLAIN, _AS_WRITTEN, _no_costs)
+    simulated = [Simulated.of(graph, ran.simulate) for graph in graphs]
+    if not simulated:
+        raise RuntimeError("the forward has no training graph")
+    moment, point = moment_of(simulated, failed.place, _of_graphs(failed), failed.requested)
+    parts = parts_at(simulated, failed.place.phase == BACKWARD, point)
+    several = (f"the forward is {len(graphs)} graphs, and what runs between them is not known",)
+    return Explanation(
+        moment,
+        tuple(parts),
+        ways_out(planned, graphs, ran.simulate, _settings(failed, ran.is_planned)),
+        (*ran.remarks, *(several if len(graphs) > 1 else ())),
+    )
+
+
+def _what_ran(failed: FailedStep) -> _Ran:
+    engine, is_checkpointed = failed.engine, Checkpointing(failed.model).is_on
+    if engine is None or engine.name != _NAME:
+        if engine is not None:
+            remark = f"what was held is that of plain PyTorch: the {engine.name} engine's own graph is not known"
+            return _Ran(TorchDefault(), PLAIN, plain_run, is_planned=False, remarks=(remark,))
+        if is_checkpointed:
+            remark = "activation checkpointing counts as level 1"
+            return _Ran(producer_for(Selection(level=1)), PLAIN, planned_run, is_planned=False, remarks=(remark,))
+        return _Ran(TorchDefault(), PLAIN, plain_run, is_planned=False)
+    if (plan := engine.plan_file()) is not None:
+        return _Ran(producer_for(Selection(plan=plan, strict=False)), plan.loss, planned_run, is_planned=True)
+    selection, remarks = engine.selection, tuple[str, ...]()
+    if selection.budget is not None:
+        # Its solver had not come to an end.
+        selection, remarks = Selection(), ("what was held is that of no plan: the budget's was not known yet",)
+    return _Ran(producer_for(replace(selection, strict=False)), AUTO, planned_run, is_planned=True, remarks=remarks)
+
+
+def _of_graphs(failed: FailedStep) -> int:
+    """Bytes of the tensors that the failed step had made by itself."""
+    held = _tensors_of(failed) + failed.accumulated + failed.outside
+    return max(0, failed.held - held)
+
+
+def _tensors_of(failed: FailedStep) -> int:
+    """Bytes of the model, its batch, and the states that the optimizer has."""
+    run, model = failed.run, failed.model
+    states = 0
+    if run.optimizer is not None and run.optimizer.state:
+        states = footprint_of(model, run.optimizer).optimizer
+    batch = sum(tensor.bytes for tensor in failed.call.tensors.values())
+    return tensor_bytes([*model.parameters(), *model.buffers()]) + states + batch
+
+
+def _settings(failed: FailedStep, is_planned: bool) -> Settings:
+    model, run = failed.model, failed.run
+    device = next(model.parameters()).device
+    gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+    batch = sum(tensor.bytes for tensor in failed.call.tensors.values())
+    # After tracing, which the compile engine does too.
+    now = max(0, resident(device) - (_tensors_of(failed) - batch) - gradients)
+    constant = max(failed.outside, now)
+    constant += room_to_grow(device, constant)
+    plain = footprint_of(model, run.optimizer, run.gradient_accumulation, batch=batch, constant=failed.outside)
+    return Settings(
+        limit=failed.held,
+        outside=replace(plain, constant=constant),
+        plain=plain,
+        largest=run.largest_batch(),
+        rows=failed.rows,
+        accumulation=failed.accumulation,
+        is_planned=is_planned,
+    )
+
+
+def _no_costs(graph: AnalyzedGraph) -> Costs:
+    return Costs((0.0,) * len(graph.joint.nodes), "no")

@@ -1,0 +1,155 @@
+"""What a training step held when it ran out of memory, tensor by tensor, from its graphs. Pure."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from optimum_memopt.engines.compile.budget.problem import Problem
+from optimum_memopt.engines.compile.budget.simulation import Run, Simulation, held_before
+from optimum_memopt.engines.compile.explain.captured import CapturedGraph
+from optimum_memopt.engines.failed_step import Place
+from optimum_memopt.engines.memory_report import BACKWARD, GRADIENTS, SAVED, TEMPORARY, Moment, Part, Tensors
+
+Simulate = Callable[[CapturedGraph, Problem], Simulation]
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A graph and its run with the batch that failed."""
+
+    graph: CapturedGraph
+    problem: Problem
+    found: Simulation
+
+    @classmethod
+    def of(cls, graph: CapturedGraph, simulate: Simulate) -> "Simulated":
+        problem = graph.problem_at(graph.sizes)
+        return cls(graph, problem, simulate(graph, problem))
+
+    @property
+    def stashed(self) -> int:
+        """Bytes that are held between forward and backward."""
+        return self.found.stashed - sum(self._offloaded.values())
+
+    @property
+    def _offloaded(self) -> dict[int, int]:
+        """Of each storage that is kept on the host, by its root."""
+        problem = self.problem
+        roots = {problem.roots[n] for n, name in enumerate(problem.names) if name in self.graph.offloaded}
+        return {root: problem.bytes[root] for root in roots & {problem.roots[n] for n in self.found.saved}}
+
+    def held(self, in_backward: bool, step: int) -> dict[int, int]:
+        """Bytes by root before an operator allocates; offloaded storages are left out from the first to the last."""
+        held = held_before(self.problem, self.found, in_backward, step)
+        return {node: size for node, size in held.items() if node not in self._offloaded}
+
+    def parts(self, held: dict[int, int]) -> list[Part]:
+        """By category; tensors of one row and layer together."""
+        problem = self.problem
+        gradients = {problem.roots[node] for node in problem.backward_outputs}
+        saved = {problem.roots[node] for node in self.found.saved}
+        groups: dict[str, dict[tuple[str, str], int]] = {GRADIENTS: {}, SAVED: {}, TEMPORARY: {}}
+        for node, size in held.items():
+            category = GRADIENTS if node in gradients else SAVED if node in saved else TEMPORARY
+            name = self.graph.rows.get(problem.names[node], "") if category == SAVED else ""
+            key = name or operator_name(problem, node), problem.layers[node]
+            groups[category][key] = groups[category].get(key, 0) + size
+        return [Part(category, sum(group.values()), _sorted(group)) for category, group in groups.items() if group]
+
+
+@dataclass(frozen=True)
+class Point:
+    """An operator of a step.
+
+    Attributes:
+        number: of its graph.
+        step: its place in the graph's order.
+        before: bytes that all graphs hold before it allocates.
+        during: bytes while it runs.
+    """
+
+    number: int
+    step: int
+    before: int
+    during: int
+
+
+def moment_of(graphs: Sequence[Simulated], place: Place, held: int, requested: int | None) -> tuple[Moment, Point]:
+    """Where the allocation failed.
+
+    Args:
+        graphs: of the forward, in order; at least one operator ran.
+        place: what the traceback tells.
+        held: bytes of the graphs' tensors at that moment.
+        requested: bytes of the allocation; None: not known.
+    """
+    in_backward = place.phase == BACKWARD
+    points = list(_points(graphs, in_backward))
+
+    def name(point: Point) -> str:
+        graph = graphs[point.number]
+        return graph.problem.names[_run(graph, in_backward).order[point.step]]
+
+    named = [point for point in points if place.node and name(point) == place.node]
+    if not named and place.module:
+        points = [p for p in points if graphs[p.number].graph.modules.get(name(p)) == place.module] or points
+    if named:
+        found = named[0]
+    else:
+        wanted = held + (requested or 1)
+        # Of operators that want as much or more, the first: the step did not get further.
+        found = next((point for point in points if point.during >= wanted), None) or max(
+            points, key=lambda point: point.during
+        )
+    graph = graphs[found.number]
+    node = _run(graph, in_backward).order[found.step]
+    layer = graph.problem.layers[node] or place.module
+    return Moment(place.phase, layer, operator_name(graph.problem, node), bool(named)), found
+
+
+def parts_at(graphs: Sequence[Simulated], in_backward: bool, point: Point) -> list[Part]:
+    """What the graphs hold just before an operator allocates."""
+    found: dict[str, list[Part]] = {}
+    for number, graph in enumerate(graphs):
+        run = _run(graph, in_backward)
+        if number == point.number:
+            parts = graph.parts(graph.held(in_backward, point.step))
+        elif number < point.number or (in_backward and number > point.number):
+            # Earlier graphs wait for their backward; later ones have had theirs.
+            parts = graph.parts(graph.held(True, 0 if number < point.number else len(run.order)))
+        else:
+            continue
+        for part in parts:
+            found.setdefault(part.category, []).append(part)
+    return [
+        Part(category, sum(part.bytes for part in parts), tuple(each for part in parts for each in part.tensors))
+        for category, parts in found.items()
+    ]
+
+
+def _points(graphs: Sequence[Simulated], in_backward: bool) -> Iterator[Point]:
+    order = list(enumerate(graphs))
+    for number, graph in reversed(order) if in_backward else order:
+        waiting = sum(other.stashed for other in graphs[:number])
+        returned = sum(other.found.backward.end for other in graphs[number + 1 :]) if in_backward else 0
+        run = _run(graph, in_backward)
+        here = set(run.order)
+        for step, node in enumerate(run.order):
+            new = sum(graph.problem.bytes[each] for each in graph.problem.allocates[node] if each in here)
+            during = waiting + returned + run.held[step]
+            yield Point(number, step, during - new - graph.problem.workspaces[node], during)
+
+
+def _run(graph: Simulated, in_backward: bool) -> Run:
+    return graph.found.backward if in_backward else graph.found.forward
+
+
+def operator_name(problem: Problem, node: int) -> str:
+    """`gelu` of `aten.gelu.default`."""
+    source = problem.picks[node]
+    parts = problem.kinds[node if source is None else source].split(".")
+    return parts[min(1, len(parts) - 1)]
+
+
+def _sorted(group: dict[tuple[str, str], int]) -> tuple[Tensors, ...]:
+    tensors = (Tensors(row, layer, size) for (row, layer), size in group.items() if size)
+    return tuple(sorted(tensors, key=lambda each: -each.bytes))

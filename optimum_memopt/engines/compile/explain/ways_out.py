@@ -1,0 +1,247 @@
+"""What would have fit, each as flags with its predicted peak. Pure."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from optimum_memopt.engines.compile.budget.largest_sizes import is_rows
+from optimum_memopt.engines.compile.budget.problem import Problem
+from optimum_memopt.engines.compile.budget.simulation import Simulation
+from optimum_memopt.engines.compile.budget.solve import Floor, Solution, Solver
+from optimum_memopt.engines.compile.explain.captured import CapturedGraph, everything
+from optimum_memopt.engines.compile.memory.footprint import Footprint
+from optimum_memopt.engines.memory_report import WayOut
+from optimum_memopt.engines.run import LargestBatch
+
+Simulate = Callable[[CapturedGraph, Problem], Simulation]
+# Of what was held: another run of the same step holds a little more or less.
+_MARGIN = 0.02
+# Of activations: what an allocator wastes on plain PyTorch's, which come and go in all sizes.
+_WASTE = 0.1
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The run that failed.
+
+    Attributes:
+        limit: bytes that were held when an allocation failed.
+        outside: what a step of the compile engine holds beside its graphs, with the run's largest batch.
+        plain: the same for what ran.
+        largest: the run's largest batch; None: not known.
+        rows: of a micro-batch.
+        accumulation: micro-batches of an optimizer step.
+        is_planned: the compile engine ran.
+    """
+
+    limit: int
+    outside: Footprint
+    plain: Footprint
+    largest: LargestBatch | None
+    rows: int
+    accumulation: int
+    is_planned: bool
+
+    @property
+    def budget(self) -> int:
+        """Whole MiB that a budget may be."""
+        return int(self.limit * (1 - _MARGIN)) >> 20
+
+    @property
+    def allowed(self) -> int:
+        """Bytes that a step may be predicted to take."""
+        return int(self.limit * (1 - _MARGIN))
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The graphs of one forward for one batch.
+
+    Attributes:
+        problems: in order.
+    """
+
+    problems: tuple[Problem, ...]
+
+    @cached_property
+    def solvers(self) -> tuple[Solver, ...]:
+        return tuple(map(Solver, self.problems))
+
+    @cached_property
+    def lowest(self) -> int:
+        """Bytes of the lowest peak that is found."""
+        return peak_of([solver.lowest for solver in self.solvers])
+
+    def solve(self, allowed: int) -> list[Solution] | None:
+        """The cheapest plan of each graph with which all stay within so many bytes; None where nothing fits."""
+        found = []
+        before = 0
+        for solver in self.solvers:
+            solution = solver.solve(allowed - before)
+            if isinstance(solution, Floor):
+                return None
+            found.append(solution)
+            before += _stashed(solver.problem, solution)
+        return found
+
+
+def _stashed(problem: Problem, solution: Solution) -> int:
+    return sum({problem.roots[node]: problem.bytes[problem.roots[node]] for node in solution.saved}.values())
+
+
+def peak_of(runs: Sequence[Simulation]) -> int:
+    """Bytes of graphs that run one after the other; what earlier ones have saved is held meanwhile."""
+    before, peaks = 0, [0]
+    for run in runs:
+        peaks.append(before + run.peak)
+        before += run.stashed
+    return max(peaks)
+
+
+def ways_out(
+    planned: Sequence[CapturedGraph], ran: Sequence[CapturedGraph], simulate: Simulate, settings: Settings
+) -> tuple[WayOut, ...]:
+    """The recommended one first; empty where not even one row fits.
+
+    Args:
+        planned: the graphs as the compile engine would run them.
+        ran: the graphs that ran out of memory.
+        simulate: what they held.
+        settings: of the run.
+    """
+    whole = whole_of(planned, settings.largest)
+    found = [
+        *_budget(whole, settings),
+        *_smaller(ran, simulate, settings),
+        *_loss(planned, ran, whole, settings),
+        *_level(whole, settings),
+    ]
+    return tuple(found or _smaller_within_budget(planned, settings))
+
+
+def whole_of(graphs: Sequence[CapturedGraph], largest: LargestBatch | None, times: int = 1) -> Whole:
+    """The problems of the run's largest batch, or of a micro-batch of one of `times` parts of its rows."""
+    return Whole(tuple(_problem(graph, largest, times) for graph in graphs))
+
+
+def _problem(graph: CapturedGraph, largest: LargestBatch | None, times: int) -> Problem:
+    sizes = graph.sizes_for(largest)
+    parts = {symbol: sizes[symbol] // times for symbol in sizes if is_rows(graph.names.get(symbol, ""))}
+    return graph.problem_at({**sizes, **parts})
+
+
+def _budget(whole: Whole, settings: Settings) -> Iterator[WayOut]:
+    allowed = settings.outside.activations_within(settings.budget << 20)
+    # In another process a little more may be there than here.
+    if whole.lowest + int(settings.limit * _MARGIN) > allowed or (solved := whole.solve(allowed)) is None:
+        return
+    peak = replace(settings.outside, activations=max(solution.peak for solution in solved)).peak
+    if peak > settings.allowed:
+        return
+    seconds = sum(solution.seconds for solution in solved)
+    extra = sum(solution.extra_seconds for solution in solved)
+    share = extra / seconds if seconds else None
+    yield WayOut(
+        f"--memory_opt_budget {settings.budget}MiB", peak, share, "the cheapest recompute with which every step fits"
+    )
+
+
+def _smaller(ran: Sequence[CapturedGraph], simulate: Simulate, settings: Settings) -> Iterator[WayOut]:
+    waste = 0.0 if settings.is_planned else _WASTE
+    for times in _parts(ran, settings):
+        runs = [
+            simulate(graph, problem)
+            for graph, problem in zip(ran, whole_of(ran, settings.largest, times).problems, strict=True)
+        ]
+        peak = _micro(settings.plain, peak_of(runs), times).peak
+        if peak + waste * peak_of(runs) <= settings.allowed:
+            yield WayOut(_micro_flags(settings, times), peak, None, "as many rows in an optimizer step")
+            return
+
+
+def _loss(
+    planned: Sequence[CapturedGraph], ran: Sequence[CapturedGraph], whole: Whole, settings: Settings
+) -> Iterator[WayOut]:
+    if any(graph.chunks_loss for graph in ran) or not any(graph.chunks_loss for graph in planned):
+        return
+    # Without a plan it is torch's own partition that runs.
+    runs = [graph.simulated(problem) for graph, problem in zip(planned, whole.problems, strict=True)]
+    peak = replace(settings.outside, activations=peak_of(runs)).peak
+    if peak <= settings.allowed:
+        yield WayOut(
+            "--memory_opt_engine compile --memory_opt_loss chunked", peak, None, "a loss that never holds its logits"
+        )
+
+
+def _level(whole: Whole, settings: Settings) -> Iterator[WayOut]:
+    runs = [solver.layers_recomputed for solver in whole.solvers]
+    peak = replace(settings.outside, activations=peak_of(runs)).peak
+    if peak > settings.allowed:
+        return
+    pairs = list(zip(runs, whole.solvers, strict=True))
+    seconds = sum(
+        sum(s.problem.seconds[n] for n in (*s.everything.forward.order, *s.everything.backward.order))
+        for _, s in pairs
+    )
+    extra = sum(run.extra_seconds(s.problem) - s.everything.extra_seconds(s.problem) for run, s in pairs)
+    share = extra / seconds if seconds else None
+    yield WayOut(
+        "--memory_opt_engine compile --memory_opt_level 1", peak, share, "every layer is recomputed from its input"
+    )
+
+
+def _smaller_within_budget(planned: Sequence[CapturedGraph], settings: Settings) -> Iterator[WayOut]:
+    """The largest micro-batch with which some plan fits."""
+    for times in _parts(planned, settings):
+        whole = whole_of(planned, settings.largest, times)
+        step = _micro(settings.outside, 0, times)
+        allowed = step.activations_within(settings.budget << 20)
+        if whole.lowest + int(settings.limit * _MARGIN) > allowed or (solved := whole.solve(allowed)) is None:
+            continue
+        peak = replace(step, activations=max(solution.peak for solution in solved)).peak
+        if peak > settings.allowed:
+            continue
+        seconds = sum(solution.seconds for solution in solved)
+        extra = sum(solution.extra_seconds for solution in solved)
+        yield WayOut(
+            f"{_micro_flags(settings, times)} --memory_opt_budget {settings.budget}MiB",
+            peak,
+            extra / seconds if seconds else None,
+            "as many rows in an optimizer step, with recompute",
+        )
+        return
+
+
+def _micro(outside: Footprint, activations: int, times: int) -> Footprint:
+    """A micro-batch of so many: gradients of the earlier ones are there while a later one runs."""
+    return replace(outside, activations=activations, batch=outside.batch // times, accumulated=outside.gradients)
+
+
+def _micro_flags(settings: Settings, times: int) -> str:
+    return (
+        f"--per_device_train_batch_size {settings.rows // times} "
+        f"--gradient_accumulation_steps {settings.accumulation * times}"
+    )
+
+
+def _parts(graphs: Sequence[CapturedGraph], settings: Settings) -> Iterator[int]:
+    """Numbers of equal parts that the rows of all graphs can be cut into."""
+    rows = [
+        size
+        for graph in graphs
+        for symbol, size in graph.sizes_for(settings.largest).items()
+        if is_rows(graph.names.get(symbol, ""))
+    ]
+    for times in range(2, settings.rows + 1) if rows else ():
+        if settings.rows % times == 0 and all(size % times == 0 for size in rows):
+            yield times
+
+
+def plain_run(graph: CapturedGraph, problem: Problem) -> Simulation:
+    """What plain PyTorch holds; see `Simulate`."""
+    return everything(problem)
+
+
+def planned_run(graph: CapturedGraph, problem: Problem) -> Simulation:
+    """What the compile engine holds under the recorded plan; see `Simulate`."""
+    return graph.simulated(problem)

@@ -1,0 +1,147 @@
+"""A training step that ran out of memory, as an engine is asked to explain it."""
+
+import linecache
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from optimum_memopt.engines.memory_report import BACKWARD, FORWARD, Moment, Part, WayOut
+from optimum_memopt.engines.run import Run
+
+if TYPE_CHECKING:
+    from optimum_memopt.engines.base import Engine
+
+# Code that torch.fx has generated: `gelu = torch.ops.aten.gelu.default(addmm);  addmm = None`.
+_GENERATED = "<eval_with_key>"
+_ASSIGNMENT = re.compile(r"\s*(?P<node>\w+)(?:: [^=]*)? = torch\.ops\.\w+\.(?P<operator>\w+)")
+_AUTOGRAD = "torch/autograd/graph.py"
+
+
+@dataclass(frozen=True)
+class TensorLike:
+    """A tensor without its data."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "TensorLike":
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+
+    @property
+    def bytes(self) -> int:
+        elements = 1
+        for size in self.shape:
+            elements *= size
+        return elements * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class ForwardCall:
+    """What a model's training forward was called with; tensors are `TensorLike`.
+
+    Attributes:
+        args: of the forward.
+        kwargs: of the forward.
+        reader: who may read more of the outputs than the loss, empty when nobody does.
+    """
+
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    reader: str
+
+    @property
+    def tensors(self) -> dict[str, TensorLike]:
+        """Those that have a name."""
+        return {name: value for name, value in self.kwargs.items() if isinstance(value, TensorLike)}
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a traceback tells of where an allocation failed.
+
+    Attributes:
+        phase: of the step.
+        module: path of the innermost module whose forward ran; empty in a backward.
+        node: of a graph that torch.fx has generated code for; empty in other code.
+        operator: that this node calls.
+    """
+
+    phase: str
+    module: str = ""
+    node: str = ""
+    operator: str = ""
+
+
+@dataclass(frozen=True)
+class FailedStep:
+    """A forward and backward that ran out of memory. What they had allocated is free again.
+
+    Attributes:
+        model: without wrappers.
+        call: of its forward.
+        place: where it failed.
+        held: bytes at that moment.
+        requested: bytes of the allocation that failed; None: not known.
+        outside: bytes that were there before the step and belong to no tensor of the model, optimizer or batch.
+        accumulated: bytes of gradients that earlier micro-batches have left.
+        engine: that trained the model; None: plain PyTorch.
+        run: it trained in.
+        rows: that the data loader takes for a micro-batch.
+        accumulation: micro-batches of an optimizer step.
+        autocast: its type; None: without.
+    """
+
+    model: torch.nn.Module
+    call: ForwardCall
+    place: Place
+    held: int
+    requested: int | None
+    outside: int
+    accumulated: int
+    engine: "Engine | None"
+    run: Run
+    rows: int
+    accumulation: int
+    autocast: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """See `MemoryReport`."""
+
+    moment: Moment
+    parts: tuple[Part, ...]
+    ways_out: tuple[WayOut, ...]
+    remarks: tuple[str, ...] = ()
+
+
+def place_of(traceback: TracebackType | None, model: torch.nn.Module) -> Place:
+    """Read it before the frames are cleared.
+
+    Args:
+        traceback: of the error.
+        model: whose modules are looked for in its frames.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    phase, module, node, operator = FORWARD, "", "", ""
+    while traceback is not None:
+        frame, code = traceback.tb_frame, traceback.tb_frame.f_code
+        if code.co_filename.replace("\\", "/").endswith(_AUTOGRAD):
+            phase, module = BACKWARD, ""
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, torch.nn.Module) and owner in names:
+            module = names[owner]
+        if code.co_filename.startswith(_GENERATED):
+            line = linecache.getline(code.co_filename, traceback.tb_lineno, frame.f_globals)
+            if match := _ASSIGNMENT.match(line):
+                node, operator = match["node"], match["operator"]
+        traceback = traceback.tb_next
+    return Place(phase, module, node, operator)

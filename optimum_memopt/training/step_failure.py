@@ -1,0 +1,186 @@
+"""What is known of a Trainer's step that ran out of memory."""
+
+import gc
+import traceback
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import Trainer
+
+from optimum_memopt.engines.failed_step import ForwardCall, Place, TensorLike, place_of
+from optimum_memopt.engines.memory_report import (
+    BATCH,
+    GRADIENTS,
+    OPTIMIZER,
+    OPTIMIZER_STEP,
+    OUTSIDE,
+    PARAMETERS,
+    SAVED,
+    TEMPORARY,
+    Part,
+)
+from optimum_memopt.memory import malloc
+from optimum_memopt.memory.out_of_memory import shortage
+from optimum_memopt.memory.peak_monitor import held_bytes
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An allocation that failed, as it was found before anything was freed.
+
+    Attributes:
+        error: one line.
+        place: in the step.
+        held: bytes at that moment.
+        requested: bytes of the allocation; None: the error does not say.
+    """
+
+    error: str
+    place: Place
+    held: int
+    requested: int | None
+
+
+@dataclass(frozen=True)
+class Begin:
+    """When a forward and backward began.
+
+    Attributes:
+        held: bytes of all that was there.
+        has_gradients: of earlier micro-batches.
+    """
+
+    held: int
+    has_gradients: bool
+
+    @classmethod
+    def of(cls, trainer: Trainer) -> "Begin":
+        trainable = next((p for p in model_of(trainer).parameters() if p.requires_grad), None)
+        return cls(held_bytes(trainer.args.device), trainable is not None and trainable.grad is not None)
+
+
+@dataclass(frozen=True)
+class Known:
+    """Bytes of the tensors that were there when it began.
+
+    Attributes:
+        parameters: and buffers.
+        gradients: of earlier micro-batches.
+        optimizer: its states.
+        batch: what the forward is given.
+        outside: of all else.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    batch: int
+    outside: int
+
+    @classmethod
+    def of(cls, trainer: Trainer, begin: Begin, call: ForwardCall | None) -> "Known":
+        model = model_of(trainer)
+        parameters, optimizer = _bytes([*model.parameters(), *model.buffers()]), _optimizer_bytes(trainer)
+        gradients = _bytes(p for p in model.parameters() if p.requires_grad) if begin.has_gradients else 0
+        batch = sum(tensor.bytes for tensor in call.tensors.values()) if call is not None else 0
+        outside = max(0, begin.held - parameters - optimizer - gradients - batch)
+        return cls(parameters, gradients, optimizer, batch, outside)
+
+
+def failure_of(error: Exception, trainer: Trainer, place: Place | None = None) -> Failure:
+    """Look at an error before anything is freed; `place` where that is known already."""
+    said = shortage(error)
+    held = said.allocated or held_bytes(trainer.args.device)
+    found = place or place_of(error.__traceback__, model_of(trainer))
+    return Failure(line_of(error), found, held, said.requested)
+
+
+def parts_of(
+    failure: Failure, trainer: Trainer, known: Known, of_graphs: Iterable[Part], first_outside: int
+) -> tuple[Part, ...]:
+    """What was held, by category.
+
+    Args:
+        failure: of the step.
+        trainer: whose step it was.
+        known: what was there when it began.
+        of_graphs: what it had allocated; empty where that is not known.
+        first_outside: bytes outside of the model before the run's first step, when a CPU's malloc had kept nothing of
+            earlier steps.
+    """
+    in_optimizer = failure.place.phase == OPTIMIZER_STEP
+    there = {
+        PARAMETERS: known.parameters,
+        GRADIENTS: gradient_bytes(trainer) if in_optimizer else known.gradients,
+        OPTIMIZER: known.optimizer,
+        BATCH: known.batch,
+    }
+    outside, found = known.outside, {part.category: part for part in of_graphs}
+    rest = failure.held - sum(there.values()) - outside
+    if not found:
+        category = TEMPORARY if in_optimizer else SAVED
+        found = {category: Part(category, max(0, rest))}
+    elif (excess := sum(part.bytes for part in found.values()) - rest) > 0:
+        # This step has taken again what malloc had kept.
+        outside -= max(0, min(excess, outside - first_outside))
+    parts = []
+    for category in (PARAMETERS, GRADIENTS, OPTIMIZER, BATCH, SAVED, TEMPORARY):
+        part = found.get(category, Part(category, 0))
+        parts.append(Part(category, part.bytes + there.get(category, 0), part.tensors))
+    return (*parts, Part(OUTSIDE, outside))
+
+
+def free_step(error: BaseException) -> None:
+    """Give back what a failed step holds: the frames of its traceback refer to its tensors."""
+    seen: BaseException | None = error
+    while seen is not None:
+        traceback.clear_frames(seen.__traceback__)
+        seen = seen.__cause__ or seen.__context__
+    gc.collect()
+    malloc.trim()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def forward_call(args: Any, kwargs: Any, reader: str) -> ForwardCall:
+    """What a model's forward is called with, without its tensors' data."""
+    return ForwardCall(_alike(args), _alike(kwargs), reader)
+
+
+def _alike(given: Any) -> Any:
+    """With `TensorLike` for tensors, in containers too."""
+    if isinstance(given, torch.Tensor):
+        return TensorLike.of(given)
+    if isinstance(given, Mapping):
+        return {key: _alike(value) for key, value in given.items()}
+    if type(given) in (tuple, list):
+        return type(given)(map(_alike, given))
+    return given
+
+
+def model_of(trainer: Trainer) -> torch.nn.Module:
+    """The model without wrappers."""
+    model = trainer.model
+    assert isinstance(model, torch.nn.Module)
+    return model
+
+
+def gradient_bytes(trainer: Trainer) -> int:
+    """Of the gradients that there are."""
+    return _bytes(p.grad for p in model_of(trainer).parameters() if p.grad is not None)
+
+
+def line_of(error: BaseException) -> str:
+    """An error's kind and first line."""
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+
+
+def _optimizer_bytes(trainer: Trainer) -> int:
+    states = trainer.optimizer.state.values() if trainer.optimizer is not None else ()
+    return _bytes(value for state in states for value in state.values() if isinstance(value, torch.Tensor))
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum({id(tensor): tensor.nbytes for tensor in tensors}.values())

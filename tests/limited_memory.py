@@ -1,0 +1,119 @@
+"""Steps that run out of memory: under a limit on torch's tensors, by an error at a chosen call, and for real."""
+
+import multiprocessing
+import re
+import resource
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from optimum_memopt import MemOptTrainer
+
+
+class LimitedTensors(TorchDispatchMode):
+    """Within it torch's own error is raised when tensors that were made in it would take more than `limit` bytes.
+
+    Attributes:
+        live: bytes that they take.
+        peak: the most so far.
+        requested: bytes of the allocation that was refused.
+        at_failure: bytes that they took then.
+    """
+
+    def __init__(self, limit: int = 2**62) -> None:
+        super().__init__()
+        self.limit = limit
+        self.live = self.peak = self.requested = self.at_failure = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {
+            leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
+        }
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                storage = leaf.untyped_storage()
+                if storage._cdata not in given and storage._cdata not in self._known:
+                    self._add(storage)
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        size = storage.nbytes()
+        if self.live + size > self.limit:
+            self.requested, self.at_failure = size, self.live
+            raise torch.OutOfMemoryError(f"out of memory. Tried to allocate {size} bytes.")
+        key = storage._cdata
+        self._known.add(key)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._free, key, size)
+
+    def _free(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.live -= size
+
+
+def _storages(tree: Any) -> list[torch.UntypedStorage]:
+    return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+class RunsOut(MemOptTrainer):
+    """Runs out of memory at chosen training forwards, counted from 1; a step that is run again counts again.
+
+    Attributes:
+        fails: at which forwards, and in `forward` or `backward`.
+        held: bytes that the error says were allocated, asked when it is raised; None: it does not say.
+        raised: the errors.
+    """
+
+    def __init__(
+        self, *args: Any, fails: dict[int, str], held: Callable[[Any], int] | None = None, **kwargs: Any
+    ) -> None:
+        self.fails, self.held, self.forwards = fails, held, 0
+        self.raised: list[BaseException] = []
+        super().__init__(*args, **kwargs)
+
+    def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(model, *args, **kwargs)
+        if not model.training:
+            return loss
+        self.forwards += 1
+        where = self.fails.get(self.forwards)
+        if where == "forward":
+            self._run_out()
+        if where == "backward":
+            loss.register_hook(lambda gradient: self._run_out())
+        return loss
+
+    def _run_out(self) -> None:
+        allocated = f" Of the allocated memory {self.held(self)} bytes is allocated by PyTorch" if self.held else ""
+        error = torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate 2.00 MiB.{allocated}")
+        self.raised.append(error)
+        raise error
+
+
+def data_bytes() -> int:
+    """What a limit on this process's data counts."""
+    return int(re.search(r"VmData:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+
+
+def limit_data(extra: int) -> None:
+    """Let this process take so many bytes more, and no more."""
+    resource.setrlimit(resource.RLIMIT_DATA, (data_bytes() + extra, resource.RLIM_INFINITY))
+
+
+def in_fresh_process(target: Callable[..., None], *args: Any) -> int:
+    """Run a function of a test module in a process that has imported all of it and trained nothing; its exit code."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, target.__module__])
+    process = context.Process(target=target, args=args)
+    process.start()
+    process.join(600)
+    assert process.exitcode is not None
+    return process.exitcode
