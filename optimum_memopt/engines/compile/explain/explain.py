@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import torch
+
 from optimum_memopt.engines.base import Selection
 from optimum_memopt.engines.checkpointing import Checkpointing
 from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph
@@ -110,7 +112,7 @@ def _tensors_of(failed: FailedStep) -> int:
     """Bytes of the model, its batch, and the states that the optimizer has."""
     run, model = failed.run, failed.model
     states = 0
-    if run.optimizer is not None and run.optimizer.state:
+    if isinstance(run.optimizer, torch.optim.Optimizer) and run.optimizer.state:
         states = footprint_of(model, run.optimizer).optimizer
     batch = sum(tensor.bytes for tensor in failed.call.tensors.values())
     return tensor_bytes([*model.parameters(), *model.buffers()]) + states + batch
