@@ -46,6 +46,11 @@ def capacity(device: torch.device) -> Capacity:
     return Capacity(total, min(total, memory.available // processes + own))
 
 
+def host_available() -> int:
+    """Bytes of the host's memory that this process may still take."""
+    return capacity(torch.device("cpu")).available - psutil.Process().memory_info().rss
+
+
 def capacity_of(total: int) -> Capacity:
     """Of a device that is not here and runs nothing else.
 

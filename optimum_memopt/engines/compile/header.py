@@ -6,6 +6,7 @@ import torch
 
 from optimum_memopt.compat import attention_implementation
 from optimum_memopt.engines.compile.budget.devices import Device
+from optimum_memopt.engines.compile.budget.mixed import pinned_bytes
 from optimum_memopt.engines.compile.memory.step_memory import StepMemoryPredictor
 from optimum_memopt.engines.compile.partitioned_graph import PartitionedGraph
 from optimum_memopt.engines.run import Run
@@ -22,6 +23,17 @@ def plan_line(
     pieces = f", in {len(graphs)} graphs" if len(graphs) > 1 else ""
     loss = ", loss in chunks" if any(graph.chunks_loss for graph in graphs) else ""
     return f"{type(model).__name__} on {device} by {compiler}, {graphs[0].choice.why}{pieces}{loss}{attention}"
+
+
+def host_line(graphs: Sequence[PartitionedGraph]) -> tuple[str, ...]:
+    """What is offloaded takes of the host; nothing where that is the device, too."""
+    sizes = [size for graph in graphs if graph.is_for_cuda for size in graph.offloaded_bytes]
+    if not sizes:
+        return ()
+    return (
+        f"Predicted for the host: {sum(sizes) / MIB:.1f} MiB offloaded, in {sum(map(pinned_bytes, sizes)) / MIB:.1f} "
+        "MiB of pinned memory",
+    )
 
 
 def _attention(model: torch.nn.Module, graphs: Sequence[PartitionedGraph]) -> str:

@@ -4,7 +4,7 @@ joint graph -> cleanup, CSE -> analysis -> choice -> partition -> barriers, offl
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
@@ -13,7 +13,7 @@ from torch import fx
 
 from optimum_memopt.engines.compile import compat, compat_graph, strategies
 from optimum_memopt.engines.compile.analysis.attention import fused_attention
-from optimum_memopt.engines.compile.analysis.candidates import Candidate, find_candidates
+from optimum_memopt.engines.compile.analysis.candidates import Candidate, find_candidates, offloads
 from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph, Modules
 from optimum_memopt.engines.compile.analysis.joint import (
     JointGraph,
@@ -25,14 +25,17 @@ from optimum_memopt.engines.compile.analysis.joint import (
 )
 from optimum_memopt.engines.compile.analysis.saved_activations import find_saved_activations, operator_name
 from optimum_memopt.engines.compile.analysis.signature import node_paths, signature_of
+from optimum_memopt.engines.compile.budget.costs import roofline
+from optimum_memopt.engines.compile.budget.devices import Device, device_at
 from optimum_memopt.engines.compile.choice import Choice
 from optimum_memopt.engines.compile.loss.plan import LossPlan
 from optimum_memopt.engines.compile.loss.scale_in_place import scale_in_place
 from optimum_memopt.engines.compile.memory.cuda_workspaces import Multiprocessors
 from optimum_memopt.engines.compile.memory.inductor_memory import InductorPrograms
+from optimum_memopt.engines.compile.memory.symbolic_sizes import compile_sizes
 from optimum_memopt.engines.compile.memory.timeline import GraphTimeline, Prediction, graph_timeline
 from optimum_memopt.engines.compile.memory.workspaces import multiprocessors_of
-from optimum_memopt.engines.compile.passes import cse
+from optimum_memopt.engines.compile.passes import cse, place_copies
 from optimum_memopt.engines.compile.passes.partition import partition
 from optimum_memopt.engines.compile.producers.plan_file import graph_plan
 from optimum_memopt.engines.compile.producers.producer import Producer
@@ -80,6 +83,11 @@ class PartitionedGraph:
     is_for_cuda: bool = False
 
     @property
+    def offloaded_bytes(self) -> list[int]:
+        """Of each activation that waits on the host, in the first batch."""
+        return compile_sizes(candidate.saving for candidate in offloads(self.choice.candidates))(self.sizes)
+
+    @property
     def chunks_loss(self) -> bool:
         """Whether a loss is computed without its logits."""
         return any(loss.is_chunked for loss in self.losses)
@@ -108,6 +116,8 @@ def analyze(
     activations = find_saved_activations(joint)
     sizes = size_hints(joint)
     candidates = find_candidates(joint, activations, sizes, strategies.registered())
+    if cuda is not None:
+        candidates = tuple(replace(candidate, planned_for="cuda") for candidate in candidates)
 
     def partition_by_torch() -> Modules:
         return compat_graph.default_partition(module, inputs, num_fwd_outputs=num_fwd_outputs, **others)
@@ -128,7 +138,7 @@ def partition_joint(
     earlier: Sequence[PartitionedGraph] = (),
     refuses_mistakes: bool = False,
     runs_operators: bool = True,
-    cuda: Multiprocessors | None = None,
+    target: Device | None = None,
 ) -> tuple[PartitionedGraph, Modules]:
     """Partition a joint graph as a producer chooses.
 
@@ -141,12 +151,12 @@ def partition_joint(
         earlier: graphs of the same forward that were partitioned before this one.
         refuses_mistakes: whatever is asked for has to be in this graph.
         runs_operators: the graphs run as they are, operator by operator.
-        cuda: see `analyze`.
+        target: the device that the graph is planned for; None: that of its tensors.
 
     Raises:
         ConfigError: `refuses_mistakes`, and the user asks for what the graph does not have.
     """
-    graph = analyze(module, inputs, num_fwd_outputs, others, cuda)
+    graph = analyze(module, inputs, num_fwd_outputs, others, target.cuda if target is not None else None)
     choice = producer.choose(graph, [partitioned.choice for partitioned in earlier])
     if refuses_mistakes:
         choice.matched.check()
@@ -154,6 +164,8 @@ def partition_joint(
     if modules is None:
         modules = partition(graph.joint, choice.nodes_to_save)
         strategies.rewrite(modules, choice.candidates)
+        if graph.cuda is not None and place_copies.has_copies(modules[0]):
+            _place_copies(graph, modules, target or device_at(_device(graph.joint)), fused=not runs_operators)
     if runs_operators:
         scale_in_place(modules)
     return _partitioned(graph, choice, modules), modules
@@ -164,8 +176,7 @@ def _partitioned(graph: AnalyzedGraph, choice: Choice, modules: Modules) -> Part
     names, timeline, prediction = {}, None, None
     with informing("the predicted peak"):
         names = symbol_names(compat.symbol_sources())
-        parameters = frozenset(node.name for node in graph.static_inputs)
-        timeline = graph_timeline(*modules, joint.num_fwd_outputs, static_inputs=parameters, cuda=graph.cuda)
+        timeline = _timeline(graph, modules)
         prediction = timeline.predict(sizes)
     convolves = any(operator_name(node).startswith("convolution") for node in joint.forward)
     halves = any(operator_name(node) in _PRODUCTS and _is_half_on_cpu(node) for node in joint.forward)
@@ -184,6 +195,20 @@ def _partitioned(graph: AnalyzedGraph, choice: Choice, modules: Modules) -> Part
         attention=attention,
         is_for_cuda=is_for_cuda,
     )
+
+
+def _place_copies(graph: AnalyzedGraph, modules: Modules, device: Device, fused: bool) -> None:
+    """Where the copies would stall the device otherwise; what they do is the same anywhere."""
+    with informing("where copies to the host are placed"):
+        prediction = _timeline(graph, modules).predict(graph.size_hints)
+        nodes = (node.name for node in graph.joint.nodes)
+        seconds = dict(zip(nodes, roofline(graph.joint, graph.size_hints, device, fused).seconds, strict=True))
+        place_copies.place_copies(modules, prediction, seconds, graph.size_hints, device.link)
+
+
+def _timeline(graph: AnalyzedGraph, modules: Modules) -> GraphTimeline:
+    parameters = frozenset(node.name for node in graph.static_inputs)
+    return graph_timeline(*modules, graph.joint.num_fwd_outputs, static_inputs=parameters, cuda=graph.cuda)
 
 
 def _device(joint: JointGraph) -> torch.device:

@@ -21,7 +21,7 @@ from optimum_memopt.engines.compile.detach_outputs import (
     with_detached_outputs,
     without_logits,
 )
-from optimum_memopt.engines.compile.header import plan_line, prediction_lines
+from optimum_memopt.engines.compile.header import host_line, plan_line, prediction_lines
 from optimum_memopt.engines.compile.loss.plan import LossPlan, check_row, plan_losses
 from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.compile.memory.inductor_memory import InductorPrograms
@@ -226,7 +226,7 @@ class PlannedForward:
             self._graphs,
             refuses_mistakes=is_all and refuses,
             runs_operators=self._settings.compiler != "inductor",
-            cuda=self._settings.target.cuda if self._settings.target is not None else None,
+            target=self._settings.target,
         )
         losses, self._losses = tuple(self._losses), []
         self._graphs.append(replace(graph, programs=programs, is_all_of_forward=is_all, losses=losses))
@@ -290,10 +290,11 @@ class PlannedForward:
     def _predicted(self, graphs: list[PartitionedGraph]) -> tuple[tuple[str, ...], Footprint | None]:
         """The lines above the table, and the first step's memory."""
         line = plan_line(self._model, self._settings.compiler, graphs, self._settings.target)
+        host = host_line(graphs)
         if self.predictor is not None:
             with self.predicting():
-                return (line, *prediction_lines(self.predictor)), self.predictor.footprint()
-        return (line,), None
+                return (line, *prediction_lines(self.predictor), *host), self.predictor.footprint()
+        return (line, *host), None
 
     def _show_nothing(self, watch: compat.Watch) -> None:
         reasons = "; ".join(watch.graph_breaks()) or "nothing in it can be trained"

@@ -123,6 +123,13 @@ def _plan(row: str, parts: Sequence[_Part], matched: Matched) -> Plan:
     auto_recomputed = sum(len(part.auto_recomputed) for part in parts)
     auto = _AUTO.format(count="all" if auto_recomputed == frequency else auto_recomputed) if auto_recomputed else ""
     request = matched.requests.get(row)
+    notes = {
+        strategy.note_applied(part.chosen, part.graph.prediction, part.graph.sizes)
+        for part in parts
+        if saves and part.chosen and part.graph.prediction is not None
+    }
+    # Of several graphs, what is true of all of them.
+    applied = notes if len(notes) == 1 else ()
     return Plan(
         config=row,
         frequency=frequency,
@@ -130,6 +137,6 @@ def _plan(row: str, parts: Sequence[_Part], matched: Matched) -> Plan:
         saving_symbolic=str(sympy.factor_terms(sympy.expand(sympy.Add(*(part.saving for part in parts if saves))))),
         requested_count=request.count if request else 0,
         applied_count=sum(len(part.chosen) for part in parts),
-        note="; ".join(filter(None, (matched.note(row), strategy.note(device_type), auto))),
+        note="; ".join(filter(None, (matched.note(row), strategy.note(device_type), *applied, auto))),
         applied_saving_bytes=sum(part.bytes(part.chosen) for part in parts) if saves else 0,
     )

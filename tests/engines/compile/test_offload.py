@@ -2,6 +2,7 @@
 GPU is looked at on any machine, in graphs whose tensors are said to be on one."""
 
 import copy
+from dataclasses import dataclass
 from unittest import mock
 
 import pytest
@@ -9,10 +10,12 @@ import torch
 from torch import fx
 from transformers.modeling_outputs import CausalLMOutput
 
+from optimum_memopt.engines.compile.analysis.graph import Modules
 from optimum_memopt.engines.compile.analysis.joint import is_tensor, value
 from optimum_memopt.engines.compile.engine import CompileEngine
 from optimum_memopt.engines.compile.memory.timeline import graph_timeline
 from optimum_memopt.engines.compile.passes import host_copies
+from optimum_memopt.engines.compile.passes.place_copies import place_copies
 from optimum_memopt.engines.compile.strategies import offload
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.plans.grammar import Strategy
@@ -112,7 +115,7 @@ def test_copies_are_the_tensors(strides, dtype):
     for copied in (host, back):
         assert copied.stride() == strides and copied.dtype == dtype and torch.equal(copied, tensor)
         assert copied.data_ptr() != tensor.data_ptr()
-    assert torch.ops.optimum_memopt.wait(back, host).data_ptr() == back.data_ptr()
+    assert torch.ops.optimum_memopt.wait(back, host, []).data_ptr() == back.data_ptr()
 
 
 def test_activations_wait_on_the_host(blocks, batch, plain, gelus):
@@ -212,66 +215,110 @@ def test_an_id_that_has_nothing_to_offload_is_refused(blocks, batch):
         run(blocks, "Softmax+:3:-1", batch)
 
 
-@pytest.fixture(scope="module")
-def gpu_graphs(blocks, batch, gelus):
-    """Forward and backward that save five gelus, on a GPU that is not there, by how far ahead copies begin."""
-    pairs = {}
+NAMES = ["gelu", "gelu_1", "gelu_2", "gelu_3", "gelu_4"]
+# Bytes a second of a link, where each operator takes a second: copies take no time, that of three operators, and too
+# long for all of them.
+LINKS = {"at once": float("inf"), "slow": ROWS * HIDDEN * 4 / 3, "slower": ROWS * HIDDEN * 4 / 30}
 
-    def insert(forward: fx.GraphModule, backward: fx.GraphModule, activations: set[str]) -> None:
-        for ahead in (None, 0, 1, 2, 9):
+
+@dataclass(frozen=True)
+class GpuGraphs:
+    """Forward and backward that save five gelus, on a GPU that is not there.
+
+    Attributes:
+        kept: without a copy.
+        together: each copy with its wait.
+        placed: the two apart, by link.
+    """
+
+    kept: Modules
+    together: Modules
+    placed: dict[str, Modules]
+
+
+@pytest.fixture(scope="module")
+def gpu_graphs(blocks, batch, gelus) -> GpuGraphs:
+    found = []
+
+    def insert(forward: fx.GraphModule, backward: fx.GraphModule, activations: set[str], _: bool) -> None:
+        def copied() -> Modules:
             pair = tuple(fx.GraphModule(half, copy.deepcopy(half.graph)) for half in (forward, backward))
             for half in pair:
                 on_cuda(half)
-            if ahead is not None:
-                original(*pair, activations, ahead)
-            pairs[ahead] = pair
-        original(forward, backward, activations)
+            return pair
+
+        def offloaded() -> Modules:
+            pair = copied()
+            original(*pair, activations, True)
+            return pair
+
+        together, placed = offloaded(), {}
+        for name, link in LINKS.items():
+            placed[name] = offloaded()
+            prediction = graph_timeline(*placed[name], 1).predict({})
+            seconds = {
+                node.name: 1.0 for half in placed[name] for node in half.graph.nodes if node.op == "call_function"
+            }
+            place_copies(placed[name], prediction, seconds, {}, link)
+        found.append(GpuGraphs(copied(), together, placed))
+        original(forward, backward, activations, False)
 
     original = offload.insert
     with mock.patch.object(offload, "insert", insert):
         run(blocks, gelus, batch)
-    return pairs
+    (graphs,) = found
+    return graphs
 
 
-@pytest.mark.parametrize("ahead", [0, 1, 2, 9])
-def test_on_a_gpu_copies_are_under_way_ahead_of_use(gpu_graphs, ahead):
-    forward, backward = gpu_graphs[ahead]
-    names = ["gelu", "gelu_1", "gelu_2", "gelu_3", "gelu_4"]
-    begun, ended = positions(forward, "offload"), positions(forward, "wait")
-    assert sorted(begun, key=begun.__getitem__) == names == sorted(ended, key=ended.__getitem__)
-    for index, name in enumerate(names):
-        # Meanwhile the forward computes, and the copies of this many other activations begin.
-        later = [other for other in names[index + 1 :] if begun[other] < ended[name]]
-        assert later == names[index + 1 : index + 1 + ahead]
-    begun, ended = positions(backward, "reload"), positions(backward, "wait")
-    needed = names[::-1]
-    assert sorted(ended, key=ended.__getitem__) == needed
-    for index, name in enumerate(needed):
-        later = [other for other in needed[index + 1 :] if begun[other] < ended[name]]
-        assert begun[name] < ended[name] and later == needed[index + 1 : index + 1 + ahead]
-    nodes = list(backward.graph.nodes)
-    for name, at in ended.items():
-        # Nothing reads a copy without waiting for it, and the wait is where it is read first. The wait for an earlier
-        # copy has this one as an argument, so that no compiler begins this one later.
-        assert {user.target for user in nodes[begun[name]].users} == {torch.ops.optimum_memopt.wait.default}
-        index = needed.index(name)
-        expected = [ended[name], *([ended[needed[index - ahead]]] if 0 < ahead <= index else [])]
-        assert sorted(map(nodes.index, nodes[begun[name]].users)) == sorted(expected)
-        first = min(nodes.index(user) for user in nodes[at].users)
-        assert all(nodes[i].name.startswith(("reload", "wait")) for i in range(at + 1, first))
+def operators_between(module: fx.GraphModule, begins: str) -> dict[str, int]:
+    """How many operators stand between each copy and the wait for it, copies and waits left out."""
+    ours = [getattr(node.target, "namespace", "") == "optimum_memopt" for node in module.graph.nodes]
+    begun, ended = positions(module, begins), positions(module, "wait")
+    return {name: ours[begun[name] : ended[name]].count(False) for name in ended}
 
 
-def test_host_copies_take_nothing_of_a_gpu(gpu_graphs):
+def test_where_copies_take_no_time_nothing_stands_between(gpu_graphs) -> None:
+    for begins, half in (("offload", 0), ("reload", 1)):
+        for pair in (gpu_graphs.together, gpu_graphs.placed["at once"]):
+            assert operators_between(pair[half], begins) == dict.fromkeys(NAMES, 0)
+
+
+def test_on_a_gpu_copies_are_under_way_beside_the_computation(gpu_graphs) -> None:
+    for begins, half in (("offload", 0), ("reload", 1)):
+        module = gpu_graphs.placed["slow"][half]
+        between = operators_between(module, begins)
+        # The last gelu of the forward, and the first of the backward, have less room.
+        assert all(between[name] >= 3 for name in NAMES[:3]), between
+        begun, ended = positions(module, begins), positions(module, "wait")
+        in_order = NAMES if half == 0 else NAMES[::-1]
+        assert sorted(begun, key=begun.__getitem__) == in_order == sorted(ended, key=ended.__getitem__)
+        assert all(begun[name] < ended[name] for name in NAMES)
+
+
+def test_nothing_reads_a_copy_that_is_not_complete(gpu_graphs) -> None:
+    wait = torch.ops.optimum_memopt.wait.default
+    for pair in gpu_graphs.placed.values():
+        for begins, half in (("offload", 0), ("reload", 1)):
+            nodes = list(pair[half].graph.nodes)
+            begun, ended = positions(pair[half], begins), positions(pair[half], "wait")
+            for name, at in begun.items():
+                # A wait for another copy may have this one as an argument, so that no compiler begins it later.
+                assert nodes[ended[name]].args[0] is nodes[at]
+                assert {user.target for user in nodes[at].users} == {wait}
+
+
+def test_copies_take_no_graph_beyond_its_peak(gpu_graphs) -> None:
     activation = ROWS * HIDDEN * 4
-    saved = graph_timeline(*gpu_graphs[None], 1).predict({})
-    for ahead in (0, 1, 2, 9):
-        offloaded = graph_timeline(*gpu_graphs[ahead], 1).predict({})
-        assert offloaded.stashed == saved.stashed - 5 * activation
-        assert offloaded.peak <= saved.peak
-        assert offloaded.backward.end == saved.backward.end
-    # Copies that are under way hold memory: the further ahead, the more.
-    peaks = [graph_timeline(*gpu_graphs[ahead], 1).predict({}).forward.peak.held for ahead in (0, 1, 2, 9)]
-    assert peaks == sorted(peaks) and peaks[0] < peaks[-1]
+    kept, together = (graph_timeline(*pair, 1).predict({}) for pair in (gpu_graphs.kept, gpu_graphs.together))
+    assert together.stashed == kept.stashed - 5 * activation
+    for pair in gpu_graphs.placed.values():
+        placed = graph_timeline(*pair, 1).predict({})
+        assert placed.stashed == together.stashed
+        assert placed.peak == together.peak <= kept.peak
+        assert placed.backward.end == kept.backward.end
+    held = [graph_timeline(*pair, 1).predict({}).forward.held for pair in gpu_graphs.placed.values()]
+    # What is under way longer is held longer.
+    assert sum(held[0]) < sum(held[1]) < sum(held[2])
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -31,6 +31,7 @@ class Candidate:
         cluster_id: `Gelu+`.
         saving: bytes in the symbols of the graph, less those saved in exchange.
         chain: what recomputes the activation, None under a strategy that saves it in another way.
+        planned_for: type of the device that the graph is planned for, where its tensors only stand for that one's.
     """
 
     activation: SavedActivation
@@ -38,6 +39,7 @@ class Candidate:
     cluster_id: str
     saving: sympy.Expr
     chain: RecomputeChain | None = None
+    planned_for: str = ""
 
     @property
     def row(self) -> str:
@@ -47,7 +49,7 @@ class Candidate:
     @property
     def device_type(self) -> str:
         """Where the activation lies: `cuda`."""
-        return tensor_value(self.activation.root).device.type
+        return self.planned_for or tensor_value(self.activation.root).device.type
 
 
 class FindsCandidate(Protocol):
@@ -105,6 +107,11 @@ def find_candidates(
 def recomputed(candidates: Iterable[Candidate], saved: Collection[fx.Node]) -> tuple[Candidate, ...]:
     """Candidates of recompute whose activation is not among the nodes that are saved."""
     return tuple(c for c in candidates if c.chain is not None and c.activation.root not in saved)
+
+
+def offloads(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
+    """Candidates whose activation waits on the host."""
+    return tuple(candidate for candidate in candidates if candidate.strategy is Strategy.OFFLOAD)
 
 
 def by_row(candidates: Iterable[Candidate]) -> dict[str, list[Candidate]]:

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
+from optimum_memopt.engines.compile.budget.mixed import Host, Mixed, cheapest
 from optimum_memopt.engines.compile.budget.simulation import simulate
 from optimum_memopt.engines.compile.budget.solve import Floor, Solution, Solver
 from optimum_memopt.engines.compile.memory.footprint import Footprint
@@ -11,8 +12,13 @@ from optimum_memopt.engines.estimates import CurvePoint
 POINTS = 10
 
 
-def solved(solver: Solver, count: int = POINTS) -> list[tuple[int, Solution]]:
-    """The plans of `count` budgets at equal distances, from the lowest peak to that of everything saved.
+def solved(solver: Solver, host: Host | None = None, count: int = POINTS) -> list[tuple[int, Solution | Mixed]]:
+    """The plans of `count` budgets at equal distances, from the lowest peak of recompute to that of everything saved.
+
+    Args:
+        solver: of the joint graph.
+        host: where activations may wait; None: nowhere.
+        count: of budgets.
 
     Returns:
         What the graph may hold, in bytes, and the plan for it.
@@ -21,13 +27,13 @@ def solved(solver: Solver, count: int = POINTS) -> list[tuple[int, Solution]]:
     found = []
     for number in range(count):
         allowed = low + (high - low) * number // (count - 1)
-        solution = solver.solve(allowed)
-        assert isinstance(solution, Solution)
+        solution = cheapest(solver, allowed, host)
+        assert not isinstance(solution, Floor)
         found.append((allowed, solution))
     return found
 
 
-def points_of(plans: Iterable[tuple[int, Solution]], outside: Footprint) -> tuple[CurvePoint, ...]:
+def points_of(plans: Iterable[tuple[int, Solution | Mixed]], outside: Footprint) -> tuple[CurvePoint, ...]:
     """What `solved` found as a curve.
 
     Args:
@@ -37,7 +43,7 @@ def points_of(plans: Iterable[tuple[int, Solution]], outside: Footprint) -> tupl
     return tuple(point_of(found, outside, replace(outside, activations=allowed).peak) for allowed, found in plans)
 
 
-def point_of(found: Solution, outside: Footprint, budget: int) -> CurvePoint:
+def point_of(found: Solution | Mixed, outside: Footprint, budget: int) -> CurvePoint:
     """A solver's plan on the curve.
 
     Args:
@@ -49,9 +55,11 @@ def point_of(found: Solution, outside: Footprint, budget: int) -> CurvePoint:
     return CurvePoint(budget, peak, found.extra_seconds, found.seconds)
 
 
-def point_of_budget(solver: Solver, outside: Footprint, budget: int) -> CurvePoint | None:
+def point_of_budget(
+    solver: Solver, outside: Footprint, budget: int, host: Host | None = None
+) -> CurvePoint | None:
     """The plan of a budget on the curve; None where nothing fits."""
-    found = solver.solve(outside.activations_within(budget))
+    found = cheapest(solver, outside.activations_within(budget), host)
     return None if isinstance(found, Floor) else point_of(found, outside, budget)
 
 

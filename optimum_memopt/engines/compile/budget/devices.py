@@ -1,4 +1,4 @@
-"""What devices can do, for costs that are estimated instead of measured. Pure.
+"""What devices can do, for costs that are estimated instead of measured.
 
 Dense rates, without sparsity, from the makers' data sheets:
 
@@ -16,6 +16,8 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 from optimum_memopt.engines.compile.memory.cuda_workspaces import Multiprocessors
 from optimum_memopt.errors import MemOptError, excerpt, path_excerpt
@@ -90,6 +92,17 @@ DEVICES = {
         _device("MI300X", 192, 5300, 163.4, 1307, 1307, 64),
     )
 }
+
+# Whose rates count for a GPU that is not in the table.
+_UNKNOWN = "A100"
+
+
+def device_at(device: torch.device) -> Device:
+    """The device of the table that is in this machine, or `_UNKNOWN`."""
+    name = torch.cuda.get_device_name(device).replace(" ", "").lower()
+    known = [one for one in DEVICES if one.replace(" ", "").lower() in name]
+    # `L4` is in `L40S`, too.
+    return DEVICES[max(known, key=len)] if known else DEVICES[_UNKNOWN]
 
 
 def device_of(name: str) -> Device:

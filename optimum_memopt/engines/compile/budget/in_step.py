@@ -1,5 +1,6 @@
 """What a graph may hold within a training step, and what its operators cost where it trains."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -8,7 +9,7 @@ import torch
 from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph
 from optimum_memopt.engines.compile.budget.costs import Costs, measured, roofline
 from optimum_memopt.engines.compile.budget.costs_cache import cache_path, known_costs
-from optimum_memopt.engines.compile.budget.devices import Device
+from optimum_memopt.engines.compile.budget.devices import Device, device_at
 from optimum_memopt.engines.compile.memory.footprint import (
     Footprint,
     constant_of,
@@ -18,7 +19,7 @@ from optimum_memopt.engines.compile.memory.footprint import (
     tensor_bytes,
 )
 from optimum_memopt.engines.run import LargestBatch, Run
-from optimum_memopt.memory.capacity import capacity, capacity_of
+from optimum_memopt.memory.capacity import capacity, capacity_of, host_available
 from optimum_memopt.memory.optimizers import Optimizer, PlannedOptimizer
 from optimum_memopt.sizes import Budget
 
@@ -39,6 +40,8 @@ class Step:
         largest: the run's largest batch, None where it is not known.
         resident: what the process holds without the optimizer's states, in bytes; on a CPU with room to grow.
         room: bytes of it that the process may still grow by.
+        link: between the device and the host, bytes a second in one direction; 0: offload saves nothing.
+        host: bytes that offload may take of the host's memory.
     """
 
     bytes: int
@@ -47,6 +50,8 @@ class Step:
     largest: LargestBatch | None = None
     resident: int = 0
     room: int = 0
+    link: float = 0.0
+    host: int = 0
 
 
 def step_around(
@@ -70,7 +75,19 @@ def step_around(
     held += room
     constant = constant_of(model, batch, held)
     outside = footprint_of(model, run.optimizer, run.gradient_accumulation, batch=batch, constant=constant)
-    return Step(budget.on_device(memory.total, memory.available), outside, resident=held, room=room)
+    link, host = _link(device, target)
+    return Step(
+        budget.on_device(memory.total, memory.available), outside, resident=held, room=room, link=link, host=host
+    )
+
+
+def _link(device: torch.device, target: Device | None) -> tuple[float, int]:
+    """Bytes a second to the host, and how many may wait there: what is free now, or any on a machine not known."""
+    if target is not None:
+        return (0.0, 0) if target.cuda is None else (target.link, sys.maxsize)
+    if device.type != "cuda":
+        return 0.0, 0
+    return device_at(device).link, host_available()
 
 
 def _held(optimizer: Optimizer | None, trainable: Sequence[torch.Tensor]) -> int:

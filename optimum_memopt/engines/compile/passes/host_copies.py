@@ -4,6 +4,7 @@ On CUDA the copies run on their own stream, from and to pinned memory, beside wh
 run where they stand in the graph.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -82,11 +83,11 @@ def _(host: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 # The result is the argument, which `custom_op` does not allow.
 _library = torch.library.Library(LIBRARY, "FRAGMENT")
-_library.define("wait(Tensor(a) target, Tensor source, Tensor? begun=None) -> Tensor(a)", tags=compat.CUDAGRAPH_UNSAFE)
+_library.define("wait(Tensor(a) target, Tensor source, Tensor[] begun) -> Tensor(a)", tags=compat.CUDAGRAPH_UNSAFE)
 
 
 @torch.library.impl(f"{LIBRARY}::wait", "CompositeExplicitAutograd")
-def _wait(target: torch.Tensor, source: torch.Tensor, begun: torch.Tensor | None = None) -> torch.Tensor:
+def _wait(target: torch.Tensor, source: torch.Tensor, begun: Sequence[torch.Tensor]) -> torch.Tensor:
     """`target`, complete for all that is asked of the GPU from now on.
 
     Args:
@@ -103,5 +104,5 @@ def _wait(target: torch.Tensor, source: torch.Tensor, begun: torch.Tensor | None
 
 
 @torch.library.register_fake(f"{LIBRARY}::wait")
-def _(target: torch.Tensor, source: torch.Tensor, begun: torch.Tensor | None = None) -> torch.Tensor:
+def _(target: torch.Tensor, source: torch.Tensor, begun: Sequence[torch.Tensor]) -> torch.Tensor:
     return target

@@ -1,4 +1,4 @@
-"""A budget: the cheapest recompute with which the peak of a step is within so many bytes."""
+"""A budget: the cheapest recompute and offload with which the peak of a step is within so many bytes."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -7,12 +7,13 @@ from functools import partial
 
 from optimum_memopt.engines.base import Selection
 from optimum_memopt.engines.compile import compat
-from optimum_memopt.engines.compile.analysis.candidates import Candidate, recomputed
+from optimum_memopt.engines.compile.analysis.candidates import Candidate, offloads, recomputed
 from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph
 from optimum_memopt.engines.compile.budget.costs import Costs
 from optimum_memopt.engines.compile.budget.curve import point_of, points_of, solved
 from optimum_memopt.engines.compile.budget.in_step import Step
 from optimum_memopt.engines.compile.budget.largest_sizes import is_length, larger_sizes
+from optimum_memopt.engines.compile.budget.mixed import Mixed, cheapest, host_of
 from optimum_memopt.engines.compile.budget.problem import Problem, problem_of, problems_of
 from optimum_memopt.engines.compile.budget.smaller_batch import SmallerBatch, smaller_batch
 from optimum_memopt.engines.compile.budget.solve import KEEPS_ALL, Floor, Solution, Solver
@@ -70,7 +71,8 @@ class FromBudget:
         problem_at = problems_of(graph, costs.seconds)
         solver = Solver(problem_at(graph.size_hints))
         # Before the last look at what the process holds.
-        others = solved(solver) if self.frontiers is not None and not earlier else ()
+        host = host_of(graph, step.link, step.host)
+        others = solved(solver, host) if self.frontiers is not None and not earlier else ()
         if self.step is not None:
             if solver.everything.peak > step.outside.activations_within(step.bytes):
                 solver.prepare()
@@ -81,11 +83,11 @@ class FromBudget:
         optimizer_step = replace(step.outside, activations=0).peak
         if optimizer_step > step.bytes:
             raise self._does_not_fit(step, Floor(0, ()), optimizer_step, None)
-        found = solver.solve(allowed)
+        found = cheapest(solver, allowed, host)
         if isinstance(found, Floor):
             fits = smaller_batch(graph, names, costs, step.outside, step.bytes)
             raise self._does_not_fit(step, found, replace(step.outside, activations=found.peak).peak, fits)
-        if self.times is not None and self.times.is_wanted and not earlier:
+        if isinstance(found, Solution) and self.times is not None and self.times.is_wanted and not earlier:
             tokens = {symbol: size for symbol, size in graph.size_hints.items() if is_length(names.get(symbol, ""))}
             batches = step.largest.lengths if step.largest is not None else ()
             shortened = partial(_shortened, problem_at, graph.size_hints, tokens)
@@ -97,13 +99,17 @@ class FromBudget:
         margin = f" less a margin of {gib_text(step.margin)}" if step.margin else ""
         why = f"budget {gib_text(step.bytes)}{margin}{sizes}"
         nodes = graph.joint.nodes
-        if found.solver == KEEPS_ALL and (own := _torchs_own(graph, allowed)) is not None:
+        keeps_all = isinstance(found, Solution) and found.solver == KEEPS_ALL
+        if keeps_all and (own := _torchs_own(graph, allowed)) is not None:
             return replace(own, why=f"{why}: fits without a plan, torch's own partition")
-        saved = tuple(nodes[number] for number in found.saved)
+        saved = frozenset(nodes[number] for number in found.saved)
+        offloaded = frozenset(nodes[number] for number in found.offloaded) if isinstance(found, Mixed) else frozenset()
+        chosen = {*recomputed(graph.candidates, saved)}
+        chosen |= {candidate for candidate in offloads(graph.candidates) if candidate.activation.root in offloaded}
         return Choice(
-            nodes_to_save=saved,
+            nodes_to_save=tuple(nodes[number] for number in found.saved),
             why=f"{why}{_gain(found, costs)}",
-            candidates=recomputed(graph.candidates, frozenset(saved)),
+            candidates=tuple(candidate for candidate in graph.candidates if candidate in chosen),
         )
 
     def _does_not_fit(self, step: Step, floor: Floor, peak: int, fits: SmallerBatch | None) -> DoesNotFitError:
@@ -120,9 +126,11 @@ class FromBudget:
         largest = sorted(parts.items(), key=lambda item: -item[1])[:5]
         held = ", ".join(f"{name} {gib_text(size)}" for name, size in largest if size >= _WORTH_NAMING)
         batch = f" with a batch of {step.largest}, as long as the longest row" if step.largest is not None else ""
+        offload = " or offloaded" if step.link else ""
         return DoesNotFitError(
             f"--memory_opt_budget {self.budget.text}: the step takes at least {gib_text(peak)}{batch}, whatever "
-            f"is recomputed; the budget is {gib_text(step.bytes)}; most of it is {held}; {_way_out(floor, fits)}"
+            f"is recomputed{offload}; the budget is {gib_text(step.bytes)}; most of it is {held}; "
+            f"{_way_out(floor, fits)}"
         )
 
 
@@ -163,10 +171,11 @@ def _torchs_own(graph: AnalyzedGraph, allowed: int) -> Choice | None:
     return None
 
 
-def _gain(found: Solution, costs: Costs) -> str:
+def _gain(found: Solution | Mixed, costs: Costs) -> str:
     if not found.seconds:
         return ""
-    return f": {100 * found.extra_seconds / found.seconds:+.1f}% time ({costs.source} costs)"
+    offload = f", {gib_text(found.host_bytes)} of the host for offload" if isinstance(found, Mixed) else ""
+    return f": {100 * found.extra_seconds / found.seconds:+.1f}% time ({costs.source} costs){offload}"
 
 
 def _by_bytes(graph: AnalyzedGraph) -> Costs:

@@ -9,6 +9,7 @@ from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph
 from optimum_memopt.engines.compile.budget.costs import Costs
 from optimum_memopt.engines.compile.budget.curve import point_of_budget, point_of_plan, points_of, solved
 from optimum_memopt.engines.compile.budget.in_step import Step
+from optimum_memopt.engines.compile.budget.mixed import Host, host_of
 from optimum_memopt.engines.compile.budget.problem import problem_of
 from optimum_memopt.engines.compile.budget.solve import Solver
 from optimum_memopt.engines.compile.choice import Choice
@@ -58,14 +59,15 @@ class BudgetCurve:
             step = self.step(self.plan.budget if isinstance(self.plan, FromBudget) else Budget("", 0))
             solver = Solver(problem_of(graph, costs.seconds))
             self.source.append(costs.source)
-            self.points.extend(points_of(solved(solver), step.outside))
-            if (place := self._place(graph, solver, step)) is not None:
+            host = host_of(graph, step.link, step.host)
+            self.points.extend(points_of(solved(solver, host), step.outside))
+            if (place := self._place(graph, solver, step, host)) is not None:
                 self.chosen.append(place)
         return TorchDefault().choose(graph, earlier)
 
-    def _place(self, graph: AnalyzedGraph, solver: Solver, step: Step) -> CurvePoint | None:
+    def _place(self, graph: AnalyzedGraph, solver: Solver, step: Step, host: Host | None) -> CurvePoint | None:
         if isinstance(self.plan, FromBudget):
-            return point_of_budget(solver, step.outside, step.bytes)
+            return point_of_budget(solver, step.outside, step.bytes, host)
         if self.plan is None or isinstance(self.plan, TorchDefault):
             return None
         choice = self.plan.choose(graph, ())

@@ -6,12 +6,11 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from optimum_memopt.engines.base import Selection
-from optimum_memopt.engines.compile.analysis.candidates import Candidate, recomputed
+from optimum_memopt.engines.compile.analysis.candidates import Candidate, offloads, recomputed
 from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph, nodes_to_save
 from optimum_memopt.engines.compile.analysis.signature import Path
 from optimum_memopt.engines.compile.choice import Choice
 from optimum_memopt.engines.compile.producers.torch_default import TorchDefault
-from optimum_memopt.plans.grammar import Strategy
 from optimum_memopt.plans.matching import Matched
 from optimum_memopt.plans.plan_file import GraphPlan, LayerPlan, PlanFile
 
@@ -43,11 +42,11 @@ class FromPlanFile:
             return replace(TorchDefault().choose(graph, earlier), why=why, mismatch=mismatch)
         nodes = {path: node for node, path in graph.paths.items()}
         roots = {activation.root for activation in graph.activations}
-        offloads = {c.activation.root: c for c in graph.candidates if c.strategy is Strategy.OFFLOAD}
+        offloadable = {candidate.activation.root: candidate for candidate in offloads(graph.candidates)}
         wanted = {kind: {nodes.get(path): path for path in _paths(plan, kind)} for kind in _KINDS}
         wrong = [
             (kind, path)
-            for kind, among in (("recompute", roots), ("offload", offloads), ("save", graph.paths))
+            for kind, among in (("recompute", roots), ("offload", offloadable), ("save", graph.paths))
             for node, path in wanted[kind].items()
             if node not in among
         ]
@@ -57,7 +56,7 @@ class FromPlanFile:
         found = {kind: {node for node in wanted[kind] if node is not None} for kind in _KINDS}
         saved = nodes_to_save(graph, found["recompute"], found["save"])
         chosen = {*recomputed(graph.candidates, frozenset(saved))}
-        chosen |= {offloads[node] for node in found["offload"] if node in offloads and node in saved}
+        chosen |= {offloadable[node] for node in found["offload"] if node in offloadable and node in saved}
         return Choice(
             nodes_to_save=saved,
             why=why,
@@ -87,7 +86,7 @@ def graph_plan(graph: AnalyzedGraph, choice: Choice) -> GraphPlan:
         return GraphPlan(graph.signature, by_torch=True)
     saved = set(choice.nodes_to_save)
     roots = {activation.root for activation in graph.activations}
-    offloaded = {c.activation.root for c in choice.candidates if c.strategy is Strategy.OFFLOAD}
+    offloaded = {candidate.activation.root for candidate in offloads(choice.candidates)}
     kinds: dict[str, set[fx.Node]] = {"recompute": roots - saved, "offload": offloaded, "save": saved - roots}
     layers: dict[str, dict[str, list[str]]] = {}
     for node, (layer, path) in graph.paths.items():

@@ -4,7 +4,7 @@ torch has a pass for this (`torch._functorch._activation_offloading`), which cam
 outputs of multi-output operators and non-contiguous tensors. Here the storage itself is copied, strides included.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import sympy
 import torch
@@ -12,15 +12,17 @@ from torch import fx
 
 from optimum_memopt.engines.compile.analysis.candidates import Candidate
 from optimum_memopt.engines.compile.analysis.graph import Modules
-from optimum_memopt.engines.compile.analysis.joint import ON_HOST, is_on_host, is_tensor, root, tensor_value, value
+from optimum_memopt.engines.compile.analysis.joint import ON_HOST, is_on_host, root, tensor_value, value
 from optimum_memopt.engines.compile.analysis.recompute_chains import RecomputeChain
 from optimum_memopt.engines.compile.analysis.saved_activations import SavedActivation
+from optimum_memopt.engines.compile.memory.symbolic_sizes import SymbolValues, compile_sizes
+from optimum_memopt.engines.compile.memory.timeline import Prediction, Timeline
 from optimum_memopt.engines.compile.passes import host_copies
 from optimum_memopt.engines.compile.strategies.registry import register_strategy
 from optimum_memopt.plans.grammar import Strategy
 
-# How many copies are under way on CUDA beside the one that is needed next. Not tuned.
-AHEAD = 2
+# Names of nodes: of the copy in the forward, once it is complete, and of the one in the backward.
+_ON_HOST, _RELOADED = "{}_on_host", "{}_reloaded"
 
 
 class Offload:
@@ -39,7 +41,8 @@ class Offload:
 
     def rewrite(self, modules: Modules, candidates: tuple[Candidate, ...]) -> None:
         if candidates:
-            insert(*modules, {candidate.activation.root.name for candidate in candidates})
+            activations = {candidate.activation.root.name for candidate in candidates}
+            insert(*modules, activations, any(self.saves_on(candidate.device_type) for candidate in candidates))
 
     def saves_on(self, device_type: str) -> bool:
         return device_type != "cpu"
@@ -49,6 +52,19 @@ class Offload:
             return "offload"
         return "offload; saves nothing on the CPU, whose memory is the host's"
 
+    def note_applied(self, candidates: Sequence[Candidate], prediction: Prediction, sizes: SymbolValues) -> str:
+        """Whether the peak would be the same if all of them had stayed on the device."""
+        bytes_of = compile_sizes(candidate.saving for candidate in candidates)(sizes)
+        names = [candidate.activation.root.name for candidate in candidates]
+        on_host, reloaded = (
+            dict(zip(map(name.format, names), bytes_of, strict=True)) for name in (_ON_HOST, _RELOADED)
+        )
+        held = max(
+            _most_if_kept(prediction.forward, on_host, is_forward=True),
+            _most_if_kept(prediction.backward, reloaded, is_forward=False),
+        )
+        return "saves nothing at the peak" if held <= prediction.peak else ""
+
     def is_listed(self, device_type: str, is_recomputable: bool) -> bool:
         """Only where there is nothing else."""
         return self.saves_on(device_type) and not is_recomputable
@@ -57,29 +73,44 @@ class Offload:
 register_strategy(Offload())
 
 
+def _most_if_kept(run: Timeline, copies: Mapping[str, int], is_forward: bool) -> int:
+    """The most that a run would hold with what it offloads.
+
+    Args:
+        run: of the forward or the backward.
+        copies: bytes that are away behind an operator (of the forward) or before it (of the backward), by its name.
+        is_forward: which of the two it is.
+    """
+    kept = 0 if is_forward else sum(copies.values())
+    most = 0
+    for name, held in zip(run.nodes, run.held, strict=True):
+        kept -= 0 if is_forward else copies.get(name, 0)
+        most = max(most, held + kept)
+        kept += copies.get(name, 0) if is_forward else 0
+    return most
+
+
 def insert(
-    forward: fx.GraphModule, backward: fx.GraphModule, activations: Collection[str], ahead: int = AHEAD
+    forward: fx.GraphModule, backward: fx.GraphModule, activations: Collection[str], is_on_accelerator: bool
 ) -> None:
     """Save host copies of activations instead of the activations.
+
+    The graphs wait for each copy right where it begins; `passes.place_copies` moves them apart.
 
     Args:
         forward: offloads each activation after its last use.
         backward: reloads each copy before its first use.
         activations: names of roots that the forward saves and does not return.
-        ahead: how many later copies have begun on CUDA when a graph waits for one.
+        is_on_accelerator: the copies take none of the device's memory.
     """
-    hosts = _offload(forward.graph, activations, ahead)
-    _reload(backward.graph, hosts, ahead)
+    hosts = _offload(forward.graph, activations, is_on_accelerator)
+    _reload(backward.graph, hosts)
     for module in (forward, backward):
         module.graph.lint()
         module.recompile()
 
 
-def _copies_ahead(activation: fx.Node, ahead: int) -> int:
-    return ahead if tensor_value(activation).is_cuda else 0
-
-
-def _offload(graph: fx.Graph, activations: Collection[str], ahead: int) -> dict[str, fx.Node]:
+def _offload(graph: fx.Graph, activations: Collection[str], is_on_accelerator: bool) -> dict[str, fx.Node]:
     """The host copies by the name of their activation."""
     (output,) = graph.find_nodes(op="output")
     order = {node: index for index, node in enumerate(graph.nodes)}
@@ -88,61 +119,43 @@ def _offload(graph: fx.Graph, activations: Collection[str], ahead: int) -> dict[
         if node.op != "output":
             last.update({root(read): node for read in (node, *node.all_input_nodes)})
     offloaded = sorted((node for node in last if node.name in activations), key=lambda node: order[last[node]])
-    # Several may have the same last use; the first of them goes directly behind it.
-    begun = [_begin_after(last[activation], activation) for activation in reversed(offloaded)][::-1]
     hosts = {}
-    (result, *_) = output.args[0]
-    for index, activation in enumerate(offloaded):
-        later = index + _copies_ahead(activation, ahead)
-        before = begun[later] if later < len(begun) else result
-        with graph.inserting_before(begun[later].next if later < len(begun) else output):
-            hosts[activation.name] = graph.create_node(
+    # Several may have the same last use; the first of them goes directly behind it.
+    for activation in reversed(offloaded):
+        with graph.inserting_after(last[activation]):
+            begun = graph.call_function(torch.ops.optimum_memopt.offload.default, (activation,))
+        with graph.inserting_after(begun):
+            host = graph.create_node(
                 "call_function",
                 torch.ops.optimum_memopt.wait.default,
-                (begun[index], activation, *([before] if later > index and _is_tensor_node(before) else [])),
-                name=f"{activation.name}_on_host",
+                (begun, activation, []),
+                name=_ON_HOST.format(activation.name),
             )
-        hosts[activation.name].meta.update(begun[index].meta)
-        output.replace_input_with(activation, hosts[activation.name])
+        with tensor_value(activation).fake_mode:
+            begun.meta["val"] = host_copies.offload(tensor_value(activation))
+        begun.meta[ON_HOST] = is_on_accelerator
+        host.meta.update(begun.meta)
+        output.replace_input_with(activation, host)
+        hosts[activation.name] = host
     return hosts
 
 
-def _is_tensor_node(result: object) -> bool:
-    return isinstance(result, fx.Node) and is_tensor(result)
-
-
-def _begin_after(node: fx.Node, activation: fx.Node) -> fx.Node:
-    with node.graph.inserting_after(node):
-        begun = node.graph.call_function(torch.ops.optimum_memopt.offload.default, (activation,))
-    with tensor_value(activation).fake_mode:
-        begun.meta["val"] = host_copies.offload(tensor_value(activation))
-    begun.meta[ON_HOST] = tensor_value(activation).device.type != "cpu"
-    return begun
-
-
-def _reload(graph: fx.Graph, hosts: dict[str, fx.Node], ahead: int) -> None:
+def _reload(graph: fx.Graph, hosts: Mapping[str, fx.Node]) -> None:
     order = {node: index for index, node in enumerate(graph.nodes)}
-    activations = [node for node in graph.find_nodes(op="placeholder") if node.name in hosts]
-    first = {activation: min(activation.users, key=order.__getitem__) for activation in activations}
-    begin = next(node for node in graph.nodes if node.op != "placeholder")
-    waits: list[fx.Node] = []
-    for index, activation in enumerate(sorted(activations, key=lambda node: order[first[node]])):
+    for activation in [node for node in graph.find_nodes(op="placeholder") if node.name in hosts]:
         host = hosts[activation.name]
+        first = min(activation.users, key=order.__getitem__)
         with graph.inserting_before(activation):
             placeholder = graph.placeholder(host.name)
         placeholder.meta.update(activation.meta, val=value(host), **{ON_HOST: is_on_host(host)})
-        early = _copies_ahead(activation, ahead)
-        place = first[activation] if early == 0 else begin if index < early else waits[index - early]
-        with graph.inserting_before(place):
-            reloaded = graph.call_function(
-                torch.ops.optimum_memopt.reload.default, (placeholder, tensor_value(activation).device)
+        with graph.inserting_before(first):
+            reloaded = graph.create_node(
+                "call_function",
+                torch.ops.optimum_memopt.reload.default,
+                (placeholder, tensor_value(activation).device),
+                name=_RELOADED.format(activation.name),
             )
-        with graph.inserting_before(first[activation]):
-            waiting = graph.call_function(torch.ops.optimum_memopt.wait.default, (reloaded, placeholder))
-        waits.append(waiting)
-        if 0 < early <= index:
-            earlier = waits[index - early]
-            earlier.args = (*earlier.args, reloaded)
+            waiting = graph.call_function(torch.ops.optimum_memopt.wait.default, (reloaded, placeholder, []))
         for node in (reloaded, waiting):
             node.meta.update(activation.meta)
         activation.replace_all_uses_with(waiting)

@@ -3,7 +3,7 @@
 Strategy 2, recompute with compromise, saves something else in exchange: what must not run twice.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import sympy
 
@@ -11,6 +11,8 @@ from optimum_memopt.engines.compile.analysis.candidates import Candidate
 from optimum_memopt.engines.compile.analysis.graph import Modules
 from optimum_memopt.engines.compile.analysis.recompute_chains import RecomputeChain
 from optimum_memopt.engines.compile.analysis.saved_activations import SavedActivation
+from optimum_memopt.engines.compile.memory.symbolic_sizes import SymbolValues
+from optimum_memopt.engines.compile.memory.timeline import Prediction
 from optimum_memopt.engines.compile.passes import barriers
 from optimum_memopt.engines.compile.strategies.registry import register_strategy
 from optimum_memopt.plans.grammar import Strategy
@@ -41,6 +43,9 @@ class Recompute:
         return True
 
     def note(self, device_type: str) -> str:
+        return ""
+
+    def note_applied(self, candidates: Sequence[Candidate], prediction: Prediction, sizes: SymbolValues) -> str:
         return ""
 
     def is_listed(self, device_type: str, is_recomputable: bool) -> bool:

@@ -1,11 +1,13 @@
 """What a strategy of the compile engine is. A new one is a new file that registers itself and its number in the plan
 grammar."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from optimum_memopt.engines.compile.analysis.candidates import Candidate, FindsCandidate
 from optimum_memopt.engines.compile.analysis.graph import Modules
+from optimum_memopt.engines.compile.memory.symbolic_sizes import SymbolValues
+from optimum_memopt.engines.compile.memory.timeline import Prediction
 from optimum_memopt.plans.grammar import Strategy
 
 
@@ -31,6 +33,15 @@ class MemoryStrategy(FindsCandidate, Protocol):
 
     def note(self, device_type: str) -> str:
         """For the note of a row in the plan table."""
+
+    def note_applied(self, candidates: Sequence[Candidate], prediction: Prediction, sizes: SymbolValues) -> str:
+        """For the note of a row that is on; empty where there is nothing to say.
+
+        Args:
+            candidates: those that are on in one graph.
+            prediction: of that graph.
+            sizes: value of each of its symbols.
+        """
 
     def is_listed(self, device_type: str, is_recomputable: bool) -> bool:
         """Whether the plan table lists a row that is off.
