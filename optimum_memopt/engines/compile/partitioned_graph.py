@@ -203,7 +203,7 @@ def _place_copies(graph: AnalyzedGraph, modules: Modules, device: Device, fused:
         prediction = _timeline(graph, modules).predict(graph.size_hints)
         nodes = (node.name for node in graph.joint.nodes)
         seconds = dict(zip(nodes, roofline(graph.joint, graph.size_hints, device, fused).seconds, strict=True))
-        place_copies.place_copies(modules, prediction, seconds, graph.size_hints, device.link)
+        place_copies.place_copies(modules, prediction, seconds, graph.size_hints, device.copy_rate)
 
 
 def _timeline(graph: AnalyzedGraph, modules: Modules) -> GraphTimeline:

@@ -56,6 +56,11 @@ class Device:
             return 0
         return 2 * (32 * 2**20 if self.capability >= (9, 0) else 2 * 2**22 + 2**17)
 
+    @property
+    def copy_rate(self) -> float:
+        """Bytes a second that copies from and to pinned memory get of the link; not tuned."""
+        return 0.8 * self.link
+
     def rate(self, dtype: str) -> float:
         """Floating point operations a second; of float32 for a dtype that the device lacks."""
         return self.flops.get(dtype, self.flops["float32"])

@@ -84,10 +84,10 @@ def step_around(
 def _link(device: torch.device, target: Device | None) -> tuple[float, int]:
     """Bytes a second to the host, and how many may wait there: what is free now, or any on a machine not known."""
     if target is not None:
-        return (0.0, 0) if target.cuda is None else (target.link, sys.maxsize)
+        return (0.0, 0) if target.cuda is None else (target.copy_rate, sys.maxsize)
     if device.type != "cuda":
         return 0.0, 0
-    return device_at(device).link, host_available()
+    return device_at(device).copy_rate, host_available()
 
 
 def _held(optimizer: Optimizer | None, trainable: Sequence[torch.Tensor]) -> int:

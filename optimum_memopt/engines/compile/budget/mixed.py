@@ -16,7 +16,7 @@ from optimum_memopt.engines.compile.budget.solve import KEEPS_ALL, Floor, Soluti
 from optimum_memopt.engines.compile.memory.overlap import Copy, overlap
 
 # Bytes beyond the budget that are offloaded, as shares of what the link moves during the forward.
-_SHARES = (0.125, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0)
+_SHARES = (0.25, 0.5, 0.75, 1.0, 1.5, 2.5)
 # Below that a copy's launch takes as long as the copy.
 _SMALLEST = 2**20
 # Of a step's time, what offload has to save: it also takes memory of the host.
@@ -104,16 +104,18 @@ def with_offload(solver: Solver, found: Solution | Floor, budget: int, host: Hos
     alone = found.extra_seconds if isinstance(found, Solution) else float("inf")
     lacking = found.peak - budget if isinstance(found, Floor) else 0
     moved = host.bandwidth * _seconds(problem, everything.forward)
-    best = None
+    best: Mixed | None = None
     if alone <= _WORTH * seconds:
         return None
     for share in _SHARES:
-        relaxed = solver.solve(budget + lacking + int(share * moved))
+        relaxed = solver.solve(budget + lacking + int(share * moved), is_final=False)
         if isinstance(relaxed, Floor):
             continue
         mixed = _offloading(problem, relaxed, budget, host)
-        if mixed is not None and (best is None or mixed.extra_seconds < best.extra_seconds):
-            best = mixed
+        if best is not None and (mixed is None or mixed.extra_seconds > best.extra_seconds):
+            # From here on the link is full.
+            break
+        best = mixed or best
         if relaxed.solver == KEEPS_ALL:
             break
     if best is None or best.extra_seconds > alone - _WORTH * seconds:

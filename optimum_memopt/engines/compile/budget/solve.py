@@ -70,11 +70,12 @@ class Solver:
         """Solve what is the same for every budget."""
         _ = self._menus
 
-    def solve(self, budget: int) -> Solution | Floor:
+    def solve(self, budget: int, is_final: bool = True) -> Solution | Floor:
         """The plan with the least time for recompute of all whose peak fits; of equal ones that with the lowest peak.
 
         Args:
             budget: bytes that the graph's forward and backward may hold.
+            is_final: False: without the last small changes, which take as long as the rest.
         """
         if self.everything.peak <= budget:
             return self._solution(KEEPS_ALL, self.everything)
@@ -82,7 +83,7 @@ class Solver:
         if not fitting:
             return Floor(self.lowest.peak, _holders(self.problem, self.lowest))
         solver, best = min(fitting, key=lambda pair: (pair[1].extra_seconds(self.problem), pair[1].peak))
-        return self._solution(solver, improve(self.problem, best, budget))
+        return self._solution(solver, improve(self.problem, best, budget) if is_final else best)
 
     def _candidates(self, budget: int) -> Iterator[tuple[str, Simulation]]:
         found = self._menus.solve(budget)

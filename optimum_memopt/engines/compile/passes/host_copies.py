@@ -32,6 +32,13 @@ class _Copy(NamedTuple):
 _under_way: dict[int, _Copy] = {}
 
 
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """All memory from the first element to the last, gaps included: torch copies what is not contiguous through
+    pageable memory, and waits for it (`aten/src/ATen/native/cuda/Copy.cpp`, 2.13)."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.as_strided((last + 1 if tensor.numel() else 0,), (1,))
+
+
 def _begin(source: torch.Tensor, target: torch.Tensor, device: torch.device) -> None:
     """Copy beside what `device` computes, on one stream: a reload begins when the offload has ended.
 
@@ -45,7 +52,7 @@ def _begin(source: torch.Tensor, target: torch.Tensor, device: torch.device) -> 
     stream = _streams[device]
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
-        target.copy_(source, non_blocking=True)
+        _flat(target).copy_(_flat(source), non_blocking=True)
         _under_way[target.data_ptr()] = _Copy(stream.record_event(), (source, target))
 
 
@@ -56,7 +63,8 @@ def offload(activation: torch.Tensor) -> torch.Tensor:
         activation.shape, activation.stride(), dtype=activation.dtype, pin_memory=activation.is_cuda
     )
     if not activation.is_cuda:
-        return host.copy_(activation)
+        _flat(host).copy_(_flat(activation))
+        return host
     _begin(activation, host, activation.device)
     return host
 
@@ -71,7 +79,8 @@ def reload(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A copy on `device` with the same strides, complete after `wait`."""
     activation = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=device)
     if not activation.is_cuda:
-        return activation.copy_(host)
+        _flat(activation).copy_(_flat(host))
+        return activation
     _begin(host, activation, activation.device)
     return activation
 

@@ -34,7 +34,7 @@ NO_LINK = dataclasses.replace(SLOW, link=1e3)
 def larger() -> Captured:
     """Activations of a MiB and more."""
     case = ZOO["roberta-classification"]
-    model = case.build(**DROPOUT, hidden_size=128, intermediate_size=512, num_hidden_layers=4)
+    model = case.build(**DROPOUT, hidden_size=128, intermediate_size=512, num_hidden_layers=3)
     return capture(model.forward, **case.batch(40, 60), dynamic=False)
 
 
@@ -81,7 +81,7 @@ def extra_time(graph: PartitionedGraph) -> float:
     return float(graph.choice.why.split(": +")[1].split("%")[0])
 
 
-@pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
+@pytest.mark.parametrize("share", [0.1, 0.4])
 def test_the_plan_is_within_the_budget_and_faster(share: float, planned, free: int, floor: int) -> None:
     budget = int(floor * 1.02 + share * (free - floor))
     alone, both = planned(budget, link=0.0), planned(budget)
