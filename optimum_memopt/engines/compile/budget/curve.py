@@ -55,9 +55,7 @@ def point_of(found: Solution | Mixed, outside: Footprint, budget: int) -> CurveP
     return CurvePoint(budget, peak, found.extra_seconds, found.seconds)
 
 
-def point_of_budget(
-    solver: Solver, outside: Footprint, budget: int, host: Host | None = None
-) -> CurvePoint | None:
+def point_of_budget(solver: Solver, outside: Footprint, budget: int, host: Host | None = None) -> CurvePoint | None:
     """The plan of a budget on the curve; None where nothing fits."""
     found = cheapest(solver, outside.activations_within(budget), host)
     return None if isinstance(found, Floor) else point_of(found, outside, budget)

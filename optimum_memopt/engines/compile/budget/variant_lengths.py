@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from optimum_memopt.engines.compile.budget.mixed import Mixed
 from optimum_memopt.engines.compile.budget.problem import Problem
 from optimum_memopt.engines.compile.budget.solve import Solution, Solver
 
@@ -44,7 +45,7 @@ class TimesByLength:
         self,
         batches: Sequence[int],
         longest: int,
-        found: Solution,
+        found: Solution | Mixed,
         problem_at: Callable[[int], Problem],
         allowed: int,
     ) -> None:

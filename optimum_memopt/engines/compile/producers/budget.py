@@ -87,7 +87,7 @@ class FromBudget:
         if isinstance(found, Floor):
             fits = smaller_batch(graph, names, costs, step.outside, step.bytes)
             raise self._does_not_fit(step, found, replace(step.outside, activations=found.peak).peak, fits)
-        if isinstance(found, Solution) and self.times is not None and self.times.is_wanted and not earlier:
+        if self.times is not None and self.times.is_wanted and not earlier:
             tokens = {symbol: size for symbol, size in graph.size_hints.items() if is_length(names.get(symbol, ""))}
             batches = step.largest.lengths if step.largest is not None else ()
             shortened = partial(_shortened, problem_at, graph.size_hints, tokens)
@@ -98,19 +98,10 @@ class FromBudget:
         sizes = "" if graph.size_hints == first.size_hints else f" for batches up to {step.largest}"
         margin = f" less a margin of {gib_text(step.margin)}" if step.margin else ""
         why = f"budget {gib_text(step.bytes)}{margin}{sizes}"
-        nodes = graph.joint.nodes
         keeps_all = isinstance(found, Solution) and found.solver == KEEPS_ALL
         if keeps_all and (own := _torchs_own(graph, allowed)) is not None:
             return replace(own, why=f"{why}: fits without a plan, torch's own partition")
-        saved = frozenset(nodes[number] for number in found.saved)
-        offloaded = frozenset(nodes[number] for number in found.offloaded) if isinstance(found, Mixed) else frozenset()
-        chosen = {*recomputed(graph.candidates, saved)}
-        chosen |= {candidate for candidate in offloads(graph.candidates) if candidate.activation.root in offloaded}
-        return Choice(
-            nodes_to_save=tuple(nodes[number] for number in found.saved),
-            why=f"{why}{_gain(found, costs)}",
-            candidates=tuple(candidate for candidate in graph.candidates if candidate in chosen),
-        )
+        return _choice(graph, found, f"{why}{_gain(found, costs)}")
 
     def _does_not_fit(self, step: Step, floor: Floor, peak: int, fits: SmallerBatch | None) -> DoesNotFitError:
         outside = replace(step.outside, activations=0, gradients=0, step=0)
@@ -155,6 +146,19 @@ def _way_out(floor: Floor, fits: SmallerBatch | None) -> str:
     return (
         f"--per_device_train_batch_size {fits.rows} fits, and with {fits.times} times the "
         "--gradient_accumulation_steps an optimizer step has as many rows"
+    )
+
+
+def _choice(graph: AnalyzedGraph, found: Solution | Mixed, why: str) -> Choice:
+    nodes = graph.joint.nodes
+    saved = tuple(nodes[number] for number in found.saved)
+    offloaded = frozenset(nodes[number] for number in found.offloaded) if isinstance(found, Mixed) else frozenset()
+    chosen = {*recomputed(graph.candidates, frozenset(saved))}
+    chosen |= {candidate for candidate in offloads(graph.candidates) if candidate.activation.root in offloaded}
+    return Choice(
+        nodes_to_save=saved,
+        why=why,
+        candidates=tuple(candidate for candidate in graph.candidates if candidate in chosen),
     )
 
 
