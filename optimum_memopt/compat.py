@@ -45,6 +45,25 @@ def train_batch_size(trainer: Any) -> int:
     return trainer._train_batch_size
 
 
+def reread_batch_size(trainer: Any) -> None:
+    """Have a Trainer's data loader take the rows of its arguments (transformers 5.23).
+
+    Gradient accumulation is read from the arguments in `train()`: Trainer's own accelerate accumulates nothing
+    (`create_accelerator_and_postprocess`).
+    """
+    trainer._train_batch_size = trainer.args.train_batch_size
+
+
+def training_collator(trainer: Any) -> Callable[[list[Any]], Any]:
+    """What makes batches of training rows, which lose the columns that the model does not take (transformers 5.23)."""
+    return trainer._get_collator_with_removed_columns(trainer.data_collator, description="training")
+
+
+def prepared_inputs(trainer: Any, batch: Any) -> Any:
+    """A batch as the Trainer gives it to its model (transformers 5.23)."""
+    return trainer._prepare_inputs(batch)
+
+
 def attention_implementation(config: Any) -> str | None:
     """transformers' name of the attention that a model with this config runs; None: the config has none."""
     return getattr(config, "_attn_implementation", None)

@@ -20,6 +20,7 @@ import torch
 from transformers import Trainer, TrainerState
 
 from optimum_memopt import compat
+from optimum_memopt.advise import in_trainer
 from optimum_memopt.callbacks.collected import CollectingCallback
 from optimum_memopt.callbacks.input_density import InputDensityCallback
 from optimum_memopt.callbacks.memory_phases import MemoryPhasesCallback
@@ -166,6 +167,8 @@ def attach(trainer: Trainer, options: MemOptOptions | None = None, **overrides: 
         optimizers.check(chosen.memory_opt_optim, trainer)
     if chosen.group_by_complexity:
         sampling.check(trainer.args, trainer.train_dataset)
+    if chosen.memory_opt_batch is not None:
+        in_trainer.check(trainer)
     # Whatever may fail comes before the Trainer is changed.
     callbacks = _callbacks(trainer, chosen)
     replanner = Replanner(engine, trainer) if chosen.memory_opt_on_oom == REPLAN else None
@@ -183,6 +186,8 @@ def attach(trainer: Trainer, options: MemOptOptions | None = None, **overrides: 
         if replanner is not None:
             trainer.compute_loss = out_of_memory.agreeing(trainer.compute_loss, trainer)
         trainer.compute_loss = _comparing(trainer, engine, chosen)
+    if chosen.memory_opt_batch is not None:
+        trainer.train = in_trainer.choosing(trainer, chosen, engine.name)
     reporter = TrainingReport(trainer, engine, callbacks[PlanStatsCallback], callbacks[CollectingCallback])
     trainer.train = _releasing(trainer, engine, reporter, chosen.memory_opt_report)
     attachment = Attachment(chosen, engine, callbacks[PlanStatsCallback], reporter)

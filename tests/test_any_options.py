@@ -23,6 +23,7 @@ GOOD = {
     "memory_opt_level": [0, 1, 2],
     "memory_opt_budget": ["24GiB", "90%", "auto"],
     "memory_opt_variants": [1, 2, 3],
+    "memory_opt_batch": ["auto", None],
     "memory_opt_log_level": ["warning", "info", "devinfo", "verbose"],
     "memory_opt_log_steps": [0, 1, 100],
     "memory_opt_log_file": ["found.jsonl", Path("found.jsonl"), ".", "nowhere/found.jsonl"],

@@ -21,7 +21,7 @@ LAYERS = (
     ("engines",),
     ("options",),
     ("callbacks", "distributed", "loop", "training"),
-    ("measure", "report"),
+    ("advise", "measure", "report"),
     ("trainer", "trainer_args"),
     ("commands",),
 )

@@ -68,6 +68,8 @@ def arguments(folder, **options):
             {"memory_opt_variants": 0, "memory_opt_budget": "auto"},
             "--memory_opt_variants 0: allowed are whole numbers",
         ),
+        ({"memory_opt_batch": "8", "memory_opt_budget": "auto"}, "--memory_opt_batch 8: allowed are auto"),
+        ({"memory_opt_batch": "auto"}, "--memory_opt_batch auto without --memory_opt_budget: "),
         ({"memory_opt_variants": 2}, "--memory_opt_variants 2 without --memory_opt_budget: "),
         ({"memory_opt_variants": 2, "memory_opt_level": 1}, "--memory_opt_variants 2 without --memory_opt_budget: "),
         (

@@ -8,6 +8,7 @@ import pytest
 # Folders and files whose tests train through an engine, a Trainer, a launcher or a command: not in `make check`, which
 # does not even import them. Elsewhere single tests have the mark.
 END_TO_END = (
+    "advise/test_in_trainer",
     "benchmarks/test_observers",
     "callbacks/test_memory_phases",
     "callbacks/test_plan_stats",
@@ -18,6 +19,7 @@ END_TO_END = (
     "engines/compile/loss/test_chain",
     "engines/compile/loss/test_engine",
     "engines/compile/loss/test_trainer",
+    "engines/compile/steps",
     "engines/compile/test_backend",
     "engines/compile/test_backward_again",
     "engines/compile/test_caveat",

@@ -79,8 +79,8 @@ def check_ranks_agree(own: Mapping[str, str]) -> None:
     Raises:
         MemOptError: a rank differs or has failed; it is named with what differs.
     """
-    if len(set(_gathered(digest(own)))) > 1:
-        raise MemOptError(describe_difference(_gathered(dict(own))))
+    if len(set(gathered(digest(own)))) > 1:
+        raise MemOptError(describe_difference(gathered(dict(own))))
 
 
 def digest(own: Mapping[str, str]) -> str:
@@ -110,8 +110,8 @@ def describe_difference(ranks: Sequence[Mapping[str, str]]) -> str:
     return ""
 
 
-def _gathered(value: Any) -> list[Any]:
-    """This value of every rank, in their order."""
+def gathered(value: Any) -> list[Any]:
+    """This value of every rank, in their order; every rank must call this."""
     values = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(values, value)
     return values

@@ -14,6 +14,7 @@ import torch
 from optimum_memopt.engines.environment import Report
 from optimum_memopt.engines.estimates import Estimate, Frontier
 from optimum_memopt.engines.failed_step import Explanation, FailedStep
+from optimum_memopt.engines.predicted_steps import StepPredictor
 from optimum_memopt.engines.run import Run
 from optimum_memopt.engines.step_timeline import StepTimeline
 from optimum_memopt.errors import MemOptError, excerpt
@@ -133,7 +134,7 @@ class EngineFactory:
     """What can be asked of an engine that has no model yet. The defaults are those of an engine without needs.
 
     Attributes:
-        predicts: has `estimate` and `explain`.
+        predicts: has `estimate`, `explain`, `predict_steps` and `predict_training`.
         allocates_outside_torch: its memory on CUDA is not torch's allocator's.
         options_to_measure: options under which a model that the engine cannot train ends in an error, so that nothing
             else is measured in its place.
@@ -216,6 +217,32 @@ class EngineFactory:
         """Why a training step ran out of memory, whichever engine trained it; only where `predicts`.
 
         Allocates next to nothing on the model's device.
+        """
+        raise NotImplementedError
+
+    def predict_steps(self, workload: "Workload", budget: Budget, **more: Any) -> StepPredictor:
+        """Predict steps of a model under several plans and with any micro-batch; only where `predicts`.
+
+        `more` is the engine's own, as `device`. Raises MemOptError: as `estimate`, and where the model's graph is for
+        one batch size only.
+        """
+        raise NotImplementedError
+
+    def predict_training(
+        self,
+        model: torch.nn.Module,
+        make_batch: Callable[[int], Mapping[str, Any]],
+        options: "MemOptOptions",
+        **more: Any,
+    ) -> StepPredictor:
+        """Predict steps of a model that is about to train within a budget, which is its only plan; only where
+        `predicts`.
+
+        Args:
+            model: where it trains; left as it is.
+            make_batch: the arguments of its forward in a batch of so many rows.
+            options: as `in_force` returned them.
+            more: of the engine's own.
         """
         raise NotImplementedError
 

@@ -24,8 +24,7 @@ def largest_batch(trainer: Any, is_grouped: bool = False) -> LargestBatch | None
         is_grouped: batches have rows of like length, whatever the Trainer's arguments say.
     """
     dataset = trainer.train_dataset
-    is_stored = hasattr(dataset, "select_columns") and getattr(dataset, "format", {}).get("type") != "custom"
-    if not (is_stored or isinstance(dataset, list)) or not 0 < len(dataset) <= _MOST_ROWS:
+    if not is_readable(dataset) or len(dataset) > _MOST_ROWS:
         return None
     try:
         lengths = complexities(dataset, trainer.args.length_column_name)
@@ -35,6 +34,12 @@ def largest_batch(trainer: Any, is_grouped: bool = False) -> LargestBatch | None
     rows = compat.train_batch_size(trainer)
     strategy = GROUPED if is_grouped else strategy_of(trainer.args)
     return LargestBatch(rows, longest, batch_lengths(lengths, rows, strategy))
+
+
+def is_readable(dataset: Any) -> bool:
+    """Whether reading a row of a data set runs no code of its own, which may draw random numbers."""
+    is_stored = hasattr(dataset, "select_columns") and getattr(dataset, "format", {}).get("type") != "custom"
+    return (is_stored or isinstance(dataset, list)) and len(dataset) > 0
 
 
 def batch_lengths(lengths: np.ndarray, rows: int, strategy: str) -> tuple[int, ...]:

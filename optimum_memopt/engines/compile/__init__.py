@@ -15,4 +15,11 @@ def _load() -> EngineFactory:
     return CompileFactory()
 
 
-register_engine("compile", options=CompileOptions, load=_load, summary="torch.compile", order=10)
+register_engine(
+    "compile",
+    options=CompileOptions,
+    load=_load,
+    summary="torch.compile",
+    order=10,
+    need_trainer=frozenset({"memory_opt_batch"}),
+)

@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 
 from optimum_memopt.engines.compile.compat_kernels import inductor_patches
 
-__all__ = ["CustomPartitionerFn", "FakeTensor", "SymbolicNumber"]
+__all__ = ["CustomPartitionerFn", "FakeTensor", "FakeTensorMode", "SymbolicNumber"]
 
 SymbolicNumber = py_sym_types
 _RECOMPILES = 32
@@ -291,7 +291,7 @@ def _first_line(text: str) -> str:
     return text.strip().split("\n")[0].split("  #")[0].strip()
 
 
-def fake_tensors() -> contextlib.AbstractContextManager:
+def fake_tensors() -> FakeTensorMode:
     """Within it tensors have shapes, devices and no data (`torch/_subclasses/fake_tensor.py`)."""
     return FakeTensorMode()
 
@@ -307,6 +307,12 @@ def fake_copy(model: torch.nn.Module) -> tuple[contextlib.AbstractContextManager
         copied = copy.deepcopy(model)
     vars(copied).pop("forward", None)
     return mode, copied
+
+
+def fake_batch(batch: Any, fake: FakeTensorMode) -> Any:
+    """A copy of a tree of tensors in which they have no data, for a mode."""
+    with FakeCopyMode(fake):
+        return copy.deepcopy(batch)
 
 
 def is_fake(tensor: torch.Tensor) -> bool:

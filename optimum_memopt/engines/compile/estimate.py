@@ -202,19 +202,12 @@ def _trace(
     engine: "CompileEngine", workload: "Workload", here: "torch.device", run_of: "Callable[[torch.nn.Module], Run]"
 ) -> "tuple[Any, dict[str, torch.Tensor]]":
     """The model and its batch, after one training forward on fake tensors."""
-    from transformers.initialization import no_init_weights
-
     from optimum_memopt.engines.compile import compat
 
     # As under a Trainer.
     engine.outputs_read_by = lambda: ""
     with compat.fake_tensors():
-        # Some models draw initial values in a loop until they are in range, which fake tensors never are.
-        with here, no_init_weights():
-            model: Any
-            model, batch = workload.build()
-        model.tie_weights()
-        _decide_problem_type(model.config, batch.get("labels"))
+        model, batch = build(workload, here)
         run = run_of(model)
         engine.run = lambda: run
         engine.attach(model)
@@ -228,6 +221,19 @@ def _trace(
                 f"{type(model).__name__} cannot be traced on fake tensors ({type(error).__name__}: {reason}); "
                 "--measure runs it"
             ) from error
+    return model, batch
+
+
+def build(workload: "Workload", here: "torch.device") -> "tuple[Any, dict[str, torch.Tensor]]":
+    """The model and its batch, whose tensors are fake where the caller is in their mode."""
+    from transformers.initialization import no_init_weights
+
+    # Some models draw initial values in a loop until they are in range, which fake tensors never are.
+    with here, no_init_weights():
+        model: Any
+        model, batch = workload.build()
+    model.tie_weights()
+    _decide_problem_type(model.config, batch.get("labels"))
     return model, batch
 
 

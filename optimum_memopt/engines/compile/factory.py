@@ -4,6 +4,7 @@ Its other modules import torch's compilers, of which private names change with e
 this torch is known to be new enough.
 """
 
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from optimum_memopt.engines.base import Engine, EngineFactory, Estimate, Selection
@@ -11,9 +12,12 @@ from optimum_memopt.engines.compile.installed import missing
 from optimum_memopt.engines.compile.options import PLAIN
 from optimum_memopt.engines.environment import Ability, Report
 from optimum_memopt.engines.failed_step import Explanation, FailedStep
+from optimum_memopt.engines.predicted_steps import StepPredictor
 from optimum_memopt.errors import MemOptError
+from optimum_memopt.sizes import Budget
 
 if TYPE_CHECKING:
+    import torch
     from transformers import Trainer
 
     from optimum_memopt.measure.workload import Workload
@@ -42,7 +46,12 @@ class CompileFactory(EngineFactory):
         )
 
     def check_options(self, options: "MemOptOptions") -> None:
-        """Variants are those of a budget's plan."""
+        """Variants are those of a budget's plan, and a micro-batch is chosen within a budget."""
+        if options.memory_opt_batch is not None and options.memory_opt_budget is None:
+            raise MemOptError(
+                f"--memory_opt_batch {options.memory_opt_batch} without --memory_opt_budget: the micro-batch is "
+                "chosen within a budget; give one, as 24GiB, 90% or auto"
+            )
         if options.memory_opt_variants > 1 and options.memory_opt_budget is None:
             raise MemOptError(
                 f"--memory_opt_variants {options.memory_opt_variants} without --memory_opt_budget: variants are plans "
@@ -80,3 +89,21 @@ class CompileFactory(EngineFactory):
         from optimum_memopt.engines.compile.explain.explain import explain
 
         return explain(failed)
+
+    def predict_steps(self, workload: "Workload", budget: Budget, **more: Any) -> StepPredictor:
+        """See `engines.compile.steps.build.of_workload`."""
+        from optimum_memopt.engines.compile.steps.build import of_workload
+
+        return of_workload(workload, budget, **more)
+
+    def predict_training(
+        self,
+        model: "torch.nn.Module",
+        make_batch: Callable[[int], Mapping[str, Any]],
+        options: "MemOptOptions",
+        **more: Any,
+    ) -> StepPredictor:
+        """See `engines.compile.steps.build.of_model`."""
+        from optimum_memopt.engines.compile.steps.build import of_model
+
+        return of_model(model, make_batch, options, **more)

@@ -28,6 +28,15 @@ class CompileOptions:
             "3: shorter batches run under cheaper plans, each compiled when its first batch comes."
         },
     )
+    memory_opt_batch: str | None = field(
+        default=None,
+        metadata={
+            "choices": (AUTO,),
+            "help": "auto: with a budget, micro-batch and gradient accumulation are chosen before training, for the "
+            "most samples a second. Their product stays what --per_device_train_batch_size times "
+            "--gradient_accumulation_steps is.",
+        },
+    )
     memory_opt_plan: str | None = field(
         default=None,
         metadata={

@@ -16,16 +16,25 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from optimum_memopt.engines.compile import compat, compat_graph
-from optimum_memopt.engines.compile.analysis.joint import JointGraph, is_number, is_view, symbolic, value
+from optimum_memopt.engines.compile.analysis.joint import (
+    JointGraph,
+    is_chunked_loss,
+    is_number,
+    is_view,
+    symbolic,
+    value,
+)
 from optimum_memopt.engines.compile.budget.devices import Device
 
 # Of a data sheet's rates, what matrix products and operators that are bound by memory get; not tuned.
-_EFFICIENCY = 0.6
+EFFICIENCY = 0.6
 # Repetitions of an operator, and seconds after which one is not repeated.
 _REPEATS, _LONG = 5, 0.02
 _CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 # inductor fuses neighbours, so that an operator that is bound by memory reads or writes, seldom both.
-_FUSED = 0.5
+FUSED = 0.5
+# Times that the chunked loss reads or writes its logits (`loss/operators.py`).
+_PASSES = 11
 
 
 @dataclass(frozen=True)
@@ -42,7 +51,7 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class _Work:
+class Work:
     """One operator.
 
     Attributes:
@@ -50,12 +59,25 @@ class _Work:
         bytes: read and written.
         flops: of a matrix product, a convolution or attention, else 0.
         dtype: of what it computes in.
+        is_several: kernels that run one after the other.
     """
 
     key: str
-    bytes: int
+    bytes: float
     flops: float
     dtype: str
+    is_several: bool = False
+
+
+def works(joint: JointGraph, sizes: Mapping[sympy.Symbol, int]) -> tuple[Work | None, ...]:
+    """What each node of a joint graph does, in its order; None of views, of picks of outputs and of numbers.
+
+    Args:
+        joint: read, not changed.
+        sizes: value of each symbol.
+    """
+    number = _Numbers(sizes)
+    return tuple(_work(node, number) if _runs(node) else None for node in joint.nodes)
 
 
 def roofline(joint: JointGraph, sizes: Mapping[sympy.Symbol, int], device: Device, fused: bool) -> Costs:
@@ -67,17 +89,25 @@ def roofline(joint: JointGraph, sizes: Mapping[sympy.Symbol, int], device: Devic
         device: whose rates count.
         fused: a compiler fuses what is bound by memory.
     """
+    seconds = (0.0 if work is None else sum(rates(work, device, fused)) for work in works(joint, sizes))
+    return Costs(tuple(seconds), f"roofline {device.name}")
 
-    def seconds(node: fx.Node) -> float:
-        if not _runs(node):
-            return 0.0
-        work = _work(node, sizes)
-        moving = work.bytes / device.bandwidth
-        if not work.flops:
-            return moving * (_FUSED if fused else 1.0) / _EFFICIENCY
-        return max(work.flops / device.rate(work.dtype), moving) / _EFFICIENCY
 
-    return Costs(tuple(map(seconds, joint.nodes)), f"roofline {device.name}")
+def rates(work: Work, device: Device, fused: bool) -> tuple[float, float]:
+    """Seconds that an operator computes and that it moves operands; 0 for the shorter one, which the other hides.
+
+    Args:
+        work: the operator's.
+        device: whose rates count.
+        fused: a compiler fuses what is bound by memory.
+    """
+    moving = work.bytes / device.bandwidth / EFFICIENCY
+    if not work.flops:
+        return 0.0, moving * (FUSED if fused else 1.0)
+    computing = work.flops / device.rate(work.dtype) / EFFICIENCY
+    if work.is_several:
+        return computing, moving
+    return (computing, 0.0) if computing >= moving else (0.0, moving)
 
 
 def measured(
@@ -99,21 +129,22 @@ def measured(
         known: seconds by operator; gets what is measured.
         limit: seconds in all.
     """
-    works = {node: _work(node, sizes) for node in joint.nodes if _runs(node)}
-    distinct = {work.key: node for node, work in works.items() if not joint.is_impure(node)}
+    number = _Numbers(sizes)
+    of_nodes = {node: work for node, work in zip(joint.nodes, works(joint, sizes), strict=True) if work is not None}
+    distinct = {work.key: node for node, work in of_nodes.items() if not joint.is_impure(node)}
     end = time.perf_counter() + limit
-    for key, node in sorted(distinct.items(), key=lambda item: -works[item[1]].bytes):
+    for key, node in sorted(distinct.items(), key=lambda item: -of_nodes[item[1]].bytes):
         if key not in known and time.perf_counter() < end:
-            seconds = _measure(node, sizes)
+            seconds = _measure(node, number)
             if seconds is not None:
                 known[key] = seconds
-    rates = [known[work.key] / work.bytes for work in works.values() if work.key in known and work.bytes]
-    rate = statistics.median(rates) if rates else 0.0
+    found = [known[work.key] / work.bytes for work in of_nodes.values() if work.key in known and work.bytes]
+    rate = statistics.median(found) if found else 0.0
 
     def seconds_of(node: fx.Node) -> float:
-        if (work := works.get(node)) is None:
+        if (work := of_nodes.get(node)) is None:
             return 0.0
-        return known.get(work.key, work.bytes * rate) * (_FUSED if fused and not work.flops else 1.0)
+        return known.get(work.key, work.bytes * rate) * (FUSED if fused and not work.flops else 1.0)
 
     return Costs(tuple(map(seconds_of, joint.nodes)), "measured")
 
@@ -126,28 +157,38 @@ def _schema(node: fx.Node) -> Any:
     return getattr(node.target, "_schema", None)
 
 
-def _concrete(given: Any, sizes: Mapping[sympy.Symbol, int], make: Callable[..., Any]) -> Any:
+class _Numbers:
+    """Symbolic numbers with values for their symbols; each expression, of which a graph has few, is computed once."""
+
+    def __init__(self, sizes: Mapping[sympy.Symbol, int]) -> None:
+        self._sizes = sizes
+        self._known: dict[sympy.Expr, int] = {}
+
+    def __call__(self, number: Any) -> Any:
+        if isinstance(number, int | float | bool):
+            return number
+        expression = symbolic(number)
+        if expression not in self._known:
+            self._known[expression] = int(expression.subs(self._sizes))
+        return self._known[expression]
+
+
+def _concrete(given: Any, number: _Numbers, make: Callable[..., Any]) -> Any:
     """A node's argument or value with numbers for symbols and `make(shape, stride, dtype, device)` for tensors."""
     found = value(given) if isinstance(given, fx.Node) else given
     if isinstance(found, torch.Tensor):
-        shape, stride = ([_number(one, sizes) for one in many] for many in (found.shape, found.stride()))
+        shape, stride = ([number(one) for one in many] for many in (found.shape, found.stride()))
         return make(shape, stride, found.dtype, found.device)
     if isinstance(found, compat.SymbolicNumber):
-        return _number(found, sizes)
+        return number(found)
     if isinstance(found, tuple | list):
-        return [_concrete(one, sizes, make) for one in found]
+        return [_concrete(one, number, make) for one in found]
     return found
 
 
-def _number(number: Any, sizes: Mapping[sympy.Symbol, int]) -> Any:
-    return number if isinstance(number, int | float | bool) else int(symbolic(number).subs(sizes))
-
-
-def _arguments(
-    node: fx.Node, sizes: Mapping[sympy.Symbol, int], make: Callable[..., Any]
-) -> tuple[list[Any], dict[str, Any]]:
-    positional = [_concrete(argument, sizes, make) for argument in node.args]
-    return positional, {name: _concrete(argument, sizes, make) for name, argument in node.kwargs.items()}
+def _arguments(node: fx.Node, number: _Numbers, make: Callable[..., Any]) -> tuple[list[Any], dict[str, Any]]:
+    positional = [_concrete(argument, number, make) for argument in node.args]
+    return positional, {name: _concrete(argument, number, make) for name, argument in node.kwargs.items()}
 
 
 def _without_data(
@@ -162,26 +203,35 @@ def _ones(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, devic
     return tensor.fill_(1 if dtype.is_floating_point else 0)
 
 
-def _work(node: fx.Node, sizes: Mapping[sympy.Symbol, int]) -> _Work:
+def _work(node: fx.Node, number: _Numbers) -> Work:
     with compat_graph.without_modes():
-        positional, named = _arguments(node, sizes, _without_data)
-        result = _concrete(node, sizes, _without_data)
+        positional, named = _arguments(node, number, _without_data)
+        result = _concrete(node, number, _without_data)
         tensors = [one for one in compat.tree_leaves((positional, named)) if isinstance(one, torch.Tensor)]
         outputs = [one for one in compat.tree_leaves(result) if isinstance(one, torch.Tensor)]
         flops = _flops(node, positional, named, result)
     device = next((one.device for one in compat.tree_leaves(value(node)) if isinstance(one, torch.Tensor)), None)
     texts = [_text(one) for one in compat.tree_leaves((positional, list(named.items())))]
-    # The widest operand's: a mask or an index is beside it.
-    dtype = str(max(tensors, key=lambda one: one.nbytes).dtype) if tensors else ""
-    return _Work(
+    moved = sum(one.nbytes for one in (*tensors, *outputs))
+    if is_loss := is_chunked_loss(node):
+        dtype, logits = positional[-3], positional[5].numel() * len(positional[1])
+        moved += _PASSES * logits * max(dtype.itemsize, torch.float32.itemsize)
+    else:
+        # The widest operand's: a mask or an index is beside it.
+        dtype = max(tensors, key=lambda one: one.nbytes).dtype if tensors else ""
+    return Work(
         key=f"{node.target}({', '.join(texts)}) on {device}",
-        bytes=sum(one.nbytes for one in (*tensors, *outputs)),
+        bytes=moved,
         flops=flops,
-        dtype=dtype.removeprefix("torch."),
+        dtype=str(dtype).removeprefix("torch."),
+        is_several=is_loss,
     )
 
 
 def _flops(node: fx.Node, positional: list[Any], named: dict[str, Any], result: Any) -> float:
+    if is_chunked_loss(node):
+        hidden, weight, needs = positional[0], positional[1], positional[-1]
+        return float(2 * hidden.numel() * len(weight) * (1 + needs[0] + needs[1]))
     count = flop_registry.get(getattr(node.target, "overloadpacket", None))
     if count is not None:
         return float(count(*positional, **named, out_val=result))
@@ -199,14 +249,14 @@ def _text(argument: Any) -> str:
     return repr(argument)
 
 
-def _measure(node: fx.Node, sizes: Mapping[sympy.Symbol, int]) -> float | None:
+def _measure(node: fx.Node, number: _Numbers) -> float | None:
     """The median seconds of a few runs; None where it does not run."""
     run: Any = node.target
     found: list[float] = []
     # The graph has autocast's casts already.
     with compat_graph.without_modes(), torch.no_grad():
         try:
-            positional, named = _arguments(node, sizes, _ones)
+            positional, named = _arguments(node, number, _ones)
             is_on_cuda = any(one.is_cuda for one in compat.tree_leaves(positional) if isinstance(one, torch.Tensor))
             wait = torch.cuda.synchronize if is_on_cuda else lambda: None
             while len(found) < _REPEATS and sum(found) < _LONG:

@@ -1,0 +1,1 @@
+"""Which micro-batch and which plan train fastest within a budget."""

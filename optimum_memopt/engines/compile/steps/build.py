@@ -1,0 +1,167 @@
+"""Makes predictors of steps: of a config, on fake tensors alone, and of a model that is about to train."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from optimum_memopt.engines.compile import compat
+from optimum_memopt.engines.compile.backend import default_compiler
+from optimum_memopt.engines.compile.budget.costs import EFFICIENCY
+from optimum_memopt.engines.compile.budget.devices import Device, device_of
+from optimum_memopt.engines.compile.budget.in_step import Step, step_around
+from optimum_memopt.engines.compile.estimate import build
+from optimum_memopt.engines.compile.memory.footprint import tensor_bytes
+from optimum_memopt.engines.compile.options import AUTO, PLAIN
+from optimum_memopt.engines.compile.steps import times
+from optimum_memopt.engines.compile.steps.predictor import Around, GraphSteps, StepsOfModel
+from optimum_memopt.engines.compile.steps.traced import Traced, TracedAs, trace
+from optimum_memopt.engines.run import Run
+from optimum_memopt.sizes import Budget
+
+if TYPE_CHECKING:
+    from optimum_memopt.measure.workload import Workload
+    from optimum_memopt.options import MemOptOptions
+
+# Rows of the batch that is traced, for each loss: with many a chunked loss pays. The second where the first is the
+# size of something else, which torch would give the same symbol.
+_ROWS = {PLAIN: (7, 11), AUTO: (61, 67)}
+_FEW = _ROWS[PLAIN][0]
+
+# A model and a batch of so many rows, of tensors of a fake mode.
+_MakeFake = Callable[[int, compat.FakeTensorMode], tuple[torch.nn.Module, Mapping[str, Any]]]
+
+
+@dataclass(frozen=True)
+class _Case:
+    """What is predicted.
+
+    Attributes:
+        how: the model is traced.
+        budget: of the whole step.
+        tokens: of a row; 0: as many as the batch has that is traced.
+        may_chunk: the loss may be chunked.
+        compares: there are other plans beside that of the budget.
+    """
+
+    how: TracedAs
+    budget: Budget
+    tokens: int
+    may_chunk: bool = True
+    compares: bool = True
+
+
+def of_workload(
+    workload: "Workload", budget: Budget, device: str | None = None, compiler: str | None = None, autocast: str = ""
+) -> StepsOfModel:
+    """Of a model that is given by its config.
+
+    Args:
+        workload: its batch size counts for nothing.
+        budget: of the peak of a step.
+        device: whose memory and rates count, see `budget.devices`; None: this machine, where operators are measured.
+        compiler: whose graphs, one of `COMPILERS`; None: the one that would train.
+        autocast: `bfloat16` or `float16`; empty: float32.
+
+    Raises:
+        MemOptError: an unknown device, bad sizes, or a model that cannot be traced without data or not for any batch.
+    """
+    target = None if device is None else device_of(device)
+    here = torch.device("cuda" if torch.cuda.is_available() and target is None else "cpu")
+    compiled_by = compiler or (default_compiler(here.type)[0] if target is None else "inductor")
+    how = TracedAs(compiled_by, target, getattr(torch, autocast) if autocast else None)
+    tokens = 0 if workload.task == "image-classification" else workload.seq_len
+
+    def make(rows: int, fake: compat.FakeTensorMode) -> tuple[torch.nn.Module, Mapping[str, Any]]:
+        with fake:
+            return build(dataclasses.replace(workload, batch_size=rows), here)
+
+    model, batch = make(_FEW, compat.fake_tensors())
+    around = _around(model, batch, budget, target)
+    return _predictor(_Case(how, budget, tokens), model, around, make)
+
+
+def of_model(
+    model: torch.nn.Module,
+    make_batch: Callable[[int], Mapping[str, Any]],
+    options: "MemOptOptions",
+    tokens: int,
+    autocast: torch.dtype | None,
+    is_read: bool,
+) -> StepsOfModel:
+    """Of a model that is about to train, where it is; it is left as it is.
+
+    Args:
+        model: on the device that trains it.
+        make_batch: the arguments of its forward in a batch of so many rows.
+        options: with a budget.
+        tokens: of the longest row; 0: as many as the batches have.
+        autocast: dtype; None: without.
+        is_read: somebody reads the logits.
+
+    Raises:
+        MemOptError: it cannot be traced without data, or not for any batch.
+    """
+    budget = options.budget
+    assert budget is not None
+    may_chunk = options.memory_opt_loss != PLAIN and not is_read
+    compiled_by = options.memory_opt_compiler or default_compiler(next(model.parameters()).device.type)[0]
+    around = _around(model, make_batch(_FEW), budget, None)
+
+    def make(rows: int, fake: compat.FakeTensorMode) -> tuple[torch.nn.Module, Mapping[str, Any]]:
+        copied, batch = compat.fake_copy((model, dict(make_batch(rows))), fake)
+        return copied.train(), batch
+
+    case = _Case(TracedAs(compiled_by, None, autocast), budget, tokens, may_chunk, compares=False)
+    return _predictor(case, model, around, make)
+
+
+def _around(model: torch.nn.Module, batch: Mapping[str, Any], budget: Budget, target: Device | None) -> Around:
+    """The step, before anything is traced, which leaves something behind in the process."""
+    moved = tensor_bytes(one for one in batch.values() if isinstance(one, torch.Tensor))
+    single, several = (_step(model, batch, budget, target, accumulates) for accumulates in (False, True))
+    return Around(single.bytes, single.outside, several.outside, moved // _FEW)
+
+
+def _step(
+    model: torch.nn.Module, batch: Mapping[str, Any], budget: Budget, target: Device | None, accumulates: bool
+) -> Step:
+    return step_around(model, batch, budget, Run(None, accumulates), target)
+
+
+def _predictor(case: _Case, model: torch.nn.Module, around: Around, make: _MakeFake) -> StepsOfModel:
+    losses = (PLAIN, AUTO) if case.may_chunk else (PLAIN,)
+    traced = [_traced(case.how, make, loss) for loss in losses]
+    target, device = case.how.target, next(model.parameters()).device
+    graphs = {one.chunks_loss: GraphSteps(one, around, case.tokens, _times(case.how, one, device)) for one in traced}
+    states, trained = around.single.optimizer, [one for one in model.parameters() if one.requires_grad]
+    if target is None:
+        bandwidth = times.update_bandwidth(device, sum(one.numel() for one in trained))
+    else:
+        bandwidth = target.bandwidth * EFFICIENCY
+    return StepsOfModel(
+        type(model).__name__,
+        device.type if target is None else target.name,
+        (around.budget, case.budget.text),
+        case.tokens,
+        graphs,
+        times.update_times(tensor_bytes(trained), states, bandwidth),
+        case.compares,
+    )
+
+
+def _traced(how: TracedAs, make: _MakeFake, loss: str) -> Traced:
+    fake, (rows, others) = compat.fake_tensors(), _ROWS[loss]
+    model, batch = make(rows, fake)
+    if any(rows in one.shape[1:] for one in batch.values() if isinstance(one, torch.Tensor)):
+        model, batch = make(others, fake)
+    with fake:
+        return trace(model, batch, how, loss)
+
+
+def _times(how: TracedAs, traced: Traced, device: torch.device) -> Callable[[Any], times.OperatorTimes]:
+    if how.target is not None:
+        return times.estimated(traced.graph, how.target)
+    return times.measured(traced.graph, device, how.compiler == "inductor")

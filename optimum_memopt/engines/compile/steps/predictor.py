@@ -1,0 +1,224 @@
+"""Peaks and seconds of steps under several plans, for any micro-batch, from one trace of each loss."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from optimum_memopt.engines.compile.budget.problem import Problem
+from optimum_memopt.engines.compile.budget.simulation import Simulation, simulate
+from optimum_memopt.engines.compile.budget.solve import Floor, Solver
+from optimum_memopt.engines.compile.memory.footprint import Footprint
+from optimum_memopt.engines.compile.memory.symbolic_sizes import SymbolValues
+from optimum_memopt.engines.compile.steps.plans import checkpointed, layers_of, without_gradients
+from optimum_memopt.engines.compile.steps.times import OperatorTimes, UpdateTimes
+from optimum_memopt.engines.compile.steps.traced import Traced
+from optimum_memopt.engines.predicted_steps import PredictedStep, StepPlan
+
+# Of transformers' activation checkpointing.
+_EVERY = (1, 2, 4)
+_NO_PLAN, _LEVEL_1, _BUDGET = "no plan", "level 1", "budget"
+# Rows of the batch whose seconds tell what is cheap to recompute.
+_REFERENCE = 8
+
+
+@dataclass(frozen=True)
+class Around:
+    """The step around a graph.
+
+    Attributes:
+        budget: bytes.
+        single: all that a step of one micro-batch holds beside the graph's activations.
+        accumulated: that of a step of several.
+        batch: bytes of a row of the forward's inputs.
+    """
+
+    budget: int
+    single: Footprint
+    accumulated: Footprint
+    batch: int
+
+    def footprint(self, rows: int, accumulates: bool, activations: int) -> Footprint:
+        """Of a step with micro-batches of so many rows."""
+        outside = self.accumulated if accumulates else self.single
+        return replace(outside, batch=self.batch * rows, activations=activations)
+
+
+class GraphSteps:
+    """Steps of one traced graph.
+
+    Args:
+        traced: with the loss as the model computes it, or in chunks.
+        around: the step around it.
+        tokens: of a row; 0: as many as were traced.
+        times: seconds of the graph's operators for any sizes.
+    """
+
+    def __init__(
+        self, traced: Traced, around: Around, tokens: int, times: Callable[[SymbolValues], OperatorTimes]
+    ) -> None:
+        self._traced, self._around, self._tokens, self._times_at = traced, around, tokens, times
+        self._problems: dict[int, Problem] = {}
+        self._times: dict[int, OperatorTimes] = {}
+        self._solvers: dict[int, Solver] = {}
+        self._found: dict[tuple[str, int], Simulation] = {}
+
+    @cached_property
+    def layers(self) -> int:
+        """How many layers the forward has."""
+        return len(layers_of(self._problem(_REFERENCE)))
+
+    @cached_property
+    def costs(self) -> str:
+        """Where seconds are from."""
+        return self._times_of(_REFERENCE).source
+
+    def fits(self, plan: str, rows: int, accumulates: bool) -> bool:
+        """See `StepPredictor.fits`; plans by name."""
+        # A budget's plan is never worse than these, and takes longer to find.
+        known = (_NO_PLAN, _LEVEL_1) if plan == _BUDGET else (plan,)
+        if any(self._is_within(self._simulation(name, rows), rows, accumulates) for name in known):
+            return True
+        return plan == _BUDGET and self._is_within(self._solver(rows).lowest, rows, accumulates)
+
+    def lowest(self, plan: str, accumulates: bool) -> int:
+        """See `StepPredictor.lowest`; plans by name."""
+        found = self._solver(1).lowest if plan == _BUDGET else self._simulation(plan, 1)
+        return self._peak(found, 1, accumulates)
+
+    def step(self, plan: str, rows: int, accumulates: bool, update: UpdateTimes) -> PredictedStep:
+        """See `StepPredictor.step`; plans by name.
+
+        Args:
+            plan: of those above.
+            rows: of a micro-batch.
+            accumulates: there are several.
+            update: seconds of what is done to all parameters.
+        """
+        found = self._within_budget(rows, accumulates) if plan == _BUDGET else self._simulation(plan, rows)
+        times = self._times_of(rows)
+        return PredictedStep(
+            self._peak(found, rows, accumulates),
+            times.by_bound((*found.forward.order, *found.backward.order)),
+            update.accumulating,
+            update.optimizer,
+            sum(times.by_bound(found.recomputed).values()),
+        )
+
+    def evaluation(self, rows: int) -> int:
+        """See `StepPredictor.evaluation`."""
+        outside = self._around.footprint(rows, False, without_gradients(self._problem(rows)))
+        return replace(outside, gradients=0, step=0).peak
+
+    def _is_within(self, found: Simulation, rows: int, accumulates: bool) -> bool:
+        return self._peak(found, rows, accumulates) <= self._around.budget
+
+    def _peak(self, found: Simulation, rows: int, accumulates: bool) -> int:
+        return self._around.footprint(rows, accumulates, found.peak).peak
+
+    def _within_budget(self, rows: int, accumulates: bool) -> Simulation:
+        plain = self._simulation(_NO_PLAN, rows)
+        if self._is_within(plain, rows, accumulates):
+            return plain
+        outside = self._around.footprint(rows, accumulates, 0)
+        found = self._solver(rows).solve(outside.activations_within(self._around.budget))
+        assert not isinstance(found, Floor)
+        return simulate(self._problem(rows), frozenset(found.saved))
+
+    def _simulation(self, plan: str, rows: int) -> Simulation:
+        key = plan, rows
+        if key not in self._found:
+            problem = self._problem(rows)
+            saved = {_NO_PLAN: self._traced.by_torch, _LEVEL_1: self._traced.by_level}.get(plan)
+            if saved is None:
+                self._found[key] = checkpointed(problem, _CHECKPOINTED[plan])
+            else:
+                self._found[key] = simulate(problem, saved)
+        return self._found[key]
+
+    def _problem(self, rows: int) -> Problem:
+        if rows not in self._problems:
+            self._problems[rows] = self._traced.problem_at(self._traced.sizes(rows, self._tokens))
+        return self._problems[rows]
+
+    def _solver(self, rows: int) -> Solver:
+        if rows not in self._solvers:
+            # What is cheap to recompute is so with any batch, and no operator is measured that may not fit.
+            seconds = self._times_of(_REFERENCE).seconds
+            problem = self._problem(rows)
+            self._solvers[rows] = Solver(replace(problem, seconds=seconds[: len(problem.names)]))
+        return self._solvers[rows]
+
+    def _times_of(self, rows: int) -> OperatorTimes:
+        if rows not in self._times:
+            self._times[rows] = self._times_at(self._traced.sizes(rows, self._tokens))
+        return self._times[rows]
+
+
+def _checkpointing_name(every: int) -> str:
+    which = "every layer" if every == 1 else f"every {every} layers"
+    return f"Trainer's checkpointing, {which}"
+
+
+_CHECKPOINTED = {_checkpointing_name(every): every for every in _EVERY}
+
+
+class StepsOfModel:
+    """See `StepPredictor`.
+
+    Args:
+        model: name of its class.
+        device: `H100`, `cpu`.
+        budget: bytes, and as the flag has it.
+        tokens: of a row; 0 where rows have no tokens.
+        graphs: by whether the loss is chunked.
+        update: seconds of what is done to all parameters.
+        compares: there are other plans beside that of the budget, with either loss.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        device: str,
+        budget: tuple[int, str],
+        tokens: int,
+        graphs: Mapping[bool, GraphSteps],
+        update: UpdateTimes,
+        compares: bool = True,
+    ) -> None:
+        self.model, self.device, self.tokens = model, device, tokens
+        self.budget, self._budget_text = budget
+        self._graphs, self._update = graphs, update
+        self._compares = compares
+
+    @property
+    def costs(self) -> str:
+        return self._graphs[False].costs
+
+    @cached_property
+    def plans(self) -> tuple[StepPlan, ...]:
+        within_budget = _BUDGET, (f"--memory_opt_budget {self._budget_text}",)
+        if not self._compares:
+            return (StepPlan(*within_budget, chunks_loss=True in self._graphs),)
+        has_layers = self._graphs[False].layers
+        compared = [name for name, every in _CHECKPOINTED.items() if every <= self._graphs[False].layers]
+        own: list[tuple[str, tuple[str, ...]]] = [
+            (_NO_PLAN, ()),
+            *([(_LEVEL_1, ("--memory_opt_level 1",))] if has_layers else []),
+        ]
+        own.append(within_budget)
+        return (
+            *(StepPlan(name, flags, chunks) for name, flags in own for chunks in self._graphs),
+            *(StepPlan(name, is_own=False) for name in compared),
+        )
+
+    def fits(self, plan: StepPlan, rows: int, accumulates: bool) -> bool:
+        return self._graphs[plan.chunks_loss].fits(plan.name, rows, accumulates)
+
+    def lowest(self, plan: StepPlan, accumulates: bool) -> int:
+        return self._graphs[plan.chunks_loss].lowest(plan.name, accumulates)
+
+    def step(self, plan: StepPlan, rows: int, accumulates: bool) -> PredictedStep:
+        return self._graphs[plan.chunks_loss].step(plan.name, rows, accumulates, self._update)
+
+    def evaluation(self, rows: int) -> int:
+        return self._graphs[False].evaluation(rows)

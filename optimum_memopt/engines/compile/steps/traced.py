@@ -1,0 +1,143 @@
+"""One trace of a model's training forward on fake tensors, with sizes that stay symbols."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+
+from optimum_memopt.engines.base import Selection
+from optimum_memopt.engines.compile import compat
+from optimum_memopt.engines.compile.analysis.candidates import Candidate
+from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph
+from optimum_memopt.engines.compile.analysis.joint import is_chunked_loss
+from optimum_memopt.engines.compile.budget.devices import Device
+from optimum_memopt.engines.compile.budget.largest_sizes import is_length, is_rows
+from optimum_memopt.engines.compile.budget.problem import Problem, problems_of
+from optimum_memopt.engines.compile.choice import Choice
+from optimum_memopt.engines.compile.engine import CompileEngine
+from optimum_memopt.engines.compile.memory.symbolic_sizes import SymbolValues
+from optimum_memopt.engines.compile.planned_device import traced_for
+from optimum_memopt.engines.compile.producers.level import FromLevel
+from optimum_memopt.engines.compile.producers.torch_default import TorchDefault
+from optimum_memopt.engines.compile.symbol_names import symbol_names
+from optimum_memopt.errors import MemOptError
+from optimum_memopt.plans.matching import Matched
+
+
+@dataclass(frozen=True)
+class TracedAs:
+    """How a model is traced.
+
+    Attributes:
+        compiler: whose graphs, one of `COMPILERS`.
+        target: the device that steps are predicted for; None: where the model lies.
+        autocast: dtype; None: without.
+    """
+
+    compiler: str
+    target: Device | None = None
+    autocast: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A model's training graph.
+
+    Attributes:
+        graph: of the whole forward.
+        names: of its symbols, `input_ids_dim0`.
+        problem_at: its numbers for any sizes, without seconds.
+        by_torch: numbers of the nodes that torch's own partition saves.
+        by_level: numbers of the nodes that level 1 saves.
+        chunks_loss: a loss is computed without its logits.
+    """
+
+    graph: AnalyzedGraph
+    names: Mapping[sympy.Symbol, str]
+    problem_at: Callable[[SymbolValues], Problem]
+    by_torch: frozenset[int]
+    by_level: frozenset[int]
+    chunks_loss: bool
+
+    def sizes(self, rows: int, tokens: int) -> SymbolValues:
+        """The symbols' values for a batch of rows of so many tokens; 0: as many as were traced."""
+        of_rows = dict.fromkeys(self._row_symbols, rows)
+        of_tokens = {symbol: tokens for symbol, name in self.names.items() if tokens and is_length(name)}
+        hints = self.graph.size_hints
+        return {symbol: {**of_tokens, **of_rows}.get(symbol, size) for symbol, size in hints.items()}
+
+    @property
+    def _row_symbols(self) -> list[sympy.Symbol]:
+        return [symbol for symbol in self.graph.size_hints if is_rows(self.names.get(symbol, ""))]
+
+
+@dataclass(frozen=True)
+class _Keeps:
+    """See `Producer`; applies torch's own partition and keeps each graph with what plans by rule save of it."""
+
+    found: list[Traced] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, selection: Selection) -> "_Keeps | None":
+        """Nobody selects it."""
+        return None
+
+    def match(self, candidates: Sequence[Candidate]) -> Matched:
+        """Nothing is asked for by name."""
+        return Matched()
+
+    def choose(self, graph: AnalyzedGraph, earlier: Sequence[Choice]) -> Choice:
+        """See `Producer.choose`."""
+        order, names = graph.joint.order, symbol_names(compat.symbol_sources())
+        # Torch's own partition may change the graph.
+        problem_at = problems_of(graph, [0.0] * len(order))
+        by_level = frozenset(order[node] for node in FromLevel(1).choose(graph, earlier).nodes_to_save)
+        choice = TorchDefault().choose(graph, earlier)
+        by_torch = frozenset(order[node] for node in choice.nodes_to_save)
+        chunks = any(is_chunked_loss(node) for node in graph.joint.nodes)
+        self.found.append(Traced(graph, names, problem_at, by_torch, by_level, chunks))
+        return choice
+
+
+def trace(model: torch.nn.Module, batch: Mapping[str, Any], how: TracedAs, loss: str) -> Traced:
+    """Trace one training forward and its backward.
+
+    Args:
+        model: of fake tensors, in training mode; the caller is in their mode.
+        batch: keyword arguments of its forward, of two rows or more.
+        how: see `TracedAs`.
+        loss: one of `LOSSES`.
+
+    Raises:
+        MemOptError: the model cannot be traced without data, or its forward is not one graph for all batches.
+    """
+    device = next(model.parameters()).device
+    keeps = _Keeps()
+    engine = CompileEngine(Selection(), how.compiler, loss=loss, target=how.target, producer=keeps, is_dry=True)
+    # As under a Trainer.
+    engine.outputs_read_by = lambda: ""
+    engine.attach(model)
+    name = type(model).__name__
+    try:
+        with traced_for(how.target, how.autocast, device.type):
+            model(**batch)
+        table = engine.plans()
+    except MemOptError:
+        raise
+    except Exception as error:
+        reason = next(iter(str(error).splitlines()), "")
+        raise MemOptError(
+            f"{name} cannot be traced on fake tensors ({type(error).__name__}: {reason}), so that nothing can be "
+            "predicted for other batches"
+        ) from error
+    finally:
+        engine.detach()
+    if len(keeps.found) != 1:
+        why = "; ".join(table.header) if table is not None and not keeps.found else f"{len(keeps.found)} graphs"
+        raise MemOptError(f"the training forward of {name} is not one graph ({why}); advice is for forwards that are")
+    (traced,) = keeps.found
+    if not any(is_rows(traced.names.get(symbol, "")) for symbol in traced.graph.size_hints):
+        raise MemOptError(f"the graph of {name} is for one batch size only, so that no other one can be predicted")
+    return traced

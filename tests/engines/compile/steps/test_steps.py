@@ -1,0 +1,127 @@
+"""Steps that are predicted from one trace are those that `estimate` predicts for each batch and plan by itself."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from optimum_memopt.advise.advice import advise
+from optimum_memopt.engines.base import Selection
+from optimum_memopt.engines.compile.budget.costs import works
+from optimum_memopt.engines.compile.budget.devices import DEVICES
+from optimum_memopt.engines.compile.estimate import estimate
+from optimum_memopt.engines.compile.steps import build, times
+from optimum_memopt.engines.predicted_steps import COMPUTE, LAUNCHES
+from optimum_memopt.measure.workload import Workload
+from optimum_memopt.sizes import parse_budget
+from tests.saved_configs import save
+
+BIG = {"vocab_size": 3000, "n_layer": 3, "n_embd": 64, "n_positions": 64}
+LENGTH = 48
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    return save(tmp_path_factory.mktemp("model"), "gpt2", **BIG)
+
+
+@pytest.fixture(scope="module")
+def steps(folder):
+    workload = Workload(folder, "text-generation", seq_len=LENGTH)
+    return build.of_workload(workload, parse_budget("1GiB"), "h100", "aot_eager")
+
+
+@pytest.fixture
+def within(steps):
+    """`steps` under another budget."""
+    before = steps.budget
+
+    def change(budget: int):
+        steps.budget = budget
+        for graph in steps._graphs.values():
+            graph._around = replace(graph._around, budget=budget)
+        return steps
+
+    yield change
+    change(before)
+
+
+def plan(steps, name: str, chunks_loss: bool = False):
+    return next(one for one in steps.plans if one.name == name and one.chunks_loss == chunks_loss)
+
+
+def estimated(folder: str, rows: int, selection: Selection) -> int:
+    found = estimate(Workload(folder, "text-generation", rows, LENGTH), selection, device="h100", compiler="aot_eager")
+    return sum(found.parts[part] for part in ("parameters", "buffers", "batch", "optimizer", "constant")) + max(
+        found.parts["activations"], found.parts["gradients"]
+    )
+
+
+def test_there_is_a_row_for_each_plan_and_loss(steps):
+    names = [(one.name, one.chunks_loss) for one in steps.plans if one.is_own]
+    assert names == [(name, chunks) for name in ("no plan", "level 1", "budget") for chunks in (False, True)]
+    assert [one.name for one in steps.plans if not one.is_own] == [
+        "Trainer's checkpointing, every layer",
+        "Trainer's checkpointing, every 2 layers",
+    ]
+    assert (steps.model, steps.device, steps.tokens) == ("GPT2LMHeadModel", "H100", LENGTH)
+
+
+def test_level_1_takes_what_its_own_trace_is_predicted_to_take(steps, folder):
+    found = steps.step(plan(steps, "level 1", True), 24, False)
+    # Chunked, as `auto` decides for so many tokens.
+    assert found.peak == pytest.approx(estimated(folder, 24, Selection(level=1)), rel=0.01)
+    assert 0 < found.recomputing < 0.5 * found.micro_batch
+
+
+def test_a_budget_is_kept_with_less_recompute_than_a_level(steps, within):
+    level = steps.step(plan(steps, "level 1"), 24, False)
+    free = steps.step(plan(steps, "no plan"), 24, False)
+    budget = (level.peak + free.peak) // 2
+    within(budget)
+    found = steps.step(plan(steps, "budget"), 24, False)
+    assert level.peak < found.peak <= budget < free.peak
+    assert free.recomputing < found.recomputing < level.recomputing
+    assert not steps.fits(plan(steps, "no plan"), 24, False)
+    assert advise(steps, 24).recommended.step.peak <= budget
+
+
+def test_checkpointing_of_fewer_layers_takes_more_memory_and_less_time(steps):
+    every, second = (steps.step(one, 24, False) for one in steps.plans if not one.is_own)
+    free = steps.step(plan(steps, "no plan"), 24, False)
+    assert every.peak < second.peak < free.peak
+    assert every.recomputing > second.recomputing > free.recomputing
+
+
+def test_what_a_step_takes_grows_with_the_rows(steps):
+    free = plan(steps, "no plan")
+    few, more, many = (steps.step(free, rows, False) for rows in (1, 24, 240))
+    assert few.peak < more.peak < many.peak
+    assert few.micro_batch < more.micro_batch < many.micro_batch
+    assert few.seconds[LAUNCHES] > 0.9 * few.micro_batch
+    assert many.seconds.get(LAUNCHES, 0) < 0.9 * many.micro_batch
+    assert COMPUTE in many.seconds
+    # Gradients of other micro-batches lie beside those of this one.
+    assert steps.step(free, 24, True).peak > more.peak
+    assert steps.lowest(free, False) == few.peak
+    assert few.peak < steps.evaluation(4000) < steps.step(free, 4000, False).peak
+
+
+def test_work_follows_from_that_of_two_batches(steps):
+    for graph in steps._graphs.values():
+        traced = graph._traced
+        values = traced.sizes(240, LENGTH)
+        found = times.estimated(traced.graph, DEVICES["H100"])(values)
+        exact = [times._on(DEVICES["H100"], work) for work in works(traced.graph.joint, values)]
+        assert found.seconds == pytest.approx([seconds for seconds, _ in exact])
+        assert list(found.bounds) == [bound for _, bound in exact]
+
+
+def test_operators_are_measured_on_this_machine(steps):
+    traced = steps._graphs[False]._traced
+    measured = times.measured(traced.graph, torch.device("cpu"), fused=False)
+    one, many = (measured(traced.sizes(rows, LENGTH)) for rows in (1, 64))
+    assert sum(one.seconds) < sum(many.seconds)
+    assert one.source == "measured"
+    shares = [found.by_bound(range(len(found.seconds)))[LAUNCHES] / sum(found.seconds) for found in (one, many)]
+    assert shares[0] > shares[1]
