@@ -250,7 +250,7 @@ def _text(argument: Any) -> str:
 
 
 def _measure(node: fx.Node, number: _Numbers) -> float | None:
-    """The median seconds of a few runs; None where it does not run."""
+    """The shortest of a few runs in seconds, which other processes disturb least; None where it does not run."""
     run: Any = node.target
     found: list[float] = []
     # The graph has autocast's casts already.
@@ -268,4 +268,4 @@ def _measure(node: fx.Node, number: _Numbers) -> float | None:
         # Any operator may refuse ones; out of memory is one more reason not to measure it.
         except Exception:
             return None
-    return statistics.median(found)
+    return min(found)

@@ -1,6 +1,7 @@
 """Makes predictors of steps: of a config, on fake tensors alone, and of a model that is about to train."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -135,7 +136,10 @@ def _predictor(case: _Case, model: torch.nn.Module, around: Around, make: _MakeF
     losses = (PLAIN, AUTO) if case.may_chunk else (PLAIN,)
     traced = [_traced(case.how, make, loss) for loss in losses]
     target, device = case.how.target, next(model.parameters()).device
-    graphs = {one.chunks_loss: GraphSteps(one, around, case.tokens, _times(case.how, one, device)) for one in traced}
+    graphs = {
+        one.chunks_loss: GraphSteps(one, around, case.tokens, _times(case, one, device, around.budget))
+        for one in traced
+    }
     states, trained = around.single.optimizer, [one for one in model.parameters() if one.requires_grad]
     if target is None:
         bandwidth = times.update_bandwidth(device, sum(one.numel() for one in trained))
@@ -161,7 +165,8 @@ def _traced(how: TracedAs, make: _MakeFake, loss: str) -> Traced:
         return trace(model, batch, how, loss)
 
 
-def _times(how: TracedAs, traced: Traced, device: torch.device) -> Callable[[Any], times.OperatorTimes]:
-    if how.target is not None:
-        return times.estimated(traced.graph, how.target)
-    return times.measured(traced.graph, device, how.compiler == "inductor")
+def _times(case: _Case, traced: Traced, device: torch.device, budget: int) -> Callable[[int], times.OperatorTimes]:
+    sizes = functools.partial(traced.sizes, tokens=case.tokens)
+    if case.how.target is not None:
+        return times.estimated(traced.graph, sizes, case.how.target)
+    return times.measured(traced.graph, sizes, device, case.how.compiler == "inductor", budget)

@@ -8,7 +8,6 @@ from optimum_memopt.engines.compile.budget.problem import Problem
 from optimum_memopt.engines.compile.budget.simulation import Simulation, simulate
 from optimum_memopt.engines.compile.budget.solve import Floor, Solver
 from optimum_memopt.engines.compile.memory.footprint import Footprint
-from optimum_memopt.engines.compile.memory.symbolic_sizes import SymbolValues
 from optimum_memopt.engines.compile.steps.plans import checkpointed, layers_of, without_gradients
 from optimum_memopt.engines.compile.steps.times import OperatorTimes, UpdateTimes
 from optimum_memopt.engines.compile.steps.traced import Traced
@@ -50,17 +49,19 @@ class GraphSteps:
         traced: with the loss as the model computes it, or in chunks.
         around: the step around it.
         tokens: of a row; 0: as many as were traced.
-        times: seconds of the graph's operators for any sizes.
+        times: seconds of the graph's operators for batches of so many rows.
     """
 
-    def __init__(
-        self, traced: Traced, around: Around, tokens: int, times: Callable[[SymbolValues], OperatorTimes]
-    ) -> None:
+    def __init__(self, traced: Traced, around: Around, tokens: int, times: Callable[[int], OperatorTimes]) -> None:
         self._traced, self._around, self._tokens, self._times_at = traced, around, tokens, times
         self._problems: dict[int, Problem] = {}
         self._times: dict[int, OperatorTimes] = {}
         self._solvers: dict[int, Solver] = {}
         self._found: dict[tuple[str, int], Simulation] = {}
+
+    def within(self, budget: int) -> "GraphSteps":
+        """The same graph with another budget, in bytes."""
+        return GraphSteps(self._traced, replace(self._around, budget=budget), self._tokens, self._times_at)
 
     @cached_property
     def layers(self) -> int:
@@ -150,7 +151,7 @@ class GraphSteps:
 
     def _times_of(self, rows: int) -> OperatorTimes:
         if rows not in self._times:
-            self._times[rows] = self._times_at(self._traced.sizes(rows, self._tokens))
+            self._times[rows] = self._times_at(rows)
         return self._times[rows]
 
 
@@ -189,6 +190,12 @@ class StepsOfModel:
         self.budget, self._budget_text = budget
         self._graphs, self._update = graphs, update
         self._compares = compares
+
+    def within(self, budget: int) -> "StepsOfModel":
+        """The same model with another budget, in bytes, from the same traces."""
+        graphs = {chunks: graph.within(budget) for chunks, graph in self._graphs.items()}
+        text = f"{budget // 2**20}MiB"
+        return StepsOfModel(self.model, self.device, (budget, text), self.tokens, graphs, self._update, self._compares)
 
     @property
     def costs(self) -> str:

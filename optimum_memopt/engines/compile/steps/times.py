@@ -2,7 +2,6 @@
 
 import contextlib
 import operator
-import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,6 +26,12 @@ _LAUNCH = 5e-6
 _CLIPPING, _ADDING = 3, 3
 # Elements of the optimizer's step that is measured.
 _MEASURED = 2**22
+# Rows of the batches that those of others follow from: of work, which grows by the row, and of measured seconds.
+_TWO = (1, 2)
+_MEASURED_ROWS = ((4, 16), (2, 8), (1, 4), (1, 2))
+
+# The values of a graph's symbols for a batch of so many rows.
+Sizes = Callable[[int], SymbolValues]
 
 
 @dataclass(frozen=True)
@@ -51,42 +56,33 @@ class OperatorTimes:
         return {bound: seconds for bound, seconds in found.items() if seconds}
 
 
-def estimated(graph: AnalyzedGraph, device: Device) -> Callable[[SymbolValues], OperatorTimes]:
+def estimated(graph: AnalyzedGraph, sizes: Sizes, device: Device) -> Callable[[int], OperatorTimes]:
     """By a device's rates, as inductor runs the graph. Bytes and operations of any batch follow from those of two.
 
     Args:
         graph: read, not changed.
+        sizes: the symbols' values for a batch of so many rows.
         device: whose rates count.
     """
-    first = graph.size_hints
-    known: dict[tuple[int, ...], tuple[Work | None, ...]] = {}
+    one, two = (works(graph.joint, sizes(rows)) for rows in _TWO)
 
-    def at(values: SymbolValues) -> tuple[Work | None, ...]:
-        key = tuple(values[symbol] for symbol in first)
-        if key not in known:
-            known[key] = works(graph.joint, values)
-        return known[key]
-
-    def times(values: SymbolValues) -> OperatorTimes:
-        grown = [symbol for symbol in first if values[symbol] != first[symbol]]
-        share = values[grown[0]] / first[grown[0]] if grown else 1.0
-        double = {symbol: size * (2 if symbol in grown else 1) for symbol, size in first.items()}
-        found = [
-            work if work is None or more is None else _between(work, more, share - 1)
-            for work, more in zip(at(first), at(double) if grown else at(first), strict=True)
-        ]
-        return _bounded([_on(device, work) for work in found], f"roofline {device.name}")
+    def times(rows: int) -> OperatorTimes:
+        found = [_on(device, _work_of(rows, *both)) for both in zip(one, two, strict=True)]
+        return _bounded(found, f"roofline {device.name}")
 
     return times
 
 
-def _between(work: Work, more: Work, share: float) -> Work:
-    """`work` where `share` is 0, `more` where it is 1: both grow by the row."""
-    return replace(
-        work,
-        bytes=work.bytes + (more.bytes - work.bytes) * share,
-        flops=work.flops + (more.flops - work.flops) * share,
-    )
+def _work_of(rows: int, one: Work | None, two: Work | None) -> Work | None:
+    """With any rows, from that with `_TWO`."""
+    if one is None or two is None:
+        return None
+    return replace(one, bytes=_line(_TWO, one.bytes, two.bytes, rows), flops=_line(_TWO, one.flops, two.flops, rows))
+
+
+def _line(rows: tuple[int, int], one: float, two: float, at: int) -> float:
+    low, high = rows
+    return one + (two - one) * (at - low) / (high - low)
 
 
 def _on(device: Device, work: Work | None) -> tuple[float, str]:
@@ -99,32 +95,48 @@ def _on(device: Device, work: Work | None) -> tuple[float, str]:
     return computing + moving, COMPUTE if computing >= moving else BANDWIDTH
 
 
-def measured(graph: AnalyzedGraph, device: torch.device, fused: bool) -> Callable[[SymbolValues], OperatorTimes]:
-    """Measured where the graph's tensors are, each operator with the batch's own shapes.
+def measured(
+    graph: AnalyzedGraph, sizes: Sizes, device: torch.device, fused: bool, budget: int
+) -> Callable[[int], OperatorTimes]:
+    """Measured where the graph's tensors are, with two batches; those of any other follow.
+
+    A measurement of each batch by itself would find the best one where it has erred most.
 
     Args:
         graph: read, not changed.
+        sizes: the symbols' values for a batch of so many rows.
         device: where the graph's tensors are.
         fused: a compiler fuses what is bound by memory, and runs no views.
+        budget: bytes; of it no operator that is measured takes more than a quarter, where that is possible.
     """
-    launch = launch_seconds(device)
+    both = next(
+        (rows for rows in _MEASURED_ROWS if _largest(works(graph.joint, sizes(rows[1]))) <= budget // 4),
+        _MEASURED_ROWS[-1],
+    )
+    with _as_in_training(device):
+        few, many = (costs_of(replace(graph, size_hints=sizes(rows)), device, fused) for rows in both)
+        launch = launch_seconds(device)
+    does_work = works(graph.joint, sizes(1))
+    is_called = [is_view(node) and node.target is not operator.getitem for node in graph.joint.nodes]
 
-    def one(seconds: float, work: Work | None, is_called: bool) -> tuple[float, str]:
+    def one(rows: int, number: int) -> tuple[float, str]:
+        work = does_work[number]
         if work is None:
-            return (launch, LAUNCHES) if is_called and not fused else (0.0, "")
+            return (launch, LAUNCHES) if is_called[number] and not fused else (0.0, "")
+        low, high = sorted((few.seconds[number], many.seconds[number]))
+        seconds = max(_line(both, low, high, rows), min(low, launch))
         if seconds < 2 * launch:
             return seconds, LAUNCHES
         return seconds, COMPUTE if work.flops else BANDWIDTH
 
-    does_work = works(graph.joint, graph.size_hints)
-    is_call = [is_view(node) and node.target is not operator.getitem for node in graph.joint.nodes]
-
-    def times(values: SymbolValues) -> OperatorTimes:
-        with _as_in_training(device):
-            costs = costs_of(replace(graph, size_hints=values), device, fused)
-        return _bounded([*map(one, costs.seconds, does_work, is_call)], costs.source)
+    def times(rows: int) -> OperatorTimes:
+        return _bounded([one(rows, number) for number in range(len(does_work))], many.source)
 
     return times
+
+
+def _largest(found: Iterable[Work | None]) -> float:
+    return max((work.bytes for work in found if work is not None), default=0)
 
 
 @contextlib.contextmanager
@@ -175,7 +187,7 @@ def launch_seconds(device: torch.device) -> float:
     """Of an operator that does nothing, measured."""
     with torch.no_grad():
         one = torch.ones(1, device=device)
-        return _median(lambda: one.add(1), device, repeats=100)
+        return _shortest(lambda: one.add(1), device, repeats=100)
 
 
 @lru_cache
@@ -191,10 +203,10 @@ def update_bandwidth(device: torch.device, elements: int) -> float:
     optimizer = torch.optim.AdamW([parameter], fused=True)
     optimizer.step()
     # Parameter, gradient and two states; all but the gradient are written too.
-    return 7 * parameter.nbytes / _median(optimizer.step, device, repeats=5)
+    return 7 * parameter.nbytes / _shortest(optimizer.step, device, repeats=5)
 
 
-def _median(run: Callable[[], object], device: torch.device, repeats: int) -> float:
+def _shortest(run: Callable[[], object], device: torch.device, repeats: int) -> float:
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     found = []
     for _ in range(repeats):
@@ -203,4 +215,4 @@ def _median(run: Callable[[], object], device: torch.device, repeats: int) -> fl
         run()
         wait()
         found.append(time.perf_counter() - begin)
-    return statistics.median(found)
+    return min(found)

@@ -1,6 +1,6 @@
 """Steps that are predicted from one trace are those that `estimate` predicts for each batch and plan by itself."""
 
-from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -31,21 +31,6 @@ def steps(folder):
     return build.of_workload(workload, parse_budget("1GiB"), "h100", "aot_eager")
 
 
-@pytest.fixture
-def within(steps):
-    """`steps` under another budget."""
-    before = steps.budget
-
-    def change(budget: int):
-        steps.budget = budget
-        for graph in steps._graphs.values():
-            graph._around = replace(graph._around, budget=budget)
-        return steps
-
-    yield change
-    change(before)
-
-
 def plan(steps, name: str, chunks_loss: bool = False):
     return next(one for one in steps.plans if one.name == name and one.chunks_loss == chunks_loss)
 
@@ -74,16 +59,17 @@ def test_level_1_takes_what_its_own_trace_is_predicted_to_take(steps, folder):
     assert 0 < found.recomputing < 0.5 * found.micro_batch
 
 
-def test_a_budget_is_kept_with_less_recompute_than_a_level(steps, within):
+def test_a_budget_is_kept_with_less_recompute_than_a_level(steps):
     level = steps.step(plan(steps, "level 1"), 24, False)
     free = steps.step(plan(steps, "no plan"), 24, False)
     budget = (level.peak + free.peak) // 2
-    within(budget)
-    found = steps.step(plan(steps, "budget"), 24, False)
+    within = steps.within(budget)
+    found = within.step(plan(within, "budget"), 24, False)
     assert level.peak < found.peak <= budget < free.peak
     assert free.recomputing < found.recomputing < level.recomputing
-    assert not steps.fits(plan(steps, "no plan"), 24, False)
-    assert advise(steps, 24).recommended.step.peak <= budget
+    assert not within.fits(plan(within, "no plan"), 24, False)
+    assert advise(within, 24).recommended.step.peak <= budget
+    assert steps.fits(plan(steps, "no plan"), 24, False)
 
 
 def test_checkpointing_of_fewer_layers_takes_more_memory_and_less_time(steps):
@@ -110,17 +96,18 @@ def test_what_a_step_takes_grows_with_the_rows(steps):
 def test_work_follows_from_that_of_two_batches(steps):
     for graph in steps._graphs.values():
         traced = graph._traced
-        values = traced.sizes(240, LENGTH)
-        found = times.estimated(traced.graph, DEVICES["H100"])(values)
-        exact = [times._on(DEVICES["H100"], work) for work in works(traced.graph.joint, values)]
+        sizes = partial(traced.sizes, tokens=LENGTH)
+        found = times.estimated(traced.graph, sizes, DEVICES["H100"])(240)
+        exact = [times._on(DEVICES["H100"], work) for work in works(traced.graph.joint, sizes(240))]
         assert found.seconds == pytest.approx([seconds for seconds, _ in exact])
         assert list(found.bounds) == [bound for _, bound in exact]
 
 
 def test_operators_are_measured_on_this_machine(steps):
     traced = steps._graphs[False]._traced
-    measured = times.measured(traced.graph, torch.device("cpu"), fused=False)
-    one, many = (measured(traced.sizes(rows, LENGTH)) for rows in (1, 64))
+    sizes = partial(traced.sizes, tokens=LENGTH)
+    measured = times.measured(traced.graph, sizes, torch.device("cpu"), fused=False, budget=2**30)
+    one, many = measured(1), measured(64)
     assert sum(one.seconds) < sum(many.seconds)
     assert one.source == "measured"
     shares = [found.by_bound(range(len(found.seconds)))[LAUNCHES] / sum(found.seconds) for found in (one, many)]
