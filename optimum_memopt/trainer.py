@@ -167,8 +167,7 @@ def attach(trainer: Trainer, options: MemOptOptions | None = None, **overrides: 
         optimizers.check(chosen.memory_opt_optim, trainer)
     if chosen.group_by_complexity:
         sampling.check(trainer.args, trainer.train_dataset)
-    if chosen.memory_opt_batch is not None:
-        in_trainer.check(trainer)
+    train = in_trainer.choosing(trainer, chosen, engine.name)
     # Whatever may fail comes before the Trainer is changed.
     callbacks = _callbacks(trainer, chosen)
     replanner = Replanner(engine, trainer) if chosen.memory_opt_on_oom == REPLAN else None
@@ -186,10 +185,8 @@ def attach(trainer: Trainer, options: MemOptOptions | None = None, **overrides: 
         if replanner is not None:
             trainer.compute_loss = out_of_memory.agreeing(trainer.compute_loss, trainer)
         trainer.compute_loss = _comparing(trainer, engine, chosen)
-    if chosen.memory_opt_batch is not None:
-        trainer.train = in_trainer.choosing(trainer, chosen, engine.name)
     reporter = TrainingReport(trainer, engine, callbacks[PlanStatsCallback], callbacks[CollectingCallback])
-    trainer.train = _releasing(trainer, engine, reporter, chosen.memory_opt_report)
+    trainer.train = _releasing(train, engine, reporter, chosen.memory_opt_report)
     attachment = Attachment(chosen, engine, callbacks[PlanStatsCallback], reporter)
     trainer.memopt = attachment  # type: ignore[attr-defined]
     return attachment
@@ -294,9 +291,8 @@ def _add_callback(trainer: Trainer, callback: Any) -> None:
         callback.reporter.belongs_to(trainer)
 
 
-def _releasing(trainer: Trainer, engine: Engine, reporter: TrainingReport, report: os.PathLike | str | None) -> Any:
+def _releasing(train: Any, engine: Engine, reporter: TrainingReport, report: os.PathLike | str | None) -> Any:
     """`train` that suspends the engine when it is over, and writes the page that was asked for."""
-    train = trainer.train
 
     @functools.wraps(train)
     def train_and_release(*args: Any, **kwargs: Any) -> Any:

@@ -45,8 +45,15 @@ def check(trainer: Trainer) -> None:
 
 
 def choosing(trainer: Trainer, options: MemOptOptions, engine: str) -> Any:
-    """`train` within `chosen`."""
+    """`train`, within `chosen` if the options ask for that.
+
+    Raises:
+        MemOptError: see `check`.
+    """
     train = trainer.train
+    if options.memory_opt_batch is None:
+        return train
+    check(trainer)
 
     @functools.wraps(train)
     def choose_and_train(*args: Any, **kwargs: Any) -> Any:
@@ -138,12 +145,13 @@ def _predictor(trainer: Trainer, options: MemOptOptions, engine: str) -> StepPre
     # A collator may draw random numbers, as that of masked language models does.
     before = ForwardState.of(model, with_buffers=False)
     try:
-        return factory(engine).predict_training(
+        return factory(engine).predict_steps(
             model,
-            make_batch,
-            options,
+            make_batch=make_batch,
+            options=options,
             tokens=largest.length if largest is not None else 0,
             autocast=torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None,
+            optim=str(getattr(args.optim, "value", args.optim)),
             is_read=_is_read(trainer),
         )
     finally:

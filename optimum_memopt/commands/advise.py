@@ -44,6 +44,11 @@ class AdviseCommand(BaseOptimumCLICommand):
         precision.add_argument("--bf16", action="store_true", help="Under autocast, as Trainer's --bf16.")
         precision.add_argument("--fp16", action="store_true", help="Under autocast, as Trainer's --fp16.")
         parser.add_argument(
+            "--optim",
+            default="adamw_torch_fused",
+            help="The optimizer, as Trainer's --optim takes it (default: adamw_torch_fused).",
+        )
+        parser.add_argument(
             "--compiler",
             help="As --memory_opt_compiler takes it (default: the one that would train, inductor with --device).",
         )
@@ -80,7 +85,8 @@ class AdviseCommand(BaseOptimumCLICommand):
         assert budget is not None
         steps = factory(name).predict_steps(
             workload,
-            budget,
+            budget=budget,
+            optim=args.optim,
             device=None if args.device == _HERE else args.device,
             compiler=args.compiler,
             autocast="bfloat16" if args.bf16 else "float16" if args.fp16 else "",

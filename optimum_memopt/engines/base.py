@@ -134,7 +134,7 @@ class EngineFactory:
     """What can be asked of an engine that has no model yet. The defaults are those of an engine without needs.
 
     Attributes:
-        predicts: has `estimate`, `explain`, `predict_steps` and `predict_training`.
+        predicts: has `estimate`, `explain` and `predict_steps`.
         allocates_outside_torch: its memory on CUDA is not torch's allocator's.
         options_to_measure: options under which a model that the engine cannot train ends in an error, so that nothing
             else is measured in its place.
@@ -220,29 +220,10 @@ class EngineFactory:
         """
         raise NotImplementedError
 
-    def predict_steps(self, workload: "Workload", budget: Budget, **more: Any) -> StepPredictor:
-        """Predict steps of a model under several plans and with any micro-batch; only where `predicts`.
+    def predict_steps(self, model: "Workload | torch.nn.Module", **more: Any) -> StepPredictor:
+        """Predict steps with any micro-batch, of a `Workload` under several plans; only where `predicts`.
 
-        `more` is the engine's own, as `device`. Raises MemOptError: as `estimate`, and where the model's graph is for
-        one batch size only.
-        """
-        raise NotImplementedError
-
-    def predict_training(
-        self,
-        model: torch.nn.Module,
-        make_batch: Callable[[int], Mapping[str, Any]],
-        options: "MemOptOptions",
-        **more: Any,
-    ) -> StepPredictor:
-        """Predict steps of a model that is about to train within a budget, which is its only plan; only where
-        `predicts`.
-
-        Args:
-            model: where it trains; left as it is.
-            make_batch: the arguments of its forward in a batch of so many rows.
-            options: as `in_force` returned them.
-            more: of the engine's own.
+        `more` is the engine's own. Raises MemOptError: as `estimate`, and where the graph is for one batch size only.
         """
         raise NotImplementedError
 

@@ -85,6 +85,11 @@ _KINDS = {
 }
 
 
+def is_known(name: str) -> bool:
+    """Whether `check` lets a name pass."""
+    return name in _KINDS
+
+
 def check(name: str) -> None:
     """Refuse an optimizer whose memory is not known.
 

@@ -296,7 +296,7 @@ def fake_tensors() -> FakeTensorMode:
     return FakeTensorMode()
 
 
-def fake_copy(model: torch.nn.Module) -> tuple[contextlib.AbstractContextManager, torch.nn.Module]:
+def fake_copy(model: torch.nn.Module) -> tuple[FakeTensorMode, torch.nn.Module]:
     """A copy of a model whose parameters and buffers have no data, and the mode to run it in (`FakeCopyMode`).
 
     Tensors that its code holds elsewhere count with their data. What was put in the place of its forward stays with

@@ -4,7 +4,6 @@ Its other modules import torch's compilers, of which private names change with e
 this torch is known to be new enough.
 """
 
-from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from optimum_memopt.engines.base import Engine, EngineFactory, Estimate, Selection
@@ -14,7 +13,6 @@ from optimum_memopt.engines.environment import Ability, Report
 from optimum_memopt.engines.failed_step import Explanation, FailedStep
 from optimum_memopt.engines.predicted_steps import StepPredictor
 from optimum_memopt.errors import MemOptError
-from optimum_memopt.sizes import Budget
 
 if TYPE_CHECKING:
     import torch
@@ -90,20 +88,10 @@ class CompileFactory(EngineFactory):
 
         return explain(failed)
 
-    def predict_steps(self, workload: "Workload", budget: Budget, **more: Any) -> StepPredictor:
-        """See `engines.compile.steps.build.of_workload`."""
-        from optimum_memopt.engines.compile.steps.build import of_workload
+    def predict_steps(self, model: "Workload | torch.nn.Module", **more: Any) -> StepPredictor:
+        """See `engines.compile.steps.build`."""
+        import torch
 
-        return of_workload(workload, budget, **more)
+        from optimum_memopt.engines.compile.steps.build import of_model, of_workload
 
-    def predict_training(
-        self,
-        model: "torch.nn.Module",
-        make_batch: Callable[[int], Mapping[str, Any]],
-        options: "MemOptOptions",
-        **more: Any,
-    ) -> StepPredictor:
-        """See `engines.compile.steps.build.of_model`."""
-        from optimum_memopt.engines.compile.steps.build import of_model
-
-        return of_model(model, make_batch, options, **more)
+        return of_model(model, **more) if isinstance(model, torch.nn.Module) else of_workload(model, **more)

@@ -12,7 +12,7 @@ from optimum_memopt.engines.compile import compat
 from optimum_memopt.engines.compile.backend import default_compiler
 from optimum_memopt.engines.compile.budget.costs import EFFICIENCY
 from optimum_memopt.engines.compile.budget.devices import Device, device_of
-from optimum_memopt.engines.compile.budget.in_step import Step, step_around
+from optimum_memopt.engines.compile.budget.in_step import step_around
 from optimum_memopt.engines.compile.estimate import build
 from optimum_memopt.engines.compile.memory.footprint import tensor_bytes
 from optimum_memopt.engines.compile.options import AUTO, PLAIN
@@ -20,6 +20,8 @@ from optimum_memopt.engines.compile.steps import times
 from optimum_memopt.engines.compile.steps.predictor import Around, GraphSteps, StepsOfModel
 from optimum_memopt.engines.compile.steps.traced import Traced, TracedAs, trace
 from optimum_memopt.engines.run import Run
+from optimum_memopt.memory.optimizers import DEFAULT, PlannedOptimizer, embeddings_of, is_known
+from optimum_memopt.memory.optimizers import check as check_optimizer
 from optimum_memopt.sizes import Budget
 
 if TYPE_CHECKING:
@@ -31,8 +33,8 @@ if TYPE_CHECKING:
 _ROWS = {PLAIN: (7, 11), AUTO: (61, 67)}
 _FEW = _ROWS[PLAIN][0]
 
-# A model and a batch of so many rows, of tensors of a fake mode.
-_MakeFake = Callable[[int, compat.FakeTensorMode], tuple[torch.nn.Module, Mapping[str, Any]]]
+# A fake mode, and a model and a batch of so many rows, of its tensors.
+_MakeFake = Callable[[int], tuple[compat.FakeTensorMode, torch.nn.Module, Mapping[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,12 @@ class _Case:
 
 
 def of_workload(
-    workload: "Workload", budget: Budget, device: str | None = None, compiler: str | None = None, autocast: str = ""
+    workload: "Workload",
+    budget: Budget,
+    device: str | None = None,
+    compiler: str | None = None,
+    autocast: str = "",
+    optim: str = DEFAULT,
 ) -> StepsOfModel:
     """Of a model that is given by its config.
 
@@ -65,22 +72,25 @@ def of_workload(
         device: whose memory and rates count, see `budget.devices`; None: this machine, where operators are measured.
         compiler: whose graphs, one of `COMPILERS`; None: the one that would train.
         autocast: `bfloat16` or `float16`; empty: float32.
+        optim: the optimizer, by Trainer's name.
 
     Raises:
-        MemOptError: an unknown device, bad sizes, or a model that cannot be traced without data or not for any batch.
+        MemOptError: an unknown device or optimizer, bad sizes, or a model that cannot be traced without data or not
+            for any batch.
     """
+    check_optimizer(optim)
     target = None if device is None else device_of(device)
     here = torch.device("cuda" if torch.cuda.is_available() and target is None else "cpu")
     compiled_by = compiler or (default_compiler(here.type)[0] if target is None else "inductor")
     how = TracedAs(compiled_by, target, getattr(torch, autocast) if autocast else None)
     tokens = 0 if workload.task == "image-classification" else workload.seq_len
 
-    def make(rows: int, fake: compat.FakeTensorMode) -> tuple[torch.nn.Module, Mapping[str, Any]]:
-        with fake:
-            return build(dataclasses.replace(workload, batch_size=rows), here)
+    def make(rows: int) -> tuple[compat.FakeTensorMode, torch.nn.Module, Mapping[str, Any]]:
+        with compat.fake_tensors() as fake:
+            return fake, *build(dataclasses.replace(workload, batch_size=rows), here)
 
-    model, batch = make(_FEW, compat.fake_tensors())
-    around = _around(model, batch, budget, target)
+    _, model, batch = make(_FEW)
+    around = _around(model, batch, budget, optim, target)
     return _predictor(_Case(how, budget, tokens), model, around, make)
 
 
@@ -90,6 +100,7 @@ def of_model(
     options: "MemOptOptions",
     tokens: int,
     autocast: torch.dtype | None,
+    optim: str,
     is_read: bool,
 ) -> StepsOfModel:
     """Of a model that is about to train, where it is; it is left as it is.
@@ -100,6 +111,7 @@ def of_model(
         options: with a budget.
         tokens: of the longest row; 0: as many as the batches have.
         autocast: dtype; None: without.
+        optim: the optimizer, by Trainer's name; one whose memory is not known counts as AdamW.
         is_read: somebody reads the logits.
 
     Raises:
@@ -109,27 +121,27 @@ def of_model(
     assert budget is not None
     may_chunk = options.memory_opt_loss != PLAIN and not is_read
     compiled_by = options.memory_opt_compiler or default_compiler(next(model.parameters()).device.type)[0]
-    around = _around(model, make_batch(_FEW), budget, None)
+    around = _around(model, make_batch(_FEW), budget, optim if is_known(optim) else DEFAULT)
 
-    def make(rows: int, fake: compat.FakeTensorMode) -> tuple[torch.nn.Module, Mapping[str, Any]]:
-        copied, batch = compat.fake_copy((model, dict(make_batch(rows))), fake)
-        return copied.train(), batch
+    def make(rows: int) -> tuple[compat.FakeTensorMode, torch.nn.Module, Mapping[str, Any]]:
+        fake, copied = compat.fake_copy(model)
+        return fake, copied.train(), compat.fake_batch(dict(make_batch(rows)), fake)
 
     case = _Case(TracedAs(compiled_by, None, autocast), budget, tokens, may_chunk, compares=False)
     return _predictor(case, model, around, make)
 
 
-def _around(model: torch.nn.Module, batch: Mapping[str, Any], budget: Budget, target: Device | None) -> Around:
+def _around(
+    model: torch.nn.Module, batch: Mapping[str, Any], budget: Budget, optim: str, target: Device | None = None
+) -> Around:
     """The step, before anything is traced, which leaves something behind in the process."""
     moved = tensor_bytes(one for one in batch.values() if isinstance(one, torch.Tensor))
-    single, several = (_step(model, batch, budget, target, accumulates) for accumulates in (False, True))
+    device = next(model.parameters()).device.type if target is None else "cuda" if target.cuda is not None else "cpu"
+    optimizer = PlannedOptimizer(optim, device == "cuda", embeddings_of(model))
+    single, several = (
+        step_around(model, batch, budget, Run(optimizer, accumulates), target) for accumulates in (False, True)
+    )
     return Around(single.bytes, single.outside, several.outside, moved // _FEW)
-
-
-def _step(
-    model: torch.nn.Module, batch: Mapping[str, Any], budget: Budget, target: Device | None, accumulates: bool
-) -> Step:
-    return step_around(model, batch, budget, Run(None, accumulates), target)
 
 
 def _predictor(case: _Case, model: torch.nn.Module, around: Around, make: _MakeFake) -> StepsOfModel:
@@ -157,10 +169,10 @@ def _predictor(case: _Case, model: torch.nn.Module, around: Around, make: _MakeF
 
 
 def _traced(how: TracedAs, make: _MakeFake, loss: str) -> Traced:
-    fake, (rows, others) = compat.fake_tensors(), _ROWS[loss]
-    model, batch = make(rows, fake)
+    rows, others = _ROWS[loss]
+    fake, model, batch = make(rows)
     if any(rows in one.shape[1:] for one in batch.values() if isinstance(one, torch.Tensor)):
-        model, batch = make(others, fake)
+        fake, model, batch = make(others)
     with fake:
         return trace(model, batch, how, loss)
 
