@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from optimum_memopt.engines.compile.memory.footprint import Footprint
     from optimum_memopt.engines.memory_report import MemoryReport
     from optimum_memopt.errors import MemOptError, UnsupportedModelError
+    from optimum_memopt.estimate import Estimate
     from optimum_memopt.loop import optimize
     from optimum_memopt.options import MemOptOptions
+    from optimum_memopt.planning import plan
     from optimum_memopt.plans.grammar import ConfigError, PlanConfig, PlanRequest, Strategy
     from optimum_memopt.plans.table import Plan, PlanTable
     from optimum_memopt.script import run
@@ -31,6 +33,7 @@ __all__ = [
     "Attachment",
     "ConfigError",
     "Engine",
+    "Estimate",
     "Footprint",
     "InputDensityCallback",
     "MemOptError",
@@ -49,6 +52,7 @@ __all__ = [
     "UnsupportedModelError",
     "attach",
     "optimize",
+    "plan",
     "run",
     "run_summary",
 ]
@@ -58,6 +62,7 @@ _MODULES = {
     "Attachment": "trainer",
     "ConfigError": "plans.grammar",
     "Engine": "engines.base",
+    "Estimate": "estimate",
     "Footprint": "engines.compile.memory.footprint",
     "InputDensityCallback": "callbacks.input_density",
     "MemOptError": "errors",
@@ -76,6 +81,7 @@ _MODULES = {
     "UnsupportedModelError": "errors",
     "attach": "trainer",
     "optimize": "loop",
+    "plan": "planning",
     "run": "script",
     "run_summary": "trainer",
 }

@@ -22,7 +22,7 @@ LAYERS = (
     ("options",),
     ("callbacks", "distributed", "loop", "training"),
     ("advise", "measure", "report"),
-    ("trainer", "trainer_args"),
+    ("estimate", "planning", "trainer", "trainer_args"),
     ("commands",),
 )
 FOREIGN = ("torch", "onnxruntime", "transformers", "deepspeed")

@@ -51,6 +51,7 @@ END_TO_END = (
     "test_matrix",
     "test_optimize",
     "test_packaging",
+    "test_planning",
     "test_script",
     "test_trainer",
     "training/test_loss_only",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from optimum_memopt.engines.environment import Report
-from optimum_memopt.engines.estimates import Estimate, Frontier
+from optimum_memopt.engines.estimates import Estimate, Frontier, Workload
 from optimum_memopt.engines.failed_step import Explanation, FailedStep
 from optimum_memopt.engines.predicted_steps import StepPredictor
 from optimum_memopt.engines.run import Run
@@ -26,7 +26,6 @@ from optimum_memopt.sizes import Budget
 if TYPE_CHECKING:
     from transformers import Trainer, TrainingArguments
 
-    from optimum_memopt.measure.workload import Workload
     from optimum_memopt.options import MemOptOptions
 
 AUTO = "auto"
@@ -200,7 +199,7 @@ class EngineFactory:
     def build(self) -> None:
         """Build what this engine can compile for itself ahead of use. Raises MemOptError."""
 
-    def estimate(self, workload: "Workload", selection: Selection, **more: Any) -> Estimate:
+    def estimate(self, workload: Workload, selection: Selection, **more: Any) -> Estimate:
         """Predict a training step without running it; only where `predicts`.
 
         Args:
@@ -224,6 +223,12 @@ class EngineFactory:
         """Predict steps with any micro-batch, of a `Workload` under several plans; only where `predicts`.
 
         `more` is the engine's own. Raises MemOptError: as `estimate`, and where the graph is for one batch size only.
+        """
+        raise NotImplementedError
+
+    def largest_batch(self, workload: Workload, selection: Selection, budget: Budget, **more: Any) -> int:
+        """The most rows with which a step is predicted to be within a budget, 0 where one is too many; only where
+        `predicts`. The search begins with the workload's; other arguments and errors are those of `estimate`.
         """
         raise NotImplementedError
 

@@ -1,12 +1,35 @@
 """What is said of a training step that was not run. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from optimum_memopt.engines.step_timeline import StepTimeline
 from optimum_memopt.plans.plan_file import PlanFile
 from optimum_memopt.plans.table import PlanTable
+
+if TYPE_CHECKING:
+    import torch
+
+    from optimum_memopt.memory.capacity import Capacity
+
+
+class Workload(Protocol):
+    """What is trained."""
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of a batch."""
+
+    def with_rows(self, rows: int) -> "Workload":
+        """The same with another batch size."""
+
+    @property
+    def way_out(self) -> str:
+        """What to do about a model that cannot be traced; empty where nothing can be done."""
+
+    def build(self) -> "tuple[torch.nn.Module, Mapping[str, Any]]":
+        """A model in training mode and the keyword arguments of its forward, on fake tensors. Raises MemOptError."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +120,22 @@ class Estimate(Protocol):
     @property
     def timeline(self) -> StepTimeline | None:
         """The step, operator by operator."""
+
+    @property
+    def peak_mib(self) -> float:
+        """Of a step, what tensors ask for."""
+
+    @property
+    def allocated(self) -> int | None:
+        """Bytes of the blocks of the device's allocator at the peak; None where it has none that is known."""
+
+    @property
+    def reserved(self) -> int | None:
+        """Bytes that this allocator takes of the device; None where it has none that is known."""
+
+    @property
+    def capacity(self) -> "Capacity | None":
+        """Memory of the device."""
 
     def to_text(self) -> str:
         """For a terminal."""

@@ -1,10 +1,11 @@
 """What is measured or estimated: a model built from its config, and a batch for it."""
 
 import contextlib
+import copy
 import difflib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from optimum_memopt.errors import MemOptError, excerpt, path_excerpt
@@ -36,18 +37,32 @@ class Workload:
     """What is trained.
 
     Attributes:
-        model: a folder with a config.json, the path of one, or a name on the hub. Weights are not read.
+        model: a folder with a config.json, the path of one, a name on the hub, or a config. Weights are not read.
         task: a key of `TASKS`.
         batch_size: rows per step.
         seq_len: tokens per row, without padding; images have the size of their config.
         trainable: patterns of the parameters that train, see `measure.trainable`; empty: those that the model trains.
     """
 
-    model: str
+    model: "str | PretrainedConfig"
     task: str
     batch_size: int = 8
     seq_len: int = 128
     trainable: tuple[str, ...] = ()
+
+    def with_rows(self, rows: int) -> "Workload":
+        """The same with another batch size."""
+        return replace(self, batch_size=rows)
+
+    @property
+    def _named(self) -> str:
+        """The model, for an error."""
+        return f"--model {path_excerpt(self.model) if isinstance(self.model, str) else type(self.model).__name__}"
+
+    @property
+    def way_out(self) -> str:
+        """What to do about a model that cannot be traced."""
+        return "; --measure runs it"
 
     def check(self) -> None:
         """Check the arguments without importing anything heavy.
@@ -67,6 +82,8 @@ class Workload:
                 f"--batch_size {self.batch_size} --seq_len {self.seq_len}: allowed are up to {_MOST_TOKENS:,} tokens "
                 "a step"
             )
+        if not isinstance(self.model, str):
+            return
         # Not `pathlib`, which raises for a name that is too long.
         if os.path.isdir(self.model) and not os.path.isfile(os.path.join(self.model, "config.json")):
             raise MemOptError(f"--model {path_excerpt(self.model)}: there is no config.json in this folder")
@@ -83,6 +100,9 @@ class Workload:
         """
         from transformers import AutoConfig
 
+        if not isinstance(self.model, str):
+            # A model that is built of it may change it.
+            return copy.deepcopy(self.model)
         try:
             return AutoConfig.from_pretrained(self.model)
         # A file may hold anything, and transformers validates only a part of it (5.23: `null` is a TypeError).
@@ -110,22 +130,23 @@ class Workload:
         try:
             with _at_most(_MOST_MODULES):
                 model = getattr(transformers, TASKS[self.task]).from_config(config)
-            batch = self._batch(config)
+            batch = self.batch_of(config)
         except MemOptError as error:
-            raise MemOptError(f"--model {path_excerpt(self.model)}: {error}") from error
+            raise MemOptError(f"{self._named}: {error}") from error
         # A config whose numbers contradict each other fails anywhere in the model's code.
         except Exception as error:
-            line = f"--model {path_excerpt(self.model)}: no model can be built from its config: {_reason(error)}"
+            line = f"{self._named}: no model can be built from its config: {_reason(error)}"
             if "Unrecognized configuration class" in str(error):
                 line = f"--task {self.task}: transformers has no {config.model_type} model for it"
             raise MemOptError(line) from error
-        if self.trainable:
-            # Before that, within `no_init_weights`, an output layer has weights of its own.
-            model.tie_weights()
-            freeze_others(model, self.trainable)
+        # Within `no_init_weights` an output layer has weights of its own.
+        model.tie_weights()
+        freeze_others(model, self.trainable)
+        decide_problem_type(model.config, batch.get("labels"))
         return model.train(), batch
 
-    def _batch(self, config: Any) -> dict[str, "torch.Tensor"]:
+    def batch_of(self, config: Any) -> dict[str, "torch.Tensor"]:
+        """A batch with labels for a model with this config."""
         import torch
 
         if self.task == "image-classification":
@@ -143,6 +164,14 @@ class Workload:
         if self.task == "token-classification":
             return {**batch, "labels": torch.randint(0, config.num_labels, ids.shape)}
         return {**batch, "labels": ids.clone()}
+
+
+def decide_problem_type(config: Any, labels: "torch.Tensor | None") -> None:
+    """Set the problem type where each row has one class as its label: DeBERTa's forward reads the labels otherwise."""
+    if labels is None or labels.dim() != 1 or labels.is_floating_point():
+        return
+    if getattr(config, "problem_type", None) is None:
+        config.problem_type = "single_label_classification"
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """The plan table and predicted peak of a model that is traced on fake tensors: no weights, no data, no GPU memory."""
 
 import html
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -9,27 +9,22 @@ from tabulate import tabulate
 
 from optimum_memopt.compat import attention_implementation, is_encoder_decoder
 from optimum_memopt.engines.base import Selection
-from optimum_memopt.engines.compile.budget.devices import device_of
 from optimum_memopt.engines.compile.budget.largest_sizes import plain_sizes
+from optimum_memopt.engines.compile.planned_step import PlannedStep
 from optimum_memopt.engines.compile.producers import producer_for
 from optimum_memopt.engines.compile.producers.budget_curve import BudgetCurve
-from optimum_memopt.engines.estimates import BatchPoint, CurvePoint, Frontier
-from optimum_memopt.engines.run import Run
+from optimum_memopt.engines.estimates import BatchPoint, CurvePoint, Frontier, Workload
 from optimum_memopt.engines.step_timeline import StepTimeline
 from optimum_memopt.errors import DoesNotFitError, MemOptError
-from optimum_memopt.memory.optimizers import DEFAULT, PlannedOptimizer, embeddings_of
-from optimum_memopt.memory.optimizers import check as check_optimizer
+from optimum_memopt.memory.capacity import Capacity
+from optimum_memopt.memory.optimizers import DEFAULT
 from optimum_memopt.memory.peak_monitor import MIB
 from optimum_memopt.plans.plan_file import PlanFile
 from optimum_memopt.plans.table import PlanTable, canonical_symbols
 from optimum_memopt.sizes import gib_text
 
 if TYPE_CHECKING:
-    import torch
-
-    from optimum_memopt.engines.compile.engine import CompileEngine
     from optimum_memopt.engines.compile.memory.step_memory import StepMemoryPredictor
-    from optimum_memopt.measure.workload import Workload
 
 
 # How exact a prediction is, by compiler; the figures of inductor are in docs/compile.md.
@@ -58,6 +53,9 @@ class Estimate:
         batches: steps of several batch sizes, where that was asked for.
         chosen: the plan's place on the curve, where that is known.
         timeline: the step, operator by operator.
+        allocated: bytes of the blocks of torch's allocator on CUDA; None where it is not known.
+        reserved: bytes that it takes of the device; None where it is not known.
+        capacity: memory of the device.
     """
 
     table: PlanTable
@@ -72,6 +70,9 @@ class Estimate:
     batches: tuple[BatchPoint, ...] = ()
     chosen: CurvePoint | None = None
     timeline: StepTimeline | None = field(default=None, repr=False)
+    allocated: int | None = None
+    reserved: int | None = None
+    capacity: Capacity | None = field(default=None, repr=False)
 
     @property
     def frontier(self) -> Frontier | None:
@@ -99,13 +100,14 @@ class Estimate:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON; without the plan, which is a file of its own, and the timeline, which is a picture."""
-        found = asdict(replace(self, plan=None, timeline=None))
-        del found["plan"], found["timeline"], found["chosen"]
+        found = asdict(replace(self, plan=None, timeline=None, capacity=None))
+        for name in ("plan", "timeline", "chosen", "capacity"):
+            del found[name]
         return found
 
 
 def estimate(
-    workload: "Workload",
+    workload: Workload,
     selection: Selection,
     symbolic: bool = False,
     device: str | None = None,
@@ -136,105 +138,48 @@ def estimate(
         MemOptError: an unknown device or optimizer, bad sizes or plans, or a model whose forward depends on the
             values in its tensors.
     """
-    import torch
-
-    from optimum_memopt.engines.compile.backend import default_compiler
-    from optimum_memopt.engines.compile.engine import CompileEngine
-    from optimum_memopt.engines.compile.planned_device import traced_for
-
-    target = None if device is None else device_of(device)
-    here = torch.device("cuda" if torch.cuda.is_available() and target is None else "cpu")
-    compiled_by = compiler or (default_compiler(here.type)[0] if target is None else "inductor")
+    step = PlannedStep(workload, selection, device, compiler, autocast, optim, gradient_accumulation_steps)
     is_planned = selection != Selection(strict=selection.strict)
     curve = BudgetCurve(plan=producer_for(selection)) if with_curve else None
-
-    check_optimizer(optim)
-    is_on_cuda = here.type == "cuda" or (target is not None and target.cuda is not None)
-
-    def engine_of(dynamic: bool, producer: BudgetCurve | None) -> CompileEngine:
-        return CompileEngine(selection, compiled_by, dynamic, target=target, producer=producer, is_dry=True)
-
-    def run_of(model: torch.nn.Module) -> Run:
-        return Run(PlannedOptimizer(optim, is_on_cuda, embeddings_of(model)), gradient_accumulation_steps > 1)
-
-    def trace(engine: CompileEngine) -> tuple[Any, dict[str, torch.Tensor]]:
-        with traced_for(target, getattr(torch, autocast) if autocast else None, here.type):
-            return _trace(engine, workload, here, run_of)
-
     symbolic = symbolic or len(batch_sizes) > 1
-    engine = engine_of(symbolic, None if is_planned else curve)
     try:
-        model, batch = trace(engine)
+        engine, model, batch = step.trace(symbolic, None if is_planned else curve)
     except DoesNotFitError:
         if symbolic:
             raise
         # Symbols tell which smaller batch does.
-        engine = engine_of(True, None)
-        model, batch = trace(engine)
+        engine, model, batch = step.trace(True)
     if curve is not None and is_planned:
-        trace(engine_of(symbolic, curve))
+        step.trace(symbolic, curve).engine.detach()
     table, predictor = engine.plans(), engine.predictor
     if table is None or predictor is None:
         raise MemOptError("; ".join(table.header if table is not None else ()))
-    footprint = predictor.footprint()
+    footprint, blocks = predictor.footprint(), predictor.allocator_peak()
     if not symbolic:
         table = _without_formulas(table, batch, is_encoder_decoder(model))
     plan = engine.plan_file()
     assert plan is not None
-    named = {"sizes": dict(table.symbols), "device": here.type if target is None else target.name}
+    batches = tuple(_batch_point(predictor, size) for size in batch_sizes) if len(batch_sizes) > 1 else ()
+    timeline = predictor.timeline()
+    engine.detach()
+    named = {"sizes": dict(table.symbols), "device": step.device_name}
     return Estimate(
         table=table,
         parts=asdict(footprint),
         peak_mib=footprint.peak / MIB,
-        device=here.type if target is None else target.name,
-        compiler=compiled_by,
-        attention=attention_implementation(model.config) or "eager",
+        device=step.device_name,
+        compiler=step.compiled_by,
+        attention=attention_implementation(getattr(model, "config", None)) or "eager",
         plan=replace(plan, solved_for={**plan.solved_for, **named}),
         curve=tuple(curve.points) if curve is not None else (),
         costs="".join(curve.source) if curve is not None else "",
-        batches=tuple(_batch_point(predictor, size) for size in batch_sizes) if len(batch_sizes) > 1 else (),
+        batches=batches,
         chosen=curve.chosen[0] if curve is not None and curve.chosen else None,
-        timeline=predictor.timeline(),
+        timeline=timeline,
+        allocated=blocks.allocated if blocks is not None else None,
+        reserved=blocks.reserved if blocks is not None else None,
+        capacity=step.capacity,
     )
-
-
-def _trace(
-    engine: "CompileEngine", workload: "Workload", here: "torch.device", run_of: "Callable[[torch.nn.Module], Run]"
-) -> "tuple[Any, dict[str, torch.Tensor]]":
-    """The model and its batch, after one training forward on fake tensors."""
-    from optimum_memopt.engines.compile import compat
-
-    # As under a Trainer.
-    engine.outputs_read_by = lambda: ""
-    with compat.fake_tensors():
-        model, batch = build(workload, here)
-        run = run_of(model)
-        engine.run = lambda: run
-        engine.attach(model)
-        try:
-            model(**batch)
-        except MemOptError:
-            raise
-        except Exception as error:
-            reason = next(iter(str(error).splitlines()), "")
-            raise MemOptError(
-                f"{type(model).__name__} cannot be traced on fake tensors ({type(error).__name__}: {reason}); "
-                "--measure runs it"
-            ) from error
-    return model, batch
-
-
-def build(workload: "Workload", here: "torch.device") -> "tuple[Any, dict[str, torch.Tensor]]":
-    """The model and its batch, whose tensors are fake where the caller is in their mode."""
-    from transformers.initialization import no_init_weights
-
-    # Some models draw initial values in a loop until they are in range, which fake tensors never are.
-    with here, no_init_weights():
-        model: Any
-        model, batch = workload.build()
-    model.tie_weights()
-    _decide_problem_type(model.config, batch.get("labels"))
-    return model, batch
 
 
 def _batch_point(predictor: "StepMemoryPredictor", batch_size: int) -> BatchPoint:
@@ -274,17 +219,10 @@ def _curve_text(points: Sequence[CurvePoint], costs: str) -> str:
     return f"What budgets cost ({costs} costs; a step's forward and backward)\n{grid}"
 
 
-def _decide_problem_type(config: Any, labels: "torch.Tensor | None") -> None:
-    """Set the problem type where each row has one class as its label: DeBERTa's forward reads the labels otherwise."""
-    if labels is None or labels.dim() != 1 or labels.is_floating_point():
-        return
-    if getattr(config, "problem_type", None) is None:
-        config.problem_type = "single_label_classification"
-
-
-def _without_formulas(table: PlanTable, batch: "dict[str, torch.Tensor]", is_encoder_decoder: bool) -> PlanTable:
+def _without_formulas(table: PlanTable, batch: Mapping[str, Any], is_encoder_decoder: bool) -> PlanTable:
     """A table without formulas, since sizes are fixed; symbols are named after the batch."""
-    sizes = {f"{name}_dim{dim}": size for name, tensor in batch.items() for dim, size in enumerate(tensor.shape)}
+    shapes = {name: getattr(value, "shape", ()) for name, value in batch.items()}
+    sizes = {f"{name}_dim{dim}": size for name, shape in shapes.items() for dim, size in enumerate(shape)}
     canonical = canonical_symbols(sizes, is_encoder_decoder)
     return replace(
         table,

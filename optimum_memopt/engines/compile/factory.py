@@ -6,19 +6,18 @@ this torch is known to be new enough.
 
 from typing import TYPE_CHECKING, Any
 
-from optimum_memopt.engines.base import Engine, EngineFactory, Estimate, Selection
+from optimum_memopt.engines.base import Engine, EngineFactory, Estimate, Selection, Workload
 from optimum_memopt.engines.compile.installed import missing
 from optimum_memopt.engines.compile.options import PLAIN
 from optimum_memopt.engines.environment import Ability, Report
 from optimum_memopt.engines.failed_step import Explanation, FailedStep
 from optimum_memopt.engines.predicted_steps import StepPredictor
 from optimum_memopt.errors import MemOptError
+from optimum_memopt.sizes import Budget
 
 if TYPE_CHECKING:
-    import torch
     from transformers import Trainer
 
-    from optimum_memopt.measure.workload import Workload
     from optimum_memopt.options import MemOptOptions
 
 
@@ -76,7 +75,7 @@ class CompileFactory(EngineFactory):
 
         return report()
 
-    def estimate(self, workload: "Workload", selection: Selection, **more: Any) -> Estimate:
+    def estimate(self, workload: Workload, selection: Selection, **more: Any) -> Estimate:
         """See `engines.compile.estimate`."""
         from optimum_memopt.engines.compile.estimate import estimate
 
@@ -88,10 +87,17 @@ class CompileFactory(EngineFactory):
 
         return explain(failed)
 
-    def predict_steps(self, model: "Workload | torch.nn.Module", **more: Any) -> StepPredictor:
+    def predict_steps(self, model: Any, **more: Any) -> StepPredictor:
         """See `engines.compile.steps.build`."""
         import torch
 
         from optimum_memopt.engines.compile.steps.build import of_model, of_workload
 
         return of_model(model, **more) if isinstance(model, torch.nn.Module) else of_workload(model, **more)
+
+    def largest_batch(self, workload: Workload, selection: Selection, budget: Budget, **more: Any) -> int:
+        """See `engines.compile.largest_batch`."""
+        from optimum_memopt.engines.compile.largest_batch import largest_batch
+        from optimum_memopt.engines.compile.planned_step import PlannedStep
+
+        return largest_batch(PlannedStep(workload, selection, **more), budget)

@@ -241,6 +241,16 @@ def test_the_peak_is_the_higher_of_two_moments() -> None:
     assert "accumulated gradients" in str(high)
 
 
+def test_plain_names_of_sizes(small_and_wide) -> None:
+    predictor = small_and_wide.engine.predictor
+    symbols = {"inputs_input_ids_dim0": 64, "inputs_input_ids_dim1": 20}
+    assert predictor.footprint(batch_size=64, seq_len=20) == predictor.footprint(symbols) != predictor.footprint()
+    first = small_and_wide.batches[0]["input_ids"].shape
+    assert predictor.footprint(batch_size=first[0], seq_len=first[1]) == predictor.footprint()
+    with pytest.raises(MemOptError, match="allowed are numbers from 1 on"):
+        predictor.footprint(batch_size=0)
+
+
 def test_sizes_that_a_model_does_not_have(small_and_wide) -> None:
     predictor = small_and_wide.engine.predictor
     for sizes in ({"inputs_pixels_dim0": 3}, {"inputs_input_ids_dim0": 0}):

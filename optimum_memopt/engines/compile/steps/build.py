@@ -13,9 +13,9 @@ from optimum_memopt.engines.compile.backend import default_compiler
 from optimum_memopt.engines.compile.budget.costs import EFFICIENCY
 from optimum_memopt.engines.compile.budget.devices import Device, device_of
 from optimum_memopt.engines.compile.budget.in_step import step_around
-from optimum_memopt.engines.compile.estimate import build
 from optimum_memopt.engines.compile.memory.footprint import tensor_bytes
 from optimum_memopt.engines.compile.options import AUTO, PLAIN
+from optimum_memopt.engines.compile.planned_step import build
 from optimum_memopt.engines.compile.steps import times
 from optimum_memopt.engines.compile.steps.predictor import Around, GraphSteps, StepsOfModel
 from optimum_memopt.engines.compile.steps.traced import Traced, TracedAs, trace

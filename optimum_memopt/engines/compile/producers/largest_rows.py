@@ -1,0 +1,73 @@
+"""The most rows of a batch for which there is a plan within a budget; none is applied."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from optimum_memopt.engines.base import Selection
+from optimum_memopt.engines.compile import compat
+from optimum_memopt.engines.compile.analysis.candidates import Candidate
+from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph
+from optimum_memopt.engines.compile.budget.costs import Costs
+from optimum_memopt.engines.compile.budget.in_step import Step
+from optimum_memopt.engines.compile.budget.largest_sizes import is_rows
+from optimum_memopt.engines.compile.budget.problem import problem_of
+from optimum_memopt.engines.compile.budget.solve import Solution, Solver
+from optimum_memopt.engines.compile.choice import Choice
+from optimum_memopt.engines.compile.memory.footprint import Footprint
+from optimum_memopt.engines.compile.producers.torch_default import TorchDefault
+from optimum_memopt.engines.compile.symbol_names import symbol_names
+from optimum_memopt.plans.matching import Matched
+from optimum_memopt.sizes import Budget
+
+
+@dataclass(frozen=True)
+class LargestRows:
+    """See `Producer`; applies torch's own partition.
+
+    Attributes:
+        search: given whether a number of rows fits, finds the largest.
+        bytes_for: what the peak of a step with so many rows may be.
+        step: asked for each graph; the budget that it is given counts for nothing.
+        costs: asked for each graph.
+        found: filled with what `search` found in the first graph.
+    """
+
+    search: Callable[[Callable[[int], bool]], int]
+    bytes_for: Callable[[int], int]
+    step: Callable[[Budget], Step] | None = None
+    costs: Callable[[AnalyzedGraph], Costs] | None = None
+    found: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, selection: Selection) -> "LargestRows | None":
+        """Nobody selects it."""
+        return None
+
+    def match(self, candidates: Sequence[Candidate]) -> Matched:
+        """Nothing is asked for by name."""
+        return Matched()
+
+    def choose(self, graph: AnalyzedGraph, earlier: Sequence[Choice]) -> Choice:
+        """Torch's own partition, after the search in the first graph."""
+        assert self.step is not None and self.costs is not None
+        if not earlier:
+            costs, outside = self.costs(graph), self.step(Budget("", 0)).outside
+            self.found.append(self.search(lambda rows: _fits(graph, costs, outside, rows, self.bytes_for(rows))))
+        return TorchDefault().choose(graph, earlier)
+
+
+def _fits(graph: AnalyzedGraph, costs: Costs, outside: Footprint, rows: int, most: int) -> bool:
+    """Whether a plan is found with which a step with so many rows holds at most so many bytes."""
+    names = symbol_names(compat.symbol_sources())
+    symbols = [symbol for symbol in graph.size_hints if is_rows(names.get(symbol, ""))]
+    before = max((graph.size_hints[symbol] for symbol in symbols), default=rows)
+    hints = {**graph.size_hints, **dict.fromkeys(symbols, rows)}
+    outside = replace(outside, batch=outside.batch * rows // before)
+    allowed = outside.activations_within(most)
+    if replace(outside, activations=0).peak > most:
+        return False
+    solver = Solver(problem_of(replace(graph, size_hints=hints), costs.seconds))
+    # Whatever fits will do, so that the cheapest is not searched for where something does.
+    if solver.everything.peak <= allowed or solver.lowest.peak <= allowed:
+        return True
+    return isinstance(solver.solve(allowed), Solution)
