@@ -36,5 +36,6 @@ def report(trainer: Trainer, results: dict[str, str]) -> None:
         lines = "\n".join([run_summary(trainer), *(f"{name:<14} {value}" for name, value in results.items())])
         print(lines)
         Path(trainer.args.output_dir, "summary.txt").write_text(lines + "\n")
-        if trainer.args.save_plan is not None:
-            trainer.memopt.save_plan(trainer.args.save_plan)
+        # TRL's arguments have no such flag.
+        if (path := getattr(trainer.args, "save_plan", None)) is not None:
+            trainer.memopt.save_plan(path)

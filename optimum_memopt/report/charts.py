@@ -8,6 +8,7 @@ from optimum_memopt.engines.estimates import Frontier
 from optimum_memopt.engines.step_timeline import CATEGORIES, OTHER, StepTimeline
 from optimum_memopt.report.spans import columns_of, layer_spans, short_names
 from optimum_memopt.report.svg import (
+    BACK,
     GRID,
     MARK,
     MEASURED,
@@ -62,7 +63,7 @@ def timeline_svg(timeline: StepTimeline) -> str:
         axes.set_ylim(0, 1.24 * top)
         axes.set_xlim(0, 1)
         _mark_layers(axes, timeline, place)
-        _mark_peak(axes, timeline, place, heights[timeline.peak_at] / count)
+        _mark_peak(axes, timeline, place, heights[timeline.peak_at] / count, shows_process=not beside)
         for border in (place(timeline.backward_at), 1 - _OPTIMIZER):
             axes.axvline(border, color=MUTED, linewidth=0.8)
         middle = place(timeline.backward_at)
@@ -113,11 +114,11 @@ def _mark_layers(axes: "Axes", timeline: StepTimeline, place: _Places) -> None:
             last = middle
 
 
-def _mark_peak(axes: "Axes", timeline: StepTimeline, place: _Places, height: float) -> None:
+def _mark_peak(axes: "Axes", timeline: StepTimeline, place: _Places, height: float, shows_process: bool) -> None:
     at = timeline.peak_at
     x = place(at + 0.5) if at < timeline.optimizer_at else 1 - _OPTIMIZER / 2
     is_right = x > 0.55
-    label = f"peak {gib_text(timeline.peak)}"
+    label = f"peak {gib_text(timeline.peak)}{'' if shows_process else ' with the process'}"
     axes.plot([x], [height], marker="v", color=MARK, markersize=7, zorder=5, clip_on=False)
     axes.annotate(
         label,
@@ -178,6 +179,7 @@ def frontier_svg(frontier: Frontier) -> str:
                 textcoords="offset points",
                 ha="right" if is_right else "left",
                 weight="bold",
+                bbox={"facecolor": BACK, "edgecolor": "none", "alpha": 0.85, "pad": 1.5},
             )
         return svg_of(drawn, "Extra time of a step over its predicted peak")
 
@@ -205,7 +207,7 @@ def density_svg(densities: Mapping[str, Sequence[tuple[int, float]]]) -> str:
             axes.plot(steps, percents, marker=".", color=OF_LINE[number % len(OF_LINE)], label=name)
         axes.set_ylim(0, 105)
         axes.set_xlabel("step")
-        axes.set_ylabel("tokens that are no padding, %")
+        axes.set_ylabel("no padding, %")
         axes.grid(linewidth=0.6)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         drawn.legend(frameon=False, loc="outside upper left", ncols=4)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # matplotlib draws with a colour that stands for a variable of the style sheet.
-TEXT, MUTED, GRID, PREDICTED, MEASURED, MARK = (f"#01010{number}" for number in range(1, 7))
+TEXT, MUTED, GRID, PREDICTED, MEASURED, MARK, BACK = (f"#01010{number}" for number in range(1, 8))
 OF_CATEGORY = {name: f"#0202{number:02x}" for number, name in enumerate(CATEGORIES)}
 # Of lines that have no meaning of their own.
 OF_LINE = tuple(OF_CATEGORY[name] for name in ("parameters", "gradients", "saved activations", "temporary"))
@@ -24,6 +24,7 @@ _VARIABLES = {
     PREDICTED: "var(--predicted)",
     MEASURED: "var(--measured)",
     MARK: "var(--mark)",
+    BACK: "var(--back)",
     **{colour: f"var(--{name.replace(' ', '-')})" for name, colour in OF_CATEGORY.items()},
 }
 _STYLE = {
@@ -77,10 +78,10 @@ def svg_of(drawn: "Figure", description: str) -> str:
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     for colour, variable in _VARIABLES.items():
         text = text.replace(colour, variable)
-    # The page's own font; the same names of groups are in every picture; a tenth of a point is enough.
+    # The page's own font; the same names of groups are in every picture; a tenth of a point is enough for a path.
     text = re.sub(r"font: ([\d.]+)px [^;\"]+", r"font-size: \1px", text)
     text = re.sub(r"<g id=\"[^\"]*\"", "<g", text)
-    text = re.sub(r"(?<=[ \"LMQCz])(-?\d+\.\d)\d+", r"\1", text)
+    text = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d)\d+", r"\1", path[0]), text)
     size = re.search(r'viewBox="[^"]*"', text)
     assert size is not None
     head = f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" {size[0]} role="img">'

@@ -213,7 +213,7 @@ def test_a_page_of_a_plan(folder, tmp_path, capsys):
     found = json.loads(capsys.readouterr().out)
     page = check_alone(file.read_text())
     plans = cells(page, "plans")
-    assert [row[1].text for row in plans] == [plan["config"] for plan in found["table"]["plans"]]
+    assert [row[1].all("code")[0].text for row in plans] == [plan["config"] for plan in found["table"]["plans"]]
     assert [row[0].text == "ON" for row in plans] == [plan["applied_count"] > 0 for plan in found["table"]["plans"]]
     peak = int(page.by_id("peak").attributes["data-bytes"])
     assert peak == round(found["peak_mib"] * 2**20)

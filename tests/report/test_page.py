@@ -56,14 +56,16 @@ def test_the_plan_table_has_the_numbers_of_the_table():
     found = cells(page, "plans")
     assert len(found) == len(TABLE.plans)
     for row, plan in zip(found, TABLE.plans, strict=True):
-        state, config, frequency, _, saving, symbolic, requested, applied, note = row
-        assert (state.text, config.text) == ("ON" if plan.is_on else "OFF", plan.config)
+        state, config, frequency, _, saving, requested, applied, note = row
+        names = [element.text for element in config.all("code")]
+        assert names == [plan.config, *([plan.saving_symbolic] if plan.saving_symbolic else [])]
+        assert state.text == ("ON" if plan.is_on else "OFF")
         assert [int(cell.text) for cell in (frequency, requested, applied)] == [
             plan.frequency,
             plan.requested_count,
             plan.applied_count,
         ]
-        assert (symbolic.text, note.text) == (plan.saving_symbolic, plan.note)
+        assert note.text == plan.note
         if plan.saving_bytes is None:
             assert saving.text == "unknown" and "data-bytes" not in saving.attributes
         else:
@@ -98,6 +100,18 @@ def test_small_groups_are_summed_up():
     found = at_peak(timeline(always=10**6 * MIB, other=0))
     assert [row["category"] for row in found] == ["parameters", ""]
     assert sum(row["bytes"] for row in found) == timeline(always=10**6 * MIB, other=0).peak
+
+
+def test_numbers_in_pictures_are_whole():
+    found = timeline(always=1234 * MIB)
+    page = check_alone(render(without(timeline=found)).html)
+    assert gib_text(found.peak) == "1.37 GiB"
+    assert "peak 1.37 GiB" in page.by_id("timeline").text
+    assert "1.21 GiB" in page.by_id("phases").text
+    larger = timeline(other=4096 * MIB)
+    page = check_alone(render(without(timeline=larger)).html)
+    assert f"peak {gib_text(larger.peak)} with the process" in page.by_id("timeline").text
+    assert "Left out of the picture: 4.00 GiB that the process" in page.by_id("timeline").text
 
 
 def test_the_pictures_name_the_peak_and_the_plan():

@@ -83,6 +83,9 @@ def test_nothing_is_allocated_and_nothing_left_behind(tmp_path):
     assert monitor.run_peak - before < 800
     assert found.peak_mib > 4 * found.parts["parameters"] / 2**20
     assert type(torch.ones(1)) is torch.Tensor
+    assert found.timeline.peak == round(found.peak_mib * 2**20)
+    shown = found._repr_html_()
+    assert found.table._repr_html_() in shown and "Predicted, not run: attention is " in shown
 
 
 def test_a_model_that_looks_into_its_data_says_so(tmp_path, monkeypatch):
