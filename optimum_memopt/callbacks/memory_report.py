@@ -225,6 +225,7 @@ class MemoryReportCallback(TrainerCallback):
                 try:
                     return explaining.explain(failed)
                 except Exception as second:
+                    get_logger().debug("the failed step could not be traced", exc_info=second)
                     return Explanation(moment, (), (), (f"the step could not be traced ({line_of(second)})",))
         return Explanation(moment, (), (), ("no engine here can trace the step",))
 
@@ -256,7 +257,7 @@ class MemoryReportCallback(TrainerCallback):
 
 def _sizes(call: ForwardCall | None) -> dict[str, str]:
     tensors = call.tensors if call is not None else {}
-    return {name: " x ".join(map(str, tensor.shape)) for name, tensor in tensors.items()}
+    return {name: " x ".join(map(str, tensor.shape)) for name, tensor in tensors.items() if tensor.shape}
 
 
 def _trained_by(engine: Engine | None) -> str:

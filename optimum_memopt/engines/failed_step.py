@@ -1,10 +1,11 @@
 """A training step that ran out of memory, as an engine is asked to explain it."""
 
+import inspect
 import linecache
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -136,7 +137,7 @@ def place_of(traceback: TracebackType | None, model: torch.nn.Module) -> Place:
         frame, code = traceback.tb_frame, traceback.tb_frame.f_code
         if code.co_filename.replace("\\", "/").endswith(_AUTOGRAD):
             phase, module = BACKWARD, ""
-        owner = frame.f_locals.get("self")
+        owner = _self_of(frame)
         if isinstance(owner, torch.nn.Module) and owner in names:
             module = names[owner]
         if code.co_filename.startswith(_GENERATED):
@@ -145,3 +146,15 @@ def place_of(traceback: TracebackType | None, model: torch.nn.Module) -> Place:
                 node, operator = match["node"], match["operator"]
         traceback = traceback.tb_next
     return Place(phase, module, node, operator)
+
+
+def _self_of(frame: FrameType) -> Any:
+    """What a method was called on."""
+    if "self" not in frame.f_code.co_varnames:
+        return None
+    found = frame.f_locals
+    owner = found.get("self")
+    if isinstance(found, dict) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        # Before Python 3.13 a copy that stays with the frame, and keeps its tensors when the frame is cleared.
+        found.clear()
+    return owner

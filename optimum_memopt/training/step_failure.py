@@ -70,7 +70,7 @@ class Known:
         gradients: of earlier micro-batches.
         optimizer: its states.
         batch: what the forward is given.
-        outside: of all else.
+        outside: of all else, or what has come to it since and stays when the step's memory is free again.
     """
 
     parameters: int
@@ -85,7 +85,10 @@ class Known:
         parameters, optimizer = _bytes([*model.parameters(), *model.buffers()]), _optimizer_bytes(trainer)
         gradients = _bytes(p for p in model.parameters() if p.requires_grad) if begin.has_gradients else 0
         batch = sum(tensor.bytes for tensor in call.tensors.values()) if call is not None else 0
-        outside = max(0, begin.held - parameters - optimizer - gradients - batch)
+        outside = begin.held - parameters - optimizer - gradients - batch
+        # A first forward imports and compiles.
+        now = held_bytes(trainer.args.device) - parameters - optimizer - gradient_bytes(trainer) - batch
+        outside = max(0, outside, now)
         return cls(parameters, gradients, optimizer, batch, outside)
 
 
@@ -173,7 +176,8 @@ def gradient_bytes(trainer: Trainer) -> int:
 
 
 def line_of(error: BaseException) -> str:
-    """An error's kind and first line."""
+    """An error's kind and first line; of one that a compiler has wrapped, the inner one's."""
+    error = getattr(error, "inner_exception", None) or error
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 

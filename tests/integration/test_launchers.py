@@ -39,6 +39,14 @@ BUDGET = {
     "memory_opt_budget": "90%",
 }
 COMPILE = {**TWO, "memory_opt_engine": "compile"}
+# Bitwise whatever the plan, without the chunked loss.
+REPLAN = {
+    "per_device_train_batch_size": 4,
+    "max_steps": 3,
+    "memory_opt_engine": "compile",
+    "memory_opt_loss": "plain",
+    "memory_opt_on_oom": "replan",
+}
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +74,8 @@ def two_ranks(tmp_path_factory):
             count_reductions=True,
         ),
         Job("compile-budget", rows=ROWS, arguments=BUDGET),
+        Job("replan-enough", "compile", rows=ROWS, arguments=REPLAN, runs_out={}),
+        Job("replan", "compile", rows=ROWS, arguments=REPLAN, runs_out={"1": [1, 3]}),
         Job("other-variable", arguments=own, environment={"1": {"ORTMODULE_PRINT_INPUT_DENSITY": "1"}}),
         Job("other-plan", arguments=own, rank_arguments={"1": {"memory_opt_config": "Gelu+:0:-1"}}),
         Job("unknown-plan", arguments=own, rank_arguments={"1": {"memory_opt_config": "Nothing+:1:-1"}}),
@@ -134,6 +144,13 @@ def test_two_ranks_under_a_budget_agree(two_ranks):
     assert budgets[0] == budgets[1]
     share = 0.9 * capacity(torch.device("cpu")).total / 2**30 / 2
     assert float(budgets[0]) == pytest.approx(share, rel=0.01)
+
+
+def test_a_rank_that_runs_out_in_the_forward_has_all_run_the_step_again(two_ranks):
+    ranks, enough = two_ranks.trained("replan"), two_ranks.trained("replan-enough")
+    assert ranks[0]["digest"] == ranks[1]["digest"] == enough[0]["digest"]
+    said = [[line for line in rank["lines"] if "running it again" in line] for rank in ranks]
+    assert not said[0] and [line[:6] for line in said[1]] == ["step 1", "step 2"]
 
 
 def test_ddp_leaves_the_compiled_forward_in_one_graph(two_ranks):

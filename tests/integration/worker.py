@@ -6,6 +6,7 @@ JOBS.json is a list of objects with the fields of `Job`. Beside it appear, for e
 (what `train` returns) and `NAME.RANK.safetensors` (the weights after it). The exit code is 2 after a refusal.
 """
 
+import functools
 import gc
 import hashlib
 import importlib
@@ -25,6 +26,7 @@ from transformers import Trainer, TrainerCallback
 from optimum_memopt import MemOptError
 from optimum_memopt.logs import rank
 from optimum_memopt.training.optimizers import OPTIMIZERS as OWN_OPTIMIZERS
+from tests.limited_memory import RunsOut
 from tests.trainer_runs import ROWS, log_lines, make, rows, weights
 
 # A value of Trainer's --optim, or a class that Trainer does not know.
@@ -46,6 +48,7 @@ class Job:
         resume: the checkpoint to begin with.
         killed: this rank ends itself with SIGKILL before this step.
         count_reductions: let DDP tell how often it averages gradients.
+        runs_out: memory runs out on these ranks, in the forward with these numbers.
     """
 
     name: str
@@ -59,6 +62,7 @@ class Job:
     resume: str | None = None
     killed: tuple[int, int] | None = None
     count_reductions: bool = False
+    runs_out: dict[str, list[int]] | None = None
 
 
 class Killed(TrainerCallback):
@@ -113,13 +117,17 @@ def train(job: Job, folder: Path) -> dict[str, Any]:
     engine = {} if job.engine == "plain" else {"memory_opt_engine": job.engine}
     optimizer = optimizer_arguments(job.optimizer, job.engine)
     changes = {**engine, **optimizer, **job.arguments, **job.rank_arguments.get(own, {})}
-    trainer = None
+    trainer, kind = None, None
+    if job.runs_out is not None:
+        fails = dict.fromkeys(job.runs_out.get(own, []), "forward")
+        kind = functools.partial(RunsOut, fails=fails, held=lambda trainer: 2**40)
     with log_lines() as lines, mock.patch.dict(os.environ, job.environment.get(own, {})):
         try:
             trainer = make(
                 folder / f"{job.name}-output",
                 job.model,
                 plain=job.engine == "plain",
+                trainer=kind,
                 train_dataset=rows(job.model, job.rows),
                 callbacks=callbacks,
                 **changes,
