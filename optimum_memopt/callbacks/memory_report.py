@@ -126,7 +126,7 @@ class MemoryReportCallback(TrainerCallback):
             log_from_any_rank(f"no plan fits: {error}")
         if trainer is None or not (is_own or isinstance(error, OtherRankRanOutError)):
             return False
-        failure = failure_of(error, trainer)
+        failure = failure_of(error, trainer, self._begin or Begin.of(trainer))
         free_step(error)
         replanner = self.replanner
         if replanner is not None and before is not None and replanner.replan(failure, is_own, before, trainer):
@@ -142,7 +142,7 @@ class MemoryReportCallback(TrainerCallback):
                 return optimizer_step(*args, **kwargs)
             except Exception as error:
                 if is_out_of_memory(error) and (trainer := self.reporter.trainer) is not None:
-                    failure = failure_of(error, trainer, Place(OPTIMIZER_STEP))
+                    failure = failure_of(error, trainer, Begin.of(trainer), Place(OPTIMIZER_STEP))
                     free_step(error)
                     self._explain(failure, trainer)
                 raise

@@ -13,8 +13,8 @@ from optimum_memopt.memory.out_of_memory import is_out_of_memory
 _FINE, _RAN_OUT, _FAILED = 0, 1, 2
 
 
-class OtherRankRanOutError(RuntimeError):
-    """This rank had enough memory, another one had not.
+class OtherRankRanOutError(Exception):
+    """This rank had enough memory, another one had not; no error that code which retries would take for its own.
 
     Args:
         rank: the first that had not.

@@ -270,3 +270,8 @@ def held_bytes(device: torch.device) -> int:
     """What this process holds now: on CUDA allocated by torch, else resident."""
     held = PeakMonitor(device).read()
     return round((held.allocated if isinstance(held, CudaMemory) else held.resident) * MIB)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The high-water mark of `held_bytes`, since somebody has reset it."""
+    return round(peak(PeakMonitor(device).read()) * MIB)

@@ -23,7 +23,7 @@ from optimum_memopt.engines.memory_report import (
 )
 from optimum_memopt.memory import malloc
 from optimum_memopt.memory.out_of_memory import shortage
-from optimum_memopt.memory.peak_monitor import held_bytes
+from optimum_memopt.memory.peak_monitor import held_bytes, peak_bytes
 
 
 @dataclass(frozen=True)
@@ -49,16 +49,20 @@ class Begin:
 
     Attributes:
         held: bytes of all that was there.
+        peak: the most until then.
         has_gradients: of earlier micro-batches.
     """
 
     held: int
+    peak: int
     has_gradients: bool
 
     @classmethod
     def of(cls, trainer: Trainer) -> "Begin":
         trainable = next((p for p in model_of(trainer).parameters() if p.requires_grad), None)
-        return cls(held_bytes(trainer.args.device), trainable is not None and trainable.grad is not None)
+        device = trainer.args.device
+        has_gradients = trainable is not None and trainable.grad is not None
+        return cls(held_bytes(device), peak_bytes(device), has_gradients)
 
 
 @dataclass(frozen=True)
@@ -92,10 +96,19 @@ class Known:
         return cls(parameters, gradients, optimizer, batch, outside)
 
 
-def failure_of(error: Exception, trainer: Trainer, place: Place | None = None) -> Failure:
-    """Look at an error before anything is freed; `place` where that is known already."""
-    said = shortage(error)
-    held = said.allocated or held_bytes(trainer.args.device)
+def failure_of(error: Exception, trainer: Trainer, begin: Begin, place: Place | None = None) -> Failure:
+    """Look at an error before anything is freed.
+
+    Args:
+        error: that memory ran out.
+        trainer: whose step it was.
+        begin: of the step.
+        place: where that is known already.
+    """
+    said, device = shortage(error), trainer.args.device
+    # What a backward or another runtime held is free again when its error gets here.
+    highest = peak_bytes(device)
+    held = said.allocated or (highest if highest > begin.peak else held_bytes(device))
     found = place or place_of(error.__traceback__, model_of(trainer))
     return Failure(line_of(error), found, held, said.requested)
 
