@@ -173,7 +173,7 @@ class MemoryReportCallback(TrainerCallback):
         begin = self._begin or Begin.of(trainer)
         known = Known.of(trainer, begin, self._call)
         explained = self._explained(failure, trainer, known, engine)
-        parts = parts_of(failure, trainer, known, explained.parts, self._first_outside or 0)
+        parts = parts_of(failure, trainer, known, explained.parts, self._first_outside or 0, _runtime(engine))
         return MemoryReport(
             error=failure.error,
             step=trainer.state.global_step,
@@ -258,6 +258,11 @@ class MemoryReportCallback(TrainerCallback):
 def _sizes(call: ForwardCall | None) -> dict[str, str]:
     tensors = call.tensors if call is not None else {}
     return {name: " x ".join(map(str, tensor.shape)) for name, tensor in tensors.items() if tensor.shape}
+
+
+def _runtime(engine: Engine | None) -> str:
+    """What holds tensors that no graph of PyTorch's has; empty where nothing does."""
+    return "" if engine is None or factory(engine.name).predicts else f"other tensors of the {engine.name} engine"
 
 
 def _trained_by(engine: Engine | None) -> str:

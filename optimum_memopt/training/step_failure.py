@@ -20,6 +20,7 @@ from optimum_memopt.engines.memory_report import (
     SAVED,
     TEMPORARY,
     Part,
+    Tensors,
 )
 from optimum_memopt.memory import malloc
 from optimum_memopt.memory.out_of_memory import shortage
@@ -114,7 +115,7 @@ def failure_of(error: Exception, trainer: Trainer, begin: Begin, place: Place | 
 
 
 def parts_of(
-    failure: Failure, trainer: Trainer, known: Known, of_graphs: Iterable[Part], first_outside: int
+    failure: Failure, trainer: Trainer, known: Known, of_graphs: Iterable[Part], first_outside: int, runtime: str
 ) -> tuple[Part, ...]:
     """What was held, by category.
 
@@ -125,6 +126,7 @@ def parts_of(
         of_graphs: what it had allocated; empty where that is not known.
         first_outside: bytes outside of the model before the run's first step, when a CPU's malloc had kept nothing of
             earlier steps.
+        runtime: what ran the graphs, where it holds tensors of its own; empty: PyTorch.
     """
     in_optimizer = failure.place.phase == OPTIMIZER_STEP
     there = {
@@ -141,6 +143,9 @@ def parts_of(
     elif (excess := sum(part.bytes for part in found.values()) - rest) > 0:
         # This step has taken again what malloc had kept.
         outside -= max(0, min(excess, outside - first_outside))
+    elif runtime and excess < 0:
+        part = found.get(TEMPORARY, Part(TEMPORARY, 0))
+        found[TEMPORARY] = Part(TEMPORARY, part.bytes - excess, (Tensors(runtime, "", -excess), *part.tensors))
     parts = []
     for category in (PARAMETERS, GRADIENTS, OPTIMIZER, BATCH, SAVED, TEMPORARY):
         part = found.get(category, Part(category, 0))

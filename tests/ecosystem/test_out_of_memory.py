@@ -60,7 +60,7 @@ trainer.train()
 """,
 }
 FLAGS = (
-    "--use_cpu --report_to none --save_strategy no --disable_tqdm true --max_steps 3 --per_device_train_batch_size 64"
+    "--use_cpu --report_to none --save_strategy no --disable_tqdm true --max_steps 3 --per_device_train_batch_size 128"
 )
 # Of 900 and more that the steps take.
 MIB = 640

@@ -21,6 +21,9 @@ from optimum_memopt.engines.compile.producers.torch_default import TorchDefault
 from optimum_memopt.engines.failed_step import Explanation, FailedStep
 from optimum_memopt.engines.memory_report import BACKWARD
 
+# Of plain PyTorch's activations what allocators waste: CUDA's, and on a CPU glibc's, which keeps blocks of up to 32
+# MiB (activations of 180 MiB grew a process by 300).
+_WASTE = {False: 0.1, True: 1.0}
 _NAME, _AS_WRITTEN = "compile", "aot_eager"
 
 
@@ -135,7 +138,7 @@ def _settings(failed: FailedStep, is_planned: bool) -> Settings:
         largest=run.largest_batch(),
         rows=failed.rows,
         accumulation=failed.accumulation,
-        is_planned=is_planned,
+        waste=0.0 if is_planned else _WASTE[device.type == "cpu"],
     )
 
 

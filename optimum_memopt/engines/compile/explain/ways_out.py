@@ -16,8 +16,6 @@ from optimum_memopt.engines.run import LargestBatch
 Simulate = Callable[[CapturedGraph, Problem], Simulation]
 # Of what was held: another run of the same step holds a little more or less.
 _MARGIN = 0.02
-# Of activations: what an allocator wastes on plain PyTorch's, which come and go in all sizes.
-_WASTE = 0.1
 
 
 @dataclass(frozen=True)
@@ -31,7 +29,7 @@ class Settings:
         largest: the run's largest batch; None: not known.
         rows: of a micro-batch.
         accumulation: micro-batches of an optimizer step.
-        is_planned: the compile engine ran.
+        waste: of activations, what an allocator wastes on those of what ran, which come and go in all sizes.
     """
 
     limit: int
@@ -40,7 +38,7 @@ class Settings:
     largest: LargestBatch | None
     rows: int
     accumulation: int
-    is_planned: bool
+    waste: float
 
     @property
     def budget(self) -> int:
@@ -147,14 +145,13 @@ def _budget(whole: Whole, settings: Settings) -> Iterator[WayOut]:
 
 
 def _smaller(ran: Sequence[CapturedGraph], simulate: Simulate, settings: Settings) -> Iterator[WayOut]:
-    waste = 0.0 if settings.is_planned else _WASTE
     for times in _parts(ran, settings):
         runs = [
             simulate(graph, problem)
             for graph, problem in zip(ran, whole_of(ran, settings.largest, times).problems, strict=True)
         ]
         peak = _micro(settings.plain, peak_of(runs), times).peak
-        if peak + waste * peak_of(runs) <= settings.allowed:
+        if peak + settings.waste * peak_of(runs) <= settings.allowed:
             yield WayOut(_micro_flags(settings, times), peak, None, "as many rows in an optimizer step")
             return
 
