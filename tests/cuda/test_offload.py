@@ -62,14 +62,18 @@ def test_inductor_computes_between_a_copy_and_its_wait() -> None:
     trained = training("roberta", "fp32", memory_opt_config=OFFLOAD, memory_opt_compiler="inductor")
     trained.step()
     graph = trained.engine.predictor._parts[0].graph
-    for program, begins in ((graph.programs.forward, "offload"), (graph.programs.backward, "reload")):
+    # The head's gelu is the last of the forward and the first of the backward: there is nothing to compute meanwhile.
+    for program, begins, layers in (
+        (graph.programs.forward, "offload", slice(0, 2)),
+        (graph.programs.backward, "reload", slice(1, 3)),
+    ):
         called = calls_of(program, graph.sizes)
         begun = [index for index, name in enumerate(called) if name == begins]
         ended = [index for index, name in enumerate(called) if name == "wait"]
         # Two layers and the head.
         assert len(begun) == len(ended) == 3
-        for first, last in zip(begun[:2], ended[:2], strict=True):
-            assert set(called[first:last]) - {"offload", "reload", "wait"}, called
+        for first, last in zip(begun[layers], ended[layers], strict=True):
+            assert {"mm", "addmm"} & set(called[first:last]), called
 
 
 def calls_of(program: InductorProgram, sizes: Mapping[sympy.Symbol, int]) -> list[str]:
