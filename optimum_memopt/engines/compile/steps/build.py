@@ -145,7 +145,7 @@ def _around(
 
 
 def _predictor(case: _Case, model: torch.nn.Module, around: Around, make: _MakeFake) -> StepsOfModel:
-    losses = (PLAIN, AUTO) if case.may_chunk else (PLAIN,)
+    losses = (PLAIN, AUTO) if case.may_chunk and _may_have_vocabulary(model) else (PLAIN,)
     traced = [_traced(case.how, make, loss) for loss in losses]
     target, device = case.how.target, next(model.parameters()).device
     graphs = {
@@ -166,6 +166,12 @@ def _predictor(case: _Case, model: torch.nn.Module, around: Around, make: _MakeF
         times.update_times(tensor_bytes(trained), states, bandwidth),
         case.compares,
     )
+
+
+def _may_have_vocabulary(model: torch.nn.Module) -> bool:
+    """Whether there may be logits of a vocabulary; classifiers of transformers have no output embeddings."""
+    output_embeddings = getattr(model, "get_output_embeddings", None)
+    return output_embeddings is None or output_embeddings() is not None
 
 
 def _traced(how: TracedAs, make: _MakeFake, loss: str) -> Traced:
