@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from shared import fill, to_markdown
 
 ROWS, LENGTH = 16, 64
 # Of the way from the lowest peak to that of all rows at once without a plan.
-SHARES = (0.2, 0.5, 0.9)
+SHARES = (0.3, 0.8)
 NO_PLAN, LEVEL_1, BUDGET = "no plan", "level 1", "budget"
 _STEPS = 4
 # Of a line that a worker prints for the benchmark.
@@ -104,19 +104,19 @@ def print_advice(folder: Path, name: str) -> None:
         print(_MARK, json.dumps(to_dict(advise(predictor, ROWS), predictor)), flush=True)
 
 
-def print_runs(folder: Path, name: str, plan: str, chunked: bool, budget: str | None) -> None:
+def print_runs(folder: Path, name: str, plan: str, chunked: bool, budget: str | None, sizes: Sequence[int]) -> None:
     """Steps with each micro-batch, the smallest first; stops where one does not fit."""
     import torch
 
     import optimum_memopt
     from optimum_memopt.errors import DoesNotFitError
-    from optimum_memopt.memory.peak_monitor import PeakMonitor, peak
+    from optimum_memopt.memory.peak_monitor import PeakMonitor
 
     model, batch = workload(folder, name).build()
     options = {"memory_opt_budget": budget} if plan == BUDGET else {"memory_opt_level": int(plan == LEVEL_1)}
     loss = "chunked" if chunked else "plain"
     engine = None
-    for rows in [size for size in range(1, ROWS + 1) if ROWS % size == 0]:
+    for rows in sizes:
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         if engine is None or plan == BUDGET:
             if engine is not None:
@@ -138,13 +138,13 @@ def print_runs(folder: Path, name: str, plan: str, chunked: bool, budget: str | 
         try:
             for step in range(_STEPS):
                 if step == 1:
-                    monitor.reset()
+                    monitor.start_run()
                 begin = time.process_time()
                 _step(model, optimizer, micro_batches)
                 seconds.append(time.process_time() - begin)
         except DoesNotFitError:
             break
-        found = Ran(plan, chunked, rows, int(peak(monitor.read()) * 2**20), min(seconds[1:]))
+        found = Ran(plan, chunked, rows, int(monitor.run_peak * 2**20), min(seconds[1:]))
         print(_MARK, json.dumps(asdict(found)), flush=True)
         del optimizer
 
@@ -171,21 +171,38 @@ def ask(folder: Path, *arguments: str) -> list[Any]:
     return [json.loads(line[len(_MARK) :]) for line in found.stdout.splitlines() if line.startswith(_MARK)]
 
 
-def sweep(folder: Path, name: str, budget: str) -> Iterator[Ran]:
-    """Every plan with every micro-batch; plans without a budget are run once for all."""
+def sweep(folder: Path, name: str, budget: int, chosen: int) -> Iterator[Ran]:
+    """Every plan with every micro-batch; that of the budget where a step does not fit without, and as it was chosen.
+
+    Args:
+        folder: what is found there is not run again.
+        name: of the model.
+        budget: bytes.
+        chosen: rows of the recommended micro-batch.
+    """
+    sizes = [size for size in range(1, ROWS + 1) if ROWS % size == 0]
     for chunked in (False, True) if name in _LANGUAGE else (False,):
-        for plan in (NO_PLAN, LEVEL_1, BUDGET):
-            file = folder / f"{name} {plan} {chunked} {budget if plan == BUDGET else ''}.json"
-            if not file.exists():
-                more = ["--budget", budget] if plan == BUDGET else []
-                file.write_text(json.dumps(ask(folder, "--run", name, plan, str(int(chunked)), *more)))
-            yield from (Ran(**ran) for ran in json.loads(file.read_text()))
+        free = _runs(folder, name, NO_PLAN, chunked, sizes)
+        yield from free
+        yield from _runs(folder, name, LEVEL_1, chunked, sizes)
+        tight = sorted({chosen, *(ran.rows for ran in free if ran.peak > budget)})
+        yield from _runs(folder, name, BUDGET, chunked, tight, f"{budget // 2**20}MiB")
+
+
+def _runs(
+    folder: Path, name: str, plan: str, chunked: bool, sizes: Sequence[int], budget: str | None = None
+) -> list[Ran]:
+    file = folder / f"{name} {plan} {chunked} {budget or ''}.json"
+    if not file.exists():
+        arguments = ["--run", name, plan, str(int(chunked)), "--rows", *map(str, sizes)]
+        file.write_text(json.dumps(ask(folder, *arguments, *(["--budget", budget] if budget else []))))
+    return [Ran(**ran) for ran in json.loads(file.read_text())]
 
 
 def compare(folder: Path, name: str, advice: dict[str, Any]) -> dict[str, Any]:
     """A row of the page."""
     limit, chosen = advice["budget"], advice["recommended"]
-    ran = list(sweep(folder, name, f"{limit // 2**20}MiB"))
+    ran = list(sweep(folder, name, limit, chosen["rows"]))
     best = max((one for one in ran if one.peak <= limit), key=lambda one: one.samples)
     key = chosen["plan"], chosen["chunked_loss"], chosen["rows"]
     ours = next(one for one in ran if (one.plan, one.chunked, one.rows) == key)
@@ -227,6 +244,7 @@ def main() -> None:
     parser.add_argument("--docs", type=Path, help="Folder of advise.md, to fill in the table.")
     parser.add_argument("--budget", help=argparse.SUPPRESS)
     parser.add_argument("--advise", help=argparse.SUPPRESS)
+    parser.add_argument("--rows", nargs="+", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--run", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -234,10 +252,13 @@ def main() -> None:
         return print_advice(args.out, args.advise)
     if args.run:
         name, plan, chunked = args.run
-        return print_runs(args.out, name, plan, bool(int(chunked)), args.budget)
+        return print_runs(args.out, name, plan, bool(int(chunked)), args.budget, args.rows)
     rows = []
     for name in args.models:
-        for advice in ask(args.out, "--advise", name):
+        file = args.out / f"{name} advice.json"
+        if not file.exists():
+            file.write_text(json.dumps(ask(args.out, "--advise", name)))
+        for advice in json.loads(file.read_text()):
             rows.append(compare(args.out, name, advice))
             print(json.dumps(rows[-1]), flush=True)
     (args.out / "page.md").write_text(page(rows))

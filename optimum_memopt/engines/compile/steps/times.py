@@ -2,7 +2,6 @@
 
 import contextlib
 import operator
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ import torch
 
 from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph
 from optimum_memopt.engines.compile.analysis.joint import is_view
-from optimum_memopt.engines.compile.budget.costs import FUSED, Work, rates, works
+from optimum_memopt.engines.compile.budget.costs import FUSED, Stopwatch, Work, rates, works
 from optimum_memopt.engines.compile.budget.devices import Device
 from optimum_memopt.engines.compile.budget.in_step import costs_of
 from optimum_memopt.engines.compile.memory.symbolic_sizes import SymbolValues
@@ -211,8 +210,8 @@ def _shortest(run: Callable[[], object], device: torch.device, repeats: int) -> 
     found = []
     for _ in range(repeats):
         wait()
-        begin = time.perf_counter()
+        watch = Stopwatch(device.type == "cuda")
         run()
         wait()
-        found.append(time.perf_counter() - begin)
+        found.append(watch.seconds)
     return min(found)
