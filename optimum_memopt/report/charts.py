@@ -170,11 +170,13 @@ def frontier_svg(frontier: Frontier) -> str:
             _, count = unit_of(frontier.points[-1].peak)
             x, y = chosen.peak / count, 100 * chosen.extra_time
             axes.plot([x], [y], marker="o", markersize=10, color=MARK, zorder=5, clip_on=False)
+            axes.set_ylim(top=max(axes.get_ylim()[1], 1.25 * y))
             low, high = axes.get_xlim()
             is_right = x > (low + high) / 2
             axes.annotate(
-                f"this plan: {gib_text(chosen.peak)}, {chosen.extra_time:+.1%} time",
+                f"this plan: {chosen.extra_time:+.1%} time",
                 (x, y),
+                annotation_clip=False,
                 xytext=(-10 if is_right else 10, 10),
                 textcoords="offset points",
                 ha="right" if is_right else "left",

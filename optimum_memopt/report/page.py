@@ -89,8 +89,16 @@ def _values(data: ReportData) -> dict[str, Any]:
         "has_notes": data.table is not None and any(plan.note for plan in data.table.plans),
         "phases": phases(data),
         "batch": sizes_text(data.timeline.sizes if data.timeline is not None else {}),
+        "room": _room(data),
         "first_batch": sizes_text(data.table.symbols) if data.table is not None else "",
     }
+
+
+def _room(data: ReportData) -> int:
+    """Bytes that the plan takes more on the curve than on the timeline: a budget leaves room for a process to grow."""
+    if data.timeline is None or data.frontier is None or data.frontier.chosen is None:
+        return 0
+    return max(0, data.frontier.chosen.peak - data.timeline.peak)
 
 
 def at_peak(timeline: StepTimeline) -> list[Mapping[str, Any]]:

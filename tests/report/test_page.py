@@ -117,7 +117,12 @@ def test_numbers_in_pictures_are_whole():
 def test_the_pictures_name_the_peak_and_the_plan():
     page = check_alone(render(FULL).html)
     assert f"peak {gib_text(FULL.timeline.peak)}" in page.by_id("timeline").text
-    assert "this plan: 300.0 MiB, +10.0% time" in page.by_id("frontier").text
+    assert "this plan: +10.0% time" in page.by_id("frontier").text
+    assert "room for the process to grow" not in page.by_id("frontier").text
+    grown = replace(FRONTIER, chosen=replace(FRONTIER.chosen, peak=FULL.timeline.peak + 32 * MIB, extra_seconds=0.7))
+    page = check_alone(render(without(frontier=grown)).html)
+    assert "this plan: +70.0% time" in page.by_id("frontier").text
+    assert "room for the process to grow, so peaks are 32.0 MiB higher here" in page.by_id("frontier").text
     assert {"0", "1", "2", "3", "forward", "backward", "optimizer"} <= {
         element.text.strip() for element in page.by_id("timeline").all("text")
     }
