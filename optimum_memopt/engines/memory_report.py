@@ -139,7 +139,7 @@ class MemoryReport:
             "",
             "held at that moment",
             *(_row(part.category, part.bytes, part.bytes / self.held) for part in self.parts if part.bytes),
-            f"  {'accounted for':<38}{self.accounted:>22.1%}",
+            f"  {'accounted for':<60}{self.accounted:>20.1%}",
         ]
         for part in self.parts:
             if shown := _by_row(part.tensors)[:_SHOWN]:
@@ -205,7 +205,7 @@ class MemoryReport:
 
 
 def _row(name: str, size: int, share: float) -> str:
-    return f"  {name:<38}{gib_text(size):>14}{share:>8.1%}"
+    return f"  {name:<60}{gib_text(size):>12}{share:>8.1%}"
 
 
 def _way_line(way: WayOut) -> str:

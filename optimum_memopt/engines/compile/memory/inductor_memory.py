@@ -209,6 +209,9 @@ class _StorageTracker(TorchDispatchMode):
         self.log: list[tuple[Any, int]] = []
 
     def __torch_dispatch__(self, func: Any, classes: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if compat.operator_name(func) == "_local_scalar_dense":
+            # On CUDA a kernel is given a scalar of the CPU as a number (DeBERTa's scale); here kernels do nothing.
+            return 1.0 if args[0].is_floating_point() else 1
         outputs = func(*args, **(kwargs or {}))
         for tensor in compat.tree_leaves(outputs):
             if isinstance(tensor, torch.Tensor) and not hasattr(tensor, _COUNTED):

@@ -90,7 +90,7 @@ def of_workload(
             return fake, *build(dataclasses.replace(workload, batch_size=rows), here)
 
     _, model, batch = make(_FEW)
-    around = _around(model, batch, budget, optim, target)
+    around = functools.partial(_around, model, batch, budget, optim, target)
     return _predictor(_Case(how, budget, tokens), model, around, make)
 
 
@@ -121,7 +121,7 @@ def of_model(
     assert budget is not None
     may_chunk = options.memory_opt_loss != PLAIN and not is_read
     compiled_by = options.memory_opt_compiler or default_compiler(next(model.parameters()).device.type)[0]
-    around = _around(model, make_batch(_FEW), budget, optim if is_known(optim) else DEFAULT)
+    around = functools.partial(_around, model, make_batch(_FEW), budget, optim if is_known(optim) else DEFAULT)
 
     def make(rows: int) -> tuple[compat.FakeTensorMode, torch.nn.Module, Mapping[str, Any]]:
         fake, copied = compat.fake_copy(model)
@@ -134,7 +134,7 @@ def of_model(
 def _around(
     model: torch.nn.Module, batch: Mapping[str, Any], budget: Budget, optim: str, target: Device | None = None
 ) -> Around:
-    """The step, before anything is traced, which leaves something behind in the process."""
+    """The step. On a CPU a process holds more once it has traced a model, as it will in training."""
     moved = tensor_bytes(one for one in batch.values() if isinstance(one, torch.Tensor))
     device = next(model.parameters()).device.type if target is None else "cuda" if target.cuda is not None else "cpu"
     optimizer = PlannedOptimizer(optim, device == "cuda", embeddings_of(model))
@@ -144,9 +144,10 @@ def _around(
     return Around(single.bytes, single.outside, several.outside, moved // _FEW)
 
 
-def _predictor(case: _Case, model: torch.nn.Module, around: Around, make: _MakeFake) -> StepsOfModel:
-    losses = (PLAIN, AUTO) if case.may_chunk else (PLAIN,)
+def _predictor(case: _Case, model: torch.nn.Module, ask_around: Callable[[], Around], make: _MakeFake) -> StepsOfModel:
+    losses = (PLAIN, AUTO) if case.may_chunk and _may_have_vocabulary(model) else (PLAIN,)
     traced = [_traced(case.how, make, loss) for loss in losses]
+    around = ask_around()
     target, device = case.how.target, next(model.parameters()).device
     graphs = {
         one.chunks_loss: GraphSteps(one, around, case.tokens, _times(case, one, device, around.budget))
@@ -166,6 +167,12 @@ def _predictor(case: _Case, model: torch.nn.Module, around: Around, make: _MakeF
         times.update_times(tensor_bytes(trained), states, bandwidth),
         case.compares,
     )
+
+
+def _may_have_vocabulary(model: torch.nn.Module) -> bool:
+    """Whether there may be logits of a vocabulary; classifiers of transformers have no output embeddings."""
+    output_embeddings = getattr(model, "get_output_embeddings", None)
+    return output_embeddings is None or output_embeddings() is not None
 
 
 def _traced(how: TracedAs, make: _MakeFake, loss: str) -> Traced:

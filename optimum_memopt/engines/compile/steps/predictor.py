@@ -11,7 +11,7 @@ from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.compile.steps.plans import checkpointed, layers_of, without_gradients
 from optimum_memopt.engines.compile.steps.times import OperatorTimes, UpdateTimes
 from optimum_memopt.engines.compile.steps.traced import Traced
-from optimum_memopt.engines.predicted_steps import PredictedStep, StepPlan
+from optimum_memopt.engines.predicted_steps import LAUNCHES, PredictedStep, StepPlan
 
 # Of transformers' activation checkpointing.
 _EVERY = (1, 2, 4)
@@ -97,9 +97,12 @@ class GraphSteps:
         """
         found = self._within_budget(rows, accumulates) if plan == _BUDGET else self._simulation(plan, rows)
         times = self._times_of(rows)
+        seconds = times.by_bound((*found.forward.order, *found.backward.order))
+        if times.call:
+            seconds[LAUNCHES] = seconds.get(LAUNCHES, 0.0) + times.call
         return PredictedStep(
             self._peak(found, rows, accumulates),
-            times.by_bound((*found.forward.order, *found.backward.order)),
+            seconds,
             update.accumulating,
             update.optimizer,
             sum(times.by_bound(found.recomputed).values()),
@@ -122,7 +125,8 @@ class GraphSteps:
             return plain
         outside = self._around.footprint(rows, accumulates, 0)
         found = self._solver(rows).solve(outside.activations_within(self._around.budget))
-        assert not isinstance(found, Floor)
+        if isinstance(found, Floor):
+            return self._simulation(_LEVEL_1, rows)
         return simulate(self._problem(rows), frozenset(found.saved))
 
     def _simulation(self, plan: str, rows: int) -> Simulation:

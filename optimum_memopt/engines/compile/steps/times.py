@@ -2,7 +2,6 @@
 
 import contextlib
 import operator
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ import torch
 
 from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph
 from optimum_memopt.engines.compile.analysis.joint import is_view
-from optimum_memopt.engines.compile.budget.costs import FUSED, Work, rates, works
+from optimum_memopt.engines.compile.budget.costs import FUSED, Stopwatch, Work, rates, works
 from optimum_memopt.engines.compile.budget.devices import Device
 from optimum_memopt.engines.compile.budget.in_step import costs_of
 from optimum_memopt.engines.compile.memory.symbolic_sizes import SymbolValues
@@ -30,6 +29,9 @@ _MEASURED = 2**22
 _TWO = (1, 2)
 _MEASURED_ROWS = ((4, 16), (2, 8), (1, 4), (1, 2))
 
+# Lengths of the chains that tell what calling an operator takes.
+_CHAINS = (8, 72)
+
 # The values of a graph's symbols for a batch of so many rows.
 Sizes = Callable[[int], SymbolValues]
 
@@ -42,11 +44,13 @@ class OperatorTimes:
         seconds: 0 of what does not run.
         bounds: what bounds each, one of `predicted_steps`.
         source: of the seconds, as `roofline H100`.
+        call: seconds of a forward and its backward beside their operators.
     """
 
     seconds: tuple[float, ...]
     bounds: tuple[str, ...]
     source: str
+    call: float = 0.0
 
     def by_bound(self, nodes: Iterable[int]) -> dict[str, float]:
         """Seconds of these nodes, by what bounds them."""
@@ -115,22 +119,23 @@ def measured(
     )
     with _as_in_training(device):
         few, many = (costs_of(replace(graph, size_hints=sizes(rows)), device, fused) for rows in both)
-        launch = launch_seconds(device)
+        launch, overhead = launch_seconds(device), Overhead() if fused else overhead_of(device)
     does_work = works(graph.joint, sizes(1))
     is_called = [is_view(node) and node.target is not operator.getitem for node in graph.joint.nodes]
 
     def one(rows: int, number: int) -> tuple[float, str]:
         work = does_work[number]
         if work is None:
-            return (launch, LAUNCHES) if is_called[number] and not fused else (0.0, "")
+            return (overhead.operator, LAUNCHES) if is_called[number] else (0.0, "")
         low, high = sorted((few.seconds[number], many.seconds[number]))
-        seconds = max(_line(both, low, high, rows), min(low, launch))
-        if seconds < 2 * launch:
+        seconds = max(_line(both, low, high, rows), min(low, launch)) + max(0.0, overhead.operator - launch)
+        if seconds < 2 * max(launch, overhead.operator):
             return seconds, LAUNCHES
         return seconds, COMPUTE if work.flops else BANDWIDTH
 
     def times(rows: int) -> OperatorTimes:
-        return _bounded([one(rows, number) for number in range(len(does_work))], many.source)
+        found = [one(rows, number) for number in range(len(does_work))]
+        return replace(_bounded(found, many.source), call=overhead.call)
 
     return times
 
@@ -182,6 +187,41 @@ def update_times(parameters: int, states: int, bandwidth: float) -> UpdateTimes:
     return UpdateTimes(_ADDING * parameters / bandwidth, (step + _CLIPPING * parameters) / bandwidth)
 
 
+@dataclass(frozen=True)
+class Overhead:
+    """Of a graph that runs operator by operator, in seconds.
+
+    Attributes:
+        operator: of each.
+        call: of a forward and its backward, guards and autograd's function among it.
+    """
+
+    operator: float = 0.0
+    call: float = 0.0
+
+
+@lru_cache
+def overhead_of(device: torch.device) -> Overhead:
+    """Measured on two compiled chains of small operators. In a graph each is called from Python, on tensors that are
+    not in a cache, so that it takes several times what it does in a loop."""
+
+    def seconds(length: int) -> float:
+        def chain(x: torch.Tensor) -> torch.Tensor:
+            for _ in range(length):
+                x = torch.sin(x)
+            return x.sum()
+
+        compiled = torch.compile(chain, backend="aot_eager", dynamic=False)
+        x = torch.ones(64, device=device, requires_grad=True)
+        compiled(x).backward()
+        return _shortest(lambda: compiled(x).backward(), device, repeats=10)
+
+    short, long = (seconds(length) for length in _CHAINS)
+    # Forward sine, backward cosine and product.
+    operator = max(0.0, (long - short) / (3 * (_CHAINS[1] - _CHAINS[0])))
+    return Overhead(operator, max(0.0, short - 3 * _CHAINS[0] * operator))
+
+
 @lru_cache
 def launch_seconds(device: torch.device) -> float:
     """Of an operator that does nothing, measured."""
@@ -211,8 +251,8 @@ def _shortest(run: Callable[[], object], device: torch.device, repeats: int) -> 
     found = []
     for _ in range(repeats):
         wait()
-        begin = time.perf_counter()
+        watch = Stopwatch(device.type == "cuda")
         run()
         wait()
-        found.append(time.perf_counter() - begin)
+        found.append(watch.seconds)
     return min(found)

@@ -1,0 +1,61 @@
+"""Trainer on a CUDA device, with all that a run may have beside its steps."""
+
+import math
+from pathlib import Path
+
+import pytest
+from gpu_steps import TINY, batch_of, build
+from transformers import TrainerCallback
+
+from optimum_memopt import MemOptTrainer, MemOptTrainingArguments
+
+STEPS, ACCUMULATION = 4, 2
+
+
+class Reported(TrainerCallback):
+    """Keeps what the callbacks report."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    def on_memopt_log(self, args, state, control, logs, **kwargs) -> None:
+        self.names |= logs.keys()
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("budget", [False, True], ids=["level", "budget"])
+def test_a_run_with_everything(precision: str, budget: bool, tmp_path: Path) -> None:
+    row = {name: tensor[0].cpu() for name, tensor in batch_of(TINY).items()}
+    reported = Reported()
+    args = MemOptTrainingArguments(
+        output_dir=str(tmp_path),
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=ACCUMULATION,
+        max_steps=STEPS,
+        logging_steps=1,
+        save_steps=2,
+        max_grad_norm=1.0,
+        report_to=[],
+        memory_opt_engine="compile",
+        memory_opt_compiler="aot_eager",
+        memory_opt_loss="plain",
+        memory_opt_log_steps=1,
+        log_input_density=True,
+        log_memory_phases=True,
+        memory_opt_log_file=str(tmp_path / "memopt.jsonl"),
+        **{precision: True},
+        **({"memory_opt_budget": "1GiB"} if budget else {"memory_opt_level": 1}),
+    )
+    rows = [row] * (2 * ACCUMULATION * STEPS)
+    trainer = MemOptTrainer(build("roberta", TINY, dropout=0.1), args, train_dataset=rows, callbacks=[reported])
+    result = trainer.train()
+    assert result.global_step == STEPS
+    assert (trainer.accelerator.scaler is not None) == (precision == "fp16")
+    assert any(name.endswith("post_backward/max_allocated_mib") for name in reported.names)
+    assert any("density/" in name for name in reported.names)
+    assert (tmp_path / "checkpoint-2").is_dir() and (tmp_path / "memopt.jsonl").stat().st_size > 0
+    assert math.isfinite(trainer.memopt.measured_peak_mib)
+    # Another test's segments may lie around, what is allocated does not.
+    assert trainer.memopt.measured_peak_mib == pytest.approx(trainer.memopt.plan_stats.predicted_peak_mib, rel=0.05)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert trainer.state.global_step == STEPS
