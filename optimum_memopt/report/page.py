@@ -88,10 +88,17 @@ def _values(data: ReportData) -> dict[str, Any]:
         "has_formulas": data.table is not None and any(plan.saving_symbolic for plan in data.table.plans),
         "has_notes": data.table is not None and any(plan.note for plan in data.table.plans),
         "phases": phases(data),
-        "batch": sizes_text(data.timeline.sizes if data.timeline is not None else {}),
+        "batch": sizes_text(_sizes(data)),
         "room": _room(data),
         "first_batch": sizes_text(data.table.symbols) if data.table is not None else "",
     }
+
+
+def _sizes(data: ReportData) -> Mapping[str, int]:
+    """Of the batch; a timeline of fixed sizes has no names for them."""
+    if data.timeline is not None and data.timeline.sizes:
+        return data.timeline.sizes
+    return data.table.symbols if data.table is not None else {}
 
 
 def _room(data: ReportData) -> int:

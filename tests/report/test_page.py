@@ -102,6 +102,11 @@ def test_small_groups_are_summed_up():
     assert sum(row["bytes"] for row in found) == timeline(always=10**6 * MIB, other=0).peak
 
 
+def test_a_timeline_of_fixed_sizes_has_those_of_the_table():
+    page = check_alone(render(without(timeline=replace(FULL.timeline, sizes={}))).html)
+    assert "batch inputs_input_ids_dim0=16, inputs_input_ids_dim1=111" in page.by_id("timeline").text
+
+
 def test_numbers_in_pictures_are_whole():
     found = timeline(always=1234 * MIB)
     page = check_alone(render(without(timeline=found)).html)
