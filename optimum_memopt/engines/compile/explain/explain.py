@@ -24,6 +24,8 @@ from optimum_memopt.engines.memory_report import BACKWARD
 # Of plain PyTorch's activations what allocators waste: CUDA's, and on a CPU glibc's, which keeps blocks of up to 32
 # MiB (activations of 180 MiB grew a process by 300).
 _WASTE = {False: 0.1, True: 1.0}
+# Of activations what is in no graph (TRL's accuracy and entropy of tokens take several times the logits).
+_UNKNOWN = 2.0
 _NAME, _AS_WRITTEN = "compile", "aot_eager"
 
 
@@ -77,11 +79,13 @@ def explain(failed: FailedStep) -> Explanation:
         raise RuntimeError("the forward has no training graph")
     moment, point = moment_of(simulated, failed.place, _of_graphs(failed), failed.requested)
     parts = parts_at(simulated, failed.place.phase == BACKWARD, point)
+    # What a caller computes from the logits, and what runs between graphs, is in none of them.
+    is_exact = len(graphs) == 1 and not failed.call.reader
     several = (f"the forward is {len(graphs)} graphs, and what runs between them is not known",)
     return Explanation(
         moment,
         tuple(parts),
-        ways_out(planned, graphs, ran.simulate, _settings(failed, ran.is_planned)),
+        ways_out(planned, graphs, ran.simulate, _settings(failed, ran.is_planned, is_exact)),
         (*ran.remarks, *(several if len(graphs) > 1 else ())),
     )
 
@@ -121,7 +125,7 @@ def _tensors_of(failed: FailedStep) -> int:
     return tensor_bytes([*model.parameters(), *model.buffers()]) + states + batch
 
 
-def _settings(failed: FailedStep, is_planned: bool) -> Settings:
+def _settings(failed: FailedStep, is_planned: bool, is_exact: bool) -> Settings:
     model, run = failed.model, failed.run
     device = next(model.parameters()).device
     gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
@@ -138,7 +142,8 @@ def _settings(failed: FailedStep, is_planned: bool) -> Settings:
         largest=run.largest_batch(),
         rows=failed.rows,
         accumulation=failed.accumulation,
-        waste=0.0 if is_planned else _WASTE[device.type == "cpu"],
+        waste=(0.0 if is_planned else _WASTE[device.type == "cpu"]) if is_exact else _UNKNOWN,
+        is_exact=is_exact,
     )
 
 

@@ -30,6 +30,7 @@ class Settings:
         rows: of a micro-batch.
         accumulation: micro-batches of an optimizer step.
         waste: of activations, what an allocator wastes on those of what ran, which come and go in all sizes.
+        is_exact: the graphs are all that the step holds; else a budget's plan may take more than it is predicted to.
     """
 
     limit: int
@@ -39,6 +40,7 @@ class Settings:
     rows: int
     accumulation: int
     waste: float
+    is_exact: bool
 
     @property
     def budget(self) -> int:
@@ -108,9 +110,9 @@ def ways_out(
         settings: of the run.
     """
     whole = whole_of(planned, settings.largest)
+    budget, smaller = list(_budget(whole, settings)), list(_smaller(ran, simulate, settings))
     found = [
-        *_budget(whole, settings),
-        *_smaller(ran, simulate, settings),
+        *(budget + smaller if settings.is_exact else smaller + budget),
         *_loss(planned, ran, whole, settings),
         *_level(whole, settings),
     ]
