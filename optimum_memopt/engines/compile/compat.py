@@ -55,6 +55,11 @@ def operator_name(target: Any) -> str:
     return getattr(target, "_opname", "")
 
 
+def reads_a_number(target: Any) -> bool:
+    """Whether an operator is what `Tensor.item` calls."""
+    return operator_name(target) == "_local_scalar_dense"
+
+
 def compile_with_inductor(
     module: fx.GraphModule,
     inputs: list[Any],

@@ -209,7 +209,7 @@ class _StorageTracker(TorchDispatchMode):
         self.log: list[tuple[Any, int]] = []
 
     def __torch_dispatch__(self, func: Any, classes: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if compat.operator_name(func) == "_local_scalar_dense":
+        if compat.reads_a_number(func):
             # On CUDA a kernel is given a scalar of the CPU as a number (DeBERTa's scale); here kernels do nothing.
             return 1.0 if args[0].is_floating_point() else 1
         outputs = func(*args, **(kwargs or {}))
