@@ -16,7 +16,7 @@ from optimum_memopt.report import budget_curve
 
 # What only a prediction has.
 _PREDICTED = ("optim", "gradient_accumulation_steps", "trainable")
-_NUMBER = re.compile(r"[1-9][0-9]{0,11}")
+_NUMBER = re.compile(r"[1-9][0-9]{0,18}")
 
 
 def case_of(args: Any) -> tuple[Case, dict[str, Any]]:

@@ -62,7 +62,9 @@ class Case:
     @classmethod
     def from_json(cls, text: str) -> "Self":
         data = json.loads(text)
-        return cls(**{**data, "workload": Workload(**data["workload"])})
+        workload = data["workload"]
+        workload["trainable"] = tuple(workload["trainable"])
+        return cls(**{**data, "workload": Workload(**workload)})
 
 
 @dataclass(frozen=True)

@@ -209,7 +209,7 @@ class _StorageTracker(TorchDispatchMode):
         self.log: list[tuple[Any, int]] = []
 
     def __torch_dispatch__(self, func: Any, classes: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if compat.reads_a_number(func):
+        if compat.reads_a_number(func) and compat.is_fake(args[0]):
             # On CUDA a kernel is given a scalar of the CPU as a number (DeBERTa's scale); here kernels do nothing.
             return 1.0 if args[0].is_floating_point() else 1
         outputs = func(*args, **(kwargs or {}))
