@@ -164,7 +164,7 @@ def partition_joint(
     if modules is None:
         modules = partition(graph.joint, choice.nodes_to_save)
         strategies.rewrite(modules, choice.candidates)
-        if graph.cuda is not None and place_copies.has_copies(modules[0]):
+        if graph.cuda is not None and offloads(choice.candidates):
             _place_copies(graph, modules, target or device_at(_device(graph.joint)), fused=not runs_operators)
     if runs_operators:
         scale_in_place(modules)

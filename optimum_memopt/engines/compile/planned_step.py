@@ -88,6 +88,11 @@ class PlannedStep:
         return default_compiler(self.here.type)[0] if self.target is None else "inductor"
 
     @property
+    def autocast_dtype(self) -> torch.dtype | None:
+        """None: without."""
+        return getattr(torch, self.autocast) if self.autocast else None
+
+    @property
     def capacity(self) -> Capacity:
         """Of the device."""
         return capacity(self.here) if self.target is None else capacity_of(self.target.memory)
@@ -107,10 +112,9 @@ class PlannedStep:
         )
         # As under a Trainer.
         engine.outputs_read_by = lambda: ""
-        dtype = getattr(torch, self.autocast) if self.autocast else None
         # What a workload draws is none of the caller's random numbers.
         forked = torch.random.fork_rng(devices=[])
-        with forked, traced_for(self.target, dtype, self.here.type), compat.fake_tensors():
+        with forked, traced_for(self.target, self.autocast_dtype, self.here.type), compat.fake_tensors():
             model, batch = build(self.workload, self.here)
             engine.run = self._run_of(model)
             engine.attach(model)

@@ -72,7 +72,4 @@ def point_of_plan(solver: Solver, outside: Footprint, saved: Collection[int]) ->
     problem = solver.problem
     found = simulate(problem, problem.closure(saved))
     peak = replace(outside, activations=found.peak).peak
-    extra = found.extra_seconds(problem) - solver.everything.extra_seconds(problem)
-    everything = solver.everything
-    seconds = sum(problem.seconds[node] for node in (*everything.forward.order, *everything.backward.order))
-    return CurvePoint(peak, peak, extra, seconds)
+    return CurvePoint(peak, peak, solver.extra_seconds(found), solver.seconds)

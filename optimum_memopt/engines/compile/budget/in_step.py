@@ -15,12 +15,12 @@ from optimum_memopt.engines.compile.memory.footprint import (
     constant_of,
     footprint_of,
     optimizer_bytes,
-    resident,
     tensor_bytes,
 )
 from optimum_memopt.engines.run import LargestBatch, Run
 from optimum_memopt.memory.capacity import capacity, capacity_of, host_available
 from optimum_memopt.memory.optimizers import Optimizer, PlannedOptimizer
+from optimum_memopt.memory.peak_monitor import held_bytes
 from optimum_memopt.sizes import Budget
 
 # On a CPU the process itself grows while it trains, by compiled code and what malloc keeps: by 10 to 16 MiB without a
@@ -70,7 +70,7 @@ def step_around(
     memory = capacity(device) if target is None else capacity_of(target.memory)
     batch = tensor_bytes(value for value in inputs.values() if isinstance(value, torch.Tensor))
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    held = resident(device) - _held(run.optimizer, trainable) if target is None else target.libraries
+    held = held_bytes(device) - _held(run.optimizer, trainable) if target is None else target.libraries
     room = room_to_grow(device, held) if target is None else 0
     held += room
     constant = constant_of(model, batch, held)

@@ -5,13 +5,15 @@ nothing. So a larger budget is solved with recompute alone, and what is over is 
 their copies have the rest of the forward to end in, and the rest of the backward to come back in.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 
 from optimum_memopt.engines.compile.analysis.candidates import offloads
 from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph
 from optimum_memopt.engines.compile.budget.problem import Problem
-from optimum_memopt.engines.compile.budget.simulation import Run, Simulation, simulate
+from optimum_memopt.engines.compile.budget.simulation import simulate
 from optimum_memopt.engines.compile.budget.solve import KEEPS_ALL, Floor, Solution, Solver
 from optimum_memopt.engines.compile.memory.overlap import Copy, overlap
 
@@ -99,11 +101,10 @@ def with_offload(solver: Solver, found: Solution | Floor, budget: int, host: Hos
         budget: bytes that the graph's forward and backward may hold.
         host: where activations may wait.
     """
-    everything, problem = solver.everything, solver.problem
-    seconds = _seconds(problem, everything.forward) + _seconds(problem, everything.backward)
+    problem, seconds = solver.problem, solver.seconds
     alone = found.extra_seconds if isinstance(found, Solution) else float("inf")
     lacking = found.peak - budget if isinstance(found, Floor) else 0
-    moved = host.bandwidth * _seconds(problem, everything.forward)
+    moved = host.bandwidth * solver.everything.forward.seconds(problem)
     best: Mixed | None = None
     if alone <= _WORTH * seconds:
         return None
@@ -126,19 +127,27 @@ def with_offload(solver: Solver, found: Solution | Floor, budget: int, host: Hos
 def _offloading(problem: Problem, relaxed: Solution, budget: int, host: Host) -> Mixed | None:
     """The fewest bytes offloaded with which a plan for a larger budget is within this one; None where none are."""
     found = simulate(problem, frozenset(relaxed.saved))
-    last = _last_uses(problem, found.forward)
+    sides = (
+        _Side.of(problem, found.forward.order, found.forward.held),
+        _Side.of(problem, found.backward.order[::-1], found.backward.held[::-1]),
+    )
+    last = sides[0].last
     candidates = [node for node in relaxed.saved if node in host.allowed and problem.bytes[node] >= _SMALLEST]
     candidates.sort(key=lambda node: (last.get(node, 0), node))
+
+    def offloading(count: int) -> _Offloaded:
+        return _Offloaded(problem, sides, tuple(candidates[:count]))
+
     low, high = 0, len(candidates)
-    if _Offloaded.of(problem, found, candidates).peak > budget:
+    if offloading(high).peak > budget:
         return None
     while low < high:
         middle = (low + high) // 2
-        if _Offloaded.of(problem, found, candidates[:middle]).peak <= budget:
+        if offloading(middle).peak <= budget:
             high = middle
         else:
             low = middle + 1
-    offloaded = _Offloaded.of(problem, found, candidates[:high])
+    offloaded = offloading(high)
     host_bytes = sum(pinned_bytes(problem.bytes[node]) for node in offloaded.nodes)
     if not offloaded.nodes or host_bytes > host.available:
         return None
@@ -146,10 +155,40 @@ def _offloading(problem: Problem, relaxed: Solution, budget: int, host: Host) ->
         saved=relaxed.saved,
         offloaded=offloaded.nodes,
         peak=offloaded.peak,
-        extra_seconds=relaxed.extra_seconds + offloaded.stall(problem, host.bandwidth),
+        extra_seconds=relaxed.extra_seconds + offloaded.stall(host.bandwidth),
         seconds=relaxed.seconds,
         host_bytes=host_bytes,
     )
+
+
+@dataclass(frozen=True)
+class _Side:
+    """The forward's run, or the backward's with time running backwards: an activation is on the host behind its last
+    use in either.
+
+    Attributes:
+        order: operators.
+        held: bytes while each of them runs, with all saved activations on the device.
+        last: the index of the last operator that allocates or reads each storage, by its root.
+    """
+
+    order: tuple[int, ...]
+    held: tuple[int, ...]
+    last: Mapping[int, int]
+
+    @classmethod
+    def of(cls, problem: Problem, order: tuple[int, ...], held: tuple[int, ...]) -> "_Side":
+        last: dict[int, int] = {}
+        for index, node in enumerate(order):
+            last.update({problem.roots[read]: index for read in (*problem.reads[node], node)})
+        return cls(order, held, last)
+
+    def without(self, copies: Sequence[Copy]) -> tuple[int, ...]:
+        """Bytes during each operator without the copied tensors behind their last use."""
+        gone = [0] * (len(self.held) + 1)
+        for copy in copies:
+            gone[copy.after + 1] += copy.bytes
+        return tuple(size - away for size, away in zip(self.held, accumulate(gone), strict=False))
 
 
 @dataclass(frozen=True)
@@ -157,73 +196,38 @@ class _Offloaded:
     """A plan some of whose saved activations wait on the host.
 
     Attributes:
-        nodes: those.
-        forward: bytes during its operators, of each of them up to its last use.
-        backward: bytes during its operators, the last one first; of each of them up to its last use in that order.
-        forward_copies: of the offloads.
-        backward_copies: of the reloads, in that order.
-        orders: operators of both.
+        problem: the joint graph.
+        sides: forward and backward.
+        nodes: those activations.
     """
 
+    problem: Problem
+    sides: tuple[_Side, _Side]
     nodes: tuple[int, ...]
-    forward: tuple[int, ...]
-    backward: tuple[int, ...]
-    forward_copies: tuple[Copy, ...]
-    backward_copies: tuple[Copy, ...]
-    orders: tuple[tuple[int, ...], tuple[int, ...]]
 
-    @classmethod
-    def of(cls, problem: Problem, found: Simulation, nodes: Sequence[int]) -> "_Offloaded":
-        """With these nodes, in the order of their last use in the forward."""
-        backward = Run(found.backward.order[::-1], found.backward.held[::-1], 0)
-        forward_copies, backward_copies = (
-            tuple(sorted(Copy(last[node], problem.bytes[node]) for node in nodes if node in last))
-            for last in (_last_uses(problem, run) for run in (found.forward, backward))
+    @cached_property
+    def copies(self) -> tuple[tuple[Copy, ...], ...]:
+        """Offloads and reloads, on their sides."""
+        size = self.problem.bytes
+        return tuple(
+            tuple(sorted(Copy(side.last[node], size[node]) for node in self.nodes if node in side.last))
+            for side in self.sides
         )
-        return cls(
-            tuple(nodes),
-            _without(found.forward.held, forward_copies),
-            _without(backward.held, backward_copies),
-            forward_copies,
-            backward_copies,
-            (found.forward.order, backward.order),
-        )
+
+    @cached_property
+    def held(self) -> tuple[tuple[int, ...], ...]:
+        """Bytes during the operators of both sides."""
+        return tuple(side.without(copies) for side, copies in zip(self.sides, self.copies, strict=True))
 
     @property
     def peak(self) -> int:
         """Bytes, where no copy takes any time."""
-        return max(*self.forward, *self.backward)
+        return max(map(max, self.held))
 
-    def stall(self, problem: Problem, bandwidth: float) -> float:
+    def stall(self, bandwidth: float) -> float:
         """Seconds that the device waits for copies."""
-        runs = zip(
-            self.orders, (self.forward, self.backward), (self.forward_copies, self.backward_copies), strict=True
-        )
+        seconds = self.problem.seconds
         return sum(
-            overlap(held, [problem.seconds[node] for node in order], copies, self.peak, bandwidth).stall
-            for order, held, copies in runs
+            overlap(held, [seconds[node] for node in side.order], copies, self.peak, bandwidth).stall
+            for side, held, copies in zip(self.sides, self.held, self.copies, strict=True)
         )
-
-
-def _last_uses(problem: Problem, run: Run) -> dict[int, int]:
-    """The index of the last operator of a run that allocates or reads each storage, by its root."""
-    found: dict[int, int] = {}
-    for index, node in enumerate(run.order):
-        found.update({problem.roots[read]: index for read in (*problem.reads[node], node)})
-    return found
-
-
-def _without(held: Sequence[int], copies: Sequence[Copy]) -> tuple[int, ...]:
-    """Bytes during each operator without the copied tensors behind their last use."""
-    gone = [0] * (len(held) + 1)
-    for copy in copies:
-        gone[copy.after + 1] += copy.bytes
-    without, away = [], 0
-    for index, size in enumerate(held):
-        away += gone[index]
-        without.append(size - away)
-    return tuple(without)
-
-
-def _seconds(problem: Problem, run: Run) -> float:
-    return sum(problem.seconds[node] for node in run.order)

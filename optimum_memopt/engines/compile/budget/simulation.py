@@ -31,6 +31,10 @@ class Run:
     def peak(self) -> int:
         return max(self.held, default=self.end)
 
+    def seconds(self, problem: Problem) -> float:
+        """Of its operators."""
+        return math.fsum(problem.seconds[node] for node in self.order)
+
 
 @dataclass(frozen=True)
 class Simulation:
@@ -78,6 +82,11 @@ def simulate(problem: Problem, saved: frozenset[int]) -> Simulation:
     backward = _run(problem, order, problem.backward_outputs, owned, stashed + given)
     recomputed = tuple(node for node in order if problem.is_forward[node])
     return Simulation(saved, forward, backward, stashed, recomputed)
+
+
+def simulate_everything_saved(problem: Problem) -> Simulation:
+    """Run both graphs as plain PyTorch does, with all activations saved."""
+    return simulate(problem, problem.closure(problem.activations))
 
 
 def backward_order(problem: Problem, saved: Collection[int]) -> list[int]:

@@ -6,7 +6,12 @@ from functools import cached_property
 
 from optimum_memopt.engines.compile.budget.local_search import improve
 from optimum_memopt.engines.compile.budget.problem import Problem
-from optimum_memopt.engines.compile.budget.simulation import Simulation, held_at_peak, simulate
+from optimum_memopt.engines.compile.budget.simulation import (
+    Simulation,
+    held_at_peak,
+    simulate,
+    simulate_everything_saved,
+)
 from optimum_memopt.engines.compile.budget.two_level import TwoLevel, two_level
 from optimum_memopt.engines.compile.budget.whole_graph import SMALL, solve_whole_graph
 
@@ -59,12 +64,21 @@ class Solver:
     @cached_property
     def everything(self) -> Simulation:
         """All activations saved."""
-        return simulate(self.problem, self.problem.closure(self.problem.activations))
+        return simulate_everything_saved(self.problem)
 
     @cached_property
     def lowest(self) -> Simulation:
         """The plan with the lowest peak that is found."""
         return min(self._menus.lowest(), self.layers_recomputed, key=lambda found: found.peak)
+
+    @cached_property
+    def seconds(self) -> float:
+        """Of the forward and backward with all activations saved."""
+        return self.everything.forward.seconds(self.problem) + self.everything.backward.seconds(self.problem)
+
+    def extra_seconds(self, found: Simulation) -> float:
+        """Of what is recomputed, beyond what is so with all activations saved."""
+        return found.extra_seconds(self.problem) - self.everything.extra_seconds(self.problem)
 
     def prepare(self) -> None:
         """Solve what is the same for every budget."""
@@ -97,12 +111,11 @@ class Solver:
                 yield WHOLE_GRAPH, whole
 
     def _solution(self, solver: str, found: Simulation) -> Solution:
-        everything, seconds = self.everything, self.problem.seconds
         return Solution(
             saved=tuple(sorted(found.saved)),
             peak=found.peak,
-            extra_seconds=found.extra_seconds(self.problem) - everything.extra_seconds(self.problem),
-            seconds=sum(seconds[node] for node in (*everything.forward.order, *everything.backward.order)),
+            extra_seconds=self.extra_seconds(found),
+            seconds=self.seconds,
             solver=solver,
         )
 

@@ -10,9 +10,9 @@ from optimum_memopt.engines.compile.budget.costs import Costs
 from optimum_memopt.engines.compile.budget.devices import Device
 from optimum_memopt.engines.compile.budget.in_step import Step, costs_of, step_around
 from optimum_memopt.engines.compile.budget.largest_sizes import larger_sizes
-from optimum_memopt.engines.compile.memory.footprint import resident
 from optimum_memopt.engines.compile.memory.step_memory import StepMemoryPredictor
 from optimum_memopt.engines.run import LargestBatch, Run
+from optimum_memopt.memory.peak_monitor import held_bytes
 from optimum_memopt.sizes import Budget, gib_text
 
 
@@ -83,7 +83,7 @@ class StepBudget:
     def resident(self, device: torch.device) -> int:
         """Bytes that the process holds without the optimizer's states: when a plan was solved for, else now."""
         if self._resident is None:
-            return resident(device) if self._target is None else self._target.libraries
+            return held_bytes(device) if self._target is None else self._target.libraries
         return self._resident
 
     def check(self, predictor: StepMemoryPredictor) -> str:

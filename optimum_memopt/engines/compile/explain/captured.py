@@ -11,7 +11,7 @@ import torch
 from optimum_memopt.engines.base import Selection
 from optimum_memopt.engines.checkpointing import Checkpointing
 from optimum_memopt.engines.compile import compat
-from optimum_memopt.engines.compile.analysis.candidates import Candidate
+from optimum_memopt.engines.compile.analysis.candidates import Candidate, offloads
 from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph
 from optimum_memopt.engines.compile.analysis.joint import is_chunked_loss_operator
 from optimum_memopt.engines.compile.analysis.saved_activations import module_path
@@ -22,12 +22,11 @@ from optimum_memopt.engines.compile.budget.simulation import Simulation, simulat
 from optimum_memopt.engines.compile.choice import Choice
 from optimum_memopt.engines.compile.engine import CompileEngine
 from optimum_memopt.engines.compile.memory.symbolic_sizes import SymbolValues
-from optimum_memopt.engines.compile.producers import Producer
+from optimum_memopt.engines.compile.producers.producer import InternalProducer, Producer
 from optimum_memopt.engines.compile.symbol_names import symbol_names
 from optimum_memopt.engines.failed_step import ForwardCall, TensorLike
 from optimum_memopt.engines.run import LargestBatch
 from optimum_memopt.logs import only_warnings
-from optimum_memopt.plans.grammar import Strategy
 from optimum_memopt.plans.matching import Matched
 
 
@@ -70,13 +69,8 @@ class CapturedGraph:
         return simulate(problem, frozenset(numbers[name] for name in self.saved if name in numbers))
 
 
-def everything(problem: Problem) -> Simulation:
-    """As plain PyTorch runs: all activations are saved."""
-    return simulate(problem, problem.closure(problem.activations))
-
-
 @dataclass(frozen=True)
-class Recorder:
+class Recorder(InternalProducer):
     """See `Producer`; records each graph before another producer chooses.
 
     Attributes:
@@ -88,11 +82,6 @@ class Recorder:
     inner: Producer
     costs_of: Callable[[AnalyzedGraph], Costs]
     graphs: list[CapturedGraph] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, selection: Selection) -> "Recorder | None":
-        """Nobody selects it."""
-        return None
 
     def match(self, candidates: Sequence[Candidate]) -> Matched:
         """What the other one is asked for, as far as it is there."""
@@ -109,7 +98,7 @@ class Recorder:
             rows.setdefault(candidate.activation.root.name, candidate.row)
         names = symbol_names(compat.symbol_sources())
         choice = self.inner.choose(graph, earlier)
-        offloaded = _names(c.activation.root for c in choice.candidates if c.strategy is Strategy.OFFLOAD)
+        offloaded = _names(c.activation.root for c in offloads(choice.candidates))
         saved = _names(choice.nodes_to_save)
         self.graphs.append(CapturedGraph(problem_at, graph.size_hints, names, saved, offloaded, rows, modules, costs))
         return choice

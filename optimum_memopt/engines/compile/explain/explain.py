@@ -14,12 +14,13 @@ from optimum_memopt.engines.compile.budget.in_step import costs_of, room_to_grow
 from optimum_memopt.engines.compile.explain.captured import CapturedGraph, capture
 from optimum_memopt.engines.compile.explain.holdings import Simulated, moment_of, parts_at
 from optimum_memopt.engines.compile.explain.ways_out import Settings, Simulate, plain_run, planned_run, ways_out
-from optimum_memopt.engines.compile.memory.footprint import footprint_of, resident, tensor_bytes
+from optimum_memopt.engines.compile.memory.footprint import footprint_of, tensor_bytes
 from optimum_memopt.engines.compile.options import AUTO, CHUNKED, PLAIN
 from optimum_memopt.engines.compile.producers import Producer, producer_for
 from optimum_memopt.engines.compile.producers.torch_default import TorchDefault
 from optimum_memopt.engines.failed_step import Explanation, FailedStep
 from optimum_memopt.engines.memory_report import BACKWARD
+from optimum_memopt.memory.peak_monitor import held_bytes
 
 # Of plain PyTorch's activations what allocators waste: CUDA's, and on a CPU glibc's, which keeps blocks of up to 32
 # MiB (activations of 180 MiB grew a process by 300).
@@ -131,7 +132,7 @@ def _settings(failed: FailedStep, is_planned: bool, is_exact: bool) -> Settings:
     gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
     batch = sum(tensor.bytes for tensor in failed.call.tensors.values())
     # After tracing, which the compile engine does too.
-    now = max(0, resident(device) - (_tensors_of(failed) - batch) - gradients)
+    now = max(0, held_bytes(device) - (_tensors_of(failed) - batch) - gradients)
     constant = max(failed.outside, now)
     constant += room_to_grow(device, constant)
     plain = footprint_of(model, run.optimizer, run.gradient_accumulation, batch=batch, constant=failed.outside)

@@ -6,9 +6,9 @@ from functools import cached_property
 
 from optimum_memopt.engines.compile.budget.largest_sizes import is_rows
 from optimum_memopt.engines.compile.budget.problem import Problem
-from optimum_memopt.engines.compile.budget.simulation import Simulation
+from optimum_memopt.engines.compile.budget.simulation import Simulation, simulate_everything_saved
 from optimum_memopt.engines.compile.budget.solve import Floor, Solution, Solver
-from optimum_memopt.engines.compile.explain.captured import CapturedGraph, everything
+from optimum_memopt.engines.compile.explain.captured import CapturedGraph
 from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.memory_report import WayOut
 from optimum_memopt.engines.run import LargestBatch
@@ -138,11 +138,11 @@ def _budget(whole: Whole, settings: Settings) -> Iterator[WayOut]:
     peak = replace(settings.outside, activations=max(solution.peak for solution in solved)).peak
     if peak > settings.allowed:
         return
-    seconds = sum(solution.seconds for solution in solved)
-    extra = sum(solution.extra_seconds for solution in solved)
-    share = extra / seconds if seconds else None
     yield WayOut(
-        f"--memory_opt_budget {settings.budget}MiB", peak, share, "the cheapest recompute with which every step fits"
+        f"--memory_opt_budget {settings.budget}MiB",
+        peak,
+        _share_of(solved),
+        "the cheapest recompute with which every step fits",
     )
 
 
@@ -178,12 +178,7 @@ def _level(whole: Whole, settings: Settings) -> Iterator[WayOut]:
     if peak > settings.allowed:
         return
     pairs = list(zip(runs, whole.solvers, strict=True))
-    seconds = sum(
-        sum(s.problem.seconds[n] for n in (*s.everything.forward.order, *s.everything.backward.order))
-        for _, s in pairs
-    )
-    extra = sum(run.extra_seconds(s.problem) - s.everything.extra_seconds(s.problem) for run, s in pairs)
-    share = extra / seconds if seconds else None
+    share = _share(sum(s.extra_seconds(run) for run, s in pairs), sum(s.seconds for s in whole.solvers))
     yield WayOut(
         "--memory_opt_engine compile --memory_opt_level 1", peak, share, "every layer is recomputed from its input"
     )
@@ -200,15 +195,23 @@ def _smaller_within_budget(planned: Sequence[CapturedGraph], settings: Settings)
         peak = replace(step, activations=max(solution.peak for solution in solved)).peak
         if peak > settings.allowed:
             continue
-        seconds = sum(solution.seconds for solution in solved)
-        extra = sum(solution.extra_seconds for solution in solved)
         yield WayOut(
             f"{_micro_flags(settings, times)} --memory_opt_budget {settings.budget}MiB",
             peak,
-            extra / seconds if seconds else None,
+            _share_of(solved),
             "as many rows in an optimizer step, with recompute",
         )
         return
+
+
+def _share_of(solutions: Sequence[Solution]) -> float | None:
+    return _share(
+        sum(solution.extra_seconds for solution in solutions), sum(solution.seconds for solution in solutions)
+    )
+
+
+def _share(extra: float, seconds: float) -> float | None:
+    return extra / seconds if seconds else None
 
 
 def _micro(outside: Footprint, activations: int, times: int) -> Footprint:
@@ -238,7 +241,7 @@ def _parts(graphs: Sequence[CapturedGraph], settings: Settings) -> Iterator[int]
 
 def plain_run(graph: CapturedGraph, problem: Problem) -> Simulation:
     """What plain PyTorch holds; see `Simulate`."""
-    return everything(problem)
+    return simulate_everything_saved(problem)
 
 
 def planned_run(graph: CapturedGraph, problem: Problem) -> Simulation:

@@ -7,7 +7,7 @@ import torch
 
 from optimum_memopt.engines.compile import compat
 from optimum_memopt.memory.optimizers import Optimizer, PlannedOptimizer
-from optimum_memopt.memory.peak_monitor import MIB, held_bytes
+from optimum_memopt.memory.peak_monitor import MIB
 
 
 @dataclass(frozen=True)
@@ -174,8 +174,3 @@ def step_bytes(optimizer: Optimizer | None, parameters: Sequence[torch.Tensor]) 
     if group.get("foreach") or (group.get("foreach") is None and parameters[0].is_cuda):
         return tensor_bytes(parameters)
     return 2 * max(tensor.nbytes for tensor in parameters)
-
-
-def resident(device: torch.device) -> int:
-    """What this process holds now, in bytes: on CUDA allocated by torch, else resident."""
-    return held_bytes(device)

@@ -17,11 +17,6 @@ from optimum_memopt.engines.compile.memory.symbolic_sizes import SymbolValues, c
 from optimum_memopt.engines.compile.memory.timeline import Prediction
 
 
-def has_copies(forward: fx.GraphModule) -> bool:
-    """Whether anything is offloaded."""
-    return bool(_waits(forward.graph))
-
-
 def place_copies(
     modules: Modules,
     prediction: Prediction,

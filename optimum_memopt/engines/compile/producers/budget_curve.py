@@ -3,8 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from optimum_memopt.engines.base import Selection
-from optimum_memopt.engines.compile.analysis.candidates import Candidate
 from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph
 from optimum_memopt.engines.compile.budget.costs import Costs
 from optimum_memopt.engines.compile.budget.curve import point_of_budget, point_of_plan, points_of, solved
@@ -14,15 +12,14 @@ from optimum_memopt.engines.compile.budget.problem import problem_of
 from optimum_memopt.engines.compile.budget.solve import Solver
 from optimum_memopt.engines.compile.choice import Choice
 from optimum_memopt.engines.compile.producers.budget import FromBudget
-from optimum_memopt.engines.compile.producers.producer import Producer
+from optimum_memopt.engines.compile.producers.producer import InternalProducer, Producer
 from optimum_memopt.engines.compile.producers.torch_default import TorchDefault
 from optimum_memopt.engines.estimates import CurvePoint
-from optimum_memopt.plans.matching import Matched
 from optimum_memopt.sizes import Budget
 
 
 @dataclass(frozen=True)
-class BudgetCurve:
+class BudgetCurve(InternalProducer):
     """See `Producer`; applies torch's own partition.
 
     Attributes:
@@ -40,15 +37,6 @@ class BudgetCurve:
     points: list[CurvePoint] = field(default_factory=list)
     source: list[str] = field(default_factory=list)
     chosen: list[CurvePoint] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, selection: Selection) -> "BudgetCurve | None":
-        """Nobody selects it."""
-        return None
-
-    def match(self, candidates: Sequence[Candidate]) -> Matched:
-        """Nothing is asked for by name."""
-        return Matched()
 
     def choose(self, graph: AnalyzedGraph, earlier: Sequence[Choice]) -> Choice:
         """Torch's own partition, after the points of the first graph were found."""

@@ -3,9 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from optimum_memopt.engines.base import Selection
 from optimum_memopt.engines.compile import compat
-from optimum_memopt.engines.compile.analysis.candidates import Candidate
 from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph
 from optimum_memopt.engines.compile.budget.costs import Costs
 from optimum_memopt.engines.compile.budget.in_step import Step
@@ -14,9 +12,9 @@ from optimum_memopt.engines.compile.budget.mixed import cheapest, host_of
 from optimum_memopt.engines.compile.budget.problem import problem_of
 from optimum_memopt.engines.compile.budget.solve import Floor, Solver
 from optimum_memopt.engines.compile.choice import Choice
+from optimum_memopt.engines.compile.producers.producer import InternalProducer
 from optimum_memopt.engines.compile.producers.torch_default import TorchDefault
 from optimum_memopt.engines.compile.symbol_names import symbol_names
-from optimum_memopt.plans.matching import Matched
 from optimum_memopt.sizes import Budget
 
 # What an allocator's blocks take under a plan beyond what they take without one; not tuned.
@@ -24,7 +22,7 @@ _BLOCKS = 0.005
 
 
 @dataclass(frozen=True)
-class LargestRows:
+class LargestRows(InternalProducer):
     """See `Producer`; applies torch's own partition.
 
     Attributes:
@@ -40,15 +38,6 @@ class LargestRows:
     step: Callable[[Budget], Step] | None = None
     costs: Callable[[AnalyzedGraph], Costs] | None = None
     found: list[int] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, selection: Selection) -> "LargestRows | None":
-        """Nobody selects it."""
-        return None
-
-    def match(self, candidates: Sequence[Candidate]) -> Matched:
-        """Nothing is asked for by name."""
-        return Matched()
 
     def choose(self, graph: AnalyzedGraph, earlier: Sequence[Choice]) -> Choice:
         """Torch's own partition, after the search in the first graph."""

@@ -31,3 +31,16 @@ class Producer(Protocol):
             graph: read, not changed.
             earlier: choices of the graphs of the same forward before this one.
         """
+
+
+class InternalProducer:
+    """Base of producers that no option selects, and that ask for no row by name."""
+
+    @classmethod
+    def of(cls, selection: Selection) -> None:
+        """See `Producer.of`."""
+        return None
+
+    def match(self, candidates: Sequence[Candidate]) -> Matched:
+        """See `Producer.match`."""
+        return Matched()

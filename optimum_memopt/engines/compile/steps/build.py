@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from optimum_memopt.engines.base import Selection
 from optimum_memopt.engines.compile import compat
 from optimum_memopt.engines.compile.backend import default_compiler
 from optimum_memopt.engines.compile.budget.costs import EFFICIENCY
-from optimum_memopt.engines.compile.budget.devices import Device, device_of
+from optimum_memopt.engines.compile.budget.devices import Device
 from optimum_memopt.engines.compile.budget.in_step import step_around
 from optimum_memopt.engines.compile.memory.footprint import tensor_bytes
 from optimum_memopt.engines.compile.options import AUTO, PLAIN
-from optimum_memopt.engines.compile.planned_step import build
+from optimum_memopt.engines.compile.planned_step import PlannedStep, build
 from optimum_memopt.engines.compile.steps import times
 from optimum_memopt.engines.compile.steps.predictor import Around, GraphSteps, StepsOfModel
 from optimum_memopt.engines.compile.steps.traced import Traced, TracedAs, trace
 from optimum_memopt.engines.run import Run
 from optimum_memopt.memory.optimizers import DEFAULT, PlannedOptimizer, embeddings_of, is_known
-from optimum_memopt.memory.optimizers import check as check_optimizer
 from optimum_memopt.sizes import Budget
 
 if TYPE_CHECKING:
@@ -78,19 +78,16 @@ def of_workload(
         MemOptError: an unknown device or optimizer, bad sizes, or a model that cannot be traced without data or not
             for any batch.
     """
-    check_optimizer(optim)
-    target = None if device is None else device_of(device)
-    here = torch.device("cuda" if torch.cuda.is_available() and target is None else "cpu")
-    compiled_by = compiler or (default_compiler(here.type)[0] if target is None else "inductor")
-    how = TracedAs(compiled_by, target, getattr(torch, autocast) if autocast else None)
+    planned = PlannedStep(workload, Selection(), device, compiler, autocast, optim)
+    how = TracedAs(planned.compiled_by, planned.target, planned.autocast_dtype)
     tokens = 0 if workload.task == "image-classification" else workload.seq_len
 
     def make(rows: int) -> tuple[compat.FakeTensorMode, torch.nn.Module, Mapping[str, Any]]:
         with compat.fake_tensors() as fake:
-            return fake, *build(dataclasses.replace(workload, batch_size=rows), here)
+            return fake, *build(dataclasses.replace(workload, batch_size=rows), planned.here)
 
     _, model, batch = make(_FEW)
-    around = functools.partial(_around, model, batch, budget, optim, target)
+    around = functools.partial(_around, model, batch, budget, optim, planned.target)
     return _predictor(_Case(how, budget, tokens), model, around, make)
 
 

@@ -9,7 +9,6 @@ import torch
 
 from optimum_memopt.engines.base import Selection
 from optimum_memopt.engines.compile import compat
-from optimum_memopt.engines.compile.analysis.candidates import Candidate
 from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph
 from optimum_memopt.engines.compile.analysis.joint import is_chunked_loss
 from optimum_memopt.engines.compile.budget.devices import Device
@@ -20,10 +19,10 @@ from optimum_memopt.engines.compile.engine import CompileEngine
 from optimum_memopt.engines.compile.memory.symbolic_sizes import SymbolValues
 from optimum_memopt.engines.compile.planned_device import traced_for
 from optimum_memopt.engines.compile.producers.level import FromLevel
+from optimum_memopt.engines.compile.producers.producer import InternalProducer
 from optimum_memopt.engines.compile.producers.torch_default import TorchDefault
 from optimum_memopt.engines.compile.symbol_names import symbol_names
 from optimum_memopt.errors import MemOptError
-from optimum_memopt.plans.matching import Matched
 
 
 @dataclass(frozen=True)
@@ -74,19 +73,10 @@ class Traced:
 
 
 @dataclass(frozen=True)
-class _Keeps:
+class _Keeps(InternalProducer):
     """See `Producer`; applies torch's own partition and keeps each graph with what plans by rule save of it."""
 
     found: list[Traced] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, selection: Selection) -> "_Keeps | None":
-        """Nobody selects it."""
-        return None
-
-    def match(self, candidates: Sequence[Candidate]) -> Matched:
-        """Nothing is asked for by name."""
-        return Matched()
 
     def choose(self, graph: AnalyzedGraph, earlier: Sequence[Choice]) -> Choice:
         """See `Producer.choose`."""
