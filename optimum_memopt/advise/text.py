@@ -74,10 +74,15 @@ def _recommendation(advice: Advice, predictor: StepPredictor) -> Sequence[str]:
     chosen = f"{found.plan.name}, {_loss(found)} loss, micro-batches of {found.rows} rows{tokens}"
     return (
         "",
-        f"Recommended: {chosen}: {found.samples:.1f} samples a second, predicted peak {gib_text(found.step.peak)}.",
+        f"Recommended: {chosen}: {found.samples:.1f} samples a second, predicted peak {gib_text(found.step.peak)}"
+        f"{_on_host(found)}.",
         *filter(None, (advice.pays,)),
         " ".join(flags(found)),
     )
+
+
+def _on_host(row: Row) -> str:
+    return f" and {gib_text(row.step.host_bytes)} on the host" if row.step.host_bytes else ""
 
 
 def _loss(row: Row) -> str:
@@ -92,6 +97,7 @@ def _row_dict(row: Row) -> dict[str, Any]:
         "rows": row.rows,
         "accumulation": row.accumulation,
         "peak": row.step.peak,
+        "host_bytes": row.step.host_bytes,
         "samples_per_second": row.samples,
         "seconds": row.step.by_bound(row.accumulation),
         "bound_by": bound,

@@ -6,6 +6,7 @@ from typing import Protocol
 
 # What bounds an operator, or a step.
 COMPUTE, BANDWIDTH, LAUNCHES, OPTIMIZER = "compute", "memory bandwidth", "launches", "optimizer"
+COPIES = "copies to the host"
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class PredictedStep:
         accumulating: seconds of adding the gradients of one micro-batch to those before.
         optimizer: seconds of clipping the gradients and of the optimizer's step.
         recomputing: seconds of `seconds` that are for what is recomputed.
+        host_bytes: that activations take on the host.
     """
 
     peak: int
@@ -42,6 +44,7 @@ class PredictedStep:
     accumulating: float
     optimizer: float
     recomputing: float = 0.0
+    host_bytes: int = 0
 
     @property
     def micro_batch(self) -> float:

@@ -1,6 +1,6 @@
 """Advice from made-up peaks and seconds."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -106,6 +106,17 @@ def test_what_does_not_fit_is_said():
     as_json = to_dict(found, predictor)
     assert as_json["recommended"]["rows"] == 2 and len(as_json["rows"]) == 2
     assert as_json["recommended"]["flags"][0] == "--per_device_train_batch_size 2"
+
+
+def test_memory_of_the_host_is_said():
+    class Offloading(MadeUp):
+        def step(self, plan: StepPlan, rows: int, accumulates: bool) -> PredictedStep:
+            return replace(super().step(plan, rows, accumulates), host_bytes=3 * GIB)
+
+    for predictor, said in ((MadeUp(), "24.00 GiB."), (Offloading(), "24.00 GiB and 3.00 GiB on the host.")):
+        found = advise(predictor)
+        assert said in to_text(found, predictor)
+        assert to_dict(found, predictor)["recommended"]["host_bytes"] == found.recommended.step.host_bytes
 
 
 def test_few_micro_batches_are_looked_at():

@@ -74,6 +74,7 @@ def two_ranks(tmp_path_factory):
             count_reductions=True,
         ),
         Job("compile-budget", rows=ROWS, arguments=BUDGET),
+        Job("batch-auto", rows=ROWS, arguments={**BUDGET, **ACCUMULATING, "memory_opt_batch": "auto"}),
         Job("replan-enough", "compile", rows=ROWS, arguments=REPLAN, runs_out={}),
         Job("replan", "compile", rows=ROWS, arguments=REPLAN, runs_out={"1": [1, 3]}),
         Job("other-variable", arguments=own, environment={"1": {"ORTMODULE_PRINT_INPUT_DENSITY": "1"}}),
@@ -144,6 +145,15 @@ def test_two_ranks_under_a_budget_agree(two_ranks):
     assert budgets[0] == budgets[1]
     share = 0.9 * capacity(torch.device("cpu")).total / 2**30 / 2
     assert float(budgets[0]) == pytest.approx(share, rel=0.01)
+
+
+def test_two_ranks_take_the_same_micro_batch(two_ranks, one_rank):
+    """Of other sizes on the two ranks one would wait for the other's gradients for ever."""
+    ranks = two_ranks.trained("batch-auto")
+    assert ranks[0]["digest"] == ranks[1]["digest"]
+    assert [rank["steps"] for rank in ranks] == [HALF, HALF]
+    assert two_ranks.output.count("to each optimizer step of 8 rows a rank") == 1
+    assert distance(two_ranks.weights("batch-auto"), one_rank.weights("accumulation")) < 1e-5
 
 
 def test_a_rank_that_runs_out_in_the_forward_has_all_run_the_step_again(two_ranks):

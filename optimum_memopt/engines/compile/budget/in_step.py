@@ -75,14 +75,20 @@ def step_around(
     held += room
     constant = constant_of(model, batch, held)
     outside = footprint_of(model, run.optimizer, run.gradient_accumulation, batch=batch, constant=constant)
-    link, host = _link(device, target)
+    link, host = link_of(device, target)
     return Step(
         budget.on_device(memory.total, memory.available), outside, resident=held, room=room, link=link, host=host
     )
 
 
-def _link(device: torch.device, target: Device | None) -> tuple[float, int]:
-    """Bytes a second to the host, and how many may wait there: what is free now, or any on a machine not known."""
+def link_of(device: torch.device, target: Device | None = None) -> tuple[float, int]:
+    """Bytes a second to the host, 0 where offload saves nothing, and how many may wait there: what is free now, or any
+    on a machine not known.
+
+    Args:
+        device: that trains.
+        target: that is planned for; None: `device`.
+    """
     if target is not None:
         return (0.0, 0) if target.cuda is None else (target.copy_rate, sys.maxsize)
     if device.type != "cuda":

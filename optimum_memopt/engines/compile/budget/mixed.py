@@ -49,6 +49,7 @@ class Mixed:
         offloaded: those of them that wait on the host.
         peak: bytes of the graph, exact as long as the device waits for no copy too late.
         extra_seconds: of what is recomputed, and of waiting for copies.
+        stall: seconds of those that the device waits for copies.
         seconds: of the graph without.
         host_bytes: of pinned memory.
     """
@@ -57,6 +58,7 @@ class Mixed:
     offloaded: tuple[int, ...]
     peak: int
     extra_seconds: float
+    stall: float
     seconds: float
     host_bytes: int
 
@@ -75,9 +77,12 @@ def host_of(graph: AnalyzedGraph, link: float, available: int) -> Host | None:
         link: see `Host.bandwidth`; 0: none.
         available: see `Host`.
     """
-    number = {node: index for index, node in enumerate(graph.joint.nodes)}
-    allowed = frozenset(number[candidate.activation.root] for candidate in offloads(graph.candidates))
-    return Host(link, available, allowed) if link else None
+    return Host(link, available, offloadable(graph)) if link else None
+
+
+def offloadable(graph: AnalyzedGraph) -> frozenset[int]:
+    """See `Host.allowed`."""
+    return frozenset(graph.joint.order[candidate.activation.root] for candidate in offloads(graph.candidates))
 
 
 def cheapest(solver: Solver, budget: int, host: Host | None) -> Solution | Mixed | Floor:
@@ -151,11 +156,13 @@ def _offloading(problem: Problem, relaxed: Solution, budget: int, host: Host) ->
     host_bytes = sum(pinned_bytes(problem.bytes[node]) for node in offloaded.nodes)
     if not offloaded.nodes or host_bytes > host.available:
         return None
+    stall = offloaded.stall(host.bandwidth)
     return Mixed(
         saved=relaxed.saved,
         offloaded=offloaded.nodes,
         peak=offloaded.peak,
-        extra_seconds=relaxed.extra_seconds + offloaded.stall(host.bandwidth),
+        extra_seconds=relaxed.extra_seconds + stall,
+        stall=stall,
         seconds=relaxed.seconds,
         host_bytes=host_bytes,
     )

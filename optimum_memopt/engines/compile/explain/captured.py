@@ -17,6 +17,7 @@ from optimum_memopt.engines.compile.analysis.joint import is_chunked_loss_operat
 from optimum_memopt.engines.compile.analysis.saved_activations import module_path
 from optimum_memopt.engines.compile.budget.costs import Costs
 from optimum_memopt.engines.compile.budget.largest_sizes import larger_sizes
+from optimum_memopt.engines.compile.budget.mixed import offloadable
 from optimum_memopt.engines.compile.budget.problem import Problem, problems_of
 from optimum_memopt.engines.compile.budget.simulation import Simulation, simulate
 from optimum_memopt.engines.compile.choice import Choice
@@ -43,6 +44,7 @@ class CapturedGraph:
         rows: of the plan table, by the name of the node that makes an activation.
         modules: paths of the modules that call the operators, by node.
         costs: of its operators.
+        offloadable: numbers of the nodes that may wait on the host.
     """
 
     problem_at: Callable[[SymbolValues], Problem]
@@ -53,6 +55,7 @@ class CapturedGraph:
     rows: Mapping[str, str]
     modules: Mapping[str, str]
     costs: Costs
+    offloadable: frozenset[int]
 
     @property
     def chunks_loss(self) -> bool:
@@ -97,10 +100,13 @@ class Recorder(InternalProducer):
         for candidate in graph.candidates:
             rows.setdefault(candidate.activation.root.name, candidate.row)
         names = symbol_names(compat.symbol_sources())
+        on_host = offloadable(graph)
         choice = self.inner.choose(graph, earlier)
         offloaded = _names(c.activation.root for c in offloads(choice.candidates))
         saved = _names(choice.nodes_to_save)
-        self.graphs.append(CapturedGraph(problem_at, graph.size_hints, names, saved, offloaded, rows, modules, costs))
+        self.graphs.append(
+            CapturedGraph(problem_at, graph.size_hints, names, saved, offloaded, rows, modules, costs, on_host)
+        )
         return choice
 
 

@@ -10,7 +10,7 @@ from optimum_memopt.engines.checkpointing import Checkpointing
 from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph
 from optimum_memopt.engines.compile.backend import default_compiler
 from optimum_memopt.engines.compile.budget.costs import Costs
-from optimum_memopt.engines.compile.budget.in_step import costs_of, room_to_grow
+from optimum_memopt.engines.compile.budget.in_step import costs_of, link_of, room_to_grow
 from optimum_memopt.engines.compile.explain.captured import CapturedGraph, capture
 from optimum_memopt.engines.compile.explain.holdings import Simulated, moment_of, parts_at
 from optimum_memopt.engines.compile.explain.ways_out import Settings, Simulate, plain_run, planned_run, ways_out
@@ -136,6 +136,7 @@ def _settings(failed: FailedStep, is_planned: bool, is_exact: bool) -> Settings:
     constant = max(failed.outside, now)
     constant += room_to_grow(device, constant)
     plain = footprint_of(model, run.optimizer, run.gradient_accumulation, batch=batch, constant=failed.outside)
+    link, host = link_of(device)
     return Settings(
         limit=failed.held,
         outside=replace(plain, constant=constant),
@@ -145,6 +146,8 @@ def _settings(failed: FailedStep, is_planned: bool, is_exact: bool) -> Settings:
         accumulation=failed.accumulation,
         waste=(0.0 if is_planned else _WASTE[device.type == "cpu"]) if is_exact else _UNKNOWN,
         is_exact=is_exact,
+        link=link,
+        host=host,
     )
 
 

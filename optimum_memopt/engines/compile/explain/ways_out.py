@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from optimum_memopt.engines.compile.budget.largest_sizes import is_rows
+from optimum_memopt.engines.compile.budget.mixed import Host, Mixed, cheapest
 from optimum_memopt.engines.compile.budget.problem import Problem
 from optimum_memopt.engines.compile.budget.simulation import Simulation, simulate_everything_saved
 from optimum_memopt.engines.compile.budget.solve import Floor, Solution, Solver
@@ -12,6 +13,7 @@ from optimum_memopt.engines.compile.explain.captured import CapturedGraph
 from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.memory_report import WayOut
 from optimum_memopt.engines.run import LargestBatch
+from optimum_memopt.sizes import gib_text
 
 Simulate = Callable[[CapturedGraph, Problem], Simulation]
 # Of what was held: another run of the same step holds a little more or less.
@@ -31,6 +33,8 @@ class Settings:
         accumulation: micro-batches of an optimizer step.
         waste: of activations, what an allocator wastes on those of what ran, which come and go in all sizes.
         is_exact: the graphs are all that the step holds; else a budget's plan may take more than it is predicted to.
+        link: between the device and the host, bytes a second in one direction; 0: nothing is offloaded.
+        host: bytes that offload may take of the host's memory.
     """
 
     limit: int
@@ -41,6 +45,8 @@ class Settings:
     accumulation: int
     waste: float
     is_exact: bool
+    link: float = 0.0
+    host: int = 0
 
     @property
     def budget(self) -> int:
@@ -59,9 +65,11 @@ class Whole:
 
     Attributes:
         problems: in order.
+        hosts: where activations of each may wait; None: nowhere.
     """
 
     problems: tuple[Problem, ...]
+    hosts: tuple[Host | None, ...]
 
     @cached_property
     def solvers(self) -> tuple[Solver, ...]:
@@ -72,21 +80,52 @@ class Whole:
         """Bytes of the lowest peak that is found."""
         return peak_of([solver.lowest for solver in self.solvers])
 
-    def solve(self, allowed: int) -> list[Solution] | None:
+    def fits(self, allowed: int) -> bool:
+        """Whether there are plans with which all graphs stay within so many bytes."""
+        return self.lowest <= allowed or (any(self.hosts) and self.solve(allowed) is not None)
+
+    def solve(self, allowed: int) -> "Solved | None":
         """The cheapest plan of each graph with which all stay within so many bytes; None where nothing fits."""
-        found = []
-        before = 0
-        for solver in self.solvers:
-            solution = solver.solve(allowed - before)
+        found: list[Solution | Mixed] = []
+        before, peak = 0, 0
+        for solver, host in zip(self.solvers, self.hosts, strict=True):
+            solution = cheapest(solver, allowed - before, host)
             if isinstance(solution, Floor):
                 return None
             found.append(solution)
+            peak = max(peak, before + solution.peak)
             before += _stashed(solver.problem, solution)
-        return found
+        return Solved(tuple(found), peak)
 
 
-def _stashed(problem: Problem, solution: Solution) -> int:
-    return sum({problem.roots[node]: problem.bytes[problem.roots[node]] for node in solution.saved}.values())
+@dataclass(frozen=True)
+class Solved:
+    """A budget's plans.
+
+    Attributes:
+        plans: of each graph.
+        peak: bytes of all; what earlier graphs have saved is held while later ones run.
+    """
+
+    plans: tuple[Solution | Mixed, ...]
+    peak: int
+
+    @property
+    def extra_share(self) -> float | None:
+        """Time for recompute and copies, of that without; None: not known."""
+        return _share(sum(plan.extra_seconds for plan in self.plans), sum(plan.seconds for plan in self.plans))
+
+    @property
+    def words(self) -> str:
+        """What they do."""
+        on_host = sum(plan.host_bytes for plan in self.plans if isinstance(plan, Mixed))
+        return "the cheapest recompute" + (f" and offload ({gib_text(on_host)} on the host)" if on_host else "")
+
+
+def _stashed(problem: Problem, solution: Solution | Mixed) -> int:
+    on_host = solution.offloaded if isinstance(solution, Mixed) else ()
+    saved = {problem.roots[node] for node in solution.saved} - {problem.roots[node] for node in on_host}
+    return sum(problem.bytes[root] for root in saved)
 
 
 def peak_of(runs: Sequence[Simulation]) -> int:
@@ -109,7 +148,7 @@ def ways_out(
         simulate: what they held.
         settings: of the run.
     """
-    whole = whole_of(planned, settings.largest)
+    whole = whole_of(planned, settings)
     budget, smaller = list(_budget(whole, settings)), list(_smaller(ran, simulate, settings))
     found = [
         *(budget + smaller if settings.is_exact else smaller + budget),
@@ -119,9 +158,12 @@ def ways_out(
     return tuple(found or _smaller_within_budget(planned, settings))
 
 
-def whole_of(graphs: Sequence[CapturedGraph], largest: LargestBatch | None, times: int = 1) -> Whole:
+def whole_of(graphs: Sequence[CapturedGraph], settings: Settings, times: int = 1) -> Whole:
     """The problems of the run's largest batch, or of a micro-batch of one of `times` parts of its rows."""
-    return Whole(tuple(_problem(graph, largest, times) for graph in graphs))
+    return Whole(
+        tuple(_problem(graph, settings.largest, times) for graph in graphs),
+        tuple(Host(settings.link, settings.host, graph.offloadable) if settings.link else None for graph in graphs),
+    )
 
 
 def _problem(graph: CapturedGraph, largest: LargestBatch | None, times: int) -> Problem:
@@ -132,25 +174,29 @@ def _problem(graph: CapturedGraph, largest: LargestBatch | None, times: int) -> 
 
 def _budget(whole: Whole, settings: Settings) -> Iterator[WayOut]:
     allowed = settings.outside.activations_within(settings.budget << 20)
-    # In another process a little more may be there than here.
-    if whole.lowest + int(settings.limit * _MARGIN) > allowed or (solved := whole.solve(allowed)) is None:
+    if (solved := _within(whole, allowed, settings)) is None:
         return
-    peak = replace(settings.outside, activations=max(solution.peak for solution in solved)).peak
+    peak = replace(settings.outside, activations=solved.peak).peak
     if peak > settings.allowed:
         return
     yield WayOut(
         f"--memory_opt_budget {settings.budget}MiB",
         peak,
-        _share_of(solved),
-        "the cheapest recompute with which every step fits",
+        solved.extra_share,
+        f"{solved.words} with which every step fits",
     )
+
+
+def _within(whole: Whole, allowed: int, settings: Settings) -> Solved | None:
+    """The plans of a budget, unless in another process, where a little more may be there, nothing would fit."""
+    return whole.solve(allowed) if whole.fits(allowed - int(settings.limit * _MARGIN)) else None
 
 
 def _smaller(ran: Sequence[CapturedGraph], simulate: Simulate, settings: Settings) -> Iterator[WayOut]:
     for times in _parts(ran, settings):
         runs = [
             simulate(graph, problem)
-            for graph, problem in zip(ran, whole_of(ran, settings.largest, times).problems, strict=True)
+            for graph, problem in zip(ran, whole_of(ran, settings, times).problems, strict=True)
         ]
         peak = _micro(settings.plain, peak_of(runs), times).peak
         if peak + settings.waste * peak_of(runs) <= settings.allowed:
@@ -187,27 +233,21 @@ def _level(whole: Whole, settings: Settings) -> Iterator[WayOut]:
 def _smaller_within_budget(planned: Sequence[CapturedGraph], settings: Settings) -> Iterator[WayOut]:
     """The largest micro-batch with which some plan fits."""
     for times in _parts(planned, settings):
-        whole = whole_of(planned, settings.largest, times)
+        whole = whole_of(planned, settings, times)
         step = _micro(settings.outside, 0, times)
         allowed = step.activations_within(settings.budget << 20)
-        if whole.lowest + int(settings.limit * _MARGIN) > allowed or (solved := whole.solve(allowed)) is None:
+        if (solved := _within(whole, allowed, settings)) is None:
             continue
-        peak = replace(step, activations=max(solution.peak for solution in solved)).peak
+        peak = replace(step, activations=solved.peak).peak
         if peak > settings.allowed:
             continue
         yield WayOut(
             f"{_micro_flags(settings, times)} --memory_opt_budget {settings.budget}MiB",
             peak,
-            _share_of(solved),
-            "as many rows in an optimizer step, with recompute",
+            solved.extra_share,
+            f"as many rows in an optimizer step, with {solved.words}",
         )
         return
-
-
-def _share_of(solutions: Sequence[Solution]) -> float | None:
-    return _share(
-        sum(solution.extra_seconds for solution in solutions), sum(solution.seconds for solution in solutions)
-    )
 
 
 def _share(extra: float, seconds: float) -> float | None:

@@ -138,7 +138,7 @@ def _around(
     single, several = (
         step_around(model, batch, budget, Run(optimizer, accumulates), target) for accumulates in (False, True)
     )
-    return Around(single.bytes, single.outside, several.outside, moved // _FEW)
+    return Around(single.bytes, single.outside, several.outside, moved // _FEW, single.link, single.host)
 
 
 def _predictor(case: _Case, model: torch.nn.Module, ask_around: Callable[[], Around], make: _MakeFake) -> StepsOfModel:

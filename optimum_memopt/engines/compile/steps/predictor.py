@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
+from optimum_memopt.engines.compile.budget.mixed import Host, Mixed, cheapest
 from optimum_memopt.engines.compile.budget.problem import Problem
 from optimum_memopt.engines.compile.budget.simulation import Simulation, simulate
 from optimum_memopt.engines.compile.budget.solve import Floor, Solver
@@ -11,12 +12,12 @@ from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.compile.steps.plans import checkpointed, layers_of, without_gradients
 from optimum_memopt.engines.compile.steps.times import OperatorTimes, UpdateTimes
 from optimum_memopt.engines.compile.steps.traced import Traced
-from optimum_memopt.engines.predicted_steps import LAUNCHES, PredictedStep, StepPlan
+from optimum_memopt.engines.predicted_steps import COPIES, LAUNCHES, PredictedStep, StepPlan
 
 # Of transformers' activation checkpointing.
 _EVERY = (1, 2, 4)
 _NO_PLAN, _LEVEL_1, _BUDGET = "no plan", "level 1", "budget"
-# Rows of the batch whose seconds tell what is cheap to recompute.
+# Rows of the batch that is asked for what is the same with any.
 _REFERENCE = 8
 
 
@@ -29,12 +30,16 @@ class Around:
         single: all that a step of one micro-batch holds beside the graph's activations.
         accumulated: that of a step of several.
         batch: bytes of a row of the forward's inputs.
+        link: between the device and the host, bytes a second in one direction; 0: nothing is offloaded.
+        host: bytes that offload may take of the host's memory.
     """
 
     budget: int
     single: Footprint
     accumulated: Footprint
     batch: int
+    link: float = 0.0
+    host: int = 0
 
     def footprint(self, rows: int, accumulates: bool, activations: int) -> Footprint:
         """Of a step with micro-batches of so many rows."""
@@ -58,6 +63,8 @@ class GraphSteps:
         self._times: dict[int, OperatorTimes] = {}
         self._solvers: dict[int, Solver] = {}
         self._found: dict[tuple[str, int], Simulation] = {}
+        self._within_budget: Callable[[int, bool], _Run | None] = lru_cache(maxsize=None)(self._solve)
+        self._host = Host(around.link, around.host, traced.offloadable) if around.link else None
 
     def within(self, budget: int) -> "GraphSteps":
         """The same graph with another budget, in bytes."""
@@ -79,7 +86,10 @@ class GraphSteps:
         known = (_NO_PLAN, _LEVEL_1) if plan == _BUDGET else (plan,)
         if any(self._is_within(self._simulation(name, rows), rows, accumulates) for name in known):
             return True
-        return plan == _BUDGET and self._is_within(self._solver(rows).lowest, rows, accumulates)
+        if plan != _BUDGET:
+            return False
+        is_within = self._is_within(self._solver(rows).lowest, rows, accumulates)
+        return is_within or (self._host is not None and self._within_budget(rows, accumulates) is not None)
 
     def lowest(self, plan: str, accumulates: bool) -> int:
         """See `StepPredictor.lowest`; plans by name."""
@@ -95,17 +105,21 @@ class GraphSteps:
             accumulates: there are several.
             update: seconds of what is done to all parameters.
         """
-        found = self._within_budget(rows, accumulates) if plan == _BUDGET else self._simulation(plan, rows)
-        times = self._times_of(rows)
+        run = self._within_budget(rows, accumulates) if plan == _BUDGET else _of(self._simulation(plan, rows))
+        if run is None:
+            run = _of(self._simulation(_LEVEL_1, rows))
+        found, times = run.simulation, self._times_of(rows)
         seconds = times.by_bound((*found.forward.order, *found.backward.order))
-        if times.call:
-            seconds[LAUNCHES] = seconds.get(LAUNCHES, 0.0) + times.call
+        for bound, more in ((LAUNCHES, times.call), (COPIES, run.stall)):
+            if more:
+                seconds[bound] = seconds.get(bound, 0.0) + more
         return PredictedStep(
-            self._peak(found, rows, accumulates),
+            self._around.footprint(rows, accumulates, run.peak).peak,
             seconds,
             update.accumulating,
             update.optimizer,
             sum(times.by_bound(found.recomputed).values()),
+            run.host_bytes,
         )
 
     def evaluation(self, rows: int) -> int:
@@ -119,15 +133,18 @@ class GraphSteps:
     def _peak(self, found: Simulation, rows: int, accumulates: bool) -> int:
         return self._around.footprint(rows, accumulates, found.peak).peak
 
-    def _within_budget(self, rows: int, accumulates: bool) -> Simulation:
+    def _solve(self, rows: int, accumulates: bool) -> "_Run | None":
         plain = self._simulation(_NO_PLAN, rows)
         if self._is_within(plain, rows, accumulates):
-            return plain
+            return _of(plain)
         outside = self._around.footprint(rows, accumulates, 0)
-        found = self._solver(rows).solve(outside.activations_within(self._around.budget))
+        found = cheapest(self._solver(rows), outside.activations_within(self._around.budget), self._host)
         if isinstance(found, Floor):
-            return self._simulation(_LEVEL_1, rows)
-        return simulate(self._problem(rows), frozenset(found.saved))
+            return None
+        run = _of(simulate(self._problem(rows), frozenset(found.saved)))
+        if isinstance(found, Mixed):
+            return replace(run, peak=found.peak, stall=found.stall, host_bytes=found.host_bytes)
+        return run
 
     def _simulation(self, plan: str, rows: int) -> Simulation:
         key = plan, rows
@@ -147,16 +164,35 @@ class GraphSteps:
 
     def _solver(self, rows: int) -> Solver:
         if rows not in self._solvers:
-            # What is cheap to recompute is so with any batch, and no operator is measured that may not fit.
-            seconds = self._times_of(_REFERENCE).seconds
             problem = self._problem(rows)
-            self._solvers[rows] = Solver(replace(problem, seconds=seconds[: len(problem.names)]))
+            self._solvers[rows] = Solver(replace(problem, seconds=self._times_of(rows).seconds[: len(problem.names)]))
         return self._solvers[rows]
 
     def _times_of(self, rows: int) -> OperatorTimes:
         if rows not in self._times:
             self._times[rows] = self._times_at(rows)
         return self._times[rows]
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A forward and backward.
+
+    Attributes:
+        simulation: with all saved activations on the device.
+        peak: bytes of both, with some of them on the host.
+        stall: seconds that the device waits for copies.
+        host_bytes: that they take there.
+    """
+
+    simulation: Simulation
+    peak: int
+    stall: float = 0.0
+    host_bytes: int = 0
+
+
+def _of(simulation: Simulation) -> _Run:
+    return _Run(simulation, simulation.peak)
 
 
 def _checkpointing_name(every: int) -> str:

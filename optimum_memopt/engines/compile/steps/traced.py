@@ -13,6 +13,7 @@ from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph
 from optimum_memopt.engines.compile.analysis.joint import is_chunked_loss
 from optimum_memopt.engines.compile.budget.devices import Device
 from optimum_memopt.engines.compile.budget.largest_sizes import is_length, is_rows
+from optimum_memopt.engines.compile.budget.mixed import offloadable
 from optimum_memopt.engines.compile.budget.problem import Problem, problems_of
 from optimum_memopt.engines.compile.choice import Choice
 from optimum_memopt.engines.compile.engine import CompileEngine
@@ -50,6 +51,7 @@ class Traced:
         problem_at: its numbers for any sizes, without seconds.
         by_torch: numbers of the nodes that torch's own partition saves.
         by_level: numbers of the nodes that level 1 saves.
+        offloadable: numbers of the nodes that may wait on the host.
         chunks_loss: a loss is computed without its logits.
     """
 
@@ -58,6 +60,7 @@ class Traced:
     problem_at: Callable[[SymbolValues], Problem]
     by_torch: frozenset[int]
     by_level: frozenset[int]
+    offloadable: frozenset[int]
     chunks_loss: bool
 
     def sizes(self, rows: int, tokens: int) -> SymbolValues:
@@ -84,10 +87,11 @@ class _Keeps(InternalProducer):
         # Torch's own partition may change the graph.
         problem_at = problems_of(graph, [0.0] * len(order))
         by_level = frozenset(order[node] for node in FromLevel(1).choose(graph, earlier).nodes_to_save)
+        on_host = offloadable(graph)
         choice = TorchDefault().choose(graph, earlier)
         by_torch = frozenset(order[node] for node in choice.nodes_to_save)
         chunks = any(is_chunked_loss(node) for node in graph.joint.nodes)
-        self.found.append(Traced(graph, names, problem_at, by_torch, by_level, chunks))
+        self.found.append(Traced(graph, names, problem_at, by_torch, by_level, on_host, chunks))
         return choice
 
 

@@ -10,7 +10,9 @@ from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph
 from optimum_memopt.engines.compile.budget.costs import roofline
 from optimum_memopt.engines.compile.budget.devices import DEVICES, Device
 from optimum_memopt.engines.compile.budget.in_step import Step
-from optimum_memopt.engines.compile.budget.mixed import pinned_bytes
+from optimum_memopt.engines.compile.budget.mixed import host_of, pinned_bytes
+from optimum_memopt.engines.compile.budget.problem import problem_of
+from optimum_memopt.engines.compile.explain.ways_out import Whole
 from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.compile.partitioned_graph import PartitionedGraph
 from optimum_memopt.engines.compile.producers.budget import FromBudget
@@ -123,3 +125,22 @@ def test_nothing_is_offloaded_where_everything_fits(planned, free: int) -> None:
 
 def test_pinned_memory_comes_in_powers_of_two() -> None:
     assert [pinned_bytes(size) for size in (1, 48 * MIB, 64 * MIB, 64 * MIB + 1)] == [1, 64 * MIB, 64 * MIB, 128 * MIB]
+
+
+def test_a_way_out_of_an_out_of_memory_error_counts_the_host(larger: Captured, floor: int) -> None:
+    graph = partitioned_graph.analyze(larger.copied(), larger.inputs, larger.num_fwd_outputs, larger.others)
+    problem = problem_of(graph, roofline(graph.joint, graph.size_hints, SLOW, fused=False).seconds)
+    budget = int(0.8 * floor)
+    alone, both, waiting = (
+        Whole((problem,), (host_of(graph, link, 2**40),)) for link in (0.0, SLOW.link, NO_LINK.link)
+    )
+    assert not alone.fits(budget) and alone.solve(budget) is None
+    assert both.fits(budget)
+    found = both.solve(budget)
+    assert found.peak <= budget
+    assert waiting.solve(budget).extra_share > found.extra_share
+    assert found.words.startswith("the cheapest recompute and offload (")
+    # Two graphs: what the first one leaves on the device counts for the second.
+    twice = Whole((problem, problem), (None, None)).solve(3 * floor)
+    assert twice.peak > max(plan.peak for plan in twice.plans)
+    assert twice.words == "the cheapest recompute"

@@ -11,7 +11,7 @@ from optimum_memopt.engines.compile.budget.costs import works
 from optimum_memopt.engines.compile.budget.devices import DEVICES
 from optimum_memopt.engines.compile.estimate import estimate
 from optimum_memopt.engines.compile.steps import build, times
-from optimum_memopt.engines.predicted_steps import COMPUTE, LAUNCHES
+from optimum_memopt.engines.predicted_steps import COMPUTE, COPIES, LAUNCHES
 from optimum_memopt.measure.workload import Workload
 from optimum_memopt.sizes import parse_budget
 from tests.saved_configs import save
@@ -112,3 +112,19 @@ def test_operators_are_measured_on_this_machine(steps):
     assert one.source == "measured"
     shares = [found.by_bound(range(len(found.seconds)))[LAUNCHES] / sum(found.seconds) for found in (one, many)]
     assert shares[0] > shares[1]
+
+
+def test_a_budget_below_every_recompute_takes_memory_of_the_host(steps):
+    rows = 2000
+    graph = steps._graphs[False]
+    floor = graph._peak(graph._solver(rows).lowest, rows, False)
+    within = steps.within(floor - 2**20)
+    chosen = plan(within, "budget")
+    assert within.fits(chosen, rows, False)
+    found = within.step(chosen, rows, False)
+    assert found.peak <= floor - 2**20
+    assert found.host_bytes >= 2**20
+    # The link moves that while other things are computed, or the step waits for it.
+    assert found.seconds.get(COPIES, 0.0) < found.micro_batch
+    assert not within.fits(plan(within, "level 1"), rows, False)
+    assert not steps.within(floor // 4).fits(chosen, rows, False)
