@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 import sympy
 import torch
+from gpu_steps import forward
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimum_memopt.engines.compile import compat
 from optimum_memopt.engines.compile.memory.inductor_memory import InductorProgram, _sized
+from optimum_memopt.engines.compile.passes import host_copies
+from optimum_memopt.engines.compile.passes.pinned_pool import PinnedPool
 from tests.cuda.steps import training
 
 SCRIPT = Path(__file__).with_name("late_copies.py")
@@ -34,7 +37,7 @@ def late_copies(*arguments: str) -> "subprocess.CompletedProcess[str]":
 def test_nothing_is_lost_where_copies_run_as_late_as_they_may() -> None:
     done = late_copies()
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.strip() == "0 wrong, 0 copies under way"
+    assert done.stdout.strip() == "0 wrong, 0 copies under way, 6 activations pinned"
 
 
 @of_standin
@@ -55,6 +58,47 @@ def test_the_prediction_knows_where_copies_are(compiler: str) -> None:
     # Two layers and the head, in float32.
     gelus = (2 * 3072 + 768) * 8 * 256 * 4
     assert kept.engine.predictor.stashed - offloaded.engine.predictor.stashed == gelus
+
+
+def pool() -> PinnedPool:
+    return host_copies._of(torch.device("cuda", 0)).pool
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_the_header_says_what_is_pinned(compiler: str) -> None:
+    """Each step has the same memory, and other pinned memory of torch's is not counted."""
+    offloaded = training("roberta", "fp32", memory_opt_config=OFFLOAD, memory_opt_compiler=compiler)
+    offloaded.step()
+    taken = pool().bytes
+    assert offloaded.engine.plans().header[-1].endswith(f"in {taken / 2**20:.1f} MiB of pinned memory")
+    blocks = {block.address for block in pool()._blocks}
+    offloaded.step()
+    assert {block.address for block in pool()._blocks} == blocks and pool().bytes == taken
+    offloaded.engine.detach()
+    assert pool().bytes == 0
+
+
+def test_several_forwards_have_memory_of_their_own() -> None:
+    offloaded = training("roberta", "fp32", memory_opt_config=OFFLOAD)
+    offloaded.step()
+    taken = pool().bytes
+    losses = [forward(offloaded.model, offloaded.batch, "fp32") for _ in range(2)]
+    assert pool().bytes == 2 * taken
+    # What a backward is still to read stays behind.
+    offloaded.engine.suspend()
+    assert pool().bytes == 2 * taken
+    sum(losses).backward()
+    del losses
+    offloaded.engine.detach()
+    host_copies.release_pinned()
+    assert pool().bytes == 0
+
+
+def test_copies_are_from_and_to_pinned_memory() -> None:
+    activation = torch.zeros(1000, device="cuda", dtype=torch.bfloat16).as_strided((10, 20), (50, 2))
+    host = torch.ops.optimum_memopt.offload(activation)
+    assert host.is_pinned() and host.stride() == (50, 2)
+    torch.ops.optimum_memopt.wait(host, activation, [])
 
 
 def test_inductor_computes_between_a_copy_and_its_wait() -> None:

@@ -17,6 +17,7 @@ from optimum_memopt.engines.compile.loss.plan import mode_of
 from optimum_memopt.engines.compile.memory.cuda_libraries import start_libraries
 from optimum_memopt.engines.compile.memory.step_memory import StepMemoryPredictor
 from optimum_memopt.engines.compile.options import AUTO, CHUNKED, PLAIN
+from optimum_memopt.engines.compile.passes import host_copies
 from optimum_memopt.engines.compile.planned_forward import PlannedForward, Settings
 from optimum_memopt.engines.compile.producers import Producer, producer_for
 from optimum_memopt.engines.compile.producers.budget import FromBudget
@@ -101,6 +102,8 @@ class CompileEngine(in_place.InPlaceEngine):
     def _leave(self) -> None:
         if self._is_on_cpu:
             malloc.restore()
+        elif not self._is_dry:
+            host_copies.release_pinned()
 
     def smooth_labels(self, smoothing: Any) -> bool:
         """Compute the smoothed loss of the Trainer in training forwards with labels, where that may be chunked.

@@ -6,9 +6,9 @@ import torch
 
 from optimum_memopt.compat import attention_implementation
 from optimum_memopt.engines.compile.budget.devices import Device
-from optimum_memopt.engines.compile.budget.mixed import pinned_bytes
 from optimum_memopt.engines.compile.memory.step_memory import StepMemoryPredictor
 from optimum_memopt.engines.compile.partitioned_graph import PartitionedGraph
+from optimum_memopt.engines.compile.passes.pinned_pool import pinned_bytes
 from optimum_memopt.engines.run import Run
 from optimum_memopt.memory.optimizers import PlannedOptimizer
 from optimum_memopt.memory.peak_monitor import MIB

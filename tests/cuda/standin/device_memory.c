@@ -135,11 +135,27 @@ int cudaHostAlloc(void **address, size_t bytes, unsigned flags) {
   return cudaSuccess;
 }
 
-int cudaFreeHost(void *address) {
+int cudaHostRegister(void *address, size_t bytes, unsigned flags) {
+  pthread_mutex_lock(&lock);
+  int is_new = find_region(address) == NULL;
+  if (is_new) add_region(address, bytes, 0);
+  pthread_mutex_unlock(&lock);
+  standin_called("cudaHostRegister");
+  return is_new ? cudaSuccess : cudaErrorHostMemoryAlreadyRegistered;
+}
+
+int cudaHostUnregister(void *address) {
   pthread_mutex_lock(&lock);
   Region *region = find_region(address);
-  if (region != NULL) *region = regions[--region_count];
+  int is_known = region != NULL && !region->on_device && region->begin == (uintptr_t)address;
+  if (is_known) *region = regions[--region_count];
   pthread_mutex_unlock(&lock);
+  standin_called("cudaHostUnregister");
+  return is_known ? cudaSuccess : cudaErrorHostMemoryNotRegistered;
+}
+
+int cudaFreeHost(void *address) {
+  cudaHostUnregister(address);
   free(address);
   standin_called("cudaFreeHost");
   return cudaSuccess;

@@ -16,6 +16,7 @@ from optimum_memopt.engines.compile.budget.problem import Problem
 from optimum_memopt.engines.compile.budget.simulation import simulate
 from optimum_memopt.engines.compile.budget.solve import KEEPS_ALL, Floor, Solution, Solver
 from optimum_memopt.engines.compile.memory.overlap import Copy, overlap
+from optimum_memopt.engines.compile.passes.pinned_pool import pinned_bytes
 
 # Bytes beyond the budget that are offloaded, as shares of what the link moves during the forward.
 _SHARES = (0.25, 0.5, 0.75, 1.0, 1.5, 2.5)
@@ -61,12 +62,6 @@ class Mixed:
     stall: float
     seconds: float
     host_bytes: int
-
-
-def pinned_bytes(size: int) -> int:
-    """What torch's allocator of pinned memory takes for a tensor: the next power of two
-    (`aten/src/ATen/core/CachingHostAllocator.h`, 2.13)."""
-    return 1 << (size - 1).bit_length()
 
 
 def host_of(graph: AnalyzedGraph, link: float, available: int) -> Host | None:

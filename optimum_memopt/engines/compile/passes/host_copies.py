@@ -11,8 +11,21 @@ import torch
 
 from optimum_memopt.engines.compile import compat
 from optimum_memopt.engines.compile.operators import LIBRARY
+from optimum_memopt.engines.compile.passes.pinned_pool import PinnedPool
 
-_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+class _Device(NamedTuple):
+    """
+    Attributes:
+        stream: all copies from and to the device.
+        pool: what is copied to on the host.
+    """
+
+    stream: torch.cuda.Stream
+    pool: PinnedPool
+
+
+_devices: dict[torch.device, _Device] = {}
 
 
 class _Copy(NamedTuple):
@@ -32,11 +45,46 @@ class _Copy(NamedTuple):
 _under_way: dict[int, _Copy] = {}
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """All memory from the first element to the last, gaps included: torch copies what is not contiguous through
-    pageable memory, and waits for it (`aten/src/ATen/native/cuda/Copy.cpp`, 2.13)."""
+def _of(device: torch.device) -> _Device:
+    if device not in _devices:
+        stream = torch.cuda.Stream(device)
+        runtime = torch.cuda.cudart()
+
+        def pin(address: int, size: int) -> None:
+            with torch.cuda.device(device):
+                torch.cuda.check_error(runtime.cudaHostRegister(address, size, 0))
+
+        def unpin(address: int) -> None:
+            torch.cuda.check_error(runtime.cudaHostUnregister(address))
+
+        _devices[device] = _Device(stream, PinnedPool(pin, unpin, stream.synchronize))
+    return _devices[device]
+
+
+def release_pinned() -> None:
+    """Give back the pinned memory that no offloaded activation has."""
+    for device in _devices.values():
+        device.stream.synchronize()
+    _forget_ended()
+    for device in _devices.values():
+        device.pool.release()
+
+
+def _forget_ended() -> None:
+    for address in [address for address, copy in _under_way.items() if copy.end.query()]:
+        del _under_way[address]
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """Elements from the first to the last, gaps included."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.as_strided((last + 1 if tensor.numel() else 0,), (1,))
+    return last + 1 if tensor.numel() else 0
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """All memory from the first element to the last: torch copies what is not contiguous through pageable memory, and
+    waits for it (`aten/src/ATen/native/cuda/Copy.cpp`, 2.13)."""
+    return tensor.as_strided((_span(tensor),), (1,))
 
 
 def _begin(source: torch.Tensor, target: torch.Tensor, device: torch.device) -> None:
@@ -45,11 +93,8 @@ def _begin(source: torch.Tensor, target: torch.Tensor, device: torch.device) -> 
     It waits for all that was asked of `device` so far: by then the source is computed, and whatever had the target's
     memory before has been read.
     """
-    for address in [address for address, copy in _under_way.items() if copy.end.query()]:
-        del _under_way[address]
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)
-    stream = _streams[device]
+    _forget_ended()
+    stream = _of(device).stream
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         _flat(target).copy_(_flat(source), non_blocking=True)
@@ -59,12 +104,12 @@ def _begin(source: torch.Tensor, target: torch.Tensor, device: torch.device) -> 
 @torch.library.custom_op(f"{LIBRARY}::offload", mutates_args=(), tags=compat.CUDAGRAPH_UNSAFE)
 def offload(activation: torch.Tensor) -> torch.Tensor:
     """A copy in host memory with the same strides, pinned where `activation` is on CUDA; complete after `wait`."""
-    host = torch.empty_strided(
-        activation.shape, activation.stride(), dtype=activation.dtype, pin_memory=activation.is_cuda
-    )
     if not activation.is_cuda:
+        host = torch.empty_strided(activation.shape, activation.stride(), dtype=activation.dtype)
         _flat(host).copy_(_flat(activation))
         return host
+    memory = _of(activation.device).pool.take(max(1, _span(activation)) * activation.itemsize)
+    host = memory.view(activation.dtype).as_strided(activation.shape, activation.stride())
     _begin(activation, host, activation.device)
     return host
 

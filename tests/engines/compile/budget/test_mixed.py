@@ -10,11 +10,12 @@ from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph
 from optimum_memopt.engines.compile.budget.costs import roofline
 from optimum_memopt.engines.compile.budget.devices import DEVICES, Device
 from optimum_memopt.engines.compile.budget.in_step import Step
-from optimum_memopt.engines.compile.budget.mixed import host_of, pinned_bytes
+from optimum_memopt.engines.compile.budget.mixed import host_of
 from optimum_memopt.engines.compile.budget.problem import problem_of
 from optimum_memopt.engines.compile.explain.ways_out import Whole
 from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.compile.partitioned_graph import PartitionedGraph
+from optimum_memopt.engines.compile.passes.pinned_pool import pinned_bytes
 from optimum_memopt.engines.compile.producers.budget import FromBudget
 from optimum_memopt.errors import DoesNotFitError
 from optimum_memopt.plans.grammar import Strategy
@@ -121,10 +122,6 @@ def test_the_host_holds_what_it_has_room_for(planned, free: int, floor: int) -> 
 
 def test_nothing_is_offloaded_where_everything_fits(planned, free: int) -> None:
     assert not offloaded(planned(2 * free))
-
-
-def test_pinned_memory_comes_in_powers_of_two() -> None:
-    assert [pinned_bytes(size) for size in (1, 48 * MIB, 64 * MIB, 64 * MIB + 1)] == [1, 64 * MIB, 64 * MIB, 128 * MIB]
 
 
 def test_a_way_out_of_an_out_of_memory_error_counts_the_host(larger: Captured, floor: int) -> None:
