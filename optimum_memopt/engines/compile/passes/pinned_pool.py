@@ -62,18 +62,19 @@ class PinnedPool:
         return sum(len(block.memory) for block in self._blocks)
 
     def take(self, size: int) -> torch.Tensor:
-        """Bytes without values, of the smallest free block that has so many.
+        """So many bytes without values.
 
-        Where none has, the largest free one makes room for a new one, so that growing batches replace blocks instead
-        of adding to them. A batch that is smaller in every tensor than an earlier one needs none: the best fit finds a
-        block for each.
+        They come from the first free block, or a larger one takes its place: the tensors of a step come in the order
+        of its graph, so each block grows to the largest that its tensor has been. The best fit would give a larger
+        tensor's block to a smaller one whenever batches grow.
         """
         with self._lock:
-            free = sorted((block for block in self._blocks if block.is_free), key=lambda block: len(block.memory))
-            block = next((block for block in free if len(block.memory) >= size), None)
-            if block is None:
-                self._drop(free[-1:])
+            index = next((index for index, block in enumerate(self._blocks) if block.is_free), len(self._blocks))
+            block = self._blocks[index] if index < len(self._blocks) else None
+            if block is None or len(block.memory) < size:
+                self._drop(self._blocks[index : index + 1])
                 block = self._new_block(size)
+                self._blocks.insert(index, block)
             reader = memoryview(block.memory)[:size]
             block.reader = weakref.ref(reader)
             return torch.frombuffer(reader, dtype=torch.uint8)
@@ -87,9 +88,7 @@ class PinnedPool:
         memory = mmap.mmap(-1, pinned_bytes(size))
         address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
         self._pin(address, len(memory))
-        block = _Block(memory, address)
-        self._blocks.append(block)
-        return block
+        return _Block(memory, address)
 
     def _drop(self, blocks: list[_Block]) -> None:
         if blocks:
