@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+import numpy as np
 import torch
 
 from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph
@@ -27,7 +28,7 @@ _CLIPPING, _ADDING = 3, 3
 _MEASURED = 2**22
 # Rows of the batches that those of others follow from: of work, which grows by the row, and of measured seconds.
 _TWO = (1, 2)
-_MEASURED_ROWS = ((4, 16), (2, 8), (1, 4), (1, 2))
+_MEASURED_ROWS = ((1, 4, 16), (1, 2, 8), (1, 4), (1, 2))
 
 # Lengths of the chains that tell what calling an operator takes.
 _CHAINS = (8, 72)
@@ -102,7 +103,7 @@ def _on(device: Device, work: Work | None) -> tuple[float, str]:
 def measured(
     graph: AnalyzedGraph, sizes: Sizes, device: torch.device, fused: bool, budget: int
 ) -> Callable[[int], OperatorTimes]:
-    """Measured where the graph's tensors are, with two batches; those of any other follow.
+    """Measured where the graph's tensors are, with a few batches; those of any other follow.
 
     A measurement of each batch by itself would find the best one where it has erred most.
 
@@ -113,31 +114,39 @@ def measured(
         fused: a compiler fuses what is bound by memory, and runs no views.
         budget: bytes; of it no operator that is measured takes more than a quarter, where that is possible.
     """
-    both = next(
-        (rows for rows in _MEASURED_ROWS if _largest(works(graph.joint, sizes(rows[1]))) <= budget // 4),
+    batches = next(
+        (rows for rows in _MEASURED_ROWS if _largest(works(graph.joint, sizes(rows[-1]))) <= budget // 4),
         _MEASURED_ROWS[-1],
     )
     with _as_in_training(device):
-        few, many = (costs_of(replace(graph, size_hints=sizes(rows)), device, fused) for rows in both)
+        costs = [costs_of(replace(graph, size_hints=sizes(rows)), device, fused) for rows in batches]
         launch, overhead = launch_seconds(device), Overhead() if fused else overhead_of(device)
     does_work = works(graph.joint, sizes(1))
+    # A larger batch takes no less: what says so is noise.
+    of_nodes = np.maximum.accumulate([one.seconds for one in costs]).T.tolist()
     is_called = [is_view(node) and node.target is not operator.getitem for node in graph.joint.nodes]
 
     def one(rows: int, number: int) -> tuple[float, str]:
         work = does_work[number]
         if work is None:
             return (overhead.operator, LAUNCHES) if is_called[number] else (0.0, "")
-        low, high = sorted((few.seconds[number], many.seconds[number]))
-        seconds = max(_line(both, low, high, rows), min(low, launch)) + max(0.0, overhead.operator - launch)
+        seconds = _between(batches, of_nodes[number], rows) + max(0.0, overhead.operator - launch)
         if seconds < 2 * max(launch, overhead.operator):
             return seconds, LAUNCHES
         return seconds, COMPUTE if work.flops else BANDWIDTH
 
     def times(rows: int) -> OperatorTimes:
         found = [one(rows, number) for number in range(len(does_work))]
-        return replace(_bounded(found, many.source), call=overhead.call)
+        return replace(_bounded(found, costs[-1].source), call=overhead.call)
 
     return times
+
+
+def _between(batches: Sequence[int], seconds: Sequence[float], rows: int) -> float:
+    """On the lines from each batch to the next, and on the last one beyond it."""
+    if rows <= batches[-1]:
+        return float(np.interp(rows, batches, seconds))
+    return _line((batches[-2], batches[-1]), seconds[-2], seconds[-1], rows)
 
 
 def _largest(found: Iterable[Work | None]) -> float:

@@ -138,6 +138,6 @@ def test_a_way_out_of_an_out_of_memory_error_counts_the_host(larger: Captured, f
     assert waiting.solve(budget).extra_share > found.extra_share
     assert found.words.startswith("the cheapest recompute and offload (")
     # Two graphs: what the first one leaves on the device counts for the second.
-    twice = Whole((problem, problem), (None, None)).solve(3 * floor)
+    twice = Whole((problem, problem), (None, None)).solve(2 * both.solvers[0].everything.peak)
     assert twice.peak > max(plan.peak for plan in twice.plans)
     assert twice.words == "the cheapest recompute"
