@@ -125,7 +125,7 @@ def print_runs(folder: Path, name: str, plan: str, chunked: bool, budget: str | 
     training = None
     for rows in sizes:
         if training is None or plan == BUDGET:
-            training = _Training(folder, name, plan, chunked, budget)
+            training = _Training(folder, name, chunked, **_options(folder, name, (plan, chunked, rows), budget))
         monitor = PeakMonitor(torch.device("cpu"))
         seconds = []
         try:
@@ -137,29 +137,50 @@ def print_runs(folder: Path, name: str, plan: str, chunked: bool, budget: str | 
             break
         found = Ran(plan, chunked, rows, int(monitor.run_peak * 2**20), min(seconds[1:]))
         print(_MARK, json.dumps(asdict(found)), flush=True)
+        if plan == BUDGET:
+            training.engine.plan_file().save(_plan_path(folder, name, found.runner, budget))
         training.forget()
 
 
 def print_race(folder: Path, name: str, budget: str, runners: Sequence[Runner]) -> None:
     """Seconds of each runner's steps, round by round; the first round warms up."""
-    trainings = [_Training(folder, name, plan, chunked, budget) for plan, chunked, _ in runners]
+    trainings = [
+        _Training(folder, name, runner[1], **_options(folder, name, runner, budget, is_saved=True))
+        for runner in runners
+    ]
     for number in range(_ROUNDS + 1):
         seconds = [training.step(rows) for training, (_, _, rows) in zip(trainings, runners, strict=True)]
         if number:
             print(_MARK, json.dumps(seconds), flush=True)
 
 
-class _Training:
-    """A model that the compile engine trains under a plan; `budget` counts for that of a budget."""
+def _options(
+    folder: Path, name: str, runner: Runner, budget: str | None, is_saved: bool = False
+) -> dict[str, str | int]:
+    """Of `optimize`; a budget is that of a process with one model, and its plan is saved there for any other."""
+    plan, _, _ = runner
+    if plan != BUDGET:
+        return {"memory_opt_level": int(plan == LEVEL_1)}
+    if is_saved:
+        return {"memory_opt_plan": str(_plan_path(folder, name, runner, budget))}
+    return {"memory_opt_budget": budget}
 
-    def __init__(self, folder: Path, name: str, plan: str, chunked: bool, budget: str | None) -> None:
+
+def _plan_path(folder: Path, name: str, runner: Runner, budget: str | None) -> Path:
+    _, chunked, rows = runner
+    return folder / f"{name} {chunked} {budget} {rows}.plan.json"
+
+
+class _Training:
+    """A model that the compile engine trains."""
+
+    def __init__(self, folder: Path, name: str, chunked: bool, **options: Any) -> None:
 
         import optimum_memopt
 
         self._model, self._batch = workload(folder, name).build()
         self.forget()
-        options = {"memory_opt_budget": budget} if plan == BUDGET else {"memory_opt_level": int(plan == LEVEL_1)}
-        engine = optimum_memopt.optimize(
+        self.engine = optimum_memopt.optimize(
             self._model,
             memory_opt_engine="compile",
             memory_opt_compiler="aot_eager",
@@ -167,7 +188,7 @@ class _Training:
             memory_opt_log_level="warning",
             **options,
         )
-        engine.outputs_read_by = lambda: ""
+        self.engine.outputs_read_by = lambda: ""
 
     def forget(self) -> None:
         """Begin with an optimizer without states."""
