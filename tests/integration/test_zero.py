@@ -10,6 +10,7 @@ import itertools
 
 import pytest
 
+from optimum_memopt.engines.compile.loss.plan import ROW
 from tests.integration.launching import alone, launcher, needs_compiler, needs_deepspeed, run_jobs
 from tests.integration.worker import Job
 from tests.trainer_runs import distance
@@ -21,6 +22,8 @@ OF_DEEPSPEED = ("deepspeed_fused_adam", "deepspeed_cpu_adam")
 QUICK = {
     ("deepspeed", 2, OF_TORCH),
 }
+# Stages at which a language model with tied weights trains with a chunked loss, too.
+CHUNKED = (0, 1, 2)
 CLASSES = {"deepspeed_fused_adam": "FusedAdam", "deepspeed_cpu_adam": "DeepSpeedCPUAdam"}
 
 
@@ -52,6 +55,9 @@ def jobs(name, stage, optimizers):
         for engine in engines(optimizer):
             compiler = inductor if engine == "compile" else {}
             yield Job(f"{engine}-{optimizer}", engine, optimizer=optimizer, arguments={**shared, **plan, **compiler})
+    if optimizers is OF_TORCH and stage in CHUNKED:
+        yield Job("plain-lm", "plain", model="gpt2", arguments=shared)
+        yield Job("chunked-lm", "compile", model="gpt2", arguments={**shared, "memory_opt_loss": "chunked"})
 
 
 def engines(optimizer):
@@ -88,3 +94,9 @@ def test_ends_where_a_stock_trainer_does(tmp_path, name, stage, optimizers):
             )
             assert not any("graphs" in line for rank in ours for line in rank["lines"]), "one graph"
             assert distance(done.weights(job), done.weights(f"plain-{optimizer}")) < 1e-5
+    if optimizers is OF_TORCH and stage in CHUNKED:
+        ranks = done.trained("chunked-lm")
+        assert len({rank["digest"] for rank in ranks}) == 1, "the ranks' parameters have gone apart"
+        for rank in ranks:
+            assert [plan["applied_count"] for plan in rank["table"]["plans"] if plan["config"] == ROW] == [1]
+        assert distance(done.weights("chunked-lm"), done.weights("plain-lm")) < 1e-5
