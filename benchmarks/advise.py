@@ -3,8 +3,9 @@ of all that stay within the budget.
 
     python benchmarks/advise.py --out /tmp/advise [--models gpt2 …] [--docs docs]
 
-Every plan runs with every micro-batch, a plan in a process of its own. The recommended one and the fastest of the
-others then take steps in turns in one process. Seconds are the processor's, with one thread.
+No plan and level 1 run with every micro-batch, a budget with the recommended one, half of it and twice as much. The
+recommended run and the fastest of the others then take steps in turns in one process. Seconds are the processor's, with
+one thread.
 """
 
 import argparse
@@ -21,9 +22,9 @@ from typing import Any
 
 from shared import fill, to_markdown
 
-ROWS, LENGTH = 16, 64
+ROWS, LENGTH = 16, 128
 # Of the way from the lowest peak to that of all rows at once without a plan.
-SHARES = (0.15, 0.4, 0.65, 0.9)
+SHARES = (0.3, 0.7)
 NO_PLAN, LEVEL_1, BUDGET = "no plan", "level 1", "budget"
 _STEPS = 3
 # Of the sweep's fastest, how many take steps in turns with the recommended one, and how often.
@@ -116,16 +117,14 @@ def print_advice(folder: Path, name: str) -> None:
 
 
 def print_runs(folder: Path, name: str, plan: str, chunked: bool, budget: str | None, sizes: Sequence[int]) -> None:
-    """Steps with each micro-batch, the smallest first; stops where one does not fit."""
+    """Steps with each micro-batch, the smallest first; of a budget that nothing fits in none."""
     import torch
 
     from optimum_memopt.errors import DoesNotFitError
     from optimum_memopt.memory.peak_monitor import PeakMonitor
 
-    training = None
+    training = _Training(folder, name, chunked, **_options(folder, name, (plan, chunked, sizes[0]), budget))
     for rows in sizes:
-        if training is None or plan == BUDGET:
-            training = _Training(folder, name, chunked, **_options(folder, name, (plan, chunked, rows), budget))
         monitor = PeakMonitor(torch.device("cpu"))
         seconds = []
         try:
@@ -134,7 +133,7 @@ def print_runs(folder: Path, name: str, plan: str, chunked: bool, budget: str | 
                     monitor.start_run()
                 seconds.append(training.step(rows))
         except DoesNotFitError:
-            break
+            return
         found = Ran(plan, chunked, rows, int(monitor.run_peak * 2**20), min(seconds[1:]))
         print(_MARK, json.dumps(asdict(found)), flush=True)
         if plan == BUDGET:
@@ -223,7 +222,7 @@ def ask(folder: Path, *arguments: str) -> list[Any]:
 
 
 def sweep(folder: Path, name: str, budget: int, chosen: int) -> Iterator[Ran]:
-    """Every plan with every micro-batch; that of the budget where a step does not fit without, and as it was chosen.
+    """Real steps of each plan; that of a budget where a step does not fit without, and as it was chosen.
 
     Args:
         folder: what is found there is not run again.
@@ -236,14 +235,16 @@ def sweep(folder: Path, name: str, budget: int, chosen: int) -> Iterator[Ran]:
         free = _runs(folder, name, NO_PLAN, chunked, sizes)
         yield from free
         yield from _runs(folder, name, LEVEL_1, chunked, sizes)
-        tight = sorted({chosen, *(ran.rows for ran in free if ran.peak > budget)})
-        yield from _runs(folder, name, BUDGET, chunked, tight, f"{budget // 2**20}MiB")
+        tight = {ran.rows for ran in free if ran.peak > budget} & {chosen // 2, 2 * chosen}
+        for rows in sorted({chosen, *tight}):
+            yield from _runs(folder, name, BUDGET, chunked, [rows], f"{budget // 2**20}MiB")
 
 
 def _runs(
     folder: Path, name: str, plan: str, chunked: bool, sizes: Sequence[int], budget: str | None = None
 ) -> list[Ran]:
-    file = folder / f"{name} {plan} {chunked} {budget or ''}.json"
+    which = f" {budget} {sizes[0]}" if budget else ""
+    file = folder / f"{name} {plan} {chunked}{which}.json"
     if not file.exists():
         arguments = ["--run", name, plan, str(int(chunked)), "--rows", *map(str, sizes)]
         file.write_text(json.dumps(ask(folder, *arguments, *(["--budget", budget] if budget else []))))
@@ -255,22 +256,27 @@ def compare(folder: Path, name: str, advice: dict[str, Any]) -> dict[str, Any]:
     limit, chosen = advice["budget"], advice["recommended"]
     ran = list(sweep(folder, name, limit, chosen["rows"]))
     key = chosen["plan"], chosen["chunked_loss"], chosen["rows"]
-    ours = next(one for one in ran if one.runner == key)
+    row = {
+        "model": name,
+        "budget MiB": limit / 2**20,
+        "recommended": _named(*key),
+        "samples/s predicted": chosen["samples_per_second"],
+        "peak MiB predicted": chosen["peak"] / 2**20,
+    }
+    ours = next((one for one in ran if one.runner == key), None)
+    if ours is None:
+        # The process that trains holds more than the one that advised, and the budget was refused.
+        return {**row, "peak MiB": 0.0, "samples/s": 0.0, "best other": "", "of its speed": 0.0}
     fitting = [one for one in ran if one.peak <= limit and one.runner != key]
     rivals = sorted(fitting, key=lambda one: one.seconds)[:_RIVALS]
     rounds = race(folder, name, limit, [key, *(one.runner for one in rivals)])
     # Of our speed and each rival's, round by round.
     shares = [statistics.median(theirs / own for own, theirs in pairs) for pairs in _pairs(rounds)]
     best = min(range(len(rivals)), key=lambda number: shares[number], default=None)
-    seconds = statistics.median(own for own, *_ in rounds)
     return {
-        "model": name,
-        "budget MiB": limit / 2**20,
-        "recommended": _named(*key),
-        "samples/s predicted": chosen["samples_per_second"],
-        "samples/s": ROWS / seconds,
-        "peak MiB predicted": chosen["peak"] / 2**20,
+        **row,
         "peak MiB": ours.peak / 2**20,
+        "samples/s": ROWS / statistics.median(own for own, *_ in rounds),
         "best other": "" if best is None else _named(*rivals[best].runner),
         "of its speed": 1.0 if best is None else shares[best],
     }
