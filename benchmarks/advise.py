@@ -4,8 +4,8 @@ of all that stay within the budget.
     python benchmarks/advise.py --out /tmp/advise [--models gpt2 …] [--docs docs]
 
 No plan and level 1 run with every micro-batch, a budget with the recommended one, half of it and twice as much. The
-recommended run and the fastest of the others then take steps in turns in one process. Seconds are the processor's, with
-one thread.
+recommended run and the fastest of the others then take steps in turns in one process. Seconds are the processor's,
+with one thread.
 """
 
 import argparse
