@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from functools import cache
 from typing import cast
 
 import sympy
@@ -80,14 +81,20 @@ def layer_of(node: fx.Node) -> str:
 
 
 def _module_stack(node: fx.Node) -> list[tuple[str, str]]:
-    """Dynamo's key and the path of each module around the operator, from the outside in.
+    """Dynamo's key and the path of each module around the operator, from the outside in."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    return [(key, _module_path(path)) for key, (path, _) in stack.items()]
+
+
+@cache
+def _module_path(source: str) -> str:
+    """What dynamo calls `L['self'].layer.0`.
 
     Until torch 2.10 the paths of lists have their inner names, `L['self']._modules['layer']._modules['0']`.
     """
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    paths = {key: re.sub(r"\._modules\['([^']*)'\]", r".\1", path) for key, (path, _) in stack.items()}
+    path = re.sub(r"\._modules\['([^']*)'\]", r".\1", source)
     # `L['self']`, and `L['args'][0]` of a forward that is compiled as a function.
-    return [(key, re.sub(r"^L\['[^']*'\](?:\[\d+\])?\.?", "", path)) for key, path in paths.items()]
+    return re.sub(r"^L\['[^']*'\](?:\[\d+\])?\.?", "", path)
 
 
 def is_negligible(size: sympy.Expr) -> bool:
