@@ -64,6 +64,8 @@ def test_the_header_names_torchs_own_composition():
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 def test_cudnn_is_avoided_where_its_backward_may_give_nan(compiler, capsys):
     """On the stand-in cuDNN's attention ends the process, so that this would not end."""
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):
+        pytest.skip("this torch prefers other kernels to cuDNN's")
     if torch.cuda.get_device_capability() != (9, 0) or torch.backends.cudnn.version() >= 92600:
         pytest.skip("cuDNN is right here")
     torch.backends.cuda.enable_cudnn_sdp(True)

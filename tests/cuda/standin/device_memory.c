@@ -43,6 +43,8 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static Region *regions;
 static int region_count, region_room;
 static size_t used;
+// Addresses grow, since torch's allocator takes the lower of two blocks that fit equally well.
+static uintptr_t next_address = (uintptr_t)1 << 45;
 static Stream **streams;
 static int stream_count;
 
@@ -99,11 +101,12 @@ int cudaMalloc(void **address, size_t bytes) {
   pthread_mutex_lock(&lock);
   if (used + rounded <= standin_bytes() - CONTEXT) {
     int access = standin_has_data() ? PROT_READ | PROT_WRITE : PROT_NONE;
-    void *found = mmap(NULL, rounded, access, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void *found = mmap((void *)next_address, rounded, access, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (found != MAP_FAILED) {
       *address = found;
       add_region(found, rounded, 1);
       used += rounded;
+      next_address = (uintptr_t)found + rounded;
       result = cudaSuccess;
     }
   }
