@@ -148,7 +148,7 @@ class _Within:
     def choose(self, graph: AnalyzedGraph, earlier: Sequence[Choice]) -> Choice:
         assert not earlier, "the model's forward is in several graphs"
         costs = costs_of(graph, torch.device("cpu"), fused=False)
-        solver = Solver(problem_of(graph, costs.seconds))
+        solver = Solver(problem_of(graph, costs.seconds, costs.workspaces))
         low, high = solver.lowest.peak, solver.everything.peak
 
         def at(share: float) -> int:

@@ -1,9 +1,10 @@
-"""The private names of torch and Triton that decide which kernels run, or whether they are right."""
+"""The private names of torch and Triton that decide which kernels run, whether they are right, and what they hold."""
 
 import functools
 import inspect
 import os
 import shutil
+from collections.abc import Callable
 from typing import Any
 
 
@@ -33,3 +34,29 @@ def triton_has_a_compiler() -> bool:
     """Whether Triton finds the C compiler that it builds its launchers with (`triton/runtime/build.py`, 3.7)."""
     named = os.environ.get("CC")
     return any(shutil.which(command) for command in ([named] if named else ["gcc", "clang", "cc"]))
+
+
+def cpu_allocations(run: Callable[[], Any]) -> list[int]:
+    """Bytes that a call asks torch's CPU allocator for, in order; what it gives back is negative. Empty where another
+    profiler is on, or torch has none that tells.
+
+    Kineto takes a tenth of a second to start, and logs; the profiler before it does neither
+    (`torch/csrc/autograd/profiler_legacy.h`, 2.13).
+    """
+    from torch import autograd
+
+    try:
+        from torch._C._profiler import _ExperimentalConfig
+
+        state = autograd.ProfilerConfig(
+            autograd.ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig()
+        )
+        autograd._enable_profiler_legacy(state)
+    except (ImportError, AttributeError, TypeError, RuntimeError):
+        return []
+    try:
+        result = run()
+    finally:
+        threads = autograd._disable_profiler_legacy()
+    del result
+    return [event.cpu_memory_usage() for events in threads for event in events if event.kind() == "memory_alloc"]

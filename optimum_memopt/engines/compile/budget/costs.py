@@ -1,21 +1,22 @@
-"""Seconds of each operator of a joint graph: measured on the device that trains, or estimated for a named one.
+"""What each operator of a joint graph costs: measured on the device that trains, or estimated for a named one.
 
 What a plan costs is the time of what it recomputes, and operators differ by device: on a CPU the mask of a dropout is
 the most expensive byte to recompute, on a GPU it is nearly free.
 """
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import sympy
 import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from optimum_memopt.engines.compile import compat, compat_graph
+from optimum_memopt.engines.compile import compat, compat_graph, compat_kernels
 from optimum_memopt.engines.compile.analysis.joint import (
     JointGraph,
     is_chunked_loss,
@@ -44,10 +45,24 @@ class Costs:
     Attributes:
         seconds: of each node of the joint graph, in its order; 0 of views, of picks of outputs and of numbers.
         source: `measured`, `roofline H100`.
+        workspaces: bytes that a library's kernel holds beside its results, of each node; empty: not measured.
     """
 
     seconds: tuple[float, ...]
     source: str
+    workspaces: tuple[int, ...] = ()
+
+
+class Measured(NamedTuple):
+    """One operator.
+
+    Attributes:
+        seconds: of a run.
+        workspace: see `Costs.workspaces`.
+    """
+
+    seconds: float
+    workspace: int
 
 
 @dataclass(frozen=True)
@@ -114,10 +129,13 @@ def measured(
     joint: JointGraph,
     sizes: Mapping[sympy.Symbol, int],
     fused: bool,
-    known: dict[str, float],
+    known: dict[str, Measured],
     limit: float = 2.0,
 ) -> Costs:
     """Measured where the graph's tensors are: each distinct operator on its shapes, the largest first.
+
+    On a CPU the workspaces of matrix products, convolutions and attention are measured too: oneDNN packs operands in
+    half precision into buffers whose sizes depend on the processor.
 
     What draws random numbers is not run. That, and what is left when the time is up, or cannot be run on tensors of
     ones, is estimated by the bytes that it moves, at the median rate of what was measured.
@@ -126,7 +144,7 @@ def measured(
         joint: read, not changed.
         sizes: value of each symbol.
         fused: a compiler fuses what is bound by memory.
-        known: seconds by operator; gets what is measured.
+        known: by operator; gets what is measured.
         limit: seconds in all.
     """
     number = _Numbers(sizes)
@@ -135,18 +153,23 @@ def measured(
     end = time.perf_counter() + limit
     for key, node in sorted(distinct.items(), key=lambda item: -of_nodes[item[1]].bytes):
         if key not in known and time.perf_counter() < end:
-            seconds = _measure(node, number)
-            if seconds is not None:
-                known[key] = seconds
-    found = [known[work.key] / work.bytes for work in of_nodes.values() if work.key in known and work.bytes]
+            one = _measure(node, number, has_library=bool(of_nodes[node].flops))
+            if one is not None:
+                known[key] = one
+    found = [known[work.key].seconds / work.bytes for work in of_nodes.values() if work.key in known and work.bytes]
     rate = statistics.median(found) if found else 0.0
 
     def seconds_of(node: fx.Node) -> float:
         if (work := of_nodes.get(node)) is None:
             return 0.0
-        return known.get(work.key, work.bytes * rate) * (FUSED if fused and not work.flops else 1.0)
+        seconds = known[work.key].seconds if work.key in known else work.bytes * rate
+        return seconds * (FUSED if fused and not work.flops else 1.0)
 
-    return Costs(tuple(map(seconds_of, joint.nodes)), "measured")
+    def workspace_of(node: fx.Node) -> int:
+        work = of_nodes.get(node)
+        return known[work.key].workspace if work is not None and work.key in known else 0
+
+    return Costs(tuple(map(seconds_of, joint.nodes)), "measured", tuple(map(workspace_of, joint.nodes)))
 
 
 class Stopwatch:
@@ -267,10 +290,11 @@ def _text(argument: Any) -> str:
     return repr(argument)
 
 
-def _measure(node: fx.Node, number: _Numbers) -> float | None:
-    """The shortest of a few runs in seconds, which other processes disturb least; None where it does not run."""
+def _measure(node: fx.Node, number: _Numbers, has_library: bool) -> Measured | None:
+    """The shortest of a few runs, which other processes disturb least; None where it does not run."""
     run: Any = node.target
     found: list[float] = []
+    workspace = 0
     # The graph has autocast's casts already.
     with compat_graph.without_modes(), torch.no_grad():
         try:
@@ -283,7 +307,15 @@ def _measure(node: fx.Node, number: _Numbers) -> float | None:
                 run(*positional, **named)
                 wait()
                 found.append(watch.seconds)
+            if has_library and not is_on_cuda:
+                workspace = _workspace(lambda: run(*positional, **named))
         # Any operator may refuse ones; out of memory is one more reason not to measure it.
         except Exception:
             return None
-    return min(found)
+    return Measured(min(found), workspace)
+
+
+def _workspace(run: Callable[[], Any]) -> int:
+    """Bytes that a call holds at most beside what is there after it."""
+    held = list(itertools.accumulate(compat_kernels.cpu_allocations(run), initial=0))
+    return max(held) - held[-1]

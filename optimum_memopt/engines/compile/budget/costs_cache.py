@@ -1,4 +1,4 @@
-"""Measured seconds of operators on disk, so that a second run on the same machine measures nothing."""
+"""Measured costs of operators on disk, so that a second run on the same machine measures nothing."""
 
 import contextlib
 import json
@@ -9,6 +9,8 @@ from pathlib import Path
 
 import psutil
 import torch
+
+from optimum_memopt.engines.compile.budget.costs import Measured
 
 
 def cache_path(device: torch.device) -> Path:
@@ -22,15 +24,15 @@ def cache_path(device: torch.device) -> Path:
 
 
 @contextlib.contextmanager
-def known_costs(path: Path) -> Iterator[dict[str, float]]:
-    """Seconds by operator, to read and to add to; written back afterwards. A file that cannot be read is none.
+def known_costs(path: Path) -> Iterator[dict[str, Measured]]:
+    """Costs by operator, to read and to add to; written back afterwards. A file that cannot be read is none.
 
     Args:
         path: see `cache_path`.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        known = {str(key): float(seconds) for key, seconds in found.items()}
+        known = {str(key): Measured(float(seconds), int(size)) for key, (seconds, size) in found.items()}
     except (OSError, ValueError, AttributeError, TypeError):
         known = {}
     before = len(known)

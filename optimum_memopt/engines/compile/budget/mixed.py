@@ -92,6 +92,14 @@ def cheapest(solver: Solver, budget: int, host: Host | None) -> Solution | Mixed
     return (with_offload(solver, found, budget, host) if host is not None else None) or found
 
 
+def is_within(solver: Solver, budget: int, host: Host | None) -> bool:
+    """Whether a plan is found within a budget; see `cheapest`."""
+    # Whatever fits will do, so that the cheapest is not searched for where something does.
+    if solver.everything.peak <= budget or solver.lowest.peak <= budget:
+        return True
+    return not isinstance(cheapest(solver, budget, host), Floor)
+
+
 def with_offload(solver: Solver, found: Solution | Floor, budget: int, host: Host) -> Mixed | None:
     """The fastest plan with offload; None where it gains less than `_WORTH` over recompute alone, or fits no better.
 

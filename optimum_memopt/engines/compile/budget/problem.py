@@ -173,17 +173,20 @@ def _scaled_in_place(joint: JointGraph) -> dict[fx.Node, fx.Node]:
     return found
 
 
-def problem_of(graph: AnalyzedGraph, seconds: Sequence[float]) -> Problem:
+def problem_of(graph: AnalyzedGraph, seconds: Sequence[float], workspaces: Sequence[int] = ()) -> Problem:
     """The numbers of a joint graph for the sizes of its first batch.
 
     Args:
         graph: read, not changed.
         seconds: of each node of the joint graph, in its order, the output's included.
+        workspaces: bytes that were measured of each of them; empty: none were.
     """
-    return problems_of(graph, seconds)(graph.size_hints)
+    return problems_of(graph, seconds, workspaces)(graph.size_hints)
 
 
-def problems_of(graph: AnalyzedGraph, seconds: Sequence[float]) -> Callable[[SymbolValues], Problem]:
+def problems_of(
+    graph: AnalyzedGraph, seconds: Sequence[float], measured: Sequence[int] = ()
+) -> Callable[[SymbolValues], Problem]:
     """The numbers of a joint graph for any sizes, with the same seconds; see `problem_of`."""
     joint = graph.joint
     nodes = [node for node in joint.nodes if node.op != "output"]
@@ -230,6 +233,12 @@ def problems_of(graph: AnalyzedGraph, seconds: Sequence[float]) -> Callable[[Sym
     )
 
     def at(values: SymbolValues) -> Problem:
-        return replace(first, bytes=tuple(bytes_of(values)), workspaces=tuple(workspaces_of(values)))
+        found, known = bytes_of(values), list(workspaces_of(values))
+        for node, most in enumerate(measured[: len(nodes)]):
+            if most:
+                # Buffers for operands are as large as these.
+                before, now = (sum(size[first.roots[read]] for read in first.reads[node]) for size in (first.bytes, found))
+                known[node] = max(known[node], most * now // max(1, before))
+        return replace(first, bytes=tuple(found), workspaces=tuple(known))
 
     return at

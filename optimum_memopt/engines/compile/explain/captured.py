@@ -94,7 +94,7 @@ class Recorder(InternalProducer):
         """The other producer's choice."""
         costs = self.costs_of(graph)
         # All that is read of the joint graph is read now: torch's own partition changes it.
-        problem_at = problems_of(graph, costs.seconds)
+        problem_at = problems_of(graph, costs.seconds, costs.workspaces)
         modules = {node.name: module_path(node) for node in graph.joint.nodes if node.op == "call_function"}
         rows: dict[str, str] = {}
         for candidate in graph.candidates:

@@ -68,7 +68,7 @@ class FromBudget:
         names = symbol_names(compat.symbol_sources())
         first, graph = graph, replace(graph, size_hints=larger_sizes(graph.size_hints, names, step.largest))
         costs = self.costs(graph) if self.costs is not None else _by_bytes(graph)
-        problem_at = problems_of(graph, costs.seconds)
+        problem_at = problems_of(graph, costs.seconds, costs.workspaces)
         solver = Solver(problem_at(graph.size_hints))
         # Before the last look at what the process holds.
         host = host_of(graph, step.link, step.host)
@@ -85,7 +85,7 @@ class FromBudget:
             raise self._does_not_fit(step, Floor(0, ()), optimizer_step, None)
         found = cheapest(solver, allowed, host)
         if isinstance(found, Floor):
-            fits = smaller_batch(graph, names, costs, step.outside, step.bytes)
+            fits = smaller_batch(graph, names, costs, step.outside, step.bytes, host)
             raise self._does_not_fit(step, found, replace(step.outside, activations=found.peak).peak, fits)
         if self.times is not None and self.times.is_wanted and not earlier:
             tokens = {symbol: size for symbol, size in graph.size_hints.items() if is_length(names.get(symbol, ""))}

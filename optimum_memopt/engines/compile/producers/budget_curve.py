@@ -45,7 +45,7 @@ class BudgetCurve(InternalProducer):
             costs = self.costs(graph)
             # The first budget that it is given counts.
             step = self.step(self.plan.budget if isinstance(self.plan, FromBudget) else Budget("", 0))
-            solver = Solver(problem_of(graph, costs.seconds))
+            solver = Solver(problem_of(graph, costs.seconds, costs.workspaces))
             self.source.append(costs.source)
             host = host_of(graph, step.link, step.host)
             self.points.extend(points_of(solved(solver, host), step.outside))

@@ -8,9 +8,9 @@ from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph
 from optimum_memopt.engines.compile.budget.costs import Costs
 from optimum_memopt.engines.compile.budget.in_step import Step
 from optimum_memopt.engines.compile.budget.largest_sizes import is_rows
-from optimum_memopt.engines.compile.budget.mixed import cheapest, host_of
-from optimum_memopt.engines.compile.budget.problem import problem_of
-from optimum_memopt.engines.compile.budget.solve import Floor, Solver
+from optimum_memopt.engines.compile.budget.mixed import host_of, is_within
+from optimum_memopt.engines.compile.budget.problem import problems_of
+from optimum_memopt.engines.compile.budget.solve import Solver
 from optimum_memopt.engines.compile.choice import Choice
 from optimum_memopt.engines.compile.producers.producer import InternalProducer
 from optimum_memopt.engines.compile.producers.torch_default import TorchDefault
@@ -59,8 +59,5 @@ def _fits(graph: AnalyzedGraph, costs: Costs, step: Step, rows: int, most: int) 
     if replace(outside, activations=0).peak > most:
         return False
     seconds = [one * rows / before for one in costs.seconds]
-    solver = Solver(problem_of(replace(graph, size_hints=hints), seconds))
-    # Whatever fits will do, so that the cheapest is not searched for where something does.
-    if solver.everything.peak <= allowed or solver.lowest.peak <= allowed:
-        return True
-    return not isinstance(cheapest(solver, allowed, host_of(graph, step.link, step.host)), Floor)
+    solver = Solver(problems_of(graph, seconds, costs.workspaces)(hints))
+    return is_within(solver, allowed, host_of(graph, step.link, step.host))

@@ -5,14 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from allocations import allocated
 
 from optimum_memopt.engines.compile.analysis.joint import is_view
 from optimum_memopt.engines.compile.analysis.saved_activations import operator_name
 from optimum_memopt.engines.compile.budget import costs
 from optimum_memopt.engines.compile.budget.costs_cache import known_costs
 from optimum_memopt.engines.compile.budget.devices import DEVICES, device_of
+from optimum_memopt.engines.compile.budget.problem import problems_of
 from optimum_memopt.errors import MemOptError
-from tests.engines.compile.captured import Captured
+from tests.engines.compile.captured import Captured, capture
 
 
 def test_a_roofline_grows_with_the_work_and_shrinks_with_the_device(roberta: Captured) -> None:
@@ -34,10 +36,10 @@ def test_measuring_draws_no_random_numbers_and_is_remembered(
     roberta: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = torch.get_rng_state()
-    known: dict[str, float] = {}
+    known: dict[str, costs.Measured] = {}
     first = costs.measured(roberta.joint, roberta.sizes, False, known)
     assert torch.equal(torch.get_rng_state(), before)
-    assert first.source == "measured" and len(known) > 20 and min(known.values()) > 0
+    assert first.source == "measured" and len(known) > 20 and min(known.values()).seconds > 0
     assert all(
         seconds > 0
         for node, seconds in zip(roberta.joint.nodes, first.seconds, strict=False)
@@ -49,20 +51,52 @@ def test_measuring_draws_no_random_numbers_and_is_remembered(
 
 
 def test_what_is_not_measured_is_estimated(roberta: Captured) -> None:
-    known: dict[str, float] = {}
+    known: dict[str, costs.Measured] = {}
     found = costs.measured(roberta.joint, roberta.sizes, False, known, limit=1e-9)
     assert not known and set(found.seconds) == {0.0}
+
+
+def test_buffers_of_library_kernels_are_measured() -> None:
+    """oneDNN packs operands in half precision; how large its buffers are depends on the processor."""
+
+    def step(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return (x @ weight).square().sum()
+
+    given = [torch.ones(shape, dtype=torch.bfloat16, requires_grad=True) for shape in ((1568, 97), (97, 16))]
+    graph = capture(step, *given).graph
+    found = costs.measured(graph.joint, graph.size_hints, False, {})
+    problem_at = problems_of(graph, found.seconds, found.workspaces)
+    problem = problem_at(graph.size_hints)
+    x, weight, gradient = (one.detach() for one in (*given, torch.ones(1568, 16, dtype=torch.bfloat16)))
+    products = [lambda: x @ weight, lambda: x.t() @ gradient, lambda: gradient @ weight.t()]
+    seen = sorted(problem.workspaces[node] for node, kind in enumerate(problem.kinds) if "mm" in kind)
+    expected = []
+    for product in products:
+        peak, _, result = allocated(product)
+        expected.append(peak - result.nbytes)
+    assert seen == sorted(expected)
+    halved = problem_at({symbol: size // 2 for symbol, size in graph.size_hints.items()})
+    assert all(now < size for now, size in zip(halved.workspaces, problem.workspaces, strict=True) if size)
+
+
+def test_a_profiler_that_is_on_does_not_keep_seconds_from_being_measured(roberta: Captured) -> None:
+    known: dict[str, costs.Measured] = {}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        costs.measured(roberta.joint, roberta.sizes, False, known)
+    assert any("addmm" in key for key in known)
 
 
 def test_costs_on_disk(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "costs.json"
     with known_costs(path) as known:
-        known["gelu"] = 1.5
+        known["gelu"] = costs.Measured(1.5, 64)
     with known_costs(path) as known:
-        assert known == {"gelu": 1.5}
-    path.write_text("[1")
-    with known_costs(path) as known:
-        assert known == {}
+        assert known == {"gelu": costs.Measured(1.5, 64)}
+    # The second is of an earlier version.
+    for unreadable in ("[1", '{"gelu": 1.5}'):
+        path.write_text(unreadable)
+        with known_costs(path) as known:
+            assert known == {}
 
 
 def test_a_device_by_name_or_file(tmp_path: Path) -> None:
