@@ -21,6 +21,7 @@ from optimum_memopt.engines.compile.analysis.joint import (
     value,
 )
 from optimum_memopt.engines.compile.analysis.saved_activations import is_statistic, layer_of
+from optimum_memopt.engines.compile.budget.tables import Tables, tables_of
 from optimum_memopt.engines.compile.loss.scale_in_place import is_scaling
 from optimum_memopt.engines.compile.memory.symbolic_sizes import SymbolValues, compile_sizes
 from optimum_memopt.engines.compile.memory.workspaces import workspace
@@ -102,6 +103,10 @@ class Problem:
             else:
                 found.append((node,) if self.picks[node] is None and self.is_tensor[node] else ())
         return tuple(found)
+
+    @cached_property
+    def tables(self) -> Tables:
+        return tables_of(self)
 
     @cached_property
     def is_forward(self) -> tuple[bool, ...]:
@@ -237,7 +242,8 @@ def problems_of(
         for node, most in enumerate(measured[: len(nodes)]):
             if most:
                 # Buffers for operands are as large as these.
-                before, now = (sum(size[first.roots[read]] for read in first.reads[node]) for size in (first.bytes, found))
+                operands = [first.roots[read] for read in first.reads[node]]
+                before, now = (sum(sizes[root] for root in operands) for sizes in (first.bytes, found))
                 known[node] = max(known[node], most * now // max(1, before))
         return replace(first, bytes=tuple(found), workspaces=tuple(known))
 

@@ -10,6 +10,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 from optimum_memopt.engines.compile.budget.problem import Problem
 
 
@@ -71,22 +73,30 @@ def simulate(problem: Problem, saved: frozenset[int]) -> Simulation:
         saved: as `Problem.closure` has it, each of them read by the backward or by what is recomputed.
     """
     order = _raise_picks(problem, backward_order(problem, saved))
-    read = {node for user in order for node in problem.reads[user] if node in problem.numbers}
+    numbers = problem.numbers
+    read = {node for user in order for node in problem.reads[user] if node in numbers} if numbers else set()
     ends = [*problem.forward_outputs, *saved, *read]
-    forward = _run(problem, _raise_picks(problem, sorted(problem.needed(ends))), ends, set(), 0)
+    forward = _run(problem, _raise_picks(problem, _forward_order(problem, ends)), ends, set(), 0)
     roots = {problem.roots[node] for node in saved}
     dropped = {problem.roots[node] for node in problem.forward_outputs} - roots
     stashed = forward.end - sum(problem.bytes[node] for node in dropped if problem.is_operator[node])
     given = sum(problem.bytes[node] for node in problem.tangents)
     owned = {node for node in roots if not problem.is_input[node]} | set(problem.tangents)
     backward = _run(problem, order, problem.backward_outputs, owned, stashed + given)
-    recomputed = tuple(node for node in order if problem.is_forward[node])
+    is_forward = problem.is_forward
+    recomputed = tuple(node for node in order if is_forward[node])
     return Simulation(saved, forward, backward, stashed, recomputed)
 
 
 def simulate_everything_saved(problem: Problem) -> Simulation:
     """Run both graphs as plain PyTorch does, with all activations saved."""
     return simulate(problem, problem.closure(problem.activations))
+
+
+def _forward_order(problem: Problem, ends: Sequence[int]) -> list[int]:
+    """Operators of the forward graph, before picks of outputs are moved to their operators."""
+    always = problem.tables.always
+    return sorted(always | problem.needed([node for node in ends if node not in always], always))
 
 
 def backward_order(problem: Problem, saved: Collection[int]) -> list[int]:
@@ -96,9 +106,9 @@ def backward_order(problem: Problem, saved: Collection[int]) -> list[int]:
     for node in (*saved, *problem.numbers):
         done[node] = 1
     order: list[int] = []
-    for node in (*problem.backward_operators, *problem.backward_outputs):
+
+    def add_missing(todo: list[int]) -> None:
         missing = []
-        todo = [node]
         while todo:
             found = todo.pop()
             if not done[found]:
@@ -106,16 +116,27 @@ def backward_order(problem: Problem, saved: Collection[int]) -> list[int]:
                 missing.append(found)
                 todo.extend(reads[found])
         missing.sort()
-        order += missing
+        order.extend(missing)
+
+    for node, others in problem.tables.backward:
+        for read in others:
+            if not done[read]:
+                add_missing(list(others))
+                break
+        done[node] = 1
+        order.append(node)
+    for node in problem.backward_outputs:
+        add_missing([node])
     return order
 
 
 def _raise_picks(problem: Problem, order: Sequence[int]) -> list[int]:
     """Each pick of an output directly behind its operator, where that is in the same graph."""
     present = set(order)
+    picks = problem.picks
     picked: dict[int, list[int]] = {}
     for node in order:
-        source = problem.picks[node]
+        source = picks[node]
         if source is not None and source in present:
             picked.setdefault(source, []).append(node)
     moved = {node for nodes in picked.values() for node in nodes}
@@ -127,8 +148,11 @@ def _raise_picks(problem: Problem, order: Sequence[int]) -> list[int]:
             add(pick)
 
     for node in order:
-        if node not in moved:
-            add(node)
+        if node in picked:
+            if node not in moved:
+                add(node)
+        elif node not in moved:
+            raised.append(node)
     return raised
 
 
@@ -142,29 +166,30 @@ def _run(problem: Problem, order: Sequence[int], ends: Iterable[int], owned: set
         owned: roots from outside that are freed after their last use.
         start: bytes held before the first operator.
     """
-    reads, roots, sizes, workspaces = problem.reads, problem.roots, problem.bytes, problem.workspaces
-    allocates, unread = problem.allocates, -1
-    last = [unread] * len(reads)
-    for step, node in enumerate(order):
-        for read in reads[node]:
-            last[roots[read]] = step
-    for node in ends:
-        last[roots[node]] = len(order)
-    here = set(order)
-    freed = [0] * (len(order) + 1)
-    for storage in (*order, *owned):
-        if last[storage] != unread:
-            freed[last[storage]] += sizes[storage]
-    held, during = start, []
-    for step, node in enumerate(order):
-        for storage in allocates[node]:
-            if storage in here:
-                held += sizes[storage]
-        during.append(held + workspaces[node])
-        if last[node] == unread and roots[node] == node and problem.is_operator[node]:
-            held -= sizes[node]
-        held -= freed[step]
-    return Run(tuple(order), tuple(during), held)
+    if not order:
+        return Run((), (), start)
+    tables, steps = problem.tables, len(order)
+    ran = np.array(order, dtype=np.intp)
+    step = np.arange(steps)
+    at = np.full(len(problem.names), -1, dtype=np.intp)
+    at[ran] = step
+    # The step that reads each storage last, steps where the graph returns it, -1 where nothing reads it.
+    last = np.full(len(problem.names), -1, dtype=np.intp)
+    counts = tables.reads[ran]
+    places = np.repeat(tables.first_read[ran] - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
+    # Of the values for one index numpy assigns the last.
+    last[tables.read_roots[places]] = np.repeat(step, counts)
+    last[[problem.roots[node] for node in ends]] = steps
+    allocated, freed = np.zeros(steps, dtype=np.int64), np.zeros(steps + 1, dtype=np.int64)
+    here = (at[tables.storages] >= 0) & (at[tables.allocators] >= 0)
+    np.add.at(allocated, at[tables.allocators[here]], tables.sizes[tables.storages[here]])
+    ending = np.concatenate((ran, np.array(sorted(owned), dtype=np.intp)))
+    ending = ending[last[ending] >= 0]
+    np.add.at(freed, last[ending], tables.sizes[ending])
+    freed[:steps] += np.where((last[ran] < 0) & tables.owns[ran], tables.sizes[ran], 0)
+    after = start + np.cumsum(allocated - freed[:steps])
+    during = after + freed[:steps] + tables.workspaces[ran]
+    return Run(tuple(order), tuple(during.tolist()), int(after[-1]))
 
 
 def held_at_peak(problem: Problem, found: Simulation, in_backward: bool) -> dict[int, int]:
