@@ -5,6 +5,7 @@ file is named.
 """
 
 import contextlib
+import operator
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -49,6 +50,22 @@ def _drops_nothing(node: fx.Node) -> bool:
         node.args[index] if index < len(node.args) else node.kwargs.get("dropout_p", arguments[index].default_value)
     )
     return bool(given == 0)
+
+
+def is_float32_statistic(node: fx.Node) -> bool:
+    """A mean or deviation that is traced in half precision, and that a CPU computes in float32.
+
+    So it is where a norm's input is in half precision and its weight is not, as under autocast
+    (`aten/src/ATen/native/layer_norm.cpp`, `group_norm.cpp`; the traced dtype is that of `torch/_refs/__init__.py`).
+    """
+    if node.target is not operator.getitem or node.args[1] == 0:
+        return False
+    (norm,) = node.all_input_nodes
+    if getattr(norm.target, "_opname", "") not in ("native_layer_norm", "native_group_norm"):
+        return False
+    given = [one.meta["val"] for one in norm.all_input_nodes if isinstance(one.meta.get("val"), torch.Tensor)]
+    is_on_cpu = node.meta["val"].device.type == "cpu"
+    return is_on_cpu and given[0].dtype.itemsize == 2 and any(one.dtype == torch.float32 for one in given[1:])
 
 
 def mutated_inputs(graph: fx.Graph) -> frozenset[fx.Node]:

@@ -67,6 +67,9 @@ FUNCTIONS = {
     "a chain": lambda x: x.exp().sin().exp().sum(),
     "views keep their root": lambda x: (x.exp().t().sin().t() * x.sin()[:, :2].sum()).sum(),
     "outputs of one operator": lambda x: torch.nn.functional.layer_norm(x, (16,)).exp().sum(),
+    "statistics in float32 of a norm in half precision": lambda x: (
+        torch.nn.functional.layer_norm(x.bfloat16(), (16,), x[0], x[1]).exp().sum()
+    ),
     "unread outputs": lambda x: torch.nn.functional.layer_norm(x, (16,)).sum() + x.max(1).values.exp().sum(),
     "split": lambda x: sum(one.exp().sum() * place for place, one in enumerate(x.exp().split(4, 1), 1)),
     "in place": lambda x: x.exp().clone().mul_(2).add_(x).relu_().sum(),

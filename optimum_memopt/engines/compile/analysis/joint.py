@@ -98,7 +98,8 @@ def storage_bytes(node: fx.Node) -> sympy.Expr:
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         elements += (symbolic(size) - 1) * symbolic(stride)
     empty = any(size == 0 for size in tensor.shape if isinstance(size, int))
-    return sympy.Integer(0) if empty else sympy.expand(elements * tensor.dtype.itemsize)
+    dtype = torch.float32 if compat_graph.is_float32_statistic(node) else tensor.dtype
+    return sympy.Integer(0) if empty else sympy.expand(elements * dtype.itemsize)
 
 
 @dataclass(frozen=True)

@@ -96,13 +96,16 @@ class Cut:
         return None if found.x is None else np.round(found.x)
 
 
-def cut_of(problem: Problem, nodes: Sequence[int], given: Collection[int] = ()) -> Cut | None:
-    """The program of some operators; None where the backward reads nothing that it could recompute.
+def cut_of(
+    problem: Problem, nodes: Sequence[int], given: Collection[int] = (), wanted: Collection[int] = ()
+) -> Cut | None:
+    """The program of some operators; None where nothing is read that they could recompute.
 
     Args:
         problem: of which they are.
         nodes: operators of the forward.
         given: roots that are there anyway.
+        wanted: roots that are read by more than the backward.
     """
     operators = [
         node
@@ -117,7 +120,7 @@ def cut_of(problem: Problem, nodes: Sequence[int], given: Collection[int] = ()) 
     ]
     place = {node: column for column, node in enumerate(operators)}
     root_place = {node: len(operators) + column for column, node in enumerate(roots)}
-    reads = frozenset(problem.backward_reads)
+    reads = frozenset(problem.backward_reads).union(wanted)
     rows = [row for node in nodes if node in reads if (row := _requires(problem, node, place, root_place, None))]
     needed = len(rows)
     for node in operators:

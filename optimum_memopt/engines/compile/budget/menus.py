@@ -17,24 +17,32 @@ _HIGHEST = 1e6
 
 
 def menu(units: Units, index: int) -> tuple[frozenset[int], ...]:
-    """Sets of roots to save in a unit, without those that leave it, from all activations to as few as possible.
+    """Sets of roots to save in a unit, from all activations to as few as possible, all with what leaves the unit.
 
     Args:
         units: of a problem.
         index: of the unit.
     """
     problem, unit = units.problem, units.all[index]
-    activations = frozenset(node for node in unit.nodes if node in problem.activations and node not in units.leaving)
+    leaving = units.leaving & unit.members
+    activations = frozenset(node for node in unit.nodes if node in problem.activations and node not in leaving)
     statistics = frozenset(node for node in activations if problem.is_statistic[node] or problem.is_kept[node])
-    found = dict.fromkeys((activations, statistics))
-    cut = cut_of(problem, unit.nodes, units.leaving)
+    found = dict.fromkeys((leaving | activations, leaving | statistics))
+    cut = cut_of(problem, unit.nodes, leaving)
     if cut is not None:
         most = sum(problem.bytes[node] for node in activations) / MEGA
         # Between the corners of the hull only for layers, which take most of the time and bytes.
         between = _between(cut, most) if unit.layer else ()
         for solution in (*_hull(cut), *between):
-            found.setdefault(cut.saved(solution))
+            found.setdefault(leaving | cut.saved(solution))
     return tuple(found)
+
+
+def menu_without_borders(units: Units, index: int) -> tuple[frozenset[int], ...]:
+    """As `menu`, where what leaves the unit may be recomputed too, such as a sum from its operands."""
+    unit = units.all[index]
+    cut = cut_of(units.problem, unit.nodes, wanted=units.leaving & unit.members)
+    return () if cut is None else tuple(dict.fromkeys(map(cut.saved, _hull(cut))))
 
 
 def _hull(cut: Cut) -> Iterator[np.ndarray]:

@@ -82,7 +82,7 @@ class Solver:
 
     def prepare(self) -> None:
         """Solve what is the same for every budget."""
-        _ = self._menus
+        _ = self._menus.without_borders
 
     def solve(self, budget: int, is_final: bool = True) -> Solution | Floor:
         """The plan with the least time for recompute of all whose peak fits; of equal ones that with the lowest peak.
@@ -100,7 +100,12 @@ class Solver:
         return self._solution(solver, improve(self.problem, best, budget) if is_final else best)
 
     def _candidates(self, budget: int) -> Iterator[tuple[str, Simulation]]:
-        found = self._menus.solve(budget)
+        found = self._menus.without_borders.solve(budget)
+        if found is None or found.backward.peak > found.forward.peak:
+            # What many units recompute before the backward of any of them is not in the measure of one unit's plan.
+            with_borders = self._menus.solve(budget)
+            if with_borders is not None:
+                yield TWO_LEVEL, with_borders
         if found is not None or self.lowest.peak <= budget:
             yield TWO_LEVEL, found or self.lowest
         yield LAYERS, self.layers_recomputed

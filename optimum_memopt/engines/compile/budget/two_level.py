@@ -4,18 +4,22 @@ What leaves a unit is saved where it is needed, so each unit's plan changes the 
 that it leaves to all later units of the forward, and by how high its own part of forward and backward rises.
 """
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
-from optimum_memopt.engines.compile.budget.menus import menu
+from optimum_memopt.engines.compile.budget.menus import menu, menu_without_borders
 from optimum_memopt.engines.compile.budget.problem import Problem
 from optimum_memopt.engines.compile.budget.simulation import Simulation, simulate
 from optimum_memopt.engines.compile.budget.units import Units, units_of
 
 # Steps of saved bytes that the dynamic program tells apart.
 _STEPS = 4000
+# What the last byte of a plan costs against the average one; not tuned.
+_MARGINAL = 2
 
 
 @dataclass(frozen=True)
@@ -23,7 +27,7 @@ class UnitPlan:
     """One way to run a unit; bytes and seconds are over those where everything is saved.
 
     Attributes:
-        kept: roots to save beside those that leave the unit.
+        kept: roots to save.
         stashed: bytes from its forward to its backward; negative, mostly.
         forward_rise: bytes at the highest point of its part of the forward.
         backward_rise: bytes at the highest point of its part of the backward.
@@ -105,6 +109,7 @@ class TwoLevel:
         problem, best = self.units.problem, None
         asked, low, high, times = budget, 0, 0, 1
         seen: set[frozenset[int]] = set()
+        dropped: frozenset[int] | None = None
         for _ in range(tries):
             chosen = self.choose(asked)
             if not chosen and not high:
@@ -113,7 +118,9 @@ class TwoLevel:
                 low = asked
                 asked = (low + high) // 2
                 continue
-            found = simulate(problem, self.closure(chosen))
+            if dropped is None:
+                dropped = self._cheap_outside(simulate(problem, self.closure(chosen)))
+            found = simulate(problem, self.closure(chosen, dropped))
             fits = found.peak <= budget
             if fits and (best is None or found.extra_seconds(problem) < best.extra_seconds(problem)):
                 best = found
@@ -147,9 +154,41 @@ class TwoLevel:
             best = min(best, found, key=lambda simulation: simulation.peak)
         return best
 
-    def closure(self, chosen: Sequence[frozenset[int]]) -> frozenset[int]:
-        """All that is saved under a plan of each unit."""
-        return self.units.problem.closure(self.units.leaving.union(*chosen))
+    def closure(self, chosen: Sequence[frozenset[int]], dropped: Collection[int] = ()) -> frozenset[int]:
+        """All that is saved under a plan of each unit, but for what is `dropped`."""
+        return self.units.problem.closure(frozenset().union(*chosen).difference(dropped))
+
+    def _cheap_outside(self, found: Simulation) -> frozenset[int]:
+        """What a plan saves outside of the layers for recompute within them, such as an attention mask, and that is
+        cheaper to recompute than what the plan does: no plan of one unit alone shows this."""
+        problem, layers = self.units.problem, self.units.problem.layers
+        dropped: frozenset[int] = frozenset()
+        for node in sorted(found.saved - self.everything.saved):
+            if layers[node] or problem.is_kept[node]:
+                continue
+            without = simulate(problem, problem.closure(found.saved - {node}))
+            gained = self.everything.peak - found.peak
+            seconds, before = (one.extra_seconds(problem) for one in (without, found))
+            if (seconds - before) * gained < _MARGINAL * before * (found.peak - without.peak):
+                dropped, found = dropped | {node}, without
+        return dropped
+
+    @cached_property
+    def without_borders(self) -> "TwoLevel":
+        """With further plans, which recompute what leaves a unit.
+
+        A plan is measured alone. If many units recompute what leaves them, it is there for all of them when the
+        backward begins, which only the simulation of the result shows.
+        """
+        menus = {index: menu_without_borders(self.units, index) for index in self.units.representatives}
+        measured = _measured(self.units, self.everything, self.tops, menus)
+        return replace(
+            self,
+            menus=tuple(
+                functools.reduce(_with, more, plans)
+                for plans, more in zip(self.menus, _for_all(self.units, measured), strict=True)
+            ),
+        )
 
 
 def two_level(problem: Problem) -> TwoLevel:
@@ -157,16 +196,16 @@ def two_level(problem: Problem) -> TwoLevel:
     units = units_of(problem)
     everything = simulate(problem, problem.closure(units.leaving | problem.activations))
     tops = _tops(units, everything)
-    representatives = {units.classes[index]: index for index in units.representatives}
     measured = _measured(units, everything, tops, {index: menu(units, index) for index in units.representatives})
-    return TwoLevel(
-        units,
-        everything,
-        tops,
-        tuple(
-            tuple(_moved(units, plan, representatives[first], index) for plan in measured[representatives[first]])
-            for index, first in enumerate(units.classes)
-        ),
+    return TwoLevel(units, everything, tops, _for_all(units, measured))
+
+
+def _for_all(units: Units, measured: Mapping[int, tuple[UnitPlan, ...]]) -> tuple[tuple[UnitPlan, ...], ...]:
+    """The plans of all units, of which one a class was measured."""
+    representatives = {units.classes[index]: index for index in units.representatives}
+    return tuple(
+        tuple(_moved(units, plan, representatives[first], index) for plan in measured[representatives[first]])
+        for index, first in enumerate(units.classes)
     )
 
 
@@ -194,9 +233,10 @@ def _measured(
     others = (units.leaving | problem.activations).difference(*(units.all[index].members for index in menus))
     base = _recompute_seconds(units, everything)
     found: dict[int, tuple[UnitPlan, ...]] = dict.fromkeys(menus, ())
-    for number in range(max(map(len, menus.values()))):
+    menus = {index: plans for index, plans in menus.items() if plans}
+    for number in range(max(map(len, menus.values()), default=0)):
         kept = {index: plans[min(number, len(plans) - 1)] for index, plans in menus.items()}
-        simulation = simulate(problem, problem.closure(others.union(units.leaving, *kept.values())))
+        simulation = simulate(problem, problem.closure(others.union(*kept.values())))
         stashed = _stashed_more(units, everything, simulation, sorted(menus))
         seconds = _recompute_seconds(units, simulation)
         before = 0
