@@ -63,6 +63,29 @@ class Spaced(Stack):
         return x.square().sum()
 
 
+class MaskedBlock(Block):
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        scores = torch.where(mask, x @ x.transpose(-1, -2), -10.0)
+        return x + self.down(functional.gelu(self.up(scores.softmax(-1) @ x)).half()).float()
+
+
+class Masked(Stack):
+    """With a mask that all layers read, sums of more bytes than what is added, and a head as large as logits."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.layers = torch.nn.ModuleList([MaskedBlock() for _ in range(count)])
+        for layer in self.layers:
+            layer.down.half()
+        self.head = torch.nn.Linear(16, 600)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x, mask = self.embedding(ids), (ids[:, None] + ids[:, :, None]) % 3 > 0
+        for layer in self.layers:
+            x = layer(x, mask)
+        return self.head(x).exp().sum()
+
+
 IDS = torch.arange(4 * 12).view(4, 12) % 50
 
 
@@ -153,6 +176,39 @@ def test_what_leaves_a_layer_counts_for_the_one_that_is_recomputed_from_it() -> 
         assert chosen
         # No plan is far from where the dynamic program expects it.
         assert simulate(problem, menus.closure(chosen)).peak <= budget * 1.01
+
+
+@pytest.fixture(scope="module")
+def masked() -> Problem:
+    """Where products take a hundred times as long as all else."""
+    captured = capture(Masked(6).forward, IDS)
+    kinds = [str(node.target) for node in captured.joint.nodes]
+    return problem_of(captured.graph, [1e-3 if "mm" in kind else 1e-5 for kind in kinds])
+
+
+def test_what_leaves_a_layer_is_recomputed_where_that_is_cheaper(masked: Problem) -> None:
+    menus = two_level(masked)
+    low, high = menus.lowest().peak, menus.everything.peak
+    cheaper = []
+    for step in range(1, 8):
+        budget = low + (high - low) * step // 8
+        with_borders, without = menus.solve(budget), menus.without_borders.solve(budget)
+        assert with_borders is not None
+        if without is not None and without.extra_seconds(masked) < 0.99 * with_borders.extra_seconds(masked):
+            assert without.peak <= budget
+            found = Solver(masked).solve(budget)
+            assert isinstance(found, Solution) and found.extra_seconds <= without.extra_seconds(masked)
+            cheaper.append(without)
+    assert any(masked.boundaries - found.saved for found in cheaper)
+
+
+def test_no_kind_of_operator_alone_is_cheaper_to_recompute(masked: Problem) -> None:
+    for kind in sorted({masked.kinds[node] for node in masked.activations}):
+        kept = [node for node in masked.activations if masked.kinds[node] != kind]
+        alone = simulate(masked, masked.closure(kept))
+        found = Solver(masked).solve(alone.peak)
+        assert isinstance(found, Solution) and found.peak <= alone.peak
+        assert found.extra_seconds <= alone.extra_seconds(masked) + 1e-9, kind
 
 
 def test_the_same_problem_has_the_same_solution(many_layers: Captured) -> None:
