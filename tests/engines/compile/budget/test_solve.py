@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from optimum_memopt.engines.compile.budget.mixed import is_within
 from optimum_memopt.engines.compile.budget.problem import Problem, problem_of
 from optimum_memopt.engines.compile.budget.simulation import held_at_peak, simulate
 from optimum_memopt.engines.compile.budget.solve import KEEPS_ALL, Floor, Solution, Solver
@@ -215,6 +216,16 @@ def test_the_same_problem_has_the_same_solution(many_layers: Captured) -> None:
     first, second = (Solver(priced(many_layers, 1)).solve(budgets(priced(many_layers, 1), 3)[1]) for _ in range(2))
     assert isinstance(first, Solution) and isinstance(second, Solution)
     assert (first.saved, first.peak) == (second.saved, second.peak)
+
+
+def test_a_plan_below_the_lowest_of_layers_is_one(one_layer: Captured) -> None:
+    """So that no smaller batch is advised than what fits."""
+    problem = priced(one_layer, 1)
+    below = Solver(problem).lowest.peak - 1
+    found = Solver(problem).solve(below)
+    assert isinstance(found, Solution) and found.peak <= below
+    assert is_within(Solver(problem), below, None)
+    assert not is_within(Solver(problem), below // 2, None)
 
 
 def test_identical_layers_are_solved_once(many_layers: Captured) -> None:
