@@ -70,6 +70,6 @@ def point_of_plan(solver: Solver, outside: Footprint, saved: Collection[int]) ->
         saved: nodes that the plan saves for backward.
     """
     problem = solver.problem
-    found = simulate(problem, problem.closure(saved))
+    found = simulate(problem, problem.saving(saved))
     peak = replace(outside, activations=found.peak).peak
     return CurvePoint(peak, peak, solver.extra_seconds(found), solver.seconds)

@@ -144,6 +144,10 @@ class Problem:
                 todo.extend(self.reads[node])
         return found
 
+    def saving(self, nodes: Iterable[int]) -> frozenset[int]:
+        """What the forward saves if the storages of some nodes are saved: torch's own partition saves views, too."""
+        return self.closure({self.roots[node] for node in nodes})
+
     def closure(self, kept: Collection[int]) -> frozenset[int]:
         """What the forward saves if everything in `kept` that a read of the backward leads to is saved.
 

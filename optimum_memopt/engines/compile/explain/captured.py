@@ -69,7 +69,7 @@ class CapturedGraph:
     def simulated(self, problem: Problem) -> Simulation:
         """Its plan's run; `problem` is of this graph."""
         numbers = {name: number for number, name in enumerate(problem.names)}
-        return simulate(problem, frozenset(numbers[name] for name in self.saved if name in numbers))
+        return simulate(problem, problem.saving(numbers[name] for name in self.saved if name in numbers))
 
 
 @dataclass(frozen=True)

@@ -154,7 +154,7 @@ class GraphSteps:
             if saved is None:
                 self._found[key] = checkpointed(problem, _CHECKPOINTED[plan])
             else:
-                self._found[key] = simulate(problem, saved)
+                self._found[key] = simulate(problem, problem.saving(saved))
         return self._found[key]
 
     def _problem(self, rows: int) -> Problem:

@@ -133,7 +133,7 @@ def steady_process() -> Iterator[None]:
     """The process itself grows and shrinks by more than a small model takes."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (in_step, step_budget):
-            patch.setattr(module, "resident", lambda device: 2**29)
+            patch.setattr(module, "held_bytes", lambda device: 2**29)
         patch.setattr(in_step, "_GROWTH", 0)
         patch.setattr(in_step, "_GROWTH_SHARE", 0)
         yield

@@ -69,7 +69,7 @@ def _steady_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def hold(monkeypatch: pytest.MonkeyPatch, held: int) -> None:
     for module in (in_step, step_budget):
-        monkeypatch.setattr(module, "resident", lambda device: held)
+        monkeypatch.setattr(module, "held_bytes", lambda device: held)
 
 
 class Attached:

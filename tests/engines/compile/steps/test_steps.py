@@ -59,6 +59,14 @@ def test_level_1_takes_what_its_own_trace_is_predicted_to_take(steps, folder):
     assert 0 < found.recomputing < 0.5 * found.micro_batch
 
 
+def test_without_a_plan_no_product_is_computed_twice(steps):
+    """As torch's own partition has it, which saves views."""
+    for graph in steps._graphs.values():
+        problem, found = graph._problem(24), graph._simulation("no plan", 24)
+        assert not {problem.kinds[node] for node in found.recomputed} & {"aten.addmm.default", "aten.bmm.default"}
+        assert found.peak <= graph._solver(24).everything.peak
+
+
 def test_a_budget_is_kept_with_less_recompute_than_a_level(steps):
     level = steps.step(plan(steps, "level 1"), 24, False)
     free = steps.step(plan(steps, "no plan"), 24, False)
