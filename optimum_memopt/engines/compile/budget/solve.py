@@ -69,7 +69,8 @@ class Solver:
     @cached_property
     def lowest(self) -> Simulation:
         """The plan with the lowest peak that is found."""
-        return min(self._menus.lowest(), self.layers_recomputed, key=lambda found: found.peak)
+        of_menus = (menus.lowest() for menus in (self._menus.without_borders, self._menus))
+        return min(*of_menus, self.layers_recomputed, key=lambda found: found.peak)
 
     @cached_property
     def seconds(self) -> float:
