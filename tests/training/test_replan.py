@@ -24,7 +24,7 @@ REPLAN = {**PLAIN, "memory_opt_on_oom": "replan"}
 def steady_process(monkeypatch):
     """The process itself takes a thousand times what such a small model does."""
     for module in (in_step, step_budget):
-        monkeypatch.setattr(module, "resident", lambda device: 0)
+        monkeypatch.setattr(module, "held_bytes", lambda device: 0)
     monkeypatch.setattr(in_step, "_GROWTH", 0)
 
 
