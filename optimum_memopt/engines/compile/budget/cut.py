@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from optimum_memopt.engines.compile.budget.c_output import without_c_output
 from optimum_memopt.engines.compile.budget.problem import Problem
 
 # Importing it takes more than half a second, which only a budget has to pay.
@@ -83,16 +84,17 @@ class Cut:
         """
         from scipy.optimize import Bounds, LinearConstraint, milp
 
-        found = milp(
-            self.microseconds + LOWEST_PRICE * self.megabytes,
-            constraints=[
-                LinearConstraint(self.requires, self.least, np.inf),
-                LinearConstraint(limits, -np.inf, most),
-            ],
-            integrality=np.ones(len(self.microseconds)),
-            bounds=Bounds(0, 1),
-            options={"mip_rel_gap": gap, "node_limit": nodes},
-        )
+        with without_c_output():
+            found = milp(
+                self.microseconds + LOWEST_PRICE * self.megabytes,
+                constraints=[
+                    LinearConstraint(self.requires, self.least, np.inf),
+                    LinearConstraint(limits, -np.inf, most),
+                ],
+                integrality=np.ones(len(self.microseconds)),
+                bounds=Bounds(0, 1),
+                options={"mip_rel_gap": gap, "node_limit": nodes},
+            )
         return None if found.x is None else np.round(found.x)
 
 

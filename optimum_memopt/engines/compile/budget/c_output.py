@@ -1,0 +1,36 @@
+"""Keeps what a library in C prints out of this process's standard output."""
+
+import contextlib
+import ctypes
+import os
+import sys
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def without_c_output() -> Iterator[None]:
+    """Drop what is written to descriptor 1 meanwhile, by other threads too; elsewhere than on Linux and macOS nothing.
+
+    HiGHS prints a line for some programs whatever it is told about its log (`printf` in
+    `HighsMipSolverData::transformNewIntegerFeasibleSolution`, in scipy 1.17), which would break JSON and tables.
+    """
+    try:
+        kept = os.dup(1)
+    except OSError:
+        # Standard output is closed.
+        kept = None
+    if kept is None or sys.platform == "win32":
+        yield
+        return
+    buffers = ctypes.CDLL(None)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        sys.stdout.flush()
+        buffers.fflush(None)
+        os.dup2(nowhere, 1)
+        yield
+    finally:
+        buffers.fflush(None)
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)
