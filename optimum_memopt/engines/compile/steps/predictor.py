@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from optimum_memopt.engines.compile.budget.mixed import Host, Mixed, cheapest
+from optimum_memopt.engines.compile.budget.mixed import Host, Mixed, cheapest, with_offload
 from optimum_memopt.engines.compile.budget.problem import Problem
 from optimum_memopt.engines.compile.budget.simulation import Simulation, simulate
-from optimum_memopt.engines.compile.budget.solve import Floor, Solver
+from optimum_memopt.engines.compile.budget.solve import Floor, Solution, Solver
 from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.compile.steps.plans import checkpointed, layers_of, without_gradients
 from optimum_memopt.engines.compile.steps.times import OperatorTimes, UpdateTimes
@@ -137,8 +137,15 @@ class GraphSteps:
         plain = self._simulation(_NO_PLAN, rows)
         if self._is_within(plain, rows, accumulates):
             return _of(plain)
-        outside = self._around.footprint(rows, accumulates, 0)
-        found = cheapest(self._solver(rows), outside.activations_within(self._around.budget), self._host)
+        solver = self._solver(rows)
+        allowed = self._around.footprint(rows, accumulates, 0).activations_within(self._around.budget)
+        # Not the long search for recompute that fits after all: most rows that are looked at do not fit.
+        floor = Floor(solver.lowest.peak, ())
+        found: Solution | Mixed | Floor = floor
+        if solver.lowest.peak <= allowed:
+            found = cheapest(solver, allowed, self._host)
+        elif self._host is not None:
+            found = with_offload(solver, floor, allowed, self._host) or floor
         if isinstance(found, Floor):
             return None
         run = _of(simulate(self._problem(rows), frozenset(found.saved)))
