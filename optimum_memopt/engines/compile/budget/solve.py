@@ -90,17 +90,18 @@ class Solver:
 
         Args:
             budget: bytes that the graph's forward and backward may hold.
-            is_final: False: without the last small changes, which take as long as the rest.
+            is_final: False: without the last small changes, and in a large graph without the search over all of it
+                where something fits already; each takes as long as the rest.
         """
         if self.everything.peak <= budget:
             return self._solution(KEEPS_ALL, self.everything)
-        fitting = [(solver, found) for solver, found in self._candidates(budget) if found.peak <= budget]
+        fitting = [(solver, found) for solver, found in self._candidates(budget, is_final) if found.peak <= budget]
         if not fitting:
             return Floor(self.lowest.peak, _holders(self.problem, self.lowest))
         solver, best = min(fitting, key=lambda pair: (pair[1].extra_seconds(self.problem), pair[1].peak))
         return self._solution(solver, improve(self.problem, best, budget) if is_final else best)
 
-    def _candidates(self, budget: int) -> Iterator[tuple[str, Simulation]]:
+    def _candidates(self, budget: int, is_final: bool) -> Iterator[tuple[str, Simulation]]:
         found = self._menus.without_borders.solve(budget)
         if found is None or found.backward.peak > found.forward.peak:
             # What many units recompute before the backward of any of them is not in the measure of one unit's plan.
@@ -111,7 +112,8 @@ class Solver:
             yield TWO_LEVEL, found or self.lowest
         yield LAYERS, self.layers_recomputed
         # It takes longer, and wins in small graphs and where the other one finds nothing.
-        if found is None or sum(self.problem.is_forward) < SMALL:
+        is_small = sum(self.problem.is_forward) < SMALL
+        if is_small or (found is None and (is_final or self.lowest.peak > budget)):
             whole = solve_whole_graph(self.problem, budget, found or self.everything)
             if whole is not None:
                 yield WHOLE_GRAPH, whole
