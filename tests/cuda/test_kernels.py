@@ -65,7 +65,7 @@ def test_the_header_names_torchs_own_composition():
 def test_cudnn_is_avoided_where_its_backward_may_give_nan(compiler, capsys):
     """On the stand-in cuDNN's attention ends the process, so that this would not end."""
     if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):
-        pytest.skip("this torch prefers other kernels to cuDNN's")
+        pytest.skip("cuDNN's attention is avoided from torch 2.11 on")
     if torch.cuda.get_device_capability() != (9, 0) or torch.backends.cudnn.version() >= 92600:
         pytest.skip("cuDNN is right here")
     torch.backends.cuda.enable_cudnn_sdp(True)

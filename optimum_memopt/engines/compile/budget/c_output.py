@@ -14,12 +14,12 @@ def without_c_output() -> Iterator[None]:
     HiGHS prints a line for some programs whatever it is told about its log (`printf` in
     `HighsMipSolverData::transformNewIntegerFeasibleSolution`, in scipy 1.17), which would break JSON and tables.
     """
-    try:
-        kept = os.dup(1)
-    except OSError:
-        # Standard output is closed.
-        kept = None
-    if kept is None or sys.platform == "win32":
+    kept = None
+    if sys.platform != "win32":
+        # Standard output may be closed.
+        with contextlib.suppress(OSError):
+            kept = os.dup(1)
+    if kept is None:
         yield
         return
     buffers = ctypes.CDLL(None)

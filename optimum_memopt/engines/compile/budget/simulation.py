@@ -148,10 +148,11 @@ def _raise_picks(problem: Problem, order: Sequence[int]) -> list[int]:
             add(pick)
 
     for node in order:
+        if node in moved:
+            continue
         if node in picked:
-            if node not in moved:
-                add(node)
-        elif node not in moved:
+            add(node)
+        else:
             raised.append(node)
     return raised
 

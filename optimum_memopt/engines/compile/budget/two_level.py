@@ -4,10 +4,9 @@ What leaves a unit is saved where it is needed, so each unit's plan changes the 
 that it leaves to all later units of the forward, and by how high its own part of forward and backward rises.
 """
 
-import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, reduce
 
 import numpy as np
 
@@ -185,7 +184,7 @@ class TwoLevel:
         return replace(
             self,
             menus=tuple(
-                functools.reduce(_with, more, plans)
+                reduce(_with, more, plans)
                 for plans, more in zip(self.menus, _for_all(self.units, measured), strict=True)
             ),
         )

@@ -43,21 +43,26 @@ class LargestRows(InternalProducer):
         """Torch's own partition, after the search in the first graph."""
         assert self.step is not None and self.costs is not None
         if not earlier:
-            costs, step = self.costs(graph), self.step(Budget("", 0))
-            self.found.append(self.search(lambda rows: _fits(graph, costs, step, rows, self.bytes_for(rows))))
+            fits = _fitting(graph, self.costs(graph), self.step(Budget("", 0)))
+            self.found.append(self.search(lambda rows: fits(rows, self.bytes_for(rows))))
         return TorchDefault().choose(graph, earlier)
 
 
-def _fits(graph: AnalyzedGraph, costs: Costs, step: Step, rows: int, most: int) -> bool:
-    """Whether a plan is found with which a step with so many rows holds at most so many bytes."""
+def _fitting(graph: AnalyzedGraph, costs: Costs, step: Step) -> Callable[[int, int], bool]:
+    """Tells whether a plan is found with which a step with so many rows holds at most so many bytes."""
     names = symbol_names(compat.symbol_sources())
     symbols = [symbol for symbol in graph.size_hints if is_rows(names.get(symbol, ""))]
-    before = max((graph.size_hints[symbol] for symbol in symbols), default=rows)
-    hints = {**graph.size_hints, **dict.fromkeys(symbols, rows)}
-    outside = replace(step.outside, batch=step.outside.batch * rows // before)
-    allowed = int(outside.activations_within(most) * (1 - _BLOCKS))
-    if replace(outside, activations=0).peak > most:
-        return False
-    seconds = [one * rows / before for one in costs.seconds]
-    solver = Solver(problems_of(graph, seconds, costs.workspaces)(hints))
-    return is_within(solver, allowed, host_of(graph, step.link, step.host))
+    problem_at = problems_of(graph, costs.seconds, costs.workspaces)
+    host = host_of(graph, step.link, step.host)
+
+    def fits(rows: int, most: int) -> bool:
+        before = max((graph.size_hints[symbol] for symbol in symbols), default=rows)
+        outside = replace(step.outside, batch=step.outside.batch * rows // before)
+        if replace(outside, activations=0).peak > most:
+            return False
+        problem = problem_at({**graph.size_hints, **dict.fromkeys(symbols, rows)})
+        seconds = tuple(one * rows / before for one in problem.seconds)
+        allowed = int(outside.activations_within(most) * (1 - _BLOCKS))
+        return is_within(Solver(replace(problem, seconds=seconds)), allowed, host)
+
+    return fits
