@@ -31,6 +31,10 @@ from optimum_memopt.engines.compile.budget.devices import Device
 EFFICIENCY = 0.6
 # Repetitions of an operator, and seconds after which one is not repeated.
 _REPEATS, _LONG = 5, 0.02
+# Bytes that are written on a CPU before each repetition, as `triton.testing.do_bench` clears a GPU's cache: in a step
+# much is computed between two uses of a tensor. Operators that move less find what was just computed in the cache,
+# those that move more clear it themselves.
+_CLEARED, _SMALL, _LARGE = 2**24, 2**20, 2**26
 _CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 # inductor fuses neighbours, so that an operator that is bound by memory reads or writes, seldom both.
 FUSED = 0.5
@@ -153,7 +157,7 @@ def measured(
     end = time.perf_counter() + limit
     for key, node in sorted(distinct.items(), key=lambda item: -of_nodes[item[1]].bytes):
         if key not in known and time.perf_counter() < end:
-            one = _measure(node, number, has_library=bool(of_nodes[node].flops))
+            one = _measure(node, number, of_nodes[node])
             if one is not None:
                 known[key] = one
     found = [known[work.key].seconds / work.bytes for work in of_nodes.values() if work.key in known and work.bytes]
@@ -290,7 +294,7 @@ def _text(argument: Any) -> str:
     return repr(argument)
 
 
-def _measure(node: fx.Node, number: _Numbers, has_library: bool) -> Measured | None:
+def _measure(node: fx.Node, number: _Numbers, work: Work) -> Measured | None:
     """The shortest of a few runs, which other processes disturb least; None where it does not run."""
     run: Any = node.target
     found: list[float] = []
@@ -301,13 +305,16 @@ def _measure(node: fx.Node, number: _Numbers, has_library: bool) -> Measured | N
             positional, named = _arguments(node, number, _ones)
             is_on_cuda = any(one.is_cuda for one in compat.tree_leaves(positional) if isinstance(one, torch.Tensor))
             wait = torch.cuda.synchronize if is_on_cuda else lambda: None
+            is_cleared = not is_on_cuda and _SMALL < work.bytes < _LARGE
+            other = torch.ones(_CLEARED // 4 if is_cleared else 0)
             while len(found) < _REPEATS and sum(found) < _LONG:
+                other.add_(1)
                 wait()
                 watch = Stopwatch(is_on_cuda)
                 run(*positional, **named)
                 wait()
                 found.append(watch.seconds)
-            if has_library and not is_on_cuda:
+            if work.flops and not is_on_cuda:
                 workspace = _workspace(lambda: run(*positional, **named))
         # Any operator may refuse ones; out of memory is one more reason not to measure it.
         except Exception:

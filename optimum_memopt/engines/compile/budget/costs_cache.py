@@ -20,7 +20,7 @@ def cache_path(device: torch.device) -> Path:
         name = torch.cuda.get_device_name(device)
     else:
         name = f"{device.type} {psutil.cpu_count()} cores {torch.get_num_threads()} threads"
-    return folder / f"costs {name} torch {torch.__version__}.json".replace(" ", "-").replace("/", "-")
+    return folder / f"operators {name} torch {torch.__version__}.json".replace(" ", "-").replace("/", "-")
 
 
 @contextlib.contextmanager
