@@ -144,6 +144,21 @@ def test_each_saved_activation_knows_its_module_and_layer(stack):
     assert loss.layer == module_path(loss.root) == ""
 
 
+class NotesItsInput(Stack):
+    """Sets an attribute in its forward; dynamo calls modules that are read after it by another name."""
+
+    def forward(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.last = ids
+        return super().forward(ids)
+
+
+def test_modules_of_a_model_that_changes_itself_have_their_paths():
+    assert [activation.layer for activation in made_by(capture(NotesItsInput().forward, IDS), "gelu")] == [
+        "layers.0",
+        "layers.1",
+    ]
+
+
 def test_every_operator_of_a_forward_comes_from_a_call(roberta, gpt2):
     """Not from what torch would make of a model's numbers, which belongs to no module."""
     for captured in (roberta, gpt2):

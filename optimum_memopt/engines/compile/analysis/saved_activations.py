@@ -37,7 +37,6 @@ _WITH_STATISTICS = frozenset(
         "native_layer_norm",
     }
 )
-_STATISTICS = frozenset({"native_layer_norm", "native_group_norm", "_fused_rms_norm", "native_batch_norm"})
 _STATISTICS = frozenset({"amax", "var_mean", "logsumexp", "mean", "sum", "rsqrt"})
 
 
@@ -90,9 +89,10 @@ def _module_stack(node: fx.Node) -> list[tuple[str, str]]:
 def _module_path(source: str) -> str:
     """What dynamo calls `L['self'].layer.0`.
 
-    Until torch 2.10 the paths of lists have their inner names, `L['self']._modules['layer']._modules['0']`.
+    Until torch 2.10 the paths of lists have their inner names, `L['self']._modules['layer']._modules['0']`, and those
+    of a module that has set an attribute in its forward have `L['self'].__dict__['_modules']['layer'].0` in all.
     """
-    path = re.sub(r"\._modules\['([^']*)'\]", r".\1", source)
+    path = re.sub(r"\.(?:_modules|__dict__\['_modules'\])\['([^']*)'\]", r".\1", source)
     # `L['self']`, and `L['args'][0]` of a forward that is compiled as a function.
     return re.sub(r"^L\['[^']*'\](?:\[\d+\])?\.?", "", path)
 
