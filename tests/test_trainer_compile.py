@@ -179,6 +179,44 @@ def test_a_model_that_torch_cannot_trace_says_so():
     assert engine.plans().header[0].startswith("NOT under a plan")
 
 
+class NoText:
+    """torch describes the keys of a dict that a forward reads."""
+
+    def __repr__(self):
+        raise ZeroDivisionError("no text")
+
+
+class Halfway(torch.nn.Module):
+    """What torch cannot trace comes after a graph that has run."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(3))
+        self.register_buffer("forwards", torch.zeros(()))
+        self.table = {NoText(): 1}
+
+    def forward(self, x):
+        self.forwards += 1
+        x = self.weight * x * torch.rand(3)
+        torch._dynamo.graph_break()
+        return (x * len(self.table)).sum()
+
+
+def test_a_model_that_breaks_torchs_tracer_trains_as_plain_pytorch():
+    model, plain = Halfway(), Halfway()
+    engine = optimize(model, **ENGINE, memory_opt_level=1)
+    with log_lines() as lines:
+        for one in (model, plain):
+            torch.manual_seed(0)
+            for _ in range(2):
+                one(torch.arange(3.0)).backward()
+    said = ["NOT under a plan: torch cannot trace this model (ZeroDivisionError: no text)"]
+    assert [line for line in lines if line.startswith("NOT")] == said
+    assert list(engine.plans().header) == said
+    assert model.forwards == plain.forwards
+    assert torch.equal(model.weight.grad, plain.weight.grad)
+
+
 @pytest.mark.parametrize("name, own", tiered([("small", {"repeats": True}), ("deberta-v2-mlm", {})], fast=["small"]))
 def test_a_last_batch_of_one_row_has_fewer_plans_and_trains_on(name, own):
     """For one row DeBERTa repeats nothing, so that a plan of the config is not there."""

@@ -34,6 +34,7 @@ from optimum_memopt.engines.compile.recompiles import Recompiles
 from optimum_memopt.engines.compile.symbol_names import SymbolNames
 from optimum_memopt.engines.compile.table import to_table
 from optimum_memopt.engines.compile.trace_fixes import TraceFixes
+from optimum_memopt.engines.forward_state import ForwardState
 from optimum_memopt.engines.label_smoothing import LabelSmoothing, cross_entropy
 from optimum_memopt.engines.run import Run
 from optimum_memopt.engines.weak_method import weak_method
@@ -139,6 +140,8 @@ class PlannedForward:
             self._compiled[variant] = self._compile(loss_only, drops_logits, reader)
         watch = compat.Watch()
         is_first = is_new or self.table is None
+        before = ForwardState.of(self._model, with_buffers=True) if is_first and not self._settings.is_dry else None
+        failure = ""
         try:
             with configured(), self._trace_fixes.around_call(kwargs), self._announced(is_first) as self.progress:
                 outputs = self._compiled[variant](*args, **kwargs)
@@ -147,7 +150,15 @@ class PlannedForward:
             self._graphs = []
             if isinstance(refusal := getattr(error, "inner_exception", None), MemOptError):
                 raise refusal from None
-            raise
+            failure = compat.tracing_failure(error) if before is not None else ""
+            if not failure:
+                raise
+        if before is not None and failure:
+            # Graphs before the one that torch could not trace have run.
+            before.restore(self._model)
+            self._compiled[variant] = self._wrapped(loss_only, drops_logits)
+            outputs = self._compiled[variant](*args, **kwargs)
+            self._show_nothing(f"torch cannot trace this model ({failure})")
         if not is_first:
             for line in self._recompiles.add(watch.recompiles(), compat.recompile_limit(), self._name):
                 self._say(line)
@@ -155,7 +166,8 @@ class PlannedForward:
             graphs, self._graphs = self._graphs, []
             self._show(graphs, watch, kwargs)
         elif self.table is None:
-            self._show_nothing(watch)
+            reasons = "; ".join(watch.graph_breaks()) or "nothing in it can be trained"
+            self._show_nothing(f"torch compiled no training graph of this model ({reasons})")
         if self.predictor is not None:
             with self.predicting():
                 self.predictor.note_forward(kwargs, outputs)
@@ -184,16 +196,18 @@ class PlannedForward:
         partition, prepare = weak_method(self._partition), weak_method(self._plan_losses)
         say = weak_method(self._say)
         backend = Backend(settings.compiler, partition, lambda module: prepare(module, reader), say, settings.is_dry)
-        forward = self._forward
-        if settings.smoothing is not None:
-            forward = settings.smoothing.wrap(forward, functools.partial(cross_entropy, settings.smoothing))
-        if loss_only:
-            forward = with_detached_outputs(forward)
-        if drops_logits:
-            forward = without_logits(forward)
-        forward = compat.with_own_code(forward)
+        forward = compat.with_own_code(self._wrapped(loss_only, drops_logits))
         self._traced.append(forward)
         return compat.compile_alone(forward, backend, settings.dynamic)
+
+    def _wrapped(self, loss_only: bool, drops_logits: bool) -> Callable[..., Any]:
+        """The model's forward with what the engine changes of its outputs."""
+        forward, smoothing = self._forward, self._settings.smoothing
+        if smoothing is not None:
+            forward = smoothing.wrap(forward, functools.partial(cross_entropy, smoothing))
+        if loss_only:
+            forward = with_detached_outputs(forward)
+        return without_logits(forward) if drops_logits else forward
 
     def _plan_losses(self, module: fx.GraphModule, reader: str) -> None:
         mode = self._settings.loss
@@ -296,9 +310,8 @@ class PlannedForward:
                 return (line, *prediction_lines(self.predictor), *host), self.predictor.footprint()
         return (line, *host), None
 
-    def _show_nothing(self, watch: compat.Watch) -> None:
-        reasons = "; ".join(watch.graph_breaks()) or "nothing in it can be trained"
-        line = f"NOT under a plan: torch compiled no training graph of this model ({reasons})"
+    def _show_nothing(self, why: str) -> None:
+        line = f"NOT under a plan: {why}"
         get_logger().warning(line)
         self.table = PlanTable(engine="compile", plans=(), header=(line,))
 
