@@ -19,7 +19,16 @@ class UnsupportedModelError(MemOptError):
 
 
 class DoesNotFitError(MemOptError):
-    """No plan brings a training step within its budget."""
+    """No plan brings a training step within its budget.
+
+    Args:
+        text: the message.
+        lacking: bytes over the budget.
+    """
+
+    def __init__(self, text: str, lacking: int = 0) -> None:
+        super().__init__(text)
+        self.lacking = lacking
 
 
 QUOTED = 80

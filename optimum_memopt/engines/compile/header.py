@@ -22,7 +22,12 @@ def plan_line(
     attention = f", attention: {_attention(model, graphs)}" if any(graph.is_for_cuda for graph in graphs) else ""
     pieces = f", in {len(graphs)} graphs" if len(graphs) > 1 else ""
     loss = ", loss in chunks" if any(graph.chunks_loss for graph in graphs) else ""
-    return f"{type(model).__name__} on {device} by {compiler}, {graphs[0].choice.why}{pieces}{loss}{attention}"
+    return f"{type(model).__name__} on {device} by {compiler}, {_why(graphs)}{pieces}{loss}{attention}"
+
+
+def _why(graphs: Sequence[PartitionedGraph]) -> str:
+    """Of the graphs' choices: each of several may have one of its own."""
+    return "; ".join(dict.fromkeys(graph.choice.why for graph in graphs))
 
 
 def host_line(graphs: Sequence[PartitionedGraph]) -> tuple[str, ...]:

@@ -173,6 +173,11 @@ class PlannedForward:
                 self.predictor.note_forward(kwargs, outputs)
         return refusing_gradients(outputs) if loss_only else outputs
 
+    @property
+    def graphs(self) -> tuple[PartitionedGraph, ...]:
+        """Those of the current forward that are compiled, and have run."""
+        return tuple(self._graphs)
+
     def add_to_header(self, lines: Sequence[str]) -> None:
         """Add lines to the table's header, after the first call."""
         if self.table is not None:

@@ -1,5 +1,6 @@
 """A model's training forward under one plan, planned again while what was compiled passes its budget."""
 
+import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,6 +26,8 @@ from optimum_memopt.sizes import Budget
 
 # Of one batch's plan, until what was compiled is within the budget too.
 _MOST_COMPILES = 3
+# Of each of those, until all graphs of the forward fit.
+_MOST_RESERVES = 3
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,8 @@ class Variant:
         if isinstance(producer, FromBudget | BudgetCurve | LargestRows):
             # torch keeps what was compiled with them until the process ends.
             producer = replace(producer, step=weak_method(self._step), costs=weak_method(self._costs))
+        if isinstance(producer, FromBudget):
+            producer = replace(producer, graphs=budget.graphs)
         self._model, self._forward, self._producer, self._settings = model, forward, producer, settings
         self._has_budget = isinstance(producer, FromBudget)
         self._inputs: Mapping[str, object] = {}
@@ -84,13 +89,7 @@ class Variant:
         for is_last in (*(False,) * (_MOST_COMPILES - 1), True):
             is_new = self._has_budget and not self.is_compiled
             before = ForwardState.of(self._model, with_buffers=True) if is_new else None
-            try:
-                outputs = self._run(call)
-            except DoesNotFitError:
-                # Another variant may run this batch.
-                if before is not None:
-                    before.restore(self._model)
-                raise
+            outputs = self._run(call) if before is None else self._run_with_room(call, before)
             if before is None or not self._solve_again(is_last):
                 break
             outputs = None
@@ -113,6 +112,27 @@ class Variant:
         """A line about a batch that would pass the budget; empty where it does not, or where that is not known."""
         return self._of_budget(lambda predictor: self.budget.excess(predictor, inputs))
 
+    def _run_with_room(self, call: Call, before: ForwardState) -> Any:
+        """The outputs, compiled again where earlier graphs of the forward leave a later one too little.
+
+        Args:
+            call: see `_run`.
+            before: restored if nothing fits: another variant may run this batch.
+        """
+        for is_last in (*(False,) * _MOST_RESERVES, True):
+            try:
+                return self._run(call)
+            except DoesNotFitError as error:
+                before.restore(self._model)
+                line = "" if is_last else self.budget.make_room(error)
+                if not line:
+                    raise
+            get_logger().info(line)
+            self.planned = None
+            # The error's frames hold what the graphs that ran have saved.
+            gc.collect()
+        raise AssertionError("the last run returns or raises")
+
     def _run(self, call: Call) -> Any:
         if self.planned is None:
             if self._has_budget:
@@ -134,7 +154,7 @@ class Variant:
         if is_last:
             get_logger().warning(f"NOT within the budget: {line}")
             return False
-        get_logger().info(f"{line}: solving again with that much less")
+        get_logger().info(f"{line}: solving again {self._of_budget(self.budget.tighten)}")
         self.planned = None
         return True
 
@@ -154,7 +174,8 @@ class Variant:
         return self.budget.resident(self._device)
 
     def _step(self, budget: Budget) -> Step:
-        return self.budget.step(self._model, self._inputs, budget)
+        earlier = self.planned.graphs if self.planned is not None else ()
+        return self.budget.step(self._model, self._inputs, budget, earlier)
 
     def _costs(self, graph: AnalyzedGraph) -> Costs:
         if self.planned is not None:

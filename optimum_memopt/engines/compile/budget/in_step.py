@@ -55,7 +55,12 @@ class Step:
 
 
 def step_around(
-    model: torch.nn.Module, inputs: Mapping[str, object], budget: Budget, run: Run, target: Device | None = None
+    model: torch.nn.Module,
+    inputs: Mapping[str, object],
+    budget: Budget,
+    run: Run,
+    target: Device | None = None,
+    left: int = 0,
 ) -> Step:
     """The step around a graph that is being partitioned, with AdamW until there is another optimizer.
 
@@ -65,6 +70,7 @@ def step_around(
         budget: of the whole step.
         run: whose step it is.
         target: the device that the step is planned for, which holds nothing else; None: where the model lies.
+        left: bytes that earlier graphs of the same forward have left, which are no part of `outside`.
     """
     device = next(model.parameters()).device
     memory = capacity(device) if target is None else capacity_of(target.memory)
@@ -73,7 +79,7 @@ def step_around(
     held = held_bytes(device) - _held(run.optimizer, trainable) if target is None else target.libraries
     room = room_to_grow(device, held) if target is None else 0
     held += room
-    constant = constant_of(model, batch, held)
+    constant = constant_of(model, batch, held, left)
     outside = footprint_of(model, run.optimizer, run.gradient_accumulation, batch=batch, constant=constant)
     link, host = link_of(device, target)
     return Step(

@@ -28,6 +28,45 @@ from optimum_memopt.engines.compile.memory.workspaces import workspace
 
 
 @dataclass(frozen=True)
+class OtherGraphs:
+    """What a forward holds around one of its graphs, where graph breaks split it.
+
+    Attributes:
+        later: bytes that the graphs after this one hold at most, between its forward and its backward.
+        gradients: bytes that their backwards have left when its own begins.
+        runs: of the graph, one after the other.
+    """
+
+    later: int = 0
+    gradients: int = 0
+    runs: int = 1
+
+    def in_forward(self, left: int) -> int:
+        """Bytes in the graph's last run.
+
+        Args:
+            left: bytes that one forward leaves: saved activations, and outputs, which the next one reads.
+        """
+        return (self.runs - 1) * left
+
+    def between(self, left: int) -> int:
+        """Bytes between forward and backward, those of the graph itself included; `left` as in `in_forward`."""
+        return self.runs * left + self.later
+
+    def in_backward(self, left: int, gradients: int) -> int:
+        """Bytes in the graph's first or last run.
+
+        Args:
+            left: see `in_forward`.
+            gradients: bytes that one backward leaves over those that it is given.
+        """
+        return max(self.in_forward(left), (self.runs - 1) * gradients) + self.gradients
+
+
+ALONE = OtherGraphs()
+
+
+@dataclass(frozen=True)
 class Problem:
     """A joint graph whose nodes are numbered in its order; tuples have an entry a node.
 
@@ -56,6 +95,7 @@ class Problem:
         backward_reads: nodes of the forward that the backward reads.
         activations: roots of the saved activations.
         boundaries: roots computed in one layer and read in another.
+        others: graphs of the same forward.
     """
 
     names: tuple[str, ...]
@@ -82,6 +122,7 @@ class Problem:
     backward_reads: tuple[int, ...]
     activations: frozenset[int]
     boundaries: frozenset[int]
+    others: OtherGraphs = ALONE
 
     @cached_property
     def users(self) -> tuple[tuple[int, ...], ...]:
@@ -243,7 +284,8 @@ def problems_of(
 
     def at(values: SymbolValues) -> Problem:
         found, known = bytes_of(values), list(workspaces_of(values))
-        for node, most in enumerate(measured[: len(nodes)]):
+        # Nothing of the graph itself, which may be gone by then.
+        for node, most in enumerate(measured[: len(known)]):
             if most:
                 # Buffers for operands are as large as these.
                 operands = [first.roots[read] for read in first.reads[node]]

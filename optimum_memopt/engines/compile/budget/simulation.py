@@ -7,12 +7,12 @@ compares it with `memory.timeline` byte by byte.
 
 import math
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
-from optimum_memopt.engines.compile.budget.problem import Problem
+from optimum_memopt.engines.compile.budget.problem import ALONE, Problem
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,9 @@ class Run:
 
     Attributes:
         order: its operators.
-        held: bytes while each of them runs.
-        end: bytes after the last.
+        held: bytes while each of them runs; of a forward's last one also those until the backward begins, where other
+            graphs run in between.
+        end: bytes after the last, without those of other graphs.
     """
 
     order: tuple[int, ...]
@@ -85,7 +86,21 @@ def simulate(problem: Problem, saved: frozenset[int]) -> Simulation:
     backward = _run(problem, order, problem.backward_outputs, owned, stashed + given)
     is_forward = problem.is_forward
     recomputed = tuple(node for node in order if is_forward[node])
+    if problem.others != ALONE:
+        forward, backward = _among_others(problem, forward, backward, given)
     return Simulation(saved, forward, backward, stashed, recomputed)
+
+
+def _among_others(problem: Problem, forward: Run, backward: Run, given: int) -> tuple[Run, Run]:
+    """Both runs with what other graphs of the forward hold meanwhile; `given` are the bytes of its tangents."""
+    others, left = problem.others, forward.end
+    during = [size + others.in_forward(left) for size in forward.held]
+    during[-1:] = [max(size, others.between(left)) for size in during[-1:]]
+    beside = others.in_backward(left, backward.end - given)
+    return (
+        replace(forward, held=tuple(during)),
+        replace(backward, held=tuple(size + beside for size in backward.held)),
+    )
 
 
 def simulate_everything_saved(problem: Problem) -> Simulation:

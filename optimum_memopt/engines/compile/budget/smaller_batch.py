@@ -1,15 +1,11 @@
 """Finds the micro-batch that fits where the asked one does not, without tracing anything again."""
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import sympy
-
-from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph
-from optimum_memopt.engines.compile.budget.costs import Costs
-from optimum_memopt.engines.compile.budget.largest_sizes import is_rows
 from optimum_memopt.engines.compile.budget.mixed import Host, is_within
-from optimum_memopt.engines.compile.budget.problem import problems_of
+from optimum_memopt.engines.compile.budget.problem import OtherGraphs
+from optimum_memopt.engines.compile.budget.several_graphs import KnownGraph
 from optimum_memopt.engines.compile.budget.solve import Solver
 from optimum_memopt.engines.compile.memory.footprint import Footprint
 
@@ -28,9 +24,8 @@ class SmallerBatch:
 
 
 def smaller_batch(
-    graph: AnalyzedGraph,
-    names: Mapping[sympy.Symbol, str],
-    costs: Costs,
+    graph: KnownGraph,
+    others_at: Callable[[int], OtherGraphs],
     outside: Footprint,
     budget: int,
     host: Host | None,
@@ -38,25 +33,22 @@ def smaller_batch(
     """The largest half, quarter and so on of a batch for which a plan fits; None where there is none for one row.
 
     Args:
-        graph: read, not changed.
-        names: of the graph's symbols, `input_ids_dim0`.
-        costs: of its operators.
-        outside: what the step holds beside the graph.
+        graph: that does not fit.
+        others_at: other graphs of the forward with one of so many parts of the rows.
+        outside: what the step holds beside its graphs.
         budget: bytes that the step's peak must not pass.
         host: where activations may wait; None: nowhere.
     """
-    rows = {symbol: size for symbol, size in graph.size_hints.items() if is_rows(names.get(symbol, ""))}
-    if len(set(rows.values())) != 1:
+    rows = set(graph.rows.values())
+    if len(rows) != 1:
         return None
-    (whole,) = set(rows.values())
-    problem_at = problems_of(graph, costs.seconds, costs.workspaces)
+    (whole,) = rows
     times = 2
     while whole % times == 0:
-        hints = {**graph.size_hints, **dict.fromkeys(rows, whole // times)}
         # Gradients of the earlier micro-batches are there while a later one runs.
         step = replace(outside, batch=outside.batch // times, accumulated=outside.gradients)
         allowed = step.activations_within(budget)
-        if is_within(Solver(problem_at(hints)), allowed, host):
+        if is_within(Solver(replace(graph.problem(times), others=others_at(times))), allowed, host):
             return SmallerBatch(whole // times, times)
         times *= 2
     return None

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from optimum_memopt.engines.compile.budget.local_search import improve
-from optimum_memopt.engines.compile.budget.problem import Problem
+from optimum_memopt.engines.compile.budget.problem import ALONE, Problem
 from optimum_memopt.engines.compile.budget.simulation import (
     Simulation,
     held_at_peak,
@@ -140,10 +140,14 @@ class Solver:
 
 
 def _holders(problem: Problem, found: Simulation, most: int = 4) -> tuple[tuple[str, int], ...]:
-    """The largest groups of what is held at the peak: gradients, and others by where they are computed."""
+    """The largest groups of what is held at the peak: gradients, other graphs, others by where they are computed."""
     gradients = {problem.roots[node] for node in problem.backward_outputs}
+    in_backward = found.backward.peak > found.forward.peak
+    held = held_at_peak(problem, found, in_backward)
     groups: dict[str, int] = {}
-    for node, size in held_at_peak(problem, found, found.backward.peak > found.forward.peak).items():
+    if problem.others != ALONE:
+        groups["other graphs of the forward"] = max(0, found.peak - sum(held.values()))
+    for node, size in held.items():
         where = "gradients of parameters" if node in gradients else _place(problem, node)
         groups[where] = groups.get(where, 0) + size
     return tuple(sorted(groups.items(), key=lambda item: -item[1])[:most])

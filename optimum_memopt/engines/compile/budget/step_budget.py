@@ -1,6 +1,6 @@
 """Holds a budget for every batch of a run."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -10,8 +10,12 @@ from optimum_memopt.engines.compile.budget.costs import Costs
 from optimum_memopt.engines.compile.budget.devices import Device
 from optimum_memopt.engines.compile.budget.in_step import Step, costs_of, step_around
 from optimum_memopt.engines.compile.budget.largest_sizes import larger_sizes
-from optimum_memopt.engines.compile.memory.step_memory import StepMemoryPredictor
+from optimum_memopt.engines.compile.budget.several_graphs import SeveralGraphs
+from optimum_memopt.engines.compile.memory.step_memory import StepMemoryPredictor, left_by
+from optimum_memopt.engines.compile.memory.timeline import Prediction
+from optimum_memopt.engines.compile.partitioned_graph import PartitionedGraph
 from optimum_memopt.engines.run import LargestBatch, Run
+from optimum_memopt.errors import DoesNotFitError
 from optimum_memopt.memory.peak_monitor import held_bytes
 from optimum_memopt.sizes import Budget, gib_text
 
@@ -26,6 +30,7 @@ class StepBudget:
     Attributes:
         largest: the largest batch that the plan is made for; None: it is not known.
         solved_for: sizes that the plan in force was solved for, by the plan table's names.
+        graphs: of a forward.
     """
 
     def __init__(self, run: Callable[[], Run], target: Device | None = None) -> None:
@@ -41,6 +46,9 @@ class StepBudget:
         self._constant: int | None = None
         self._peaks: dict[frozenset[tuple[str, int]], int] = {}
         self.solved_for: Mapping[str, int] = {}
+        self.graphs = SeveralGraphs()
+        # Graphs of the current forward that have run.
+        self._earlier: tuple[PartitionedGraph, ...] = ()
 
     def for_another(self, largest: LargestBatch | None) -> "StepBudget":
         """The same bytes for another plan.
@@ -58,23 +66,30 @@ class StepBudget:
         if self.largest is None:
             self.largest = self._run().largest_batch()
 
-    def step(self, model: torch.nn.Module, inputs: Mapping[str, object], budget: Budget) -> Step:
-        """See `step_around`; the budget's bytes are those of the first time."""
-        found = self._without_second_room(step_around(model, inputs, budget, self._run(), self._target))
+    def step(
+        self,
+        model: torch.nn.Module,
+        inputs: Mapping[str, object],
+        budget: Budget,
+        earlier: Sequence[PartitionedGraph] = (),
+    ) -> Step:
+        """See `step_around`; the budget's bytes are those of the first time.
+
+        Args:
+            model: see `step_around`.
+            inputs: see `step_around`.
+            budget: see `step_around`.
+            earlier: graphs of the same forward that have run.
+        """
+        self._earlier = tuple(earlier)
+        first = self._constant if earlier else self._first_constant
+        left, left_by_largest = (left_by(_predictions(earlier, batch)) for batch in (None, self.largest))
+        found = _without_second_room(step_around(model, inputs, budget, self._run(), self._target, left), first)
+        found = replace(found, outside=replace(found.outside, other_forwards=left_by_largest))
         self._bytes = found.bytes if self._bytes is None else self._bytes
         self._peaks.clear()
         self._resident, self._constant = found.resident, found.outside.constant
         return replace(found, bytes=self._bytes, largest=self.largest, margin=self._margin)
-
-    def _without_second_room(self, step: Step) -> Step:
-        """A plan that is made later finds the process grown into the room that the first one has left for it."""
-        if self._first_constant is None:
-            return step
-        grown = step.outside.constant - self._first_constant
-        if not 0 < grown <= step.room:
-            return step
-        outside = replace(step.outside, constant=self._first_constant)
-        return replace(step, outside=outside, resident=step.resident - grown)
 
     def costs(self, graph: AnalyzedGraph, device: torch.device, fused: bool) -> Costs:
         """See `costs_of`."""
@@ -86,11 +101,24 @@ class StepBudget:
             return held_bytes(device) if self._target is None else self._target.libraries
         return self._resident
 
+    def make_room(self, error: DoesNotFitError) -> str:
+        """Plan what earlier graphs of the forward leave, and say so; empty where there are none.
+
+        Args:
+            error: of the graph that was planned last.
+        """
+        runs = _runs(self._earlier)
+        if not runs or not self.graphs.learn(runs, error.lacking):
+            return ""
+        later = "it" if self.graphs.count == 2 else f"graphs 2 to {self.graphs.count}"
+        reserved = gib_text(self.graphs.reserved)
+        return (
+            f"graph {len(runs) + 1} of the training forward takes {gib_text(error.lacking)} more than the graphs "
+            f"before it leave of the budget: compiling again with {reserved} reserved for {later}"
+        )
+
     def check(self, predictor: StepMemoryPredictor) -> str:
         """A line where the plan that was just compiled passes the budget all the same; empty where it does not.
-
-        The solver knows a graph as PyTorch runs it, operator by operator, and each graph of a forward alone. What the
-        plan takes beyond the budget is a margin for the next plan.
 
         Args:
             predictor: of that plan, right after its first forward.
@@ -99,12 +127,25 @@ class StepBudget:
         peak = self._peak(predictor, self.solved_for)
         if self._bytes is None or peak <= self._bytes:
             return ""
-        excess = peak - self._bytes
-        self._margin += excess
         return (
-            f"what was compiled takes {gib_text(peak)}, {gib_text(excess)} over the budget, since a compiler orders "
-            "operators by itself, graphs are planned one by one, and CUDA's allocator gives tensors larger blocks"
+            f"what was compiled takes {gib_text(peak)}, {gib_text(peak - self._bytes)} over the budget, since a "
+            "compiler orders operators by itself, graphs are planned one by one, and CUDA's allocator gives tensors "
+            "larger blocks"
         )
+
+    def tighten(self, predictor: StepMemoryPredictor) -> str:
+        """Plan for what the last plan took beyond the budget, and say how, in a few words.
+
+        The solver knows a graph as PyTorch runs it, operator by operator, and the others of a forward as soon as they
+        were compiled once.
+
+        Args:
+            predictor: see `check`.
+        """
+        if self.graphs.learn(predictor.runs):
+            return "for all graphs of the forward together"
+        self._margin += self._peak(predictor, self.solved_for) - (self._bytes or 0)
+        return "with that much less"
 
     def is_within(self, predictor: StepMemoryPredictor, inputs: Mapping[str, object]) -> bool:
         """Whether a batch's step is within the budget.
@@ -140,3 +181,29 @@ class StepBudget:
             blocks = predictor.allocator_peak(*step)
             self._peaks[key] = max(predictor.footprint(*step).peak, blocks.allocated if blocks is not None else 0)
         return self._peaks[key]
+
+
+def _without_second_room(step: Step, first: int | None) -> Step:
+    """A plan that is made later finds the process grown into the room that the first one has left for it.
+
+    Args:
+        step: now.
+        first: `constant` when the first plan was made; None: this is the first.
+    """
+    grown = step.outside.constant - first if first is not None else 0
+    if first is None or not 0 < grown <= step.room:
+        return step
+    return replace(step, outside=replace(step.outside, constant=first), resident=step.resident - grown)
+
+
+def _predictions(graphs: Sequence[PartitionedGraph], largest: LargestBatch | None) -> list[Prediction]:
+    """Of each run, with the first batch, or the largest; those that cannot be known are left out."""
+    found: list[Prediction] = []
+    for graph, count in zip(graphs, _runs(graphs), strict=True):
+        if graph.timeline is not None:
+            found += [graph.timeline.predict(larger_sizes(graph.sizes, graph.names, largest))] * count
+    return found
+
+
+def _runs(graphs: Sequence[PartitionedGraph]) -> tuple[int, ...]:
+    return tuple(max(1, graph.programs.runs) for graph in graphs)

@@ -56,7 +56,9 @@ def _limit(
     held = held_at_peak(problem, found, in_backward)
     top = run.order[run.held.index(run.peak)]
     row: dict[int, float] = {}
-    rest = budget - problem.workspaces[top]
+    # Without the workspace, and what other graphs hold.
+    rest = budget - (run.peak - sum(held.values()))
+    other_runs = problem.others.runs - 1
     for node, size in held.items():
         source = problem.picks[node]
         is_saved = node in found.saved
@@ -74,6 +76,10 @@ def _limit(
         is_held_if_saved = last.get(node, -1) >= here if in_backward else node <= top
         if node not in held and is_held_if_saved:
             row[column] = problem.bytes[node] / MEGA
+        if other_runs:
+            # Each saves the same.
+            row[column] = row.get(column, 0.0) + other_runs * problem.bytes[node] / MEGA
+            rest += other_runs * problem.bytes[node] * (node in found.saved)
     return row, rest / MEGA
 
 

@@ -22,7 +22,8 @@ class Footprint:
         batch: the tensors that the forward is given.
         optimizer: its states.
         accumulated: gradients of earlier micro-batches, 0 where each step begins without.
-        other_forwards: saved by earlier forwards of the step, whose backward is still to come.
+        other_forwards: saved by earlier forwards of the step, or earlier graphs of a forward, whose backward is still
+            to come.
         gradients: of all trainable parameters, there in the optimizer's step.
         step: temporary tensors of the optimizer's step.
         constant: everything else that was there before the first step: on CUDA other tensors and workspaces, on the

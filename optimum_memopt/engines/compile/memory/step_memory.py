@@ -36,10 +36,15 @@ def stashed_of(graphs: Sequence[Prediction]) -> int:
     return sum(graph.stashed for graph in graphs) + sum(_kept_inputs(graphs))
 
 
+def left_by(graphs: Sequence[Prediction]) -> int:
+    """Bytes that the forwards of graphs have left when the next graph's begins: also what that one is given."""
+    return stashed_of(graphs) + sum(graph.returned for graph in graphs[-1:])
+
+
 def _kept_inputs(graphs: Sequence[Prediction]) -> list[int]:
     """Bytes of what the graph before has returned and only the backward of this one reads, for each graph."""
-    before = (0, *(graph.returned for graph in graphs[:-1]))
-    return [min(passed, graph.saved_inputs) for passed, graph in zip(before, graphs, strict=True)]
+    before = (0, *(graph.returned for graph in graphs))
+    return [min(passed, graph.saved_inputs) for passed, graph in zip(before, graphs, strict=False)]
 
 
 def activations_of(graphs: Sequence[Prediction], gradients: int = 0) -> int:
@@ -133,8 +138,8 @@ class StepMemoryPredictor:
         self._pending = Pending()
         self._batch = tensor_bytes(value for value in inputs.values() if isinstance(value, torch.Tensor))
         # Graphs before the last have run by then.
-        stashed = sum(part.prediction.stashed * part.runs for part in self._parts[:-1])
-        self._constant = constant_of(model, self._batch, resident, stashed)
+        left = left_by([part.prediction for part in self._parts[:-1] for _ in range(part.runs)])
+        self._constant = constant_of(model, self._batch, resident, left)
 
     @property
     def caveat(self) -> str:
@@ -162,6 +167,11 @@ class StepMemoryPredictor:
         in_runs = f" in {self._runs} runs" if self._runs > graphs else ""
         several, them = ("s", "them") if graphs > 1 else ("", "it")
         return f"not exact: {graphs} graph{several}{in_runs}, and what runs outside of {them} is not counted"
+
+    @property
+    def runs(self) -> tuple[int, ...]:
+        """How often each graph ran in the first forward."""
+        return tuple(part.runs for part in self._parts)
 
     @property
     def stashed(self) -> int:

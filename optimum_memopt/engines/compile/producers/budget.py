@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from optimum_memopt.engines.base import Selection
@@ -14,7 +14,8 @@ from optimum_memopt.engines.compile.budget.curve import point_of, points_of, sol
 from optimum_memopt.engines.compile.budget.in_step import Step
 from optimum_memopt.engines.compile.budget.largest_sizes import is_length, larger_sizes
 from optimum_memopt.engines.compile.budget.mixed import Mixed, cheapest, host_of
-from optimum_memopt.engines.compile.budget.problem import Problem, problem_of, problems_of
+from optimum_memopt.engines.compile.budget.problem import OtherGraphs, Problem, problem_of, problems_of
+from optimum_memopt.engines.compile.budget.several_graphs import KnownGraph, SeveralGraphs
 from optimum_memopt.engines.compile.budget.smaller_batch import SmallerBatch, smaller_batch
 from optimum_memopt.engines.compile.budget.solve import KEEPS_ALL, Floor, Solution, Solver
 from optimum_memopt.engines.compile.budget.variant_lengths import TimesByLength
@@ -42,6 +43,7 @@ class FromBudget:
         costs: asked for each graph; None: every operator costs the bytes that it allocates.
         times: filled with what plans for shorter batches would take; None: nobody asks.
         frontiers: filled with what other budgets would cost; None: nobody asks.
+        graphs: of the forward, those of earlier tries too.
     """
 
     budget: Budget
@@ -49,6 +51,7 @@ class FromBudget:
     costs: Callable[[AnalyzedGraph], Costs] | None = None
     times: TimesByLength | None = None
     frontiers: list[Frontier] | None = None
+    graphs: SeveralGraphs = field(default_factory=SeveralGraphs)
 
     @classmethod
     def of(cls, selection: Selection) -> "FromBudget | None":
@@ -69,10 +72,13 @@ class FromBudget:
         first, graph = graph, replace(graph, size_hints=larger_sizes(graph.size_hints, names, step.largest))
         costs = self.costs(graph) if self.costs is not None else _by_bytes(graph)
         problem_at = problems_of(graph, costs.seconds, costs.workspaces)
-        solver = Solver(problem_at(graph.size_hints))
+        known = KnownGraph(graph.signature, problem_at, graph.size_hints, names)
+        others_at = partial(self.graphs.others, len(earlier), graph.signature)
+        self.graphs.note(len(earlier), known)
+        solver = Solver(replace(known.problem(), others=others_at()))
         # Before the last look at what the process holds.
         host = host_of(graph, step.link, step.host)
-        others = solved(solver, host) if self.frontiers is not None and not earlier else ()
+        curve = solved(solver, host) if self.frontiers is not None and not earlier else ()
         if self.step is not None:
             if solver.everything.peak > step.outside.activations_within(step.bytes):
                 solver.prepare()
@@ -80,26 +86,26 @@ class FromBudget:
             step = self.step(self.budget)
         step = replace(step, outside=_with_batch_of(graph, first, step.outside))
         allowed = step.outside.activations_within(step.bytes - step.margin)
-        optimizer_step = replace(step.outside, activations=0).peak
+        optimizer_step = replace(step.outside, activations=0, other_forwards=0).peak
         if optimizer_step > step.bytes:
             raise self._does_not_fit(step, Floor(0, ()), optimizer_step, None)
         found = cheapest(solver, allowed, host)
         if isinstance(found, Floor):
-            fits = smaller_batch(graph, names, costs, step.outside, step.bytes, host)
+            fits = smaller_batch(known, others_at, step.outside, step.bytes, host)
             raise self._does_not_fit(step, found, replace(step.outside, activations=found.peak).peak, fits)
         if self.times is not None and self.times.is_wanted and not earlier:
             tokens = {symbol: size for symbol, size in graph.size_hints.items() if is_length(names.get(symbol, ""))}
             batches = step.largest.lengths if step.largest is not None else ()
             shortened = partial(_shortened, problem_at, graph.size_hints, tokens)
             self.times.fill(batches, max(tokens.values(), default=0), found, shortened, allowed)
-        if self.frontiers is not None and others:
+        if self.frontiers is not None and curve:
             chosen = point_of(found, step.outside, step.bytes)
-            self.frontiers.append(Frontier(points_of(others, step.outside), costs.source, chosen))
+            self.frontiers.append(Frontier(points_of(curve, step.outside), costs.source, chosen))
         sizes = "" if graph.size_hints == first.size_hints else f" for batches up to {step.largest}"
         margin = f" less a margin of {gib_text(step.margin)}" if step.margin else ""
         why = f"budget {gib_text(step.bytes)}{margin}{sizes}"
         keeps_all = isinstance(found, Solution) and found.solver == KEEPS_ALL
-        if keeps_all and (own := _torchs_own(graph, allowed)) is not None:
+        if keeps_all and (own := _torchs_own(graph, others_at(), allowed)) is not None:
             return replace(own, why=f"{why}: fits without a plan, torch's own partition")
         return _choice(graph, found, f"{why}{_gain(found, costs)}")
 
@@ -111,6 +117,7 @@ class FromBudget:
             "accumulated gradients": outside.accumulated,
             "the batch": outside.batch,
             "the process": outside.constant,
+            "earlier graphs of the forward": outside.other_forwards,
             **({} if floor.peak else {"gradients and the optimizer's step": peak - outside.peak}),
             **dict(floor.holds),
         }
@@ -121,7 +128,8 @@ class FromBudget:
         return DoesNotFitError(
             f"--memory_opt_budget {self.budget.text}: the step takes at least {gib_text(peak)}{batch}, whatever "
             f"is recomputed{offload}; the budget is {gib_text(step.bytes)}; most of it is {held}; "
-            f"{_way_out(floor, fits)}"
+            f"{_way_out(floor, fits)}",
+            peak - step.bytes + step.margin,
         )
 
 
@@ -162,13 +170,16 @@ def _choice(graph: AnalyzedGraph, found: Solution | Mixed, why: str) -> Choice:
     )
 
 
-def _torchs_own(graph: AnalyzedGraph, allowed: int) -> Choice | None:
+def _torchs_own(graph: AnalyzedGraph, others: OtherGraphs, allowed: int) -> Choice | None:
     """torch's own partition; None where it holds more than is allowed, as it may: it does not look at the peak."""
     joint = graph.joint.module.graph
     choice = TorchDefault().choose(graph, ())
     assert choice.torchs_graphs is not None
     timeline = graph_timeline(*choice.torchs_graphs, graph.joint.num_fwd_outputs, cuda=graph.cuda)
-    if timeline.predict(graph.size_hints).peak <= allowed:
+    alone = timeline.predict(graph.size_hints)
+    left, gradients = alone.forward.end, alone.backward.end - alone.tangents
+    in_forward = max(others.in_forward(left) + alone.forward.peak.held, others.between(left))
+    if max(in_forward, others.in_backward(left, gradients) + alone.backward.peak.held) <= allowed:
         return choice
     # torch's partitioner has put a graph of its own in its place.
     graph.joint.module.graph = joint
