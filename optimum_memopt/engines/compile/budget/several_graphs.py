@@ -1,20 +1,25 @@
 """The graphs that graph breaks split a training forward into, under one budget.
 
 torch compiles and runs each before it traces the next one. So the first plan of a graph is made as if no other one
-followed. Where that leaves a later graph too little, the forward is compiled again, and each graph leaves what those
-behind it take at least. Pure.
+followed. Where that leaves a later graph too little, the forward is compiled again, and each graph leaves to those
+behind it what they take at least, or more where all together are faster then. Pure.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import sympy
 
 from optimum_memopt.engines.compile.budget.largest_sizes import is_rows
 from optimum_memopt.engines.compile.budget.problem import ALONE, OtherGraphs, Problem
-from optimum_memopt.engines.compile.budget.solve import Solver
+from optimum_memopt.engines.compile.budget.simulation import simulate
+from optimum_memopt.engines.compile.budget.solve import Floor, Solver
 from optimum_memopt.engines.compile.memory.symbolic_sizes import SymbolValues
 from optimum_memopt.plans.plan_file import GraphSignature
+
+# What is left to later graphs, from their lowest peak to that of everything saved.
+_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 @dataclass(frozen=True)
@@ -52,8 +57,9 @@ class SeveralGraphs:
     def __init__(self) -> None:
         self._known: list[KnownGraph] = []
         # Of the last time that something was learned.
-        self._signatures: tuple[GraphSignature, ...] = ()
+        self._learned: tuple[KnownGraph, ...] = ()
         self._others: tuple[OtherGraphs, ...] = ()
+        self._share = 0.0
         self._reserve = 0
 
     @property
@@ -63,7 +69,7 @@ class SeveralGraphs:
 
     @property
     def reserved(self) -> int:
-        """Bytes that the first one leaves for those behind it."""
+        """Bytes that the first one leaves to those behind it."""
         return self._others[0].later if self._others else 0
 
     def note(self, index: int, graph: KnownGraph) -> None:
@@ -83,45 +89,92 @@ class SeveralGraphs:
         Args:
             index: its place in the forward.
             signature: of the graph; torch may compile one of several graphs again, alone.
-            times: the batch is one of so many parts of the rows.
+            times: the batch is one of so many parts of the rows, and later graphs take as little as they can.
         """
-        if signature not in self._signatures[index : index + 1]:
+        if index >= len(self._learned) or self._learned[index].signature != signature:
             return ALONE
-        return self._others[index] if times == 1 else self._found(times)[index]
+        return self._others[index] if times == 1 else _Together(self._learned, self._reserve, times).others(0)[index]
 
-    def learn(self, runs: Sequence[int], lacking: int = 0) -> bool:
+    def learn(self, runs: Sequence[int], allowed: int, lacking: int = 0) -> bool:
         """Take in a forward whose plans did not fit together.
 
         Args:
             runs: how often each of its graphs ran, as far as it came.
-            lacking: bytes, held back too if all that this forward shows was known.
+            allowed: bytes that all of them may hold.
+            lacking: bytes. If all that this forward shows was known, the process has grown: later graphs are left no
+                more than they take at least, then that much more.
 
         Returns:
             Whether the next plans are made for something else.
         """
         for index, count in enumerate(runs):
             self._known[index] = replace(self._known[index], runs=count)
-        signatures = tuple(graph.signature for graph in self._known)
-        before = tuple(self.others(index, signature) for index, signature in enumerate(signatures))
-        found = self._found()
-        if found == before and lacking:
+        before = tuple(self.others(index, graph.signature) for index, graph in enumerate(self._known))
+        is_new = [(graph.signature, graph.runs) for graph in self._learned] != [
+            (graph.signature, graph.runs) for graph in self._known
+        ]
+        if runs and not is_new and not self._share:
             self._reserve += lacking
-            found = self._found()
-        self._signatures, self._others = signatures, found
-        return found != before
+        self._learned = tuple(self._known)
+        together = _Together(self._learned, self._reserve)
+        if is_new:
+            self._share = together.fastest_share(allowed)
+        elif lacking:
+            self._share = 0.0
+        self._others = together.others(self._share)
+        return self._others != before
 
-    def _found(self, times: int = 1) -> tuple[OtherGraphs, ...]:
-        """What the forward holds around each graph if all behind it take as little as they can."""
-        problems = [graph.problem(times) for graph in self._known]
-        given = [sum(problem.bytes[node] for node in problem.tangents) for problem in problems]
+
+class _Together:
+    """What graphs that run one after the other may leave to each other.
+
+    Args:
+        graphs: in order.
+        reserve: bytes that each leaves beyond what those behind it take.
+        times: the batch is one of so many parts of the rows.
+    """
+
+    def __init__(self, graphs: Sequence[KnownGraph], reserve: int, times: int = 1) -> None:
+        self._runs = [graph.runs for graph in graphs]
+        self._problems = [graph.problem(times) for graph in graphs]
+        self._reserve = reserve
+        self._solver = lru_cache(None)(self._new_solver)
+
+    def others(self, share: float) -> tuple[OtherGraphs, ...]:
+        """What a forward holds around each graph if those behind it may take so much; see `_SHARES`."""
+        given = [sum(problem.bytes[node] for node in problem.tangents) for problem in self._problems]
         found: list[OtherGraphs] = []
         later, gradients = 0, 0
-        for index in reversed(range(len(problems))):
-            others = OtherGraphs(later, max(0, gradients), self._known[index].runs)
+        for index in reversed(range(len(given))):
+            others = OtherGraphs(later, max(0, gradients), self._runs[index])
             found.insert(0, others)
-            lowest = Solver(replace(problems[index], others=others)).lowest
-            later = lowest.peak + self._reserve
+            solver = self._solver(index, others)
+            low, high = solver.lowest, solver.everything
+            later = low.peak + int(share * (high.peak - low.peak)) + self._reserve
             # What a backward is given is what the one behind it has returned, and is counted there.
-            own = lowest.backward.end - given[index]
+            own = low.backward.end - given[index]
             gradients += others.runs * own + given[index] - (given[index - 1] if index else 0)
         return tuple(found)
+
+    def fastest_share(self, allowed: int) -> float:
+        """The share with which the plans of all graphs take least time; the lowest where none fits.
+
+        Args:
+            allowed: bytes that all of them may hold.
+        """
+        return min(_SHARES, key=lambda share: self._extra_seconds(self.others(share), allowed))
+
+    def _extra_seconds(self, others: Sequence[OtherGraphs], allowed: int) -> float:
+        """Of what all plans recompute; infinite where one does not fit."""
+        seconds, left = 0.0, 0
+        for index, around in enumerate(others):
+            solver = self._solver(index, around)
+            found = solver.solve(allowed - left, is_final=False)
+            if isinstance(found, Floor):
+                return float("inf")
+            seconds += around.runs * found.extra_seconds
+            left += around.runs * simulate(solver.problem, frozenset(found.saved)).forward.end
+        return seconds
+
+    def _new_solver(self, index: int, others: OtherGraphs) -> Solver:
+        return Solver(replace(self._problems[index], others=others))

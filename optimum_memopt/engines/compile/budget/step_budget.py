@@ -47,8 +47,9 @@ class StepBudget:
         self._peaks: dict[frozenset[tuple[str, int]], int] = {}
         self.solved_for: Mapping[str, int] = {}
         self.graphs = SeveralGraphs()
-        # Graphs of the current forward that have run.
+        # Graphs of the current forward that have run, and what all of them may hold.
         self._earlier: tuple[PartitionedGraph, ...] = ()
+        self._allowed = 0
 
     def for_another(self, largest: LargestBatch | None) -> "StepBudget":
         """The same bytes for another plan.
@@ -87,6 +88,7 @@ class StepBudget:
         found = _without_second_room(step_around(model, inputs, budget, self._run(), self._target, left), first)
         found = replace(found, outside=replace(found.outside, other_forwards=left_by_largest))
         self._bytes = found.bytes if self._bytes is None else self._bytes
+        self._allowed = replace(found.outside, other_forwards=0).activations_within(self._bytes - self._margin)
         self._peaks.clear()
         self._resident, self._constant = found.resident, found.outside.constant
         return replace(found, bytes=self._bytes, largest=self.largest, margin=self._margin)
@@ -102,19 +104,19 @@ class StepBudget:
         return self._resident
 
     def make_room(self, error: DoesNotFitError) -> str:
-        """Plan what earlier graphs of the forward leave, and say so; empty where there are none.
+        """Plan what the graphs of the forward leave to each other, and say so; empty where that is not the reason.
 
         Args:
             error: of the graph that was planned last.
         """
         runs = _runs(self._earlier)
-        if not runs or not self.graphs.learn(runs, error.lacking):
+        if not (runs or self.graphs.reserved) or not self.graphs.learn(runs, self._allowed, error.lacking):
             return ""
-        later = "it" if self.graphs.count == 2 else f"graphs 2 to {self.graphs.count}"
+        later = "graph 2" if self.graphs.count == 2 else f"graphs 2 to {self.graphs.count}"
         reserved = gib_text(self.graphs.reserved)
         return (
-            f"graph {len(runs) + 1} of the training forward takes {gib_text(error.lacking)} more than the graphs "
-            f"before it leave of the budget: compiling again with {reserved} reserved for {later}"
+            f"graph {len(runs) + 1} of the training forward takes {gib_text(error.lacking)} more than other graphs "
+            f"leave of the budget: compiling again with {reserved} reserved for {later}"
         )
 
     def check(self, predictor: StepMemoryPredictor) -> str:
@@ -142,7 +144,7 @@ class StepBudget:
         Args:
             predictor: see `check`.
         """
-        if self.graphs.learn(predictor.runs):
+        if self.graphs.learn(predictor.runs, self._allowed):
             return "for all graphs of the forward together"
         self._margin += self._peak(predictor, self.solved_for) - (self._bytes or 0)
         return "with that much less"
