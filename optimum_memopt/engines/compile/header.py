@@ -26,8 +26,11 @@ def plan_line(
 
 
 def _why(graphs: Sequence[PartitionedGraph]) -> str:
-    """Of the graphs' choices: each of several may have one of its own."""
-    return "; ".join(dict.fromkeys(graph.choice.why for graph in graphs))
+    """Of the graphs' choices; each of several may have one of its own."""
+    reasons = [graph.choice.why for graph in graphs]
+    if len(set(reasons)) == 1:
+        return reasons[0]
+    return "; ".join(f"graph {number}: {why}" for number, why in enumerate(reasons, 1))
 
 
 def host_line(graphs: Sequence[PartitionedGraph]) -> tuple[str, ...]:

@@ -209,6 +209,7 @@ def test_what_a_try_has_saved_is_gone_in_the_next_one(steady_process: None, monk
     engine = attached("one break", free.peak - int(0.4 * free.activations))
     engine._model(**batch_of("one break"))
     assert engine._model.alive == [0, 0]
+    assert re.search(r", graph 1: budget .*; graph 2: budget .*, in 2 graphs$", engine.plans().header[0])
     engine.detach()
 
 
