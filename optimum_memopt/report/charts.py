@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from optimum_memopt.callbacks.collected import MeasuredStep
 from optimum_memopt.engines.estimates import Frontier
 from optimum_memopt.engines.step_timeline import CATEGORIES, OTHER, StepTimeline
 from optimum_memopt.report.spans import columns_of, layer_spans, short_names
@@ -24,6 +23,9 @@ from optimum_memopt.sizes import gib_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+    # With transformers' Trainer and PEFT behind it, for seconds that `plan` needs not.
+    from optimum_memopt.callbacks.collected import MeasuredStep
 
 WIDTH = 9.0
 _COLUMNS = 240
@@ -132,7 +134,7 @@ def _mark_peak(axes: "Axes", timeline: StepTimeline, place: _Places, height: flo
     )
 
 
-def phases_svg(timeline: StepTimeline | None, measured: MeasuredStep | None) -> str:
+def phases_svg(timeline: StepTimeline | None, measured: "MeasuredStep | None") -> str:
     """Peaks of the phases, predicted beside measured."""
     predicted = {phase.name: phase.peak for phase in timeline.phases} if timeline is not None else {}
     seen = {phase.name: round(phase.peak * 2**20) for phase in measured.phases} if measured is not None else {}

@@ -143,7 +143,11 @@ class PlannedForward:
         before = ForwardState.of(self._model, with_buffers=True) if is_first and not self._settings.is_dry else None
         failure = ""
         try:
-            with configured(), self._trace_fixes.around_call(kwargs), self._announced(is_first) as self.progress:
+            with (
+                configured(compiles=is_first),
+                self._trace_fixes.around_call(kwargs),
+                self._announced(is_first) as self.progress,
+            ):
                 outputs = self._compiled[variant](*args, **kwargs)
         except BaseException as error:
             # Graphs of a forward that failed are no part of the next one's table.

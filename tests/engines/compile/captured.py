@@ -155,7 +155,7 @@ def capture(function: Callable[..., Any], *args: Any, dynamic: bool = True, **kw
     torch._dynamo.reset()
     backend = Backend("aot_eager", record, prepare=lambda module: None, say=print)
     compiled = torch.compile(compat.with_own_code(function), backend=backend, dynamic=dynamic)
-    with configured():
+    with configured(compiles=True):
         compiled(*args, **kwargs)
     (one,) = found
     return one

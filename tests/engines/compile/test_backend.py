@@ -1,6 +1,7 @@
 """What the backend does around its compilers; `test_inductor.py` trains with inductor."""
 
 import copy
+import gc
 import pickle
 import subprocess
 import sys
@@ -56,13 +57,24 @@ def attached(model: torch.nn.Module, asked: str = "") -> CompileEngine:
 
 
 def test_switches_are_on_within_and_given_back():
-    before = switches()
-    with pytest.raises(KeyError), configured():
+    before, collector = switches(), gc.get_threshold()
+    with pytest.raises(KeyError), configured(compiles=True):
         assert not torch._dynamo.config.optimize_ddp and torch._dynamo.config.recompile_limit > 1000
         assert not symbolic_config.use_duck_shape and not functorch_config.enable_autograd_cache
         assert switches() != before
+        assert gc.get_threshold()[0] > collector[0]
         raise KeyError
-    assert switches() == before
+    assert switches() == before and gc.get_threshold() == collector
+
+
+def test_a_collector_that_is_off_stays_off():
+    before = gc.get_threshold()
+    try:
+        gc.set_threshold(0)
+        with configured(compiles=True):
+            assert gc.get_threshold()[0] == 0
+    finally:
+        gc.set_threshold(*before)
 
 
 def test_a_users_own_switches_stay(batch):
