@@ -23,6 +23,11 @@ def forward_hooks(module: torch.nn.Module) -> dict[int, Any]:
     return module._forward_hooks
 
 
+def forward_hook_ids(model: torch.nn.Module) -> list[int]:
+    """Ids of the forward hooks of all its modules, which grow with each hook that is registered (torch 2.13)."""
+    return [id for module in model.modules() for id in module._forward_hooks]
+
+
 def output_hooks(module: torch.nn.Module) -> Iterator[Any]:
     """Hooks that are given this module's outputs or the gradients of its outputs (torch 2.13)."""
     for name in _OUTPUT_HOOKS:

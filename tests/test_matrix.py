@@ -238,8 +238,10 @@ def check(pair: Pair, plan: str) -> None:
     if engine.name == "ort":
         check_executed(pair.folder, table)
     else:
-        # transformers installs the hooks that collect SegFormer's hidden states in its first forward, a graph break.
-        assert len(pair.partitions) == 1 or pair.name.startswith("segformer")
+        if pair.name.startswith("segformer"):
+            # Its first forward hooks the modules whose hidden states it collects, and is compiled again with them.
+            del pair.partitions[:-1]
+        assert len(pair.partitions) == 1
         check_partition(pair.partitions, table)
 
     pair.check_step(case.batch(3, 7, seed=1))

@@ -1,6 +1,7 @@
 """What is the compile engine's own in a Trainer: its arguments, the model's config, mixed precision, recompiles."""
 
 import json
+import threading
 from dataclasses import dataclass
 
 import pytest
@@ -177,6 +178,43 @@ def test_a_model_that_torch_cannot_trace_says_so():
     assert model.weight.grad.tolist() == [0.0, 1.0, 2.0]
     assert sum(line.startswith("NOT under a plan") for line in lines) == 1
     assert engine.plans().header[0].startswith("NOT under a plan")
+
+
+class Collecting(torch.nn.Module):
+    """Puts a hook on its layer in its first forward, as transformers' models that collect hidden states."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU())])
+        self.register_buffer("forwards", torch.zeros(()))
+        self.lock, self.is_hooked = threading.Lock(), False
+
+    def forward(self, x):
+        self.forwards += 1
+        if not self.is_hooked:
+            with self.lock:
+                self.layers[0].register_forward_hook(lambda module, inputs, output: output * 2)
+                self.is_hooked = True
+        return self.layers[0](x).square().sum()
+
+
+@pytest.mark.parametrize("asked", [{"memory_opt_level": 1}, {"memory_opt_budget": "100GiB"}], ids=str)
+def test_a_forward_that_hooks_its_modules_at_first_is_planned_with_the_hooks(asked):
+    model, plain = Collecting(), Collecting()
+    plain.load_state_dict(model.state_dict())
+    engine = optimize(model, **ENGINE, **asked)
+    x = torch.rand(8, 64)
+    with log_lines() as lines:
+        for one in (model, plain):
+            for _ in range(2):
+                one(x).backward()
+    again = "the first forward of Collecting has put hooks on its modules: compiling it again with them"
+    assert lines.count(again) == 1
+    assert not any("graphs" in line or "recompiled" in line for line in lines), lines
+    assert engine.predictor.caveat == ""
+    assert model.forwards == plain.forwards
+    for ours, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, expected.grad)
 
 
 class NoText:

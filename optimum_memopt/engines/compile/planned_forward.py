@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from optimum_memopt.compat import is_encoder_decoder
+from optimum_memopt.compat import forward_hook_ids, is_encoder_decoder
 from optimum_memopt.engines.compile import compat
 from optimum_memopt.engines.compile.analysis.graph import Modules
 from optimum_memopt.engines.compile.analysis.module_paths import add_outer_modules
@@ -115,6 +115,7 @@ class PlannedForward:
         self._resident = 0
         self._recompiles = Recompiles()
         self._said: set[str] = set()
+        self._has_started_again = False
         self.table: PlanTable | None = None
         self.plan_file: PlanFile | None = None
         self.predictor: StepMemoryPredictor | None = None
@@ -141,7 +142,8 @@ class PlannedForward:
         watch = compat.Watch()
         is_first = is_new or self.table is None
         before = ForwardState.of(self._model, with_buffers=True) if is_first and not self._settings.is_dry else None
-        failure = ""
+        hooks = None if self.table is not None or self._has_started_again else forward_hook_ids(self._model)
+        failure, outputs = "", None
         try:
             with (
                 configured(compiles=is_first),
@@ -152,11 +154,20 @@ class PlannedForward:
         except BaseException as error:
             # Graphs of a forward that failed are no part of the next one's table.
             self._graphs = []
-            if isinstance(refusal := getattr(error, "inner_exception", None), MemOptError):
-                raise refusal from None
             failure = compat.tracing_failure(error) if before is not None else ""
-            if not failure:
+            if not failure and not self._has_new_hooks(hooks):
+                if isinstance(refusal := getattr(error, "inner_exception", None), MemOptError):
+                    raise refusal from None
                 raise
+        if self._has_new_hooks(hooks):
+            # transformers installs those that collect hidden states and router logits in a model's first forward,
+            # which breaks its graph there; all later ones run with them.
+            self._has_started_again, outputs, self._graphs = True, None, []
+            self._compiled.clear()
+            if before is not None:
+                before.restore(self._model)
+            self._say(f"the first forward of {self._name} has put hooks on its modules: compiling it again with them")
+            return self(args, kwargs, loss_only, reader)
         if before is not None and failure:
             # Graphs before the one that torch could not trace have run.
             before.restore(self._model)
@@ -181,6 +192,9 @@ class PlannedForward:
     def graphs(self) -> tuple[PartitionedGraph, ...]:
         """Those of the current forward that are compiled, and have run."""
         return tuple(self._graphs)
+
+    def _has_new_hooks(self, before: Sequence[int] | None) -> bool:
+        return before is not None and forward_hook_ids(self._model) != before
 
     def add_to_header(self, lines: Sequence[str]) -> None:
         """Add lines to the table's header, after the first call."""

@@ -80,8 +80,10 @@ class SeveralGraphs:
             graph: how often it runs is not known yet.
         """
         if index < len(self._known) and self._known[index].signature == graph.signature:
-            graph = replace(graph, runs=self._known[index].runs)
-        self._known[index : index + 1] = [graph]
+            self._known[index] = replace(graph, runs=self._known[index].runs)
+        else:
+            # What came behind another graph is not known to come behind this one.
+            self._known[index:] = [graph]
 
     def others(self, index: int, signature: GraphSignature, times: int = 1) -> OtherGraphs:
         """What the forward holds around a graph, as was learned.

@@ -20,6 +20,7 @@ from optimum_memopt.engines.compile.memory import step_memory
 from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.compile.memory.step_memory import activations_of
 from optimum_memopt.errors import DoesNotFitError
+from optimum_memopt.plans.plan_file import GraphSignature
 from optimum_memopt.sizes import Budget
 from tests.engines.compile.budget.test_simulation import partitioned
 from tests.engines.compile.captured import Captured
@@ -269,3 +270,14 @@ def test_what_is_left_to_later_graphs(roberta: Captured) -> None:
     # torch compiles the second one again, alone.
     other = replace(known.signature, digest="another")
     assert graphs.others(0, other) == OtherGraphs()
+
+
+def test_what_came_behind_another_graph_is_forgotten() -> None:
+    graphs = SeveralGraphs()
+    first, second, other = (KnownGraph(GraphSignature({}, {}, name), lambda sizes: None, {}, {}) for name in "abc")
+    for index, graph in enumerate((first, second)):
+        graphs.note(index, graph)
+    graphs.note(0, first)
+    assert graphs.count == 2
+    graphs.note(0, other)
+    assert graphs.count == 1
