@@ -84,7 +84,7 @@ def only_warnings() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def informing(what: str, otherwise: Callable[[], None] = lambda: None) -> Iterator[None]:
+def best_effort(what: str, otherwise: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Run reporting code that must not stop training: its errors become warnings.
 
     Args:

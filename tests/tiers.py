@@ -27,7 +27,7 @@ END_TO_END = (
     "engines/compile/test_estimate",
     "engines/compile/test_hooks",
     "engines/compile/test_inductor",
-    "engines/compile/test_informing",
+    "engines/compile/test_best_effort",
     "engines/compile/test_mistyped_config",
     "engines/compile/test_offload",
     "engines/compile/test_planned_run",

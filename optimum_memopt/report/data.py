@@ -10,7 +10,7 @@ from optimum_memopt.engines.base import Engine
 from optimum_memopt.engines.estimates import Estimate, Frontier
 from optimum_memopt.engines.step_timeline import StepTimeline
 from optimum_memopt.errors import excerpt
-from optimum_memopt.logs import informing
+from optimum_memopt.logs import best_effort
 from optimum_memopt.plans.table import PlanTable
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def of_training(
     """
     table = engine.plans()
     timeline = None
-    with informing("the step's timeline"):
+    with best_effort("the step's timeline"):
         timeline = engine.timeline(trainer.optimizer, trainer.args.gradient_accumulation_steps > 1)
     return ReportData(
         title=(table.header if table is not None and table.header else (type(trainer.model).__name__,))[0],

@@ -40,7 +40,7 @@ from optimum_memopt.engines.compile.passes.partition import partition
 from optimum_memopt.engines.compile.producers.plan_file import graph_plan
 from optimum_memopt.engines.compile.producers.producer import Producer
 from optimum_memopt.engines.compile.symbol_names import symbol_names
-from optimum_memopt.logs import informing
+from optimum_memopt.logs import best_effort
 from optimum_memopt.plans.plan_file import GraphPlan
 
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
@@ -174,7 +174,7 @@ def partition_joint(
 def _partitioned(graph: AnalyzedGraph, choice: Choice, modules: Modules) -> PartitionedGraph:
     joint, sizes = graph.joint, graph.size_hints
     names, timeline, prediction = {}, None, None
-    with informing("the predicted peak"):
+    with best_effort("the predicted peak"):
         names = symbol_names(compat.symbol_sources())
         timeline = _timeline(graph, modules)
         prediction = timeline.predict(sizes)
@@ -199,7 +199,7 @@ def _partitioned(graph: AnalyzedGraph, choice: Choice, modules: Modules) -> Part
 
 def _place_copies(graph: AnalyzedGraph, modules: Modules, device: Device, fused: bool) -> None:
     """Where the copies would stall the device otherwise; what they do is the same anywhere."""
-    with informing("where copies to the host are placed"):
+    with best_effort("where copies to the host are placed"):
         prediction = _timeline(graph, modules).predict(graph.size_hints)
         nodes = (node.name for node in graph.joint.nodes)
         seconds = dict(zip(nodes, roofline(graph.joint, graph.size_hints, device, fused).seconds, strict=True))

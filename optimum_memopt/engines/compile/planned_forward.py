@@ -39,7 +39,7 @@ from optimum_memopt.engines.label_smoothing import LabelSmoothing, cross_entropy
 from optimum_memopt.engines.run import Run
 from optimum_memopt.engines.weak_method import weak_method
 from optimum_memopt.errors import MemOptError
-from optimum_memopt.logs import get_logger, informing
+from optimum_memopt.logs import best_effort, get_logger
 from optimum_memopt.plans.plan_file import PlanFile
 from optimum_memopt.plans.table import PlanTable
 from optimum_memopt.progress import Progress, announced
@@ -203,7 +203,7 @@ class PlannedForward:
 
     def predicting(self) -> contextlib.AbstractContextManager:
         """Around what reads the predictor: an error there is logged, and nothing is predicted from then on."""
-        return informing("the predicted peak", lambda: setattr(self, "predictor", None))
+        return best_effort("the predicted peak", lambda: setattr(self, "predictor", None))
 
     def _compile(self, loss_only: bool, drops_logits: bool, reader: str) -> Callable[..., Any]:
         if self._compiled:
@@ -311,7 +311,7 @@ class PlannedForward:
                 f"graph breaks split the training forward into {len(graphs)} graphs, planned together: {reasons}"
             )
         names = SymbolNames()
-        with informing("the names of sizes"):
+        with best_effort("the names of sizes"):
             names = SymbolNames.of(graphs, is_encoder_decoder(self._model))
         if all(graph.prediction for graph in graphs):
             with self.predicting():
@@ -321,7 +321,7 @@ class PlannedForward:
         header, footprint = self._predicted(graphs)
         self.plan_file = plan_file_of(self._model, self._settings.compiler, graphs, names.first, footprint)
         self.table = PlanTable(engine="compile", plans=(), header=header)
-        with informing("the plan table"):
+        with best_effort("the plan table"):
             self.table = to_table(graphs, matched, names, header)
 
     def _predicted(self, graphs: list[PartitionedGraph]) -> tuple[tuple[str, ...], Footprint | None]:
