@@ -63,7 +63,9 @@ class Pair:
     def rows(self) -> tuple[Plan, ...]:
         """What there is to choose from, whatever is on."""
         if self.engine.plans() is None:
-            accumulate(self.model, (self.case.batch(),))
+            # Both, which may have running statistics (SegFormer).
+            for model in (self.model, self.plain):
+                accumulate(model, (self.case.batch(),))
         return self.engine.plans().plans
 
     def apply(self, chosen: Selection) -> None:
