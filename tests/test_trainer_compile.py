@@ -1,6 +1,7 @@
 """What is the compile engine's own in a Trainer: its arguments, the model's config, mixed precision, recompiles."""
 
 import json
+import re
 import threading
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from optimum_memopt import MemOptError, MemOptOptions, MemOptTrainingArguments, 
 from optimum_memopt.engines.auto import create
 from optimum_memopt.engines.base import choose_engines, engine_of
 from optimum_memopt.engines.ort import installed
+from optimum_memopt.errors import UnsupportedModelError
 from optimum_memopt.options import resolve
 from tests.gradients import assert_bitwise_same_step
 from tests.tiers import tiered
@@ -253,6 +255,15 @@ def test_a_model_that_breaks_torchs_tracer_trains_as_plain_pytorch():
     assert list(engine.plans().header) == said
     assert model.forwards == plain.forwards
     assert torch.equal(model.weight.grad, plain.weight.grad)
+
+
+def test_a_model_that_breaks_torchs_tracer_has_no_budget():
+    model = Halfway()
+    optimize(model, **ENGINE, memory_opt_budget="64GiB")
+    said = "--memory_opt_budget 64GiB: torch cannot trace this model (ZeroDivisionError: no text), so that nothing"
+    with pytest.raises(UnsupportedModelError, match=re.escape(said)):
+        model(torch.arange(3.0))
+    assert model.forwards == 0
 
 
 @pytest.mark.parametrize("name, own", tiered([("small", {"repeats": True}), ("deberta-v2-mlm", {})], fast=["small"]))

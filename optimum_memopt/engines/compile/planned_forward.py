@@ -30,6 +30,7 @@ from optimum_memopt.engines.compile.options import CHUNKED, PLAIN
 from optimum_memopt.engines.compile.partitioned_graph import PartitionedGraph, partition_joint
 from optimum_memopt.engines.compile.plan_files import mismatch_line, plan_file_of
 from optimum_memopt.engines.compile.producers import Producer, matched_in
+from optimum_memopt.engines.compile.producers.budget import FromBudget
 from optimum_memopt.engines.compile.recompiles import Recompiles
 from optimum_memopt.engines.compile.symbol_names import SymbolNames
 from optimum_memopt.engines.compile.table import to_table
@@ -38,7 +39,7 @@ from optimum_memopt.engines.forward_state import ForwardState
 from optimum_memopt.engines.label_smoothing import LabelSmoothing, cross_entropy
 from optimum_memopt.engines.run import Run
 from optimum_memopt.engines.weak_method import weak_method
-from optimum_memopt.errors import MemOptError
+from optimum_memopt.errors import MemOptError, UnsupportedModelError
 from optimum_memopt.logs import best_effort, get_logger
 from optimum_memopt.plans.plan_file import PlanFile
 from optimum_memopt.plans.table import PlanTable
@@ -132,7 +133,8 @@ class PlannedForward:
             reader: who may read more of the outputs than the loss, empty when nobody does.
 
         Raises:
-            MemOptError: the plan does not go with the model, nothing fits a budget, or torch recompiled too often.
+            MemOptError: the plan does not go with the model, nothing fits a budget, torch recompiled too often, or it
+            cannot trace a model that has a budget.
         """
         drops_logits = not reader and self._settings.loss != PLAIN
         variant = (loss_only, drops_logits, compat.global_hooks())
@@ -171,9 +173,9 @@ class PlannedForward:
         if before is not None and failure:
             # Graphs before the one that torch could not trace have run.
             before.restore(self._model)
+            self._show_nothing(f"torch cannot trace this model ({failure})")
             self._compiled[variant] = self._wrapped(loss_only, drops_logits)
             outputs = self._compiled[variant](*args, **kwargs)
-            self._show_nothing(f"torch cannot trace this model ({failure})")
         if not is_first:
             for line in self._recompiles.add(watch.recompiles(), compat.recompile_limit(), self._name):
                 self._say(line)
@@ -334,6 +336,11 @@ class PlannedForward:
         return (line, *host), None
 
     def _show_nothing(self, why: str) -> None:
+        if isinstance(self._producer, FromBudget):
+            raise UnsupportedModelError(
+                f"--memory_opt_budget {self._producer.budget.text}: {why}, so that nothing can be planned",
+                "without a budget it trains as plain PyTorch, and --gradient_checkpointing recomputes its layers",
+            )
         line = f"NOT under a plan: {why}"
         get_logger().warning(line)
         self.table = PlanTable(engine="compile", plans=(), header=(line,))
