@@ -99,6 +99,7 @@ def analyze(
     num_fwd_outputs: int,
     others: Mapping[str, Any],
     cuda: Multiprocessors | None = None,
+    batch: Mapping[str, int] | None = None,
 ) -> AnalyzedGraph:
     """Clean up a joint graph and find its candidates.
 
@@ -108,6 +109,7 @@ def analyze(
         num_fwd_outputs: outputs of the joint graph that are the forward's.
         others: passed on to torch's own partitioner.
         cuda: see `operator_workspace`; None: the device of its tensors.
+        batch: see `symbol_names`.
     """
     module.graph.eliminate_dead_code()
     compat_graph.remove_copies(module.graph, map(root, JointGraph(module, num_fwd_outputs).forward_outputs))
@@ -115,6 +117,9 @@ def analyze(
     joint = JointGraph(module, num_fwd_outputs)
     activations = find_saved_activations(joint)
     sizes = size_hints(joint)
+    names: dict[sympy.Symbol, str] = {}
+    with best_effort("the names of sizes"):
+        names = symbol_names(compat.symbol_sources(), sizes, batch or {})
     candidates = find_candidates(joint, activations, sizes, strategies.registered())
     if cuda is not None:
         candidates = tuple(replace(candidate, planned_for="cuda") for candidate in candidates)
@@ -126,7 +131,9 @@ def analyze(
     paths = node_paths(joint)
     signature = signature_of(paths, parameters)
     cuda = cuda or multiprocessors_of(_device(joint))
-    return AnalyzedGraph(joint, activations, candidates, sizes, parameters, paths, signature, partition_by_torch, cuda)
+    return AnalyzedGraph(
+        joint, activations, candidates, sizes, names, parameters, paths, signature, partition_by_torch, cuda
+    )
 
 
 def partition_joint(
@@ -139,6 +146,7 @@ def partition_joint(
     refuses_mistakes: bool = False,
     runs_operators: bool = True,
     target: Device | None = None,
+    batch: Mapping[str, int] | None = None,
 ) -> tuple[PartitionedGraph, Modules]:
     """Partition a joint graph as a producer chooses.
 
@@ -152,11 +160,12 @@ def partition_joint(
         refuses_mistakes: whatever is asked for has to be in this graph.
         runs_operators: the graphs run as they are, operator by operator.
         target: the device that the graph is planned for; None: that of its tensors.
+        batch: see `symbol_names`.
 
     Raises:
         ConfigError: `refuses_mistakes`, and the user asks for what the graph does not have.
     """
-    graph = analyze(module, inputs, num_fwd_outputs, others, target.cuda if target is not None else None)
+    graph = analyze(module, inputs, num_fwd_outputs, others, target.cuda if target is not None else None, batch)
     choice = producer.choose(graph, [partitioned.choice for partitioned in earlier])
     if refuses_mistakes:
         choice.matched.check()
@@ -173,9 +182,8 @@ def partition_joint(
 
 def _partitioned(graph: AnalyzedGraph, choice: Choice, modules: Modules) -> PartitionedGraph:
     joint, sizes = graph.joint, graph.size_hints
-    names, timeline, prediction = {}, None, None
+    timeline, prediction = None, None
     with best_effort("the predicted peak"):
-        names = symbol_names(compat.symbol_sources())
         timeline = _timeline(graph, modules)
         prediction = timeline.predict(sizes)
     convolves = any(operator_name(node).startswith("convolution") for node in joint.forward)
@@ -186,7 +194,7 @@ def _partitioned(graph: AnalyzedGraph, choice: Choice, modules: Modules) -> Part
         graph.candidates,
         choice,
         sizes,
-        names,
+        graph.names,
         timeline,
         prediction,
         plan,

@@ -32,7 +32,7 @@ from optimum_memopt.engines.compile.plan_files import mismatch_line, plan_file_o
 from optimum_memopt.engines.compile.producers import Producer, matched_in
 from optimum_memopt.engines.compile.producers.budget import FromBudget
 from optimum_memopt.engines.compile.recompiles import Recompiles
-from optimum_memopt.engines.compile.symbol_names import SymbolNames
+from optimum_memopt.engines.compile.symbol_names import SymbolNames, input_sizes
 from optimum_memopt.engines.compile.table import to_table
 from optimum_memopt.engines.compile.trace_fixes import TraceFixes
 from optimum_memopt.engines.forward_state import ForwardState
@@ -111,6 +111,8 @@ class PlannedForward:
         self._traced: list[Callable[..., Any]] = []
         # Graphs that the current forward has compiled so far.
         self._graphs: list[PartitionedGraph] = []
+        # Sizes of the current forward's inputs.
+        self._batch: Mapping[str, int] = {}
         # The losses of the graph that is compiled next.
         self._losses: list[LossPlan] = []
         self._resident = 0
@@ -138,6 +140,7 @@ class PlannedForward:
         """
         drops_logits = not reader and self._settings.loss != PLAIN
         variant = (loss_only, drops_logits, compat.global_hooks())
+        self._batch = input_sizes(kwargs)
         is_new = variant not in self._compiled
         if is_new:
             self._compiled[variant] = self._compile(loss_only, drops_logits, reader)
@@ -266,6 +269,7 @@ class PlannedForward:
             refuses_mistakes=is_all and refuses,
             runs_operators=self._settings.compiler != "inductor",
             target=self._settings.target,
+            batch=self._batch,
         )
         losses, self._losses = tuple(self._losses), []
         self._graphs.append(replace(graph, programs=programs, is_all_of_forward=is_all, losses=losses))

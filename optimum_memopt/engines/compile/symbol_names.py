@@ -6,23 +6,62 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import sympy
+import torch
 
 from optimum_memopt.plans.table import canonical_symbols
 
 _DIMENSION = re.compile(r"\['(?P<input>\w+)'\]\.size\(\)\[(?P<dim>\d+)\]$")
+_SIZE = re.compile(r"\.size\(\)\[(?P<dim>\d+)\]$")
 # Which input an axis is named by when several share it, where not the first by name.
 _RANK = {"input_ids": 0, "labels": 2}
 
 
-def symbol_names(sources: Mapping[sympy.Symbol, Sequence[str]]) -> dict[sympy.Symbol, str]:
-    """`input_ids_dim0` of `L['kwargs']['input_ids'].size()[0]`; symbols that are no size of an input have no name."""
+def symbol_names(
+    sources: Mapping[sympy.Symbol, Sequence[str]],
+    sizes: Mapping[sympy.Symbol, int],
+    batch: Mapping[str, int],
+) -> dict[sympy.Symbol, str]:
+    """`input_ids_dim0` of `L['kwargs']['input_ids'].size()[0]`; symbols that are no size have no name.
+
+    A graph behind a graph break takes what was computed before it, as `L['___stack0'].size()[1]`. Such a size has the
+    name of an input's size that is equal in this batch, of the same dimension if there is one.
+
+    Args:
+        sources: what each symbol is the size of.
+        sizes: value of each symbol.
+        batch: sizes of the forward's inputs, by name; empty: all sizes are those of inputs.
+    """
     names = {}
     for symbol, texts in sources.items():
-        matches = [match for text in texts if (match := _DIMENSION.search(text))]
-        if matches:
-            first = min(matches, key=lambda match: (_RANK.get(match["input"], 1), match["input"]))
-            names[symbol] = f"{first['input']}_dim{first['dim']}"
+        found = [(match["input"], int(match["dim"])) for text in texts if (match := _DIMENSION.search(text))]
+        if batch:
+            found = [one for one in found if _name(*one) in batch]
+        dims = {int(match["dim"]) for text in texts if (match := _SIZE.search(text))}
+        if found:
+            names[symbol] = _name(*min(found, key=_rank))
+        elif dims and (equal := [name for name, size in batch.items() if size == sizes.get(symbol)]):
+            parsed = [(name, int(dim)) for name, _, dim in (one.rpartition("_dim") for one in equal)]
+            names[symbol] = _name(*min(parsed, key=lambda one: (one[1] not in dims, *_rank(one))))
     return names
+
+
+def input_sizes(inputs: Mapping[str, object]) -> dict[str, int]:
+    """Sizes of a forward's keyword arguments that are tensors, and of those in mappings, as `input_ids_dim0`."""
+    sizes: dict[str, int] = {}
+    for name, value in inputs.items():
+        if isinstance(value, torch.Tensor):
+            sizes.update((_name(name, dim), size) for dim, size in enumerate(value.shape))
+        elif isinstance(value, Mapping):
+            sizes.update(input_sizes(value))
+    return sizes
+
+
+def _name(of: str, dim: int) -> str:
+    return f"{of}_dim{dim}"
+
+
+def _rank(of: tuple[str, int]) -> tuple[int, str]:
+    return _RANK.get(of[0], 1), of[0]
 
 
 class _Graph(Protocol):

@@ -146,7 +146,7 @@ def capture(function: Callable[..., Any], *args: Any, dynamic: bool = True, **kw
     def record(
         _: InductorPrograms, module: fx.GraphModule, inputs: Any, num_fwd_outputs: int, others: dict[str, Any]
     ) -> tuple[Choice, Modules]:
-        names = symbol_names(compat.symbol_sources())
+        names = symbol_names(compat.symbol_sources(), {}, {})
         untouched = fx.GraphModule(module, copy.deepcopy(module.graph))
         found.append(Captured(untouched, inputs, num_fwd_outputs, others, names))
         modules = compat_graph.default_partition(module, inputs, num_fwd_outputs=num_fwd_outputs, **others)

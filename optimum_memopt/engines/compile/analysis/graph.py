@@ -25,6 +25,7 @@ class AnalyzedGraph:
         activations: in graph order.
         candidates: under every strategy.
         size_hints: value of each symbol in the first batch.
+        names: of the symbols that are sizes of the forward's inputs, `input_ids_dim0`.
         static_inputs: inputs that stay where they are from step to step: parameters and buffers.
         paths: see `node_paths`.
         signature: see `signature_of`.
@@ -36,6 +37,7 @@ class AnalyzedGraph:
     activations: tuple[SavedActivation, ...]
     candidates: tuple[Candidate, ...]
     size_hints: Mapping[sympy.Symbol, int]
+    names: Mapping[sympy.Symbol, str]
     static_inputs: tuple[fx.Node, ...]
     paths: Mapping[fx.Node, Path]
     signature: GraphSignature

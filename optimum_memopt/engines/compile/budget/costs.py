@@ -190,8 +190,9 @@ class Stopwatch:
     @property
     def seconds(self) -> float:
         wall, processor = time.perf_counter() - self._begin[0], time.process_time() - self._begin[1]
-        # Several threads take more of the processor than of the clock.
-        return wall if self._is_on_cuda else min(wall, processor)
+        # Several threads take more of the processor than of the clock; in a virtual machine the processor's clock may
+        # stand still for so short a time.
+        return wall if self._is_on_cuda or not processor else min(wall, processor)
 
 
 def _runs(node: fx.Node) -> bool:

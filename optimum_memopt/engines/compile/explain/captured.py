@@ -24,7 +24,6 @@ from optimum_memopt.engines.compile.choice import Choice
 from optimum_memopt.engines.compile.engine import CompileEngine
 from optimum_memopt.engines.compile.memory.symbolic_sizes import SymbolValues
 from optimum_memopt.engines.compile.producers.producer import InternalProducer, Producer
-from optimum_memopt.engines.compile.symbol_names import symbol_names
 from optimum_memopt.engines.failed_step import ForwardCall, TensorLike
 from optimum_memopt.engines.run import LargestBatch
 from optimum_memopt.logs import only_warnings
@@ -99,13 +98,12 @@ class Recorder(InternalProducer):
         rows: dict[str, str] = {}
         for candidate in graph.candidates:
             rows.setdefault(candidate.activation.root.name, candidate.row)
-        names = symbol_names(compat.symbol_sources())
         on_host = offloadable(graph)
         choice = self.inner.choose(graph, earlier)
         offloaded = _names(c.activation.root for c in offloads(choice.candidates))
         saved = _names(choice.nodes_to_save)
         self.graphs.append(
-            CapturedGraph(problem_at, graph.size_hints, names, saved, offloaded, rows, modules, costs, on_host)
+            CapturedGraph(problem_at, graph.size_hints, graph.names, saved, offloaded, rows, modules, costs, on_host)
         )
         return choice
 

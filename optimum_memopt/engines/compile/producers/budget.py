@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from optimum_memopt.engines.base import Selection
-from optimum_memopt.engines.compile import compat
 from optimum_memopt.engines.compile.analysis.candidates import Candidate, offloads, recomputed
 from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph
 from optimum_memopt.engines.compile.budget.costs import Costs
@@ -24,7 +23,6 @@ from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.compile.memory.symbolic_sizes import SymbolValues
 from optimum_memopt.engines.compile.memory.timeline import graph_timeline
 from optimum_memopt.engines.compile.producers.torch_default import TorchDefault
-from optimum_memopt.engines.compile.symbol_names import symbol_names
 from optimum_memopt.engines.estimates import Frontier
 from optimum_memopt.errors import DoesNotFitError
 from optimum_memopt.plans.matching import Matched
@@ -68,7 +66,7 @@ class FromBudget:
             DoesNotFitError: nothing fits; it names the floor and what holds it.
         """
         step = self.step(self.budget) if self.step is not None else Step(self.budget.on_device(0, 0), Footprint(0, 0))
-        names = symbol_names(compat.symbol_sources())
+        names = graph.names
         first, graph = graph, replace(graph, size_hints=larger_sizes(graph.size_hints, names, step.largest))
         costs = self.costs(graph) if self.costs is not None else _by_bytes(graph)
         problem_at = problems_of(graph, costs.seconds, costs.workspaces)

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from optimum_memopt.engines.compile import compat
 from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph
 from optimum_memopt.engines.compile.budget.costs import Costs
 from optimum_memopt.engines.compile.budget.in_step import Step
@@ -14,7 +13,6 @@ from optimum_memopt.engines.compile.budget.solve import Solver
 from optimum_memopt.engines.compile.choice import Choice
 from optimum_memopt.engines.compile.producers.producer import InternalProducer
 from optimum_memopt.engines.compile.producers.torch_default import TorchDefault
-from optimum_memopt.engines.compile.symbol_names import symbol_names
 from optimum_memopt.sizes import Budget
 
 # What an allocator's blocks take under a plan beyond what they take without one; not tuned.
@@ -50,8 +48,7 @@ class LargestRows(InternalProducer):
 
 def _fitting(graph: AnalyzedGraph, costs: Costs, step: Step) -> Callable[[int, int], bool]:
     """Tells whether a plan is found with which a step with so many rows holds at most so many bytes."""
-    names = symbol_names(compat.symbol_sources())
-    symbols = [symbol for symbol in graph.size_hints if is_rows(names.get(symbol, ""))]
+    symbols = [symbol for symbol in graph.size_hints if is_rows(graph.names.get(symbol, ""))]
     problem_at = problems_of(graph, costs.seconds, costs.workspaces)
     host = host_of(graph, step.link, step.host)
 

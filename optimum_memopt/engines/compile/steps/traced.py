@@ -8,7 +8,6 @@ import sympy
 import torch
 
 from optimum_memopt.engines.base import Selection
-from optimum_memopt.engines.compile import compat
 from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph
 from optimum_memopt.engines.compile.analysis.joint import is_chunked_loss
 from optimum_memopt.engines.compile.budget.devices import Device
@@ -22,7 +21,6 @@ from optimum_memopt.engines.compile.planned_device import traced_for
 from optimum_memopt.engines.compile.producers.level import FromLevel
 from optimum_memopt.engines.compile.producers.producer import InternalProducer
 from optimum_memopt.engines.compile.producers.torch_default import TorchDefault
-from optimum_memopt.engines.compile.symbol_names import symbol_names
 from optimum_memopt.errors import MemOptError
 
 
@@ -83,7 +81,7 @@ class _Keeps(InternalProducer):
 
     def choose(self, graph: AnalyzedGraph, earlier: Sequence[Choice]) -> Choice:
         """See `Producer.choose`."""
-        order, names = graph.joint.order, symbol_names(compat.symbol_sources())
+        order = graph.joint.order
         # Torch's own partition may change the graph.
         problem_at = problems_of(graph, [0.0] * len(order))
         by_level = frozenset(order[node] for node in FromLevel(1).choose(graph, earlier).nodes_to_save)
@@ -91,7 +89,7 @@ class _Keeps(InternalProducer):
         choice = TorchDefault().choose(graph, earlier)
         by_torch = frozenset(order[node] for node in choice.nodes_to_save)
         chunks = any(is_chunked_loss(node) for node in graph.joint.nodes)
-        self.found.append(Traced(graph, names, problem_at, by_torch, by_level, on_host, chunks))
+        self.found.append(Traced(graph, graph.names, problem_at, by_torch, by_level, on_host, chunks))
         return choice
 
 
