@@ -25,7 +25,7 @@ def forward_hooks(module: torch.nn.Module) -> dict[int, Any]:
 
 def forward_hook_ids(model: torch.nn.Module) -> list[int]:
     """Ids of the forward hooks of all its modules, which grow with each hook that is registered (torch 2.13)."""
-    return [id for module in model.modules() for id in module._forward_hooks]
+    return [id for module in model.modules() for id in forward_hooks(module)]
 
 
 def output_hooks(module: torch.nn.Module) -> Iterator[Any]:

@@ -88,6 +88,11 @@ class PartitionedGraph:
         return compile_sizes(candidate.saving for candidate in offloads(self.choice.candidates))(self.sizes)
 
     @property
+    def runs(self) -> int:
+        """How often it ran in the first forward."""
+        return max(1, self.programs.runs)
+
+    @property
     def chunks_loss(self) -> bool:
         """Whether a loss is computed without its logits."""
         return any(loss.is_chunked for loss in self.losses)

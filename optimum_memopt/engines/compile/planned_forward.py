@@ -111,8 +111,8 @@ class PlannedForward:
         self._traced: list[Callable[..., Any]] = []
         # Graphs that the current forward has compiled so far.
         self._graphs: list[PartitionedGraph] = []
-        # Sizes of the current forward's inputs.
-        self._batch: Mapping[str, int] = {}
+        # Of the current forward.
+        self._inputs: Mapping[str, Any] = {}
         # The losses of the graph that is compiled next.
         self._losses: list[LossPlan] = []
         self._resident = 0
@@ -140,7 +140,6 @@ class PlannedForward:
         """
         drops_logits = not reader and self._settings.loss != PLAIN
         variant = (loss_only, drops_logits, compat.global_hooks())
-        self._batch = input_sizes(kwargs)
         is_new = variant not in self._compiled
         if is_new:
             self._compiled[variant] = self._compile(loss_only, drops_logits, reader)
@@ -148,7 +147,7 @@ class PlannedForward:
         is_first = is_new or self.table is None
         before = ForwardState.of(self._model, with_buffers=True) if is_first and not self._settings.is_dry else None
         hooks = None if self.table is not None or self._has_started_again else forward_hook_ids(self._model)
-        failure, outputs = "", None
+        failure, outputs, self._inputs = "", None, kwargs
         try:
             with (
                 configured(compiles=is_first),
@@ -164,6 +163,8 @@ class PlannedForward:
                 if isinstance(refusal := getattr(error, "inner_exception", None), MemOptError):
                     raise refusal from None
                 raise
+        finally:
+            self._inputs = {}
         if self._has_new_hooks(hooks):
             # transformers installs those that collect hidden states and router logits in a model's first forward,
             # which breaks its graph there; all later ones run with them.
@@ -269,7 +270,7 @@ class PlannedForward:
             refuses_mistakes=is_all and refuses,
             runs_operators=self._settings.compiler != "inductor",
             target=self._settings.target,
-            batch=self._batch,
+            batch=input_sizes(self._inputs),
         )
         losses, self._losses = tuple(self._losses), []
         self._graphs.append(replace(graph, programs=programs, is_all_of_forward=is_all, losses=losses))

@@ -18,6 +18,16 @@ def is_rows(name: str) -> bool:
     return name.rpartition("_")[2] == "dim0"
 
 
+def rows_of(sizes: Mapping[_Symbol, int], names: Mapping[_Symbol, str]) -> dict[_Symbol, int]:
+    """Those of a graph's sizes that are a batch's rows.
+
+    Args:
+        sizes: by symbol.
+        names: of the symbols, `input_ids_dim0`.
+    """
+    return {symbol: size for symbol, size in sizes.items() if is_rows(names.get(symbol, ""))}
+
+
 def is_length(name: str) -> bool:
     """Whether a name of a size, `input_ids_dim1`, is that of a batch's tokens."""
     return name.removeprefix(_SHOWN) in _BY_TOKENS

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import sympy
 
-from optimum_memopt.engines.compile.budget.largest_sizes import is_rows
+from optimum_memopt.engines.compile.budget.largest_sizes import rows_of
 from optimum_memopt.engines.compile.budget.problem import ALONE, OtherGraphs, Problem
 from optimum_memopt.engines.compile.budget.simulation import simulate
 from optimum_memopt.engines.compile.budget.solve import Floor, Solver
@@ -48,7 +48,7 @@ class KnownGraph:
     @property
     def rows(self) -> dict[sympy.Symbol, int]:
         """Its sizes that are rows of the batch."""
-        return {symbol: size for symbol, size in self.sizes.items() if is_rows(self.names.get(symbol, ""))}
+        return rows_of(self.sizes, self.names)
 
 
 class SeveralGraphs:

@@ -208,4 +208,4 @@ def _predictions(graphs: Sequence[PartitionedGraph], largest: LargestBatch | Non
 
 
 def _runs(graphs: Sequence[PartitionedGraph]) -> tuple[int, ...]:
-    return tuple(max(1, graph.programs.runs) for graph in graphs)
+    return tuple(graph.runs for graph in graphs)

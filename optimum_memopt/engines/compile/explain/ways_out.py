@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from optimum_memopt.engines.compile.budget.largest_sizes import is_rows
+from optimum_memopt.engines.compile.budget.largest_sizes import rows_of
 from optimum_memopt.engines.compile.budget.mixed import Host, Mixed, cheapest
 from optimum_memopt.engines.compile.budget.problem import Problem
 from optimum_memopt.engines.compile.budget.simulation import Simulation, simulate_everything_saved
@@ -168,7 +168,7 @@ def whole_of(graphs: Sequence[CapturedGraph], settings: Settings, times: int = 1
 
 def _problem(graph: CapturedGraph, largest: LargestBatch | None, times: int) -> Problem:
     sizes = graph.sizes_for(largest)
-    parts = {symbol: sizes[symbol] // times for symbol in sizes if is_rows(graph.names.get(symbol, ""))}
+    parts = {symbol: size // times for symbol, size in rows_of(sizes, graph.names).items()}
     return graph.problem_at({**sizes, **parts})
 
 
@@ -268,12 +268,7 @@ def _micro_flags(settings: Settings, times: int) -> str:
 
 def _parts(graphs: Sequence[CapturedGraph], settings: Settings) -> Iterator[int]:
     """Numbers of equal parts that the rows of all graphs can be cut into."""
-    rows = [
-        size
-        for graph in graphs
-        for symbol, size in graph.sizes_for(settings.largest).items()
-        if is_rows(graph.names.get(symbol, ""))
-    ]
+    rows = [size for graph in graphs for size in rows_of(graph.sizes_for(settings.largest), graph.names).values()]
     for times in range(2, settings.rows + 1) if rows else ():
         if settings.rows % times == 0 and all(size % times == 0 for size in rows):
             yield times

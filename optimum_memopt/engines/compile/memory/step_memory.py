@@ -126,7 +126,7 @@ class StepMemoryPredictor:
         self._last_run: _ProgramRun | None = None
         self._model = weakref.ref(model)
         self._parts = [
-            _Part(graph, graph.timeline, graph.prediction, max(1, graph.programs.runs))
+            _Part(graph, graph.timeline, graph.prediction, graph.runs)
             for graph in graphs
             if graph.timeline is not None and graph.prediction is not None
         ]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph
 from optimum_memopt.engines.compile.budget.costs import Costs
 from optimum_memopt.engines.compile.budget.in_step import Step
-from optimum_memopt.engines.compile.budget.largest_sizes import is_rows
+from optimum_memopt.engines.compile.budget.largest_sizes import rows_of
 from optimum_memopt.engines.compile.budget.mixed import host_of, is_within
 from optimum_memopt.engines.compile.budget.problem import problems_of
 from optimum_memopt.engines.compile.budget.solve import Solver
@@ -48,16 +48,16 @@ class LargestRows(InternalProducer):
 
 def _fitting(graph: AnalyzedGraph, costs: Costs, step: Step) -> Callable[[int, int], bool]:
     """Tells whether a plan is found with which a step with so many rows holds at most so many bytes."""
-    symbols = [symbol for symbol in graph.size_hints if is_rows(graph.names.get(symbol, ""))]
+    first = rows_of(graph.size_hints, graph.names)
     problem_at = problems_of(graph, costs.seconds, costs.workspaces)
     host = host_of(graph, step.link, step.host)
 
     def fits(rows: int, most: int) -> bool:
-        before = max((graph.size_hints[symbol] for symbol in symbols), default=rows)
+        before = max(first.values(), default=rows)
         outside = replace(step.outside, batch=step.outside.batch * rows // before)
         if replace(outside, activations=0).peak > most:
             return False
-        problem = problem_at({**graph.size_hints, **dict.fromkeys(symbols, rows)})
+        problem = problem_at({**graph.size_hints, **dict.fromkeys(first, rows)})
         seconds = tuple(one * rows / before for one in problem.seconds)
         allowed = int(outside.activations_within(most) * (1 - _BLOCKS))
         return is_within(Solver(replace(problem, seconds=seconds)), allowed, host)

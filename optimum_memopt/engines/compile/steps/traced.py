@@ -11,7 +11,7 @@ from optimum_memopt.engines.base import Selection
 from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph
 from optimum_memopt.engines.compile.analysis.joint import is_chunked_loss
 from optimum_memopt.engines.compile.budget.devices import Device
-from optimum_memopt.engines.compile.budget.largest_sizes import is_length, is_rows
+from optimum_memopt.engines.compile.budget.largest_sizes import is_length, rows_of
 from optimum_memopt.engines.compile.budget.mixed import offloadable
 from optimum_memopt.engines.compile.budget.problem import Problem, problems_of
 from optimum_memopt.engines.compile.choice import Choice
@@ -45,7 +45,6 @@ class Traced:
 
     Attributes:
         graph: of the whole forward.
-        names: of its symbols, `input_ids_dim0`.
         problem_at: its numbers for any sizes, without seconds.
         by_torch: numbers of the nodes that torch's own partition saves.
         by_level: numbers of the nodes that level 1 saves.
@@ -54,7 +53,6 @@ class Traced:
     """
 
     graph: AnalyzedGraph
-    names: Mapping[sympy.Symbol, str]
     problem_at: Callable[[SymbolValues], Problem]
     by_torch: frozenset[int]
     by_level: frozenset[int]
@@ -63,14 +61,15 @@ class Traced:
 
     def sizes(self, rows: int, tokens: int) -> SymbolValues:
         """The symbols' values for a batch of rows of so many tokens; 0: as many as were traced."""
-        of_rows = dict.fromkeys(self._row_symbols, rows)
-        of_tokens = {symbol: tokens for symbol, name in self.names.items() if tokens and is_length(name)}
+        of_rows = dict.fromkeys(self.rows, rows)
+        of_tokens = {symbol: tokens for symbol, name in self.graph.names.items() if tokens and is_length(name)}
         hints = self.graph.size_hints
         return {symbol: {**of_tokens, **of_rows}.get(symbol, size) for symbol, size in hints.items()}
 
     @property
-    def _row_symbols(self) -> list[sympy.Symbol]:
-        return [symbol for symbol in self.graph.size_hints if is_rows(self.names.get(symbol, ""))]
+    def rows(self) -> dict[sympy.Symbol, int]:
+        """Its sizes that are rows of the batch that was traced."""
+        return rows_of(self.graph.size_hints, self.graph.names)
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ class _Keeps(InternalProducer):
         choice = TorchDefault().choose(graph, earlier)
         by_torch = frozenset(order[node] for node in choice.nodes_to_save)
         chunks = any(is_chunked_loss(node) for node in graph.joint.nodes)
-        self.found.append(Traced(graph, graph.names, problem_at, by_torch, by_level, on_host, chunks))
+        self.found.append(Traced(graph, problem_at, by_torch, by_level, on_host, chunks))
         return choice
 
 
@@ -130,6 +129,6 @@ def trace(model: torch.nn.Module, batch: Mapping[str, Any], how: TracedAs, loss:
         why = "; ".join(table.header) if table is not None and not keeps.found else f"{len(keeps.found)} graphs"
         raise MemOptError(f"the training forward of {name} is not one graph ({why}); advice is for forwards that are")
     (traced,) = keeps.found
-    if not any(is_rows(traced.names.get(symbol, "")) for symbol in traced.graph.size_hints):
+    if not traced.rows:
         raise MemOptError(f"the graph of {name} is for one batch size only, so that no other one can be predicted")
     return traced
