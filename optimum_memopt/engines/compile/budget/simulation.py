@@ -73,9 +73,9 @@ def simulate(problem: Problem, saved: frozenset[int]) -> Simulation:
         problem: the joint graph.
         saved: as `Problem.closure` has it, each of them read by the backward or by what is recomputed.
     """
-    order = _raise_picks(problem, backward_order(problem, saved))
-    numbers = problem.numbers
-    read = {node for user in order for node in problem.reads[user] if node in numbers} if numbers else set()
+    order = backward_order(problem, saved)
+    read_numbers = problem.tables.read_numbers
+    read = {node for user in order for node in read_numbers[user]}
     ends = [*problem.forward_outputs, *saved, *read]
     forward = _run(problem, _raise_picks(problem, _forward_order(problem, ends)), ends, set(), 0)
     roots = {problem.roots[node] for node in saved}
@@ -83,9 +83,9 @@ def simulate(problem: Problem, saved: frozenset[int]) -> Simulation:
     stashed = forward.end - sum(problem.bytes[node] for node in dropped if problem.is_operator[node])
     given = sum(problem.bytes[node] for node in problem.tangents)
     owned = {node for node in roots if not problem.is_input[node]} | set(problem.tangents)
-    backward = _run(problem, order, problem.backward_outputs, owned, stashed + given)
+    backward = _run(problem, _raise_picks(problem, order), problem.backward_outputs, owned, stashed + given)
     is_forward = problem.is_forward
-    recomputed = tuple(node for node in order if is_forward[node])
+    recomputed = tuple(node for node in backward.order if is_forward[node])
     if problem.others != ALONE:
         forward, backward = _among_others(problem, forward, backward, given)
     return Simulation(saved, forward, backward, stashed, recomputed)
@@ -145,47 +145,34 @@ def backward_order(problem: Problem, saved: Collection[int]) -> list[int]:
     return order
 
 
-def _raise_picks(problem: Problem, order: Sequence[int]) -> list[int]:
+def _raise_picks(problem: Problem, order: Sequence[int]) -> np.ndarray:
     """Each pick of an output directly behind its operator, where that is in the same graph."""
-    present = set(order)
-    picks = problem.picks
-    picked: dict[int, list[int]] = {}
-    for node in order:
-        source = picks[node]
-        if source is not None and source in present:
-            picked.setdefault(source, []).append(node)
-    moved = {node for nodes in picked.values() for node in nodes}
-    raised: list[int] = []
-
-    def add(node: int) -> None:
-        raised.append(node)
-        for pick in picked.get(node, ()):
-            add(pick)
-
-    for node in order:
-        if node in moved:
-            continue
-        if node in picked:
-            add(node)
-        else:
-            raised.append(node)
-    return raised
+    ran = np.array(order, dtype=np.intp)
+    own = np.arange(len(ran))
+    at = np.full(len(problem.names), -1, dtype=np.intp)
+    at[ran] = own
+    operators = at[problem.tables.picks[ran]]
+    operators[problem.tables.picks[ran] < 0] = -1
+    places = np.where(operators < 0, own, operators)
+    # A pick of what is picked itself stands where that one does.
+    while not np.array_equal(places, further := places[places]):
+        places = further
+    return ran[np.argsort(places, kind="stable")]
 
 
-def _run(problem: Problem, order: Sequence[int], ends: Iterable[int], owned: set[int], start: int) -> Run:
+def _run(problem: Problem, ran: np.ndarray, ends: Iterable[int], owned: set[int], start: int) -> Run:
     """Allocate and free as `memory.timeline.simulate` does.
 
     Args:
         problem: the joint graph.
-        order: operators.
+        ran: operators, in order.
         ends: what the graph returns.
         owned: roots from outside that are freed after their last use.
         start: bytes held before the first operator.
     """
-    if not order:
+    if not len(ran):
         return Run((), (), start)
-    tables, steps = problem.tables, len(order)
-    ran = np.array(order, dtype=np.intp)
+    tables, steps = problem.tables, len(ran)
     step = np.arange(steps)
     at = np.full(len(problem.names), -1, dtype=np.intp)
     at[ran] = step
@@ -205,7 +192,7 @@ def _run(problem: Problem, order: Sequence[int], ends: Iterable[int], owned: set
     freed[:steps] += np.where((last[ran] < 0) & tables.owns[ran], tables.sizes[ran], 0)
     after = start + np.cumsum(allocated - freed[:steps])
     during = after + freed[:steps] + tables.workspaces[ran]
-    return Run(tuple(order), tuple(during.tolist()), int(after[-1]))
+    return Run(tuple(ran.tolist()), tuple(during.tolist()), int(after[-1]))
 
 
 def held_at_peak(problem: Problem, found: Simulation, in_backward: bool) -> dict[int, int]:

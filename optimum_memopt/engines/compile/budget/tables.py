@@ -22,6 +22,8 @@ class Tables:
         reads: how many there are.
         storages: roots that operators allocate.
         allocators: of each of `storages`, the operator.
+        picks: `Problem.picks`, -1 for None.
+        read_numbers: what each node reads of `Problem.numbers`.
         backward: each of the backward's own operators, and what else it reads that is computed.
         always: what the forward's outputs need.
     """
@@ -34,6 +36,8 @@ class Tables:
     reads: np.ndarray
     storages: np.ndarray
     allocators: np.ndarray
+    picks: np.ndarray
+    read_numbers: tuple[tuple[int, ...], ...]
     backward: tuple[tuple[int, tuple[int, ...]], ...]
     always: frozenset[int]
 
@@ -53,6 +57,8 @@ def tables_of(problem: "Problem") -> Tables:
         reads=counts,
         storages=np.array([storage for storage, _ in pairs], dtype=np.intp),
         allocators=np.array([node for _, node in pairs], dtype=np.intp),
+        picks=np.array([-1 if source is None else source for source in problem.picks], dtype=np.intp),
+        read_numbers=tuple(tuple(read for read in reads if read in problem.numbers) for reads in problem.reads),
         backward=tuple(
             (node, tuple(read for read in problem.reads[node] if read not in own and not problem.is_input[read]))
             for node in problem.backward_operators

@@ -7,6 +7,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 from optimum_memopt.engines.compile.budget.problem import Problem
 
 
@@ -65,6 +67,19 @@ class Units:
     def index(self) -> dict[int, int]:
         """The unit of each node of the forward, numbers left out."""
         return {node: index for index, unit in enumerate(self.all) for node in unit.nodes}
+
+    @cached_property
+    def index_table(self) -> np.ndarray:
+        """`index` by node, -1 for those that are in no unit."""
+        return np.array([self.index.get(node, -1) for node in range(len(self.problem.names))], dtype=np.intp)
+
+    @cached_property
+    def layer_table(self) -> np.ndarray:
+        """By node, backward's too, the unit of its layer; -1 for those in no layer and for views, which may be read in
+        many layers and compute nothing in any."""
+        layers = {unit.layer: index for index, unit in enumerate(self.all) if unit.layer}
+        pairs = zip(self.problem.layers, self.problem.is_view, strict=True)
+        return np.array([-1 if is_view else layers.get(layer, -1) for layer, is_view in pairs], dtype=np.intp)
 
     @cached_property
     def reads(self) -> frozenset[int]:
