@@ -53,11 +53,21 @@ def _log_level():
     get_logger().setLevel(before)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _imports_are_no_garbage():
-    """A Trainer collects garbage three times a run, and each time would look through all that is imported."""
+@pytest.fixture(autouse=True)
+def _what_lasts_is_no_garbage():
+    """A Trainer collects garbage three times a run, and each time would look through all that is imported or cached."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _guards_are_not_timed():
+    """torch flushes the processor's caches after each graph, to log how long its guards take: 30 milliseconds."""
+    import torch._dynamo.guards
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch._dynamo.guards, "profile_guard_manager", lambda *arguments: 0.0)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
