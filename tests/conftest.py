@@ -55,7 +55,7 @@ def _log_level():
 
 @pytest.fixture(autouse=True)
 def _what_lasts_is_no_garbage():
-    """A Trainer collects garbage three times a run, and each time would look through all that is imported or cached."""
+    """A Trainer collects garbage three times a run, and each time would look through what is imported or cached."""
     gc.collect()
     gc.freeze()
 
