@@ -75,9 +75,11 @@ def _asked() -> set[str]:
         for symbol in _symbols(libraries / name, "--undefined-only", "-D")
         if re.match(pattern, symbol) and not _OF_RUNTIME.match(symbol)
     }
-    launcher = (_folder("triton") / "backends/nvidia/driver.c").read_text()
-    # Called by their names, or looked up by them: defineGetFunctionHandle(…, cuLaunchKernelEx)
-    return of_torch | set(re.findall(r"\b(cu[A-Z]\w+)\s*[()]", launcher))
+    driver = _folder("triton") / "backends/nvidia"
+    # Up to Triton 3.5 the launcher is a template in the Python file.
+    launcher = "".join((driver / name).read_text() for name in ("driver.c", "driver.py"))
+    # Called by their names, or looked up by them: defineGetFunctionHandle(…, cuLaunchKernelEx), dlsym(…, "cuLaunchKernelEx")
+    return of_torch | set(re.findall(r"\b(cu[A-Z]\w+)\s*[()\"]", launcher))
 
 
 def _symbols(library: Path, *options: str) -> Iterator[str]:
