@@ -10,8 +10,9 @@ from typing import Any
 from tabulate import tabulate
 
 from optimum_memopt.engines import estimates
-from optimum_memopt.engines.base import Selection, factory
+from optimum_memopt.engines.base import Selection
 from optimum_memopt.engines.estimates import CurvePoint
+from optimum_memopt.engines.registry import factory
 from optimum_memopt.engines.step_timeline import OPTIMIZER, SAVED, TEMPORARY
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.memory.peak_monitor import MIB

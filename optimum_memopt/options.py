@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from optimum_memopt import option_values
-from optimum_memopt.engines.base import (
+from optimum_memopt.engines.base import Selection
+from optimum_memopt.engines.registry import (
     AUTO,
-    Selection,
     check_flags_of_others,
     choose_engines,
     engine_names,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from optimum_memopt.engines import estimates
-from optimum_memopt.engines.base import engine_names, factory
+from optimum_memopt.engines.registry import engine_names, factory
 from optimum_memopt.errors import MemOptError, excerpt
 from optimum_memopt.estimate import Estimate
 from optimum_memopt.measure.module_workload import ModuleWorkload

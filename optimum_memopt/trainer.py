@@ -29,7 +29,8 @@ from optimum_memopt.callbacks.plan_stats import PlanStatsCallback
 from optimum_memopt.distributed import out_of_memory, rank_consistency
 from optimum_memopt.distributed.launch import check_world
 from optimum_memopt.engines.auto import create
-from optimum_memopt.engines.base import Engine, factory, registrations
+from optimum_memopt.engines.base import Engine
+from optimum_memopt.engines.registry import factory, registrations
 from optimum_memopt.engines.run import Run
 from optimum_memopt.errors import MemOptError, excerpt
 from optimum_memopt.logs import get_logger

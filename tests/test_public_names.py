@@ -70,7 +70,7 @@ MODULES = sorted({f"optimum_memopt.{module}" for module in optimum_memopt._MODUL
 # What a process imports one after the other, and what is still not imported then.
 STEPS = {
     "engines": (
-        ["optimum_memopt.engines.base"],
+        ["optimum_memopt.engines.registry"],
         {"onnxruntime", "torch._inductor.compile_fx", "torch._functorch.partitioners"},
     ),
     "optimizers": (["optimum_memopt.training.optimizers"], {"onnxruntime", "deepspeed"}),

@@ -7,7 +7,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 from optimum_memopt import MemOptError, MemOptTrainer, MemOptTrainingArguments, attach, optimize
-from optimum_memopt.engines.base import engine_of
+from optimum_memopt.engines.attached import engine_of
 from tests.trainer_runs import arguments, build, collate, distance, log_lines, make, rows, tables, weights
 
 NAME = "roberta-classification"

@@ -15,9 +15,9 @@ from optimum_memopt import compat
 from optimum_memopt.advise.advice import Row, advise
 from optimum_memopt.advise.search import count_fitting
 from optimum_memopt.distributed.rank_consistency import gathered
-from optimum_memopt.engines.base import factory
 from optimum_memopt.engines.forward_state import ForwardState
 from optimum_memopt.engines.predicted_steps import StepPredictor
+from optimum_memopt.engines.registry import factory
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.logs import get_logger
 from optimum_memopt.options import MemOptOptions

@@ -12,7 +12,8 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from optimum_memopt import compat
 from optimum_memopt.callbacks.reporting import Reporter
 from optimum_memopt.distributed.out_of_memory import OtherRankRanOutError
-from optimum_memopt.engines.base import Engine, engine_of, factory, registrations
+from optimum_memopt.engines.attached import engine_of
+from optimum_memopt.engines.base import Engine
 from optimum_memopt.engines.failed_step import (
     Explanation,
     FailedStep,
@@ -24,6 +25,7 @@ from optimum_memopt.engines.memory_report import (
     MemoryReport,
     Moment,
 )
+from optimum_memopt.engines.registry import factory, registrations
 from optimum_memopt.engines.run import Run
 from optimum_memopt.errors import DoesNotFitError
 from optimum_memopt.logs import get_logger, log_from_any_rank, rank

@@ -62,7 +62,7 @@ class AdviseCommand(BaseOptimumCLICommand):
     def _run(self) -> None:
         from optimum_memopt.advise.advice import advise
         from optimum_memopt.advise.text import to_dict, to_text
-        from optimum_memopt.engines.base import engine_names, factory
+        from optimum_memopt.engines.registry import engine_names, factory
         from optimum_memopt.errors import MemOptError
         from optimum_memopt.measure.workload import Workload
         from optimum_memopt.options import MemOptOptions

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from optimum_memopt.engines.base import choose_engines, engine_names, factory
+from optimum_memopt.engines.registry import choose_engines, engine_names, factory
 from optimum_memopt.errors import MemOptError, excerpt
 from optimum_memopt.measure.measure_case import Case
 from optimum_memopt.measure.workload import Workload

@@ -8,7 +8,7 @@ from typing import Any
 from tqdm import tqdm
 
 from optimum_memopt.commands.plan_checks import autocast_of, batch_sizes, case_of
-from optimum_memopt.engines.base import factory
+from optimum_memopt.engines.registry import factory
 from optimum_memopt.logs import get_logger
 from optimum_memopt.measure.measure_case import spawn
 from optimum_memopt.measure.sweep import sweep

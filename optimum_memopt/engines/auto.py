@@ -5,10 +5,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from optimum_memopt.engines.base import Engine, Selection, Smoothing, factory, note_engine
+from optimum_memopt.engines.attached import note_engine
+from optimum_memopt.engines.base import Engine, Selection, Smoothing
 from optimum_memopt.engines.estimates import Frontier
 from optimum_memopt.engines.forward_patch import TrainForward, training_forward
 from optimum_memopt.engines.forward_state import ForwardState
+from optimum_memopt.engines.registry import factory
 from optimum_memopt.engines.run import Run
 from optimum_memopt.engines.step_timeline import StepTimeline
 from optimum_memopt.errors import MemOptError, UnsupportedModelError

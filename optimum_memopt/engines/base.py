@@ -1,12 +1,7 @@
-"""What an engine is, which engines there are, and which one a model has.
+"""What an engine is, and what is asked of one that has no model yet."""
 
-A new engine is a folder beside this file whose `__init__` ends in `register_engine`; nothing else names it.
-"""
-
-import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
-from functools import lru_cache
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -17,7 +12,6 @@ from optimum_memopt.engines.failed_step import Explanation, FailedStep
 from optimum_memopt.engines.predicted_steps import StepPredictor
 from optimum_memopt.engines.run import Run
 from optimum_memopt.engines.step_timeline import StepTimeline
-from optimum_memopt.errors import MemOptError, excerpt
 from optimum_memopt.plans.grammar import PlanConfig
 from optimum_memopt.plans.plan_file import PlanFile
 from optimum_memopt.plans.table import PlanTable
@@ -27,8 +21,6 @@ if TYPE_CHECKING:
     from transformers import Trainer, TrainingArguments
 
     from optimum_memopt.options import MemOptOptions
-
-AUTO = "auto"
 
 
 @dataclass(frozen=True)
@@ -235,166 +227,3 @@ class EngineFactory:
     def version_facts(self) -> dict[str, str]:
         """What must be the same on all ranks beside the options: versions, environment variables."""
         return {}
-
-
-@dataclass(frozen=True)
-class Registration:
-    """See `register_engine`."""
-
-    name: str
-    options: type
-    load: Callable[[], EngineFactory]
-    summary: str
-    order: int
-    for_any_engine: frozenset[str]
-    need_trainer: frozenset[str]
-    per_rank: frozenset[str]
-
-
-_registrations: dict[str, Registration] = {}
-
-
-def register_engine(
-    name: str,
-    *,
-    options: type,
-    load: Callable[[], EngineFactory],
-    summary: str,
-    order: int = 100,
-    for_any_engine: frozenset[str] = frozenset(),
-    need_trainer: frozenset[str] = frozenset(),
-    per_rank: frozenset[str] = frozenset(),
-) -> None:
-    """Make an engine known: its flags, its name as a value of `--memory_opt_engine`, its turn in `auto`.
-
-    Args:
-        name: as users write it.
-        options: a dataclass of the engine's flags, all with defaults and with names that no other engine has.
-        load: imports the engine's code; called when it is first needed.
-        summary: a few words for the help of `--memory_opt_engine`.
-        order: `auto` tries the lowest first; flags of the lowest come last in `--help`.
-        for_any_engine: options that also count while another engine trains.
-        need_trainer: options that `optimize` has no use for.
-        per_rank: options that may differ from rank to rank.
-
-    Raises:
-        ValueError: the name is taken.
-    """
-    if name in _registrations or name == AUTO:
-        raise ValueError(f"there is an engine {name} already")
-    registration = Registration(name, options, load, summary, order, for_any_engine, need_trainer, per_rank)
-    _registrations[name] = registration
-
-
-def registrations() -> tuple[Registration, ...]:
-    """All engines, in the order in which `auto` tries them."""
-    return tuple(sorted(_registrations.values(), key=lambda registration: registration.order))
-
-
-def engine_names() -> tuple[str, ...]:
-    """Values of `--memory_opt_engine` beside `auto`, in the order in which `auto` tries them."""
-    return tuple(registration.name for registration in registrations())
-
-
-@lru_cache
-def factory(name: str) -> EngineFactory:
-    """The factory of a registered engine.
-
-    Raises:
-        MemOptError: no such engine.
-    """
-    if name not in _registrations:
-        raise MemOptError(f"memory_opt_engine {name!r}: allowed are {', '.join((AUTO, *engine_names()))}")
-    return _registrations[name].load()
-
-
-def choose_engines(name: str, options: "MemOptOptions | None" = None) -> tuple[tuple[str, ...], str]:
-    """The engine for a value of `--memory_opt_engine`, behind it those that could take over, and why it is the first.
-
-    Args:
-        name: `auto`, or a registered name.
-        options: what the engines are to do; None: anything.
-
-    Raises:
-        MemOptError: no such engine, or none that works on this machine.
-    """
-    if name != AUTO:
-        if missing := factory(name).missing():
-            raise MemOptError(f"memory_opt_engine {name}: {missing}")
-        return (name,), "asked for"
-    names, reasons = [], []
-    for candidate in engine_names():
-        engine = factory(candidate)
-        if reason := engine.missing() or (options is not None and engine.declines(options)):
-            reasons.append(f"{candidate}: {reason}")
-        else:
-            names.append(candidate)
-    if not names:
-        raise MemOptError(f"memory_opt_engine auto: no engine works here: {'; '.join(reasons)}")
-    return tuple(names), "; ".join(["auto: the first engine that works here", *reasons])
-
-
-def given_flags(options: Any, name: str) -> list[str]:
-    """Flags of the engine `name` alone whose value is not the default, as they were given."""
-    registration = _registrations[name]
-    # Of the object's own class: a subclass may have other defaults (the examples' `TrainingArguments`).
-    defaults = {field.name: field.default for field in fields(options)}
-    values = {
-        field.name: getattr(options, field.name)
-        for field in fields(registration.options)
-        if field.name not in registration.for_any_engine
-    }
-    return [
-        f"--{name}" if isinstance(value, bool) else f"--{name} {excerpt(value)}"
-        for name, value in values.items()
-        if value != defaults[name]
-    ]
-
-
-def check_flags_of_others(options: Any, name: str) -> None:
-    """Refuse flags that the engine `name` would not read.
-
-    Raises:
-        MemOptError: one line that names them.
-    """
-    for other in engine_names():
-        if other != name and (given := given_flags(options, other)):
-            raise MemOptError(
-                f"{', '.join(given)} with the {name} engine: only the {other} engine reads "
-                f"{'it' if len(given) == 1 else 'them'}; leave out, or give --memory_opt_engine {other}"
-            )
-
-
-# Weak both ways, since an engine refers to its model; what it puts on the model keeps it alive, this keeps neither.
-_engines: "weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Engine]]" = weakref.WeakKeyDictionary()
-
-
-def engine_of(model: torch.nn.Module) -> Engine | None:
-    """The engine that is attached to this model, if any."""
-    held = _engines.get(model)
-    return held() if held is not None else None
-
-
-def note_engine(model: torch.nn.Module, engine: Engine, instead_of: Engine | None = None) -> None:
-    """Note that `engine` is attached to `model`.
-
-    Args:
-        model: the module whose forward the engine takes over.
-        engine: the engine that trains it.
-        instead_of: an engine that does its work through `engine` from now on.
-
-    Raises:
-        MemOptError: another engine is attached already.
-    """
-    holder = engine_of(model)
-    if holder is not None and holder not in (engine, instead_of):
-        raise MemOptError(
-            f"{type(model).__name__} already has the {holder.name} engine attached; detach it first: detach() of what "
-            "optimize() returned, or trainer.memopt.detach() of the Trainer that is training it"
-        )
-    _engines[model] = weakref.ref(engine)
-
-
-def forget_engine(model: torch.nn.Module) -> None:
-    """Note that no engine is attached to `model`."""
-    _engines.pop(model, None)

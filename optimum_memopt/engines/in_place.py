@@ -6,11 +6,12 @@ from typing import Any, cast
 
 import torch
 
-from optimum_memopt.engines import base
-from optimum_memopt.engines.base import Selection, Smoothing
+from optimum_memopt.engines.attached import forget_engine, note_engine
+from optimum_memopt.engines.base import Engine, Selection, Smoothing
 from optimum_memopt.engines.checkpointing import Checkpointing
 from optimum_memopt.engines.estimates import Frontier
 from optimum_memopt.engines.forward_patch import TrainingForward, training_forward
+from optimum_memopt.engines.run import Run
 from optimum_memopt.engines.step_timeline import StepTimeline
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
 from optimum_memopt.logs import get_logger
@@ -52,7 +53,7 @@ class InPlaceEngine:
         self._last_attached: Attached | None = None
         self._is_attached = False
         self.outputs_read_by: Callable[[], str] | None = None
-        self.run: Callable[[], base.Run] | None = None
+        self.run: Callable[[], Run] | None = None
         self.apply(selection or Selection())
 
     @property
@@ -91,7 +92,7 @@ class InPlaceEngine:
             return
         self._check(model)
         # Its subclasses have the rest of the protocol.
-        base.note_engine(model, cast(base.Engine, self))
+        note_engine(model, cast(Engine, self))
         place = training_forward(model)
         last = self._last_attached
         if last is None or last.model is not model or last.training_forward is not place:
@@ -114,7 +115,7 @@ class InPlaceEngine:
         if not self._is_attached:
             return
         self._is_attached = False
-        base.forget_engine(self._model)
+        forget_engine(self._model)
         self._attached.training_forward.stop()
         self._attached.checkpointing.restore()
         self._leave()

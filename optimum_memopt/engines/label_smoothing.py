@@ -14,7 +14,8 @@ from transformers import Trainer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_pt_utils import LabelSmoother
 
-from optimum_memopt.engines.base import Engine, engine_of
+from optimum_memopt.engines.attached import engine_of
+from optimum_memopt.engines.base import Engine
 
 IGNORE = -100
 # Takes outputs, labels and `num_items_in_batch`.

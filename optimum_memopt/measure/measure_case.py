@@ -134,7 +134,7 @@ def measure(case: Case) -> Measurement:
     """
     import torch
 
-    from optimum_memopt.engines.base import AUTO, factory
+    from optimum_memopt.engines.registry import AUTO, factory
     from optimum_memopt.loop import optimize
     from optimum_memopt.memory import malloc
     from optimum_memopt.memory.peak_monitor import PeakMonitor

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from optimum_memopt.engines.base import engine_of
+from optimum_memopt.engines.attached import engine_of
 from optimum_memopt.errors import MemOptError, excerpt
 from optimum_memopt.measure.trainable import freeze_others
 from optimum_memopt.measure.workload import decide_problem_type

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import optimum_memopt
-from optimum_memopt.engines.base import engine_names, factory, register_engine, registrations
 from optimum_memopt.engines.compile.options import CompileOptions
+from optimum_memopt.engines.registry import engine_names, factory, register_engine, registrations
 from optimum_memopt.errors import MemOptError
 
 SOURCE = Path(optimum_memopt.__file__).parent
@@ -53,7 +53,7 @@ sys.modules["onnx"] = sys.modules["onnxruntime"] = None
 from optimum_memopt import MemOptOptions
 from optimum_memopt.distributed.rank_consistency import facts
 from optimum_memopt.engines.auto import create
-from optimum_memopt.engines.base import engine_names, factory
+from optimum_memopt.engines.registry import engine_names, factory
 from optimum_memopt.options import resolve
 
 MemOptOptions(memory_opt_config="Gelu+:1:-1").check()

@@ -4,10 +4,11 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from optimum_memopt.engines.base import Engine, EngineFactory, Selection, engine_names, given_flags
+from optimum_memopt.engines.base import Engine, EngineFactory, Selection
 from optimum_memopt.engines.environment import Report
 from optimum_memopt.engines.ort import env_options, extensions, installed
 from optimum_memopt.engines.ort.selection import check_supported
+from optimum_memopt.engines.registry import engine_names, given_flags
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.installed import installed_version
 from optimum_memopt.plans.grammar import ConfigError

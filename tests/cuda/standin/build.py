@@ -78,7 +78,7 @@ def _asked() -> set[str]:
     driver = _folder("triton") / "backends/nvidia"
     # Up to Triton 3.5 the launcher is a template in the Python file.
     launcher = "".join((driver / name).read_text() for name in ("driver.c", "driver.py"))
-    # Called by their names, or looked up by them: defineGetFunctionHandle(…, cuLaunchKernelEx), dlsym(…, "cuLaunchKernelEx")
+    # Called by their names, or looked up by them: defineGetFunctionHandle(…, cuLaunchKernelEx), dlsym(…, "…")
     return of_torch | set(re.findall(r"\b(cu[A-Z]\w+)\s*[()\"]", launcher))
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from optimum_memopt.engines.base import Selection, engine_of
+from optimum_memopt.engines.attached import engine_of
+from optimum_memopt.engines.base import Selection
 from tests.engines.ort.helpers import (
     ROBERTA,
     Attach,

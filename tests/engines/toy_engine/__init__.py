@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from optimum_memopt.engines.base import Engine, EngineFactory, Selection, register_engine
+from optimum_memopt.engines.base import Engine, EngineFactory, Selection
+from optimum_memopt.engines.registry import register_engine
 
 
 @dataclass
