@@ -45,6 +45,10 @@ PRIVATE_NAMES_ALLOWED = {
     "engines.compile": {"_opname", "_schema", "_ops", "_python_dispatch"},
     "engines.compile.budget.costs": {"_scaled_dot_product_flash_attention_for_cpu"},
     # Names of ATen's operators, as strings.
+    "engines.compile.memory.cpu_workspaces": {
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention_for_cpu_backward",
+    },
     "engines.compile.memory.cuda_workspaces": {
         "_scaled_dot_product_efficient_attention_backward",
         "_scaled_dot_product_flash_attention_backward",

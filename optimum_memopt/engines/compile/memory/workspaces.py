@@ -1,4 +1,4 @@
-"""What an operator holds while it runs beside its results, in bytes. Pure."""
+"""What an operator holds while it runs beside its results, in bytes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,12 +8,10 @@ import torch
 from torch import fx
 
 from optimum_memopt.engines.compile import compat
-from optimum_memopt.engines.compile.analysis.joint import is_chunked_loss_operator, symbolic, value
+from optimum_memopt.engines.compile.analysis.joint import is_chunked_loss_operator, value
 from optimum_memopt.engines.compile.loss.chunks import loss_shape
-from optimum_memopt.engines.compile.memory import cuda_workspaces
+from optimum_memopt.engines.compile.memory import cpu_workspaces, cuda_workspaces
 from optimum_memopt.engines.compile.memory.cuda_workspaces import Multiprocessors
-
-_ARITHMETIC = frozenset({"add", "div", "mul", "rsub", "sub"})
 
 
 def multiprocessors_of(device: torch.device) -> Multiprocessors | None:
@@ -44,17 +42,4 @@ def operator_workspace(target: Any, arguments: Sequence[Any], result: Any, cuda:
     name = compat.operator_name(target)
     if cuda is not None:
         return cuda_workspaces.workspace(name, arguments, result, cuda)
-    return _casts(name, arguments, result)
-
-
-def _casts(name: str, arguments: Sequence[Any], result: Any) -> sympy.Expr:
-    """Operands of another dtype, which an operator on the CPU casts before it computes
-    (`aten/src/ATen/TensorIterator.cpp`; on other devices the kernel casts each element)."""
-    if name not in _ARITHMETIC or not isinstance(result, torch.Tensor) or result.device.type != "cpu":
-        return sympy.Integer(0)
-    cast = [
-        operand
-        for operand in arguments
-        if isinstance(operand, torch.Tensor) and operand.dim() and operand.dtype != result.dtype
-    ]
-    return sympy.Add(*(sympy.Mul(*map(symbolic, operand.shape)) for operand in cast)) * result.dtype.itemsize
+    return cpu_workspaces.workspace(name, arguments, result)

@@ -1,0 +1,100 @@
+"""What PyTorch's CPU operators hold while they run beside their results, in bytes.
+
+From torch's sources (2.13, `aten/src/ATen/`), and compared with the allocator by
+`tests/engines/compile/test_cpu_workspaces.py`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import sympy
+import torch
+
+from optimum_memopt.engines.compile.analysis.joint import symbolic
+
+_ZERO = sympy.Integer(0)
+_FLOAT_BYTES = 4
+# Columns of a block of the attention matrix; of its rows, how many from which length on.
+_KEY_BLOCK = 512
+_SHORT, _MEDIUM, _LONG = 32, 64, 256
+_MEDIUM_FROM, _LONG_FROM = 192, 768
+
+
+def workspace(name: str, arguments: Sequence[Any], result: Any) -> sympy.Expr:
+    """Of a call of an ATen operator.
+
+    Args:
+        name: without namespace and overload.
+        arguments: positional ones; tensors may be fake.
+        result: of the call.
+    """
+    if name in _ARITHMETIC:
+        return _casts(arguments, result)
+    rule = _RULES.get(name)
+    return rule(arguments) if rule is not None else _ZERO
+
+
+def _casts(arguments: Sequence[Any], result: Any) -> sympy.Expr:
+    """Operands of another dtype, which an operator casts before it computes (`native/TensorIterator.cpp`; on other
+    devices the kernel casts each element)."""
+    if not isinstance(result, torch.Tensor) or result.device.type != "cpu":
+        return _ZERO
+    cast = [
+        operand
+        for operand in arguments
+        if isinstance(operand, torch.Tensor) and operand.dim() and operand.dtype != result.dtype
+    ]
+    return sympy.Add(*map(_elements, cast)) * result.dtype.itemsize
+
+
+def _attention(arguments: Sequence[Any]) -> sympy.Expr:
+    """A block of the attention matrix with the maxima and sums of its rows, and its output, for each thread
+    (`native/cpu/FlashAttentionKernel.cpp`). Without the packed keys of float16, which are not torch's allocator's."""
+    query, key = arguments[:2]
+    rows, block = _blocks(query, key)
+    held = block * _accumulated_bytes(query) + rows * (2 + symbolic(query.shape[3])) * _FLOAT_BYTES
+    return torch.get_num_threads() * held
+
+
+def _attention_backward(arguments: Sequence[Any]) -> sympy.Expr:
+    """A block of the attention matrix and of its gradient, and a sum for each of its rows, for each thread; the
+    output's gradient, where each token's heads do not lie one after the other."""
+    gradient, query, key = arguments[:3]
+    rows, block = _blocks(query, key)
+    held = 2 * block * _accumulated_bytes(query) + rows * _FLOAT_BYTES
+    copied = _ZERO if _is_contiguous(gradient.transpose(1, 2)) else _elements(gradient) * gradient.dtype.itemsize
+    return torch.get_num_threads() * held + copied
+
+
+def _blocks(query: torch.Tensor, key: torch.Tensor) -> tuple[sympy.Expr, sympy.Expr]:
+    """Rows and elements of a block of the attention matrix."""
+    length = symbolic(query.shape[2])
+    most = sympy.Piecewise((_LONG, length >= _LONG_FROM), (_MEDIUM, length >= _MEDIUM_FROM), (_SHORT, True))
+    rows = sympy.Min(most, length)
+    return rows, rows * sympy.Min(_KEY_BLOCK, symbolic(key.shape[2]))
+
+
+def _accumulated_bytes(query: torch.Tensor) -> int:
+    """Of an element of a block: in float32, and a copy in half precision where the query has it."""
+    return _FLOAT_BYTES + (query.dtype.itemsize if query.dtype.itemsize < _FLOAT_BYTES else 0)
+
+
+def _is_contiguous(tensor: torch.Tensor) -> bool:
+    """Asked of expressions, so that a symbol gets no guard."""
+    step = sympy.Integer(1)
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if symbolic(size) != 1 and symbolic(stride) != step:
+            return False
+        step *= symbolic(size)
+    return True
+
+
+def _elements(tensor: torch.Tensor) -> sympy.Expr:
+    return sympy.Mul(*map(symbolic, tensor.shape))
+
+
+_ARITHMETIC = frozenset({"add", "div", "mul", "rsub", "sub"})
+_RULES: dict[str, Callable[[Sequence[Any]], sympy.Expr]] = {
+    "_scaled_dot_product_flash_attention_for_cpu": _attention,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+}

@@ -1,0 +1,37 @@
+"""What CPU operators hold beside their results, against torch's allocator."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from allocations import allocated
+
+from optimum_memopt.engines.compile.memory.workspaces import operator_workspace
+
+_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def held(operator: Callable[..., Any], arguments: tuple[Any, ...]) -> int:
+    """Bytes beside its results."""
+    peak, left, _ = allocated(lambda: operator(*arguments))
+    return peak - left
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("of_tokens", [True, False], ids=["heads of a token", "tokens of a head"])
+@pytest.mark.parametrize(("queries", "keys"), [(20, 50), (48, 48), (200, 100), (800, 600)])
+def test_attention(queries: int, keys: int, of_tokens: bool, dtype: torch.dtype) -> None:
+    """Each thread has a block; of the sums of its rows, a kibibyte at most, the allocator may see those of one."""
+    query, gradient = (torch.randn(2, 4, queries, 16, dtype=dtype) for _ in range(2))
+    key, value = (torch.randn(2, 4, keys, 16, dtype=dtype) for _ in range(2))
+    if of_tokens:
+        gradient = gradient.transpose(1, 2).contiguous().transpose(1, 2)
+    forward = (query, key, value)
+    outputs = _FORWARD(*forward)
+    backward = (gradient, *forward, *outputs, 0.0, False)
+    for operator, arguments in ((_FORWARD, forward), (_BACKWARD, backward)):
+        found = operator_workspace(operator.default, arguments, operator(*arguments), None)
+        slack = 1024 * (torch.get_num_threads() - 1)
+        assert int(found) == pytest.approx(held(operator, arguments), rel=0, abs=slack)
