@@ -102,7 +102,7 @@ class Backend:
             return self._compile(module, inputs)
 
     def _compile(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        programs = InductorPrograms()
+        programs, inputs = InductorPrograms(), compat.of_trace(inputs)
         partitioner = _Partitioner(functools.partial(self._partition, programs))
         if self._compiler == "inductor":
             compiled = compat.compile_with_inductor(

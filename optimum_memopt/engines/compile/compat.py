@@ -9,7 +9,7 @@ import copy
 import inspect
 import shutil
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import sympy
@@ -21,6 +21,7 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import graph_compile
 from torch._functorch._aot_autograd.utils import make_boxed_func
+from torch._guards import TracingContext
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
 from torch.fx.experimental import _config as symbolic_config
@@ -143,6 +144,23 @@ def _allocation(name: str) -> Callable[..., torch.Tensor]:
 
 def _reinterpreted(tensor: torch.Tensor, size: Any, stride: Any, offset: int) -> torch.Tensor:
     return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
+
+
+def of_trace(inputs: Sequence[Any]) -> list[Any]:
+    """A backend's inputs; tensors without data in the fake mode of dynamo's trace.
+
+    torch 2.13 does this itself (`process_inputs` in `torch/_functorch/_aot_autograd/frontend_utils.py`), torch 2.9
+    ends in an AssertionError.
+    """
+    context = TracingContext.try_get()
+    mode = None if context is None else context.fake_mode
+
+    def moved(value: Any) -> Any:
+        if mode is None or not isinstance(value, FakeTensor) or value.fake_mode is mode:
+            return value
+        return mode.from_tensor(value)
+
+    return [moved(value) for value in inputs]
 
 
 def compile_without_compiler(

@@ -125,9 +125,11 @@ class PlannedStep:
                 raise
             except Exception as error:
                 engine.detach()
-                reason = next(iter(str(error).splitlines()), "")
+                # torch wraps what a backend raises.
+                cause = getattr(error, "inner_exception", error)
+                reason = next(iter(str(cause).splitlines()), "")
                 raise MemOptError(
-                    f"{type(model).__name__} cannot be traced on fake tensors ({type(error).__name__}: {reason})"
+                    f"{type(model).__name__} cannot be traced on fake tensors ({type(cause).__name__}: {reason})"
                     f"{self.workload.way_out}"
                 ) from error
         return Traced(engine, model, batch)
