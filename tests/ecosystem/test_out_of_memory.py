@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests import fresh_process
 from tests.tiers import tiered
 
-ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits a process's data")
 
 HEAD = """
@@ -60,7 +60,7 @@ trainer.train()
 """,
 }
 FLAGS = (
-    "--use_cpu --report_to none --save_strategy no --disable_tqdm true --max_steps 3 --per_device_train_batch_size 128"
+    "--use_cpu --report_to none --save_strategy no --disable_tqdm true --max_steps 2 --per_device_train_batch_size 128"
 )
 # Of 900 and more that the steps take.
 MIB = 640
@@ -68,19 +68,8 @@ MIB = 640
 
 def run(script: Path, flags: str, folder: Path) -> subprocess.CompletedProcess:
     """Within `MIB`."""
-    return subprocess.run(
-        [sys.executable, str(script), "--output_dir", str(folder), *shlex.split(flags)],
-        capture_output=True,
-        text=True,
-        timeout=900,
-        env={
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "MEMORY_MIB": str(MIB),
-        },
-    )
+    environment = {**os.environ, "MEMORY_MIB": str(MIB)}
+    return fresh_process.run(script, "--output_dir", folder, *shlex.split(flags), environment=environment, timeout=900)
 
 
 @pytest.mark.parametrize("name", tiered(SCRIPTS, fast=["clm"]))

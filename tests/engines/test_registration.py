@@ -2,8 +2,6 @@
 
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ import optimum_memopt
 from optimum_memopt.engines.compile.options import CompileOptions
 from optimum_memopt.engines.registry import engine_names, factory, register_engine, registrations
 from optimum_memopt.errors import MemOptError
+from tests import fresh_process
 
 SOURCE = Path(optimum_memopt.__file__).parent
 HERE = Path(__file__).parent
@@ -41,8 +40,7 @@ def test_a_folder_is_an_engine(tmp_path):
     shutil.copytree(SOURCE, package, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(HERE / "toy_engine", package / "engines" / "toy")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    script = str(HERE / "train_with_toy_engine.py")
-    done = subprocess.run([sys.executable, script], env=environment, cwd=tmp_path, capture_output=True, text=True)
+    done = fresh_process.run(HERE / "train_with_toy_engine.py", environment=environment, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "toy trained 2 forwards; auto takes toy"
 
@@ -64,6 +62,6 @@ print(*[ability.what for name in engine_names() for ability in factory(name).env
 
 
 def test_the_compile_engine_needs_neither_onnx_nor_onnxruntime():
-    done = subprocess.run([sys.executable, "-c", WITHOUT_ONNX], capture_output=True, text=True)
+    done = fresh_process.run("-c", WITHOUT_ONNX)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["compile compile", "ort engine compile engine"]

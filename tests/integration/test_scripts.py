@@ -1,4 +1,4 @@
-"""Real processes: what a script ends in for the user, its exit code and its last line; and a real lack of memory."""
+"""Processes: what a script ends in for the user, its exit code and its last line; and a real lack of memory."""
 
 import os
 import subprocess
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import fresh_process
 from tests.tiers import tiered
 
 ROOT = Path(__file__).parents[2]
@@ -17,25 +18,25 @@ pytest.importorskip("sklearn")
 pytest.importorskip("scipy")
 
 
-def start(command, **environment):
-    """A process that does not look for the hub, with one thread; its stdout, stderr and exit code."""
+def start(*command):
+    """A process that has imported nothing yet, and does not look for the hub; its stdout, stderr and exit code."""
     return subprocess.run(
         [sys.executable, *map(str, command)],
         capture_output=True,
         text=True,
         timeout=300,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **environment},
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
     )
 
 
-def run_glue(material, folder, *flags):
+def run_glue(material, folder, *flags, run=fresh_process.run):
     material_flags = ["--model_name_or_path", material / "model", "--train_file", material / "rows.json"]
     quick = ["--use_cpu", "true", "--max_steps", 3, "--per_device_train_batch_size", 4, "--report_to", "none"]
-    return start([RUN_GLUE, "--output_dir", folder / "run", *material_flags, *quick, *flags])
+    return run(RUN_GLUE, "--output_dir", folder / "run", *material_flags, *quick, *flags)
 
 
 def test_help_lists_the_flags():
-    done = start([RUN_GLUE, "--help"])
+    done = fresh_process.run(RUN_GLUE, "--help")
     assert done.returncode == 0, done.stderr
     text = " ".join(done.stdout.split())
     for flag in (
@@ -69,6 +70,7 @@ def test_a_recipe_trains(material, tmp_path):
         "false",
         "--log_input_density",
         "--log_memory_phases",
+        run=start,
     )
     assert done.returncode == 0, done.stderr
     assert "BiasGelu+:1:-1 is " in done.stderr and "on this provider" in done.stderr
@@ -133,6 +135,6 @@ print("trained on")
 @pytest.mark.skipif(sys.platform != "linux", reason="limits a process's address space")
 @pytest.mark.parametrize("warm", tiered([True, False], fast=[False]), ids=["later", "first-forward"])
 def test_out_of_memory_is_torchs_error_and_a_smaller_batch_trains_on(warm):
-    done = start(["-c", OUT_OF_MEMORY.format(warm=warm, fallback=not warm)], PYTHONPATH=str(ROOT))
+    done = fresh_process.run("-c", OUT_OF_MEMORY.format(warm=warm, fallback=not warm))
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "trained on"

@@ -5,8 +5,6 @@ import json
 import os
 import shutil
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ from transformers import HfArgumentParser
 from optimum_memopt import MemOptError, MemOptOptions, MemOptTrainer, MemOptTrainingArguments, attach, optimize
 from optimum_memopt.engines.ort import compat, fp16_optimizer
 from optimum_memopt.training.optimizers import OPTIMIZERS
+from tests import fresh_process
 from tests.trainer_runs import build, distance, log_lines, make, weights
 from tests.training import deepspeed_runs
 from tests.training.deepspeed_runs import NAME, TRAINING
@@ -223,14 +222,8 @@ def run_under_deepspeed(folder, what):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    settings = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, deepspeed_runs.__file__, what, str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=1500,
-        env={**os.environ, **world, **settings},
-    )
+    environment = {**os.environ, **world, "DS_ACCELERATOR": "cpu"}
+    done = fresh_process.run(deepspeed_runs.__file__, what, folder, environment=environment, timeout=1500)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads((folder / "found.json").read_text()), done.stderr
 

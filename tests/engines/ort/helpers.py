@@ -132,12 +132,14 @@ def run_script(
     environment: Mapping[str, str] | None = None,
     launcher: Sequence[str] = (),
     cwd: Path | None = None,
+    run: Callable[..., subprocess.CompletedProcess[str]] = python,
 ) -> str:
     """The output of a file of `scripts/`, which must exit with 0.
 
     Args:
         launcher: arguments of Python before the script.
+        run: starts the process: `python`, or `fresh_process.run`.
     """
-    done = python(*launcher, SCRIPTS / name, *arguments, environment=environment, cwd=cwd)
+    done = run(*launcher, SCRIPTS / name, *arguments, environment=environment, cwd=cwd)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

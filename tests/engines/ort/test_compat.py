@@ -1,13 +1,13 @@
 """Each patch is left out in a subprocess, which then fails in the way that the patch is for."""
 
 import os
-import subprocess
 
 import pytest
 import torch
 
 from optimum_memopt.engines.ort import compat, compat_export
-from tests.engines.ort.helpers import needs_ort, python
+from tests import fresh_process
+from tests.engines.ort.helpers import needs_ort
 from tests.tiers import tiered
 
 pytestmark = needs_ort
@@ -99,12 +99,11 @@ BREAKS = {
 
 
 def run(tmp_path, body, first_on_path=""):
-    """Exit code and all output of a process without the built extensions."""
+    """Exit code and what was printed and logged in a process without the built extensions."""
     environment = {**os.environ, "OPTIMUM_MEMOPT_CACHE": str(tmp_path)}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(first_on_path), os.environ.get("PYTHONPATH"))))
-    output = {"capture_output": False, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    done = python("-c", SETUP + body, environment=environment, cwd=tmp_path, timeout=120, **output)
-    return done.returncode, done.stdout
+    done = fresh_process.run("-c", SETUP + body, environment=environment, cwd=tmp_path, timeout=120)
+    return done.returncode, done.stdout + done.stderr
 
 
 def succeed(tmp_path, body, **options):

@@ -2,13 +2,13 @@
 
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from optimum_memopt.engines.ort import compat, cuda_libraries, support_checks
 from optimum_memopt.errors import UnsupportedModelError
+from tests import fresh_process
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 
@@ -43,7 +43,8 @@ from optimum_memopt.engines.ort import cuda_libraries
 site.getsitepackages = lambda: [{str(packages)!r}]
 print(cuda_libraries.load(pathlib.Path({str(provider)!r})))
 """
-    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    done = fresh_process.run("-c", script)
+    assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 

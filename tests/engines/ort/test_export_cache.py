@@ -16,6 +16,7 @@ from optimum_memopt.engines.base import Selection
 from optimum_memopt.engines.ort.engine import OrtEngine
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
 from optimum_memopt.logs import set_log_level
+from tests import fresh_process
 from tests.engines.ort.helpers import (
     DROPOUT,
     MLM,
@@ -106,7 +107,7 @@ def train(attach: Attach, folder: Path, selection: Selection | None = None) -> O
 
 def test_another_process_uses_it(attach: Attach, tmp_path: Path) -> None:
     train(attach, tmp_path)
-    assert LOADED in run_script("train_with_export_cache.py", tmp_path)
+    assert LOADED in run_script("train_with_export_cache.py", tmp_path, run=fresh_process.run)
     assert len(entries(tmp_path)) == 1
 
 

@@ -12,7 +12,8 @@ from filelock import FileLock
 
 from optimum_memopt.engines.ort import extensions
 from optimum_memopt.errors import MemOptError
-from tests.engines.ort.helpers import SCRIPTS, python, run_script
+from tests import fresh_process
+from tests.engines.ort.helpers import SCRIPTS, run_script
 
 needs_wheel = pytest.mark.skipif(extensions.onnxruntime_dir() is None, reason="no onnxruntime-training")
 
@@ -162,7 +163,7 @@ def test_a_process_ends_with_a_forward_whose_backward_never_came(environment_wit
 
 @needs_wheel
 def test_without_the_extensions_such_a_model_is_refused_with_the_command(cache, tmp_path):
-    done = python(SCRIPTS / "train_custom_functions.py", "two_outputs", cwd=tmp_path)
+    done = fresh_process.run(SCRIPTS / "train_custom_functions.py", "two_outputs", cwd=tmp_path)
     assert done.returncode == 1
     last_line = done.stderr.strip().splitlines()[-1]
     assert "UnsupportedModelError" in last_line and extensions.BUILD_COMMAND in last_line

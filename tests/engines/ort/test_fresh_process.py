@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import fresh_process
 from tests.engines.ort.helpers import needs_ort, python, run_script
 
 pytestmark = needs_ort
@@ -20,7 +21,7 @@ def test_importing_the_package_imports_neither_onnxruntime_nor_deepspeed(tmp_pat
 
 
 def test_torch_and_its_exporter_are_left_as_they_were(tmp_path: Path) -> None:
-    run_script("leave_torch_unchanged.py", cwd=tmp_path)
+    run_script("leave_torch_unchanged.py", cwd=tmp_path, run=fresh_process.run)
 
 
 @pytest.mark.slow
