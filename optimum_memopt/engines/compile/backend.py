@@ -76,6 +76,7 @@ class Backend:
         partition: splits a joint graph into forward and backward.
         prepare: changes the graph that dynamo has traced.
         say: logs a line.
+        ran: gets the programs of each graph that runs.
         is_dry: inductor writes no programs; its graphs are only looked at.
     """
 
@@ -85,12 +86,14 @@ class Backend:
         partition: Partition,
         prepare: Callable[[fx.GraphModule], None],
         say: Callable[[str], None],
+        ran: list[InductorPrograms],
         is_dry: bool = False,
     ) -> None:
         self._compiler = compiler
         self._partition = partition
         self._prepare = prepare
         self._say = say
+        self._ran = ran
         self._is_dry = is_dry
 
     def __call__(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -110,7 +113,7 @@ class Backend:
             )
         else:
             compiled = compat.compile_without_compiler(module, inputs, partitioner, dropout.decompositions())
-        return programs.counted(compiled)
+        return programs.counted(compiled, self._ran)
 
 
 @contextlib.contextmanager

@@ -374,6 +374,14 @@ def symbol_sources() -> dict[sympy.Symbol, list[str]]:
     return texts
 
 
+def size_guards() -> list[sympy.Basic]:
+    """While a graph is partitioned: what torch has assumed of sizes so far, and checks before it runs the graph."""
+    context = torch._guards.TracingContext.try_get()
+    if context is None or context.fake_mode is None or context.fake_mode.shape_env is None:
+        return []
+    return [guard.expr for guard in context.fake_mode.shape_env.guards]
+
+
 def inductor_works(device_type: str) -> bool:
     """Whether inductor finds what it compiles with: a C++ compiler for the CPU, Triton elsewhere."""
     from torch._inductor import config

@@ -39,7 +39,7 @@ from optimum_memopt.engines.compile.passes import cse, place_copies
 from optimum_memopt.engines.compile.passes.partition import partition
 from optimum_memopt.engines.compile.producers.plan_file import graph_plan
 from optimum_memopt.engines.compile.producers.producer import Producer
-from optimum_memopt.engines.compile.symbol_names import symbol_names
+from optimum_memopt.engines.compile.symbol_names import bound_symbols, symbol_names
 from optimum_memopt.logs import best_effort
 from optimum_memopt.plans.plan_file import GraphPlan
 
@@ -64,6 +64,7 @@ class PartitionedGraph:
         is_all_of_forward: nothing of the model's forward runs outside of the graph.
         losses: those of a model with a vocabulary, chunked or not.
         is_for_cuda: it trains on a CUDA device, or is planned for one.
+        bound: see `bound_symbols`.
         plan: the choice as a plan file has it.
     """
 
@@ -81,6 +82,7 @@ class PartitionedGraph:
     is_all_of_forward: bool = True
     losses: tuple[LossPlan, ...] = ()
     is_for_cuda: bool = False
+    bound: frozenset[sympy.Symbol] = frozenset()
 
     @property
     def offloaded_bytes(self) -> list[int]:
@@ -193,6 +195,9 @@ def _partitioned(graph: AnalyzedGraph, choice: Choice, modules: Modules) -> Part
         prediction = timeline.predict(sizes)
     convolves = any(operator_name(node).startswith("convolution") for node in joint.forward)
     halves = any(operator_name(node) in _PRODUCTS and _is_half_on_cpu(node) for node in joint.forward)
+    bound: frozenset[sympy.Symbol] = frozenset()
+    with best_effort("the sizes that a graph is bound to"):
+        bound = bound_symbols(compat.size_guards(), sizes)
     plan, attention = graph_plan(graph, choice), fused_attention(joint.forward)
     is_for_cuda = graph.cuda is not None
     return PartitionedGraph(
@@ -207,6 +212,7 @@ def _partitioned(graph: AnalyzedGraph, choice: Choice, modules: Modules) -> Part
         has_half_products=halves and not is_for_cuda,
         attention=attention,
         is_for_cuda=is_for_cuda,
+        bound=bound,
     )
 
 

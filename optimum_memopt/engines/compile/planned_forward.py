@@ -25,6 +25,7 @@ from optimum_memopt.engines.compile.header import host_line, plan_line, predicti
 from optimum_memopt.engines.compile.loss.plan import LossPlan, check_row, plan_losses
 from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.compile.memory.inductor_memory import InductorPrograms
+from optimum_memopt.engines.compile.memory.predictors import Predictors
 from optimum_memopt.engines.compile.memory.step_memory import StepMemoryPredictor
 from optimum_memopt.engines.compile.options import CHUNKED, PLAIN
 from optimum_memopt.engines.compile.partitioned_graph import PartitionedGraph, partition_joint
@@ -88,7 +89,7 @@ class PlannedForward:
     Attributes:
         table: None before the first call.
         plan_file: None before the first call.
-        predictor: None before the first call, and where nothing is predicted.
+        predictors: None before the first call, and where nothing is predicted.
         progress: of the call that compiles.
         is_one_graph: the first forward was one graph, which ran once and has all of it.
     """
@@ -115,13 +116,16 @@ class PlannedForward:
         self._inputs: Mapping[str, Any] = {}
         # The losses of the graph that is compiled next.
         self._losses: list[LossPlan] = []
+        # All that were compiled, and what ran in the current forward.
+        self._of_programs: dict[int, PartitionedGraph] = {}
+        self._ran: list[InductorPrograms] = []
         self._resident = 0
         self._recompiles = Recompiles()
         self._said: set[str] = set()
         self._has_started_again = False
         self.table: PlanTable | None = None
         self.plan_file: PlanFile | None = None
-        self.predictor: StepMemoryPredictor | None = None
+        self.predictors: Predictors | None = None
         self.progress = Progress()
         self.is_one_graph = False
 
@@ -148,6 +152,7 @@ class PlannedForward:
         before = ForwardState.of(self._model, with_buffers=True) if is_first and not self._settings.is_dry else None
         hooks = None if self.table is not None or self._has_started_again else forward_hook_ids(self._model)
         failure, outputs, self._inputs = "", None, kwargs
+        self._ran.clear()
         try:
             with (
                 configured(compiles=is_first),
@@ -185,13 +190,15 @@ class PlannedForward:
                 self._say(line)
         if self._graphs:
             graphs, self._graphs = self._graphs, []
+            self._of_programs.update((id(graph.programs), graph) for graph in graphs)
             self._show(graphs, watch, kwargs)
         elif self.table is None:
             reasons = "; ".join(watch.graph_breaks()) or "nothing in it can be trained"
             self._show_nothing(f"torch compiled no training graph of this model ({reasons})")
-        if self.predictor is not None:
+        if self.predictors is not None:
             with self.predicting():
-                self.predictor.note_forward(kwargs, outputs)
+                ran = [self._of_programs[id(one)] for one in self._ran if id(one) in self._of_programs]
+                self.predictors.note_forward(ran, kwargs, outputs)
         return refusing_gradients(outputs) if loss_only else outputs
 
     @property
@@ -209,7 +216,12 @@ class PlannedForward:
 
     def predicting(self) -> contextlib.AbstractContextManager:
         """Around what reads the predictor: an error there is logged, and nothing is predicted from then on."""
-        return best_effort("the predicted peak", lambda: setattr(self, "predictor", None))
+        return best_effort("the predicted peak", lambda: setattr(self, "predictors", None))
+
+    @property
+    def predictor(self) -> StepMemoryPredictor | None:
+        """Of the graphs that the table shows."""
+        return self.predictors.first if self.predictors is not None else None
 
     def _compile(self, loss_only: bool, drops_logits: bool, reader: str) -> Callable[..., Any]:
         if self._compiled:
@@ -224,7 +236,9 @@ class PlannedForward:
         # it must not keep the model with it.
         partition, prepare = weak_method(self._partition), weak_method(self._plan_losses)
         say = weak_method(self._say)
-        backend = Backend(settings.compiler, partition, lambda module: prepare(module, reader), say, settings.is_dry)
+        backend = Backend(
+            settings.compiler, partition, lambda module: prepare(module, reader), say, self._ran, settings.is_dry
+        )
         forward = compat.with_own_code(self._wrapped(loss_only, drops_logits))
         self._traced.append(forward)
         return compat.compile_alone(forward, backend, settings.dynamic)
@@ -322,9 +336,8 @@ class PlannedForward:
             names = SymbolNames.of(graphs, is_encoder_decoder(self._model))
         if all(graph.prediction for graph in graphs):
             with self.predicting():
-                self.predictor = StepMemoryPredictor(
-                    self._model, graphs, inputs, self._resident, names, self._settings.run
-                )
+                first = StepMemoryPredictor(self._model, graphs, inputs, self._resident, names, self._settings.run)
+                self.predictors = Predictors(first)
         header, footprint = self._predicted(graphs)
         self.plan_file = plan_file_of(self._model, self._settings.compiler, graphs, names.first, footprint)
         self.table = PlanTable(engine="compile", plans=(), header=header)

@@ -45,6 +45,23 @@ def symbol_names(
     return names
 
 
+def bound_symbols(guards: Iterable[sympy.Basic], sizes: Mapping[sympy.Symbol, int]) -> frozenset[sympy.Symbol]:
+    """The sizes that a graph was traced for, and few others: an equation in one of them fails for twice as much.
+
+    Args:
+        guards: that torch checks before it runs the graph.
+        sizes: value of each symbol.
+    """
+    found = set()
+    for guard in guards:
+        symbols = guard.free_symbols if isinstance(guard, sympy.Eq) else set()
+        if len(symbols) != 1 or (symbol := next(iter(symbols))) not in sizes or symbol in found:
+            continue
+        if guard.subs(symbol, 2 * sizes[symbol]) == sympy.false:
+            found.add(symbol)
+    return frozenset(found)
+
+
 def input_sizes(inputs: Mapping[str, object]) -> dict[str, int]:
     """Sizes of a forward's keyword arguments that are tensors, and of those in mappings, as `input_ids_dim0`."""
     sizes: dict[str, int] = {}

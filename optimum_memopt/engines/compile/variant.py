@@ -12,6 +12,7 @@ from optimum_memopt.engines.compile.budget.costs import Costs
 from optimum_memopt.engines.compile.budget.in_step import Step
 from optimum_memopt.engines.compile.budget.largest_sizes import is_covered
 from optimum_memopt.engines.compile.budget.step_budget import StepBudget
+from optimum_memopt.engines.compile.memory.predictors import Predictors
 from optimum_memopt.engines.compile.memory.step_memory import StepMemoryPredictor
 from optimum_memopt.engines.compile.planned_forward import PlannedForward, Settings
 from optimum_memopt.engines.compile.producers import Producer
@@ -103,14 +104,14 @@ class Variant:
     def is_within(self, inputs: Mapping[str, object]) -> bool:
         """Whether a step with this batch is predicted to be within the budget; False where nothing is predicted."""
         found = False
-        if self.planned is not None and self.planned.predictor is not None:
+        if self.planned is not None and self.planned.predictors is not None:
             with self.planned.predicting():
-                found = self.budget.is_within(self.planned.predictor, inputs)
+                found = self.budget.is_within(self.planned.predictors.of(inputs), inputs)
         return found
 
     def excess(self, inputs: Mapping[str, object]) -> str:
         """A line about a batch that would pass the budget; empty where it does not, or where that is not known."""
-        return self._of_budget(lambda predictor: self.budget.excess(predictor, inputs))
+        return self._of_budget(lambda predictors: self.budget.excess(predictors.of(inputs), inputs))
 
     def _run_with_room(self, call: Call, before: ForwardState) -> Any:
         """The outputs, compiled again where earlier graphs of the forward leave a later one too little.
@@ -148,22 +149,23 @@ class Variant:
 
     def _solve_again(self, is_last: bool) -> bool:
         """Whether what was just compiled passes the budget and is forgotten, with a margin for the next plan."""
-        line = self._of_budget(self.budget.check)
+        line = self._of_budget(lambda predictors: self.budget.check(predictors.first))
         if not line:
             return False
         if is_last:
             get_logger().warning(f"NOT within the budget: {line}")
             return False
-        get_logger().info(f"{line}: solving again {self._of_budget(self.budget.tighten)}")
+        how = self._of_budget(lambda predictors: self.budget.tighten(predictors.first))
+        get_logger().info(f"{line}: solving again {how}")
         self.planned = None
         return True
 
-    def _of_budget(self, ask: Callable[[StepMemoryPredictor], str]) -> str:
+    def _of_budget(self, ask: Callable[[Predictors], str]) -> str:
         """What the budget says of the plan in force; empty where there is no budget or no prediction."""
         line = ""
-        if self._has_budget and self.planned is not None and self.planned.predictor is not None:
+        if self._has_budget and self.planned is not None and self.planned.predictors is not None:
             with self.planned.predicting():
-                line = ask(self.planned.predictor)
+                line = ask(self.planned.predictors)
         return line
 
     @property

@@ -20,6 +20,7 @@ import torch
 from optimum_memopt.engines.compile.budget.largest_sizes import largest_of, length_name
 from optimum_memopt.engines.compile.budget.step_budget import StepBudget
 from optimum_memopt.engines.compile.budget.variant_lengths import WORTH, TimesByLength, best_lengths, expected_extra
+from optimum_memopt.engines.compile.memory.step_memory import StepMemoryPredictor
 from optimum_memopt.engines.compile.planned_forward import PlannedForward
 from optimum_memopt.engines.compile.variant import Call, Variant
 from optimum_memopt.engines.run import LargestBatch
@@ -89,22 +90,23 @@ class Variants:
     def timeline(self, optimizer: torch.optim.Optimizer | None, gradient_accumulation: bool) -> StepTimeline | None:
         """Of the batches so far the step with the highest peak; None where nothing is predicted."""
         peaks = self._peaks(optimizer, gradient_accumulation)
-        planned = max(peaks, key=peaks.__getitem__, default=None)
         found = None
-        if planned is not None and planned.predictor is not None:
+        if highest := max(peaks, key=peaks.__getitem__, default=None):
+            planned, predictor = highest
             with planned.predicting():
-                found = planned.predictor.timeline(optimizer, gradient_accumulation)
+                found = predictor.timeline(optimizer, gradient_accumulation)
         return found
 
     def _peaks(
         self, optimizer: torch.optim.Optimizer | None, gradient_accumulation: bool
-    ) -> dict[PlannedForward, int]:
-        """The highest peak under each plan, in bytes."""
+    ) -> dict[tuple[PlannedForward, StepMemoryPredictor], int]:
+        """The highest peak under each plan, and of each time that its forward was traced, in bytes."""
         peaks = {}
         for variant in (*(cheaper.variant for cheaper in self._cheaper), self.largest):
-            if (planned := variant.planned) is not None and planned.predictor is not None:
+            if (planned := variant.planned) is not None and planned.predictors is not None:
                 with planned.predicting():
-                    peaks[planned] = planned.predictor.peak(optimizer, gradient_accumulation)
+                    for predictor in planned.predictors:
+                        peaks[planned, predictor] = predictor.peak(optimizer, gradient_accumulation)
         return peaks
 
     def _cheapest(self, inputs: Mapping[str, object]) -> Variant:

@@ -44,7 +44,7 @@ class StepBudget:
         # What the process held when the run's first plan was made, and when this one was.
         self._first_constant: int | None = None
         self._constant: int | None = None
-        self._peaks: dict[frozenset[tuple[str, int]], int] = {}
+        self._peaks: dict[tuple[StepMemoryPredictor, frozenset[tuple[str, int]]], int] = {}
         self.solved_for: Mapping[str, int] = {}
         self.graphs = SeveralGraphs()
         # Graphs of the current forward that have run, and what all of them may hold.
@@ -176,7 +176,7 @@ class StepBudget:
         )
 
     def _peak(self, predictor: StepMemoryPredictor, sizes: Mapping[str, int]) -> int:
-        key = frozenset(sizes.items())
+        key = predictor, frozenset(sizes.items())
         if key not in self._peaks:
             run = self._run()
             step = sizes, run.optimizer, run.gradient_accumulation

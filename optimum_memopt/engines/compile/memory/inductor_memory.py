@@ -57,12 +57,13 @@ class InductorPrograms:
         """Forward and backward, once inductor has compiled them."""
         return (self.forward, self.backward) if self.forward and self.backward else None
 
-    def counted(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """`compiled`, each call of which is one of `runs`."""
+    def counted(self, compiled: Callable[..., Any], ran: list["InductorPrograms"]) -> Callable[..., Any]:
+        """`compiled`, each call of which is one of `runs`, and adds these programs to `ran`."""
 
         # Not `functools.wraps`: dynamo unwraps what is marked as its own.
         def run(*args: Any, **kwargs: Any) -> Any:
             self.runs += 1
+            ran.append(self)
             return compiled(*args, **kwargs)
 
         return run

@@ -5,7 +5,7 @@ import itertools
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -13,6 +13,7 @@ from optimum_memopt.engines.compile import compat
 
 # Of a batch, by the plan table's names.
 BatchSizes = Mapping[str, int]
+_Noted = TypeVar("_Noted")
 
 
 @dataclass(frozen=True)
@@ -48,18 +49,18 @@ def largest_shapes(seen: Iterable[Forward], new: Forward) -> tuple[Forward, ...]
     return (*(forward for forward in seen if not new.covers(forward)), new)
 
 
-class Pending:
+class Pending(Generic[_Noted]):
     """The forwards of one model whose backward is still to come, oldest first."""
 
     def __init__(self) -> None:
-        self._forwards: dict[int, Forward] = {}
+        self._forwards: dict[int, _Noted] = {}
         self._numbers = itertools.count()
 
-    def __iter__(self) -> Iterator[Forward]:
+    def __iter__(self) -> Iterator[_Noted]:
         # A copy, since the garbage collector may drop a graph at any time.
         return iter(tuple(self._forwards.values()))
 
-    def add(self, forward: Forward, outputs: Any) -> None:
+    def add(self, forward: _Noted, outputs: Any) -> None:
         """Count a forward until its backward has run, or nothing refers to its autograd graph any more.
 
         Args:
@@ -80,7 +81,7 @@ class Pending:
 class _Release:
     """Hook of autograd nodes. Nothing else refers to it, so it is deleted with the last of them."""
 
-    def __init__(self, forwards: dict[int, Forward], number: int) -> None:
+    def __init__(self, forwards: dict[int, Any], number: int) -> None:
         self._release = weakref.finalize(self, forwards.pop, number, None)
         self._release.atexit = False
 

@@ -9,8 +9,10 @@ from typing import NamedTuple
 import sympy
 import torch
 
+from optimum_memopt.compat import is_encoder_decoder
 from optimum_memopt.engines.compile.budget.largest_sizes import plain_sizes
 from optimum_memopt.engines.compile.memory.allocator_peak import AllocatorPeak, StepRequests, allocator_peak
+from optimum_memopt.engines.compile.memory.caveat import caveat_of
 from optimum_memopt.engines.compile.memory.footprint import (
     Footprint,
     constant_of,
@@ -93,6 +95,25 @@ class _ProgramRun(NamedTuple):
     prediction: Prediction
 
 
+class _Noted(NamedTuple):
+    """A forward whose backward is still to come."""
+
+    predictor: "StepMemoryPredictor"
+    forward: Forward
+
+
+class _Shared(NamedTuple):
+    """What is the same for all graphs of a model.
+
+    Attributes:
+        pending: its forwards.
+        constant: what the process holds beside the model and its batch, in bytes.
+    """
+
+    pending: Pending[_Noted]
+    constant: int
+
+
 class StepMemoryPredictor:
     """Predicts a model's training step for any batch, from the graphs of its first one.
 
@@ -104,6 +125,8 @@ class StepMemoryPredictor:
         resident: what the process held when the last graph was partitioned, in bytes.
         names: of the graphs' symbols, as in the plan table.
         run: the one that steps are predicted for where nothing else is said.
+        runs: how often each graph ran; None: as often as it has so far.
+        shared: with a predictor from other graphs of the model.
 
     Attributes:
         first: sizes of the first batch by the plan table's names, `inputs_input_ids_dim0`.
@@ -119,6 +142,9 @@ class StepMemoryPredictor:
         resident: int,
         names: SymbolNames,
         run: Run | None = None,
+        *,
+        runs: Sequence[int] | None = None,
+        shared: "_Shared | None" = None,
     ) -> None:
         self.run = run or Run()
         self._programs_caveat = ""
@@ -126,8 +152,8 @@ class StepMemoryPredictor:
         self._last_run: _ProgramRun | None = None
         self._model = weakref.ref(model)
         self._parts = [
-            _Part(graph, graph.timeline, graph.prediction, graph.runs)
-            for graph in graphs
+            _Part(graph, graph.timeline, graph.prediction, count)
+            for graph, count in zip(graphs, runs or [graph.runs for graph in graphs], strict=True)
             if graph.timeline is not None and graph.prediction is not None
         ]
         self._runs = sum(part.runs for part in self._parts)
@@ -135,38 +161,19 @@ class StepMemoryPredictor:
         self._names = names
         self.first: BatchSizes = names.first
         self.largest_shapes: tuple[Forward, ...] = (Forward(self.first),)
-        self._pending = Pending()
+        self._pending: Pending[_Noted] = Pending() if shared is None else shared.pending
         self._batch = tensor_bytes(value for value in inputs.values() if isinstance(value, torch.Tensor))
         # Graphs before the last have run by then.
         left = left_by([part.prediction for part in self._parts[:-1] for _ in range(part.runs)])
-        self._constant = constant_of(model, self._batch, resident, left)
+        self._constant = constant_of(model, self._batch, resident, left) if shared is None else shared.constant
 
     @property
     def caveat(self) -> str:
         """Why the activations are not exact, empty where they are."""
-        kernels = []
-        if any(part.graph.has_convolutions for part in self._parts):
-            kernels.append("convolutions")
-        if any("cuDNN" in part.graph.attention for part in self._parts):
-            kernels.append("cuDNN's attention")
-        has_half_products = any(part.graph.has_half_products for part in self._parts)
-        reasons = (
-            self._programs_caveat,
-            self._outside_of_graphs,
-            f"without the workspaces of {' and '.join(kernels)}" if kernels else "",
-            "without what oneDNN keeps for each shape in half precision" if has_half_products else "",
-            "as if every token had a label" if any(part.graph.chunks_loss for part in self._parts) else "",
-        )
-        return "; ".join(filter(None, reasons))
-
-    @property
-    def _outside_of_graphs(self) -> str:
-        graphs = len(self._parts)
-        if self._runs == 1 and self._parts[0].graph.is_all_of_forward:
-            return ""
-        in_runs = f" in {self._runs} runs" if self._runs > graphs else ""
-        several, them = ("s", "them") if graphs > 1 else ("", "it")
-        return f"not exact: {graphs} graph{several}{in_runs}, and what runs outside of {them} is not counted"
+        graphs = [part.graph for part in self._parts]
+        named = {self._names.of_symbols(graph).get(symbol, "") for graph in graphs for symbol in graph.bound}
+        bound = {name: size for name, size in self.first.items() if name in named}
+        return caveat_of(graphs, self._runs, bound, self._programs_caveat)
 
     @property
     def runs(self) -> tuple[int, ...]:
@@ -201,11 +208,31 @@ class StepMemoryPredictor:
             outputs: what it returned; its backward has run once their autograd graph has.
         """
         earlier = list(self._pending)
-        new = Forward(self.sizes_of(inputs), sum(self.saved(forward.sizes) for forward in earlier))
+        saved = sum(noted.predictor.saved(noted.forward.sizes) for noted in earlier)
+        new = Forward(self.sizes_of(inputs), saved)
         self.largest_shapes = largest_shapes(self.largest_shapes, new)
         if earlier:
-            self.largest_shapes = largest_shapes(self.largest_shapes, replace(earlier[-1], is_followed=True))
-        self._pending.add(new, outputs)
+            last, forward = earlier[-1]
+            last.largest_shapes = largest_shapes(last.largest_shapes, replace(forward, is_followed=True))
+        self._pending.add(_Noted(self, new), outputs)
+
+    def of_others(
+        self, graphs: Mapping[PartitionedGraph, int], inputs: Mapping[str, object]
+    ) -> "StepMemoryPredictor | None":
+        """Predicts from other graphs of the same model; None where they cannot be predicted.
+
+        Args:
+            graphs: of one forward, with how often each ran.
+            inputs: its keyword arguments.
+        """
+        model = self._model()
+        if model is None or not all(graph.prediction for graph in graphs):
+            return None
+        names = SymbolNames.of(graphs, is_encoder_decoder(model))
+        shared = _Shared(self._pending, self._constant)
+        return StepMemoryPredictor(
+            model, [*graphs], inputs, 0, names, self.run, runs=[*graphs.values()], shared=shared
+        )
 
     def saved(self, sizes: BatchSizes | None = None) -> int:
         """Bytes that a forward saves for its backward; sizes as in `footprint`."""
