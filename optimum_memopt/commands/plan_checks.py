@@ -104,7 +104,10 @@ def _check(args: Any) -> None:
     sizes = batch_sizes(args.batch_size)
     for flag in ("budget", "budget_curve", "html"):
         if len(sizes) > 1 and getattr(args, flag) is not None:
-            raise MemOptError(f"--batch_size {args.batch_size} with --{flag}: a budget has a plan for each; give one")
+            raise MemOptError(
+                f"--batch_size {args.batch_size} with --{flag}: a budget has a plan for each; give "
+                "one, or let optimum-cli memopt advise compare them"
+            )
     if args.measure and args.level:
         raise MemOptError(f"--level {args.level} with --measure: both levels are measured anyway; leave it out")
     chosen = args.config or args.level or args.budget
