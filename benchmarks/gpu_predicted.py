@@ -120,7 +120,10 @@ def budgets(setting: Setting, model: str, dtype: str, compiler: str) -> Iterator
         # Its first step gives the optimizer its states, which are in the prediction of the next.
         train(trained, batch, dtype, optimizer, steps=1, warm=1)
         assert engine.predictor is not None
-        ends[level] = engine.predictor.footprint(optimizer=optimizer).peak
+        blocks = engine.predictor.allocator_peak(optimizer=optimizer)
+        assert blocks is not None
+        # What a budget bounds.
+        ends[level] = max(engine.predictor.footprint(optimizer=optimizer).peak, blocks.allocated)
         engine.detach()
         del trained, optimizer, engine
         clean_up()
