@@ -1,6 +1,7 @@
 """What all tests share."""
 
 import gc
+import logging
 import os
 import tempfile
 from pathlib import Path
@@ -17,6 +18,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Models of one or two layers repeat too little for torch's cache of traced operators: without it tracing takes a
 # fifth less. `make test-all` leaves it on, as users have it.
 os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
+# pytest (9.2) listens to loggers that pass nothing on, which makes torch write down every graph, tensor and guard for
+# its trace, for about a tenth of what tracing takes.
+logging.getLogger("torch.__trace").propagate = True
 
 # The same examples in every run, however slow the machine is; `make test-all` looks at many more, and new ones.
 _ALIKE = {"deadline": None, "suppress_health_check": list(HealthCheck)}
