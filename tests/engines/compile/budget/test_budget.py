@@ -1,7 +1,7 @@
 """Models trained under a budget: gradients are plain PyTorch's, and the allocator never passes the budget."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from optimum_memopt.errors import MemOptError
 from optimum_memopt.plans.matching import Matched
 from optimum_memopt.plans.table import PlanTable
 from optimum_memopt.sizes import Budget, parse_budget
+from tests.engines.compile.budget.tower import Tower, tower_batch
 from tests.engines.compile.compiled import DROPOUT, assert_bitwise_same
 from tests.engines.compile.test_step_memory import measured
 from tests.gradients import accumulate
@@ -112,8 +113,10 @@ def test_a_budget_that_all_fits_in_is_torchs_own_partition() -> None:
     assert not any(row.is_on for row in table.plans)
 
 
-def a_step(batch: dict[str, torch.Tensor], budget: Budget | None) -> CompileEngine:
-    model = ZOO["roberta-mlm"].build(num_hidden_layers=1)
+def a_step(
+    batch: dict[str, torch.Tensor], budget: Budget | None, build: Callable[[], torch.nn.Module] = Tower
+) -> CompileEngine:
+    model = build()
     engine = CompileEngine(Selection(budget=budget), "aot_eager")
     engine.attach(model)
     model(**batch).loss.backward()
@@ -125,7 +128,7 @@ def budget_of(bytes: int) -> Budget:
     return parse_budget(f"{bytes / 2**20:.3f}MiB")
 
 
-LARGE = ZOO["roberta-mlm"].batch(64, 60)
+LARGE = tower_batch(64, 60)
 
 
 @pytest.fixture(scope="module")
@@ -142,11 +145,19 @@ def steady_process() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def free(steady_process: None) -> Footprint:
     """What a step with the large batch holds under no plan."""
-    engine = a_step(LARGE, None)
+    return held(a_step(LARGE, None))
+
+
+def held(engine: CompileEngine) -> Footprint:
+    """By the step of an engine, which is detached."""
     try:
         return engine.predictor.footprint()
     finally:
         engine.detach()
+
+
+def roberta() -> torch.nn.Module:
+    return ZOO["roberta-mlm"].build(num_hidden_layers=1)
 
 
 def test_a_budget_bounds_the_whole_step(free: Footprint) -> None:
@@ -161,13 +172,12 @@ def test_a_budget_bounds_the_whole_step(free: Footprint) -> None:
 
 def test_a_larger_batch_is_solved_for_before_it_runs(free: Footprint) -> None:
     """A smaller one, and one as large, are not."""
-    batch = ZOO["roberta-mlm"].batch
-    small, budget = batch(16, 30), budget_of(free.peak - free.activations // 4)
+    small, budget = tower_batch(16, 30), budget_of(free.peak - free.activations // 4)
     engine = a_step(small, budget)
     assert "fits without a plan" in engine.plans().header[0]
     model = engine._model
     with log_lines() as lines:
-        model(**batch(15, 29)).loss.backward()
+        model(**tower_batch(15, 29)).loss.backward()
     assert lines == []
     with log_lines() as lines:
         model(**LARGE).loss.backward()
@@ -181,14 +191,14 @@ def test_a_larger_batch_is_solved_for_before_it_runs(free: Footprint) -> None:
     engine.detach()
 
 
-def test_a_budget_that_nothing_fits_in_names_a_batch_that_does(free: Footprint) -> None:
+def test_a_budget_that_nothing_fits_in_names_a_batch_that_does(steady_process: None) -> None:
+    batch = ZOO["roberta-mlm"].batch
+    free = held(a_step(batch(64, 60), None, roberta))
     # Half of the batch takes half of the activations.
     budget = budget_of(free.peak - free.activations * 3 // 4)
     with pytest.raises(MemOptError) as refused:
-        a_step(LARGE, budget)
+        a_step(batch(64, 60), budget, roberta)
     found = re.search(r"--per_device_train_batch_size (\d+) fits, and with (\d+) times", str(refused.value))
     rows, times = map(int, found.groups())
     assert rows * times == 64 and 1 < rows < 64
-    engine = a_step(ZOO["roberta-mlm"].batch(rows, 60), budget)
-    assert engine.predictor.footprint().peak <= budget.bytes
-    engine.detach()
+    assert held(a_step(batch(rows, 60), budget, roberta)).peak <= budget.bytes

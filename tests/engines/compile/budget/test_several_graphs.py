@@ -126,7 +126,10 @@ TRIES = {
 # The last share is close to the floor.
 @pytest.mark.parametrize(
     ("name", "shares"),
-    [("one break", (0.7, 0.56)), ("two breaks", (0.6, 0.42)), ("a loop", (0.6, 0.4))],
+    tiered(
+        [("one break", (0.7, 0.56)), ("two breaks", (0.6, 0.42)), ("a loop", (0.6, 0.4))],
+        fast=["two breaks", "a loop"],
+    ),
     ids=MODELS,
 )
 def test_graphs_that_do_not_fit_one_by_one_fit_together(
@@ -218,12 +221,11 @@ def test_a_step_that_is_only_planned_fits_in_all_graphs() -> None:
     """Nothing runs, so that what earlier graphs have saved is nowhere in memory."""
     how = {"example_inputs": batch_of("two breaks"), "device": "h100", "compiler": "aot_eager"}
     free = plan(InPieces(2), **how)
-    for share in (0.6, 0.42):
-        budget = free.peak - int((1 - share) * free.breakdown["activations"])
-        with log_lines() as lines:
-            found = plan(InPieces(2), budget=f"{budget / MIB:.3f}MiB", **how)
-            assert found.peak <= budget
-        assert 1 <= len([line for line in lines if "compiling again" in line]) <= 2
+    budget = free.peak - int(0.58 * free.breakdown["activations"])
+    with log_lines() as lines:
+        found = plan(InPieces(2), budget=f"{budget / MIB:.3f}MiB", **how)
+        assert found.peak <= budget
+    assert 1 <= len([line for line in lines if "compiling again" in line]) <= 2
 
 
 def test_runs_of_a_graph_and_later_graphs_are_simulated(roberta: Captured) -> None:

@@ -97,7 +97,7 @@ def one_layer() -> Captured:
 
 @pytest.fixture(scope="module")
 def many_layers() -> Captured:
-    return capture(Stack(8).forward, IDS)
+    return capture(Stack(5).forward, IDS)
 
 
 def priced(captured: Captured, seed: int) -> Problem:
@@ -140,7 +140,7 @@ def test_no_subset_of_a_layer_is_more_than_a_hundredth_cheaper(one_layer: Captur
 def test_a_smaller_budget_has_no_higher_peak_and_no_less_time(name: str, request: pytest.FixtureRequest) -> None:
     problem = priced(request.getfixturevalue(name), 0)
     begin = time.process_time()
-    found = [Solver(problem).solve(budget) for budget in budgets(problem, 16)]
+    found = [Solver(problem).solve(budget) for budget in budgets(problem, 12)]
     print(f"{name}: {len(found)} budgets in {time.process_time() - begin:.2f} CPU-s")
     assert all(isinstance(one, Solution) for one in found)
     assert [one.peak for one in found] == sorted(one.peak for one in found)
@@ -169,7 +169,7 @@ def test_plans_that_pass_the_budget_again_and_again_are_left_behind(
 
 
 def test_what_leaves_a_layer_counts_for_the_one_that_is_recomputed_from_it() -> None:
-    problem = priced(capture(Spaced(8).forward, IDS), 0)
+    problem = priced(capture(Spaced(5).forward, IDS), 0)
     menus = two_level(problem)
     low, high = menus.lowest().peak, menus.everything.peak
     for budget in range(low, high, (high - low) // 8):
@@ -182,7 +182,7 @@ def test_what_leaves_a_layer_counts_for_the_one_that_is_recomputed_from_it() -> 
 @pytest.fixture(scope="module")
 def masked() -> Problem:
     """Where products take a hundred times as long as all else."""
-    captured = capture(Masked(6).forward, IDS)
+    captured = capture(Masked(4).forward, IDS)
     kinds = [str(node.target) for node in captured.joint.nodes]
     return problem_of(captured.graph, [1e-3 if "mm" in kind else 1e-5 for kind in kinds])
 
@@ -231,7 +231,7 @@ def test_a_plan_below_the_lowest_of_layers_is_one(one_layer: Captured) -> None:
 def test_identical_layers_are_solved_once(many_layers: Captured) -> None:
     found = two_level(priced(many_layers, 0))
     layers = [index for index, unit in enumerate(found.units.all) if unit.layer]
-    assert len(layers) == 8 and len({found.units.classes[index] for index in layers}) <= 3
+    assert len(layers) == 5 and len({found.units.classes[index] for index in layers}) <= 3
 
 
 def test_a_floor_names_what_holds_it(many_layers: Captured) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import default_data_collator
-from transformers.modeling_outputs import MaskedLMOutput
 
 from optimum_memopt.engines.base import Selection
 from optimum_memopt.engines.compile.budget import in_step, step_budget
@@ -18,39 +17,13 @@ from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.run import LargestBatch, Run
 from optimum_memopt.memory.peak_monitor import MIB
 from optimum_memopt.sizes import Budget
+from tests.engines.compile.budget.tower import Tower, tower_batch
 from tests.engines.compile.compiled import recorded
 from tests.engines.compile.test_step_memory import measured
 from tests.gradients import Batch, assert_bitwise_same_step
 from tests.trainer_runs import log_lines, make, tables
 
 pytestmark = pytest.mark.end_to_end
-
-
-class Block(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = torch.nn.Linear(32, 64), torch.nn.Linear(64, 32)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.nn.functional.gelu(self.up(x)).tanh())
-
-
-class Tower(torch.nn.Module):
-    """Traced in a second."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = torch.nn.ModuleList([Block() for _ in range(3)])
-
-    def forward(self, input_ids: torch.Tensor) -> MaskedLMOutput:
-        for layer in self.layers:
-            input_ids = layer(input_ids)
-        return MaskedLMOutput(loss=input_ids.square().mean())
-
-
-def tower_batch(rows: int, length: int) -> Batch:
-    generator = torch.Generator().manual_seed(length)
-    return {"input_ids": torch.randn(rows, length, 32, generator=generator)}
 
 
 LONG, SHORT = tower_batch(64, 60), tower_batch(64, 24)
