@@ -95,6 +95,11 @@ class Case:
     # Traced by stock torch.compile, too, it ends in other last bits than PyTorch's operators one by one.
     rounds_when_traced: bool = False
 
+    @property
+    def one_layer(self) -> dict[str, int]:
+        """Arguments of the config; a second layer doubles what tracing and exporting take, most of many a test."""
+        return {key: 1 for key in ("num_hidden_layers", "n_layer", "num_layers") if key in self.arguments}
+
     def build(self, attention: str = "eager", seed: int = 0, **changes: Any) -> torch.nn.Module:
         """A model in training mode; `changes` go over the config's arguments."""
         torch.manual_seed(seed)

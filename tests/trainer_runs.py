@@ -19,16 +19,12 @@ _FILL = {"input_ids": PAD, "attention_mask": 0, "labels": IGNORE}
 
 CASES = {**ZOO, "small": SMALL}
 
-# A second layer doubles what tracing and exporting take, most of a test, and tells nothing about the Trainer; plans
-# over several layers are for `test_matrix.py` and `engines/`.
-_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
-
 
 def build(name: str, **changes: Any) -> torch.nn.Module:
     """A model of the zoo with one layer and biases that are not zero: attention's key bias has no gradient but
-    rounding noise, so beside a bias of zero that noise would be everything."""
-    one_layer = {key: 1 for key in _LAYERS if key in CASES[name].arguments}
-    model = CASES[name].build(**{**one_layer, **changes})
+    rounding noise, so beside a bias of zero that noise would be everything. Plans over several layers are for
+    `test_matrix.py` and `engines/`."""
+    model = CASES[name].build(**{**CASES[name].one_layer, **changes})
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:

@@ -34,7 +34,7 @@ def text(length, offset):
 
 
 def model(kind=LlamaForCausalLM, **changes):
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     return kind(
         LlamaConfig(vocab_size=43, max_position_embeddings=64, pad_token_id=0, eos_token_id=1, **sizes, **changes)
     )

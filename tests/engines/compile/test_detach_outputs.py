@@ -29,7 +29,7 @@ def attached(model: torch.nn.Module, loss_only: bool) -> CompileEngine:
 )
 def test_the_same_step_in_less_memory(name, return_dict):
     case = ZOO[name]
-    model = case.build("eager")
+    model = case.build("eager", **case.one_layer)
     model.resize_token_embeddings(VOCABULARY)
     model.config.return_dict = return_dict
     # With caches PyTorch adds some gradients in another order.

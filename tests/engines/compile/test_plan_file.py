@@ -65,7 +65,7 @@ def test_a_file_does_what_its_plan_did(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("compiler", tiered(["aot_eager", "inductor"], fast=["aot_eager"]))
 def test_what_was_planned_for_another_device_trains_here(tmp_path: Path, compiler: str) -> None:
     """Of a CUDA device the graph has other attention kernels, and the file is refused here."""
-    folder = save(tmp_path, "roberta-mlm", **DROPOUT)
+    folder = save(tmp_path, "roberta-mlm", **DROPOUT, num_hidden_layers=1)
     workload = Workload(folder, "fill-mask", 8, 24)
     free = estimate(workload, Selection(), device="mi300x", compiler=compiler)
     budget = parse_budget(f"{(free.parts['activations'] * -0.2 / 2**20) + free.peak_mib:.3f}MiB")

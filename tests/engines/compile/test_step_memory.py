@@ -22,7 +22,7 @@ from tests.model_zoo import ZOO
 from tests.tiers import tiered
 
 MODELS = {
-    "roberta": ("roberta-classification", DROPOUT),
+    "roberta": ("roberta-classification", {**DROPOUT, "num_hidden_layers": 1}),
     "deberta": ("deberta-v2-classification", {}),
     "gpt2": ("gpt2", {}),
     "t5": ("t5", {"num_layers": 1, "num_decoder_layers": 1}),

@@ -47,7 +47,7 @@ def row_of(engine):
 def test_trains_as_plain_pytorch(name, level, compiler):
     """To 1e-5, whatever the sizes and numbers of labels, in one graph."""
     case = ZOO[name]
-    model = case.build("eager")
+    model = case.build("eager", **case.one_layer)
     model.config.use_cache = False
     plain = copy.deepcopy(model)
     engine = attached(model, level, compiler)
