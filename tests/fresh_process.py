@@ -1,7 +1,7 @@
 """Fresh processes for scripts, forked from one that has imported torch and transformers, for 7 seconds less each.
 
 Nothing of the package, of ONNX Runtime or of DeepSpeed has been imported in them. What is about imports of torch and
-transformers, about malloc, or about how a process starts, needs a real one: `subprocess.run`.
+transformers, about malloc from the start, or about how a process starts, needs a real one: `subprocess.run`.
 """
 
 import atexit

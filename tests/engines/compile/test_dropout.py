@@ -8,6 +8,7 @@ from optimum_memopt.engines.compile.engine import CompileEngine
 from optimum_memopt.engines.compile.passes.dropout import drop, keep_mask, seeded_dropout
 from tests.engines.compile.compiled import DROPOUT, GPT2_DROPOUT, assert_bitwise_same, run, selection
 from tests.model_zoo import ZOO
+from tests.tiers import tiered
 
 CPU = torch.device("cpu")
 SEED = torch.tensor([2**62 + 12345])
@@ -151,7 +152,7 @@ def case(request):
 
 
 @pytest.mark.end_to_end
-@pytest.mark.parametrize("asked", PLANS)
+@pytest.mark.parametrize("asked", tiered(PLANS, fast=PLANS[:2]))
 def test_a_plan_changes_no_random_number(case, asked):
     model, batches, without_plan, state = case
     ours = run(model, asked, *batches, seed=5)
