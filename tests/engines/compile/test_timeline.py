@@ -73,7 +73,7 @@ EXPRESSIONS = [
     FloorDiv(ROWS, 8) * 8 + Mod(ROWS, 8),
     PythonMod(LENGTH - 100, 16),
     CleanDiv(ROWS * 6, 2),
-    Max(1, ROWS - 5) * Min(LENGTH, 64),
+    Max(1, ROWS - 5) * Min(LENGTH, sympy.Integer(64)),
     TruncToInt(IntTrueDiv(LENGTH, 2)) + ROWS,
     sympy.sqrt(ROWS**2) * sympy.Pow(LENGTH, -1) * LENGTH,
 ]
