@@ -1,5 +1,4 @@
-"""What Trainer promises, scenario by scenario: with an engine attached it logs, saves, calls back and learns the
-same."""
+"""What Trainer promises, scenario by scenario: with an engine it logs, saves, calls back and learns the same."""
 
 import re
 from collections.abc import Callable
