@@ -7,18 +7,15 @@ returned logits.
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
+from transformers import Trainer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_pt_utils import LabelSmoother
 
 from optimum_memopt.engines.attached import engine_of
 from optimum_memopt.engines.base import Engine
-
-# Importing it takes two seconds, which a model that is planned without one has no need of.
-if TYPE_CHECKING:
-    from transformers import Trainer
 
 IGNORE = -100
 # Takes outputs, labels and `num_items_in_batch`.
@@ -92,7 +89,7 @@ def cross_entropy(smoothing: LabelSmoothing, outputs: Any, labels: torch.Tensor,
     return loss if items is None else loss / items
 
 
-def inside(trainer: "Trainer", engine: Engine) -> Callable[..., Any]:
+def inside(trainer: Trainer, engine: Engine) -> Callable[..., Any]:
     """`compute_loss` that leaves label smoothing to the engine in training, if the engine takes it.
 
     Without a smoother `compute_loss` returns the model's loss, which is the smoothed one then.
