@@ -2,6 +2,8 @@
 
 import copy
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -272,3 +274,27 @@ def test_workloads_of_another_batch_size(folder) -> None:
     inputs = {"pixels": torch.rand(4, 64), "offset": 2.0}
     workload = ModuleWorkload.of(Classifier(), inputs, None, ()).with_rows(9)
     assert (workload.batch_size, workload.inputs["pixels"].shape, workload.inputs["offset"]) == (9, (9, 64), 2.0)
+
+
+# What a process holds beside tensors: imports, mostly.
+PROCESS = """
+import sys, torch, transformers, optimum_memopt
+config = transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64)
+if sys.argv[1] == "plan":
+    planned = optimum_memopt.plan(config, "text-generation", batch_size=2, seq_len=8, compiler="aot_eager")
+    print("other", planned.breakdown["other"])
+else:
+    model = transformers.GPT2LMHeadModel(config)
+    engine = optimum_memopt.optimize(model, memory_opt_engine="compile", memory_opt_compiler="aot_eager")
+    ids = torch.ones(2, 8, dtype=torch.long)
+    model(input_ids=ids, labels=ids)
+    print("other", engine.predictor.footprint().constant)
+"""
+
+
+def test_the_process_that_plans_holds_what_one_that_trains_does() -> None:
+    def other(what: str) -> int:
+        done = subprocess.run([sys.executable, "-c", PROCESS, what], capture_output=True, text=True, timeout=300)
+        return int(done.stdout.split("other ")[1].split()[0])
+
+    assert other("plan") == pytest.approx(other("train"), rel=0.08)
