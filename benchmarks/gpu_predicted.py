@@ -25,6 +25,7 @@ from gpu_steps import (
 )
 
 from optimum_memopt.engines.base import Selection
+from optimum_memopt.engines.compile.budget.step_budget import bounded_bytes
 from optimum_memopt.engines.compile.engine import CompileEngine
 from optimum_memopt.engines.compile.estimate import estimate
 from optimum_memopt.measure.workload import Workload
@@ -120,10 +121,7 @@ def budgets(setting: Setting, model: str, dtype: str, compiler: str) -> Iterator
         # Its first step gives the optimizer its states, which are in the prediction of the next.
         train(trained, batch, dtype, optimizer, steps=1, warm=1)
         assert engine.predictor is not None
-        blocks = engine.predictor.allocator_peak(optimizer=optimizer)
-        assert blocks is not None
-        # What a budget bounds.
-        ends[level] = max(engine.predictor.footprint(optimizer=optimizer).peak, blocks.allocated)
+        ends[level] = bounded_bytes(engine.predictor, optimizer=optimizer)
         engine.detach()
         del trained, optimizer, engine
         clean_up()

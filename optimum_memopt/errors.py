@@ -31,6 +31,12 @@ class DoesNotFitError(MemOptError):
         self.lacking = lacking
 
 
+def line_of(error: BaseException) -> str:
+    """An error's kind and first line; of one that torch's compiler has wrapped, the inner one's."""
+    error = getattr(error, "inner_exception", None) or error
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+
+
 QUOTED = 80
 _BEFORE = 30
 

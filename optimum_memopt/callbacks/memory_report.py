@@ -27,7 +27,7 @@ from optimum_memopt.engines.memory_report import (
 )
 from optimum_memopt.engines.registry import factory, registrations
 from optimum_memopt.engines.run import Run
-from optimum_memopt.errors import DoesNotFitError
+from optimum_memopt.errors import DoesNotFitError, line_of
 from optimum_memopt.logs import get_logger, log_from_any_rank, rank
 from optimum_memopt.memory.out_of_memory import is_out_of_memory
 from optimum_memopt.training.largest_batch import largest_batch
@@ -40,7 +40,6 @@ from optimum_memopt.training.step_failure import (
     failure_of,
     forward_call,
     free_step,
-    line_of,
     model_of,
     parts_of,
 )

@@ -8,7 +8,7 @@ from transformers import Trainer
 from optimum_memopt.callbacks.collected import CollectingCallback
 from optimum_memopt.callbacks.plan_stats import PlanStatsCallback
 from optimum_memopt.engines.base import Engine
-from optimum_memopt.errors import MemOptError
+from optimum_memopt.errors import MemOptError, line_of
 from optimum_memopt.logs import get_logger
 from optimum_memopt.option_values import check_drawing
 from optimum_memopt.report.data import of_training
@@ -64,7 +64,6 @@ class TrainingReport:
         try:
             self.page(path, failure)
         except Exception as error:
-            reason = next(iter(str(error).splitlines()), "")
-            get_logger().warning(f"the report was not written ({type(error).__name__}: {reason})")
+            get_logger().warning(f"the report was not written ({line_of(error)})")
         else:
             get_logger().info(f"wrote the report about this run to {path}")

@@ -22,6 +22,7 @@ from optimum_memopt.engines.memory_report import (
     Part,
     Tensors,
 )
+from optimum_memopt.errors import line_of
 from optimum_memopt.memory import malloc
 from optimum_memopt.memory.out_of_memory import shortage
 from optimum_memopt.memory.peak_monitor import held_bytes, peak_bytes
@@ -191,12 +192,6 @@ def model_of(trainer: Trainer) -> torch.nn.Module:
 def gradient_bytes(trainer: Trainer) -> int:
     """Of the gradients that there are."""
     return _bytes(p.grad for p in model_of(trainer).parameters() if p.grad is not None)
-
-
-def line_of(error: BaseException) -> str:
-    """An error's kind and first line; of one that a compiler has wrapped, the inner one's."""
-    error = getattr(error, "inner_exception", None) or error
-    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 
 def _optimizer_bytes(trainer: Trainer) -> int:

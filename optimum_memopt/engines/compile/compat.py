@@ -26,6 +26,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
 from torch.fx.experimental import _config as symbolic_config
 from torch.fx.experimental.proxy_tensor import py_sym_types
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from optimum_memopt.engines.compile.compat_kernels import inductor_patches
@@ -146,21 +147,30 @@ def _reinterpreted(tensor: torch.Tensor, size: Any, stride: Any, offset: int) ->
     return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
 
 
+def _mode_of_trace() -> FakeTensorMode | None:
+    """While a graph is traced or compiled: that of its tensors."""
+    context = TracingContext.try_get()
+    return None if context is None else context.fake_mode
+
+
+def _shapes_of_trace() -> ShapeEnv | None:
+    """While a graph is traced or compiled: its symbols; None where sizes stay the same."""
+    mode = _mode_of_trace()
+    return None if mode is None else mode.shape_env
+
+
 def of_trace(inputs: Sequence[Any]) -> list[Any]:
     """A backend's inputs; tensors without data in the fake mode of dynamo's trace.
 
     torch 2.13 does this itself (`process_inputs` in `torch/_functorch/_aot_autograd/frontend_utils.py`), torch 2.9
     ends in an AssertionError.
     """
-    context = TracingContext.try_get()
-    mode = None if context is None else context.fake_mode
+    mode = _mode_of_trace()
 
-    def moved(value: Any) -> Any:
-        if mode is None or not isinstance(value, FakeTensor) or value.fake_mode is mode:
-            return value
-        return mode.from_tensor(value)
+    def is_moved(value: Any) -> bool:
+        return isinstance(value, FakeTensor) and value.fake_mode is not mode
 
-    return [moved(value) for value in inputs]
+    return [mode.from_tensor(value) if mode and is_moved(value) else value for value in inputs]
 
 
 def compile_without_compiler(
@@ -361,10 +371,9 @@ def symbol_sources() -> dict[sympy.Symbol, list[str]]:
 
     A symbol that turned out to equal another one is found at that one (`replacements`).
     """
-    context = torch._guards.TracingContext.try_get()
-    if context is None or context.fake_mode is None or context.fake_mode.shape_env is None:
+    shapes = _shapes_of_trace()
+    if shapes is None:
         return {}
-    shapes = context.fake_mode.shape_env
     texts: dict[sympy.Symbol, list[str]] = {}
     for symbol, sources in shapes.var_to_sources.items():
         # A property since 2.11, a method before.
@@ -376,10 +385,8 @@ def symbol_sources() -> dict[sympy.Symbol, list[str]]:
 
 def size_guards() -> list[sympy.Basic]:
     """While a graph is partitioned: what torch has assumed of sizes so far, and checks before it runs the graph."""
-    context = torch._guards.TracingContext.try_get()
-    if context is None or context.fake_mode is None or context.fake_mode.shape_env is None:
-        return []
-    return [guard.expr for guard in context.fake_mode.shape_env.guards]
+    shapes = _shapes_of_trace()
+    return [] if shapes is None else [guard.expr for guard in shapes.guards]
 
 
 def inductor_works(device_type: str) -> bool:

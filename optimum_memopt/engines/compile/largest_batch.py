@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from optimum_memopt.engines.base import Selection
+from optimum_memopt.engines.compile.budget.step_budget import bounded_bytes
 from optimum_memopt.engines.compile.memory.step_memory import StepMemoryPredictor
 from optimum_memopt.engines.compile.planned_step import PlannedStep, Traced
 from optimum_memopt.engines.compile.producers.largest_rows import LargestRows
@@ -44,7 +45,7 @@ def largest_batch(step: PlannedStep, budget: Budget) -> int:
 
     def bytes_for(rows: int) -> int:
         """Less what the blocks of the allocator take beyond what tensors ask for, without a plan."""
-        return allowed * predictor.footprint(batch_size=rows).peak // _held(predictor, rows)
+        return allowed * predictor.footprint(batch_size=rows).peak // bounded_bytes(predictor, batch_size=rows)
 
     producer = LargestRows(lambda fits: largest(fits, start), bytes_for)
     step.trace(dynamic=True, producer=producer).engine.detach()
@@ -54,7 +55,7 @@ def largest_batch(step: PlannedStep, budget: Budget) -> int:
 
 def _largest_of(traced: Traced, allowed: int, start: int) -> int:
     predictor = _predictor(traced)
-    rows = largest(lambda rows: _held(predictor, rows) <= allowed, start)
+    rows = largest(lambda rows: bounded_bytes(predictor, batch_size=rows) <= allowed, start)
     traced.engine.detach()
     return rows
 
@@ -64,12 +65,6 @@ def _predictor(traced: Traced) -> StepMemoryPredictor:
         table = traced.engine.plans()
         raise MemOptError("; ".join(table.header if table is not None else ()))
     return predictor
-
-
-def _held(predictor: StepMemoryPredictor, rows: int) -> int:
-    """What a budget bounds, in bytes."""
-    blocks = predictor.allocator_peak(batch_size=rows)
-    return max(predictor.footprint(batch_size=rows).peak, blocks.allocated if blocks is not None else 0)
 
 
 def largest(fits: Callable[[int], bool], start: int, limit: int = _MOST_ROWS) -> int:

@@ -16,7 +16,7 @@ from optimum_memopt.engines.compile.engine import CompileEngine
 from optimum_memopt.engines.compile.planned_device import traced_for
 from optimum_memopt.engines.estimates import Workload
 from optimum_memopt.engines.run import Run
-from optimum_memopt.errors import MemOptError
+from optimum_memopt.errors import MemOptError, line_of
 from optimum_memopt.memory.capacity import Capacity, capacity, capacity_of
 from optimum_memopt.memory.optimizers import DEFAULT, PlannedOptimizer, check, embeddings_of
 
@@ -125,11 +125,8 @@ class PlannedStep:
                 raise
             except Exception as error:
                 engine.detach()
-                # torch wraps what a backend raises.
-                cause = getattr(error, "inner_exception", error)
-                reason = next(iter(str(cause).splitlines()), "")
                 raise MemOptError(
-                    f"{type(model).__name__} cannot be traced on fake tensors ({type(cause).__name__}: {reason})"
+                    f"{type(model).__name__} cannot be traced on fake tensors ({line_of(error)})"
                     f"{self.workload.way_out}"
                 ) from error
         return Traced(engine, model, batch)

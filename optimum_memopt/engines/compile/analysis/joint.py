@@ -88,18 +88,23 @@ def symbolic(number: Number) -> sympy.Expr:
     return number.node.expr if isinstance(number, torch.SymInt) else sympy.Integer(int(number))
 
 
+def elements(tensor: torch.Tensor) -> sympy.Expr:
+    """How many a tensor has."""
+    return sympy.Mul(*map(symbolic, tensor.shape))
+
+
 def storage_bytes(node: fx.Node) -> sympy.Expr:
     """Bytes of the storage of a root, gaps between strides included."""
     tensor = tensor_value(node)
     if compat.operator_name(node.target) == "copy":
         # As large as the storage of what it is copied over, of which it may be a part.
         return symbolic(tensor.untyped_storage().nbytes())
-    elements = sympy.Integer(1)
+    reach = sympy.Integer(1)
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        elements += (symbolic(size) - 1) * symbolic(stride)
+        reach += (symbolic(size) - 1) * symbolic(stride)
     empty = any(size == 0 for size in tensor.shape if isinstance(size, int))
     dtype = torch.float32 if compat_graph.is_float32_statistic(node) else tensor.dtype
-    return sympy.Integer(0) if empty else sympy.expand(elements * dtype.itemsize)
+    return sympy.Integer(0) if empty else sympy.expand(reach * dtype.itemsize)
 
 
 @dataclass(frozen=True)

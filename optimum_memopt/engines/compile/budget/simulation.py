@@ -151,8 +151,8 @@ def _raise_picks(problem: Problem, order: Sequence[int]) -> np.ndarray:
     own = np.arange(len(ran))
     at = np.full(len(problem.names), -1, dtype=np.intp)
     at[ran] = own
-    operators = at[problem.tables.picks[ran]]
-    operators[problem.tables.picks[ran] < 0] = -1
+    sources = problem.tables.picks[ran]
+    operators = np.where(sources < 0, -1, at[sources])
     places = np.where(operators < 0, own, operators)
     # A pick of what is picked itself stands where that one does.
     while not np.array_equal(places, further := places[places]):

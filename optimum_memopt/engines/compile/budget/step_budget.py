@@ -16,6 +16,7 @@ from optimum_memopt.engines.compile.memory.timeline import Prediction
 from optimum_memopt.engines.compile.partitioned_graph import PartitionedGraph
 from optimum_memopt.engines.run import LargestBatch, Run
 from optimum_memopt.errors import DoesNotFitError
+from optimum_memopt.memory.optimizers import Optimizer
 from optimum_memopt.memory.peak_monitor import held_bytes
 from optimum_memopt.sizes import Budget, gib_text
 
@@ -179,10 +180,23 @@ class StepBudget:
         key = predictor, frozenset(sizes.items())
         if key not in self._peaks:
             run = self._run()
-            step = sizes, run.optimizer, run.gradient_accumulation
-            blocks = predictor.allocator_peak(*step)
-            self._peaks[key] = max(predictor.footprint(*step).peak, blocks.allocated if blocks is not None else 0)
+            self._peaks[key] = bounded_bytes(predictor, sizes, run.optimizer, run.gradient_accumulation)
         return self._peaks[key]
+
+
+def bounded_bytes(
+    predictor: StepMemoryPredictor,
+    sizes: Mapping[str, int] | None = None,
+    optimizer: Optimizer | None = None,
+    gradient_accumulation: bool | None = None,
+    *,
+    batch_size: int | None = None,
+) -> int:
+    """What a budget bounds: a step's peak, on CUDA that of the allocator's blocks; arguments as in `footprint`."""
+    step = sizes, optimizer, gradient_accumulation
+    blocks = predictor.allocator_peak(*step, batch_size=batch_size)
+    peak = predictor.footprint(*step, batch_size=batch_size).peak
+    return max(peak, blocks.allocated if blocks is not None else 0)
 
 
 def _without_second_room(step: Step, first: int | None) -> Step:

@@ -78,10 +78,10 @@ class TwoLevel:
             parts = []
             for number, plan in enumerate(plans):
                 rise = max(forward_top + plan.forward_rise, backward_top + plan.backward_rise)
-                fits = np.arange(np.searchsorted(stashed, budget - rise, side="right"))
-                parts.append(
-                    (stashed[fits] + plan.stashed, seconds[fits] + plan.seconds, fits, np.full(len(fits), number))
-                )
+                # Bytes rise from one to the next.
+                fits = np.searchsorted(stashed, budget - rise, side="right")
+                sums, times = stashed[:fits] + plan.stashed, seconds[:fits] + plan.seconds
+                parts.append((sums, times, np.arange(fits), np.full(fits, number)))
             sums, times, before, numbers = (np.concatenate(column) for column in zip(*parts, strict=True))
             if not len(sums):
                 return ()

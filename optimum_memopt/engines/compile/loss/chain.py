@@ -11,12 +11,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
 from torch.nn import functional
 
-from optimum_memopt.engines.compile.analysis.joint import symbolic
+from optimum_memopt.engines.compile.analysis.joint import elements
 from optimum_memopt.engines.compile.compat_state import autocast_dtype
 from optimum_memopt.engines.compile.loss.chunks import LossShape
 
@@ -128,7 +127,7 @@ class LossChain:
         hidden, weight = traced_tensor(self.projection.hidden), traced_tensor(self.projection.weight)
         vocabulary, hidden_size = map(int, weight.shape)
         return LossShape(
-            rows=sympy.Mul(*map(symbolic, traced_tensor(self.labels).shape)),
+            rows=elements(traced_tensor(self.labels)),
             hidden_size=hidden_size,
             vocabulary=vocabulary,
             hidden=hidden.dtype,

@@ -8,7 +8,7 @@ import sympy
 import torch
 from torch import fx
 
-from optimum_memopt.engines.compile.analysis.joint import symbolic, tensor_value
+from optimum_memopt.engines.compile.analysis.joint import elements, tensor_value
 
 # A number of rows or bytes: an integer, or an expression in the symbols of a graph.
 Size = Any
@@ -101,7 +101,7 @@ def loss_shape(arguments: Sequence[Any]) -> LossShape:
     compute, _, needs = arguments[-3:]
     vocabulary, hidden_size = weight.shape
     return LossShape(
-        sympy.Mul(*map(symbolic, labels.shape)),
+        elements(labels),
         int(hidden_size),
         int(vocabulary),
         hidden.dtype,

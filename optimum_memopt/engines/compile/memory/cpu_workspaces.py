@@ -10,7 +10,7 @@ from typing import Any
 import sympy
 import torch
 
-from optimum_memopt.engines.compile.analysis.joint import symbolic
+from optimum_memopt.engines.compile.analysis.joint import elements, symbolic
 
 _ZERO = sympy.Integer(0)
 _FLOAT_BYTES = 4
@@ -44,7 +44,7 @@ def _casts(arguments: Sequence[Any], result: Any) -> sympy.Expr:
         for operand in arguments
         if isinstance(operand, torch.Tensor) and operand.dim() and operand.dtype != result.dtype
     ]
-    return sympy.Add(*map(_elements, cast)) * result.dtype.itemsize
+    return sympy.Add(*map(elements, cast)) * result.dtype.itemsize
 
 
 def _attention(arguments: Sequence[Any]) -> sympy.Expr:
@@ -62,7 +62,7 @@ def _attention_backward(arguments: Sequence[Any]) -> sympy.Expr:
     gradient, query, key = arguments[:3]
     rows, block = _blocks(query, key)
     held = 2 * block * _accumulated_bytes(query) + rows * _FLOAT_BYTES
-    copied = _ZERO if _is_contiguous(gradient.transpose(1, 2)) else _elements(gradient) * gradient.dtype.itemsize
+    copied = _ZERO if _is_contiguous(gradient.transpose(1, 2)) else elements(gradient) * gradient.dtype.itemsize
     return torch.get_num_threads() * held + copied
 
 
@@ -87,10 +87,6 @@ def _is_contiguous(tensor: torch.Tensor) -> bool:
             return False
         step *= symbolic(size)
     return True
-
-
-def _elements(tensor: torch.Tensor) -> sympy.Expr:
-    return sympy.Mul(*map(symbolic, tensor.shape))
 
 
 _ARITHMETIC = frozenset({"add", "div", "mul", "rsub", "sub"})

@@ -11,7 +11,7 @@ from typing import Any
 import sympy
 import torch
 
-from optimum_memopt.engines.compile.analysis.joint import symbolic
+from optimum_memopt.engines.compile.analysis.joint import elements, symbolic
 
 _ZERO = sympy.Integer(0)
 _HALVES = (torch.float16, torch.bfloat16)
@@ -140,13 +140,13 @@ def _blocks(size: int, block: int) -> int:
 
 def _softmax_backward(arguments: Sequence[Any]) -> sympy.Expr:
     """The gradient times the output (`softmax_backward_cuda` of `cuda/SoftMax.cu`)."""
-    return _elements(arguments[0]) * arguments[0].dtype.itemsize
+    return elements(arguments[0]) * arguments[0].dtype.itemsize
 
 
 def _embedding_backward(arguments: Sequence[Any]) -> sympy.Expr:
     """Sorted indices, and partial sums of rows (`cuda/EmbeddingBackwardKernel.cu`)."""
     gradient, indices, rows = arguments[0], arguments[1], symbolic(arguments[2])
-    count = _elements(indices)
+    count = elements(indices)
     segments = sympy.Min(count, rows)
     partials = sympy.floor(count / _ROWS_PER_PARTIAL_SUM) + segments
     bookkeeping = 8 * (3 * count + 2 * segments + partials)
@@ -178,10 +178,6 @@ def _flash_backward(arguments: Sequence[Any]) -> sympy.Expr:
     if symbolic(key.shape[1]) != heads:
         held += 2 * batch * heads * symbolic(key.shape[2]) * width * key.dtype.itemsize
     return held
-
-
-def _elements(tensor: torch.Tensor) -> sympy.Expr:
-    return sympy.Mul(*map(symbolic, tensor.shape))
 
 
 _REDUCTIONS = frozenset({"sum", "mean", "amax", "amin", "linalg_vector_norm"})

@@ -21,7 +21,7 @@ from optimum_memopt.engines.compile.planned_device import traced_for
 from optimum_memopt.engines.compile.producers.level import FromLevel
 from optimum_memopt.engines.compile.producers.producer import InternalProducer
 from optimum_memopt.engines.compile.producers.torch_default import TorchDefault
-from optimum_memopt.errors import MemOptError
+from optimum_memopt.errors import MemOptError, line_of
 
 
 @dataclass(frozen=True)
@@ -118,10 +118,9 @@ def trace(model: torch.nn.Module, batch: Mapping[str, Any], how: TracedAs, loss:
     except MemOptError:
         raise
     except Exception as error:
-        reason = next(iter(str(error).splitlines()), "")
         raise MemOptError(
-            f"{name} cannot be traced on fake tensors ({type(error).__name__}: {reason}), so that nothing can be "
-            "predicted for other batches"
+            f"{name} cannot be traced on fake tensors ({line_of(error)}), so that nothing can be predicted for other "
+            "batches"
         ) from error
     finally:
         engine.detach()
