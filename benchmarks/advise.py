@@ -24,7 +24,7 @@ from shared import fill, to_markdown
 
 ROWS, LENGTH = 16, 128
 # Of the way from the lowest peak to that of all rows at once without a plan.
-SHARES = (0.3, 0.7)
+SHARES = (0.2, 0.4, 0.6, 0.8)
 NO_PLAN, LEVEL_1, BUDGET = "no plan", "level 1", "budget"
 _STEPS = 3
 # Of the sweep's fastest, how many take steps in turns with the recommended one, and how often.
