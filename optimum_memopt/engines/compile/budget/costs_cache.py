@@ -1,4 +1,6 @@
-"""Measured costs of operators on disk, so that a second run on the same machine measures nothing."""
+"""Measured costs of operators on disk: a second run on the same machine measures nothing, nor do the other ranks of a
+run, which so plan with the same costs.
+"""
 
 import contextlib
 import json
@@ -9,8 +11,13 @@ from pathlib import Path
 
 import psutil
 import torch
+from filelock import FileLock, Timeout
 
 from optimum_memopt.engines.compile.budget.costs import Measured
+
+# Ranks that start together measure one after the other, the later ones what is new to them: two seconds each at most
+# (`costs.measured`). Longer than that, a lock is not worth waiting for.
+_WAIT = 30.0
 
 
 def cache_path(device: torch.device) -> Path:
@@ -27,21 +34,33 @@ def cache_path(device: torch.device) -> Path:
 def known_costs(path: Path) -> Iterator[dict[str, Measured]]:
     """Costs by operator, to read and to add to; written back afterwards. A file that cannot be read is none.
 
+    Only one process has them at a time, where the file system has locks.
+
     Args:
         path: see `cache_path`.
     """
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError, NotImplementedError, Timeout):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            held.enter_context(FileLock(path.with_suffix(".lock"), timeout=_WAIT))
+        known = _read(path)
+        before = len(known)
+        yield known
+        if len(known) > before:
+            _write(path, known)
+
+
+def _read(path: Path) -> dict[str, Measured]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        known = {str(key): Measured(float(seconds), int(size)) for key, (seconds, size) in found.items()}
+        return {str(key): Measured(float(seconds), int(size)) for key, (seconds, size) in found.items()}
     except (OSError, ValueError, AttributeError, TypeError):
-        known = {}
-    before = len(known)
-    yield known
-    if len(known) == before:
-        return
-    # Another process may write at the same time; one of the two files wins, whole.
+        return {}
+
+
+def _write(path: Path, known: dict[str, Measured]) -> None:
+    # Whole, for a reader that has not got the lock; a folder that cannot be written to has no cache.
     with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as written:
             json.dump(known, written)
         Path(written.name).replace(path)

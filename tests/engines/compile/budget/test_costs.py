@@ -1,6 +1,8 @@
 """Seconds of operators, estimated and measured."""
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -97,6 +99,29 @@ def test_costs_on_disk(tmp_path: Path) -> None:
         path.write_text(unreadable)
         with known_costs(path) as known:
             assert known == {}
+
+
+def test_ranks_that_start_together_have_the_same_costs(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    with ThreadPoolExecutor() as pool:
+        with known_costs(path) as known:
+            other = pool.submit(lambda: _cost_of_gelu(path, 2.5))
+            time.sleep(0.2)
+            known["gelu"] = costs.Measured(1.5, 64)
+        assert other.result() == costs.Measured(1.5, 64)
+
+
+def _cost_of_gelu(path: Path, seconds: float) -> costs.Measured:
+    with known_costs(path) as known:
+        return known.setdefault("gelu", costs.Measured(seconds, 0))
+
+
+def test_costs_are_measured_each_time_where_no_file_can_be(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for _ in range(2):
+        with known_costs(tmp_path / "file" / "costs.json") as known:
+            assert known == {}
+            known["gelu"] = costs.Measured(1.5, 64)
 
 
 def test_a_device_by_name_or_file(tmp_path: Path) -> None:
