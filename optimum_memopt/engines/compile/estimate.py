@@ -9,10 +9,14 @@ from tabulate import tabulate
 
 from optimum_memopt.compat import attention_implementation, is_encoder_decoder
 from optimum_memopt.engines.base import Selection
+from optimum_memopt.engines.compile.budget.curve import point_of, points_of, solved
 from optimum_memopt.engines.compile.budget.largest_sizes import plain_sizes
+from optimum_memopt.engines.compile.budget.solve import Floor
 from optimum_memopt.engines.compile.planned_step import PlannedStep
 from optimum_memopt.engines.compile.producers import producer_for
-from optimum_memopt.engines.compile.producers.budget_curve import BudgetCurve
+from optimum_memopt.engines.compile.producers.budget import FromBudget
+from optimum_memopt.engines.compile.producers.recorded import RecordedForward
+from optimum_memopt.engines.compile.producers.torch_default import TorchDefault
 from optimum_memopt.engines.estimates import BatchPoint, CurvePoint, Frontier, Workload
 from optimum_memopt.engines.step_timeline import StepTimeline
 from optimum_memopt.errors import DoesNotFitError, MemOptError
@@ -140,17 +144,17 @@ def estimate(
     """
     step = PlannedStep(workload, selection, device, compiler, autocast, optim, gradient_accumulation_steps)
     is_planned = selection != Selection(strict=selection.strict)
-    curve = BudgetCurve(plan=producer_for(selection)) if with_curve else None
+    forward = _recorded(selection if is_planned else None) if with_curve else None
     symbolic = symbolic or len(batch_sizes) > 1
     try:
-        engine, model, batch = step.trace(symbolic, None if is_planned else curve)
+        engine, model, batch = step.trace(symbolic, None if is_planned else forward)
     except DoesNotFitError:
         if symbolic:
             raise
         # Symbols tell which smaller batch does.
         engine, model, batch = step.trace(True)
-    if curve is not None and is_planned:
-        step.trace(symbolic, curve).engine.detach()
+    if forward is not None and is_planned:
+        step.trace(symbolic, forward).engine.detach()
     table, predictor = engine.plans(), engine.predictor
     if table is None or predictor is None:
         raise MemOptError("; ".join(table.header if table is not None else ()))
@@ -162,6 +166,7 @@ def estimate(
     batches = tuple(_batch_point(predictor, size) for size in batch_sizes) if len(batch_sizes) > 1 else ()
     timeline = predictor.timeline()
     engine.detach()
+    frontier = _frontier(forward, predictor.runs) if forward is not None else Frontier((), "")
     named = {"sizes": dict(table.symbols), "device": step.device_name}
     return Estimate(
         table=table,
@@ -171,15 +176,40 @@ def estimate(
         compiler=step.compiled_by,
         attention=attention_implementation(getattr(model, "config", None)) or "eager",
         plan=replace(plan, solved_for={**plan.solved_for, **named}),
-        curve=tuple(curve.points) if curve is not None else (),
-        costs="".join(curve.source) if curve is not None else "",
+        curve=frontier.points,
+        costs=frontier.costs,
         batches=batches,
-        chosen=curve.chosen[0] if curve is not None and curve.chosen else None,
+        chosen=frontier.chosen,
         timeline=timeline,
         allocated=blocks.allocated if blocks is not None else None,
         reserved=blocks.reserved if blocks is not None else None,
         capacity=step.capacity,
     )
+
+
+def _recorded(selection: Selection | None) -> RecordedForward:
+    """What a curve is made of, with the place of what is selected."""
+    producer = None if selection is None else producer_for(selection)
+    if isinstance(producer, FromBudget):
+        return RecordedForward(budget=producer.budget)
+    return RecordedForward(plan=None if isinstance(producer, TorchDefault) else producer)
+
+
+def _frontier(forward: RecordedForward, runs: Sequence[int]) -> Frontier:
+    """What budgets cost.
+
+    Args:
+        forward: what was traced.
+        runs: how often each of its graphs has run.
+    """
+    graphs, step = forward.together(runs), forward.steps[0]
+    points = points_of(solved(graphs.lowest, graphs.everything, graphs.cheapest), step.outside)
+    chosen = forward.plans(graphs)
+    place = None if chosen is None else point_of(chosen, step.outside)
+    if step.bytes:
+        found = graphs.cheapest(step.outside.activations_within(step.bytes))
+        place = None if isinstance(found, Floor) else point_of(found, step.outside, step.bytes)
+    return Frontier(points, forward.graphs[0].costs, place)
 
 
 def _batch_point(predictor: "StepMemoryPredictor", batch_size: int) -> BatchPoint:

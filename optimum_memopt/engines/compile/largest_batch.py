@@ -1,6 +1,6 @@
 """The largest batch whose step is within a budget, by prediction: nothing is run, and nothing crashes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -8,12 +8,14 @@ from optimum_memopt.engines.base import Selection
 from optimum_memopt.engines.compile.budget.step_budget import bounded_bytes
 from optimum_memopt.engines.compile.memory.step_memory import StepMemoryPredictor
 from optimum_memopt.engines.compile.planned_step import PlannedStep, Traced
-from optimum_memopt.engines.compile.producers.largest_rows import LargestRows
+from optimum_memopt.engines.compile.producers.recorded import RecordedForward
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.sizes import Budget
 
 # Far beyond what one step trains on.
 _MOST_ROWS = 2**24
+# What an allocator's blocks take under a plan beyond what they take without one; not tuned.
+_BLOCKS = 0.005
 
 
 def largest_batch(step: PlannedStep, budget: Budget) -> int:
@@ -47,10 +49,21 @@ def largest_batch(step: PlannedStep, budget: Budget) -> int:
         """Less what the blocks of the allocator take beyond what tensors ask for, without a plan."""
         return allowed * predictor.footprint(batch_size=rows).peak // bounded_bytes(predictor, batch_size=rows)
 
-    producer = LargestRows(lambda fits: largest(fits, start), bytes_for)
-    step.trace(dynamic=True, producer=producer).engine.detach()
+    forward = RecordedForward()
+    step.trace(dynamic=True, producer=forward).engine.detach()
+    rows = largest(lambda rows: _is_within(forward, predictor.runs, rows, bytes_for(rows)), start)
     traced.engine.detach()
-    return producer.found[0]
+    return rows
+
+
+def _is_within(forward: RecordedForward, runs: Sequence[int], rows: int, most: int) -> bool:
+    """Whether plans are found with which a step with so many rows holds at most so many bytes."""
+    outside = forward.steps[0].outside
+    before = max(forward.graphs[0].graph.rows.values(), default=rows)
+    outside = replace(outside, batch=outside.batch * rows // before)
+    if replace(outside, activations=0).peak > most:
+        return False
+    return forward.together(runs, rows).is_within(int(outside.activations_within(most) * (1 - _BLOCKS)))
 
 
 def _largest_of(traced: Traced, allowed: int, start: int) -> int:

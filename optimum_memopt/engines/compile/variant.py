@@ -17,8 +17,7 @@ from optimum_memopt.engines.compile.memory.step_memory import StepMemoryPredicto
 from optimum_memopt.engines.compile.planned_forward import PlannedForward, Settings
 from optimum_memopt.engines.compile.producers import Producer
 from optimum_memopt.engines.compile.producers.budget import FromBudget
-from optimum_memopt.engines.compile.producers.budget_curve import BudgetCurve
-from optimum_memopt.engines.compile.producers.largest_rows import LargestRows
+from optimum_memopt.engines.compile.producers.recorded import RecordedForward
 from optimum_memopt.engines.forward_state import ForwardState
 from optimum_memopt.engines.weak_method import weak_method
 from optimum_memopt.errors import DoesNotFitError
@@ -64,7 +63,7 @@ class Variant:
         settings: Settings,
         budget: StepBudget,
     ) -> None:
-        if isinstance(producer, FromBudget | BudgetCurve | LargestRows):
+        if isinstance(producer, FromBudget | RecordedForward):
             # torch keeps what was compiled with them until the process ends.
             producer = replace(producer, step=weak_method(self._step), costs=weak_method(self._costs))
         if isinstance(producer, FromBudget):

@@ -7,19 +7,14 @@ behind it what they take at least, or more where all together are faster then. P
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import sympy
 
 from optimum_memopt.engines.compile.budget.largest_sizes import rows_of
 from optimum_memopt.engines.compile.budget.problem import ALONE, OtherGraphs, Problem
-from optimum_memopt.engines.compile.budget.simulation import simulate
-from optimum_memopt.engines.compile.budget.solve import Floor, Solver
+from optimum_memopt.engines.compile.budget.together import Together
 from optimum_memopt.engines.compile.memory.symbolic_sizes import SymbolValues
 from optimum_memopt.plans.plan_file import GraphSignature
-
-# What is left to later graphs, from their lowest peak to that of everything saved.
-_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 @dataclass(frozen=True)
@@ -95,7 +90,7 @@ class SeveralGraphs:
         """
         if index >= len(self._learned) or self._learned[index].signature != signature:
             return ALONE
-        return self._others[index] if times == 1 else _Together(self._learned, self._reserve, times).others(0)[index]
+        return self._others[index] if times == 1 else self._together(times).others(0)[index]
 
     def learn(self, runs: Sequence[int], allowed: int, lacking: int = 0) -> bool:
         """Take in a forward whose plans did not fit together.
@@ -118,7 +113,7 @@ class SeveralGraphs:
         if runs and not is_new and not self._share:
             self._reserve += lacking
         self._learned = tuple(self._known)
-        together = _Together(self._learned, self._reserve)
+        together = self._together()
         if is_new:
             self._share = together.fastest_share(allowed)
         elif lacking:
@@ -126,57 +121,6 @@ class SeveralGraphs:
         self._others = together.others(self._share)
         return self._others != before
 
-
-class _Together:
-    """What graphs that run one after the other may leave to each other.
-
-    Args:
-        graphs: in order.
-        reserve: bytes that each leaves beyond what those behind it take.
-        times: the batch is one of so many parts of the rows.
-    """
-
-    def __init__(self, graphs: Sequence[KnownGraph], reserve: int, times: int = 1) -> None:
-        self._runs = [graph.runs for graph in graphs]
-        self._problems = [graph.problem(times) for graph in graphs]
-        self._reserve = reserve
-        self._solver = lru_cache(None)(self._new_solver)
-
-    def others(self, share: float) -> tuple[OtherGraphs, ...]:
-        """What a forward holds around each graph if those behind it may take so much; see `_SHARES`."""
-        given = [sum(problem.bytes[node] for node in problem.tangents) for problem in self._problems]
-        found: list[OtherGraphs] = []
-        later, gradients = 0, 0
-        for index in reversed(range(len(given))):
-            others = OtherGraphs(later, max(0, gradients), self._runs[index])
-            found.insert(0, others)
-            solver = self._solver(index, others)
-            low, high = solver.lowest, solver.everything
-            later = low.peak + int(share * (high.peak - low.peak)) + self._reserve
-            # What a backward is given is what the one behind it has returned, and is counted there.
-            own = low.backward.end - given[index]
-            gradients += others.runs * own + given[index] - (given[index - 1] if index else 0)
-        return tuple(found)
-
-    def fastest_share(self, allowed: int) -> float:
-        """The share with which the plans of all graphs take least time; the lowest where none fits.
-
-        Args:
-            allowed: bytes that all of them may hold.
-        """
-        return min(_SHARES, key=lambda share: self._extra_seconds(self.others(share), allowed))
-
-    def _extra_seconds(self, others: Sequence[OtherGraphs], allowed: int) -> float:
-        """Of what all plans recompute; infinite where one does not fit."""
-        seconds, left = 0.0, 0
-        for index, around in enumerate(others):
-            solver = self._solver(index, around)
-            found = solver.solve(allowed - left, is_final=False)
-            if isinstance(found, Floor):
-                return float("inf")
-            seconds += around.runs * found.extra_seconds
-            left += around.runs * simulate(solver.problem, frozenset(found.saved)).forward.end
-        return seconds
-
-    def _new_solver(self, index: int, others: OtherGraphs) -> Solver:
-        return Solver(replace(self._problems[index], others=others))
+    def _together(self, times: int = 1) -> Together:
+        problems, runs = zip(*((graph.problem(times), graph.runs) for graph in self._learned), strict=True)
+        return Together(problems, runs, self._reserve)

@@ -76,7 +76,9 @@ class FromBudget:
         solver = Solver(replace(known.problem(), others=others_at()))
         # Before the last look at what the process holds.
         host = host_of(graph, step.link, step.host)
-        curve = solved(solver, host) if self.frontiers is not None and not earlier else ()
+        is_asked = self.frontiers is not None and not earlier
+        cheapest_at = partial(cheapest, solver, host=host)
+        curve = solved(solver.lowest.peak, solver.everything.peak, cheapest_at) if is_asked else ()
         if self.step is not None:
             if solver.everything.peak > step.outside.activations_within(step.bytes):
                 solver.prepare()

@@ -16,10 +16,12 @@ from optimum_memopt.engines.compile.budget.several_graphs import KnownGraph, Sev
 from optimum_memopt.engines.compile.budget.simulation import simulate
 from optimum_memopt.engines.compile.budget.solve import Solution, Solver
 from optimum_memopt.engines.compile.engine import CompileEngine
+from optimum_memopt.engines.compile.estimate import Estimate, estimate
 from optimum_memopt.engines.compile.memory import step_memory
 from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.compile.memory.step_memory import activations_of
 from optimum_memopt.errors import DoesNotFitError
+from optimum_memopt.measure.module_workload import ModuleWorkload
 from optimum_memopt.plans.plan_file import GraphSignature
 from optimum_memopt.sizes import Budget
 from tests.engines.compile.budget.test_simulation import partitioned
@@ -284,3 +286,29 @@ def test_what_came_behind_another_graph_is_forgotten() -> None:
     assert graphs.count == 2
     graphs.note(0, other)
     assert graphs.count == 1
+
+
+def estimated(budget: int | None = None) -> Estimate:
+    selection = Selection(budget=None if budget is None else Budget(f"{budget} bytes", budget))
+    workload = ModuleWorkload.of(InPieces(1), batch_of("one break"), None, ())
+    return estimate(workload, selection, device="h100", compiler="aot_eager", with_curve=True)
+
+
+def test_a_curve_is_that_of_all_graphs() -> None:
+    found = estimated()
+    times = [point.extra_seconds for point in found.curve]
+    assert times == sorted(times, reverse=True) and times[0] > times[-1] == 0
+    assert found.curve[-1].peak == pytest.approx(found.peak_mib * MIB, rel=0.01)
+    assert all(point.peak <= point.budget for point in found.curve)
+    point = found.curve[4]
+    run = estimated(point.budget)
+    assert run.peak_mib * MIB <= point.budget
+    assert run.chosen == point
+
+
+def test_the_largest_batch_is_that_of_all_graphs() -> None:
+    how = {"device": "h100", "compiler": "aot_eager"}
+    most = plan(InPieces(1), example_inputs=batch_of("one break", 64), **how, budget="1GiB").largest_batch("1GiB")
+    assert plan(InPieces(1), example_inputs=batch_of("one break", most), **how, budget="1GiB").peak <= 2**30
+    with pytest.raises(DoesNotFitError):
+        plan(InPieces(1), example_inputs=batch_of("one break", most + most // 50), **how, budget="1GiB")
