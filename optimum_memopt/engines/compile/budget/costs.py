@@ -4,10 +4,11 @@ What a plan costs is the time of what it recomputes, and operators differ by dev
 the most expensive byte to recompute, on a GPU it is nearly free.
 """
 
+import contextlib
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -141,7 +142,7 @@ def measured(
     On a CPU the workspaces of matrix products, convolutions and attention are measured too: oneDNN packs operands in
     half precision into buffers whose sizes depend on the processor.
 
-    What draws random numbers is not run. That, and what is left when the time is up, or cannot be run on tensors of
+    Random numbers that are drawn are given back. What is left when the time is up, or cannot be run on tensors of
     ones, is estimated by the bytes that it moves, at the median rate of what was measured.
 
     Args:
@@ -153,13 +154,14 @@ def measured(
     """
     number = _Numbers(sizes)
     of_nodes = {node: work for node, work in zip(joint.nodes, works(joint, sizes), strict=True) if work is not None}
-    distinct = {work.key: node for node, work in of_nodes.items() if not joint.is_impure(node)}
+    distinct = {work.key: node for node, work in of_nodes.items()}
     end = time.perf_counter() + limit
-    for key, node in sorted(distinct.items(), key=lambda item: -of_nodes[item[1]].bytes):
-        if key not in known and time.perf_counter() < end:
-            one = _measure(node, number, of_nodes[node])
-            if one is not None:
-                known[key] = one
+    with eager(joint):
+        for key, node in sorted(distinct.items(), key=lambda item: -of_nodes[item[1]].bytes):
+            if key not in known and time.perf_counter() < end:
+                one = _measure(node, number, of_nodes[node])
+                if one is not None:
+                    known[key] = one
     found = [known[work.key].seconds / work.bytes for work in of_nodes.values() if work.key in known and work.bytes]
     rate = statistics.median(found) if found else 0.0
 
@@ -174,6 +176,16 @@ def measured(
         return known[work.key].workspace if work is not None and work.key in known else 0
 
     return Costs(tuple(map(seconds_of, joint.nodes)), "measured", tuple(map(workspace_of, joint.nodes)))
+
+
+@contextlib.contextmanager
+def eager(joint: JointGraph) -> Iterator[None]:
+    """Operators of a graph may be run, as without any mode of the tracer's or autocast's casts, which the graph has
+    already; random numbers that they draw are given back."""
+    tensors = [one for node in joint.nodes for one in compat.tree_leaves(value(node)) if isinstance(one, torch.Tensor)]
+    devices = sorted({one.device.index for one in tensors if one.is_cuda})
+    with compat_graph.without_modes(), torch.no_grad(), torch.random.fork_rng(devices=devices):
+        yield
 
 
 class Stopwatch:
@@ -249,6 +261,17 @@ def _ones(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, devic
     return tensor.fill_(1 if dtype.is_floating_point else 0)
 
 
+def arguments_of_ones(joint: JointGraph, sizes: Mapping[sympy.Symbol, int]) -> list[Any]:
+    """What a joint graph can be run on: tensors of ones, of zeros where they may be indices, and numbers.
+
+    Args:
+        joint: read, not changed.
+        sizes: value of each symbol.
+    """
+    number = _Numbers(sizes)
+    return [_concrete(node, number, _ones) for node in joint.nodes if node.op == "placeholder"]
+
+
 def _work(node: fx.Node, number: _Numbers) -> Work:
     with compat_graph.without_modes():
         positional, named = _arguments(node, number, _without_data)
@@ -300,26 +323,24 @@ def _measure(node: fx.Node, number: _Numbers, work: Work) -> Measured | None:
     run: Any = node.target
     found: list[float] = []
     workspace = 0
-    # The graph has autocast's casts already.
-    with compat_graph.without_modes(), torch.no_grad():
-        try:
-            positional, named = _arguments(node, number, _ones)
-            is_on_cuda = any(one.is_cuda for one in compat.tree_leaves(positional) if isinstance(one, torch.Tensor))
-            wait = torch.cuda.synchronize if is_on_cuda else lambda: None
-            is_cleared = not is_on_cuda and _SMALL < work.bytes < _LARGE
-            other = torch.ones(_CLEARED // 4 if is_cleared else 0)
-            while len(found) < _REPEATS and sum(found) < _LONG:
-                other.add_(1)
-                wait()
-                watch = Stopwatch(is_on_cuda)
-                run(*positional, **named)
-                wait()
-                found.append(watch.seconds)
-            if work.flops and not is_on_cuda:
-                workspace = _workspace(lambda: run(*positional, **named))
-        # Any operator may refuse ones; out of memory is one more reason not to measure it.
-        except Exception:
-            return None
+    try:
+        positional, named = _arguments(node, number, _ones)
+        is_on_cuda = any(one.is_cuda for one in compat.tree_leaves(positional) if isinstance(one, torch.Tensor))
+        wait = torch.cuda.synchronize if is_on_cuda else lambda: None
+        is_cleared = not is_on_cuda and _SMALL < work.bytes < _LARGE
+        other = torch.ones(_CLEARED // 4 if is_cleared else 0)
+        while len(found) < _REPEATS and sum(found) < _LONG:
+            other.add_(1)
+            wait()
+            watch = Stopwatch(is_on_cuda)
+            run(*positional, **named)
+            wait()
+            found.append(watch.seconds)
+        if work.flops and not is_on_cuda:
+            workspace = _workspace(lambda: run(*positional, **named))
+    # Any operator may refuse ones; out of memory is one more reason not to measure it.
+    except Exception:
+        return None
     return Measured(min(found), workspace)
 
 

@@ -1,9 +1,8 @@
 """Makes predictors of steps: of a config, on fake tensors alone, and of a model that is about to train."""
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +13,7 @@ from optimum_memopt.engines.compile.backend import default_compiler
 from optimum_memopt.engines.compile.budget.costs import EFFICIENCY
 from optimum_memopt.engines.compile.budget.devices import Device
 from optimum_memopt.engines.compile.budget.in_step import step_around
+from optimum_memopt.engines.compile.budget.simulation import simulate_everything_saved
 from optimum_memopt.engines.compile.memory.footprint import tensor_bytes
 from optimum_memopt.engines.compile.options import AUTO, PLAIN
 from optimum_memopt.engines.compile.planned_step import PlannedStep, build
@@ -84,7 +84,7 @@ def of_workload(
 
     def make(rows: int) -> tuple[compat.FakeTensorMode, torch.nn.Module, Mapping[str, Any]]:
         with compat.fake_tensors() as fake:
-            return fake, *build(dataclasses.replace(workload, batch_size=rows), planned.here)
+            return fake, *build(replace(workload, batch_size=rows), planned.here)
 
     _, model, batch = make(_FEW)
     around = functools.partial(_around, model, batch, budget, optim, planned.target)
@@ -147,8 +147,7 @@ def _predictor(case: _Case, model: torch.nn.Module, ask_around: Callable[[], Aro
     around = ask_around()
     target, device = case.how.target, next(model.parameters()).device
     graphs = {
-        one.chunks_loss: GraphSteps(one, around, case.tokens, _times(case, one, device, around.budget))
-        for one in traced
+        one.chunks_loss: GraphSteps(one, around, case.tokens, _times(case, one, device, around)) for one in traced
     }
     states, trained = around.single.optimizer, [one for one in model.parameters() if one.requires_grad]
     if target is None:
@@ -181,8 +180,15 @@ def _traced(how: TracedAs, make: _MakeFake, loss: str) -> Traced:
         return trace(model, batch, how, loss)
 
 
-def _times(case: _Case, traced: Traced, device: torch.device, budget: int) -> Callable[[int], times.OperatorTimes]:
+def _times(case: _Case, traced: Traced, device: torch.device, around: Around) -> Callable[[int], times.OperatorTimes]:
     sizes = functools.partial(traced.sizes, tokens=case.tokens)
     if case.how.target is not None:
         return times.estimated(traced.graph, sizes, case.how.target)
-    return times.measured(traced.graph, sizes, device, case.how.compiler == "inductor", budget)
+
+    def peak(rows: int) -> int:
+        """Of a step without a plan; the graph is run on parameters of its own, before there is an optimizer."""
+        activations = simulate_everything_saved(traced.problem_at(sizes(rows))).peak
+        step = around.footprint(rows, False, activations)
+        return replace(step, optimizer=max(step.optimizer, step.parameters)).peak
+
+    return times.measured(traced.graph, sizes, device, case.how.compiler == "inductor", around.budget, peak)

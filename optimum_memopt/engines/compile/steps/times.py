@@ -16,6 +16,7 @@ from optimum_memopt.engines.compile.budget.costs import FUSED, Stopwatch, Work, 
 from optimum_memopt.engines.compile.budget.devices import Device
 from optimum_memopt.engines.compile.budget.in_step import costs_of
 from optimum_memopt.engines.compile.memory.symbolic_sizes import SymbolValues
+from optimum_memopt.engines.compile.steps.replay import replayed
 from optimum_memopt.engines.predicted_steps import BANDWIDTH, COMPUTE, LAUNCHES
 from optimum_memopt.memory import malloc
 
@@ -30,6 +31,8 @@ _MEASURED = 2**22
 _TWO = (1, 2)
 _MEASURED_ROWS = ((1, 4, 16), (1, 2, 8), (1, 4), (1, 2))
 
+# A batch that takes so many seconds is not run to find out what it takes.
+_LONG = 1.0
 # Lengths of the chains that tell what calling an operator takes.
 _CHAINS = (8, 72)
 
@@ -101,11 +104,17 @@ def _on(device: Device, work: Work | None) -> tuple[float, str]:
 
 
 def measured(
-    graph: AnalyzedGraph, sizes: Sizes, device: torch.device, fused: bool, budget: int
+    graph: AnalyzedGraph,
+    sizes: Sizes,
+    device: torch.device,
+    fused: bool,
+    budget: int,
+    peak: Callable[[int], int],
 ) -> Callable[[int], OperatorTimes]:
     """Measured where the graph's tensors are, with a few batches; those of any other follow.
 
-    A measurement of each batch by itself would find the best one where it has erred most.
+    A measurement of each batch by itself would find the best one where it has erred most. Where the graph is run
+    operator by operator, it is also run as a whole, and its operators take a part of that.
 
     Args:
         graph: read, not changed.
@@ -113,6 +122,7 @@ def measured(
         device: where the graph's tensors are.
         fused: a compiler fuses what is bound by memory, and runs no views.
         budget: bytes; of it no operator that is measured takes more than a quarter, where that is possible.
+        peak: bytes that the graph holds, for a batch of so many rows; it is not run where that is over the budget.
     """
     batches = next(
         (rows for rows in _MEASURED_ROWS if _largest(works(graph.joint, sizes(rows[-1]))) <= budget // 4),
@@ -135,11 +145,27 @@ def measured(
             return seconds, LAUNCHES
         return seconds, COMPUTE if work.flops else BANDWIDTH
 
+    def alone(rows: int) -> list[tuple[float, str]]:
+        return [one(rows, number) for number in range(len(does_work))]
+
+    factors = [(1, 1.0)]
+    if not fused:
+        run = [rows for rows in batches if peak(rows) <= budget and _seconds(alone(rows)) < _LONG]
+        with _as_in_training(device):
+            whole = replayed(graph, [sizes(rows) for rows in run])
+        if run and whole is not None:
+            factors = [(rows, seconds / _seconds(alone(rows))) for rows, seconds in zip(run, whole, strict=True)]
+
     def times(rows: int) -> OperatorTimes:
-        found = [one(rows, number) for number in range(len(does_work))]
+        factor = float(np.interp(rows, *np.transpose(factors)))
+        found = [(factor * seconds, bound) for seconds, bound in alone(rows)]
         return replace(_bounded(found, costs[-1].source), call=overhead.call)
 
     return times
+
+
+def _seconds(found: Iterable[tuple[float, str]]) -> float:
+    return sum(seconds for seconds, _ in found)
 
 
 def _between(batches: Sequence[int], seconds: Sequence[float], rows: int) -> float:

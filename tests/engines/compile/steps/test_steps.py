@@ -114,12 +114,39 @@ def test_work_follows_from_that_of_two_batches(steps):
 def test_operators_are_measured_on_this_machine(steps):
     traced = steps._graphs[False]._traced
     sizes = partial(traced.sizes, tokens=LENGTH)
-    measured = times.measured(traced.graph, sizes, torch.device("cpu"), fused=False, budget=2**30)
+    measured = times.measured(traced.graph, sizes, torch.device("cpu"), False, 2**30, peak=lambda rows: rows)
     one, many = measured(1), measured(64)
     assert sum(one.seconds) < sum(many.seconds)
     assert one.source == "measured"
     shares = [found.by_bound(range(len(found.seconds)))[LAUNCHES] / sum(found.seconds) for found in (one, many)]
     assert shares[0] > shares[1]
+
+
+def test_operators_take_a_part_of_what_the_graph_takes(steps, monkeypatch):
+    traced = steps._graphs[False]._traced
+    sizes = partial(traced.sizes, tokens=LENGTH)
+    asked = []
+
+    def whole(graph, batches):
+        asked.extend(batches)
+        return [float(number) for number in range(1, len(batches) + 1)]
+
+    def measured(within):
+        return times.measured(
+            traced.graph, sizes, torch.device("cpu"), False, 2**30, lambda rows: 2**30 if rows <= within else 2**31
+        )
+
+    monkeypatch.setattr(times, "_LONG", 60.0)
+    monkeypatch.setattr(times, "replayed", whole)
+    found = measured(within=4)
+    assert asked == [sizes(1), sizes(4)]
+    assert [sum(found(rows).seconds) for rows in (1, 4)] == pytest.approx([1.0, 2.0])
+    # A batch that is larger, or between these two, has the factor of the nearest or one between.
+    monkeypatch.setattr(times, "replayed", lambda *given: None)
+    alone = measured(within=4)
+    factors = [sum(found(rows).seconds) / sum(alone(rows).seconds) for rows in (1, 2, 4, 64)]
+    assert factors[3] == pytest.approx(factors[2])
+    assert min(factors[0], factors[2]) < factors[1] < max(factors[0], factors[2])
 
 
 def test_a_budget_below_every_recompute_takes_memory_of_the_host(steps):
