@@ -47,6 +47,10 @@ from optimum_memopt.training.step_failure import (
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+# No recompute helps in the optimizer's step: the activations are gone by then.
+_FEWER_STATES = "an optimizer with fewer or smaller states takes less, as --optim adamw_8bit or adafactor; or LoRA"
+
+
 class MemoryReportCallback(TrainerCallback):
     """Explains an out-of-memory error of a training step, and lets it go on unchanged.
 
@@ -174,6 +178,7 @@ class MemoryReportCallback(TrainerCallback):
         begin = self._begin or Begin.of(trainer)
         known = Known.of(trainer, begin, self._call)
         explained = self._explained(failure, trainer, known, engine)
+        in_optimizer = failure.place.phase == OPTIMIZER_STEP
         parts = parts_of(failure, trainer, known, explained.parts, self._first_outside or 0, _runtime(engine))
         return MemoryReport(
             error=failure.error,
@@ -190,15 +195,11 @@ class MemoryReportCallback(TrainerCallback):
             moment=explained.moment,
             parts=parts,
             ways_out=explained.ways_out,
-            remarks=explained.remarks,
+            remarks=(*((_FEWER_STATES,) if in_optimizer else ()), *explained.remarks),
         )
 
     def _explained(self, failure: Failure, trainer: Trainer, known: Known, engine: Engine | None) -> Explanation:
         moment = Moment(failure.place.phase, failure.place.module, failure.place.operator)
-        if failure.place.phase == OPTIMIZER_STEP:
-            # No recompute helps: the activations are gone by then.
-            why = "an optimizer with fewer or smaller states takes less, as --optim adamw_8bit or adafactor; or LoRA"
-            return Explanation(moment, (), (), (why,))
         if self._call is None:
             return Explanation(moment, (), (), ("no forward of the model was seen",))
         failed = FailedStep(

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from optimum_memopt.errors import MemOptError, excerpt
+from optimum_memopt.installed import installed_version
 
 DEFAULT = "adamw_torch_fused"
 _FLOAT32 = 4
@@ -83,6 +84,16 @@ _KINDS = {
     "rmsprop_bnb_32bit": _Kind(_in_32_bits(1)),
     "rmsprop_bnb_8bit": _Kind(_in_8_bits(1), of_embeddings=_in_32_bits(1)),
 }
+
+
+def smaller_optimizers(is_on_cuda: bool) -> list[str]:
+    """Names of optimizers with less memory than others that work here; the first one is AdamW without temporaries.
+
+    Args:
+        is_on_cuda: the parameters are.
+    """
+    in_8_bits = ["adamw_8bit"] if is_on_cuda and installed_version(("bitsandbytes",)) else []
+    return [DEFAULT, *in_8_bits, "adafactor"]
 
 
 def is_known(name: str) -> bool:

@@ -101,13 +101,30 @@ def test_a_report_that_cannot_be_written_is_a_line(tmp_path, monkeypatch):
     assert any(line.startswith("the report is not written (IsADirectoryError") for line in lines)
 
 
+class Wide(torch.nn.Module):
+    """Its optimizer's states take more than the rest of the process may differ by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(16)))
+
+    def forward(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        return {"loss": self.layers(input_ids[:, :1].float().expand(-1, 1024)).square().mean()}
+
+
+class Failing(torch.optim.AdamW):
+    """Of its two states the first was made when memory ran out."""
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["exp_avg"] = torch.ones_like(parameter)
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+
+
 def test_the_optimizers_step(tmp_path):
     """Its states are made in its first step."""
-
-    class Failing(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
-
     callback = MemoryReportCallback()
     trainer = make(tmp_path, "small", plain=True, optimizers=(None, None), callbacks=[callback])
     trainer.optimizer = Failing(trainer.model.parameters(), lr=0.1)
@@ -116,7 +133,21 @@ def test_the_optimizers_step(tmp_path):
     assert callback.report.moment.phase == OPTIMIZER_STEP
     assert not callback.report.ways_out and "optimizer with fewer" in callback.report.remarks[0]
     held = {part.category: part.bytes for part in callback.report.parts}
-    assert held["gradients"] == held[PARAMETERS] and held[OPTIMIZER] == 0
+    assert held["gradients"] == held[PARAMETERS] == held[OPTIMIZER]
+
+
+def test_another_optimizer_would_have_fit(tmp_path):
+    callback, model = MemoryReportCallback(), Wide()
+    trainer = make(tmp_path, "small", plain=True, model=model, optimizers=(None, None), callbacks=[callback])
+    trainer.optimizer = Failing(model.parameters(), lr=0.1)
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer.train()
+    (way,) = callback.report.ways_out
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    assert way.flags == "--optim adafactor" and "trains differently" in way.what
+    # Without the state that was there, and with Adafactor's temporaries of two layers.
+    assert callback.report.held - weights < way.peak < callback.report.held - 0.7 * weights
+    assert callback.report.remarks[1:] == ()
 
 
 def test_another_error_is_left_alone(tmp_path):

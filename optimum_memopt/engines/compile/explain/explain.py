@@ -13,13 +13,15 @@ from optimum_memopt.engines.compile.budget.costs import Costs
 from optimum_memopt.engines.compile.budget.in_step import costs_of, link_of, room_to_grow
 from optimum_memopt.engines.compile.explain.captured import CapturedGraph, capture
 from optimum_memopt.engines.compile.explain.holdings import Simulated, moment_of, parts_at
+from optimum_memopt.engines.compile.explain.other_optimizers import other_optimizers
 from optimum_memopt.engines.compile.explain.ways_out import Settings, Simulate, plain_run, planned_run, ways_out
 from optimum_memopt.engines.compile.memory.footprint import footprint_of, tensor_bytes
 from optimum_memopt.engines.compile.options import AUTO, CHUNKED, PLAIN
 from optimum_memopt.engines.compile.producers import Producer, producer_for
 from optimum_memopt.engines.compile.producers.torch_default import TorchDefault
 from optimum_memopt.engines.failed_step import Explanation, FailedStep
-from optimum_memopt.engines.memory_report import BACKWARD
+from optimum_memopt.engines.memory_report import BACKWARD, OPTIMIZER_STEP, Moment
+from optimum_memopt.memory.optimizers import DEFAULT, PlannedOptimizer, embeddings_of, smaller_optimizers
 from optimum_memopt.memory.peak_monitor import held_bytes
 
 # Of plain PyTorch's activations what allocators waste: CUDA's, and on a CPU glibc's, which keeps blocks of up to 32
@@ -78,10 +80,21 @@ def explain(failed: FailedStep) -> Explanation:
     simulated = [Simulated.of(graph, ran.simulate) for graph in graphs]
     if not simulated:
         raise RuntimeError("the forward has no training graph")
-    moment, point = moment_of(simulated, failed.place, _of_graphs(failed), failed.requested)
-    parts = parts_at(simulated, failed.place.phase == BACKWARD, point)
     # What a caller computes from the logits, and what runs between graphs, is in none of them.
     is_exact = len(graphs) == 1 and not failed.call.reader
+    if failed.place.phase == OPTIMIZER_STEP:
+        # What recompute saves is free by then.
+        settings = _settings(failed, ran.is_planned, is_exact)
+        others = {
+            name: _with_optimizer(settings, failed.model, name) for name in smaller_optimizers(device.type == "cuda")
+        }
+        # accelerate's wraps the run's own.
+        is_adamw = isinstance(getattr(failed.run.optimizer, "optimizer", failed.run.optimizer), torch.optim.AdamW)
+        same = DEFAULT if is_adamw else ""
+        ways = other_optimizers(planned, graphs, ran.simulate, others, same)
+        return Explanation(Moment(OPTIMIZER_STEP), (), ways, ran.remarks)
+    moment, point = moment_of(simulated, failed.place, _of_graphs(failed), failed.requested)
+    parts = parts_at(simulated, failed.place.phase == BACKWARD, point)
     several = (f"the forward is {len(graphs)} graphs, and what runs between them is not known",)
     return Explanation(
         moment,
@@ -149,6 +162,16 @@ def _settings(failed: FailedStep, is_planned: bool, is_exact: bool) -> Settings:
         link=link,
         host=host,
     )
+
+
+def _with_optimizer(settings: Settings, model: torch.nn.Module, name: str) -> Settings:
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = PlannedOptimizer(name, next(model.parameters()).is_cuda, embeddings_of(model))
+    states, step = optimizer.state_sizes(trainable), optimizer.step_bytes(trainable)
+    plain, outside = (
+        replace(step_outside, optimizer=sum(states), step=step) for step_outside in (settings.plain, settings.outside)
+    )
+    return replace(settings, plain=plain, outside=outside)
 
 
 def _no_costs(graph: AnalyzedGraph) -> Costs:

@@ -149,7 +149,7 @@ def ways_out(
         settings: of the run.
     """
     whole = whole_of(planned, settings)
-    budget, smaller = list(_budget(whole, settings)), list(_smaller(ran, simulate, settings))
+    budget, smaller = list(within_budget(whole, settings)), list(_smaller(ran, simulate, settings))
     found = [
         *(budget + smaller if settings.is_exact else smaller + budget),
         *_loss(planned, ran, whole, settings),
@@ -172,7 +172,13 @@ def _problem(graph: CapturedGraph, largest: LargestBatch | None, times: int) -> 
     return graph.problem_at({**sizes, **parts})
 
 
-def _budget(whole: Whole, settings: Settings) -> Iterator[WayOut]:
+def within_budget(whole: Whole, settings: Settings) -> Iterator[WayOut]:
+    """A budget; none where nothing fits.
+
+    Args:
+        whole: the graphs as the compile engine would run them.
+        settings: of the run.
+    """
     allowed = settings.outside.activations_within(settings.budget << 20)
     if (solved := _within(whole, allowed, settings)) is None:
         return
