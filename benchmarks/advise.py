@@ -243,7 +243,7 @@ def sweep(folder: Path, name: str, budget: int, chosen: int) -> Iterator[Ran]:
 def _runs(
     folder: Path, name: str, plan: str, chunked: bool, sizes: Sequence[int], budget: str | None = None
 ) -> list[Ran]:
-    which = f" {budget} {sizes[0]}" if budget else ""
+    which = "".join(f" {one}" for one in (budget, sizes[0] if len(sizes) == 1 else None) if one is not None)
     file = folder / f"{name} {plan} {chunked}{which}.json"
     if not file.exists():
         arguments = ["--run", name, plan, str(int(chunked)), "--rows", *map(str, sizes)]
@@ -263,8 +263,9 @@ def compare(folder: Path, name: str, advice: dict[str, Any]) -> dict[str, Any]:
         "samples/s predicted": chosen["samples_per_second"],
         "peak MiB predicted": chosen["peak"] / 2**20,
     }
-    ours = next((one for one in ran if one.runner == key), None)
-    if ours is None:
+    # Alone in its process, as it would train: one that has run other batches holds more.
+    ours = _runs(folder, name, *key[:2], [key[2]], f"{limit // 2**20}MiB" if key[0] == BUDGET else None)
+    if not ours:
         # The process that trains holds more than the one that advised, and the budget was refused.
         return {**row, "peak MiB": 0.0, "samples/s": 0.0, "best other": "", "of its speed": 0.0}
     fitting = [one for one in ran if one.peak <= limit and one.runner != key]
@@ -275,7 +276,7 @@ def compare(folder: Path, name: str, advice: dict[str, Any]) -> dict[str, Any]:
     best = min(range(len(rivals)), key=lambda number: shares[number], default=None)
     return {
         **row,
-        "peak MiB": ours.peak / 2**20,
+        "peak MiB": ours[0].peak / 2**20,
         "samples/s": ROWS / statistics.median(own for own, *_ in rounds),
         "best other": "" if best is None else _named(*rivals[best].runner),
         "of its speed": 1.0 if best is None else shares[best],
