@@ -171,6 +171,7 @@ def test_a_budget_for_a_named_device_its_plan_file_and_what_that_does(folder, tm
     assert sum(applied["parts"].values()) - applied["parts"]["gradients"] <= float(budget[:-3]) * 2**20
 
 
+@pytest.mark.slow
 def test_a_budget_for_which_nothing_fits_names_the_batch_that_does(folder, capsys):
     """Sizes are fixed at first; the model is traced again with symbols for the answer."""
     arguments = ["--model", folder, "--task", "fill-mask", "--batch_size", "64", "--seq_len", "60"]

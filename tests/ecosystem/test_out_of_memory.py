@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from tests import fresh_process
-from tests.tiers import tiered
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits a process's data")
 
@@ -72,7 +71,8 @@ def run(script: Path, flags: str, folder: Path) -> subprocess.CompletedProcess:
     return fresh_process.run(script, "--output_dir", folder, *shlex.split(flags), environment=environment, timeout=900)
 
 
-@pytest.mark.parametrize("name", tiered(SCRIPTS, fast=["clm"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_the_recommended_flag_gets_the_script_to_train(tmp_path, name):
     script = tmp_path / "script.py"
     script.write_text(HEAD + SCRIPTS[name])
