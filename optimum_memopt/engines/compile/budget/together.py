@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from optimum_memopt.engines.compile.budget.mixed import Host, Mixed, cheapest
-from optimum_memopt.engines.compile.budget.mixed import is_within as is_within_alone
 from optimum_memopt.engines.compile.budget.problem import OtherGraphs, Problem
 from optimum_memopt.engines.compile.budget.simulation import simulate
 from optimum_memopt.engines.compile.budget.solve import Floor, Solution, Solver
@@ -20,13 +19,15 @@ class Plans:
 
     Attributes:
         peak: bytes.
-        extra_seconds: of what is recomputed.
+        extra_seconds: of what is recomputed, and of waiting for copies.
         seconds: of all graphs without.
+        host_bytes: of pinned memory.
     """
 
     peak: int
     extra_seconds: float
     seconds: float
+    host_bytes: int = 0
 
 
 class Together:
@@ -36,25 +37,34 @@ class Together:
         problems: the graphs, in order.
         runs: how often each runs.
         reserve: bytes that each leaves beyond what those behind it take.
-        host: where activations of a single graph may wait; None: nowhere. Several are solved with recompute alone.
+        hosts: where activations of each may wait, None: nowhere; empty: none may.
     """
 
     def __init__(
-        self, problems: Sequence[Problem], runs: Sequence[int], reserve: int = 0, host: Host | None = None
+        self,
+        problems: Sequence[Problem],
+        runs: Sequence[int],
+        reserve: int = 0,
+        hosts: Sequence[Host | None] = (),
     ) -> None:
         self._problems, self._runs, self._reserve = problems, runs, reserve
-        self._host = host if len(problems) == 1 else None
+        self._hosts = hosts or (None,) * len(problems)
         self._solver = lru_cache(None)(self._new_solver)
 
     @cached_property
     def lowest(self) -> int:
         """The lowest peak of recompute, bytes."""
-        return self._first.lowest.peak
+        return self._solvers[0].lowest.peak
 
     @cached_property
     def everything(self) -> int:
         """The peak with everything saved, bytes."""
-        return self.saving([self._solver(*graph).everything.saved for graph in enumerate(self._most)]).peak
+        return self.saving([solver.everything.saved for solver in self._solvers]).peak
+
+    @cached_property
+    def layers_recomputed(self) -> Plans:
+        """Every layer recomputed from its input, as level 1 has it."""
+        return self.saving([solver.layers_recomputed.saved for solver in self._solvers])
 
     def others(self, share: float) -> tuple[OtherGraphs, ...]:
         """What a forward holds around each graph if those behind it may take so much; see `_SHARES`."""
@@ -64,12 +74,14 @@ class Together:
         for index in reversed(range(len(given))):
             others = OtherGraphs(later, max(0, gradients), self._runs[index])
             found.insert(0, others)
+            if index == 0:
+                break
             solver = self._solver(index, others)
             low, high = solver.lowest, solver.everything
             later = low.peak + int(share * (high.peak - low.peak)) + self._reserve
             # What a backward is given is what the one behind it has returned, and is counted there.
             own = low.backward.end - given[index]
-            gradients += others.runs * own + given[index] - (given[index - 1] if index else 0)
+            gradients += others.runs * own + given[index] - given[index - 1]
         return tuple(found)
 
     def fastest_share(self, allowed: int) -> float:
@@ -80,27 +92,27 @@ class Together:
         """
 
         def extra_seconds(share: float) -> float:
-            found = self._solved(self.others(share), allowed)
-            return float("inf") if found is None else self.saving(found).extra_seconds
+            found = self._solved(self.others(share), allowed, is_final=False)
+            return float("inf") if found is None else self._together(found).extra_seconds
 
         return min(_SHARES, key=extra_seconds)
 
-    def cheapest(self, allowed: int) -> Solution | Mixed | Plans | Floor:
+    def cheapest(self, allowed: int) -> Plans | Floor:
         """The fastest plans.
 
         Args:
             allowed: bytes that all graphs may hold.
         """
-        if len(self._problems) == 1:
-            return cheapest(self._first, allowed, self._host)
-        found = self._solved(self.others(self.fastest_share(allowed)), allowed, is_final=True)
-        return Floor(self.lowest, ()) if found is None else self.saving(found)
+        share = self.fastest_share(allowed) if len(self._problems) > 1 else 0.0
+        found = self._solved(self.others(share), allowed, is_final=True)
+        return Floor(self.lowest, ()) if found is None else self._together(found)
 
     def is_within(self, allowed: int) -> bool:
         """Whether plans are found; `allowed` as in `cheapest`."""
-        if len(self._problems) == 1:
-            return is_within_alone(self._first, allowed, self._host)
-        return self.lowest <= allowed
+        # Whatever fits will do, so that the cheapest is not searched for where something does.
+        if self.everything <= allowed or self.lowest <= allowed:
+            return True
+        return any(self._hosts) and not isinstance(self.cheapest(allowed), Floor)
 
     def saving(self, saved: Sequence[Collection[int]]) -> Plans:
         """What plans take.
@@ -108,42 +120,53 @@ class Together:
         Args:
             saved: nodes that the forward of each graph saves.
         """
-        peak, left, extra_seconds, seconds = 0, 0, 0.0, 0.0
-        for index, (others, nodes) in enumerate(zip(self._least, saved, strict=True)):
-            solver = self._solver(index, replace(others, later=0))
-            found = simulate(solver.problem, frozenset(nodes))
-            peak = max(peak, left + found.peak)
-            left += others.runs * found.forward.end
-            extra_seconds += others.runs * solver.extra_seconds(found)
-            seconds += others.runs * solver.seconds
-        return Plans(peak, extra_seconds, seconds)
+        found = []
+        for solver, nodes in zip(self._solvers, saved, strict=True):
+            run = simulate(solver.problem, frozenset(nodes))
+            found.append(Solution(tuple(nodes), run.peak, solver.extra_seconds(run), solver.seconds, ""))
+        return self._together(found)
+
+    def _together(self, plans: Sequence[Solution | Mixed]) -> Plans:
+        peak, left, host_bytes, extra_seconds, seconds = 0, 0, 0, 0.0, 0.0
+        for index, (others, plan) in enumerate(zip(self._least, plans, strict=True)):
+            problem = replace(self._problems[index], others=replace(others, later=0))
+            alone = plan.peak if isinstance(plan, Mixed) else simulate(problem, frozenset(plan.saved)).peak
+            peak = max(peak, left + alone)
+            left += others.runs * _left(problem, plan)
+            host_bytes += others.runs * plan.host_bytes if isinstance(plan, Mixed) else 0
+            extra_seconds += others.runs * plan.extra_seconds
+            seconds += others.runs * plan.seconds
+        return Plans(peak, extra_seconds, seconds, host_bytes)
 
     @cached_property
     def _least(self) -> tuple[OtherGraphs, ...]:
         return self.others(0.0)
 
-    @cached_property
-    def _most(self) -> tuple[OtherGraphs, ...]:
-        return self.others(1.0)
-
     @property
-    def _first(self) -> Solver:
-        """Of the first graph, where those behind it take as little as they can."""
-        return self._solver(0, self._least[0])
+    def _solvers(self) -> list[Solver]:
+        """Of each graph, where those behind it take as little as they can."""
+        return [self._solver(index, others) for index, others in enumerate(self._least)]
 
-    def _solved(
-        self, others: Sequence[OtherGraphs], allowed: int, is_final: bool = False
-    ) -> list[tuple[int, ...]] | None:
-        """The nodes that each graph saves; None where one does not fit."""
-        plans, left = [], 0
-        for index, around in enumerate(others):
+    def _solved(self, others: Sequence[OtherGraphs], allowed: int, is_final: bool) -> list[Solution | Mixed] | None:
+        """Of each graph; None where one does not fit."""
+        plans: list[Solution | Mixed] = []
+        left = 0
+        for index, (around, host) in enumerate(zip(others, self._hosts, strict=True)):
             solver = self._solver(index, around)
-            found = solver.solve(allowed - left, is_final)
+            found = (
+                cheapest(solver, allowed - left, host) if is_final else solver.solve(allowed - left, is_final=False)
+            )
             if isinstance(found, Floor):
                 return None
-            plans.append(found.saved)
-            left += around.runs * simulate(solver.problem, frozenset(found.saved)).forward.end
+            plans.append(found)
+            left += around.runs * _left(solver.problem, found)
         return plans
 
     def _new_solver(self, index: int, others: OtherGraphs) -> Solver:
         return Solver(replace(self._problems[index], others=others))
+
+
+def _left(problem: Problem, plan: Solution | Mixed) -> int:
+    """Bytes that a forward leaves on the device."""
+    on_host = sum(problem.bytes[node] for node in plan.offloaded) if isinstance(plan, Mixed) else 0
+    return simulate(problem, frozenset(plan.saved)).forward.end - on_host

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
@@ -44,6 +44,7 @@ class CapturedGraph:
         modules: paths of the modules that call the operators, by node.
         costs: of its operators.
         offloadable: numbers of the nodes that may wait on the host.
+        runs: how often it runs in a forward.
     """
 
     problem_at: Callable[[SymbolValues], Problem]
@@ -55,6 +56,7 @@ class CapturedGraph:
     modules: Mapping[str, str]
     costs: Costs
     offloadable: frozenset[int]
+    runs: int = 1
 
     @property
     def chunks_loss(self) -> bool:
@@ -152,9 +154,10 @@ def capture(
         engine.attach(fake)
         try:
             fake(*_made(call.args), **_made(call.kwargs))
+            runs = engine.predictor.runs if engine.predictor is not None else (1,) * len(recorder.graphs)
         finally:
             engine.detach()
-    return recorder.graphs
+    return [replace(graph, runs=count) for graph, count in zip(recorder.graphs, runs, strict=True)]
 
 
 def _made(given: Any) -> Any:

@@ -4,7 +4,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from optimum_memopt.engines.compile.explain.captured import CapturedGraph
-from optimum_memopt.engines.compile.explain.ways_out import Settings, Simulate, peak_of, whole_of, within_budget
+from optimum_memopt.engines.compile.explain.ways_out import (
+    Settings,
+    Simulate,
+    peak_of,
+    problems_of,
+    together_of,
+    within_budget,
+)
 from optimum_memopt.engines.memory_report import WayOut
 from optimum_memopt.sizes import gib_text
 
@@ -32,13 +39,13 @@ def other_optimizers(
             what = f"states and temporaries of {gib_text(states)}, " + (
                 "the same update" if name == same else "another update: the run trains differently"
             )
-            activations = peak_of([*map(simulate, ran, whole_of(ran, run).problems)])
+            activations = peak_of([*map(simulate, ran, problems_of(ran, run))])
             peak = replace(run.plain, activations=activations).peak
             # What an allocator wastes is in what was held: forward and backward had run.
             if peak <= run.allowed:
                 yield WayOut(f"--optim {name}", peak, None, what)
                 continue
-            for way in within_budget(whole_of(planned, run), run):
+            for way in within_budget(together_of(planned, run), run):
                 yield replace(way, flags=f"--optim {name} {way.flags}", what=f"{what}; {way.what}")
 
     return tuple(ways())

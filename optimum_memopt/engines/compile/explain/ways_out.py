@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from optimum_memopt.engines.compile.budget.largest_sizes import rows_of
-from optimum_memopt.engines.compile.budget.mixed import Host, Mixed, cheapest
+from optimum_memopt.engines.compile.budget.mixed import Host
 from optimum_memopt.engines.compile.budget.problem import Problem
 from optimum_memopt.engines.compile.budget.simulation import Simulation, simulate_everything_saved
-from optimum_memopt.engines.compile.budget.solve import Floor, Solution, Solver
+from optimum_memopt.engines.compile.budget.solve import Floor
+from optimum_memopt.engines.compile.budget.together import Plans, Together
 from optimum_memopt.engines.compile.explain.captured import CapturedGraph
 from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.memory_report import WayOut
@@ -59,75 +59,6 @@ class Settings:
         return int(self.limit * (1 - _MARGIN))
 
 
-@dataclass(frozen=True)
-class Whole:
-    """The graphs of one forward for one batch.
-
-    Attributes:
-        problems: in order.
-        hosts: where activations of each may wait; None: nowhere.
-    """
-
-    problems: tuple[Problem, ...]
-    hosts: tuple[Host | None, ...]
-
-    @cached_property
-    def solvers(self) -> tuple[Solver, ...]:
-        return tuple(map(Solver, self.problems))
-
-    @cached_property
-    def lowest(self) -> int:
-        """Bytes of the lowest peak that is found."""
-        return peak_of([solver.lowest for solver in self.solvers])
-
-    def fits(self, allowed: int) -> bool:
-        """Whether there are plans with which all graphs stay within so many bytes."""
-        return self.lowest <= allowed or (any(self.hosts) and self.solve(allowed) is not None)
-
-    def solve(self, allowed: int) -> "Solved | None":
-        """The cheapest plan of each graph with which all stay within so many bytes; None where nothing fits."""
-        found: list[Solution | Mixed] = []
-        before, peak = 0, 0
-        for solver, host in zip(self.solvers, self.hosts, strict=True):
-            solution = cheapest(solver, allowed - before, host)
-            if isinstance(solution, Floor):
-                return None
-            found.append(solution)
-            peak = max(peak, before + solution.peak)
-            before += _stashed(solver.problem, solution)
-        return Solved(tuple(found), peak)
-
-
-@dataclass(frozen=True)
-class Solved:
-    """A budget's plans.
-
-    Attributes:
-        plans: of each graph.
-        peak: bytes of all; what earlier graphs have saved is held while later ones run.
-    """
-
-    plans: tuple[Solution | Mixed, ...]
-    peak: int
-
-    @property
-    def extra_share(self) -> float | None:
-        """Time for recompute and copies, of that without; None: not known."""
-        return _share(sum(plan.extra_seconds for plan in self.plans), sum(plan.seconds for plan in self.plans))
-
-    @property
-    def words(self) -> str:
-        """What they do."""
-        on_host = sum(plan.host_bytes for plan in self.plans if isinstance(plan, Mixed))
-        return "the cheapest recompute" + (f" and offload ({gib_text(on_host)} on the host)" if on_host else "")
-
-
-def _stashed(problem: Problem, solution: Solution | Mixed) -> int:
-    on_host = solution.offloaded if isinstance(solution, Mixed) else ()
-    saved = {problem.roots[node] for node in solution.saved} - {problem.roots[node] for node in on_host}
-    return sum(problem.bytes[root] for root in saved)
-
-
 def peak_of(runs: Sequence[Simulation]) -> int:
     """Bytes of graphs that run one after the other; what earlier ones have saved is held meanwhile."""
     before, peaks = 0, [0]
@@ -148,22 +79,28 @@ def ways_out(
         simulate: what they held.
         settings: of the run.
     """
-    whole = whole_of(planned, settings)
-    budget, smaller = list(within_budget(whole, settings)), list(_smaller(ran, simulate, settings))
+    together = together_of(planned, settings)
+    budget, smaller = list(within_budget(together, settings)), list(_smaller(ran, simulate, settings))
     found = [
         *(budget + smaller if settings.is_exact else smaller + budget),
-        *_loss(planned, ran, whole, settings),
-        *_level(whole, settings),
+        *_loss(planned, ran, settings),
+        *_level(together, settings),
     ]
     return tuple(found or _smaller_within_budget(planned, settings))
 
 
-def whole_of(graphs: Sequence[CapturedGraph], settings: Settings, times: int = 1) -> Whole:
-    """The problems of the run's largest batch, or of a micro-batch of one of `times` parts of its rows."""
-    return Whole(
-        tuple(_problem(graph, settings.largest, times) for graph in graphs),
-        tuple(Host(settings.link, settings.host, graph.offloadable) if settings.link else None for graph in graphs),
+def together_of(graphs: Sequence[CapturedGraph], settings: Settings, times: int = 1) -> Together:
+    """To be solved for the run's largest batch, or for a micro-batch of one of `times` parts of its rows."""
+    return Together(
+        problems_of(graphs, settings, times),
+        [graph.runs for graph in graphs],
+        hosts=[Host(settings.link, settings.host, graph.offloadable) if settings.link else None for graph in graphs],
     )
+
+
+def problems_of(graphs: Sequence[CapturedGraph], settings: Settings, times: int = 1) -> list[Problem]:
+    """The graphs as numbers; see `together_of`."""
+    return [_problem(graph, settings.largest, times) for graph in graphs]
 
 
 def _problem(graph: CapturedGraph, largest: LargestBatch | None, times: int) -> Problem:
@@ -172,51 +109,59 @@ def _problem(graph: CapturedGraph, largest: LargestBatch | None, times: int) -> 
     return graph.problem_at({**sizes, **parts})
 
 
-def within_budget(whole: Whole, settings: Settings) -> Iterator[WayOut]:
+def within_budget(graphs: Together, settings: Settings) -> Iterator[WayOut]:
     """A budget; none where nothing fits.
 
     Args:
-        whole: the graphs as the compile engine would run them.
+        graphs: as the compile engine would run them.
         settings: of the run.
     """
     allowed = settings.outside.activations_within(settings.budget << 20)
-    if (solved := _within(whole, allowed, settings)) is None:
+    if (found := _within(graphs, allowed, settings)) is None:
         return
-    peak = replace(settings.outside, activations=solved.peak).peak
+    peak = replace(settings.outside, activations=found.peak).peak
     if peak > settings.allowed:
         return
     yield WayOut(
         f"--memory_opt_budget {settings.budget}MiB",
         peak,
-        solved.extra_share,
-        f"{solved.words} with which every step fits",
+        _share(found),
+        f"{_words(found)} with which every step fits",
     )
 
 
-def _within(whole: Whole, allowed: int, settings: Settings) -> Solved | None:
+def _within(graphs: Together, allowed: int, settings: Settings) -> Plans | None:
     """The plans of a budget, unless in another process, where a little more may be there, nothing would fit."""
-    return whole.solve(allowed) if whole.fits(allowed - int(settings.limit * _MARGIN)) else None
+    if not graphs.is_within(allowed - int(settings.limit * _MARGIN)):
+        return None
+    found = graphs.cheapest(allowed)
+    return None if isinstance(found, Floor) else found
+
+
+def _words(found: Plans) -> str:
+    on_host = f" and offload ({gib_text(found.host_bytes)} on the host)" if found.host_bytes else ""
+    return f"the cheapest recompute{on_host}"
+
+
+def _share(found: Plans) -> float | None:
+    """Time for recompute and copies, of that without; None: not known."""
+    return found.extra_seconds / found.seconds if found.seconds else None
 
 
 def _smaller(ran: Sequence[CapturedGraph], simulate: Simulate, settings: Settings) -> Iterator[WayOut]:
     for times in _parts(ran, settings):
-        runs = [
-            simulate(graph, problem)
-            for graph, problem in zip(ran, whole_of(ran, settings, times).problems, strict=True)
-        ]
+        runs = [*map(simulate, ran, problems_of(ran, settings, times))]
         peak = _micro(settings.plain, peak_of(runs), times).peak
         if peak + settings.waste * peak_of(runs) <= settings.allowed:
             yield WayOut(_micro_flags(settings, times), peak, None, "as many rows in an optimizer step")
             return
 
 
-def _loss(
-    planned: Sequence[CapturedGraph], ran: Sequence[CapturedGraph], whole: Whole, settings: Settings
-) -> Iterator[WayOut]:
+def _loss(planned: Sequence[CapturedGraph], ran: Sequence[CapturedGraph], settings: Settings) -> Iterator[WayOut]:
     if any(graph.chunks_loss for graph in ran) or not any(graph.chunks_loss for graph in planned):
         return
     # Without a plan it is torch's own partition that runs.
-    runs = [graph.simulated(problem) for graph, problem in zip(planned, whole.problems, strict=True)]
+    runs = [*map(planned_run, planned, problems_of(planned, settings))]
     peak = replace(settings.outside, activations=peak_of(runs)).peak
     if peak <= settings.allowed:
         yield WayOut(
@@ -224,40 +169,32 @@ def _loss(
         )
 
 
-def _level(whole: Whole, settings: Settings) -> Iterator[WayOut]:
-    runs = [solver.layers_recomputed for solver in whole.solvers]
-    peak = replace(settings.outside, activations=peak_of(runs)).peak
+def _level(graphs: Together, settings: Settings) -> Iterator[WayOut]:
+    found = graphs.layers_recomputed
+    peak = replace(settings.outside, activations=found.peak).peak
     if peak > settings.allowed:
         return
-    pairs = list(zip(runs, whole.solvers, strict=True))
-    share = _share(sum(s.extra_seconds(run) for run, s in pairs), sum(s.seconds for s in whole.solvers))
-    yield WayOut(
-        "--memory_opt_engine compile --memory_opt_level 1", peak, share, "every layer is recomputed from its input"
-    )
+    flags = "--memory_opt_engine compile --memory_opt_level 1"
+    yield WayOut(flags, peak, _share(found), "every layer is recomputed from its input")
 
 
 def _smaller_within_budget(planned: Sequence[CapturedGraph], settings: Settings) -> Iterator[WayOut]:
     """The largest micro-batch with which some plan fits."""
     for times in _parts(planned, settings):
-        whole = whole_of(planned, settings, times)
         step = _micro(settings.outside, 0, times)
         allowed = step.activations_within(settings.budget << 20)
-        if (solved := _within(whole, allowed, settings)) is None:
+        if (found := _within(together_of(planned, settings, times), allowed, settings)) is None:
             continue
-        peak = replace(step, activations=solved.peak).peak
+        peak = replace(step, activations=found.peak).peak
         if peak > settings.allowed:
             continue
         yield WayOut(
             f"{_micro_flags(settings, times)} --memory_opt_budget {settings.budget}MiB",
             peak,
-            solved.extra_share,
-            f"as many rows in an optimizer step, with {solved.words}",
+            _share(found),
+            f"as many rows in an optimizer step, with {_words(found)}",
         )
         return
-
-
-def _share(extra: float, seconds: float) -> float | None:
-    return extra / seconds if seconds else None
 
 
 def _micro(outside: Footprint, activations: int, times: int) -> Footprint:

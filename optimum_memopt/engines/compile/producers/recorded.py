@@ -90,7 +90,7 @@ class RecordedForward(InternalProducer):
             rows: of the batch; None: as many as it has.
         """
         problems = [recorded.graph.problem() if rows is None else recorded.with_rows(rows) for recorded in self.graphs]
-        return Together(problems, runs, host=self.graphs[0].host)
+        return Together(problems, runs, hosts=[recorded.host for recorded in self.graphs])
 
     def plans(self, together: Together) -> Plans | None:
         """What `plan` takes; None where it is torch's own, or offloads.

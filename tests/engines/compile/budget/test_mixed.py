@@ -12,7 +12,8 @@ from optimum_memopt.engines.compile.budget.devices import DEVICES, Device
 from optimum_memopt.engines.compile.budget.in_step import Step
 from optimum_memopt.engines.compile.budget.mixed import host_of
 from optimum_memopt.engines.compile.budget.problem import problem_of
-from optimum_memopt.engines.compile.explain.ways_out import Whole
+from optimum_memopt.engines.compile.budget.solve import Floor
+from optimum_memopt.engines.compile.budget.together import Together
 from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.compile.partitioned_graph import PartitionedGraph
 from optimum_memopt.engines.compile.passes.pinned_pool import pinned_bytes
@@ -128,15 +129,18 @@ def test_a_way_out_of_an_out_of_memory_error_counts_the_host(larger: Captured, f
     graph = partitioned_graph.analyze(larger.copied(), larger.inputs, larger.num_fwd_outputs, larger.others)
     problem = problem_of(graph, roofline(graph.joint, graph.size_hints, SLOW, fused=False).seconds)
     budget = int(0.8 * floor)
-    alone, both = (Whole((problem,), (host_of(graph, link, 2**40),)) for link in (0.0, SLOW.link))
-    assert not alone.fits(budget) and alone.solve(budget) is None
-    assert both.fits(budget)
-    found = both.solve(budget)
-    assert found.peak <= budget
+    alone, both = (Together([problem], [1], hosts=[host_of(graph, link, 2**40)]) for link in (0.0, SLOW.link))
+    assert not alone.is_within(budget) and isinstance(alone.cheapest(budget), Floor)
+    assert both.is_within(budget)
+    found = both.cheapest(budget)
+    assert found.peak <= budget and found.host_bytes > 0
     larger_budget = int(1.1 * floor)
-    assert both.solve(larger_budget).extra_share < alone.solve(larger_budget).extra_share
-    assert found.words.startswith("the cheapest recompute and offload (")
+    assert both.cheapest(larger_budget).extra_seconds < alone.cheapest(larger_budget).extra_seconds
     # Two graphs: what the first one leaves on the device counts for the second.
-    twice = Whole((problem, problem), (None, None)).solve(2 * both.solvers[0].everything.peak)
-    assert twice.peak > max(plan.peak for plan in twice.plans)
-    assert twice.words == "the cheapest recompute"
+    twice = Together([problem, problem], [1, 1])
+    found = twice.cheapest((alone.everything + twice.everything) // 2)
+    assert alone.everything < found.peak < twice.everything
+    assert found.extra_seconds > 0 == found.host_bytes
+    # The host has as much room for both.
+    offloading = Together([problem, problem], [1, 1], hosts=[host_of(graph, SLOW.link, 2**40)] * 2)
+    assert not twice.is_within(int(0.9 * twice.lowest)) and offloading.is_within(int(0.9 * twice.lowest))
