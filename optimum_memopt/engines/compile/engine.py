@@ -153,8 +153,11 @@ class CompileEngine(in_place.InPlaceEngine):
         return self._variants.timeline(optimizer, gradient_accumulation) if self._variants is not None else None
 
     def frontier(self) -> Frontier | None:
-        """What budgets cost the largest batch; None without a budget, and before the first training forward."""
-        return self._frontiers[-1] if self._frontiers else None
+        """What budgets cost the largest batch; None without a budget, before the first training forward, and for one
+        in several graphs, whose first one is not all that it holds."""
+        if not self._frontiers or self._planned is None or not self._planned.is_one_graph:
+            return None
+        return self._frontiers[-1]
 
     @property
     def _compiler(self) -> str:

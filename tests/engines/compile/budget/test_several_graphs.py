@@ -306,6 +306,14 @@ def test_a_curve_is_that_of_all_graphs() -> None:
     assert run.chosen == point
 
 
+def test_a_run_has_no_curve_of_its_first_graph(steady_process: None) -> None:
+    engine = CompileEngine(Selection(budget=Budget("1GiB", 2**30)), "aot_eager", dynamic=False, with_frontier=True)
+    engine.attach(MODELS["one break"]())
+    engine._model(**batch_of("one break"))
+    assert engine.predictor is not None and engine.frontier() is None
+    engine.detach()
+
+
 def test_the_largest_batch_is_that_of_all_graphs() -> None:
     how = {"device": "h100", "compiler": "aot_eager"}
     most = plan(InPieces(1), example_inputs=batch_of("one break", 64), **how, budget="1GiB").largest_batch("1GiB")
