@@ -21,6 +21,7 @@ from optimum_memopt.engines.compile.steps import times
 from optimum_memopt.engines.compile.steps.predictor import Around, GraphSteps, StepsOfModel
 from optimum_memopt.engines.compile.steps.traced import Traced, TracedAs, trace
 from optimum_memopt.engines.run import Run
+from optimum_memopt.memory.capacity import capacity
 from optimum_memopt.memory.optimizers import DEFAULT, PlannedOptimizer, embeddings_of, is_known
 from optimum_memopt.sizes import Budget
 
@@ -191,4 +192,6 @@ def _times(case: _Case, traced: Traced, device: torch.device, around: Around) ->
         step = around.footprint(rows, False, activations)
         return replace(step, optimizer=max(step.optimizer, step.parameters)).peak
 
-    return times.measured(traced.graph, sizes, device, case.how.compiler == "inductor", around.budget, peak)
+    # A budget may be more than there is.
+    most = min(around.budget, capacity(device).available)
+    return times.measured(traced.graph, sizes, device, case.how.compiler == "inductor", most, peak)
