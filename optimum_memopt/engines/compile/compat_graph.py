@@ -40,6 +40,17 @@ def is_random(node: fx.Node) -> bool:
     return not _drops_nothing(node)
 
 
+def reads_seed(node: fx.Node) -> bool:
+    """Whether it draws again what another operator drew, from a seed that it is given.
+
+    The backward of CUDA's attention reads it in the memory of the host, whatever device the trace says
+    (`aten/src/ATen/native/transformers/cuda/attention_backward.cu`).
+    """
+    schema = getattr(node.target, "_schema", None)
+    names = [argument.name for argument in schema.arguments] if schema is not None else []
+    return any(part in name for name in names for part in ("philox", "rng_state")) and not _drops_nothing(node)
+
+
 def _drops_nothing(node: fx.Node) -> bool:
     target: Any = node.target
     arguments = target._schema.arguments

@@ -26,7 +26,7 @@ from optimum_memopt.sizes import Budget
 
 # Of one batch's plan, until what was compiled is within the budget too.
 _MOST_COMPILES = 3
-# Of each of those, until all graphs of the forward fit.
+# Of each of those, in which no further graph of the forward was reached, until all of them fit.
 _MOST_RESERVES = 3
 
 
@@ -119,19 +119,22 @@ class Variant:
             call: see `_run`.
             before: restored if nothing fits: another variant may run this batch.
         """
-        for is_last in (*(False,) * _MOST_RESERVES, True):
+        known, tries = 0, 0
+        while True:
             try:
                 return self._run(call)
             except DoesNotFitError as error:
                 before.restore(self._model)
-                line = "" if is_last else self.budget.make_room(error)
+                # A try that was the first to reach a graph could not have left it room.
+                tries += self.budget.graphs.count == known
+                known = self.budget.graphs.count
+                line = "" if tries >= _MOST_RESERVES else self.budget.make_room(error)
                 if not line:
                     raise
             get_logger().info(line)
             self.planned = None
             # The error's frames hold what the graphs that ran have saved.
             gc.collect()
-        raise AssertionError("the last run returns or raises")
 
     def _run(self, call: Call) -> Any:
         if self.planned is None:

@@ -142,8 +142,8 @@ def measured(
     On a CPU the workspaces of matrix products, convolutions and attention are measured too: oneDNN packs operands in
     half precision into buffers whose sizes depend on the processor.
 
-    Random numbers that are drawn are given back. What is left when the time is up, or cannot be run on tensors of
-    ones, is estimated by the bytes that it moves, at the median rate of what was measured.
+    Random numbers that are drawn are given back. What needs a seed, is left when the time is up, or cannot be run on
+    tensors of ones, is estimated by the bytes that it moves, at the median rate of what was measured.
 
     Args:
         joint: read, not changed.
@@ -154,7 +154,7 @@ def measured(
     """
     number = _Numbers(sizes)
     of_nodes = {node: work for node, work in zip(joint.nodes, works(joint, sizes), strict=True) if work is not None}
-    distinct = {work.key: node for node, work in of_nodes.items()}
+    distinct = {work.key: node for node, work in of_nodes.items() if not compat_graph.reads_seed(node)}
     end = time.perf_counter() + limit
     with eager(joint):
         for key, node in sorted(distinct.items(), key=lambda item: -of_nodes[item[1]].bytes):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from allocations import allocated
 
+from optimum_memopt.engines.compile import compat_graph
 from optimum_memopt.engines.compile.analysis.joint import is_view
 from optimum_memopt.engines.compile.analysis.saved_activations import operator_name
 from optimum_memopt.engines.compile.budget import costs
@@ -50,6 +51,23 @@ def test_measuring_draws_no_random_numbers_and_is_remembered(
     monkeypatch.setattr(costs, "_measure", lambda *args: pytest.fail("measured again"))
     again = costs.measured(roberta.joint, roberta.sizes, False, known, limit=0)
     assert again == first
+
+
+@pytest.mark.parametrize(
+    ("operator", "arguments", "expected"),
+    [
+        ("_scaled_dot_product_efficient_attention_backward", (None,) * 9 + (0.1, [True] * 4), True),
+        ("_scaled_dot_product_efficient_attention_backward", (None,) * 9 + (0.0, [True] * 4), False),
+        ("_scaled_dot_product_flash_attention_backward", (None,) * 10 + (0.1, False, None, None), True),
+        ("_scaled_dot_product_efficient_attention", (None,) * 4 + (True, 0.1), False),
+        ("native_dropout", (None, 0.1, True), False),
+        ("gelu", (None,), False),
+    ],
+)
+def test_a_kernel_that_reads_a_seed_is_not_measured(operator: str, arguments: tuple, expected: bool) -> None:
+    """CUDA's attention reads it in the memory of the host, where tensors of the traced device are none."""
+    node = torch.fx.Graph().call_function(getattr(torch.ops.aten, operator).default, arguments)
+    assert compat_graph.reads_seed(node) == expected
 
 
 def test_what_is_not_measured_is_estimated(roberta: Captured) -> None:
