@@ -128,7 +128,7 @@ class Variant:
                 # A try that was the first to reach a graph could not have left it room.
                 tries += self.budget.graphs.count == known
                 known = self.budget.graphs.count
-                line = "" if tries >= _MOST_RESERVES else self.budget.make_room(error)
+                line = "" if tries > _MOST_RESERVES else self.budget.make_room(error)
                 if not line:
                     raise
             get_logger().info(line)
