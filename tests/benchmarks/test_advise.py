@@ -31,6 +31,10 @@ def sweep(monkeypatch):
         seconds = {one.runner: one.seconds for one in RAN}
         return [[slower * seconds[runner] for runner in runners] for slower in (1, 1, 2)]
 
+    def runs(folder, name, plan, chunked, sizes, budget):
+        return [one for one in RAN if one.runner == (plan, chunked, *sizes)]
+
+    monkeypatch.setattr(advise, "_runs", runs)
     monkeypatch.setattr(advise, "sweep", lambda *args: RAN)
     monkeypatch.setattr(advise, "race", race)
 
