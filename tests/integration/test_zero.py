@@ -70,7 +70,7 @@ def test_ends_where_a_stock_trainer_does(tmp_path, name, stage, optimizers):
     # DeepSpeed takes its world from the environment.
     environment = alone() if name == "python" and stage is not None else {}
     if (name, stage, optimizers) in QUICK:
-        environment["WITHOUT_DEEPSPEEDS_KERNELS"] = "1"
+        environment["WITHOUT_SHARED_MEMORY"] = "1"
     world = 1 if name == "python" else 2
     done = run_jobs(launcher(name, zero=stage), tmp_path, list(jobs(name, stage, optimizers)), **environment)
     for optimizer in optimizers:

@@ -26,6 +26,7 @@ from transformers import Trainer, TrainerCallback
 from optimum_memopt import MemOptError
 from optimum_memopt.logs import rank
 from optimum_memopt.training.optimizers import OPTIMIZERS as OWN_OPTIMIZERS
+from tests.deepspeed_kernels import leave_out_shared_memory
 from tests.limited_memory import RunsOut
 from tests.trainer_runs import ROWS, log_lines, make, rows, weights
 
@@ -160,9 +161,8 @@ def main() -> None:
     """Run the jobs of the file that the command line names."""
     # Behind what the launcher of DeepSpeed puts first (--local_rank).
     path = Path(sys.argv[-1])
-    if "WITHOUT_DEEPSPEEDS_KERNELS" in os.environ:
-        # It compiles one for a minute and a half that reduces gradients in shared memory; gloo does so too.
-        importlib.import_module("deepspeed").ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if "WITHOUT_SHARED_MEMORY" in os.environ:
+        leave_out_shared_memory()
     refused = False
     for content in json.loads(path.read_text()):
         job = Job(**content)

@@ -13,6 +13,7 @@ import torch
 
 from optimum_memopt import MemOptError
 from optimum_memopt.engines.ort import fp16_optimizer
+from tests.deepspeed_kernels import leave_out_shared_memory
 from tests.trainer_runs import log_lines, make, weights
 
 NAME = "roberta-classification"
@@ -47,6 +48,7 @@ def refused_under(config, name, folder):
 
 def zero(folder):
     """Each config in a Trainer, and FP16_Optimizer on the optimizer that ZeRO makes."""
+    leave_out_shared_memory()
     unforced = {**OFFLOAD, "zero_force_ds_cpu_optimizer": False}
     found = {
         "own": refused_under(OWN, "torch_fused_adamw", folder),
