@@ -332,6 +332,7 @@ def test_a_run_has_no_curve_of_its_first_graph(steady_process: None) -> None:
     engine.detach()
 
 
+@pytest.mark.slow
 def test_the_largest_batch_is_that_of_all_graphs() -> None:
     how = {"device": "h100", "compiler": "aot_eager"}
     most = plan(InPieces(1), example_inputs=batch_of("one break", 64), **how, budget="1GiB").largest_batch("1GiB")
