@@ -41,16 +41,14 @@ def largest_batch(step: PlannedStep, budget: Budget) -> int:
     start = step.workload.batch_size
     if step.selection.budget is None:
         return _largest_of(step.trace(dynamic=True), allowed, start)
-    unplanned = replace(step, selection=Selection())
-    traced = unplanned.trace(dynamic=True)
+    forward = RecordedForward()
+    traced = replace(step, selection=Selection()).trace(dynamic=True, producer=forward)
     predictor = _predictor(traced)
 
     def bytes_for(rows: int) -> int:
         """Less what the blocks of the allocator take beyond what tensors ask for, without a plan."""
         return allowed * predictor.footprint(batch_size=rows).peak // bounded_bytes(predictor, batch_size=rows)
 
-    forward = RecordedForward()
-    step.trace(dynamic=True, producer=forward).engine.detach()
     rows = largest(lambda rows: _is_within(forward, predictor.runs, rows, bytes_for(rows)), start)
     traced.engine.detach()
     return rows

@@ -180,8 +180,8 @@ def measured(
 
 @contextlib.contextmanager
 def eager(joint: JointGraph) -> Iterator[None]:
-    """Operators of a graph may be run, as without any mode of the tracer's or autocast's casts, which the graph has
-    already; random numbers that they draw are given back."""
+    """Operators run as they are called: outside of the tracer's modes, and without autocast, whose casts the graph has
+    already. Random numbers that they draw are given back."""
     tensors = [one for node in joint.nodes for one in compat.tree_leaves(value(node)) if isinstance(one, torch.Tensor)]
     devices = sorted({one.device.index for one in tensors if one.is_cuda})
     with compat_graph.without_modes(), torch.no_grad(), torch.random.fork_rng(devices=devices):
@@ -205,6 +205,16 @@ class Stopwatch:
         # Several threads take more of the processor than of the clock; in a virtual machine the processor's clock may
         # stand still for so short a time.
         return wall if self._is_on_cuda or not processor else min(wall, processor)
+
+
+def timed(run: Callable[[], object], is_on_cuda: bool) -> float:
+    """Seconds of a call, by a `Stopwatch`, until the device is done."""
+    wait = torch.cuda.synchronize if is_on_cuda else lambda: None
+    wait()
+    watch = Stopwatch(is_on_cuda)
+    run()
+    wait()
+    return watch.seconds
 
 
 def _runs(node: fx.Node) -> bool:
@@ -326,16 +336,11 @@ def _measure(node: fx.Node, number: _Numbers, work: Work) -> Measured | None:
     try:
         positional, named = _arguments(node, number, _ones)
         is_on_cuda = any(one.is_cuda for one in compat.tree_leaves(positional) if isinstance(one, torch.Tensor))
-        wait = torch.cuda.synchronize if is_on_cuda else lambda: None
         is_cleared = not is_on_cuda and _SMALL < work.bytes < _LARGE
         other = torch.ones(_CLEARED // 4 if is_cleared else 0)
         while len(found) < _REPEATS and sum(found) < _LONG:
             other.add_(1)
-            wait()
-            watch = Stopwatch(is_on_cuda)
-            run(*positional, **named)
-            wait()
-            found.append(watch.seconds)
+            found.append(timed(lambda: run(*positional, **named), is_on_cuda))
         if work.flops and not is_on_cuda:
             workspace = _workspace(lambda: run(*positional, **named))
     # Any operator may refuse ones; out of memory is one more reason not to measure it.

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from optimum_memopt.engines.compile.budget.mixed import Host, Mixed, cheapest
+from optimum_memopt.engines.compile.budget.mixed import is_within as is_within_alone
 from optimum_memopt.engines.compile.budget.problem import OtherGraphs, Problem
 from optimum_memopt.engines.compile.budget.simulation import simulate
 from optimum_memopt.engines.compile.budget.solve import Floor, Solution, Solver
@@ -93,7 +94,9 @@ class Together:
 
         def extra_seconds(share: float) -> float:
             found = self._solved(self.others(share), allowed, is_final=False)
-            return float("inf") if found is None else self._together(found).extra_seconds
+            if found is None:
+                return float("inf")
+            return sum(runs * plan.extra_seconds for runs, plan in zip(self._runs, found, strict=True))
 
         return min(_SHARES, key=extra_seconds)
 
@@ -109,10 +112,9 @@ class Together:
 
     def is_within(self, allowed: int) -> bool:
         """Whether plans are found; `allowed` as in `cheapest`."""
-        # Whatever fits will do, so that the cheapest is not searched for where something does.
-        if self.everything <= allowed or self.lowest <= allowed:
-            return True
-        return any(self._hosts) and not isinstance(self.cheapest(allowed), Floor)
+        if len(self._problems) == 1:
+            return is_within_alone(self._solvers[0], allowed, self._hosts[0])
+        return self.lowest <= allowed or (any(self._hosts) and not isinstance(self.cheapest(allowed), Floor))
 
     def saving(self, saved: Sequence[Collection[int]]) -> Plans:
         """What plans take.

@@ -132,7 +132,9 @@ def within_budget(graphs: Together, settings: Settings) -> Iterator[WayOut]:
 
 def _within(graphs: Together, allowed: int, settings: Settings) -> Plans | None:
     """The plans of a budget, unless in another process, where a little more may be there, nothing would fit."""
-    if not graphs.is_within(allowed - int(settings.limit * _MARGIN)):
+    less = allowed - int(settings.limit * _MARGIN)
+    # Without a host no long search for recompute that is below the lowest found.
+    if graphs.lowest > less and not (settings.link and graphs.is_within(less)):
         return None
     found = graphs.cheapest(allowed)
     return None if isinstance(found, Floor) else found

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph
-from optimum_memopt.engines.compile.budget.costs import Stopwatch, arguments_of_ones, eager
+from optimum_memopt.engines.compile.budget.costs import arguments_of_ones, eager, timed
 from optimum_memopt.engines.compile.memory.symbolic_sizes import SymbolValues
 
 # Times that each batch is run.
@@ -49,10 +49,4 @@ def _as_function(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _seconds(run: Callable[..., Any], inputs: Sequence[Any]) -> float:
-    is_on_cuda = any(one.is_cuda for one in inputs if isinstance(one, torch.Tensor))
-    wait = torch.cuda.synchronize if is_on_cuda else lambda: None
-    wait()
-    watch = Stopwatch(is_on_cuda)
-    run(*inputs)
-    wait()
-    return watch.seconds
+    return timed(lambda: run(*inputs), any(one.is_cuda for one in inputs if isinstance(one, torch.Tensor)))

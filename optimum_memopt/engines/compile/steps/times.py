@@ -12,7 +12,7 @@ import torch
 
 from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph
 from optimum_memopt.engines.compile.analysis.joint import is_view
-from optimum_memopt.engines.compile.budget.costs import FUSED, Stopwatch, Work, rates, works
+from optimum_memopt.engines.compile.budget.costs import FUSED, Work, rates, timed, works
 from optimum_memopt.engines.compile.budget.devices import Device
 from optimum_memopt.engines.compile.budget.in_step import costs_of
 from optimum_memopt.engines.compile.memory.symbolic_sizes import SymbolValues
@@ -150,11 +150,12 @@ def measured(
 
     factors = [(1, 1.0)]
     if not fused:
-        run = [rows for rows in batches if peak(rows) <= budget and _seconds(alone(rows)) < _LONG]
+        expected = {rows: _seconds(alone(rows)) for rows in batches if peak(rows) <= budget}
+        run = [rows for rows, seconds in expected.items() if seconds < _LONG]
         with _as_in_training(device):
-            whole = replayed(graph, [sizes(rows) for rows in run])
-        if run and whole is not None:
-            factors = [(rows, seconds / _seconds(alone(rows))) for rows, seconds in zip(run, whole, strict=True)]
+            whole = replayed(graph, [sizes(rows) for rows in run]) if run else None
+        if whole is not None:
+            factors = [(rows, seconds / expected[rows]) for rows, seconds in zip(run, whole, strict=True)]
 
     def times(rows: int) -> OperatorTimes:
         factor = float(np.interp(rows, *np.transpose(factors)))
@@ -282,12 +283,4 @@ def update_bandwidth(device: torch.device, elements: int) -> float:
 
 
 def _shortest(run: Callable[[], object], device: torch.device, repeats: int) -> float:
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    found = []
-    for _ in range(repeats):
-        wait()
-        watch = Stopwatch(device.type == "cuda")
-        run()
-        wait()
-        found.append(watch.seconds)
-    return min(found)
+    return min(timed(run, device.type == "cuda") for _ in range(repeats))
