@@ -1,5 +1,7 @@
 """The errors that this package raises for its users."""
 
+from collections.abc import Iterator
+
 
 class MemOptError(ValueError):
     """Bad input or an unsupported combination; the message is one line: what, where, what is allowed."""
@@ -35,6 +37,14 @@ def line_of(error: BaseException) -> str:
     """An error's kind and first line; of one that torch's compiler has wrapped, the inner one's."""
     error = getattr(error, "inner_exception", None) or error
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+
+
+def with_causes(error: BaseException) -> Iterator[BaseException]:
+    """An error, what it was raised from or while handling, and so on."""
+    seen: BaseException | None = error
+    while seen is not None:
+        yield seen
+        seen = seen.__cause__ or seen.__context__
 
 
 QUOTED = 80

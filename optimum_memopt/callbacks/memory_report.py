@@ -27,7 +27,7 @@ from optimum_memopt.engines.memory_report import (
 )
 from optimum_memopt.engines.registry import factory, registrations
 from optimum_memopt.engines.run import Run
-from optimum_memopt.errors import DoesNotFitError, line_of
+from optimum_memopt.errors import DoesNotFitError, line_of, with_causes
 from optimum_memopt.logs import get_logger, log_from_any_rank, rank
 from optimum_memopt.memory.out_of_memory import is_out_of_memory
 from optimum_memopt.training.largest_batch import largest_batch
@@ -208,6 +208,7 @@ class MemoryReportCallback(TrainerCallback):
             place=failure.place,
             held=failure.held,
             requested=failure.requested,
+            kept=failure.kept,
             outside=known.outside,
             accumulated=known.gradients,
             engine=engine,
@@ -228,7 +229,8 @@ class MemoryReportCallback(TrainerCallback):
                     return explaining.explain(failed)
                 except Exception as second:
                     get_logger().debug("the failed step could not be traced", exc_info=second)
-                    return Explanation(moment, (), (), (f"the step could not be traced ({line_of(second)})",))
+                    remarks = (f"the step could not be traced ({line_of(second)})", *_untraced(second))
+                    return Explanation(moment, (), (), remarks)
         return Explanation(moment, (), (), ("no engine here can trace the step",))
 
     def _note_begin(self) -> None:
@@ -255,6 +257,16 @@ class MemoryReportCallback(TrainerCallback):
         if self._hook is not None:
             self._hook.remove()
         self._hook = None
+
+
+def _untraced(error: Exception) -> tuple[str, ...]:
+    """What helps where memory ran out in tracing too."""
+    if not any(map(is_out_of_memory, with_causes(error))):
+        return ()
+    return (
+        "tracing takes some hundred MiB of the process's own memory, which are not left; try half of "
+        "--per_device_train_batch_size and twice --gradient_accumulation_steps",
+    )
 
 
 def _sizes(call: ForwardCall | None) -> dict[str, str]:

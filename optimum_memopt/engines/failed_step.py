@@ -91,6 +91,7 @@ class FailedStep:
         place: where it failed.
         held: bytes at that moment.
         requested: bytes of the allocation that failed; None: not known.
+        kept: what the step has freed and a CPU's malloc has not returned.
         outside: bytes that were there before the step and belong to no tensor of the model, optimizer or batch.
         accumulated: bytes of gradients that earlier micro-batches have left.
         engine: that trained the model; None: plain PyTorch.
@@ -105,6 +106,7 @@ class FailedStep:
     place: Place
     held: int
     requested: int | None
+    kept: int
     outside: int
     accumulated: int
     engine: "Engine | None"

@@ -27,6 +27,35 @@ def _mallopt(mmap_threshold: int, trim_threshold: int) -> bool:
     return bool(mallopt(_M_MMAP_THRESHOLD, mmap_threshold)) and bool(mallopt(_M_TRIM_THRESHOLD, trim_threshold))
 
 
+class _Info(ctypes.Structure):
+    """`struct mallinfo2` of malloc.h."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        )
+    )
+
+
+def kept_bytes() -> int:
+    """Bytes that are freed and not returned to the system; 0 where malloc does not tell (glibc does from 2.33)."""
+    mallinfo = getattr(ctypes.CDLL(ctypes.util.find_library("c")), "mallinfo2", None)
+    if mallinfo is None:
+        return 0
+    mallinfo.restype = _Info
+    return int(mallinfo().fordblks)
+
+
 def trim() -> None:
     """Return freed pages to the system now, those in the middle of the heap too; without effect without glibc."""
     malloc_trim = getattr(ctypes.CDLL(ctypes.util.find_library("c")), "malloc_trim", None)

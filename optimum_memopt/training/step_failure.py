@@ -22,7 +22,7 @@ from optimum_memopt.engines.memory_report import (
     Part,
     Tensors,
 )
-from optimum_memopt.errors import line_of
+from optimum_memopt.errors import line_of, with_causes
 from optimum_memopt.memory import malloc
 from optimum_memopt.memory.out_of_memory import shortage
 from optimum_memopt.memory.peak_monitor import held_bytes, peak_bytes
@@ -37,12 +37,14 @@ class Failure:
         place: in the step.
         held: bytes at that moment.
         requested: bytes of the allocation; None: the error does not say.
+        kept: what the step has freed and a CPU's malloc has not returned, by when its error got here.
     """
 
     error: str
     place: Place
     held: int
     requested: int | None
+    kept: int
 
 
 @dataclass(frozen=True)
@@ -53,18 +55,20 @@ class Begin:
         held: bytes of all that was there.
         peak: the most until then.
         has_gradients: of earlier micro-batches.
+        kept: see `malloc.kept_bytes`; 0 elsewhere than on a CPU.
     """
 
     held: int
     peak: int
     has_gradients: bool
+    kept: int
 
     @classmethod
     def of(cls, trainer: Trainer) -> "Begin":
         trainable = next((p for p in model_of(trainer).parameters() if p.requires_grad), None)
         device = trainer.args.device
         has_gradients = trainable is not None and trainable.grad is not None
-        return cls(held_bytes(device), peak_bytes(device), has_gradients)
+        return cls(held_bytes(device), peak_bytes(device), has_gradients, _kept(device))
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,8 @@ def failure_of(error: Exception, trainer: Trainer, begin: Begin, place: Place | 
     highest = peak_bytes(device)
     held = said.allocated or (highest if highest > begin.peak else held_bytes(device))
     found = place or place_of(error.__traceback__, model_of(trainer))
-    return Failure(line_of(error), found, held, said.requested)
+    kept = max(0, _kept(device) - begin.kept)
+    return Failure(line_of(error), found, held, said.requested, kept)
 
 
 def parts_of(
@@ -147,6 +152,8 @@ def parts_of(
     elif runtime and excess < 0:
         part = found.get(TEMPORARY, Part(TEMPORARY, 0))
         found[TEMPORARY] = Part(TEMPORARY, part.bytes - excess, (Tensors(runtime, "", -excess), *part.tensors))
+    else:
+        outside += min(-excess, failure.kept)
     parts = []
     for category in (PARAMETERS, GRADIENTS, OPTIMIZER, BATCH, SAVED, TEMPORARY):
         part = found.get(category, Part(category, 0))
@@ -156,10 +163,8 @@ def parts_of(
 
 def free_step(error: BaseException) -> None:
     """Give back what a failed step holds: the frames of its traceback refer to its tensors."""
-    seen: BaseException | None = error
-    while seen is not None:
+    for seen in with_causes(error):
         traceback.clear_frames(seen.__traceback__)
-        seen = seen.__cause__ or seen.__context__
     gc.collect()
     malloc.trim()
     if torch.cuda.is_initialized():
@@ -192,6 +197,10 @@ def model_of(trainer: Trainer) -> torch.nn.Module:
 def gradient_bytes(trainer: Trainer) -> int:
     """Of the gradients that there are."""
     return _bytes(p.grad for p in model_of(trainer).parameters() if p.grad is not None)
+
+
+def _kept(device: torch.device) -> int:
+    return malloc.kept_bytes() if device.type == "cpu" else 0
 
 
 def _optimizer_bytes(trainer: Trainer) -> int:

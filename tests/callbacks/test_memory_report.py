@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensor
 from transformers import Trainer
 
 from optimum_memopt import MemoryReportCallback
@@ -89,6 +90,22 @@ def test_a_forward_that_cannot_be_traced_is_explained_by_what_is_known(tmp_path)
     assert "could not be traced" in callback.report.remarks[0]
     assert callback.report.moment.phase == "forward"
     assert (tmp_path / "memory_report.md").exists()
+
+
+def test_too_little_memory_to_trace_it(tmp_path):
+    callback = MemoryReportCallback()
+    trainer = make(tmp_path, "small", plain=True, trainer=UnderLimit, callbacks=[callback])
+    trainer.limit = 1000
+
+    def runs_out(module: torch.nn.Module, args: Any) -> None:
+        if isinstance(args[0], FakeTensor):
+            raise MemoryError
+
+    trainer.model.head.register_forward_pre_hook(torch.compiler.disable(runs_out))
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+        trainer.train()
+    assert "MemoryError" in callback.report.remarks[0]
+    assert "half of --per_device_train_batch_size" in callback.report.remarks[1]
 
 
 def test_a_report_that_cannot_be_written_is_a_line(tmp_path, monkeypatch):

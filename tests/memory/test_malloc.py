@@ -56,6 +56,15 @@ def test_they_do_not_without_it():
     assert float(kept) > 80
 
 
+def test_what_is_kept_is_told():
+    before, after = run(
+        "first = b'1' * 2**22; del first; before = malloc.kept_bytes(); blocks = [b'1' * 2**19 for _ in range(200)];"
+        "del blocks[:-1]; print(before, malloc.kept_bytes())"
+    )
+    # A block has a header.
+    assert int(after) - int(before) == pytest.approx(199 * 2**19, abs=2**17)
+
+
 def test_a_user_s_own_setting_wins():
     told, kept = run("print(malloc.return_freed_memory(), kept_mib(512))", MALLOC_MMAP_THRESHOLD_=str(2**25))
     assert told == "False"

@@ -58,7 +58,7 @@ class Case:
 def random_case(seed: int) -> Case:
     source = random.Random(seed)
     name = "small" if seed < 5 else source.choice(NAMES)
-    rows = source.choice((12_288, 16_384, 20_480) if name == "small" else (768, 1024, 1536))
+    rows = source.choice((12_288, 16_384, 20_480) if name == "small" else (3072, 4096, 6144))
     return Case(name, rows, round(source.uniform(0.4, 0.9), 2), source.random() < 0.5)
 
 

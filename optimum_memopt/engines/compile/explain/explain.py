@@ -125,8 +125,8 @@ def _what_ran(failed: FailedStep) -> _Ran:
 
 def _of_graphs(failed: FailedStep) -> int:
     """Bytes of the tensors that the failed step had made by itself."""
-    held = _tensors_of(failed) + failed.accumulated + failed.outside
-    return max(0, failed.held - held)
+    others = _tensors_of(failed) + failed.accumulated + failed.outside + failed.kept
+    return max(0, failed.held - others)
 
 
 def _tensors_of(failed: FailedStep) -> int:

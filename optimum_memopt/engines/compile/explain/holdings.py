@@ -92,18 +92,21 @@ def moment_of(graphs: Sequence[Simulated], place: Place, held: int, requested: i
     named = [point for point in points if place.node and name(point) == place.node]
     if not named and place.module:
         points = [p for p in points if graphs[p.number].graph.modules.get(name(p)) == place.module] or points
-    if named:
-        found = named[0]
-    else:
-        wanted = held + (requested or 1)
-        # Of operators that want as much or more, the first: the step did not get further.
-        found = next((point for point in points if point.during >= wanted), None) or max(
-            points, key=lambda point: point.during
-        )
+    found = named[0] if named else _likeliest(points, held, requested)
     graph = graphs[found.number]
     node = _run(graph, in_backward).order[found.step]
     layer = graph.problem.layers[node] or place.module
     return Moment(place.phase, layer, operator_name(graph.problem, node), bool(named)), found
+
+
+def _likeliest(points: Sequence[Point], held: int, requested: int | None) -> Point:
+    wanted = held + (requested or 1)
+    # The step did not get further than to the first operator with which this much is held.
+    reached = next((point for point in points if point.during >= wanted), None)
+    # Messages round to hundredths of their unit.
+    as_large = [p for p in points if requested and abs(p.during - p.before - requested) <= 0.01 * requested]
+    likely = [*as_large, reached or max(points, key=lambda point: point.during)]
+    return min(likely, key=lambda point: abs(point.before - held))
 
 
 def parts_at(graphs: Sequence[Simulated], in_backward: bool, point: Point) -> list[Part]:
