@@ -35,3 +35,35 @@ def test_attention(queries: int, keys: int, of_tokens: bool, dtype: torch.dtype)
         found = operator_workspace(operator.default, arguments, operator(*arguments), None)
         slack = 1024 * (torch.get_num_threads() - 1)
         assert int(found) == pytest.approx(held(operator, arguments), rel=0, abs=slack)
+
+
+def operands(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
+    """Calls with float32 or int64 beside this dtype."""
+    own, other = torch.randn(8, 55, 48).to(dtype), torch.randn(8, 55, 48)
+    index = torch.randint(0, 48, (1, 55, 48)).expand(8, 55, 48)
+    aten = torch.ops.aten
+    return {
+        "add": (aten.add.Tensor, own, other),
+        "a number": (aten.mul.Tensor, own, torch.tensor(2.0)),
+        "maximum": (aten.maximum.default, other, own),
+        "comparison": (aten.lt.Tensor, own, other),
+        "comparison of a row": (aten.eq.Tensor, index[0], own),
+        "where": (aten.where.self, own > 0, own, other),
+        "gather": (aten.gather.default, own, -1, index),
+        "scatter": (aten.scatter.src, own, -1, index, own),
+        "scatter value": (aten.scatter.value, own, -1, index, 1.0),
+        "scatter_add": (aten.scatter_add.default, own, -1, index, own),
+        "sum": (aten.sum.dim_IntList, own, [-1]),
+        "sum of truths": (aten.sum.default, own > 0),
+        "mean": (aten.mean.dim, own, [-1]),
+        "mean of all": (aten.mean.default, own),
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", list(operands(torch.float32)))
+def test_casts(name: str, dtype: torch.dtype) -> None:
+    """Some numbers, as one for each dimension, are not counted."""
+    operator, *arguments = operands(dtype)[name]
+    found = operator_workspace(operator, arguments, operator(*arguments), None)
+    assert int(found) == pytest.approx(held(operator, tuple(arguments)), rel=0, abs=128)

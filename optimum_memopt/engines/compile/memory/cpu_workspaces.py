@@ -4,6 +4,7 @@ From torch's sources (2.13, `aten/src/ATen/`), and compared with the allocator b
 `tests/engines/compile/test_cpu_workspaces.py`.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,8 +29,9 @@ def workspace(name: str, arguments: Sequence[Any], result: Any) -> sympy.Expr:
         arguments: positional ones; tensors may be fake.
         result: of the call.
     """
-    if name in _ARITHMETIC:
-        return _casts(arguments, result)
+    if (rule_of_result := _RULES_OF_RESULT.get(name)) is not None:
+        is_on_cpu = isinstance(result, torch.Tensor) and result.device.type == "cpu"
+        return rule_of_result(arguments, result) if is_on_cpu else _ZERO
     rule = _RULES.get(name)
     return rule(arguments) if rule is not None else _ZERO
 
@@ -37,14 +39,36 @@ def workspace(name: str, arguments: Sequence[Any], result: Any) -> sympy.Expr:
 def _casts(arguments: Sequence[Any], result: Any) -> sympy.Expr:
     """Operands of another dtype, which an operator casts before it computes (`native/TensorIterator.cpp`; on other
     devices the kernel casts each element)."""
-    if not isinstance(result, torch.Tensor) or result.device.type != "cpu":
+    operands = [operand for operand in arguments if isinstance(operand, torch.Tensor) and operand.dim()]
+    dtype = result.dtype
+    if dtype == torch.bool and operands:
+        # A comparison computes in what its operands are promoted to.
+        dtype = functools.reduce(torch.promote_types, (operand.dtype for operand in operands))
+    return sympy.Add(*(elements(operand) for operand in operands if operand.dtype != dtype)) * dtype.itemsize
+
+
+def _choice_casts(arguments: Sequence[Any], result: Any) -> sympy.Expr:
+    """The same of `where`, without its condition."""
+    return _casts(arguments[1:], result)
+
+
+def _accumulated(arguments: Sequence[Any], result: Any) -> sympy.Expr:
+    """A half-precision result in float32 (`native/cpu/ScatterGatherKernel.cpp`)."""
+    return elements(result) * _FLOAT_BYTES if result.dtype in _HALVES else _ZERO
+
+
+def _sum_cast(arguments: Sequence[Any], result: Any) -> sympy.Expr:
+    """The input in the result's dtype (`native/ReduceOps.cpp`)."""
+    operand = arguments[0]
+    return elements(operand) * result.dtype.itemsize if operand.dtype != result.dtype else _ZERO
+
+
+def _mean_cast(arguments: Sequence[Any], result: Any) -> sympy.Expr:
+    """A half-precision input in float32, and its mean (`native/ReduceOps.cpp`)."""
+    operand = arguments[0]
+    if operand.dtype not in _HALVES:
         return _ZERO
-    cast = [
-        operand
-        for operand in arguments
-        if isinstance(operand, torch.Tensor) and operand.dim() and operand.dtype != result.dtype
-    ]
-    return sympy.Add(*map(elements, cast)) * result.dtype.itemsize
+    return (elements(operand) + (elements(result) if result.dtype in _HALVES else 0)) * _FLOAT_BYTES
 
 
 def _attention(arguments: Sequence[Any]) -> sympy.Expr:
@@ -89,7 +113,15 @@ def _is_contiguous(tensor: torch.Tensor) -> bool:
     return True
 
 
-_ARITHMETIC = frozenset({"add", "div", "mul", "rsub", "sub"})
+_HALVES = frozenset({torch.bfloat16, torch.float16})
+_POINTWISE = ("add", "div", "mul", "rsub", "sub", "maximum", "minimum", "eq", "ne", "lt", "le", "gt", "ge")
+_RULES_OF_RESULT: dict[str, Callable[[Sequence[Any], Any], sympy.Expr]] = {
+    **dict.fromkeys(_POINTWISE, _casts),
+    "where": _choice_casts,
+    **dict.fromkeys(("gather", "scatter", "scatter_add", "scatter_reduce"), _accumulated),
+    "sum": _sum_cast,
+    "mean": _mean_cast,
+}
 _RULES: dict[str, Callable[[Sequence[Any]], sympy.Expr]] = {
     "_scaled_dot_product_flash_attention_for_cpu": _attention,
     "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
