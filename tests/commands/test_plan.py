@@ -229,7 +229,18 @@ def test_a_page_of_a_plan(folder, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_the_compile_engine_can_be_measured_too(deeper_folder):
-    arguments = ["--model", deeper_folder, "--task", "fill-mask", "--batch_size", "32", "--seq_len", "62", "--steps", "1"]
+    arguments = [
+        "--model",
+        deeper_folder,
+        "--task",
+        "fill-mask",
+        "--batch_size",
+        "32",
+        "--seq_len",
+        "62",
+        "--steps",
+        "1",
+    ]
     done = cli(*arguments, "--engine", "compile", "--measure", "--max_runs", "4", "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
@@ -266,7 +277,18 @@ def test_the_table_its_measured_peak_and_the_plans_that_are_on(folder, tmp_path,
 @needs_ort
 def test_measured_beside_claimed_and_the_winner_as_a_file(deeper_folder, tmp_path):
     output = Path(tmp_path / "plans.json")
-    arguments = ["--model", deeper_folder, "--task", "fill-mask", "--batch_size", "64", "--seq_len", "62", "--steps", "1"]
+    arguments = [
+        "--model",
+        deeper_folder,
+        "--task",
+        "fill-mask",
+        "--batch_size",
+        "64",
+        "--seq_len",
+        "62",
+        "--steps",
+        "1",
+    ]
     done = cli(*arguments, "--measure", "--max_runs", "4", "--json", "--output", str(output))
     assert done.returncode == 0, done.stderr
     assert "4/4" in done.stderr and "level 2" in done.stderr

@@ -122,12 +122,13 @@ class FromBudget:
             **dict(floor.holds),
         }
         largest = sorted(parts.items(), key=lambda item: -item[1])[:5]
-        held = ", ".join(f"{name} {gib_text(size)}" for name, size in largest if size >= _WORTH_NAMING)
+        named = ", ".join(f"{name} {gib_text(size)}" for name, size in largest if size >= _WORTH_NAMING)
+        held = f"most of it is {named}; " if named else ""
         batch = f" with a batch of {step.largest}, as long as the longest row" if step.largest is not None else ""
         offload = " or offloaded" if step.link else ""
         return DoesNotFitError(
             f"--memory_opt_budget {self.budget.text}: the step takes at least {gib_text(peak)}{batch}, whatever "
-            f"is recomputed{offload}; the budget is {gib_text(step.bytes)}; most of it is {held}; "
+            f"is recomputed{offload}; the budget is {gib_text(step.bytes)}; {held}"
             f"{_way_out(floor, fits)}",
             peak - step.bytes + step.margin,
         )

@@ -174,7 +174,8 @@ def floor_in(error: DoesNotFitError) -> int:
 @pytest.mark.parametrize("name", tiered(list(MODELS), fast=["one break"]))
 def test_an_error_names_a_floor_that_is_enough_for_the_graphs_so_far(steady_process: None, name: str) -> None:
     expected, free = without_plan(name)
-    budget, errors = free.peak - int(0.65 * free.activations), []
+    # A plan of five breaks is found for as little as 0.32 of the activations.
+    budget, errors = free.peak - int((0.9 if name == "five breaks" else 0.65) * free.activations), []
     while len(errors) < 6:
         engine = attached(name, budget)
         try:
