@@ -241,7 +241,7 @@ def test_the_compile_engine_can_be_measured_too(deeper_folder):
         "--steps",
         "1",
     ]
-    done = cli(*arguments, "--engine", "compile", "--measure", "--max_runs", "4", "--json")
+    done = cli(*arguments, "--steps", "1", "--engine", "compile", "--measure", "--max_runs", "4", "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert [case["name"] for case in report["cases"]][:3] == ["no plan", "level 1", "level 2"]
@@ -289,7 +289,7 @@ def test_measured_beside_claimed_and_the_winner_as_a_file(deeper_folder, tmp_pat
         "--steps",
         "1",
     ]
-    done = cli(*arguments, "--measure", "--max_runs", "4", "--json", "--output", str(output))
+    done = cli(*arguments, "--steps", "1", "--measure", "--max_runs", "4", "--json", "--output", str(output))
     assert done.returncode == 0, done.stderr
     assert "4/4" in done.stderr and "level 2" in done.stderr
     report = json.loads(done.stdout)
