@@ -41,7 +41,9 @@ def test_a_prediction_is_what_a_real_step_is_planned_with(tmp_path, name):
     table = engine.plans()
     # An image's height and width are no symbols in a real run.
     assert table.symbols.items() <= found.table.symbols.items()
-    assert bool(found.table.enabled) == (selection != Selection())
+    # T5's loss is chunked without being asked to.
+    planned = [row for row in found.table.enabled if not row.config.startswith("Loss")]
+    assert bool(planned) == (selection != Selection())
     if symbolic:
         assert replace(found.table, header=()) == replace(table, header=())
         assert table.symbols == {"inputs_input_ids_dim0": 32, "inputs_input_ids_dim1": 40}
