@@ -3,6 +3,7 @@ than its tensors."""
 
 import ctypes
 import ctypes.util
+import functools
 import os
 
 # malloc.h: parameters of mallopt(3). Setting either one switches off glibc's dynamic thresholds.
@@ -17,11 +18,17 @@ _DEFAULT_BYTES = 128 * 1024
 _users = 0
 
 
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    # Looking for it starts a process.
+    return ctypes.CDLL(ctypes.util.find_library("c"))
+
+
 def _mallopt(mmap_threshold: int, trim_threshold: int) -> bool:
     # malloc's environment variables are the user's own setting; other systems' libc has no mallopt.
     if {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"} & set(os.environ):
         return False
-    mallopt = getattr(ctypes.CDLL(ctypes.util.find_library("c")), "mallopt", None)
+    mallopt = getattr(_libc(), "mallopt", None)
     if mallopt is None:
         return False
     return bool(mallopt(_M_MMAP_THRESHOLD, mmap_threshold)) and bool(mallopt(_M_TRIM_THRESHOLD, trim_threshold))
@@ -49,7 +56,7 @@ class _Info(ctypes.Structure):
 
 def kept_bytes() -> int:
     """Bytes that are freed and not returned to the system; 0 where malloc does not tell (glibc does from 2.33)."""
-    mallinfo = getattr(ctypes.CDLL(ctypes.util.find_library("c")), "mallinfo2", None)
+    mallinfo = getattr(_libc(), "mallinfo2", None)
     if mallinfo is None:
         return 0
     mallinfo.restype = _Info
@@ -58,7 +65,7 @@ def kept_bytes() -> int:
 
 def trim() -> None:
     """Return freed pages to the system now, those in the middle of the heap too; without effect without glibc."""
-    malloc_trim = getattr(ctypes.CDLL(ctypes.util.find_library("c")), "malloc_trim", None)
+    malloc_trim = getattr(_libc(), "malloc_trim", None)
     if malloc_trim is not None:
         malloc_trim(0)
 
