@@ -38,6 +38,11 @@ def cli(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-c", CLI, "memopt", "plan", *arguments], capture_output=True, text=True)
 
 
+def measure(folder: str, rows: str, *arguments: str) -> subprocess.CompletedProcess:
+    workload = ["--model", folder, "--task", "fill-mask", "--batch_size", rows, "--seq_len", "62", "--steps", "1"]
+    return cli(*workload, "--measure", "--max_runs", "4", "--json", *arguments)
+
+
 def run(*arguments: str) -> None:
     """The command in this process."""
     parser = ArgumentParser()
@@ -229,19 +234,7 @@ def test_a_page_of_a_plan(folder, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_the_compile_engine_can_be_measured_too(deeper_folder):
-    arguments = [
-        "--model",
-        deeper_folder,
-        "--task",
-        "fill-mask",
-        "--batch_size",
-        "32",
-        "--seq_len",
-        "62",
-        "--steps",
-        "1",
-    ]
-    done = cli(*arguments, "--steps", "1", "--engine", "compile", "--measure", "--max_runs", "4", "--json")
+    done = measure(deeper_folder, "32", "--engine", "compile")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert [case["name"] for case in report["cases"]][:3] == ["no plan", "level 1", "level 2"]
@@ -277,19 +270,7 @@ def test_the_table_its_measured_peak_and_the_plans_that_are_on(folder, tmp_path,
 @needs_ort
 def test_measured_beside_claimed_and_the_winner_as_a_file(deeper_folder, tmp_path):
     output = Path(tmp_path / "plans.json")
-    arguments = [
-        "--model",
-        deeper_folder,
-        "--task",
-        "fill-mask",
-        "--batch_size",
-        "64",
-        "--seq_len",
-        "62",
-        "--steps",
-        "1",
-    ]
-    done = cli(*arguments, "--steps", "1", "--measure", "--max_runs", "4", "--json", "--output", str(output))
+    done = measure(deeper_folder, "64", "--output", str(output))
     assert done.returncode == 0, done.stderr
     assert "4/4" in done.stderr and "level 2" in done.stderr
     report = json.loads(done.stdout)

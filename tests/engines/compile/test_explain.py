@@ -63,17 +63,27 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "share"), tiered(CASES, fast=[("deberta-v2-classification", 0.98)]))
+# One layer is traced in half the time.
+ONE_LAYER = ("gpt2", "deberta-v2-classification")
+# The most that plain PyTorch holds in no graph, of a step so small: variables of functions that were running. Those of
+# DeBERTa are as large as its scores, and eager `gather` saves its input, of which a graph takes the sizes.
+IN_NO_GRAPH = {
+    ("gpt2", 0.3): 0.21,
+    ("gpt2", 0.6): 0.1,
+    ("roberta-mlm", 0.6): 0.06,
+    **{("deberta-v2-classification", share): 0.3 for share in (0.3, 0.6, 0.9, 0.98)},
+}
+
+
+@pytest.mark.parametrize(("name", "share"), tiered(CASES, fast=[("gpt2", 0.98), ("deberta-v2-classification", 0.98)]))
 def test_the_parts_add_up_to_what_was_held(name, share):
-    # One layer is traced in half the time.
-    failed, limited = run_out(name, share, **({"num_hidden_layers": 1} if share == 0.98 else {}))
+    failed, limited = run_out(name, share, **({"num_hidden_layers": 1} if name in ONE_LAYER else {}))
     explained = explain(failed)
     told = sum(part.bytes for part in explained.parts)
-    # What is in no graph: variables of functions that were running, three of the layers' inputs here. DeBERTa's are as
-    # large as its scores, and eager `gather` saves its input, of which a graph takes the sizes.
-    unread = 3 * ROWS * LENGTH * 4 * getattr(failed.model.config, "hidden_size", 0)
-    least = 0.7 * limited.at_failure if name.startswith("deberta") else 0.97 * (limited.at_failure - unread)
-    assert least <= told <= 1.05 * limited.at_failure
+    if (allowance := IN_NO_GRAPH.get((name, share))) is None:
+        assert told == pytest.approx(limited.at_failure, rel=0.05)
+    else:
+        assert (1 - allowance) * limited.at_failure <= told <= limited.at_failure
     assert explained.moment.phase == failed.place.phase
     if share <= 0.3:
         assert explained.moment.phase == FORWARD
