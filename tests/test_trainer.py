@@ -72,6 +72,9 @@ def test_the_same_weights_under_every_plan(tmp_path, plain_weights, engine, name
     trainer.train()
     assert trainer.model is engine_model(trainer)
     on = {one.config for one in trainer.memopt.table.enabled}
+    if (engine, name) == ("compile", "gpt2"):
+        assert "Loss+:1:-1" in on, "a language model's loss is computed in chunks whatever the plan"
+        on.remove("Loss+:1:-1")
     assert {"none": not on, "config": on == {config}}.get(plan, len(on) > 2), on
     assert distance(weights(trainer.model), plain_weights(name)) < CLOSE
 
