@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.distributed import Store, distributed_c10d
 from torch.nn.modules import module as torch_module
 
 _OUTPUT_HOOKS = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -82,3 +83,10 @@ def is_encoder_decoder(model: Any) -> bool:
 def writes_to(tensor: torch.Tensor) -> int:
     """How often a tensor was written to in place (torch 2.13; autograd's own counter, which has no public name)."""
     return tensor._version
+
+
+def store_of_ranks() -> Store | None:
+    """The key-value store that the process group was made with, None for a process alone (torch 2.13)."""
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        return None
+    return distributed_c10d._get_default_store()

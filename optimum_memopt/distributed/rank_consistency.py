@@ -38,8 +38,9 @@ def facts(engine: str, options: MemOptOptions, table: PlanTable | None) -> dict[
     """What must be the same on all ranks, by name.
 
     Of the table that is what each row is and whether it is on. Bytes, formulas and the order of the rows come from the
-    first batch, which is another one on each rank; so does what a budget turns on, by costs measured on each rank, and
-    a plan after memory ran out on one of them. A plan changes no gradient, so ranks may differ in it.
+    first batch, which is another one on each rank. So may what a budget turns on, where the length of the run's rows
+    is not known or the processes hold different amounts, and a plan after memory ran out on one of the ranks. A plan
+    changes no gradient, so ranks may differ in it.
     """
     own = _OWN_OPTIONS.union(*(registration.per_rank for registration in registrations()))
     names = [field.name for field in dataclasses.fields(MemOptOptions) if field.name not in own]

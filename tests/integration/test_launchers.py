@@ -1,6 +1,7 @@
 """Several processes through each launcher: which launches are refused, that ranks train as one and agree on the plan,
 and that each finding is said once."""
 
+import json
 import re
 from itertools import pairwise
 
@@ -53,6 +54,9 @@ REPLAN = {
 def two_ranks(tmp_path_factory):
     """What `accelerate launch` with two processes leaves."""
     own = {"memory_opt_config": "Gelu+:1:-1"}
+    folder = tmp_path_factory.mktemp("two")
+    # As on two machines, each with a cache of its own.
+    caches = {rank: {"XDG_CACHE_HOME": str(folder / f"cache-{rank}")} for rank in "01"}
     jobs = [
         Job(
             "steps",
@@ -73,7 +77,7 @@ def two_ranks(tmp_path_factory):
             arguments={**COMPILE, **ACCUMULATING},
             count_reductions=True,
         ),
-        Job("compile-budget", rows=ROWS, arguments=BUDGET),
+        Job("compile-budget", rows=ROWS, arguments=BUDGET, environment=caches),
         Job("batch-auto", rows=ROWS, arguments={**BUDGET, **ACCUMULATING, "memory_opt_batch": "auto"}),
         Job("replan-enough", "compile", rows=ROWS, arguments=REPLAN, runs_out={}),
         Job("replan", "compile", rows=ROWS, arguments=REPLAN, runs_out={"1": [1, 3]}),
@@ -83,7 +87,7 @@ def two_ranks(tmp_path_factory):
         Job("fallback", rank_arguments={"0": {"ort_fallback": False}, "1": {"ort_fallback": True}}),
         Job("after-all-this", arguments=own),
     ]
-    return run_jobs(launcher("accelerate"), tmp_path_factory.mktemp("two"), jobs)
+    return run_jobs(launcher("accelerate"), folder, jobs)
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +149,11 @@ def test_two_ranks_under_a_budget_agree(two_ranks):
     assert budgets[0] == budgets[1]
     share = 0.9 * capacity(torch.device("cpu")).total / 2**30 / 2
     assert float(budgets[0]) == pytest.approx(share, rel=0.01)
+
+
+def test_one_rank_measures_for_all(two_ranks):
+    measured = list(two_ranks.folder.glob("cache-*/optimum_memopt/operators*.json"))
+    assert len(measured) == 1 and json.loads(measured[0].read_text())
 
 
 def test_two_ranks_take_the_same_micro_batch(two_ranks, one_rank):

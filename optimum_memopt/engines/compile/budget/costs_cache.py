@@ -1,6 +1,4 @@
-"""Measured costs of operators on disk: a second run on the same machine measures nothing, nor do the other ranks of a
-run, which so plan with the same costs.
-"""
+"""Measured costs of operators on disk: a second run on the same machine measures nothing."""
 
 import contextlib
 import json

@@ -1,13 +1,15 @@
 """What a graph may hold within a training step, and what its operators cost where it trains."""
 
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from optimum_memopt.compat import store_of_ranks
 from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph
-from optimum_memopt.engines.compile.budget.costs import Costs, measured, roofline
+from optimum_memopt.engines.compile.budget.costs import Costs, Measured, measured, roofline, works
 from optimum_memopt.engines.compile.budget.costs_cache import cache_path, known_costs
 from optimum_memopt.engines.compile.budget.devices import Device, device_at
 from optimum_memopt.engines.compile.memory.footprint import (
@@ -17,6 +19,7 @@ from optimum_memopt.engines.compile.memory.footprint import (
     optimizer_bytes,
     tensor_bytes,
 )
+from optimum_memopt.engines.computed_once import computed_once
 from optimum_memopt.engines.run import LargestBatch, Run
 from optimum_memopt.memory.capacity import capacity, capacity_of, host_available
 from optimum_memopt.memory.optimizers import Optimizer, PlannedOptimizer
@@ -27,6 +30,8 @@ from optimum_memopt.sizes import Budget
 # plan, by 23 to 26 under a budget (RoBERTa, Llama, LoRA of 480 to 750 MiB). Bytes, and a share of what it held.
 _GROWTH = 32 * 2**20
 _GROWTH_SHARE = 0.02
+# Seconds that a rank waits for what another one measures, which takes two at most, behind the lock of a cache.
+_WAIT = 60.0
 
 
 @dataclass(frozen=True)
@@ -122,6 +127,9 @@ def room_to_grow(device: torch.device, held: int) -> int:
 def costs_of(graph: AnalyzedGraph, device: torch.device, fused: bool, target: Device | None = None) -> Costs:
     """Of all operators of a graph, from the machine's cache or measured now.
 
+    Ranks with the same device plan with what one of them has measured, also on several machines: two measurements are
+    never equal, and two plans may have different peaks.
+
     Args:
         graph: read, not changed.
         device: where the graph's tensors are.
@@ -130,5 +138,17 @@ def costs_of(graph: AnalyzedGraph, device: torch.device, fused: bool, target: De
     """
     if target is not None:
         return roofline(graph.joint, graph.size_hints, target, fused=True)
-    with known_costs(cache_path(device)) as known:
-        return measured(graph.joint, graph.size_hints, fused, known)
+    path = cache_path(device)
+    if (store := store_of_ranks()) is None:
+        with known_costs(path) as known:
+            return measured(graph.joint, graph.size_hints, fused, known)
+    operators = sorted({work.key for work in works(graph.joint, graph.size_hints) if work is not None})
+
+    def measure() -> str:
+        with known_costs(path) as known:
+            measured(graph.joint, graph.size_hints, fused, known)
+            return json.dumps({operator: known[operator] for operator in operators if operator in known})
+
+    found = json.loads(computed_once(store, "\n".join((path.name, *operators)), measure, _WAIT))
+    of_ranks = {operator: Measured(*one) for operator, one in found.items()}
+    return measured(graph.joint, graph.size_hints, fused, of_ranks, limit=0)
