@@ -1,6 +1,8 @@
 """Private names of torch and transformers that the package needs beside those of its engines, each in one place."""
 
+import importlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -90,3 +92,10 @@ def store_of_ranks() -> Store | None:
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return None
     return distributed_c10d._get_default_store()
+
+
+def extension_lock(name: str) -> Path:
+    """The file that is there while torch compiles an extension, for which others wait without a word and without end
+    (torch 2.13, `_jit_compile` in `torch/utils/cpp_extension.py`).
+    """
+    return Path(importlib.import_module("torch.utils.cpp_extension")._get_build_directory(name, False), "lock")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from optimum_memopt.compat import extension_lock
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.installed import installed_version
 from optimum_memopt.logs import get_logger
@@ -148,6 +149,11 @@ def _deepspeed_missing(device: str, builder: str, needs_cpu: bool) -> str:
     get_logger().info(
         f"DeepSpeed compiles its operator {operator.name} at its first use on a machine, which takes minutes"
     )
+    if (lock := extension_lock(operator.name)).exists():
+        get_logger().warning(
+            f"{lock}: another process compiles {operator.name}, and this one waits for it; a process that was killed "
+            "leaves the file behind: if none compiles, delete it"
+        )
     return ""
 
 

@@ -181,6 +181,7 @@ def test_onnx_runtimes_adam_needs_cuda(tmp_path):
 
 @needs_deepspeed
 def test_what_deepspeed_needs(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     fused, cpu = (OPTIMIZERS[name].missing for name in ("deepspeed_fused_adam", "deepspeed_cpu_adam"))
     assert "DeepSpeedCPUAdam steps on the CPU, this run is on cuda; turn on DeepSpeed's offload_optimizer" in cpu(
         "cuda"
@@ -189,6 +190,7 @@ def test_what_deepspeed_needs(tmp_path, monkeypatch):
     with log_lines() as lines:
         assert fused("cpu") == "" or not can_build()
     assert any("compiles its operator fused_adam" in line and "minutes" in line for line in lines)
+    assert not any("another process compiles" in line for line in lines)
     monkeypatch.setenv("CXX", "no-such-compiler")
     for name in ("deepspeed_fused_adam", "deepspeed_cpu_adam"):
         message = refusal(tmp_path, memory_opt_optim=name)
@@ -197,6 +199,18 @@ def test_what_deepspeed_needs(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", os.path.dirname(shutil.which("c++") or ""))
     monkeypatch.setattr("torch.utils.cpp_extension.is_ninja_available", lambda: False)
     assert "no ninja on the PATH; pip install ninja" in refusal(tmp_path, memory_opt_optim="deepspeed_cpu_adam")
+
+
+@needs_deepspeed
+@needs_compiler
+def test_a_build_that_was_killed(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    lock = tmp_path / "cpu_adam" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    with log_lines() as lines:
+        assert OPTIMIZERS["deepspeed_cpu_adam"].missing("cpu") == ""
+    assert any(line.startswith(f"{lock}: ") and line.endswith("if none compiles, delete it") for line in lines)
 
 
 def test_a_loop_without_a_trainer_has_no_optimizer():

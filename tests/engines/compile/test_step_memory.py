@@ -121,20 +121,16 @@ def test_stashes_and_peak_of_any_batch_are_the_allocators(models: dict[str, Pred
     subject.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "plan"),
     [
-        *(
-            pytest.param(name, plan, marks=pytest.mark.slow)
-            for name, plan in (
-                ("roberta", "level 1"),
-                ("roberta", "no plan"),
-                ("deberta", "no plan"),
-                ("deberta", "level 1"),
-                ("gpt2", "level 1"),
-                ("t5", "no plan"),
-            )
-        ),
+        ("roberta", "level 1"),
+        ("roberta", "no plan"),
+        ("deberta", "no plan"),
+        ("deberta", "level 1"),
+        ("gpt2", "level 1"),
+        ("t5", "no plan"),
     ],
 )
 def test_inductors_peak_is_read_from_its_program(name: str, plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,6 +143,8 @@ def test_inductors_peak_is_read_from_its_program(name: str, plan: str, monkeypat
     assert abs(ours / step_memory.activations_of([part.prediction for part in predictor._parts]) - 1) > 0.02, (
         "inductor changes nothing here"
     )
+    # The last sizes are remembered.
+    assert predictor.activations({name: size + 1 for name, size in predictor.first.items()}) > ours
     with monkeypatch.context() as patched:
         patched.setattr(compat, "silenced", lambda runner: 1 / 0)
         assert predictor.activations() != ours

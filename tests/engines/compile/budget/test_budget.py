@@ -24,7 +24,7 @@ from tests.engines.compile.budget.tower import Tower, tower_batch
 from tests.engines.compile.compiled import DROPOUT, assert_bitwise_same
 from tests.engines.compile.test_step_memory import measured
 from tests.gradients import accumulate
-from tests.model_zoo import ZOO
+from tests.model_zoo import SMALL, ZOO
 from tests.tiers import tiered
 from tests.trainer_runs import log_lines
 
@@ -157,10 +157,6 @@ def held(engine: CompileEngine) -> Footprint:
         engine.detach()
 
 
-def roberta() -> torch.nn.Module:
-    return ZOO["roberta-mlm"].build(num_hidden_layers=1)
-
-
 def test_a_budget_bounds_the_whole_step(free: Footprint) -> None:
     """Also what is outside of the graph: the process, parameters, gradients, optimizer states, the batch."""
     budget = budget_of(free.peak - free.activations // 4)
@@ -193,13 +189,13 @@ def test_a_larger_batch_is_solved_for_before_it_runs(free: Footprint) -> None:
 
 
 def test_a_budget_that_nothing_fits_in_names_a_batch_that_does(steady_process: None) -> None:
-    batch = ZOO["roberta-mlm"].batch
-    free = held(a_step(batch(64, 60), None, roberta))
+    small = SMALL
+    free = held(a_step(small.batch(64, 60), None, small.build))
     # Half of the batch takes half of the activations.
     budget = budget_of(free.peak - free.activations * 3 // 4)
     with pytest.raises(MemOptError) as refused:
-        a_step(batch(64, 60), budget, roberta)
+        a_step(small.batch(64, 60), budget, small.build)
     found = re.search(r"--per_device_train_batch_size (\d+) fits, and with (\d+) times", str(refused.value))
     rows, times = map(int, found.groups())
     assert rows * times == 64 and 1 < rows < 64
-    assert held(a_step(batch(rows, 60), budget, roberta)).peak <= budget.bytes
+    assert held(a_step(small.batch(rows, 60), budget, small.build)).peak <= budget.bytes
