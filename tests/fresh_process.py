@@ -5,6 +5,7 @@ transformers, about malloc from the start, or about how a process starts, needs 
 """
 
 import atexit
+import contextlib
 import functools
 import gc
 import importlib
@@ -12,6 +13,7 @@ import json
 import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -51,6 +53,37 @@ def run(
         code = int(server.stdout.readline())
         stdout, stderr = (Path(path).read_text(errors="replace") for path in paths)
     return subprocess.CompletedProcess([sys.executable, *command], code, stdout, stderr)
+
+
+def fork_ranks(count: int, timeout: int = 300) -> None:
+    """Go on as so many ranks of a process group; the process that called this ends when they have ended.
+
+    Args:
+        count: of the ranks, all on this machine.
+        timeout: seconds, after which a rank is killed.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    ranks = []
+    for rank in map(str, range(count)):
+        child = os.fork()
+        if child == 0:
+            signal.alarm(timeout)
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(count)}
+            os.environ.update(place, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+            return
+        ranks.append(child)
+    failed = 0
+    for _ in ranks:
+        status = os.wait()[1]
+        if status and not failed:
+            failed = 1
+            # The others would wait for it.
+            for child in ranks:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child, signal.SIGKILL)
+    os._exit(failed)
 
 
 @functools.cache

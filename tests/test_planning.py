@@ -75,7 +75,7 @@ def test_it_fits_what_it_takes(found: Estimate) -> None:
 class Stack(torch.nn.Module):
     """Layers whose activations can be recomputed, and a loss."""
 
-    def __init__(self, width: int = 64, depth: int = 6) -> None:
+    def __init__(self, width: int = 64, depth: int = 4) -> None:
         super().__init__()
         self.layers = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(depth))
 
@@ -292,6 +292,7 @@ else:
 """
 
 
+@pytest.mark.slow
 def test_the_process_that_plans_holds_what_one_that_trains_does() -> None:
     def other(what: str) -> int:
         done = subprocess.run([sys.executable, "-c", PROCESS, what], capture_output=True, text=True, timeout=300)

@@ -1,8 +1,8 @@
-"""Runs that sample by complexity; as a script: those of one rank, for the tests of two.
+"""Runs that sample by complexity; as a script: those of two ranks.
 
     sampling_runs.py FOLDER
 
-FOLDER gets `RANK.json`: by case the batches of this rank, those after a checkpoint, and what was logged.
+FOLDER gets `RANK.json`: by case the batches of a rank, those after a checkpoint, and what was logged.
 """
 
 import json
@@ -13,10 +13,11 @@ from pathlib import Path
 
 import torch
 
+from tests.fresh_process import fork_ranks
 from tests.trackers import tracked
 from tests.trainer_runs import collate, log_lines, make, rows
 
-NAME = "roberta-classification"
+NAME = "small"
 CASES = {
     "fill": {},
     "drop-last": {"dataloader_drop_last": True, "gradient_accumulation_steps": 2},
@@ -56,4 +57,5 @@ def main(folder):
 
 
 if __name__ == "__main__":
+    fork_ranks(2)
     main(Path(sys.argv[1]))

@@ -2,11 +2,7 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
 from itertools import chain
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,12 +12,11 @@ from torch.utils.data import BatchSampler, IterableDataset
 
 from optimum_memopt import MemOptError, MemOptTrainer, optimize
 from optimum_memopt.training.sampling import ComplexitySampler, balance, complexities
+from tests import fresh_process
 from tests.trackers import numbers
 from tests.trainer_runs import build, collate, make, rows
 from tests.training import sampling_runs
 from tests.training.sampling_runs import CASES, NAME, recorded_run
-
-ROOT = Path(__file__).parents[2]
 
 
 def lengths(count, seed=0):
@@ -281,14 +276,7 @@ def test_the_run_says_how_even_it_is(tmp_path):
 def two_ranks(tmp_path_factory):
     """Each rank's batches in each case, of a whole run and of one resumed in its second epoch, and what was said."""
     folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = subprocess.run(
-        [*command, sampling_runs.__file__, str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-    )
+    done = fresh_process.run(sampling_runs.__file__, folder)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
 

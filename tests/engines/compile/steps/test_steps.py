@@ -16,7 +16,7 @@ from optimum_memopt.measure.workload import Workload
 from optimum_memopt.sizes import parse_budget
 from tests.saved_configs import save
 
-BIG = {"vocab_size": 3000, "n_layer": 3, "n_embd": 64, "n_positions": 64}
+BIG = {"vocab_size": 3000, "n_layer": 2, "n_embd": 64, "n_positions": 64}
 LENGTH = 48
 
 
