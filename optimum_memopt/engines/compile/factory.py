@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from optimum_memopt.engines.base import Engine, EngineFactory, Estimate, Selection, Workload
 from optimum_memopt.engines.compile.installed import missing
-from optimum_memopt.engines.compile.options import PLAIN
+from optimum_memopt.engines.compile.options import AUTO, PLAIN
 from optimum_memopt.engines.environment import Ability, Report
 from optimum_memopt.engines.failed_step import Explanation, FailedStep
 from optimum_memopt.engines.predicted_steps import StepPredictor
@@ -43,7 +43,7 @@ class CompileFactory(EngineFactory):
         )
 
     def check_options(self, options: "MemOptOptions") -> None:
-        """Variants are those of a budget's plan, and a micro-batch is chosen within a budget."""
+        """Variants are of a budget's plan, a micro-batch is chosen within a budget, and a plan is for one loss."""
         if options.memory_opt_batch is not None and options.memory_opt_budget is None:
             raise MemOptError(
                 f"--memory_opt_batch {options.memory_opt_batch} without --memory_opt_budget: the micro-batch is "
@@ -53,6 +53,12 @@ class CompileFactory(EngineFactory):
             raise MemOptError(
                 f"--memory_opt_variants {options.memory_opt_variants} without --memory_opt_budget: variants are plans "
                 "within a budget; give one, or leave the flag out"
+            )
+        plan, loss = options.plan_file, options.memory_opt_loss
+        if plan is not None and options.memory_opt_strict and loss not in (AUTO, plan.loss):
+            raise MemOptError(
+                f"--memory_opt_loss {loss} with --memory_opt_plan: the file was made with the loss {plan.loss}, which "
+                "has another graph; leave --memory_opt_loss out"
             )
 
     def prepare_trainer(self, trainer: "Trainer", engine: Engine, options: "MemOptOptions") -> None:

@@ -14,6 +14,7 @@ from optimum_memopt.engines.compile.symbol_names import SymbolNames
 from optimum_memopt.engines.compile.table import to_table
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.measure.workload import Workload
+from optimum_memopt.options import MemOptOptions
 from optimum_memopt.plans.matching import Matched
 from optimum_memopt.plans.plan_file import PlanFile
 from optimum_memopt.sizes import parse_budget
@@ -143,3 +144,32 @@ def test_a_plan_file_comes_before_all_other_producers() -> None:
     plan = PlanFile("", "plain", {}, ())
     assert FromPlanFile.of(Selection(plan=plan)) == FromPlanFile(plan)
     assert FromPlanFile.of(Selection(level=1)) is None
+
+
+def test_a_plan_is_for_one_loss(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    PlanFile("", "chunked", {}, ()).save(path)
+    for loss in ("auto", "chunked"):
+        MemOptOptions(memory_opt_plan=str(path), memory_opt_loss=loss).check_values()
+    MemOptOptions(memory_opt_plan=str(path), memory_opt_loss="plain", memory_opt_strict=False).check_values()
+    with pytest.raises(MemOptError, match="--memory_opt_loss plain with --memory_opt_plan: the file was made"):
+        MemOptOptions(memory_opt_plan=str(path), memory_opt_loss="plain").check_values()
+
+
+def test_a_loss_in_chunks_and_counts_come_from_one_file() -> None:
+    """`Loss+` is no row that a partition looks at: the file has it as the loss that it was made with."""
+    case = ZOO["gpt2"]
+    model, batch = case.build(num_hidden_layers=1), case.batch(4, 24)
+    found = []
+    for chosen in (selection("Loss+:1:-1,FastGelu+:1:1"), None):
+        engine = CompileEngine(chosen or Selection(plan=found[0][2]), "aot_eager", dynamic=False)
+        engine.attach(model)
+        step = accumulate(model, [batch])
+        on = {row.config: row.applied_count for row in engine.plans().enabled}
+        found.append((step, on, engine.plan_file()))
+        engine.detach()
+    (first, rows, plan), (second, of_file, _) = found
+    assert plan.loss == "chunked" and rows == of_file == {"Loss+:1:-1": 1, "FastGelu+:1:-1": 1}
+    assert torch.equal(first[0], second[0])
+    for name, gradient in first[1].items():
+        torch.testing.assert_close(second[1][name], gradient, rtol=0, atol=0)
