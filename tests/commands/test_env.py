@@ -16,6 +16,7 @@ from optimum_memopt.engines import ort
 from optimum_memopt.engines.compile.backend import check_compiler
 from optimum_memopt.engines.ort import extensions, missing
 from optimum_memopt.engines.ort.environment import clash, install_command
+from tests import fresh_process
 
 CLI = "import sys; from optimum.commands.optimum_cli import main; sys.argv[0] = 'optimum-cli'; main()"
 TRAINING = "onnxruntime-training-cpu"
@@ -27,8 +28,7 @@ def cli(*arguments: str, cache: Path, path: Path | None = None, **variables: str
     environment = {**os.environ, extensions.CACHE_VARIABLE: str(cache), **variables}
     if path:
         environment["PYTHONPATH"] = str(path)
-    command = [sys.executable, "-c", CLI, "memopt", "env", *arguments]
-    return subprocess.run(command, env=environment, cwd=cache.parent, capture_output=True, text=True, timeout=300)
+    return fresh_process.run("-c", CLI, "memopt", "env", *arguments, environment=environment, cwd=cache.parent)
 
 
 def pretend_installed(folder: Path, name: str, version: str) -> None:

@@ -3,8 +3,6 @@
 import copy
 import gc
 import pickle
-import subprocess
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +18,7 @@ from optimum_memopt.engines.compile.backend import _Partitioner, check_compiler,
 from optimum_memopt.engines.compile.choice import Choice
 from optimum_memopt.engines.compile.engine import CompileEngine
 from optimum_memopt.errors import MemOptError
+from tests import fresh_process
 from tests.engines.compile.compiled import selection
 from tests.gradients import accumulate
 
@@ -145,7 +144,7 @@ def test_inductors_key_is_known_to_copies(roberta):
 from optimum_memopt.engines.compile.backend import _Partitioner
 print(_Partitioner(None, {roberta.split("level 1").graph.choice.key!r}).uuid().hex())
 """
-    other_process = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    other_process = fresh_process.run("-c", script)
     assert other_process.stdout.strip() == key.hex()
 
 
