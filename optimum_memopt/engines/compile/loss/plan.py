@@ -128,10 +128,16 @@ def mode_of(config: PlanConfig | None, mode: str) -> tuple[PlanConfig | None, st
     Args:
         config: what the user asked for.
         mode: one of `LOSSES`.
+
+    Raises:
+        ConfigError: the two ask for different losses.
     """
     requests: Sequence = config.requests if config is not None else ()
     of_loss = [request for request in requests if request.cluster_id == CLUSTER_ID]
     if config is None or not of_loss:
         return config, mode
+    asked = CHUNKED if of_loss[0].is_on else PLAIN
+    if mode not in (AUTO, asked):
+        raise ConfigError(f"--memory_opt_loss {mode} together with {of_loss[0]} in the config: leave one of them out")
     others = tuple(request for request in requests if request not in of_loss)
-    return (PlanConfig(others) if others else None), CHUNKED if of_loss[0].is_on else PLAIN
+    return (PlanConfig(others) if others else None), asked

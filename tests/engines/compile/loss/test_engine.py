@@ -1,6 +1,7 @@
 """The chunked loss under the engine: models, prediction, table, hooks, callers that read the logits."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -224,3 +225,12 @@ def test_a_label_that_is_no_class(model):
 def test_the_ort_engine_refuses_the_flag():
     with pytest.raises(MemOptError, match="--memory_opt_loss chunked with the ort engine: only the compile engine"):
         optimize(ZOO["gpt2"].build("eager"), memory_opt_engine="ort", memory_opt_loss="chunked")
+
+
+@pytest.mark.parametrize(("loss", "row"), [("plain", ROW), ("chunked", "Loss+:1:0"), ("chunked", "Loss+:0:-1")])
+def test_a_row_and_a_flag_that_contradict_each_other(model, loss, row):
+    others = {"memory_opt_engine": "compile", "memory_opt_compiler": "aot_eager"}
+    message = rf"^--memory_opt_loss {loss} together with {re.escape(row)} in the config: leave one of them out$"
+    with pytest.raises(MemOptError, match=message):
+        optimize(model, memory_opt_loss=loss, memory_opt_config=row, **others)
+    optimize(model, memory_opt_loss="chunked", memory_opt_config=ROW, **others).detach()
