@@ -3,11 +3,13 @@
 import importlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed import Store, distributed_c10d
 from torch.nn.modules import module as torch_module
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 _OUTPUT_HOOKS = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_OUTPUT_HOOKS = ("_global_forward_hooks", "_global_backward_hooks", "_global_backward_pre_hooks")
@@ -87,11 +89,12 @@ def writes_to(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
-def store_of_ranks() -> Store | None:
+def store_of_ranks() -> "Store | None":
     """The key-value store that the process group was made with, None for a process alone (torch 2.13)."""
-    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+    has_group = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if not has_group or torch.distributed.get_world_size() == 1:
         return None
-    return distributed_c10d._get_default_store()
+    return importlib.import_module("torch.distributed.distributed_c10d")._get_default_store()
 
 
 def extension_lock(name: str) -> Path:

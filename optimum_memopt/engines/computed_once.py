@@ -7,14 +7,16 @@ where only one of them compiles again.
 import hashlib
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from torch.distributed import Store
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 # Seconds between two looks into the store.
 _LOOK = 0.05
 
 
-def computed_once(store: Store, name: str, compute: Callable[[], str], wait: float) -> str:
+def computed_once(store: "Store", name: str, compute: Callable[[], str], wait: float) -> str:
     """What the first rank that asks for `name` computes, and all others take from it.
 
     Args:
