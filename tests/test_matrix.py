@@ -22,6 +22,7 @@ from optimum_memopt.engines.auto import create
 from optimum_memopt.engines.base import Engine, Selection
 from optimum_memopt.engines.compile import planned_forward
 from optimum_memopt.engines.compile.compat_graph import is_random
+from optimum_memopt.engines.compile.loss.mode import ROW
 from optimum_memopt.engines.key_value_cache import without_key_value_cache
 from optimum_memopt.errors import UnsupportedModelError
 from optimum_memopt.options import MemOptOptions, resolve
@@ -138,7 +139,7 @@ def selection(pair: Pair, plan: str) -> Selection:
     if plan == "one":
         return Selection(config=parse(next(row.config for row in pair.rows if row.config.endswith(":1:-1"))))
     # The loss in chunks adds in another order, and has tests of its own (`engines/compile/loss`).
-    rows = [row for row in pair.rows if row.config != "Loss+:1:-1"]
+    rows = [row for row in pair.rows if row.config != ROW]
     chosen = random.Random(pair.name).sample(rows, k=(len(rows) + 1) // 2)
     parts = dict.fromkeys(part for row in chosen for part in row.config.split(","))
     by_id = {part.split(":")[0]: part for part in parts}

@@ -13,7 +13,7 @@ from optimum_memopt.engines.compile.backend import check_compiler, default_compi
 from optimum_memopt.engines.compile.budget.devices import Device
 from optimum_memopt.engines.compile.budget.step_budget import StepBudget
 from optimum_memopt.engines.compile.budget.variant_lengths import TimesByLength
-from optimum_memopt.engines.compile.loss.plan import mode_of
+from optimum_memopt.engines.compile.loss.mode import mode_of
 from optimum_memopt.engines.compile.memory.cuda_libraries import start_libraries
 from optimum_memopt.engines.compile.memory.step_memory import StepMemoryPredictor
 from optimum_memopt.engines.compile.options import AUTO, CHUNKED, PLAIN
@@ -164,9 +164,7 @@ class CompileEngine(in_place.InPlaceEngine):
         return self._compiler_asked or default_compiler(next(self._model.parameters()).device.type)[0]
 
     def _forget(self) -> None:
-        config, self._loss = mode_of(self._selection.config, self._loss_asked)
-        if self._loss == AUTO and self._selection.plan is not None:
-            self._loss = self._selection.plan.loss
+        config, self._loss = mode_of(self._selection, self._loss_asked)
         self._producer = self._producer_asked or producer_for(replace(self._selection, config=config))
         self._variants: Variants | None = None
 

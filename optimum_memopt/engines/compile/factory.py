@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from optimum_memopt.engines.base import Engine, EngineFactory, Estimate, Selection, Workload
 from optimum_memopt.engines.compile.installed import missing
-from optimum_memopt.engines.compile.options import AUTO, PLAIN
+from optimum_memopt.engines.compile.loss.mode import mode_of
+from optimum_memopt.engines.compile.options import PLAIN
 from optimum_memopt.engines.environment import Ability, Report
 from optimum_memopt.engines.failed_step import Explanation, FailedStep
 from optimum_memopt.engines.predicted_steps import StepPredictor
@@ -43,7 +44,7 @@ class CompileFactory(EngineFactory):
         )
 
     def check_options(self, options: "MemOptOptions") -> None:
-        """Variants are of a budget's plan, a micro-batch is chosen within a budget, and a plan is for one loss."""
+        """Variants are of a budget's plan, a micro-batch is chosen within a budget, and one flag names the loss."""
         if options.memory_opt_batch is not None and options.memory_opt_budget is None:
             raise MemOptError(
                 f"--memory_opt_batch {options.memory_opt_batch} without --memory_opt_budget: the micro-batch is "
@@ -54,12 +55,8 @@ class CompileFactory(EngineFactory):
                 f"--memory_opt_variants {options.memory_opt_variants} without --memory_opt_budget: variants are plans "
                 "within a budget; give one, or leave the flag out"
             )
-        plan, loss = options.plan_file, options.memory_opt_loss
-        if plan is not None and options.memory_opt_strict and loss not in (AUTO, plan.loss):
-            raise MemOptError(
-                f"--memory_opt_loss {loss} with --memory_opt_plan: the file was made with the loss {plan.loss}, which "
-                "has another graph; leave --memory_opt_loss out"
-            )
+        plans = Selection(config=options.plan_config, strict=options.memory_opt_strict, plan=options.plan_file)
+        mode_of(plans, options.memory_opt_loss)
 
     def prepare_trainer(self, trainer: "Trainer", engine: Engine, options: "MemOptOptions") -> None:
         """Label smoothing is computed with the loss, where the Trainer computes its loss as transformers does."""

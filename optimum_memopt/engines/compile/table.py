@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import sympy
 
 from optimum_memopt.engines.compile.analysis.candidates import Candidate, by_row
-from optimum_memopt.engines.compile.loss.plan import ROW
+from optimum_memopt.engines.compile.loss.mode import ROW
 from optimum_memopt.engines.compile.memory.symbolic_sizes import compile_sizes
 from optimum_memopt.engines.compile.partitioned_graph import PartitionedGraph
 from optimum_memopt.engines.compile.strategies import strategy_of

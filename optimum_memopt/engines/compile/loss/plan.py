@@ -8,12 +8,10 @@ from torch import fx
 
 from optimum_memopt.engines.compile.loss.chain import LossChain, find_losses
 from optimum_memopt.engines.compile.loss.chunks import LossShape
+from optimum_memopt.engines.compile.loss.mode import CLUSTER_ID
 from optimum_memopt.engines.compile.loss.rewrite import remove_unread_losses, rewrite
 from optimum_memopt.engines.compile.options import AUTO, CHUNKED, PLAIN
-from optimum_memopt.plans.grammar import ALL, ConfigError, PlanConfig, Strategy
-
-CLUSTER_ID = "Loss+"
-ROW = f"{CLUSTER_ID}:{int(Strategy.RECOMPUTE)}:{ALL}"
+from optimum_memopt.plans.grammar import ConfigError
 
 
 @dataclass(frozen=True)
@@ -120,24 +118,3 @@ def check_row(losses: Sequence[LossPlan], is_in_config: bool, strict: bool) -> l
     if strict:
         raise ConfigError(line)
     return [f"{line}; left out"]
-
-
-def mode_of(config: PlanConfig | None, mode: str) -> tuple[PlanConfig | None, str]:
-    """A config without the loss's row, and the mode that the row asks for instead of `auto`.
-
-    Args:
-        config: what the user asked for.
-        mode: one of `LOSSES`.
-
-    Raises:
-        ConfigError: the two ask for different losses.
-    """
-    requests: Sequence = config.requests if config is not None else ()
-    of_loss = [request for request in requests if request.cluster_id == CLUSTER_ID]
-    if config is None or not of_loss:
-        return config, mode
-    asked = CHUNKED if of_loss[0].is_on else PLAIN
-    if mode not in (AUTO, asked):
-        raise ConfigError(f"--memory_opt_loss {mode} together with {of_loss[0]} in the config: leave one of them out")
-    others = tuple(request for request in requests if request not in of_loss)
-    return (PlanConfig(others) if others else None), asked
