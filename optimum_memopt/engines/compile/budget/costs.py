@@ -133,6 +133,7 @@ def rates(work: Work, device: Device, fused: bool) -> tuple[float, float]:
 def measured(
     joint: JointGraph,
     sizes: Mapping[sympy.Symbol, int],
+    of_joint: Sequence[Work | None],
     fused: bool,
     known: dict[str, Measured],
     limit: float = 2.0,
@@ -148,12 +149,13 @@ def measured(
     Args:
         joint: read, not changed.
         sizes: value of each symbol.
+        of_joint: its `works`.
         fused: a compiler fuses what is bound by memory.
         known: by operator; gets what is measured.
         limit: seconds in all.
     """
     number = _Numbers(sizes)
-    of_nodes = {node: work for node, work in zip(joint.nodes, works(joint, sizes), strict=True) if work is not None}
+    of_nodes = {node: work for node, work in zip(joint.nodes, of_joint, strict=True) if work is not None}
     distinct = {work.key: node for node, work in of_nodes.items() if not compat_graph.reads_seed(node)}
     end = time.perf_counter() + limit
     with eager(joint):

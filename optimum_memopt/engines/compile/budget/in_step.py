@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -138,17 +139,18 @@ def costs_of(graph: AnalyzedGraph, device: torch.device, fused: bool, target: De
     """
     if target is not None:
         return roofline(graph.joint, graph.size_hints, target, fused=True)
-    path = cache_path(device)
+    path, of_joint = cache_path(device), works(graph.joint, graph.size_hints)
+    costs = partial(measured, graph.joint, graph.size_hints, of_joint, fused)
     if (store := store_of_ranks()) is None:
         with known_costs(path) as known:
-            return measured(graph.joint, graph.size_hints, fused, known)
-    operators = sorted({work.key for work in works(graph.joint, graph.size_hints) if work is not None})
+            return costs(known)
+    operators = sorted({work.key for work in of_joint if work is not None})
 
     def measure() -> str:
         with known_costs(path) as known:
-            measured(graph.joint, graph.size_hints, fused, known)
+            costs(known)
             return json.dumps({operator: known[operator] for operator in operators if operator in known})
 
     found = json.loads(computed_once(store, "\n".join((path.name, *operators)), measure, _WAIT))
     of_ranks = {operator: Measured(*one) for operator, one in found.items()}
-    return measured(graph.joint, graph.size_hints, fused, of_ranks, limit=0)
+    return costs(of_ranks, limit=0)

@@ -189,13 +189,12 @@ def test_a_larger_batch_is_solved_for_before_it_runs(free: Footprint) -> None:
 
 
 def test_a_budget_that_nothing_fits_in_names_a_batch_that_does(steady_process: None) -> None:
-    small = SMALL
-    free = held(a_step(small.batch(64, 60), None, small.build))
+    free = held(a_step(SMALL.batch(64, 60), None, SMALL.build))
     # Half of the batch takes half of the activations.
     budget = budget_of(free.peak - free.activations * 3 // 4)
     with pytest.raises(MemOptError) as refused:
-        a_step(small.batch(64, 60), budget, small.build)
+        a_step(SMALL.batch(64, 60), budget, SMALL.build)
     found = re.search(r"--per_device_train_batch_size (\d+) fits, and with (\d+) times", str(refused.value))
     rows, times = map(int, found.groups())
     assert rows * times == 64 and 1 < rows < 64
-    assert held(a_step(small.batch(rows, 60), budget, small.build)).peak <= budget.bytes
+    assert held(a_step(SMALL.batch(rows, 60), budget, SMALL.build)).peak <= budget.bytes

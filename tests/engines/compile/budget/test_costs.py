@@ -20,6 +20,11 @@ from optimum_memopt.errors import MemOptError
 from tests.engines.compile.captured import Captured, capture
 
 
+def measured(captured: Captured, known: dict[str, costs.Measured], **limit: float) -> costs.Costs:
+    joint, sizes = captured.joint, captured.sizes
+    return costs.measured(joint, sizes, costs.works(joint, sizes), False, known, **limit)
+
+
 def test_a_roofline_grows_with_the_work_and_shrinks_with_the_device(roberta: Captured) -> None:
     slow, fast = (costs.roofline(roberta.joint, roberta.sizes, DEVICES[name], False) for name in ("T4", "H100"))
     assert (slow.source, fast.source) == ("roofline T4", "roofline H100")
@@ -40,7 +45,7 @@ def test_measuring_draws_no_random_numbers_and_is_remembered(
 ) -> None:
     before = torch.get_rng_state()
     known: dict[str, costs.Measured] = {}
-    first = costs.measured(roberta.joint, roberta.sizes, False, known)
+    first = measured(roberta, known)
     assert torch.equal(torch.get_rng_state(), before)
     assert first.source == "measured" and len(known) > 20 and min(known.values()).seconds > 0
     assert all(
@@ -49,7 +54,7 @@ def test_measuring_draws_no_random_numbers_and_is_remembered(
         if operator_name(node) == "gelu"
     )
     monkeypatch.setattr(costs, "_measure", lambda *args: pytest.fail("measured again"))
-    again = costs.measured(roberta.joint, roberta.sizes, False, known, limit=0)
+    again = measured(roberta, known, limit=0)
     assert again == first
 
 
@@ -72,7 +77,7 @@ def test_a_kernel_that_reads_a_seed_is_not_measured(operator: str, arguments: tu
 
 def test_what_is_not_measured_is_estimated(roberta: Captured) -> None:
     known: dict[str, costs.Measured] = {}
-    found = costs.measured(roberta.joint, roberta.sizes, False, known, limit=1e-9)
+    found = measured(roberta, known, limit=1e-9)
     assert not known and set(found.seconds) == {0.0}
 
 
@@ -83,8 +88,8 @@ def test_buffers_of_library_kernels_are_measured() -> None:
         return (x @ weight).square().sum()
 
     given = [torch.ones(shape, dtype=torch.bfloat16, requires_grad=True) for shape in ((1568, 97), (97, 16))]
-    graph = capture(step, *given).graph
-    found = costs.measured(graph.joint, graph.size_hints, False, {})
+    captured = capture(step, *given)
+    graph, found = captured.graph, measured(captured, {})
     problem_at = problems_of(graph, found.seconds, found.workspaces)
     problem = problem_at(graph.size_hints)
     x, weight, gradient = (one.detach() for one in (*given, torch.ones(1568, 16, dtype=torch.bfloat16)))
@@ -102,7 +107,7 @@ def test_buffers_of_library_kernels_are_measured() -> None:
 def test_a_profiler_that_is_on_does_not_keep_seconds_from_being_measured(roberta: Captured) -> None:
     known: dict[str, costs.Measured] = {}
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        costs.measured(roberta.joint, roberta.sizes, False, known)
+        measured(roberta, known)
     assert any("addmm" in key for key in known)
 
 
