@@ -55,6 +55,13 @@ def run(
     return subprocess.CompletedProcess([sys.executable, *command], code, stdout, stderr)
 
 
+def free_port() -> int:
+    """Of this machine, for the store of a process group."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 def fork_ranks(count: int, timeout: int = 300) -> None:
     """Go on as so many ranks of a process group; the process that called this ends when they have ended.
 
@@ -62,10 +69,7 @@ def fork_ranks(count: int, timeout: int = 300) -> None:
         count: of the ranks, all on this machine.
         timeout: seconds, after which a rank is killed.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    ranks = []
+    port, ranks = str(free_port()), []
     for rank in map(str, range(count)):
         child = os.fork()
         if child == 0:

@@ -4,7 +4,6 @@ import importlib.util
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.fresh_process import free_port
 from tests.integration.worker import Job
 
 ROOT = Path(__file__).parents[2]
@@ -40,12 +40,6 @@ needs_compiler = pytest.mark.skipif(
     shutil.which("c++") is None or shutil.which("ninja", path=f"{PROGRAMS}:{os.environ.get('PATH', '')}") is None,
     reason="DeepSpeed's operators need c++ and ninja",
 )
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def launcher(name: str, *, zero: int | None = None) -> list[str]:

@@ -10,10 +10,10 @@ from dataclasses import replace
 
 import pytest
 
+from tests.fresh_process import free_port
 from tests.integration.launching import (
     ENVIRONMENT,
     WORKER,
-    free_port,
     launcher,
     needs_compiler,
     needs_deepspeed,

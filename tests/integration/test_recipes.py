@@ -7,10 +7,10 @@ import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 from transformers import HfArgumentParser
 
+from tests.fresh_process import free_port
 from tests.integration.launching import (
     PROGRAMS,
     ROOT,
-    free_port,
     launcher,
     needs_compiler,
     needs_deepspeed,

@@ -4,7 +4,6 @@ import importlib.util
 import json
 import os
 import shutil
-import socket
 from pathlib import Path
 
 import pytest
@@ -232,10 +231,8 @@ def test_a_run_that_is_not_in_fp16_says_so(tmp_path):
 
 def run_under_deepspeed(folder, what):
     """What `deepspeed_runs.py` has found, and its stderr."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    port = str(fresh_process.free_port())
+    world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     environment = {**os.environ, **world, "DS_ACCELERATOR": "cpu"}
     done = fresh_process.run(deepspeed_runs.__file__, what, folder, environment=environment, timeout=1500)
     assert done.returncode == 0, done.stderr[-4000:]
