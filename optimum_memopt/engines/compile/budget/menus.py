@@ -4,16 +4,44 @@ Whether to recompute an operator or to save its result is a minimum cut, whose l
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from optimum_memopt.engines.compile.budget.cut import LOWEST_PRICE, MEGA, Cut, cut_of
-from optimum_memopt.engines.compile.budget.units import Units
+from optimum_memopt.engines.compile.budget.problem import Problem
+from optimum_memopt.engines.compile.budget.units import Units, units_of
 
 # Points of the convex hull of (bytes, seconds), and points between them, of which the hull has none.
 _HULL, _BETWEEN = 24, 16
 # Microseconds of a megabyte at which everything is recomputed that can be.
 _HIGHEST = 1e6
+
+
+@dataclass(frozen=True)
+class Menus:
+    """Plans for the units of a problem, which are the same whatever other graphs there are in the forward.
+
+    Attributes:
+        problem: of the units.
+    """
+
+    problem: Problem
+
+    @cached_property
+    def units(self) -> Units:
+        return units_of(self.problem)
+
+    @cached_property
+    def with_borders(self) -> dict[int, tuple[frozenset[int], ...]]:
+        """What each plan keeps, for one unit of each class; see `menu`."""
+        return {index: menu(self.units, index) for index in self.units.representatives}
+
+    @cached_property
+    def without_borders(self) -> dict[int, tuple[frozenset[int], ...]]:
+        """Further plans; see `menu_without_borders`."""
+        return {index: menu_without_borders(self.units, index) for index in self.units.representatives}
 
 
 def menu(units: Units, index: int) -> tuple[frozenset[int], ...]:

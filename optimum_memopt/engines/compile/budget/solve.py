@@ -1,11 +1,12 @@
 """The cheapest set of nodes to save with which the exact peak of a graph is within a budget. Pure."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from optimum_memopt.engines.compile.budget.local_search import improve
-from optimum_memopt.engines.compile.budget.problem import ALONE, Problem
+from optimum_memopt.engines.compile.budget.menus import Menus
+from optimum_memopt.engines.compile.budget.problem import ALONE, OtherGraphs, Problem
 from optimum_memopt.engines.compile.budget.simulation import (
     Simulation,
     held_at_peak,
@@ -57,9 +58,15 @@ class Solver:
 
     Attributes:
         problem: the graph.
+        known_menus: its menus, where a solver of the same graph among others has made them.
     """
 
     problem: Problem
+    known_menus: Menus | None = None
+
+    def among(self, others: OtherGraphs) -> "Solver":
+        """Of the same graph with these around it; most of what a solver does is done once for all of them."""
+        return Solver(replace(self.problem, others=others), self._menus)
 
     @cached_property
     def everything(self) -> Simulation:
@@ -69,7 +76,7 @@ class Solver:
     @cached_property
     def lowest(self) -> Simulation:
         """The plan with the lowest peak that is found."""
-        of_menus = (menus.lowest() for menus in (self._menus.without_borders, self._menus))
+        of_menus = (menus.lowest() for menus in (self._two_level.without_borders, self._two_level))
         return min(*of_menus, self.layers_recomputed, key=lambda found: found.peak)
 
     @cached_property
@@ -83,7 +90,7 @@ class Solver:
 
     def prepare(self) -> None:
         """Solve what is the same for every budget."""
-        _ = self._menus.without_borders
+        _ = self._two_level.without_borders
 
     def solve(self, budget: int, is_final: bool = True) -> Solution | Floor:
         """The plan with the least time for recompute of all whose peak fits; of equal ones that with the lowest peak.
@@ -102,10 +109,10 @@ class Solver:
         return self._solution(solver, improve(self.problem, best, budget) if is_final else best)
 
     def _candidates(self, budget: int, is_final: bool) -> Iterator[tuple[str, Simulation]]:
-        found = self._menus.without_borders.solve(budget)
+        found = self._two_level.without_borders.solve(budget)
         if found is None or found.backward.peak > found.forward.peak:
             # What many units recompute before the backward of any of them is not in the measure of one unit's plan.
-            with_borders = self._menus.solve(budget)
+            with_borders = self._two_level.solve(budget)
             if with_borders is not None:
                 yield TWO_LEVEL, with_borders
         if found is not None or self.lowest.peak <= budget:
@@ -128,8 +135,12 @@ class Solver:
         )
 
     @cached_property
-    def _menus(self) -> TwoLevel:
-        return two_level(self.problem)
+    def _menus(self) -> Menus:
+        return self.known_menus or Menus(self.problem)
+
+    @cached_property
+    def _two_level(self) -> TwoLevel:
+        return two_level(self.problem, self._menus)
 
     @cached_property
     def layers_recomputed(self) -> Simulation:

@@ -50,6 +50,7 @@ class Together:
     ) -> None:
         self._problems, self._runs, self._reserve = problems, runs, reserve
         self._hosts = hosts or (None,) * len(problems)
+        self._alone = [Solver(problem) for problem in problems]
         self._solver = lru_cache(None)(self._new_solver)
 
     @cached_property
@@ -165,7 +166,7 @@ class Together:
         return plans
 
     def _new_solver(self, index: int, others: OtherGraphs) -> Solver:
-        return Solver(replace(self._problems[index], others=others))
+        return self._alone[index].among(others)
 
 
 def _left(problem: Problem, plan: Solution | Mixed) -> int:

@@ -10,10 +10,10 @@ from functools import cached_property, reduce
 
 import numpy as np
 
-from optimum_memopt.engines.compile.budget.menus import menu, menu_without_borders
+from optimum_memopt.engines.compile.budget.menus import Menus
 from optimum_memopt.engines.compile.budget.problem import Problem
 from optimum_memopt.engines.compile.budget.simulation import Simulation, simulate
-from optimum_memopt.engines.compile.budget.units import Units, units_of
+from optimum_memopt.engines.compile.budget.units import Units
 
 # Steps of saved bytes that the dynamic program tells apart.
 _STEPS = 4000
@@ -51,12 +51,14 @@ class TwoLevel:
 
     Attributes:
         units: of the problem.
+        unmeasured: what each plan keeps.
         everything: the simulation in which all saved activations are saved.
         tops: highest bytes of each unit's part of the forward, and of the backward, in that one.
         menus: the plans of each unit.
     """
 
     units: Units
+    unmeasured: Menus
     everything: Simulation
     tops: tuple[tuple[int, int], ...]
     menus: tuple[tuple[UnitPlan, ...], ...]
@@ -176,8 +178,7 @@ class TwoLevel:
         A plan is measured alone. If many units recompute what leaves them, it is there for all of them when the
         backward begins, which only the simulation of the result shows.
         """
-        menus = {index: menu_without_borders(self.units, index) for index in self.units.representatives}
-        measured = _measured(self.units, self.everything, self.tops, menus)
+        measured = _measured(self.units, self.everything, self.tops, self.unmeasured.without_borders)
         return replace(
             self,
             menus=tuple(
@@ -207,13 +208,19 @@ def _frontier(sums: np.ndarray, times: np.ndarray, step: float) -> np.ndarray:
     return kept
 
 
-def two_level(problem: Problem) -> TwoLevel:
-    """Make and measure the menus: one for each class of units."""
-    units = units_of(problem)
+def two_level(problem: Problem, menus: Menus | None = None) -> TwoLevel:
+    """Make and measure the menus: one for each class of units.
+
+    Args:
+        problem: to solve.
+        menus: those of the problem among any other graphs, where they are known.
+    """
+    menus = menus or Menus(problem)
+    units = replace(menus.units, problem=problem)
     everything = simulate(problem, problem.closure(units.leaving | problem.activations))
     tops = _tops(units, everything)
-    measured = _measured(units, everything, tops, {index: menu(units, index) for index in units.representatives})
-    return TwoLevel(units, everything, tops, _for_all(units, measured))
+    measured = _measured(units, everything, tops, menus.with_borders)
+    return TwoLevel(units, menus, everything, tops, _for_all(units, measured))
 
 
 def _for_all(units: Units, measured: Mapping[int, tuple[UnitPlan, ...]]) -> tuple[tuple[UnitPlan, ...], ...]:

@@ -9,6 +9,8 @@ from optimum_memopt.engines.compile.budget.problem import problem_of
 from optimum_memopt.engines.compile.budget.solve import Floor
 from optimum_memopt.engines.compile.budget.together import Together
 from optimum_memopt.engines.compile.memory.footprint import Footprint
+from tests.engines.compile.budget.test_solve import IDS, Stack
+from tests.engines.compile.captured import capture
 
 OUTSIDE = Footprint(0, parameters=10_000, optimizer=20_000)
 
@@ -37,10 +39,12 @@ def test_saving_everything_costs_nothing(roberta, forward):
     assert found.extra_seconds == 0 and found.seconds > 0
 
 
-def test_a_budget_is_on_the_curve(forward):
+def test_a_budget_is_on_the_curve():
+    stack = capture(Stack(2).forward, IDS, dynamic=False)
+    forward = Together([problem_of(stack.graph, [1.0] * len(stack.graph.joint.nodes))], (1,))
     low, _, high = points_of(solved(forward.lowest, forward.everything, forward.cheapest, count=3), OUTSIDE)
     assert low.peak < high.peak and low.extra_seconds > high.extra_seconds == 0
     between = point_of(forward.cheapest((forward.lowest + forward.everything) // 2), OUTSIDE)
     assert low.peak <= between.peak <= (low.peak + high.peak) // 2
-    assert isinstance(forward.cheapest(forward.lowest - 1), Floor)
+    assert isinstance(forward.cheapest(forward.lowest // 2), Floor)
     assert forward.cheapest(2 * forward.everything).extra_seconds == 0

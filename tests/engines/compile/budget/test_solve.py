@@ -3,13 +3,14 @@
 import itertools
 import random
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.nn import functional
 
 from optimum_memopt.engines.compile.budget.mixed import is_within
-from optimum_memopt.engines.compile.budget.problem import Problem, problem_of
+from optimum_memopt.engines.compile.budget.problem import OtherGraphs, Problem, problem_of
 from optimum_memopt.engines.compile.budget.simulation import held_at_peak, simulate
 from optimum_memopt.engines.compile.budget.solve import KEEPS_ALL, Floor, Solution, Solver
 from optimum_memopt.engines.compile.budget.two_level import TwoLevel, two_level
@@ -92,12 +93,12 @@ IDS = torch.arange(4 * 12).view(4, 12) % 50
 
 @pytest.fixture(scope="module")
 def one_layer() -> Captured:
-    return capture(Stack(1).forward, IDS)
+    return capture(Stack(1).forward, IDS, dynamic=False)
 
 
 @pytest.fixture(scope="module")
 def many_layers() -> Captured:
-    return capture(Stack(5).forward, IDS)
+    return capture(Stack(5).forward, IDS, dynamic=False)
 
 
 def priced(captured: Captured, seed: int) -> Problem:
@@ -128,9 +129,10 @@ def test_no_subset_of_a_layer_is_more_than_a_hundredth_cheaper(one_layer: Captur
     closures = {problem.closure(units.leaving.union(subset)) for subset in subsets}
     simulated = [simulate(problem, saved) for saved in closures]
     everything = simulate(problem, problem.closure(problem.activations)).extra_seconds(problem)
+    solver = Solver(problem)
     # At the floor itself a plan may be 15% slower than the best.
     for budget in budgets(problem, 12)[1:]:
-        found = Solver(problem).solve(budget)
+        found = solver.solve(budget)
         fitting = [one.extra_seconds(problem) - everything for one in simulated if one.peak <= budget]
         assert isinstance(found, Solution) and found.peak <= budget
         assert not fitting or found.extra_seconds <= min(fitting) * 1.01 + 1e-9
@@ -139,8 +141,8 @@ def test_no_subset_of_a_layer_is_more_than_a_hundredth_cheaper(one_layer: Captur
 @pytest.mark.parametrize("name", tiered(["many_layers", "roberta", "albert"], fast=["many_layers"]))
 def test_a_smaller_budget_has_no_higher_peak_and_no_less_time(name: str, request: pytest.FixtureRequest) -> None:
     problem = priced(request.getfixturevalue(name), 0)
-    begin = time.process_time()
-    found = [Solver(problem).solve(budget) for budget in budgets(problem, 12)]
+    begin, solver = time.process_time(), Solver(problem)
+    found = [solver.solve(budget) for budget in budgets(problem, 12)]
     print(f"{name}: {len(found)} budgets in {time.process_time() - begin:.2f} CPU-s")
     assert all(isinstance(one, Solution) for one in found)
     assert [one.peak for one in found] == sorted(one.peak for one in found)
@@ -169,7 +171,7 @@ def test_plans_that_pass_the_budget_again_and_again_are_left_behind(
 
 
 def test_what_leaves_a_layer_counts_for_the_one_that_is_recomputed_from_it() -> None:
-    problem = priced(capture(Spaced(5).forward, IDS), 0)
+    problem = priced(capture(Spaced(5).forward, IDS, dynamic=False), 0)
     menus = two_level(problem)
     low, high = menus.lowest().peak, menus.everything.peak
     for budget in range(low, high, (high - low) // 8):
@@ -182,13 +184,13 @@ def test_what_leaves_a_layer_counts_for_the_one_that_is_recomputed_from_it() -> 
 @pytest.fixture(scope="module")
 def masked() -> Problem:
     """Where products take a hundred times as long as all else."""
-    captured = capture(Masked(4).forward, IDS)
+    captured = capture(Masked(4).forward, IDS, dynamic=False)
     kinds = [str(node.target) for node in captured.joint.nodes]
     return problem_of(captured.graph, [1e-3 if "mm" in kind else 1e-5 for kind in kinds])
 
 
 def test_what_leaves_a_layer_is_recomputed_where_that_is_cheaper(masked: Problem) -> None:
-    menus = two_level(masked)
+    menus, solver = two_level(masked), Solver(masked)
     low, high = menus.lowest().peak, menus.everything.peak
     cheaper = []
     for step in range(1, 8):
@@ -197,17 +199,18 @@ def test_what_leaves_a_layer_is_recomputed_where_that_is_cheaper(masked: Problem
         assert with_borders is not None
         if without is not None and without.extra_seconds(masked) < 0.99 * with_borders.extra_seconds(masked):
             assert without.peak <= budget
-            found = Solver(masked).solve(budget)
+            found = solver.solve(budget)
             assert isinstance(found, Solution) and found.extra_seconds <= without.extra_seconds(masked)
             cheaper.append(without)
     assert any(masked.boundaries - found.saved for found in cheaper)
 
 
 def test_no_kind_of_operator_alone_is_cheaper_to_recompute(masked: Problem) -> None:
+    solver = Solver(masked)
     for kind in sorted({masked.kinds[node] for node in masked.activations}):
         kept = [node for node in masked.activations if masked.kinds[node] != kind]
         alone = simulate(masked, masked.closure(kept))
-        found = Solver(masked).solve(alone.peak)
+        found = solver.solve(alone.peak)
         assert isinstance(found, Solution) and found.peak <= alone.peak
         assert found.extra_seconds <= alone.extra_seconds(masked) + 1e-9, kind
 
@@ -226,6 +229,14 @@ def test_a_plan_below_the_lowest_of_layers_is_one(one_layer: Captured) -> None:
     assert isinstance(found, Solution) and found.peak <= below
     assert is_within(Solver(problem), below, None)
     assert not is_within(Solver(problem), below // 2, None)
+
+
+def test_a_graph_among_others_has_the_menus_of_the_graph_alone(many_layers: Captured) -> None:
+    problem, others = priced(many_layers, 0), OtherGraphs(later=2000, gradients=1000, runs=2)
+    budget = Solver(problem).everything.peak * 2
+    among = Solver(problem).among(others)
+    assert among.solve(budget) == Solver(replace(problem, others=others)).solve(budget)
+    assert among.solve(budget) != Solver(problem).solve(budget)
 
 
 def test_identical_layers_are_solved_once(many_layers: Captured) -> None:
