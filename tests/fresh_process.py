@@ -5,7 +5,6 @@ transformers, about malloc from the start, or about how a process starts, needs 
 """
 
 import atexit
-import contextlib
 import functools
 import gc
 import importlib
@@ -62,12 +61,14 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def fork_ranks(count: int, timeout: int = 300) -> None:
+def fork_ranks(count: int, timeout: int = 300, end_together: bool = True) -> None:
     """Go on as so many ranks of a process group; the process that called this ends when they have ended.
 
     Args:
         count: of the ranks, all on this machine.
         timeout: seconds, after which a rank is killed.
+        end_together: kill the others when one fails, as a launcher does; False: leave them alone, and print the exit
+            codes of all when they have ended.
     """
     port, ranks = str(free_port()), []
     for rank in map(str, range(count)):
@@ -78,16 +79,17 @@ def fork_ranks(count: int, timeout: int = 300) -> None:
             os.environ.update(place, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
             return
         ranks.append(child)
-    failed = 0
-    for _ in ranks:
-        status = os.wait()[1]
-        if status and not failed:
-            failed = 1
-            # The others would wait for it.
-            for child in ranks:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(child, signal.SIGKILL)
-    os._exit(failed)
+    codes: dict[int, int] = {}
+    while len(codes) < count:
+        ended, status = os.wait()
+        codes[ended] = os.waitstatus_to_exitcode(status)
+        if codes[ended] and end_together:
+            # They would wait for it.
+            for child in set(ranks).difference(codes):
+                os.kill(child, signal.SIGKILL)
+    if not end_together:
+        print(json.dumps([codes[child] for child in ranks]), flush=True)
+    os._exit(any(codes.values()))
 
 
 @functools.cache

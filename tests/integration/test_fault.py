@@ -1,16 +1,17 @@
 """A rank that is killed in the middle of an epoch: the other ends soon and says why, and the run goes on from its
 checkpoint as if nothing had happened."""
 
+import json
 import os
+import re
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import replace
 
 import pytest
 
-from tests.fresh_process import free_port
+from tests import fresh_process
 from tests.integration.launching import (
     ENVIRONMENT,
     WORKER,
@@ -80,6 +81,14 @@ def test_under_torchrun(tmp_path, uninterrupted):
     assert resumed(tmp_path, uninterrupted) < 1e-5
 
 
+BY_HAND = """
+import sys
+from tests.fresh_process import fork_ranks
+from tests.integration import worker
+fork_ranks(2, timeout={seconds}, end_together=False)
+sys.argv = ["worker.py", {path!r}]
+worker.main()
+"""
 ZERO = {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 1}}
 
 
@@ -91,22 +100,13 @@ ZERO = {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage":
 def test_without_an_agent(tmp_path, deepspeed):
     """Two processes by hand: nobody ends the one that is left, it has to notice by itself."""
     path = write_jobs(tmp_path, [replace(DYING, arguments={**ARGUMENTS, "deepspeed": deepspeed})])
-    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    ranks = [
-        start_process([sys.executable, WORKER, path], tmp_path / f"log{rank}", RANK=rank, LOCAL_RANK=rank, **world)
-        for rank in ("0", "1")
-    ]
-    try:
-        wait_for_checkpoint(tmp_path / "dying-output")
-        assert ranks[1].wait(SOON) == -signal.SIGKILL
-        died = time.monotonic()
-        assert ranks[0].wait(SOON) != 0
-        assert time.monotonic() - died < SOON
-    finally:
-        for rank in ranks:
-            end(rank)
-    log = (tmp_path / "log0").read_text()
-    assert "Connection closed by peer" in log or "Connection reset by peer" in log, log[-2000:]
+    environment = {**os.environ, **ENVIRONMENT}
+    done = fresh_process.run("-c", BY_HAND.format(path=str(path), seconds=SOON), environment=environment)
+    first, second = json.loads(done.stdout.splitlines()[-1])
+    assert second == -signal.SIGKILL
+    assert first not in (0, -signal.SIGALRM), "it was ended after its time"
+    assert (tmp_path / "dying-output" / f"checkpoint-{SAVED}" / "trainer_state.json").exists()
+    assert re.search("Connection (closed|reset) by peer", done.stderr), done.stderr[-2000:]
 
 
 def start_process(command, log, **environment):

@@ -253,7 +253,7 @@ def trap(command, folder, **arguments):
 
 @pytest.mark.parametrize(
     "flags",
-    tiered([["--cpu", "--num_processes", "2"], ["--num_processes", "2"]], fast=[["--num_processes", "2"]]),
+    tiered([["--cpu", "--num_processes", "2"], ["--num_processes", "2"]], fast=[]),
     ids=" ".join,
 )
 def test_accelerate_that_starts_one_process_is_refused(tmp_path, flags):

@@ -1,7 +1,5 @@
 """Processes: what a script ends in for the user, its exit code and its last line; and a real lack of memory."""
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,21 +16,10 @@ pytest.importorskip("sklearn")
 pytest.importorskip("scipy")
 
 
-def start(*command):
-    """A process that has imported nothing yet, and does not look for the hub; its stdout, stderr and exit code."""
-    return subprocess.run(
-        [sys.executable, *map(str, command)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-    )
-
-
-def run_glue(material, folder, *flags, run=fresh_process.run):
+def run_glue(material, folder, *flags):
     material_flags = ["--model_name_or_path", material / "model", "--train_file", material / "rows.json"]
     quick = ["--use_cpu", "true", "--max_steps", 3, "--per_device_train_batch_size", 4, "--report_to", "none"]
-    return run(RUN_GLUE, "--output_dir", folder / "run", *material_flags, *quick, *flags)
+    return fresh_process.run(RUN_GLUE, "--output_dir", folder / "run", *material_flags, *quick, *flags)
 
 
 def test_help_lists_the_flags():
@@ -70,7 +57,6 @@ def test_a_recipe_trains(material, tmp_path):
         "false",
         "--log_input_density",
         "--log_memory_phases",
-        run=start,
     )
     assert done.returncode == 0, done.stderr
     assert "BiasGelu+:1:-1 is " in done.stderr and "on this provider" in done.stderr
