@@ -23,7 +23,7 @@ ON_H100 = {"device": "h100", "compiler": "aot_eager"}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> str:
-    return save(tmp_path_factory.mktemp("model"), "gpt2", architectures=["GPT2LMHeadModel"])
+    return save(tmp_path_factory.mktemp("model"), "gpt2", n_layer=1, architectures=["GPT2LMHeadModel"])
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def test_it_fits_what_it_takes(found: Estimate) -> None:
 class Stack(torch.nn.Module):
     """Layers whose activations can be recomputed, and a loss."""
 
-    def __init__(self, width: int = 64, depth: int = 4) -> None:
+    def __init__(self, width: int = 64, depth: int = 3) -> None:
         super().__init__()
         self.layers = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(depth))
 

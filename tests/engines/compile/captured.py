@@ -129,11 +129,18 @@ class Captured:
         return producer_for(selection(asked)).choose(self.graph, earlier)
 
     def split(self, asked: str = "") -> Parts:
-        """Under a config, `level 1` or nothing."""
-        others = (self.inputs, self.num_fwd_outputs, self.others)
-        graph, modules = partitioned_graph.partition_joint(self.copied(), *others, producer_for(selection(asked)))
-        # Names come from the tracer, which is gone.
-        return Parts(dataclasses.replace(graph, names=self.names), *modules, self.num_fwd_outputs)
+        """Under a config, `level 1` or nothing; made once, and not to be changed."""
+        if asked not in self._splits:
+            others = (self.inputs, self.num_fwd_outputs, self.others)
+            graph, modules = partitioned_graph.partition_joint(self.copied(), *others, producer_for(selection(asked)))
+            # Names come from the tracer, which is gone.
+            named = dataclasses.replace(graph, names=self.names)
+            self._splits[asked] = Parts(named, *modules, self.num_fwd_outputs)
+        return self._splits[asked]
+
+    @cached_property
+    def _splits(self) -> dict[str, Parts]:
+        return {}
 
     def copied(self) -> fx.GraphModule:
         return fx.GraphModule(self.module, copy.deepcopy(self.module.graph))
