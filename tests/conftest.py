@@ -5,12 +5,13 @@ import logging
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from optimum_memopt.logs import get_logger
-from tests.tiers import is_end_to_end
+from tests.tiers import OF_CAPTURED_GRAPHS, is_end_to_end
 
 # Tests start where a newcomer does, without the built torch extensions; name a cache with them to test with them.
 os.environ.setdefault("OPTIMUM_MEMOPT_CACHE", os.path.join(tempfile.gettempdir(), "optimum_memopt-no-extensions"))
@@ -37,6 +38,21 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """What the tier leaves out is not imported either, which takes longer than many a unit test."""
     left_out = "not end_to_end" in config.option.markexpr and collection_path.suffix == ".py"
     return True if left_out and _is_end_to_end(collection_path) else None
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file's tests stay on one worker, and so do the files that look at the same traced graphs."""
+    if config.option.dist != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByWhatIsShared(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "captured graphs" if file.removeprefix("tests/").startswith(OF_CAPTURED_GRAPHS) else file
+
+    return ByWhatIsShared(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -166,13 +166,13 @@ class RunsDry:
         return loss
 
 
-def run_dry(folder, plain=False, kind=RunsDry, dropout=0.0, **changes):
+def run_dry(folder, plain=False, kind=RunsDry, name="small", dropout=0.0, **changes):
     trainer = make(
         folder,
-        NAME,
+        name,
         plain=plain,
         trainer=type("Dry", (kind, Trainer if plain else MemOptTrainer), {}),
-        model=build(NAME, hidden_dropout_prob=dropout),
+        model=build(name, **({"hidden_dropout_prob": dropout} if dropout else {})),
         auto_find_batch_size=True,
         per_device_train_batch_size=8,
         max_steps=4,
@@ -224,7 +224,13 @@ def test_a_dropout_plan_is_still_exact_after_running_out_of_memory(tmp_path):
                 hook.remove()
 
     trainer, _ = run_dry(
-        tmp_path, kind=Watched, dropout=0.3, memory_opt_config="Dropout+:1:-1", callbacks=[masks], max_grad_norm=0.0
+        tmp_path,
+        kind=Watched,
+        name=NAME,
+        dropout=0.3,
+        memory_opt_config="Dropout+:1:-1",
+        callbacks=[masks],
+        max_grad_norm=0.0,
     )
     assert [plan.config for plan in trainer.memopt.table.enabled] == ["Dropout+:1:-1"]
     assert len(masks.errors) == 1 + 4

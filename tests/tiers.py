@@ -68,6 +68,29 @@ UNIT = (
     "engines/ort/test_selection",
 )
 
+# Files that look at graphs which `engines/compile/conftest.py` traces once a process: one worker takes all of them.
+OF_CAPTURED_GRAPHS = (
+    "engines/compile/budget/test_costs",
+    "engines/compile/budget/test_curve",
+    "engines/compile/budget/test_several_graphs",
+    "engines/compile/budget/test_simulation",
+    "engines/compile/budget/test_variant_lengths",
+    "engines/compile/steps/test_replay",
+    "engines/compile/test_backend",
+    "engines/compile/test_barriers",
+    "engines/compile/test_candidates",
+    "engines/compile/test_joint",
+    "engines/compile/test_liveness",
+    "engines/compile/test_naming",
+    "engines/compile/test_partition",
+    "engines/compile/test_saved_activations",
+    "engines/compile/test_selection",
+    "engines/compile/test_step_timeline",
+    "engines/compile/test_strategies",
+    "engines/compile/test_table",
+    "engines/compile/test_timeline",
+)
+
 
 def is_end_to_end(path: str) -> bool:
     """Whether a test file, by its path below this folder, is no unit test."""

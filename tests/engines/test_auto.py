@@ -12,10 +12,9 @@ from optimum_memopt.engines.base import Selection
 from optimum_memopt.engines.ort import support_checks
 from optimum_memopt.errors import UnsupportedModelError
 from optimum_memopt.options import resolve
-from tests.model_zoo import ZOO
-from tests.trainer_runs import build, distance, log_lines, make, weights
+from tests.trainer_runs import CASES, build, distance, log_lines, make, weights
 
-NAME = "roberta-classification"
+NAME = "small"
 AUTO = {"memory_opt_engine": "auto", "ort_fallback": True}
 SWITCHED = "training with the compile engine"
 
@@ -68,7 +67,7 @@ def test_a_model_that_the_first_engine_trains_stays_there():
     model = build(NAME)
     engine = optimize(model, **AUTO, memory_opt_level=1)
     assert engine_of(model) is engine and engine.name == "ort"
-    model(**ZOO[NAME].batch()).loss.backward()
+    model(**CASES[NAME].batch()).loss.backward()
     assert engine.plans().engine == "ort" and engine.plans().enabled
     engine.detach()
     assert engine_of(model) is None and "forward" not in vars(model)
@@ -78,7 +77,7 @@ def test_a_later_forward_that_fails_is_trained_too():
     """Also when a forward of the first engine still waits for its backward."""
     model, plain = build(NAME), build(NAME)
     engine = optimize(model, **AUTO)
-    batch = ZOO[NAME].batch()
+    batch = CASES[NAME].batch()
     for trained in (model, plain):
         loss = trained(**batch).loss
         with torch.autocast("cpu", torch.bfloat16):
@@ -93,7 +92,7 @@ def test_a_later_forward_that_fails_is_trained_too():
 
 def test_a_rank_that_has_trained_does_not_switch_alone():
     model = build(NAME)
-    batch = ZOO[NAME].batch()
+    batch = CASES[NAME].batch()
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         engine = optimize(model, **AUTO)
@@ -163,7 +162,7 @@ def test_parameters_where_onnx_runtime_does_not_run():
     with pytest.raises(UnsupportedModelError, match=message):
         support_checks.check_device("Model", "cuda")
     with pytest.raises(UnsupportedModelError, match="RobertaForSequenceClassification is on meta"):
-        optimize(build(NAME).to("meta"), memory_opt_engine="ort")
+        optimize(build("roberta-classification").to("meta"), memory_opt_engine="ort")
 
 
 def test_an_explicit_engine_names_the_other_one():
@@ -171,7 +170,7 @@ def test_an_explicit_engine_names_the_other_one():
         engine = create(resolve(MemOptOptions(memory_opt_engine="ort", ort_fallback=fallback)))
         model = NoGradient()
         engine.attach(model)
-        batch = ZOO[NAME].batch()
+        batch = CASES[NAME].batch()
         if fallback:
             model(**batch)
             assert "--memory_opt_engine compile trains it" in engine.plans().header[0]
@@ -186,5 +185,5 @@ def test_other_plans_are_the_second_engines_too():
     engine = optimize(model, **AUTO, memory_opt_level=1)
     assert engine.selection == Selection(None, 1, True)
     engine.apply(Selection())
-    model(**ZOO[NAME].batch()).loss.backward()
+    model(**CASES[NAME].batch()).loss.backward()
     assert not engine.plans().enabled

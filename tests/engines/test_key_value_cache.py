@@ -1,6 +1,7 @@
 """`use_cache=False` goes to forwards that take it, and to no other."""
 
 import copy
+import itertools
 import types
 from typing import Any
 
@@ -15,6 +16,7 @@ from optimum_memopt.engines.key_value_cache import without_key_value_cache
 from optimum_memopt.engines.ort import missing
 from tests.gradients import assert_same_step
 from tests.model_zoo import ZOO
+from tests.tiers import tiered
 
 OFF = {"use_cache": False}
 
@@ -49,8 +51,13 @@ class ByPosition(torch.nn.Module):
         return ids
 
 
-@pytest.mark.parametrize("head", [Classifier, Passing])
-@pytest.mark.parametrize("engine", ["compile", "ort"])
+ENGINES = ("compile", "ort")
+
+
+@pytest.mark.parametrize(
+    ("head", "engine"),
+    tiered(itertools.product((Classifier, Passing), ENGINES), fast=[(Classifier, "ort"), (Passing, "compile")]),
+)
 def test_a_head_of_ones_own_trains(head: type[Classifier], engine: str) -> None:
     if engine == "ort" and (reason := missing()):
         pytest.skip(reason)

@@ -75,7 +75,7 @@ IN_NO_GRAPH = {
 }
 
 
-@pytest.mark.parametrize(("name", "share"), tiered(CASES, fast=[("gpt2", 0.98), ("deberta-v2-classification", 0.98)]))
+@pytest.mark.parametrize(("name", "share"), tiered(CASES, fast=[("gpt2", 0.98)]))
 def test_the_parts_add_up_to_what_was_held(name, share):
     failed, limited = run_out(name, share, **({"num_hidden_layers": 1} if name in ONE_LAYER else {}))
     explained = explain(failed)

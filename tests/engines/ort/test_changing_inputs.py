@@ -17,11 +17,15 @@ from tests.engines.ort.helpers import (
     needs_ort,
 )
 from tests.gradients import accumulate, wrong_gradients
+from tests.tiers import tiered
 
 pytestmark = needs_ort
 
 
-@pytest.mark.parametrize("selection", [Selection(), Selection(level=1)], ids=["no plan", "level 1"])
+LEVEL_1 = Selection(level=1)
+
+
+@pytest.mark.parametrize("selection", tiered([Selection(), LEVEL_1], fast=[LEVEL_1]), ids=["no plan", "level 1"])
 def test_other_inputs_than_the_first_are_not_run_with_the_first_graph(attach: Attach, selection: Selection) -> None:
     model = MLM.build()
     plain = copy.deepcopy(model)
