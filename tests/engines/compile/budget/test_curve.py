@@ -7,7 +7,7 @@ import pytest
 from optimum_memopt.engines.compile.budget.curve import point_of, points_of, solved
 from optimum_memopt.engines.compile.budget.problem import problem_of
 from optimum_memopt.engines.compile.budget.solve import Floor
-from optimum_memopt.engines.compile.budget.together import Together
+from optimum_memopt.engines.compile.budget.together import Plans, Together
 from optimum_memopt.engines.compile.memory.footprint import Footprint
 from tests.engines.compile.budget.test_solve import IDS, Stack
 from tests.engines.compile.captured import capture
@@ -48,3 +48,11 @@ def test_a_budget_is_on_the_curve():
     assert low.peak <= between.peak <= (low.peak + high.peak) // 2
     assert isinstance(forward.cheapest(forward.lowest // 2), Floor)
     assert forward.cheapest(2 * forward.everything).extra_seconds == 0
+
+
+def test_what_is_found_for_a_larger_budget_counts_for_a_smaller_one():
+    slower, better = Plans(peak=150, extra_seconds=3.0, seconds=9.0), Plans(peak=140, extra_seconds=2.0, seconds=9.0)
+    fastest = Plans(peak=300, extra_seconds=0.0, seconds=9.0)
+    plans = {100: Plans(peak=90, extra_seconds=5.0, seconds=9.0), 200: slower, 300: better, 400: fastest}
+    found = solved(100, 400, plans.__getitem__, count=4)
+    assert found == [(100, plans[100]), (200, better), (300, fastest), (400, fastest)]
