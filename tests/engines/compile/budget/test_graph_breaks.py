@@ -134,8 +134,8 @@ TRIES = {
     ("name", "shares"),
     tiered(
         [
-            ("one break", (0.7, 0.56)),
-            ("two breaks", (0.6, 0.42)),
+            ("one break", (0.7, 0.62)),
+            ("two breaks", (0.6, 0.5)),
             ("five breaks", (0.6, 0.32)),
             ("a loop", (0.6, 0.4)),
         ],
