@@ -8,6 +8,7 @@ from transformers import Trainer, TrainerCallback
 
 from optimum_memopt import MemOptError, MemOptTrainer, MemOptTrainingArguments, attach, optimize
 from optimum_memopt.engines.attached import engine_of
+from optimum_memopt.engines.registry import engine_names
 from tests.trainer_runs import arguments, build, collate, distance, log_lines, make, rows, tables, weights
 
 NAME = "roberta-classification"
@@ -148,6 +149,39 @@ def options_of_optimize(**options):
         return optimize(model, **options)
     finally:
         assert engine_of(model) is None
+
+
+class CallsParts:
+    """A loss of its own, from what is below the classifier's head."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        logits = model.head(model.layer[0](model.embedding(inputs["input_ids"])).mean(1))
+        loss = torch.nn.functional.cross_entropy(logits, inputs["labels"])
+        return (loss, {"logits": logits}) if return_outputs else loss
+
+
+@pytest.mark.parametrize("engine", engine_names())
+def test_a_model_of_which_training_calls_parts_is_refused_before_a_weight_has_changed(tmp_path, engine):
+    kind = type("Parts", (CallsParts, MemOptTrainer), {})
+    trainer = make(tmp_path, "small", trainer=kind, memory_opt_engine=engine, memory_opt_level=1)
+    before = weights(trainer.model)
+    with pytest.raises(MemOptError, match=f"parts of .*, and not its forward, which is what the {engine} engine runs"):
+        trainer.train()
+    assert distance(weights(trainer.model), before) == 0
+
+
+def test_without_a_plan_that_is_a_warning(tmp_path):
+    found = {}
+    for plain in (True, False):
+        kind = type("Parts", (CallsParts, Trainer if plain else MemOptTrainer), {})
+        trainer = make(
+            tmp_path, "small", plain=plain, trainer=kind, **({} if plain else {"memory_opt_engine": "compile"})
+        )
+        with log_lines() as lines:
+            trainer.train()
+        found[plain] = weights(trainer.model)
+    assert sum("there is no plan table; give the part an engine of its own" in line for line in lines) == 1
+    assert distance(found[True], found[False]) == 0
 
 
 # Out of memory: accelerate's retry with a smaller batch.

@@ -42,6 +42,7 @@ class PlanStatsCallback(TrainerCallback):
     def __init__(self, path: str | os.PathLike | None = None) -> None:
         self.reporter = Reporter("plan_stats", path)
         self._monitor: PeakMonitor | None = None
+        self._is_checked = False
         self.table: PlanTable | None = None
         self.predicted_peak_mib: float | None = None
 
@@ -53,12 +54,21 @@ class PlanStatsCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self.table, self.predicted_peak_mib = None, None
+        self.table, self.predicted_peak_mib, self._is_checked = None, None, False
         self.reporter.begin(state)
         self._monitor = PeakMonitor(args.device)
         self._monitor.start_run()
         if engine_of(kwargs["model"]) is None:
             self.reporter.lines("no engine holds this model, so there is no plan table; see optimum_memopt.attach")
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """See `Engine.check_used`: before the first optimizer step has changed a weight."""
+        if not self._is_checked:
+            self._is_checked = True
+            if (engine := engine_of(kwargs["model"])) is not None:
+                engine.check_used()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -120,6 +120,10 @@ class Engine(Protocol):
     def apply(self, selection: Selection) -> None:
         """Choose other plans; takes effect with the next training forward."""
 
+    def check_used(self) -> None:
+        """Refuse to go on where training calls parts of the model, and not its forward; a warning where no plan was
+        asked for. Raises UnsupportedModelError."""
+
 
 class EngineFactory:
     """What can be asked of an engine that has no model yet. The defaults are those of an engine without needs.

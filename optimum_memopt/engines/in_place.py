@@ -52,6 +52,7 @@ class InPlaceEngine:
     def __init__(self, selection: Selection | None = None) -> None:
         self._last_attached: Attached | None = None
         self._is_attached = False
+        self._was_called = False
         self.outputs_read_by: Callable[[], str] | None = None
         self.run: Callable[[], Run] | None = None
         self.apply(selection or Selection())
@@ -97,6 +98,7 @@ class InPlaceEngine:
         last = self._last_attached
         if last is None or last.model is not model or last.training_forward is not place:
             self._forget()
+        self._was_called = False
         self._last_attached, self._is_attached = Attached(model, place, Checkpointing(model)), True
         place.start(self._forward)
         try:
@@ -126,7 +128,26 @@ class InPlaceEngine:
         self._forget()
         self._last_attached = None
 
+    def check_used(self) -> None:
+        """See `Engine.check_used`.
+
+        TRL's trainers with a fused head and loss (`DistillationTrainer`, `GRPOTrainer` with Liger Kernel) call what is
+        below the head (TRL 1.16, `_ForwardRedirection`).
+        """
+        if self._was_called or not self._is_attached:
+            return
+        name, asked = type(self._model).__name__, self._selection.name
+        unused = (
+            f"training calls parts of {name}, and not its forward, which is what the {self.name} engine runs: "
+            f"{f'{asked} cannot apply' if asked else 'there is no plan table'}"
+        )
+        instead = "give the part an engine of its own, as in optimize(trainer.model.base_model, memory_opt_level=1)"
+        if asked:
+            raise UnsupportedModelError(f"{unused}; instead of attach, {instead}")
+        get_logger().warning(f"{unused}; {instead}")
+
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._was_called = True
         if self._attached.checkpointing.is_on and not self.keeps_checkpointing:
             # Switched on since, or by an activation_checkpointing_enable() of the user's training loop.
             self._replace_checkpointing()
