@@ -219,6 +219,7 @@ def test_what_budgets_cost(folder, tmp_path, capsys):
     assert page.by_id("frontier") and "this plan" not in page.root.text
 
 
+@pytest.mark.slow
 def test_a_page_of_a_plan(folder, tmp_path, capsys):
     file = tmp_path / "page.html"
     run("--model", folder, "--task", "fill-mask", "--seq_len", "60", "--level", "1", "--json", "--html", str(file))
