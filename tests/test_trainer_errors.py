@@ -160,10 +160,16 @@ class CallsParts:
         return (loss, {"logits": logits}) if return_outputs else loss
 
 
-@pytest.mark.parametrize("engine", engine_names())
-def test_a_model_of_which_training_calls_parts_is_refused_before_a_weight_has_changed(tmp_path, engine):
+# `auto` has gone on with its second engine before anything is trained.
+SWITCHED = {"memory_opt_engine": "auto", "ort_fallback": True, "bf16": True}
+
+
+@pytest.mark.parametrize(
+    ("engine", "chosen"), [*((name, {"memory_opt_engine": name}) for name in engine_names()), ("compile", SWITCHED)]
+)
+def test_a_model_of_which_training_calls_parts_is_refused_before_a_weight_has_changed(tmp_path, engine, chosen):
     kind = type("Parts", (CallsParts, MemOptTrainer), {})
-    trainer = make(tmp_path, "small", trainer=kind, memory_opt_engine=engine, memory_opt_level=1)
+    trainer = make(tmp_path, "small", trainer=kind, memory_opt_level=1, **chosen)
     before = weights(trainer.model)
     with pytest.raises(MemOptError, match=f"parts of .*, and not its forward, which is what the {engine} engine runs"):
         trainer.train()

@@ -141,9 +141,7 @@ class AutoEngine:
         return self._current.plan_file()
 
     def check_used(self) -> None:
-        # The second engine is there since a training forward was called.
-        if self._create_second is not None:
-            self._current.check_used()
+        self._current.check_used()
 
     def predicted_peak_mib(self, optimizer: torch.optim.Optimizer | None, gradient_accumulation: bool) -> float | None:
         return self._current.predicted_peak_mib(optimizer, gradient_accumulation)
