@@ -24,8 +24,18 @@ from trl import (
 )
 
 from optimum_memopt import UnsupportedModelError
-from tests.ecosystem.harness import Memopt, Outcome, arguments, assert_equal, llama_config, outcome, run, sentence
-from tests.ecosystem.harness import tokenizer as word_tokenizer
+from tests.ecosystem.harness import (
+    Memopt,
+    Outcome,
+    arguments,
+    assert_equal,
+    llama_config,
+    outcome,
+    run,
+    sentence,
+    tokenizer,
+)
+from tests.ecosystem.test_trl import lora
 from tests.tiers import tiered
 
 # TRL asks for bf16 and activation checkpointing by default.
@@ -60,7 +70,7 @@ def grpo(folder: Path, memopt: Memopt, peft_config: LoraConfig | None = None, **
         reward_funcs=distinct,
         args=arguments(GRPOConfig, folder, **{**SAMPLED, **changes}),
         train_dataset=prompts(16),
-        processing_class=word_tokenizer(),
+        processing_class=tokenizer(),
         peft_config=peft_config,
     )
     return trained(trainer, memopt)
@@ -73,8 +83,7 @@ def grpo_again(folder: Path, memopt: Memopt) -> Outcome:
 
 def grpo_lora_accumulated(folder: Path, memopt: Memopt) -> Outcome:
     """The reference is the model without its adapter."""
-    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    return grpo(folder, memopt, lora, beta=0.1, gradient_accumulation_steps=2)
+    return grpo(folder, memopt, lora(), beta=0.1, gradient_accumulation_steps=2)
 
 
 def rloo(folder: Path, memopt: Memopt) -> Outcome:
@@ -84,7 +93,7 @@ def rloo(folder: Path, memopt: Memopt) -> Outcome:
         reward_funcs=distinct,
         args=arguments(RLOOConfig, folder, **SAMPLED),
         train_dataset=prompts(16),
-        processing_class=word_tokenizer(),
+        processing_class=tokenizer(),
     )
     return trained(trainer, memopt)
 
@@ -100,7 +109,7 @@ def kto(folder: Path, memopt: Memopt) -> Outcome:
         model=LlamaForCausalLM.from_pretrained(folder / "model"),
         args=arguments(KTOConfig, folder, **QUIET, max_length=32),
         train_dataset=Dataset.from_list(rows),
-        processing_class=word_tokenizer(),
+        processing_class=tokenizer(),
     )
     return trained(trainer, memopt)
 
@@ -111,7 +120,7 @@ def distillation(folder: Path, memopt: Memopt) -> Outcome:
         teacher_model=model(seed=1),
         args=arguments(DistillationConfig, folder, **{**QUIET, "max_completion_length": 5, "max_steps": 4}),
         train_dataset=prompts(16),
-        processing_class=word_tokenizer(),
+        processing_class=tokenizer(),
     )
     return trained(trainer, memopt)
 

@@ -35,6 +35,8 @@ ARGUMENTS = {
 }
 DYING = Job("dying", rows=ROWS, arguments=ARGUMENTS, killed=(1, KILLED))
 SOON = 240
+# Until the checkpoint, and until the end.
+BY_THEMSELVES = 400 + SOON
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +103,8 @@ def test_without_an_agent(tmp_path, deepspeed):
     """Two processes by hand: nobody ends the one that is left, it has to notice by itself."""
     path = write_jobs(tmp_path, [replace(DYING, arguments={**ARGUMENTS, "deepspeed": deepspeed})])
     environment = {**os.environ, **ENVIRONMENT}
-    done = fresh_process.run("-c", BY_HAND.format(path=str(path), seconds=SOON), environment=environment)
+    script = BY_HAND.format(path=str(path), seconds=BY_THEMSELVES)
+    done = fresh_process.run("-c", script, environment=environment, timeout=BY_THEMSELVES + SOON)
     first, second = json.loads(done.stdout.splitlines()[-1])
     assert second == -signal.SIGKILL
     assert first not in (0, -signal.SIGALRM), "it was ended after its time"

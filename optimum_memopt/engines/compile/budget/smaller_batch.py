@@ -48,7 +48,7 @@ def smaller_batch(
         # Gradients of the earlier micro-batches are there while a later one runs.
         step = replace(outside, batch=outside.batch // times, accumulated=outside.gradients)
         allowed = step.activations_within(budget)
-        if is_within(Solver(replace(graph.problem(times), others=others_at(times))), allowed, host):
+        if is_within(Solver(graph.problem(times)).among(others_at(times)), allowed, host):
             return SmallerBatch(whole // times, times)
         times *= 2
     return None

@@ -73,7 +73,7 @@ class FromBudget:
         known = KnownGraph(graph.signature, problem_at, graph.size_hints, names)
         others_at = partial(self.graphs.others, len(earlier), graph.signature)
         self.graphs.note(len(earlier), known)
-        solver = Solver(replace(known.problem(), others=others_at()))
+        solver = Solver(known.problem()).among(others_at())
         # Before the last look at what the process holds.
         host = host_of(graph, step.link, step.host)
         is_asked = self.frontiers is not None and not earlier
