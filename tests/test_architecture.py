@@ -5,7 +5,7 @@ Imports in functions count, those under TYPE_CHECKING do not.
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -120,7 +120,12 @@ NAMES = {
     for path in ROOT.rglob("*.py")
 }
 MODULES = {module.name: module for module in map(Module, sorted(ROOT.rglob("*.py")))}
-every_module = pytest.mark.parametrize("module", MODULES.values(), ids=lambda module: module.name or PACKAGE)
+
+
+def in_modules(found: Callable[[Module], Collection[str]]) -> dict[str, list[str]]:
+    """What is found in each module in which something is, by its name."""
+    names = {name: sorted(found(module)) for name, module in MODULES.items()}
+    return {name: each for name, each in names.items() if each}
 
 
 def layer(name: str) -> int:
@@ -167,16 +172,20 @@ def test_a_circle_is_seen():
     assert circle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
 
 
-@every_module
-def test_imports_go_down(module):
-    upward = [name for name in module.own_imports() if layer(name) > layer(module.name)]
-    assert not upward
+def upward(module: Module) -> set[str]:
+    return {name for name in module.own_imports() if layer(name) > layer(module.name)}
 
 
-@every_module
-def test_engines_do_not_import_each_other_and_nobody_else_imports_one(module):
-    of_engines = {name for name in module.own_imports() if engine(name) not in ("", engine(module.name))}
-    assert not of_engines
+def test_imports_go_down():
+    assert not in_modules(upward)
+
+
+def of_other_engines(module: Module) -> set[str]:
+    return {name for name in module.own_imports() if engine(name) not in ("", engine(module.name))}
+
+
+def test_engines_do_not_import_each_other_and_nobody_else_imports_one():
+    assert not in_modules(of_other_engines)
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if name.split(".")[0] == "plans"])
@@ -217,15 +226,18 @@ def _is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__") and len(name) > 1
 
 
-@every_module
-def test_private_names_of_other_libraries_are_in_compat_files(module):
+def not_allowed(module: Module) -> set[str]:
     allowed = {
         name
         for owner, names in PRIVATE_NAMES_ALLOWED.items()
         if f"{module.name}.".startswith(f"{owner}.")
         for name in names
     }
-    assert module.is_compat or not private_names(module) - allowed
+    return set() if module.is_compat else private_names(module) - allowed
+
+
+def test_private_names_of_other_libraries_are_in_compat_files():
+    assert not in_modules(not_allowed)
 
 
 # ONNX Runtime.
@@ -250,7 +262,5 @@ def of_onnxruntime(module: Module) -> set[str]:
     return {word for word in words if re.search(_NAMES_IT, word) or "onnx" in word.lower()}
 
 
-@every_module
-def test_onnx_runtime_is_named_in_its_folder_only(module):
-    if engine(module.name) != "ort":
-        assert not of_onnxruntime(module)
+def test_onnx_runtime_is_named_in_its_folder_only():
+    assert not in_modules(lambda module: set() if engine(module.name) == "ort" else of_onnxruntime(module))
