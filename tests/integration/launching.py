@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests import fresh_process
 from tests.fresh_process import free_port
 from tests.integration.worker import Job
 
@@ -133,6 +134,15 @@ class Done:
 
 def run_jobs(command: Sequence[str], folder: Path, jobs: Sequence[Job], **environment: str) -> Done:
     """Run the jobs in the processes that `command` starts; a launch that breaks off fails the test."""
-    done = Done(folder, start([*command, WORKER, write_jobs(folder, jobs)], **environment))
+    return _checked(Done(folder, start([*command, WORKER, write_jobs(folder, jobs)], **environment)))
+
+
+def run_jobs_alone(folder: Path, jobs: Sequence[Job]) -> Done:
+    """Run the jobs in one forked process."""
+    arguments = WORKER, write_jobs(folder, jobs)
+    return _checked(Done(folder, fresh_process.run(*arguments, environment={**os.environ, **ENVIRONMENT})))
+
+
+def _checked(done: Done) -> Done:
     assert done.process.returncode == 0 or "error: " in done.output, done.output[-4000:]
     return done

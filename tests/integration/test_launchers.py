@@ -16,6 +16,7 @@ from tests.integration.launching import (
     needs_compiler,
     needs_deepspeed,
     run_jobs,
+    run_jobs_alone,
 )
 from tests.integration.worker import Job
 from tests.tiers import tiered
@@ -103,7 +104,7 @@ def one_rank(two_ranks, tmp_path_factory):
         ),
         Job("resumed", model=MODEL, rows=ROWS, arguments=ONE, resume=checkpoint(two_ranks)),
     ]
-    return run_jobs(launcher("python"), tmp_path_factory.mktemp("one"), jobs)
+    return run_jobs_alone(tmp_path_factory.mktemp("one"), jobs)
 
 
 def checkpoint(done):
