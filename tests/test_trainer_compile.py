@@ -335,7 +335,11 @@ def test_generation_during_evaluation(tmp_path):
             generation_max_length=6,
         )
         trainer = Seq2SeqTrainer(
-            build("t5"), args, data_collator=collate, train_dataset=rows("t5"), eval_dataset=rows("t5", 4, seed=1)
+            build("t5", num_layers=1, num_decoder_layers=1),
+            args,
+            data_collator=collate,
+            train_dataset=rows("t5"),
+            eval_dataset=rows("t5", 4, seed=1),
         )
         if kind == "ours":
             attach(trainer, **ENGINE, memory_opt_level=1)

@@ -81,7 +81,7 @@ def test_the_report_is_a_table_of_the_page(tmp_path):
     assert "a device" in text and "| FAIL | another" in text and "1 \\| 2" in text
 
 
-@pytest.mark.end_to_end
+@pytest.mark.slow
 def test_a_machine_with_torch_transformers_and_accelerate_is_enough():
     """Without optimum, scipy, ONNX Runtime and the plots' matplotlib, from a checkout that is not installed."""
     script = """
