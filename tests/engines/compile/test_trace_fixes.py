@@ -5,13 +5,15 @@ import torch
 from transformers import (
     DebertaConfig,
     DebertaForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
     SwinConfig,
     SwinForImageClassification,
 )
 from transformers.models.deberta import modeling_deberta
 
 from optimum_memopt import optimize
-from tests.gradients import assert_bitwise_same_step
+from tests.gradients import assert_bitwise_same_step, assert_same_step
 from tests.trainer_runs import log_lines
 
 ENGINE = {"memory_opt_engine": "compile", "memory_opt_compiler": "aot_eager", "memory_opt_level": 1}
@@ -110,3 +112,22 @@ def test_what_reads_running_statistics_is_not_recomputed():
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
     assert all(torch.equal(a, b) for a, b in zip(model.buffers(), plain.buffers(), strict=True))
     assert engine.plans().plans, "nothing was planned"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heads_of_keys", [4, 2])
+def test_a_batch_without_padding_is_bitwise_but_for_grouped_queries(heads_of_keys):
+    """transformers gives attention no mask there, which a compiled forward cannot see."""
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=heads_of_keys,
+        intermediate_size=64,
+    )
+    model, plain = two_of(LlamaForCausalLM, config)
+    optimize(model, **ENGINE, memory_opt_loss="plain")
+    ids = torch.randint(5, 64, (4, 24))
+    check = assert_bitwise_same_step if heads_of_keys == config.num_attention_heads else assert_same_step
+    check(model, plain, {"input_ids": ids, "labels": ids})
