@@ -288,6 +288,7 @@ def lora(name):
     return get_peft_model(build(name), config)
 
 
+@pytest.mark.slow
 def test_lora(tmp_path):
     name = "roberta-classification"
     saved = {}

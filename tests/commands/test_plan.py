@@ -204,6 +204,7 @@ def test_a_table_over_batch_sizes_of_the_run_that_is_meant(folder, capsys):
     assert all(point["activations"] < point["peak"] <= point["allocated"] <= point["reserved"] for point in points)
 
 
+@pytest.mark.slow
 def test_what_budgets_cost(folder, tmp_path, capsys):
     picture, file = tmp_path / "curve.svg", tmp_path / "page.html"
     drawn = ["--budget_curve", str(picture), "--html", str(file)]

@@ -22,7 +22,6 @@ from optimum_memopt.plans.grammar import Strategy
 from tests.engines.compile.compiled import DROPOUT, Run, assert_bitwise_same, run, selection
 from tests.gradients import accumulate
 from tests.model_zoo import ZOO
-from tests.tiers import tiered
 
 HIDDEN = 64
 ROWS = 32
@@ -197,9 +196,8 @@ def transformer():
 COUNTED = "Add+:3:2,Gelu+:3:-1"
 
 
-@pytest.mark.parametrize(
-    "plan", tiered([COUNTED, "FusedMatMul+Add+Reshape+Transpose+:3:-1,Dropout+:3:-1"], fast=[COUNTED])
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", [COUNTED, "FusedMatMul+Add+Reshape+Transpose+:3:-1,Dropout+:3:-1"])
 def test_a_transformer(transformer, plan):
     model, batch, without_plan = transformer
     ours = run(model, plan, batch, seed=3)

@@ -248,6 +248,7 @@ def estimated(budget: int | None = None) -> Estimate:
     return estimate(workload, selection, device="h100", compiler="aot_eager", with_curve=True)
 
 
+@pytest.mark.slow
 def test_a_curve_is_that_of_all_graphs() -> None:
     found = estimated()
     times = [point.extra_seconds for point in found.curve]

@@ -201,6 +201,7 @@ def test_a_process_that_has_grown_goes_on_with_the_plan_it_has(
     assert not splits
 
 
+@pytest.mark.slow
 def test_what_was_compiled_is_checked_for_each_variant(attached, free, monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiler that takes more than the graph says, and more again for the second forward."""
     original = step_memory.activations_of
