@@ -67,8 +67,8 @@ def test_importing_the_package_imports_next_to_nothing():
 
 
 MODULES = sorted({f"optimum_memopt.{module}" for module in optimum_memopt._MODULES.values()})
-# What a process imports one after the other, and what is still not imported then.
 PLAIN = "transformers, as a script imports it"
+# What a process imports one after the other, and what is still not imported then.
 STEPS = {
     PLAIN: (["transformers.trainer", "transformers.training_args"], {"onnxruntime"}),
     "engines": (

@@ -17,7 +17,6 @@ import torch
 from safetensors.torch import load_file
 
 from tests import fresh_process
-from tests.fresh_process import free_port
 from tests.integration.worker import Job
 
 ROOT = Path(__file__).parents[2]
@@ -32,6 +31,9 @@ ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "PYTHONPATH": str(ROOT),
 }
+
+# Seconds: DeepSpeed may build two operators first, and the machine may be busy.
+LONG = 1100
 
 needs_deepspeed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"
@@ -54,7 +56,13 @@ def launcher(name: str, *, zero: int | None = None) -> list[str]:
     if name == "torchrun":
         return [str(PROGRAMS / "torchrun"), "--standalone", "--nproc_per_node", "2"]
     if name == "deepspeed":
-        return [str(PROGRAMS / "deepspeed"), "--num_accelerators", "2", "--master_port", str(free_port())]
+        return [
+            str(PROGRAMS / "deepspeed"),
+            "--num_accelerators",
+            "2",
+            "--master_port",
+            str(fresh_process.free_port()),
+        ]
     kind = ["--multi_gpu"] if zero is None else ["--use_deepspeed", "--zero_stage", str(zero)]
     return [
         str(PROGRAMS / "accelerate"),
@@ -62,12 +70,12 @@ def launcher(name: str, *, zero: int | None = None) -> list[str]:
         *kind,
         "--num_processes",
         "2",
-        f"--main_process_port={free_port()}",
+        f"--main_process_port={fresh_process.free_port()}",
     ]
 
 
-def start(command: Sequence[Any], timeout: float = 1100, **environment: str) -> subprocess.CompletedProcess:
-    """Run a command to its end; stdout and stderr are kept. Long, since DeepSpeed may build two operators first."""
+def start(command: Sequence[Any], timeout: int = LONG, **environment: str) -> subprocess.CompletedProcess:
+    """Run a command to its end; stdout and stderr are kept."""
     command = list(map(str, command))
     process = subprocess.Popen(
         command,
@@ -94,7 +102,7 @@ def alone() -> dict[str, str]:
         "LOCAL_RANK": "0",
         "WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
+        "MASTER_PORT": str(fresh_process.free_port()),
     }
 
 
@@ -139,8 +147,10 @@ def run_jobs(command: Sequence[str], folder: Path, jobs: Sequence[Job], **enviro
 
 def run_jobs_alone(folder: Path, jobs: Sequence[Job]) -> Done:
     """Run the jobs in one forked process."""
-    arguments = WORKER, write_jobs(folder, jobs)
-    return _checked(Done(folder, fresh_process.run(*arguments, environment={**os.environ, **ENVIRONMENT})))
+    environment = {**os.environ, **ENVIRONMENT}
+    return _checked(
+        Done(folder, fresh_process.run(WORKER, write_jobs(folder, jobs), environment=environment, timeout=LONG))
+    )
 
 
 def _checked(done: Done) -> Done:
