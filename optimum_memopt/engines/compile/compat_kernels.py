@@ -7,6 +7,8 @@ import shutil
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 
 def inductor_patches() -> dict[str, Any]:
     """inductor's switches while it compiles, for kernels that this release gets wrong.
@@ -34,6 +36,25 @@ def triton_has_a_compiler() -> bool:
     """Whether Triton finds the C compiler that it builds its launchers with (`triton/runtime/build.py`, 3.7)."""
     named = os.environ.get("CC")
     return any(shutil.which(command) for command in ([named] if named else ["gcc", "clang", "cc"]))
+
+
+@functools.cache
+def onednn_multiplies(dtype: torch.dtype) -> bool:
+    """Whether oneDNN computes matrix products of this half-precision dtype on the CPU, as torch asks it
+    (`aten/src/ATen/native/mkldnn/RegisterMkldnnOpContextClass.cpp`); it heeds `ONEDNN_MAX_CPU_ISA`."""
+    name = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}.get(dtype)
+    asked = getattr(torch.ops.mkldnn, name, None) if name and torch.backends.mkldnn.is_available() else None
+    return bool(asked and asked())
+
+
+@functools.cache
+def has_instructions_for(dtype: torch.dtype) -> bool:
+    """Whether oneDNN, where it multiplies this half-precision dtype, has instructions for it; else it computes in
+    float32. It takes float16 only with them, bfloat16 with any AVX512."""
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
+    return dtype == torch.float16 or (
+        torch.cpu._is_avx512_bf16_supported() and limit not in ("AVX512_CORE", "AVX512_CORE_VNNI")
+    )
 
 
 def cpu_allocations(run: Callable[[], Any]) -> list[int]:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from allocations import allocated
 
+from optimum_memopt.engines.compile.compat_kernels import has_instructions_for, onednn_multiplies
 from optimum_memopt.engines.compile.memory.workspaces import operator_workspace
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -21,11 +22,16 @@ def held(operator: Callable[..., Any], arguments: tuple[Any, ...]) -> int:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("of_tokens", [True, False], ids=["heads of a token", "tokens of a head"])
-@pytest.mark.parametrize(("queries", "keys"), [(20, 50), (48, 48), (200, 100), (800, 600)])
-def test_attention(queries: int, keys: int, of_tokens: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("queries", "keys", "head"),
+    [(20, 50, 16), (48, 48, 16), (200, 100, 64), (520, 511, 80), (800, 600, 16), (1024, 1024, 128)],
+)
+def test_attention(queries: int, keys: int, head: int, of_tokens: bool, dtype: torch.dtype) -> None:
     """Each thread has a block; of the sums of its rows, a kibibyte at most, the allocator may see those of one."""
-    query, gradient = (torch.randn(2, 4, queries, 16, dtype=dtype) for _ in range(2))
-    key, value = (torch.randn(2, 4, keys, 16, dtype=dtype) for _ in range(2))
+    if onednn_multiplies(dtype) and torch.cpu._is_amx_tile_supported():
+        pytest.skip("what oneDNN packs for AMX is not known")
+    query, gradient = (torch.randn(2, 4, queries, head, dtype=dtype) for _ in range(2))
+    key, value = (torch.randn(2, 4, keys, head, dtype=dtype) for _ in range(2))
     if of_tokens:
         gradient = gradient.transpose(1, 2).contiguous().transpose(1, 2)
     forward = (query, key, value)
@@ -34,7 +40,17 @@ def test_attention(queries: int, keys: int, of_tokens: bool, dtype: torch.dtype)
     for operator, arguments in ((_FORWARD, forward), (_BACKWARD, backward)):
         found = operator_workspace(operator.default, arguments, operator(*arguments), None)
         slack = 1024 * (torch.get_num_threads() - 1)
-        assert int(found) == pytest.approx(held(operator, arguments), rel=0, abs=slack)
+        most = torch.get_num_threads() * _onednn_may_hold_less(keys, dtype) if operator is _BACKWARD else 0
+        assert -slack <= int(found) - held(operator, arguments) <= slack + most
+
+
+def _onednn_may_hold_less(keys: int, dtype: torch.dtype) -> int:
+    """Bytes, see `cpu_workspaces._onednn_buffers`."""
+    if not onednn_multiplies(dtype):
+        return 0
+    if not has_instructions_for(dtype):
+        return 4096
+    return 96 * 1024 if min(keys, 512) > 256 and min(keys, 512) % 2 else 0
 
 
 def operands(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:

@@ -11,6 +11,7 @@ from typing import Any
 import sympy
 import torch
 
+from optimum_memopt.engines.compile import compat_kernels
 from optimum_memopt.engines.compile.analysis.joint import elements, symbolic
 
 _ZERO = sympy.Integer(0)
@@ -19,6 +20,9 @@ _FLOAT_BYTES = 4
 _KEY_BLOCK = 512
 _SHORT, _MEDIUM, _LONG = 32, 64, 256
 _MEDIUM_FROM, _LONG_FROM = 192, 768
+# oneDNN packs a factor in blocks of 32 rows and 64 columns; its tables take 1,152 bytes, the scale of a product 4.
+_ONEDNN_ROWS, _ONEDNN_COLUMNS = 32, 64
+_ONEDNN_OVERHEAD = 1152 + 4
 
 
 def workspace(name: str, arguments: Sequence[Any], result: Any) -> sympy.Expr:
@@ -81,11 +85,12 @@ def _attention(arguments: Sequence[Any]) -> sympy.Expr:
 
 
 def _attention_backward(arguments: Sequence[Any]) -> sympy.Expr:
-    """A block of the attention matrix and of its gradient, and a sum for each of its rows, for each thread; the
-    output's gradient, where each token's heads do not lie one after the other."""
+    """A block of the attention matrix and of its gradient, a sum for each of its rows, and what oneDNN multiplies
+    blocks with, for each thread; the output's gradient, where each token's heads do not lie one after the other."""
     gradient, query, key = arguments[:3]
     rows, block = _blocks(query, key)
     held = 2 * block * _accumulated_bytes(query) + rows * _FLOAT_BYTES
+    held += _onednn_buffers(query.dtype, rows, sympy.Min(_KEY_BLOCK, symbolic(key.shape[2])), symbolic(query.shape[3]))
     copied = _ZERO if _is_contiguous(gradient.transpose(1, 2)) else elements(gradient) * gradient.dtype.itemsize
     return torch.get_num_threads() * held + copied
 
@@ -96,6 +101,31 @@ def _blocks(query: torch.Tensor, key: torch.Tensor) -> tuple[sympy.Expr, sympy.E
     most = sympy.Piecewise((_LONG, length >= _LONG_FROM), (_MEDIUM, length >= _MEDIUM_FROM), (_SHORT, True))
     rows = sympy.Min(most, length)
     return rows, rows * sympy.Min(_KEY_BLOCK, symbolic(key.shape[2]))
+
+
+def _onednn_buffers(dtype: torch.dtype, rows: sympy.Expr, keys: sympy.Expr, head: sympy.Expr) -> sympy.Expr:
+    """Buffers of oneDNN's products of blocks whose result is in half precision: the gradients of queries, keys and
+    values (`mkldnn_bf16_gemm` in `native/CPUBlas.cpp`). 0 where oneDNN does not multiply this dtype.
+
+    With AVX512-BF16: both factors, packed, and a part of the result in float32. Exact where the keys of a block are at
+    most 256 or even in number; elsewhere oneDNN may cut them into smaller parts, and holds up to 96 KiB less. With
+    AVX512 alone: the result in float32 and up to 4 KiB. Compared for 2,850 shapes with each (torch 2.13, oneDNN by
+    `ONEDNN_MAX_CPU_ISA`); on processors with AMX not seen.
+    """
+    if not compat_kernels.onednn_multiplies(dtype):
+        return _ZERO
+    if not compat_kernels.has_instructions_for(dtype):
+        return sympy.Max(keys, rows) * head * _FLOAT_BYTES + _ONEDNN_OVERHEAD
+    columns = sympy.Min(_ONEDNN_COLUMNS, head)
+    part = sympy.Piecewise((keys, keys <= _LONG), (sympy.ceiling(keys / 2), True))
+    padded_rows, padded_keys = (_ONEDNN_ROWS * sympy.ceiling(size / _ONEDNN_ROWS) for size in (rows, keys))
+    of_keys = (
+        padded_rows * _ONEDNN_COLUMNS * dtype.itemsize
+        + part * (padded_rows * dtype.itemsize + columns * _FLOAT_BYTES)
+        + _ONEDNN_OVERHEAD
+    )
+    of_queries = padded_keys * _ONEDNN_COLUMNS * dtype.itemsize + rows * columns * _FLOAT_BYTES + _ONEDNN_OVERHEAD
+    return sympy.Max(of_keys, of_queries)
 
 
 def _accumulated_bytes(query: torch.Tensor) -> int:
