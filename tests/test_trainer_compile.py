@@ -323,8 +323,8 @@ def test_the_plan_of_a_run_is_the_plan_of_the_next(tmp_path):
 
 
 def test_generation_during_evaluation(tmp_path):
-    """A Seq2SeqTrainer generates with the model that is being trained; the plain loss, since the chunked one is that of
-    PyTorch to rounding only."""
+    """A Seq2SeqTrainer generates with the model that is being trained. Under the plain loss, since the chunked one is
+    that of PyTorch to rounding only."""
     predicted = {}
     for kind in ("plain", "ours"):
         args = arguments(

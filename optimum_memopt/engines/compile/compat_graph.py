@@ -79,6 +79,21 @@ def is_float32_statistic(node: fx.Node) -> bool:
     return is_on_cpu and given[0].dtype.itemsize == 2 and any(one.dtype == torch.float32 for one in given[1:])
 
 
+def memory_order(tensor: torch.Tensor) -> list[int]:
+    """The dimensions of `torch.empty_like(tensor)` from the outermost in memory to the innermost.
+
+    While a graph is traced, by the sizes of its first batch: a comparison of symbols would be a guard. Sizes that
+    depend on data count as 2.
+    """
+    shape, stride = (
+        [int(one.node.hint or 2) if isinstance(one, torch.SymInt) else one for one in many]
+        for many in (tensor.shape, tensor.stride())
+    )
+    with _disable_current_modes():
+        strides = torch.empty_like(torch.empty_strided(shape, stride, device="meta")).stride()
+    return sorted(range(len(strides)), key=lambda dim: -strides[dim])
+
+
 def mutated_inputs(graph: fx.Graph) -> frozenset[fx.Node]:
     """Inputs that the forward writes to, such as running statistics: the backward cannot read their former values.
 

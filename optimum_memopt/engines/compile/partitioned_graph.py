@@ -35,7 +35,7 @@ from optimum_memopt.engines.compile.memory.inductor_memory import InductorProgra
 from optimum_memopt.engines.compile.memory.symbolic_sizes import compile_sizes
 from optimum_memopt.engines.compile.memory.timeline import GraphTimeline, Prediction, graph_timeline
 from optimum_memopt.engines.compile.memory.workspaces import multiprocessors_of
-from optimum_memopt.engines.compile.passes import cse, place_copies
+from optimum_memopt.engines.compile.passes import cse, dropout, place_copies
 from optimum_memopt.engines.compile.passes.partition import partition
 from optimum_memopt.engines.compile.producers.plan_file import graph_plan
 from optimum_memopt.engines.compile.producers.producer import Producer
@@ -184,6 +184,7 @@ def partition_joint(
             _place_copies(graph, modules, target or device_at(_device(graph.joint)), fused=not runs_operators)
     if runs_operators:
         scale_in_place(modules)
+        dropout.take_drawn_masks(modules[0])
     return _partitioned(graph, choice, modules), modules
 
 

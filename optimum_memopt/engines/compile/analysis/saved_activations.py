@@ -22,8 +22,9 @@ from optimum_memopt.engines.compile.analysis.joint import (
 _LAYER = re.compile(r"(?:^|\.)(?:\w+_)?(?:layers?|h|blocks?)\.\d+(?=\.|$)")
 # Dynamo's mark of a module's second call and later ones, at the end of a key of `nn_module_stack`.
 _CALL = re.compile(r"@\d+$")
-# An activation of constant size and less than this (bytes) is not worth a row, or counting.
-_NEGLIGIBLE = 4096
+# An activation of constant size and less than this (bytes) is not worth a row, or counting. The state of a CPU's
+# generator, which a dropout saves, has 5056.
+_NEGLIGIBLE = 8192
 # Outputs beside the first of these operators are statistics of a row each: tiny, and expensive to recompute.
 _WITH_STATISTICS = frozenset(
     {

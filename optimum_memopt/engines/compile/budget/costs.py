@@ -27,6 +27,7 @@ from optimum_memopt.engines.compile.analysis.joint import (
     value,
 )
 from optimum_memopt.engines.compile.budget.devices import Device
+from optimum_memopt.engines.compile.passes import dropout
 
 # Of a data sheet's rates, what matrix products and operators that are bound by memory get; not tuned.
 EFFICIENCY = 0.6
@@ -337,6 +338,9 @@ def _measure(node: fx.Node, number: _Numbers, work: Work) -> Measured | None:
     workspace = 0
     try:
         positional, named = _arguments(node, number, _ones)
+        # A generator takes no other bytes for a state.
+        if node.target is torch.ops.optimum_memopt.keep_mask.default:
+            positional[2] = dropout.generator_state(positional[4])
         is_on_cuda = any(one.is_cuda for one in compat.tree_leaves(positional) if isinstance(one, torch.Tensor))
         is_cleared = not is_on_cuda and _SMALL < work.bytes < _LARGE
         other = torch.ones(_CLEARED // 4 if is_cleared else 0)
