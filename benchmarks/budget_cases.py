@@ -39,7 +39,7 @@ MODELS = (
     "t5",
     "opt",
 )
-# What the allocator is asked for beside the graph's tensors: the loss, seeds, offsets.
+# What the allocator is asked for beside the graph's tensors: the loss, offsets.
 SLACK = 256
 # Shares between the lowest peak and everything saved; each is solved for beside the budget that is trained under.
 _LADDER = (0.2, 0.5, 0.8)
@@ -161,17 +161,12 @@ class _Within:
         return FromBudget(Budget("", at(self.share)), costs=lambda graph: costs).choose(graph, earlier)
 
 
-def _with_dropout(arguments: Mapping[str, Any]) -> dict[str, float]:
-    """Every dropout of a config that is a number, at a tenth."""
-    return {name: 0.1 for name, value in arguments.items() if "drop" in name and isinstance(value, float)}
-
-
 def measure(case: Case) -> Measured:
     """Compile and train one step."""
     begin = time.perf_counter()
     known = ZOO[case.model]
     torch._dynamo.reset()
-    model = known.build(**(_with_dropout(known.arguments) if case.dropout else {}))
+    model = known.build(**(known.dropout if case.dropout else {}))
     batch = known.batch(case.batch_size, case.length)
     within = _Within(case.share)
     engine = CompileEngine(None, "aot_eager", dynamic=False, producer=within)

@@ -178,12 +178,12 @@ def gradients_under_a_budget(setting: Setting) -> Iterator[Figure]:
 
 
 def dropout(setting: Setting) -> Iterator[Figure]:
-    """Masks by seeds: how much they drop, and that a plan recomputes the same ones."""
-    from optimum_memopt.engines.compile.passes.dropout import seeded_dropout
+    """Masks: how much they drop, and that a plan recomputes the same ones."""
+    from optimum_memopt.engines.compile.passes.dropout import pure_dropout
 
     elements = 2**16 if setting.quick else 2**26
     for p in (0.1, 0.5):
-        kept, _ = seeded_dropout(torch.ones(elements, device="cuda"), p, True)
+        kept, _ = pure_dropout(torch.ones(elements, device="cuda"), p, True)
         share = float((kept == 0).double().mean())
         # Six standard deviations.
         yield within(f"rate {p}", abs(share - p), 6 * (p * (1 - p) / elements) ** 0.5)
@@ -272,7 +272,7 @@ def _checks() -> Iterator[Check]:
     yield Check("offload, delayed copies", delayed_copies, seconds=150)
     for model in MODELS:
         yield Check(f"gradients, {model}, aot_eager", functools.partial(gradients_without_compiler, model=model))
-    yield Check("dropout by seeds", dropout)
+    yield Check("dropout", dropout)
     for model, dtype, plan in (
         ("roberta", "bf16", "level 1"),
         ("deberta-v2", "bf16", "level 1"),

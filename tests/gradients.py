@@ -51,9 +51,15 @@ def assert_same_step(ours: torch.nn.Module, plain: torch.nn.Module, *batches: Ba
 
 
 def assert_bitwise_same_step(ours: torch.nn.Module, plain: torch.nn.Module, *batches: Batch) -> None:
-    """One accumulated step over the batches gives both the same losses and gradients to the last bit."""
-    (our_losses, our_gradients), (losses, gradients) = accumulate(ours, batches), accumulate(plain, batches)
+    """One accumulated step over the batches gives both the same losses and gradients to the last bit, and leaves
+    torch's generator in the same state."""
+    torch.manual_seed(0)
+    our_losses, our_gradients = accumulate(ours, batches)
+    state = torch.get_rng_state()
+    torch.manual_seed(0)
+    losses, gradients = accumulate(plain, batches)
     assert torch.equal(our_losses, losses)
+    assert torch.equal(torch.get_rng_state(), state)
     differ = [
         name
         for name, expected in gradients.items()

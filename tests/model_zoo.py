@@ -100,6 +100,11 @@ class Case:
         """Arguments of the config; a second layer doubles what tracing and exporting take, most of many a test."""
         return {key: 1 for key in ("num_hidden_layers", "n_layer", "num_layers") if key in self.arguments}
 
+    @property
+    def dropout(self) -> dict[str, float]:
+        """Arguments of the config: every probability of a dropout at a tenth."""
+        return {name: 0.1 for name, value in self.arguments.items() if "drop" in name and isinstance(value, float)}
+
     def build(self, attention: str = "eager", seed: int = 0, **changes: Any) -> torch.nn.Module:
         """A model in training mode; `changes` go over the config's arguments."""
         torch.manual_seed(seed)

@@ -91,7 +91,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def bert_config(**changes: Any) -> BertConfig:
-    """One layer of width 32 over `WORDS`, without dropout."""
+    """One layer of width 32 over `WORDS`, without dropout, of which ONNX Runtime draws its own."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
     still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     return BertConfig(vocab_size=len(WORDS), max_position_embeddings=32, pad_token_id=1, **sizes, **still, **changes)
@@ -102,10 +102,10 @@ def sentence(source: random.Random) -> str:
 
 
 def llama_config(**changes: Any) -> LlamaConfig:
-    """One layer of width 32 over `WORDS`."""
+    """One layer of width 32 over `WORDS`, with dropout."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
-    special = {"pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 3}
-    return LlamaConfig(vocab_size=len(WORDS), max_position_embeddings=32, **{**sizes, **special, **changes})
+    others = {"pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 3, "attention_dropout": 0.1}
+    return LlamaConfig(vocab_size=len(WORDS), max_position_embeddings=32, **{**sizes, **others, **changes})
 
 
 def arguments(kind: type, folder: Path, **changes: Any) -> Any:

@@ -77,9 +77,11 @@ class Executed(fx.Interpreter):
 
 
 def real(given: Any, sizes: Mapping[sympy.Symbol, int]) -> Any:
-    """A tensor of ones, or a number, for what a tracer put in its place."""
+    """A tensor of ones, a generator's state, or a number, for what a tracer put in its place."""
     if not isinstance(given, torch.Tensor):
         return int(symbolic(given).subs(sizes))
+    if given.dtype == torch.uint8:
+        return torch.get_rng_state()
     shape, strides = ([int(symbolic(one).subs(sizes)) for one in many] for many in (given.shape, given.stride()))
     return torch.empty_strided(shape, strides, dtype=given.dtype).fill_(1)
 

@@ -10,14 +10,26 @@ from torch._functorch import partitioners
 
 from optimum_memopt.engines.compile.analysis.graph import layer_boundaries, nodes_to_save
 from optimum_memopt.engines.compile.analysis.joint import is_tensor, is_view, root
-from optimum_memopt.engines.compile.analysis.saved_activations import is_output, is_statistic, layer_of, operator_name
+from optimum_memopt.engines.compile.analysis.saved_activations import (
+    is_generator_state,
+    is_output,
+    is_statistic,
+    layer_of,
+    operator_name,
+)
 from optimum_memopt.engines.compile.compat_graph import is_random
+from optimum_memopt.engines.compile.passes import dropout
 from optimum_memopt.plans.grammar import Strategy
 from tests.engines.compile.captured import Captured, Parts, capture
 
 
 def by_name(captured: Captured) -> dict:
     return {node.name: node for node in captured.joint.nodes}
+
+
+def is_noted(node: fx.Node) -> bool:
+    """Whether it is small and saved under every plan."""
+    return is_statistic(node) or is_generator_state(node)
 
 
 def check(captured: Captured, parts: Parts) -> None:
@@ -27,7 +39,7 @@ def check(captured: Captured, parts: Parts) -> None:
     saved = [root(node).name for node in parts.saved_for_backward if is_tensor(node)]
     expected = {activation.root.name for activation in captured.activations} - set(chosen)
     extra = set(saved) - expected
-    # In exchange: seeds.
+    # In exchange: states of the generator.
     assert extra <= {node.name for chain in chosen.values() for node in chain.extra_saved}
     assert expected <= set(saved)
     assert len(saved) == len(set(saved)), "one storage twice"
@@ -76,12 +88,10 @@ def test_with_every_row_on_only_what_must_be_is_saved(roberta):
     parts = roberta.split(",".join(rows(roberta)))
     nodes = by_name(roberta)
     left = {
-        operator_name(node)
-        for node in parts.saved_for_backward
-        if is_tensor(node) and not is_statistic(nodes[node.name])
+        operator_name(node) for node in parts.saved_for_backward if is_tensor(node) and not is_noted(nodes[node.name])
     }
     roots = {candidate.activation.root for candidate in roberta.candidates}
-    assert left <= {"randint", "index", "gather", "nll_loss_forward"} | {
+    assert left <= {"index", "gather", "nll_loss_forward"} | {
         operator_name(activation.root)
         for activation in roberta.activations
         if activation.is_returned or activation.root not in roots
@@ -109,8 +119,8 @@ def test_a_level_saves_only_a_layers_input_and_statistics(roberta, gpt2, albert,
         for node in inside:
             saved = nodes[node.name]
             leaves = next((s.leaves_layer for s in captured.activations if s.root is root(saved)), False)
-            assert is_statistic(saved) or is_random(saved) or leaves or root(saved).name in boundaries, node
-        big = [node for node in inside if not is_statistic(nodes[node.name]) and not is_random(nodes[node.name])]
+            assert is_noted(saved) or leaves or root(saved).name in boundaries, node
+        big = [node for node in inside if not is_noted(nodes[node.name])]
         assert len(big) <= 4, "an output of each layer, and an input or two"
 
 
@@ -146,6 +156,7 @@ def torchs_own(captured: Captured) -> Parts:
     """What torch's partitioner makes of a joint graph that nobody has touched."""
     given = {"num_fwd_outputs": captured.num_fwd_outputs, **captured.others}
     halves = partitioners.min_cut_rematerialization_partition(captured.copied(), captured.inputs, **given)
+    dropout.take_drawn_masks(halves[0])
     return Parts(captured.split().graph, *halves, captured.num_fwd_outputs)
 
 

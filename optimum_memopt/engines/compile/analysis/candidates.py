@@ -17,7 +17,12 @@ from optimum_memopt.engines.compile.analysis.recompute_chains import (
     producing_operator,
     recompute_chain,
 )
-from optimum_memopt.engines.compile.analysis.saved_activations import SavedActivation, is_negligible, is_statistic
+from optimum_memopt.engines.compile.analysis.saved_activations import (
+    SavedActivation,
+    is_generator_state,
+    is_negligible,
+    is_statistic,
+)
 from optimum_memopt.plans.grammar import ALL, Strategy
 
 
@@ -92,7 +97,7 @@ def find_candidates(
     available = {activation.root for activation in activations}
     eligible = []
     for activation in activations:
-        if activation.is_returned or is_negligible(activation.bytes) or is_statistic(activation.root):
+        if activation.is_returned or is_negligible(activation.bytes) or _is_always_saved(activation.root):
             continue
         # Gradients that were computed early: each lives on as the backward's result.
         if is_chunked_loss(producing_operator(activation).nodes[0]):
@@ -120,6 +125,10 @@ def by_row(candidates: Iterable[Candidate]) -> dict[str, list[Candidate]]:
     for candidate in candidates:
         rows.setdefault(candidate.row, []).append(candidate)
     return rows
+
+
+def _is_always_saved(root: fx.Node) -> bool:
+    return is_statistic(root) or is_generator_state(root)
 
 
 def _name(joint: JointGraph, chain: RecomputeChain, available: Collection[fx.Node]) -> str:

@@ -16,6 +16,7 @@ from optimum_memopt.engines.compile.analysis.joint import (
 )
 from optimum_memopt.engines.compile.analysis.saved_activations import (
     SavedActivation,
+    is_generator_state,
     is_negligible,
     is_output,
     is_statistic,
@@ -40,7 +41,8 @@ class RecomputeChain:
 
     @property
     def saving(self) -> sympy.Expr:
-        """Bytes of the activation less those saved in exchange; what is negligible (a seed) is not counted."""
+        """Bytes of the activation less those saved in exchange; neither what is negligible nor a generator's state is
+        counted."""
         return sympy.expand(self.activation.bytes - sum(self._exchanged))
 
     @property
@@ -50,7 +52,7 @@ class RecomputeChain:
 
     @property
     def _exchanged(self) -> list[sympy.Expr]:
-        sizes = (storage_bytes(root(node)) for node in self.extra_saved)
+        sizes = (storage_bytes(root(node)) for node in self.extra_saved if not is_generator_state(node))
         return [size for size in sizes if not is_negligible(size)]
 
 

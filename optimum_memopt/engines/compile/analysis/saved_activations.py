@@ -22,9 +22,8 @@ from optimum_memopt.engines.compile.analysis.joint import (
 _LAYER = re.compile(r"(?:^|\.)(?:\w+_)?(?:layers?|h|blocks?)\.\d+(?=\.|$)")
 # Dynamo's mark of a module's second call and later ones, at the end of a key of `nn_module_stack`.
 _CALL = re.compile(r"@\d+$")
-# An activation of constant size and less than this (bytes) is not worth a row, or counting. The state of a CPU's
-# generator, which a dropout saves, has 5056.
-_NEGLIGIBLE = 8192
+# An activation of constant size and less than this (bytes) is not worth a row, or counting.
+_NEGLIGIBLE = 4096
 # Outputs beside the first of these operators are statistics of a row each: tiny, and expensive to recompute.
 _WITH_STATISTICS = frozenset(
     {
@@ -96,6 +95,11 @@ def _module_path(source: str) -> str:
     path = re.sub(r"\.(?:_modules|__dict__\['_modules'\])\['([^']*)'\]", r".\1", source)
     # `L['self']`, and `L['args'][0]` of a forward that is compiled as a function.
     return re.sub(r"^L\['[^']*'\](?:\[\d+\])?\.?", "", path)
+
+
+def is_generator_state(node: fx.Node) -> bool:
+    """Whether this is what a dropout notes to draw its mask once more: 5 KB on a CPU, 16 bytes on CUDA."""
+    return is_output(node) and operator_name(node) == "draw_mask" and node.args[1] == 0
 
 
 def is_negligible(size: sympy.Expr) -> bool:
