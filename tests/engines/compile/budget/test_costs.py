@@ -117,11 +117,48 @@ def test_costs_on_disk(tmp_path: Path) -> None:
         known["gelu"] = costs.Measured(1.5, 64)
     with known_costs(path) as known:
         assert known == {"gelu": costs.Measured(1.5, 64)}
-    # The second is of an earlier version.
-    for unreadable in ("[1", '{"gelu": 1.5}'):
-        path.write_text(unreadable)
-        with known_costs(path) as known:
-            assert known == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[1",
+        "[" * 100_000,
+        "[1]",
+        "3",
+        # Of an earlier version.
+        '{"gelu": 1.5}',
+        *(
+            f'{{"gelu": {one}}}'
+            for one in (
+                "[Infinity, 1]",
+                "[NaN, 1]",
+                "[-1.5, 1]",
+                "[0, 1]",
+                "[1e300, 1]",
+                f"[1{'0' * 400}, 1]",
+                "[true, 1]",
+                '["1.5", 1]',
+                "[1.5, Infinity]",
+                "[1.5, -1]",
+                "[1.5, 1e3]",
+                f"[1.5, 1{'0' * 400}]",
+                "[1.5]",
+                "[[1.5], 1]",
+                "null",
+            )
+        ),
+    ],
+)
+def test_what_is_no_cost_on_disk_is_measured_again(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text(text if not text.startswith("{") else f'{{"addmm": [2.5, 0], {text[1:]}')
+    good = {"addmm": costs.Measured(2.5, 0)} if text.startswith("{") else {}
+    with known_costs(path) as known:
+        assert known == good
+        known["gelu"] = costs.Measured(1.5, 64)
+    with known_costs(path) as known:
+        assert known == {**good, "gelu": costs.Measured(1.5, 64)}
 
 
 def test_ranks_that_start_together_have_the_same_costs(tmp_path: Path) -> None:
@@ -150,10 +187,47 @@ def test_costs_are_measured_each_time_where_no_file_can_be(tmp_path: Path) -> No
 def test_a_device_by_name_or_file(tmp_path: Path) -> None:
     assert device_of("rtx4090") is device_of("RTX 4090") is DEVICES["RTX 4090"]
     path = tmp_path / "own.json"
-    fields = {"name": "own", "memory": 2**30, "bandwidth": 1e11, "flops": {"float32": 1e12}, "link": 1e10}
-    path.write_text(json.dumps(fields))
+    path.write_text(json.dumps(FIELDS))
     assert device_of(str(path)).rate("bfloat16") == 1e12
-    path.write_text(json.dumps({**fields, "flops": {}}))
-    for name, why in ((str(path), "flops has float32"), ("B9000", "allowed are H100"), ("no.json", "FileNotFound")):
+    for name, why in (("B9000", "allowed are H100"), ("no.json", "No such file")):
         with pytest.raises(MemOptError, match=why):
             device_of(name)
+
+
+FIELDS = {"name": "own", "memory": 2**30, "bandwidth": 1e11, "flops": {"float32": 1e12}, "link": 1e10}
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("[" * 100_000, "needed are name, memory"),
+        ("[1]", "needed are name, memory"),
+        ("{}", "there is no 'flops'"),
+        *(
+            (json.dumps({**FIELDS, **changes}), why)
+            for changes, why in (
+                ({"flops": {}}, "flops has no float32"),
+                ({"flops": 3}, "has no attribute 'items'"),
+                ({"flops": {"float32": float("nan")}}, "flops of float32 is nan, not a number from 1e"),
+                ({"flops": {"float32": 1e12, "b" * 500: "fast"}}, "flops of bbb"),
+                ({"memory": float("inf")}, "memory is inf, not a number"),
+                ({"memory": "80GiB"}, "memory is 80GiB, not a number"),
+                ({"memory": 10**400}, "memory is 1000"),
+                ({"memory": -1}, "memory is -1, not a number"),
+                ({"bandwidth": True}, "bandwidth is True, not a number"),
+                ({"bandwidth": 1e-300}, "bandwidth is 1e-300, not a number"),
+                ({"link": 1e300}, "link is 1e\\+300, not a number"),
+                ({"link": ""}, "link is '', not a number"),
+                ({"name": ["own"]}, r"name is \['own'\], not a text"),
+                ({"name": "own\nline"}, "not a text"),
+            )
+        ),
+    ],
+)
+def test_a_device_file_that_cannot_be_is_refused_in_one_line(tmp_path: Path, text: str, why: str) -> None:
+    path = tmp_path / "own.json"
+    path.write_text(text)
+    with pytest.raises(MemOptError, match=why) as refused:
+        device_of(str(path))
+    line = str(refused.value)
+    assert str(path) in line and "\n" not in line and len(line) < 320 + len(str(path))
