@@ -74,7 +74,8 @@ def _is_cost(found: Any) -> bool:
 
 def _write(path: Path, known: dict[str, Measured]) -> None:
     # Whole, for a reader that has not got the lock; a folder that cannot be written to has no cache.
-    with contextlib.suppress(OSError):
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as written:
-            json.dump(known, written)
-        Path(written.name).replace(path)
+    # In a folder that goes whatever fails, as on a full disk.
+    with contextlib.suppress(OSError), tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        written = Path(folder) / path.name
+        written.write_text(json.dumps(known), encoding="utf-8")
+        written.replace(path)

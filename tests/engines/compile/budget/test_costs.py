@@ -1,6 +1,7 @@
 """Seconds of operators, estimated and measured."""
 
 import json
+import resource
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -182,6 +183,32 @@ def test_costs_are_measured_each_time_where_no_file_can_be(tmp_path: Path) -> No
         with known_costs(tmp_path / "file" / "costs.json") as known:
             assert known == {}
             known["gelu"] = costs.Measured(1.5, 64)
+
+
+def costs_are_none(path: Path) -> None:
+    with known_costs(path) as known:
+        assert known == {}
+        known["gelu"] = costs.Measured(1.5, 64)
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    costs_are_none(path)
+    there = sorted(one.name for one in tmp_path.iterdir())
+    path.unlink()
+    path.mkdir()
+    costs_are_none(path)
+    assert sorted(one.name for one in tmp_path.iterdir()) == there
+    path.rmdir()
+    # As on a full disk: a file can be made, and nothing be written into it.
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        costs_are_none(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not {one.name for one in tmp_path.iterdir()} - set(there)
+    assert not path.exists()
 
 
 def test_a_device_by_name_or_file(tmp_path: Path) -> None:
