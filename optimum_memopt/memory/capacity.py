@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import resource
 import sys
 from dataclasses import dataclass
@@ -10,6 +11,9 @@ from pathlib import Path
 import psutil
 import torch
 
+from optimum_memopt.errors import MemOptError, excerpt
+
+_ON_HOST = "LOCAL_WORLD_SIZE"
 # Limits of a container's memory: version 2 of control groups, and version 1.
 _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 # Of what is free, the share that tensors get: torch's caching allocator holds 4 to 23% more than is allocated
@@ -33,12 +37,13 @@ class Capacity:
 def capacity(device: torch.device) -> Capacity:
     """Of a CUDA device, or this process's share of the host.
 
-    Launchers tell each process how many there are on its host (`LOCAL_WORLD_SIZE`: torchrun, accelerate, DeepSpeed).
+    Raises:
+        MemOptError: `LOCAL_WORLD_SIZE` is no number of processes.
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return Capacity(total, int((free + torch.cuda.memory_reserved(device)) * _ALLOCATED))
-    memory, processes = psutil.virtual_memory(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    memory, processes = psutil.virtual_memory(), _processes()
     host = min(memory.total, *_container_limits())
     address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
     total = host // processes if address_space == resource.RLIM_INFINITY else min(host // processes, address_space)
@@ -58,6 +63,17 @@ def capacity_of(total: int) -> Capacity:
         total: its memory, bytes.
     """
     return Capacity(total, int(total * _ALLOCATED))
+
+
+def _processes() -> int:
+    """How many a launcher has started on this host; torchrun, accelerate and DeepSpeed tell each of them."""
+    text = os.environ.get(_ON_HOST, "").strip()
+    if text and re.fullmatch(r"[1-9]\d{0,8}", text, re.ASCII) is None:
+        raise MemOptError(
+            f"{_ON_HOST}={excerpt(text)}: allowed are whole numbers from 1 on, the processes on this host; launchers "
+            "set it, unset it for a single process"
+        )
+    return int(text or 1)
 
 
 def _container_limits() -> list[int]:

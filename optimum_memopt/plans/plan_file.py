@@ -142,7 +142,8 @@ class PlanFile:
         """
         try:
             Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
-        except (OSError, ValueError) as error:
+        # TypeError: no path.
+        except (OSError, ValueError, TypeError) as error:
             reason = getattr(error, "strerror", None) or error
             raise MemOptError(f"plan file {path_excerpt(path)}: not written: {reason}") from error
 

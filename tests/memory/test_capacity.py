@@ -7,6 +7,7 @@ import psutil
 import pytest
 import torch
 
+from optimum_memopt.errors import MemOptError
 from optimum_memopt.memory import capacity as capacity_module
 from optimum_memopt.memory.capacity import capacity, capacity_of
 
@@ -32,6 +33,20 @@ def test_processes_of_one_launch_share_a_host(monkeypatch: pytest.MonkeyPatch) -
     shared = capacity(CPU)
     assert shared.total == alone.total // 4
     assert shared.available <= shared.total
+
+
+@pytest.mark.parametrize("text", ["0", "x", "1.5", "-2", "³", "9" * 5000])
+def test_what_is_no_number_of_processes_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", text)
+    with pytest.raises(MemOptError, match=r"^LOCAL_WORLD_SIZE=\S+: allowed are whole numbers from 1 on") as refused:
+        capacity(CPU)
+    assert "\n" not in str(refused.value) and len(str(refused.value)) < 300
+
+
+def test_an_empty_number_of_processes_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = capacity(CPU).total
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "")
+    assert capacity(CPU).total == alone
 
 
 def test_a_container_and_a_process_have_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,6 +90,10 @@ def test_a_plan_file_is_no_config(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(MemOptError, match="plan file .*: not written: No such file or directory"):
         PLAN.save(tmp_path / "nowhere" / "plan.json")
+    for no_path in (5, None, 1.5, ["plan.json"], "plan\0.json"):
+        with pytest.raises(MemOptError, match="plan file .*: not written: .") as refused:
+            PLAN.save(no_path)  # type: ignore[arg-type]
+        assert "\n" not in str(refused.value) and len(str(refused.value)) < 300
 
 
 @pytest.mark.parametrize(

@@ -23,12 +23,21 @@ _MOST_SECONDS, _MOST_BYTES = 3600, 2**48
 
 def cache_path(device: torch.device) -> Path:
     """The file of a device under this version of torch."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "optimum_memopt"
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or _home() / ".cache") / "optimum_memopt"
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     else:
         name = f"{device.type} {psutil.cpu_count()} cores {torch.get_num_threads()} threads"
     return folder / f"operators {name} torch {torch.__version__}.json".replace(" ", "-").replace("/", "-")
+
+
+def _home() -> Path:
+    """The user's, else a folder for temporary files, as torch's own compiler takes one."""
+    try:
+        return Path.home()
+    # Neither HOME nor an entry for the user, as in a container that runs under any number.
+    except RuntimeError:
+        return Path(tempfile.gettempdir()) / f"optimum_memopt-{os.getuid()}"
 
 
 @contextlib.contextmanager

@@ -1,7 +1,9 @@
 """Seconds of operators, estimated and measured."""
 
 import json
+import os
 import resource
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +16,7 @@ from optimum_memopt.engines.compile import compat_graph
 from optimum_memopt.engines.compile.analysis.joint import is_view
 from optimum_memopt.engines.compile.analysis.saved_activations import operator_name
 from optimum_memopt.engines.compile.budget import costs
-from optimum_memopt.engines.compile.budget.costs_cache import known_costs
+from optimum_memopt.engines.compile.budget.costs_cache import cache_path, known_costs
 from optimum_memopt.engines.compile.budget.devices import DEVICES, device_of
 from optimum_memopt.engines.compile.budget.problem import problems_of
 from optimum_memopt.errors import MemOptError
@@ -209,6 +211,19 @@ def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not {one.name for one in tmp_path.iterdir()} - set(there)
     assert not path.exists()
+
+
+def test_a_user_without_a_home_has_the_cache_in_a_temporary_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 5)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    path = cache_path(torch.device("cpu"))
+    assert tmp_path in path.parents
+    costs_are_none(path)
+    assert path.exists()
 
 
 def test_a_device_by_name_or_file(tmp_path: Path) -> None:
