@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from tabulate import tabulate
 
@@ -16,12 +16,14 @@ from optimum_memopt.engines.registry import factory
 from optimum_memopt.engines.step_timeline import OPTIMIZER, SAVED, TEMPORARY
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.memory.peak_monitor import MIB
+from optimum_memopt.option_values import Numbers, checked
 from optimum_memopt.plans.plan_file import PlanFile
 from optimum_memopt.plans.table import PlanTable
-from optimum_memopt.sizes import AUTO, Budget, gib_text, parse_budget
+from optimum_memopt.sizes import AUTO, LARGEST, Budget, gib_text, parse_budget
 
 # Short names of categories.
 _NAMES = {OPTIMIZER: "optimizer", SAVED: "activations", TEMPORARY: "temporaries"}
+_BYTES = Numbers(0, LARGEST, "sizes as 24GiB, shares as 90%, auto, and whole numbers of bytes")
 
 
 @dataclass(frozen=True, repr=False)
@@ -137,6 +139,7 @@ class Estimate:
 
 
 def _budget(budget: str | int) -> Budget:
+    budget = checked("budget", budget, Annotated[str | int, _BYTES])
     if isinstance(budget, int):
         return Budget(f"{budget} bytes", budget)
     try:

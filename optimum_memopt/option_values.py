@@ -55,7 +55,8 @@ def check(options: Any, kind: type) -> None:
     hints = get_type_hints(kind, include_extras=True)
     for field in dataclasses.fields(kind):
         value = getattr(options, field.name)
-        setattr(options, field.name, _checked(field.name, value, hints[field.name], field.metadata.get("choices")))
+        choices = field.metadata.get("choices")
+        setattr(options, field.name, checked(f"--{field.name}", value, hints[field.name], choices))
 
 
 def check_written(flag: str, path: str) -> None:
@@ -94,7 +95,18 @@ def check_drawing(flag: str) -> None:
         raise MemOptError(f"{flag}: the page needs {' and '.join(missing)}: pip install optimum-memopt[report]")
 
 
-def _checked(name: str, value: Any, hint: Any, choices: Sequence[str] | None) -> Any:
+def checked(name: str, value: Any, hint: Any, choices: Sequence[str] | None = None) -> Any:
+    """A value, with a path as a string and another library's integer as Python's.
+
+    Args:
+        name: of the option or parameter, for the error.
+        value: what a user gave.
+        hint: the annotation of the option or parameter.
+        choices: None: all of the type are allowed.
+
+    Raises:
+        MemOptError: the value is of another type, or not among the choices or `Numbers`.
+    """
     numbers = Numbers()
     if get_origin(hint) is Annotated:
         hint, numbers = get_args(hint)
@@ -102,7 +114,7 @@ def _checked(name: str, value: Any, hint: Any, choices: Sequence[str] | None) ->
     allowed = ", ".join(choices) if choices else str(numbers) if int in kinds else _listed(kinds)
     if not any(_is_a(value, kind) for kind in kinds):
         shown = f"'{excerpt(value)}'" if isinstance(value, str) else excerpt(value)
-        raise MemOptError(f"--{name} {shown}: allowed are {allowed}")
+        raise MemOptError(f"{name} {shown}: allowed are {allowed}")
     if isinstance(value, os.PathLike):
         value = os.fsdecode(value)
     elif _is_a(value, int):
@@ -113,7 +125,7 @@ def _checked(name: str, value: Any, hint: Any, choices: Sequence[str] | None) ->
         and (kinds != _PATH or (bool(value) and "\0" not in value))
     )
     if not is_allowed:
-        raise MemOptError(f"--{name} {excerpt(value) or repr(value)}: allowed are {allowed}")
+        raise MemOptError(f"{name} {excerpt(value) or repr(value)}: allowed are {allowed}")
     return value
 
 

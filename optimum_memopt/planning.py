@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from os import PathLike, fspath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 
@@ -13,6 +13,7 @@ from optimum_memopt.estimate import Estimate
 from optimum_memopt.measure.module_workload import ModuleWorkload
 from optimum_memopt.measure.workload import TASKS, Workload
 from optimum_memopt.memory import optimizers
+from optimum_memopt.option_values import Numbers, checked
 from optimum_memopt.options import MemOptOptions, resolve
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ _HEADS = {
     "ForConditionalGeneration": "text2text-generation",
     "ForImageClassification": "image-classification",
 }
+# Beyond as many rows or tokens torch's operators index with more than 32 bits.
+_SIZE = Annotated[int | None, Numbers(1, 2**31)]
 
 
 def plan(
@@ -42,7 +45,7 @@ def plan(
     level: int = 0,
     config: Any = None,
     plan_file: str | None = None,
-    device: str | None = None,
+    device: str | PathLike[str] | None = None,
     bf16: bool = False,
     fp16: bool = False,
     optim: str = optimizers.DEFAULT,
@@ -77,12 +80,14 @@ def plan(
         MemOptError: one line: what is not known or does not go together, a budget that nothing fits, or a model that
             cannot be traced without data.
     """
+    task, optim = checked("task", task, str | None), checked("optim", optim, str)
+    batch_size, seq_len = checked("batch_size", batch_size, _SIZE), checked("seq_len", seq_len, _SIZE)
+    device = checked("device", device, str | PathLike | None)
+    bf16, fp16 = checked("bf16", bf16, bool), checked("fp16", fp16, bool)
+    steps = checked("gradient_accumulation_steps", gradient_accumulation_steps, Annotated[int, Numbers(1)])
     if bf16 and fp16:
         raise MemOptError("bf16 together with fp16: give one of the two")
-    if gradient_accumulation_steps < 1:
-        raise MemOptError(f"gradient_accumulation_steps={gradient_accumulation_steps}: allowed are numbers from 1 on")
-    patterns = tuple(trainable.split(",")) if isinstance(trainable, str) else tuple(trainable)
-    workload = _workload(model, task, example_inputs, batch_size, seq_len, patterns)
+    workload = _workload(model, task, example_inputs, batch_size, seq_len, _patterns(trainable))
     engine = next(name for name in engine_names() if factory(name).predicts)
     options = MemOptOptions(
         memory_opt_engine=engine,
@@ -98,9 +103,16 @@ def plan(
         "compiler": compiler,
         "autocast": "bfloat16" if bf16 else "float16" if fp16 else "",
         "optim": optim,
-        "gradient_accumulation_steps": gradient_accumulation_steps,
+        "gradient_accumulation_steps": steps,
     }
     return Estimate(engine, workload, resolve(options).selection, how)
+
+
+def _patterns(trainable: object) -> tuple[str, ...]:
+    found = trainable.split(",") if isinstance(trainable, str) else trainable
+    if not isinstance(found, Sequence) or not all(isinstance(one, str) for one in found):
+        raise MemOptError(f"trainable {excerpt(found)}: allowed are strings, and lists and tuples of them")
+    return tuple(found)
 
 
 def _workload(
@@ -124,8 +136,8 @@ def _workload(
                 f"{excerpt(type(model).__name__)}"
             )
         model = fspath(model)
-    workload = Workload(model, task or "fill-mask", batch_size or 8, seq_len or 128, trainable)
-    workload = _checked(workload, batch_size, seq_len)
+    workload = Workload(model, "fill-mask" if task is None else task, batch_size or 8, seq_len or 128, trainable)
+    workload.check()
     if task is None:
         names = getattr(workload.load_config(), "architectures", None) or ()
         workload = Workload(model, _task_of(names), workload.batch_size, workload.seq_len, trainable)
@@ -149,19 +161,12 @@ def _of_module(
 
     if not isinstance(model_config := getattr(module, "config", None), PretrainedConfig):
         raise MemOptError(f"{type(module).__name__}: a module without a transformers config needs example_inputs")
-    task = task or _task_of([type(module).__name__])
-    batch = _checked(Workload(model_config, task, batch_size or 8, seq_len or 128), batch_size, seq_len)
+    task = _task_of([type(module).__name__]) if task is None else task
+    batch = Workload(model_config, task, batch_size or 8, seq_len or 128)
+    batch.check()
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         inputs = batch.batch_of(model_config)
     return ModuleWorkload.of(module, inputs, None, trainable)
-
-
-def _checked(workload: Workload, batch_size: int | None, seq_len: int | None) -> Workload:
-    for name, value in (("batch_size", batch_size), ("seq_len", seq_len)):
-        if value is not None and value < 1:
-            raise MemOptError(f"{name}={value}: allowed are numbers from 1 on")
-    workload.check()
-    return workload
 
 
 def _task_of(classes: Sequence[str]) -> str:

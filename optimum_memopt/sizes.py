@@ -12,7 +12,9 @@ _UNITS = {
     **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", 1)},
     **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", 1)},
 }
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(%|[a-z]*)", re.ASCII | re.IGNORECASE)
+_SIZE = re.compile(r"(\d{1,20}(?:\.\d{1,20})?)\s*(%|[a-z]*)", re.ASCII | re.IGNORECASE)
+# An exbibyte; no device has as much.
+LARGEST = 2**60
 _ALLOWED = "allowed are sizes as 24GiB, 800MiB or 24GB (1000-based), a share of the device's memory as 90%, and auto"
 
 
@@ -58,7 +60,7 @@ def parse_budget(text: str) -> Budget:
         raise _refused(text, f"a number needs a unit, as {match[1]}GiB or {match[1]}%")
     if unit == "%" and 0 < number <= 100:
         return Budget(text, share=number / 100)
-    if unit not in _UNITS or int(number * _UNITS[unit]) == 0:
+    if unit not in _UNITS or not 0 < int(number * _UNITS[unit]) <= LARGEST:
         raise _refused(text, _ALLOWED)
     return Budget(text, int(number * _UNITS[unit]))
 

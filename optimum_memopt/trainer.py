@@ -22,6 +22,7 @@ from transformers import Trainer, TrainerState
 from optimum_memopt import compat
 from optimum_memopt.advise import in_trainer
 from optimum_memopt.callbacks.collected import CollectingCallback
+from optimum_memopt.callbacks.hooking import removing_hooks
 from optimum_memopt.callbacks.input_density import InputDensityCallback
 from optimum_memopt.callbacks.memory_phases import MemoryPhasesCallback
 from optimum_memopt.callbacks.memory_report import MemoryReportCallback
@@ -187,7 +188,7 @@ def attach(trainer: Trainer, options: MemOptOptions | None = None, **overrides: 
             trainer.compute_loss = out_of_memory.agreeing(trainer.compute_loss, trainer)
         trainer.compute_loss = _comparing(trainer, engine, chosen)
     reporter = TrainingReport(trainer, engine, callbacks[PlanStatsCallback], callbacks[CollectingCallback])
-    trainer.train = _releasing(train, engine, reporter, chosen.memory_opt_report)
+    trainer.train = _releasing(removing_hooks(trainer, train), engine, reporter, chosen.memory_opt_report)
     attachment = Attachment(chosen, engine, callbacks[PlanStatsCallback], reporter)
     trainer.memopt = attachment  # type: ignore[attr-defined]
     return attachment
@@ -332,8 +333,9 @@ def _sampling(trainer: Trainer, balanced: sampling.ComplexityCallback) -> Any:
 
     def get_train_sampler(dataset: Any = None) -> sampling.ComplexitySampler:
         args, accelerator = trainer.args, trainer.accelerator
+        padding = sampling.padding_id(trainer)
         # Not `dataset`, which lacks the columns that the model does not take, such as the length.
-        complexities = sampling.complexities(trainer.train_dataset, args.length_column_name, _padding_id(trainer))
+        complexities = sampling.complexities(trainer.train_dataset, args.length_column_name, padding)
         # With split_batches accelerate cuts each batch for the ranks instead of giving each rank a batch.
         parts = args.world_size if accelerator.split_batches else 1
         balanced.sampler = sampling.ComplexitySampler(
@@ -346,13 +348,6 @@ def _sampling(trainer: Trainer, balanced: sampling.ComplexityCallback) -> Any:
         return balanced.sampler
 
     return get_train_sampler
-
-
-def _padding_id(trainer: Trainer) -> int | None:
-    for owner in (trainer.processing_class, getattr(trainer.model, "config", None)):
-        if (padding := getattr(owner, "pad_token_id", None)) is not None:
-            return padding
-    return None
 
 
 def _run_of(trainer: Trainer, is_grouped: bool) -> Callable[[], Run]:

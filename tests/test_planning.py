@@ -70,6 +70,10 @@ def test_it_fits_what_it_takes(found: Estimate) -> None:
     assert found.fits("1GiB") and found.fits("1%") and found.fits() and not found.fits("1MiB")
     with pytest.raises(MemOptError, match="^budget 24: a number needs a unit, as 24GiB or 24%$"):
         found.fits("24")
+    for wrong in (None, 1.5, True, b"24GiB", [24], -1, 10**30, "9" * 400 + "GiB"):
+        for ask in (found.fits, found.largest_batch) if wrong is not None else (found.fits,):
+            with pytest.raises(MemOptError, match="^budget .*: allowed are sizes as 24GiB"):
+                ask(wrong)
 
 
 class Stack(torch.nn.Module):
@@ -204,9 +208,9 @@ def test_inputs_that_are_none_of_the_modules(inputs: object, line: str) -> None:
         ({"model": 3}, "plan takes a folder, a name on the hub, a transformers config or a torch.nn.Module, not int"),
         ({"model": "no/such/folder"}, "--model no/such/folder: no such folder or config file"),
         ({"task": "nonsense"}, "--task nonsense: Allowed are "),
-        ({"batch_size": 0}, "batch_size=0: allowed are numbers from 1 on"),
-        ({"seq_len": -1}, "seq_len=-1: allowed are numbers from 1 on"),
-        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0: allowed are numbers from 1 on"),
+        ({"batch_size": 0}, "batch_size 0: allowed are whole numbers from 1 to 2147483648"),
+        ({"seq_len": -1}, "seq_len -1: allowed are whole numbers from 1 to 2147483648"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps 0: allowed are whole numbers from 1 on"),
         ({"bf16": True, "fp16": True}, "bf16 together with fp16: give one of the two"),
         ({"optim": "lomo"}, "--optim lomo: its memory is not known; predicted are "),
         ({"trainable": "nothing"}, "--trainable nothing: no parameter of GPT2LMHeadModel has this name; "),
@@ -219,6 +223,50 @@ def test_a_mistake_is_one_line(folder, arguments: dict, line: str) -> None:
     with pytest.raises(MemOptError) as caught:
         plan(**{"model": folder, "seq_len": 24, **arguments})
     assert str(caught.value).startswith(line) and "\n" not in str(caught.value)
+
+
+class Unprintable:
+    """A value that has no text."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError
+
+
+NUMBERS, STRINGS = [True, 3, 10**30, 10**5000, 1.5, float("nan")], ["x", "", "x\0\n", "9" * 5000]
+OTHERS = [b"x", [3], {"a": 1}, torch.ones(2), torch.device("cpu"), Unprintable(), ["x" * 5000, 3]]
+SIZES = [*STRINGS, *OTHERS, *(one for one in NUMBERS if one != 3)]
+WRONG_TYPES = {
+    "batch_size": SIZES,
+    "seq_len": SIZES,
+    "gradient_accumulation_steps": [None, *SIZES],
+    "task": [*STRINGS, *OTHERS, *NUMBERS],
+    "device": [*STRINGS, *OTHERS, *NUMBERS],
+    "optim": [None, *STRINGS, *OTHERS, *NUMBERS],
+    "trainable": [None, *STRINGS, *OTHERS, *NUMBERS, "x,y,z", ["x" * 5000, "y" * 5000]],
+    "bf16": [None, *STRINGS, *OTHERS, *NUMBERS[1:]],
+    "fp16": [None, *STRINGS, *OTHERS, *NUMBERS[1:]],
+    "budget": [*STRINGS, *OTHERS, *NUMBERS, "9" * 400 + "GiB", "2000000TiB"],
+    "level": [None, *STRINGS, *OTHERS, *NUMBERS[2:]],
+    "compiler": [*STRINGS, *OTHERS, *NUMBERS],
+    "example_inputs": [*STRINGS, *OTHERS, *NUMBERS],
+}
+
+
+@pytest.mark.parametrize("name", WRONG_TYPES)
+def test_a_value_of_a_wrong_type_is_one_line_that_names_it(folder, name: str) -> None:
+    for value in WRONG_TYPES[name]:
+        with pytest.raises(MemOptError) as caught:
+            plan(**{"model": folder, "seq_len": 24, name: value})
+        line = str(caught.value)
+        assert name in line and line.isprintable() and len(line) <= 300
+
+
+def test_a_device_file_may_be_a_path(folder, tmp_path) -> None:
+    path = tmp_path / "device.json"
+    rates = {"memory": 2**34, "bandwidth": 1e12, "flops": {"float32": 1e13}, "link": 1e10}
+    path.write_text(json.dumps({"name": "own", **rates}))
+    header = plan(folder, seq_len=8, device=path, compiler="aot_eager").table.header[0]
+    assert header.startswith("GPT2LMHeadModel on own")
 
 
 def test_the_task_is_that_of_the_class(tmp_path, config) -> None:

@@ -1,5 +1,7 @@
 """An engine has a Trainer's model for the time of `train()`: before and after it the model is plain."""
 
+import pickle
+
 import pytest
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -92,12 +94,15 @@ def test_a_second_train_compiles_nothing_and_shows_its_table(tmp_path, engine):
 
 
 def test_the_model_is_plain_after_a_run_that_failed(tmp_path, engine):
-    trainer = make(tmp_path, ATTENTION, model=sdpa_with_dropout(), memory_opt_engine=engine)
+    observed = {"log_memory_phases": True, "log_input_density": True}
+    trainer = make(tmp_path, ATTENTION, model=sdpa_with_dropout(), memory_opt_engine=engine, **observed)
     for error in (KeyboardInterrupt(), RuntimeError("of the user's callback")):
         trainer.add_callback(Interrupt(error))
         with pytest.raises(type(error)):
             trainer.train()
         assert_plain(trainer.model, "sdpa")
+        assert not trainer.model._forward_pre_hooks and not trainer.model._forward_hooks
+        pickle.dumps(trainer.model)
         trainer.pop_callback(Interrupt)
     trainer.train()
     assert trainer.state.global_step == 5 and trainer.memopt.table.plans

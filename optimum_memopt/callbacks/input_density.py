@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
+from optimum_memopt.callbacks.hooking import HookingCallback
 from optimum_memopt.callbacks.reporting import Reporter, check_log_steps, is_due, is_final, is_printed
 
 # What torch's losses, and with them transformers' models and label smoother, leave out by default.
@@ -181,7 +182,7 @@ def _rows_cell(rows: tuple[int, ...]) -> str:
     return f"{len(rows)} rows of {min(rows)} to {max(rows)}, mean {sum(rows) / len(rows):.1f}"
 
 
-class InputDensityCallback(TrainerCallback):
+class InputDensityCallback(HookingCallback):
     """Logs the density of each embedding input and label, with the columns of ONNX Runtime's observer.
 
     A step is all micro-batches of one optimizer step, on this process (rank 0's share of the batch). PAD IDX says what
@@ -246,9 +247,8 @@ class InputDensityCallback(TrainerCallback):
         if self.reporter.active and is_final(logs):
             self._report(state.global_step, {name: tally.run() for name, tally in self._tallies.items()}, "run_")
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def remove_hooks(self) -> None:
+        """See `HookingCallback`."""
         self._unwrap()
 
     def _report(self, step: int, densities: Mapping[str, Density], scope: str, level: str = "info") -> None:

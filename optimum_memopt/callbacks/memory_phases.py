@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
+from optimum_memopt.callbacks.hooking import HookingCallback
 from optimum_memopt.callbacks.plan_stats import PlanStatsCallback
 from optimum_memopt.callbacks.reporting import Reporter, check_log_steps, is_due, is_final, is_printed
 from optimum_memopt.compat import at_end_of_backward
@@ -48,7 +49,7 @@ def format_table(step: int, readings: Mapping[str, CpuMemory | CudaMemory], meth
     return "\n".join(["memory phases", *lines])
 
 
-class MemoryPhasesCallback(TrainerCallback):
+class MemoryPhasesCallback(HookingCallback):
     """Logs memory at `pre_forward`, `post_forward`, `pre_backward`, `post_backward` and `post_optimizer_step`.
 
     Each row holds what is held at that moment and the peak since the phase before it, in MiB. On CUDA these are
@@ -95,7 +96,7 @@ class MemoryPhasesCallback(TrainerCallback):
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
-        self._remove_hooks()  # a run that died left them
+        self.remove_hooks()  # a run that died left them
         self.reporter.begin(state)
         self._first_step, self._due, self._highest = state.global_step, False, None
         self._install_hooks(kwargs["model"])
@@ -162,11 +163,6 @@ class MemoryPhasesCallback(TrainerCallback):
         )
         self.reporter.metrics({"measured_peak_mib": run_peak})
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self._remove_hooks()
-
     def _is_peak_shown(self) -> bool:
         """Whether another callback shows the peak of the run, beside the plans' saving."""
         trainer = self.reporter.trainer
@@ -214,7 +210,8 @@ class MemoryPhasesCallback(TrainerCallback):
         self._in_backward = False
         self._observe("post_backward")
 
-    def _remove_hooks(self) -> None:
+    def remove_hooks(self) -> None:
+        """See `HookingCallback`."""
         for handle in self._handles:
             handle.remove()
         self._handles = []

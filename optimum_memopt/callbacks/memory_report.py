@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
 from optimum_memopt import compat
+from optimum_memopt.callbacks.hooking import HookingCallback
 from optimum_memopt.callbacks.reporting import Reporter
 from optimum_memopt.distributed.out_of_memory import OtherRankRanOutError
 from optimum_memopt.engines.attached import engine_of
@@ -51,7 +52,7 @@ _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _FEWER_STATES = "an optimizer with fewer or smaller states takes less, as --optim adamw_8bit or adafactor; or LoRA"
 
 
-class MemoryReportCallback(TrainerCallback):
+class MemoryReportCallback(HookingCallback):
     """Explains an out-of-memory error of a training step, and lets it go on unchanged.
 
     Works in any Trainer, with or without an engine. The report is logged and written into `output_dir` as
@@ -89,12 +90,6 @@ class MemoryReportCallback(TrainerCallback):
         if (optimizer := trainer.optimizer) is not None and optimizer not in self._guarded:
             self._guarded.add(optimizer)
             optimizer.step = self._guard_optimizer(optimizer.step)
-
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self._remove_hook()
-        self._call = None
 
     def note_forward(self, args: Any, kwargs: Any, reader: str) -> None:
         """Remember what the model's training forward is called with, without its tensors' data."""
@@ -241,7 +236,7 @@ class MemoryReportCallback(TrainerCallback):
                 self._first_outside = Known.of(trainer, self._begin, None).outside
 
     def _watch_forwards(self, model: torch.nn.Module) -> None:
-        self._remove_hook()  # of a run that died
+        self.remove_hooks()  # of a run that died
         # See `MemoryPhasesCallback`: a plain function, since copies of the model share its hooks.
         hooked, held = weakref.ref(model), weakref.ref(self)
 
@@ -253,10 +248,11 @@ class MemoryReportCallback(TrainerCallback):
 
         self._hook = model.register_forward_pre_hook(before_forward, with_kwargs=True)
 
-    def _remove_hook(self) -> None:
+    def remove_hooks(self) -> None:
+        """See `HookingCallback`."""
         if self._hook is not None:
             self._hook.remove()
-        self._hook = None
+        self._hook = self._call = None
 
 
 def _untraced(error: Exception) -> tuple[str, ...]:

@@ -1,7 +1,9 @@
 """Which parameters of a model train, by patterns of their names."""
 
+import bisect
 import difflib
 import fnmatch
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -12,7 +14,8 @@ if TYPE_CHECKING:
     import torch
 
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
-_SHOWN = 12
+# Letters of the names that an error shows.
+_SHOWN = 150
 
 
 def freeze_others(model: "torch.nn.Module", patterns: Sequence[str]) -> None:
@@ -60,8 +63,10 @@ def _nothing(pattern: str, model: str, names: Iterable[str]) -> str:
     parts = dict.fromkeys(part for kind in kinds for part in kind.split("."))
     near = difflib.get_close_matches(pattern, parts, n=1, cutoff=0.6)
     hint = f"did you mean {near[0]}? " if near else ""
-    more = ", …" if len(kinds) > _SHOWN else ""
+    ends = list(itertools.accumulate(len(kind) + 2 for kind in kinds))
+    shown = kinds[: max(1, bisect.bisect(ends, _SHOWN))]
+    more = ", …" if len(shown) < len(kinds) else ""
     return (
         f"--trainable {excerpt(pattern) or repr(pattern)}: no parameter of {model} has this name; {hint}Available: "
-        f"{', '.join(kinds[:_SHOWN])}{more}"
+        f"{', '.join(shown)}{more}"
     )

@@ -73,7 +73,7 @@ class Workload:
         if self.task not in TASKS:
             near = difflib.get_close_matches(self.task, TASKS, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]}? " if near else ""
-            raise MemOptError(f"--task {excerpt(self.task)}: {hint}Allowed are {', '.join(TASKS)}")
+            raise MemOptError(f"--task {excerpt(self.task) or repr(self.task)}: {hint}Allowed are {', '.join(TASKS)}")
         for name in ("batch_size", "seq_len"):
             if getattr(self, name) < 1:
                 raise MemOptError(f"--{name} {getattr(self, name)}: allowed are numbers from 1 on")

@@ -117,7 +117,7 @@ def check(name: str) -> None:
         )
     near = difflib.get_close_matches(name, _KINDS, n=1, cutoff=0.7)
     hint = f"did you mean {near[0]}? " if near else "its memory is not known; "
-    raise MemOptError(f"--optim {excerpt(name)}: {hint}{known}")
+    raise MemOptError(f"--optim {excerpt(name) or repr(name)}: {hint}{known}")
 
 
 @dataclass(frozen=True)

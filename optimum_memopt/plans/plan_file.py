@@ -8,14 +8,18 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from optimum_memopt.errors import MemOptError, excerpt, path_excerpt
 from optimum_memopt.plans.json_file import read_json
 
 FORMAT, VERSION = "optimum-memopt plan", 1
+LOSSES = ("plain", "chunked")
 _SHAPE = f'expected "format": "{FORMAT}", as optimum-cli memopt plan --budget … --output writes it'
 _LARGEST_FILE = 64 * 2**20
+# Of operators, parameters and their numbers.
+_MOST = 2**63
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,7 @@ class PlanFile:
 
     Attributes:
         why: who chose it, as `level 1`.
-        loss: `chunked` or `plain`.
+        loss: one of `LOSSES`.
         solved_for: model, device, compiler, sizes of the batch and versions, for whoever reads the file.
         graphs: in the order in which they are compiled.
     """
@@ -119,11 +123,11 @@ class PlanFile:
         try:
             return cls(
                 why=_text(found["why"]),
-                loss=_text(found["loss"]),
-                solved_for=dict(found["solved_for"]),
-                graphs=tuple(map(_graph, found["graphs"])),
+                loss=_loss(found["loss"]),
+                solved_for=_dict(found["solved_for"]),
+                graphs=tuple(map(_graph, _list(found["graphs"]))),
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise MemOptError(f"plan {shown}: {type(error).__name__}: {excerpt(str(error))}") from None
 
     def to_json(self) -> str:
@@ -138,7 +142,8 @@ class PlanFile:
         """
         try:
             Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
-        except (OSError, ValueError) as error:
+        # TypeError: no path.
+        except (OSError, ValueError, TypeError) as error:
             reason = getattr(error, "strerror", None) or error
             raise MemOptError(f"plan file {path_excerpt(path)}: not written: {reason}") from error
 
@@ -154,28 +159,56 @@ def _parameters(found: Sequence[int] | None) -> str:
 
 
 def _graph(found: Any) -> GraphPlan:
-    signature = found["signature"]
+    signature = _dict(_dict(found)["signature"])
     return GraphPlan(
         GraphSignature(
-            {_text(dtype): (int(count), int(numbers)) for dtype, (count, numbers) in signature["parameters"].items()},
-            {_text(name): int(count) for name, count in signature["operators"].items()},
+            {dtype: _parameter_counts(counts) for dtype, counts in _dict(signature["parameters"]).items()},
+            {name: _count(count) for name, count in _dict(signature["operators"]).items()},
             _text(signature["digest"]),
         ),
-        bool(found["by_torch"]),
+        _truth(found["by_torch"]),
         tuple(
             LayerPlan(**{name: tuple(map(_text, _list(layer[name]))) for name in LayerPlan.__dataclass_fields__})
-            for layer in _list(found["layers"])
+            for layer in map(_dict, _list(found["layers"]))
         ),
     )
 
 
-def _text(found: Any) -> str:
-    if not isinstance(found, str):
-        raise TypeError(f"expected a string, not {found!r}")
+def _parameter_counts(found: Any) -> tuple[int, int]:
+    count, numbers = _list(found)
+    return _count(count), _count(numbers)
+
+
+def _loss(found: Any) -> str:
+    if found not in LOSSES:
+        raise ValueError(f"loss {excerpt(found)}: allowed are {', '.join(LOSSES)}")
+    return _text(found)
+
+
+def _count(found: Any) -> int:
+    # An exact type, since true is a number of Python's.
+    if type(found) is not int or not 0 <= found < _MOST:
+        raise ValueError(f"expected a count from 0 on, not {excerpt(found) or repr(found)}")
     return found
 
 
+def _truth(found: Any) -> bool:
+    return _typed(found, bool, "true or false")
+
+
+def _text(found: Any) -> str:
+    return _typed(found, str, "a string")
+
+
 def _list(found: Any) -> list[Any]:
-    if not isinstance(found, list):
-        raise TypeError(f"expected a list, not {found!r}")
+    return _typed(found, list, "a list")
+
+
+def _dict(found: Any) -> dict[str, Any]:
+    return _typed(found, dict, "an object")
+
+
+def _typed(found: Any, kind: type[_T], name: str) -> _T:
+    if not isinstance(found, kind):
+        raise TypeError(f"expected {name}, not {excerpt(found) or repr(found)}")
     return found

@@ -39,7 +39,8 @@ class Page:
         """
         try:
             Path(path).write_text(self.html, encoding="utf-8")
-        except (OSError, ValueError) as error:
+        # TypeError: no path.
+        except (OSError, ValueError, TypeError) as error:
             reason = getattr(error, "strerror", None) or error
             raise MemOptError(f"report {path_excerpt(path)}: not written: {reason}") from error
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 from torch.utils.data import IterableDataset, Sampler
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from optimum_memopt.callbacks.reporting import Reporter
 from optimum_memopt.errors import MemOptError
@@ -213,6 +213,14 @@ def _column(dataset: Any, field: str) -> Iterator[Any]:
     """One column of a `datasets.Dataset`, without reading the others."""
     for rows in dataset.select_columns([field]).with_format("numpy").iter(1000):
         yield from rows[field]
+
+
+def padding_id(trainer: Trainer) -> int | None:
+    """The token that pads, by the tokenizer or the model's config."""
+    for owner in (trainer.processing_class, getattr(trainer.model, "config", None)):
+        if (padding := getattr(owner, "pad_token_id", None)) is not None:
+            return padding
+    return None
 
 
 class ComplexityCallback(TrainerCallback):

@@ -51,6 +51,13 @@ def test_all_others_are_frozen_and_a_tied_weight_goes_by_each_of_its_names() -> 
     assert not model["body"].weight.requires_grad
 
 
+def test_the_error_is_short_whatever_the_names_and_patterns() -> None:
+    model = torch.nn.ModuleDict({letter * 70: torch.nn.Linear(4, 4) for letter in "abcdefgh"})
+    with pytest.raises(MemOptError, match=r"Available: a{70}\.weight, .*…$") as caught:
+        freeze_others(model, ["x" * 5000, "y" * 5000, "z" * 5000])
+    assert len(str(caught.value)) <= 300
+
+
 def test_a_pattern_that_matches_nothing_shows_the_names() -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
     with pytest.raises(MemOptError) as caught:

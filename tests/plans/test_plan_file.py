@@ -32,6 +32,14 @@ def changed(**changes: Any) -> str:
     return json.dumps({**json.loads(PLAN.to_json()), **changes})
 
 
+def changed_graph(**changes: Any) -> str:
+    return changed(graphs=[{**json.loads(PLAN.to_json())["graphs"][0], **changes}])
+
+
+def changed_signature(**changes: Any) -> str:
+    return changed_graph(signature={**json.loads(PLAN.to_json())["graphs"][0]["signature"], **changes})
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
@@ -43,8 +51,25 @@ def changed(**changes: Any) -> str:
         (changed(version=2), "version 2; this optimum-memopt reads 1"),
         (changed(graphs=[{}]), "KeyError: 'signature'"),
         (changed(graphs=3), "TypeError: "),
-        (changed(loss=None), "expected a string, not None"),
-        (changed(graphs=[{**json.loads(PLAN.to_json())["graphs"][0], "layers": "h.0"}]), "expected a list, not 'h.0'"),
+        (changed(why=None), "expected a string, not None"),
+        (changed(loss="evil"), "loss evil: allowed are plain, chunked"),
+        (changed(loss=["plain"]), "loss ['plain']: allowed are plain, chunked"),
+        (changed(solved_for=[["model", "GPT2"]]), "expected an object, not [['model', 'GPT2']]"),
+        (changed(graphs={"1": 2}), "expected a list, not {'1': 2}"),
+        (changed_graph(layers="h.0"), "expected a list, not h.0"),
+        (changed_graph(layers=[["h.0"]]), "expected an object, not ['h.0']"),
+        (changed_graph(by_torch="no"), "expected true or false, not no"),
+        (changed_graph(by_torch=0), "expected true or false, not 0"),
+        (changed_graph(signature=[]), "expected an object, not []"),
+        (changed_signature(digest=[[]] * 1000), "expected a string, not [[], []"),
+        (changed_signature(operators={"gelu": float("inf")}), "expected a count from 0 on, not inf"),
+        (changed_signature(operators={"gelu": float("nan")}), "expected a count from 0 on, not nan"),
+        (changed_signature(operators={"gelu": -1}), "expected a count from 0 on, not -1"),
+        (changed_signature(operators={"gelu": True}), "expected a count from 0 on, not True"),
+        (changed_signature(operators={"gelu": 10**400}), "expected a count from 0 on, not 1000"),
+        (changed_signature(operators={"gelu": ""}), "expected a count from 0 on, not ''"),
+        (changed_signature(parameters={"float32": "12"}), "expected a list, not 12"),
+        (changed_signature(parameters={"float32": [1]}), "not enough values to unpack"),
     ],
 )
 def test_what_is_no_plan_file_is_refused_in_one_line(tmp_path: Path, text: str, reason: str) -> None:
@@ -52,7 +77,8 @@ def test_what_is_no_plan_file_is_refused_in_one_line(tmp_path: Path, text: str, 
     path.write_text(text)
     with pytest.raises(MemOptError) as refused:
         PlanFile.load(path)
-    assert reason in str(refused.value) and str(path) in str(refused.value) and "\n" not in str(refused.value)
+    line = str(refused.value)
+    assert reason in line and str(path) in line and "\n" not in line and len(line) < 300 + len(str(path))
 
 
 def test_a_plan_file_is_no_config(tmp_path: Path) -> None:
@@ -64,6 +90,10 @@ def test_a_plan_file_is_no_config(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(MemOptError, match="plan file .*: not written: No such file or directory"):
         PLAN.save(tmp_path / "nowhere" / "plan.json")
+    for no_path in (5, None, 1.5, ["plan.json"], "plan\0.json"):
+        with pytest.raises(MemOptError, match="plan file .*: not written: .") as refused:
+            PLAN.save(no_path)  # type: ignore[arg-type]
+        assert "\n" not in str(refused.value) and len(str(refused.value)) < 300
 
 
 @pytest.mark.parametrize(

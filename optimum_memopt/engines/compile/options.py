@@ -4,9 +4,12 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from optimum_memopt.option_values import Numbers
+from optimum_memopt.plans import plan_file
 
 COMPILERS = ("inductor", "aot_eager")
-LOSSES = AUTO, PLAIN, CHUNKED = ("auto", "plain", "chunked")
+PLAIN, CHUNKED = plan_file.LOSSES
+AUTO = "auto"
+LOSSES = (AUTO, PLAIN, CHUNKED)
 
 
 @dataclass

@@ -85,10 +85,17 @@ def cuda_missing() -> str:
 
 
 def cache_root() -> Path:
-    """The package's cache: `OPTIMUM_MEMOPT_CACHE`, else `optimum_memopt` in `XDG_CACHE_HOME` or `~/.cache`."""
+    """The package's cache: `OPTIMUM_MEMOPT_CACHE`, else `optimum_memopt` in `XDG_CACHE_HOME` or `~/.cache`.
+
+    Raises:
+        MemOptError: there is no home folder. In one for temporary files others may write, so no program is kept there.
+    """
     if own := os.environ.get(CACHE_VARIABLE):
         return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "optimum_memopt"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "optimum_memopt"
+    except RuntimeError:
+        raise MemOptError(f"the user has no home folder for the torch extensions; set {CACHE_VARIABLE}") from None
 
 
 def cache_dir() -> Path:
@@ -111,7 +118,10 @@ def expected_paths(folder: Path) -> dict[str, Path]:
 
 def find() -> dict[str, Path] | None:
     """The built extensions by name; None unless both exist."""
-    paths = expected_paths(cache_dir())
+    try:
+        paths = expected_paths(cache_dir())
+    except MemOptError:
+        return None
     return paths if all(path.is_file() for path in paths.values()) else None
 
 

@@ -1,5 +1,6 @@
 """Finding, building and loading; the last tests build for real and train a model through what was built."""
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -60,6 +61,15 @@ def test_the_cache_lies_where_the_environment_says(monkeypatch, tmp_path):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert extensions.cache_root() == tmp_path / ".cache" / "optimum_memopt"
+
+
+def test_a_user_without_a_home_has_no_extensions(monkeypatch):
+    for name in (extensions.CACHE_VARIABLE, "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 5)
+    assert extensions.find() is None
+    with pytest.raises(MemOptError, match="no home folder for the torch extensions; set OPTIMUM_MEMOPT_CACHE"):
+        extensions.build()
 
 
 def test_what_was_built_for_another_torch_is_not_found(cache, monkeypatch):

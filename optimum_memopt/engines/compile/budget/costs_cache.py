@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -16,11 +17,13 @@ from optimum_memopt.engines.compile.budget.costs import Measured
 # Ranks that start together measure one after the other, the later ones what is new to them: two seconds each at most
 # (`costs.measured`). Longer than that, a lock is not worth waiting for.
 _WAIT = 30.0
+# No operator takes an hour, nor a buffer of 256 TiB.
+_MOST_SECONDS, _MOST_BYTES = 3600, 2**48
 
 
 def cache_path(device: torch.device) -> Path:
     """The file of a device under this version of torch."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "optimum_memopt"
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or _home() / ".cache") / "optimum_memopt"
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     else:
@@ -28,9 +31,19 @@ def cache_path(device: torch.device) -> Path:
     return folder / f"operators {name} torch {torch.__version__}.json".replace(" ", "-").replace("/", "-")
 
 
+def _home() -> Path:
+    """The user's, else a folder for temporary files, as torch's own compiler takes one."""
+    try:
+        return Path.home()
+    # Neither HOME nor an entry for the user, as in a container that runs under any number.
+    except RuntimeError:
+        return Path(tempfile.gettempdir()) / f"optimum_memopt-{os.getuid()}"
+
+
 @contextlib.contextmanager
 def known_costs(path: Path) -> Iterator[dict[str, Measured]]:
-    """Costs by operator, to read and to add to; written back afterwards. A file that cannot be read is none.
+    """Costs by operator, to read and to add to; written back afterwards. What is no cost in a file is left out, and
+    measured again.
 
     Only one process has them at a time, where the file system has locks.
 
@@ -51,14 +64,27 @@ def known_costs(path: Path) -> Iterator[dict[str, Measured]]:
 def _read(path: Path) -> dict[str, Measured]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        return {str(key): Measured(float(seconds), int(size)) for key, (seconds, size) in found.items()}
-    except (OSError, ValueError, AttributeError, TypeError):
+    # RecursionError: nested too deeply.
+    except (OSError, ValueError, RecursionError):
         return {}
+    if not isinstance(found, dict):
+        return {}
+    return {key: Measured(float(one[0]), one[1]) for key, one in found.items() if _is_cost(one)}
+
+
+def _is_cost(found: Any) -> bool:
+    if not isinstance(found, list) or len(found) != 2:
+        return False
+    seconds, workspace = found
+    # Exact types, since true is a number of Python's; NaN compares as false.
+    is_time = type(seconds) in (int, float) and 0 < seconds <= _MOST_SECONDS
+    return is_time and type(workspace) is int and 0 <= workspace <= _MOST_BYTES
 
 
 def _write(path: Path, known: dict[str, Measured]) -> None:
     # Whole, for a reader that has not got the lock; a folder that cannot be written to has no cache.
-    with contextlib.suppress(OSError):
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as written:
-            json.dump(known, written)
-        Path(written.name).replace(path)
+    # In a folder that goes whatever fails, as on a full disk.
+    with contextlib.suppress(OSError), tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        written = Path(folder) / path.name
+        written.write_text(json.dumps(known), encoding="utf-8")
+        written.replace(path)

@@ -12,18 +12,27 @@ Dense rates, without sparsity, from the makers' data sheets:
 The link is one direction of PCIe x16 (generation 3, 4 and 5: 16, 32 and 64 GB/s).
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from optimum_memopt.engines.compile.memory.cuda_workspaces import Multiprocessors
 from optimum_memopt.errors import MemOptError, excerpt, path_excerpt
+from optimum_memopt.plans.json_file import read_json
 
 _GIB = 2**30
 _DTYPES = ("float32", "bfloat16", "float16")
+_SHAPE = (
+    "needed are name, memory (bytes), bandwidth and link (bytes a second), flops (a second, by dtype, float32 among "
+    "them)"
+)
+_LARGEST_FILE = 2**20
+# A megabyte, or as much a second, up to what a rack of devices has.
+_LEAST, _MOST = 1e6, 1e18
+_LONGEST_NAME = 80
 
 
 @dataclass(frozen=True)
@@ -121,17 +130,34 @@ def device_of(name: str) -> Device:
             return device
     if not name.endswith(".json"):
         raise MemOptError(f"device {excerpt(name)}: allowed are {', '.join(DEVICES)}, and a JSON file")
+    found = read_json(Path(name), "device", _SHAPE, _LARGEST_FILE)
+    if not isinstance(found, dict):
+        raise MemOptError(f"device file {path_excerpt(name)}: {_SHAPE}")
     try:
-        found = json.loads(Path(name).read_text(encoding="utf-8"))
-        rates = {str(dtype): float(rate) for dtype, rate in found["flops"].items()}
-        device = Device(
-            str(found["name"]), int(found["memory"]), float(found["bandwidth"]), rates, float(found["link"])
+        rates = {dtype: _number(f"flops of {excerpt(dtype)}", rate) for dtype, rate in found["flops"].items()}
+        if "float32" not in rates:
+            raise ValueError("flops has no float32")
+        return Device(
+            _text("name", found["name"]),
+            int(_number("memory", found["memory"])),
+            _number("bandwidth", found["bandwidth"]),
+            rates,
+            _number("link", found["link"]),
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise MemOptError(
-            f"device file {path_excerpt(name)}: {type(error).__name__}: {excerpt(str(error))}; needed are name, "
-            "memory (bytes), bandwidth and link (bytes a second), flops (a second, by dtype, float32 among them)"
-        ) from error
-    if "float32" not in rates or min(device.memory, device.bandwidth, device.link, *rates.values()) <= 0:
-        raise MemOptError(f"device file {path_excerpt(name)}: all numbers are positive, and flops has float32")
-    return device
+    except KeyError as error:
+        raise MemOptError(f"device file {path_excerpt(name)}: there is no {error}; {_SHAPE}") from None
+    except (ValueError, AttributeError) as error:
+        raise MemOptError(f"device file {path_excerpt(name)}: {excerpt(str(error))}; {_SHAPE}") from None
+
+
+def _number(name: str, found: Any) -> float:
+    # Exact types, since true is a number of Python's; NaN compares as false.
+    if type(found) not in (int, float) or not _LEAST <= found <= _MOST:
+        raise ValueError(f"{name} is {excerpt(found) or repr(found)}, not a number from {_LEAST:.0e} to {_MOST:.0e}")
+    return float(found)
+
+
+def _text(name: str, found: Any) -> str:
+    if not isinstance(found, str) or not found.isprintable() or not 0 < len(found) <= _LONGEST_NAME:
+        raise ValueError(f"{name} is {excerpt(found) or repr(found)}, not a text of 1 to {_LONGEST_NAME} letters")
+    return found

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import threading
 
 import pytest
 
@@ -26,6 +27,38 @@ def test_what_c_prints_is_dropped_and_nothing_else(capfd):
 def test_the_output_is_there_again_after_an_error(capfd):
     with pytest.raises(KeyboardInterrupt), without_c_output():
         raise KeyboardInterrupt
+    os.write(1, b"after\n")
+    assert capfd.readouterr().out == "after\n"
+
+
+def test_the_output_is_there_again_after_two_threads(capfd):
+    within, left = threading.Event(), threading.Event()
+
+    def first() -> None:
+        with without_c_output():
+            within.set()
+            left.wait(1)
+
+    def second() -> None:
+        within.wait()
+        with without_c_output():
+            # Where it need not wait for the first, the first leaves before it.
+            left.set()
+            other.join()
+
+    other, last = threading.Thread(target=first), threading.Thread(target=second)
+    other.start()
+    last.start()
+    last.join()
+    os.write(1, b"after\n")
+    assert capfd.readouterr().out == "after\n"
+
+
+def test_it_may_be_nested(capfd):
+    with without_c_output():
+        with without_c_output():
+            say("c, within")
+        say("c, within")
     os.write(1, b"after\n")
     assert capfd.readouterr().out == "after\n"
 

@@ -1,6 +1,9 @@
 """Seconds of operators, estimated and measured."""
 
 import json
+import os
+import resource
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +16,7 @@ from optimum_memopt.engines.compile import compat_graph
 from optimum_memopt.engines.compile.analysis.joint import is_view
 from optimum_memopt.engines.compile.analysis.saved_activations import operator_name
 from optimum_memopt.engines.compile.budget import costs
-from optimum_memopt.engines.compile.budget.costs_cache import known_costs
+from optimum_memopt.engines.compile.budget.costs_cache import cache_path, known_costs
 from optimum_memopt.engines.compile.budget.devices import DEVICES, device_of
 from optimum_memopt.engines.compile.budget.problem import problems_of
 from optimum_memopt.errors import MemOptError
@@ -117,11 +120,48 @@ def test_costs_on_disk(tmp_path: Path) -> None:
         known["gelu"] = costs.Measured(1.5, 64)
     with known_costs(path) as known:
         assert known == {"gelu": costs.Measured(1.5, 64)}
-    # The second is of an earlier version.
-    for unreadable in ("[1", '{"gelu": 1.5}'):
-        path.write_text(unreadable)
-        with known_costs(path) as known:
-            assert known == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[1",
+        "[" * 100_000,
+        "[1]",
+        "3",
+        # Of an earlier version.
+        '{"gelu": 1.5}',
+        *(
+            f'{{"gelu": {one}}}'
+            for one in (
+                "[Infinity, 1]",
+                "[NaN, 1]",
+                "[-1.5, 1]",
+                "[0, 1]",
+                "[1e300, 1]",
+                f"[1{'0' * 400}, 1]",
+                "[true, 1]",
+                '["1.5", 1]',
+                "[1.5, Infinity]",
+                "[1.5, -1]",
+                "[1.5, 1e3]",
+                f"[1.5, 1{'0' * 400}]",
+                "[1.5]",
+                "[[1.5], 1]",
+                "null",
+            )
+        ),
+    ],
+)
+def test_what_is_no_cost_on_disk_is_measured_again(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text(text if not text.startswith("{") else f'{{"addmm": [2.5, 0], {text[1:]}')
+    good = {"addmm": costs.Measured(2.5, 0)} if text.startswith("{") else {}
+    with known_costs(path) as known:
+        assert known == good
+        known["gelu"] = costs.Measured(1.5, 64)
+    with known_costs(path) as known:
+        assert known == {**good, "gelu": costs.Measured(1.5, 64)}
 
 
 def test_ranks_that_start_together_have_the_same_costs(tmp_path: Path) -> None:
@@ -147,13 +187,89 @@ def test_costs_are_measured_each_time_where_no_file_can_be(tmp_path: Path) -> No
             known["gelu"] = costs.Measured(1.5, 64)
 
 
+def costs_are_none(path: Path) -> None:
+    with known_costs(path) as known:
+        assert known == {}
+        known["gelu"] = costs.Measured(1.5, 64)
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    costs_are_none(path)
+    there = sorted(one.name for one in tmp_path.iterdir())
+    path.unlink()
+    path.mkdir()
+    costs_are_none(path)
+    assert sorted(one.name for one in tmp_path.iterdir()) == there
+    path.rmdir()
+    # As on a full disk: a file can be made, and nothing be written into it.
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        costs_are_none(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not {one.name for one in tmp_path.iterdir()} - set(there)
+    assert not path.exists()
+
+
+def test_a_user_without_a_home_has_the_cache_in_a_temporary_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 5)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    path = cache_path(torch.device("cpu"))
+    assert tmp_path in path.parents
+    costs_are_none(path)
+    assert path.exists()
+
+
 def test_a_device_by_name_or_file(tmp_path: Path) -> None:
     assert device_of("rtx4090") is device_of("RTX 4090") is DEVICES["RTX 4090"]
     path = tmp_path / "own.json"
-    fields = {"name": "own", "memory": 2**30, "bandwidth": 1e11, "flops": {"float32": 1e12}, "link": 1e10}
-    path.write_text(json.dumps(fields))
+    path.write_text(json.dumps(FIELDS))
     assert device_of(str(path)).rate("bfloat16") == 1e12
-    path.write_text(json.dumps({**fields, "flops": {}}))
-    for name, why in ((str(path), "flops has float32"), ("B9000", "allowed are H100"), ("no.json", "FileNotFound")):
+    for name, why in (("B9000", "allowed are H100"), ("no.json", "No such file")):
         with pytest.raises(MemOptError, match=why):
             device_of(name)
+
+
+FIELDS = {"name": "own", "memory": 2**30, "bandwidth": 1e11, "flops": {"float32": 1e12}, "link": 1e10}
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("[" * 100_000, "needed are name, memory"),
+        ("[1]", "needed are name, memory"),
+        ("{}", "there is no 'flops'"),
+        *(
+            (json.dumps({**FIELDS, **changes}), why)
+            for changes, why in (
+                ({"flops": {}}, "flops has no float32"),
+                ({"flops": 3}, "has no attribute 'items'"),
+                ({"flops": {"float32": float("nan")}}, "flops of float32 is nan, not a number from 1e"),
+                ({"flops": {"float32": 1e12, "b" * 500: "fast"}}, "flops of bbb"),
+                ({"memory": float("inf")}, "memory is inf, not a number"),
+                ({"memory": "80GiB"}, "memory is 80GiB, not a number"),
+                ({"memory": 10**400}, "memory is 1000"),
+                ({"memory": -1}, "memory is -1, not a number"),
+                ({"bandwidth": True}, "bandwidth is True, not a number"),
+                ({"bandwidth": 1e-300}, "bandwidth is 1e-300, not a number"),
+                ({"link": 1e300}, "link is 1e\\+300, not a number"),
+                ({"link": ""}, "link is '', not a number"),
+                ({"name": ["own"]}, r"name is \['own'\], not a text"),
+                ({"name": "own\nline"}, "not a text"),
+            )
+        ),
+    ],
+)
+def test_a_device_file_that_cannot_be_is_refused_in_one_line(tmp_path: Path, text: str, why: str) -> None:
+    path = tmp_path / "own.json"
+    path.write_text(text)
+    with pytest.raises(MemOptError, match=why) as refused:
+        device_of(str(path))
+    line = str(refused.value)
+    assert str(path) in line and "\n" not in line and len(line) < 320 + len(str(path))
