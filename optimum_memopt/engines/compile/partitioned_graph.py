@@ -14,6 +14,7 @@ from torch import fx
 from optimum_memopt.engines.compile import compat, compat_graph, strategies
 from optimum_memopt.engines.compile.analysis.attention import fused_attention
 from optimum_memopt.engines.compile.analysis.candidates import Candidate, find_candidates, offloads
+from optimum_memopt.engines.compile.analysis.constants import find_constants
 from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph, Modules
 from optimum_memopt.engines.compile.analysis.joint import (
     JointGraph,
@@ -127,19 +128,20 @@ def analyze(
     names: dict[sympy.Symbol, str] = {}
     with best_effort("the names of sizes"):
         names = symbol_names(compat.symbol_sources(), sizes, batch or {})
-    candidates = find_candidates(joint, activations, sizes, strategies.registered())
+    parameters = static_inputs(joint, others.get("static_lifetime_input_indices") or ())
+    constants = find_constants(joint, parameters)
+    candidates = find_candidates(joint, activations, sizes, strategies.registered(), constants)
     if cuda is not None:
         candidates = tuple(replace(candidate, planned_for="cuda") for candidate in candidates)
 
     def partition_by_torch() -> Modules:
         return compat_graph.default_partition(module, inputs, num_fwd_outputs=num_fwd_outputs, **others)
 
-    parameters = static_inputs(joint, others.get("static_lifetime_input_indices") or ())
     paths = node_paths(joint)
     signature = signature_of(paths, parameters)
     cuda = cuda or multiprocessors_of(_device(joint))
     return AnalyzedGraph(
-        joint, activations, candidates, sizes, names, parameters, paths, signature, partition_by_torch, cuda
+        joint, activations, candidates, sizes, names, parameters, constants, paths, signature, partition_by_torch, cuda
     )
 
 

@@ -21,11 +21,12 @@ def by_name(captured: Captured) -> dict:
 
 
 def check(captured: Captured, parts: Parts) -> None:
-    """The plan's activations are recomputed by their own operators, every other one is saved, once."""
+    """The plan's activations are recomputed by their own operators, constants too; every other one is saved, once."""
     joint, nodes = captured.joint, by_name(captured)
     chosen = {candidate.activation.root.name: candidate.chain for candidate in parts.graph.choice.recomputed}
     saved = [root(node).name for node in parts.saved_for_backward if is_tensor(node)]
-    expected = {activation.root.name for activation in captured.activations} - set(chosen)
+    constants = {node.name for node in captured.graph.constants}
+    expected = {activation.root.name for activation in captured.activations} - constants - set(chosen)
     extra = set(saved) - expected
     # In exchange: seeds.
     assert extra <= {node.name for chain in chosen.values() for node in chain.extra_saved}
@@ -35,6 +36,7 @@ def check(captured: Captured, parts: Parts) -> None:
     recomputed = parts.recomputed(joint)
     compute = [name for name in recomputed if not is_view(nodes[name]) and is_tensor(nodes[name])]
     allowed = {node.name for chain in chosen.values() for node in chain.nodes}
+    allowed |= constants
     # A view of a parameter or of a saved activation costs nothing and is no part of a plan.
     assert set(compute) <= allowed
     assert set(chosen) <= set(recomputed)
@@ -69,7 +71,8 @@ def test_any_rows_together_are_recomputed_and_nothing_else(roberta, albert, seed
     assert not any(is_random(node) for node in parts.backward.graph.nodes)
     saved = {root(node).name for node in parts.saved_for_backward if is_tensor(node)}
     assert saved.isdisjoint(dropped)
-    assert {activation.root.name for activation in captured.activations} - dropped <= saved
+    constants = {node.name for node in captured.graph.constants}
+    assert {activation.root.name for activation in captured.activations} - dropped - constants <= saved
 
 
 def test_with_every_row_on_only_what_must_be_is_saved(roberta):
@@ -105,7 +108,7 @@ def test_a_level_saves_only_a_layers_input_and_statistics(roberta, gpt2, albert,
         parts = captured.split(f"level {level}")
         nodes = by_name(captured)
         inside = [node for node in parts.saved_for_backward if is_tensor(node) and layer_of(nodes[node.name])]
-        boundaries = {node.name for node in layer_boundaries(captured.joint)}
+        boundaries = {node.name for node in layer_boundaries(captured.graph)}
         for node in inside:
             saved = nodes[node.name]
             leaves = next((s.leaves_layer for s in captured.activations if s.root is root(saved)), False)

@@ -147,7 +147,7 @@ class Solver:
         """Every layer recomputed from its input, as level 1 has it."""
         problem = self.problem
         outside = {node for node in problem.activations if not problem.layers[node] or problem.is_statistic[node]}
-        return simulate(problem, problem.closure(outside | problem.boundaries))
+        return simulate(problem, problem.closure((outside | problem.boundaries) - problem.constants))
 
 
 def _holders(problem: Problem, found: Simulation, most: int = 4) -> tuple[tuple[str, int], ...]:

@@ -44,7 +44,7 @@ class FromLevel:
         chosen = tuple(candidate for candidate in graph.candidates if self._takes(candidate))
         recomputed = {candidate.activation.root for candidate in chosen}
         return Choice(
-            nodes_to_save=nodes_to_save(graph, recomputed, layer_boundaries(graph.joint)),
+            nodes_to_save=nodes_to_save(graph, recomputed, layer_boundaries(graph)),
             why=f"level {self.level}",
             candidates=chosen,
             matched=self.match(graph.candidates),
