@@ -24,6 +24,7 @@ from optimum_memopt.engines.compile.analysis.joint import (
     tensor_value,
     value,
 )
+from optimum_memopt.engines.compile.analysis.module_paths import note_layers
 from optimum_memopt.engines.compile.analysis.saved_activations import find_saved_activations, operator_name
 from optimum_memopt.engines.compile.analysis.signature import node_paths, signature_of
 from optimum_memopt.engines.compile.budget.costs import roofline
@@ -122,6 +123,7 @@ def analyze(
     module.graph.eliminate_dead_code()
     compat_graph.remove_copies(module.graph, map(root, JointGraph(module, num_fwd_outputs).forward_outputs))
     cse.eliminate_duplicates(JointGraph(module, num_fwd_outputs))
+    note_layers(module.graph)
     joint = JointGraph(module, num_fwd_outputs)
     activations = find_saved_activations(joint)
     sizes = size_hints(joint)
