@@ -14,6 +14,7 @@ from torch import fx
 from optimum_memopt.engines.compile import compat, compat_graph, strategies
 from optimum_memopt.engines.compile.analysis.attention import fused_attention
 from optimum_memopt.engines.compile.analysis.candidates import Candidate, find_candidates, offloads
+from optimum_memopt.engines.compile.analysis.constants import find_constants
 from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph, Modules
 from optimum_memopt.engines.compile.analysis.joint import (
     JointGraph,
@@ -23,6 +24,7 @@ from optimum_memopt.engines.compile.analysis.joint import (
     tensor_value,
     value,
 )
+from optimum_memopt.engines.compile.analysis.module_paths import note_layers
 from optimum_memopt.engines.compile.analysis.saved_activations import find_saved_activations, operator_name
 from optimum_memopt.engines.compile.analysis.signature import node_paths, signature_of
 from optimum_memopt.engines.compile.budget.costs import roofline
@@ -121,25 +123,27 @@ def analyze(
     module.graph.eliminate_dead_code()
     compat_graph.remove_copies(module.graph, map(root, JointGraph(module, num_fwd_outputs).forward_outputs))
     cse.eliminate_duplicates(JointGraph(module, num_fwd_outputs))
+    note_layers(module.graph)
     joint = JointGraph(module, num_fwd_outputs)
     activations = find_saved_activations(joint)
     sizes = size_hints(joint)
     names: dict[sympy.Symbol, str] = {}
     with best_effort("the names of sizes"):
         names = symbol_names(compat.symbol_sources(), sizes, batch or {})
-    candidates = find_candidates(joint, activations, sizes, strategies.registered())
+    parameters = static_inputs(joint, others.get("static_lifetime_input_indices") or ())
+    constants = find_constants(joint, parameters)
+    candidates = find_candidates(joint, activations, sizes, strategies.registered(), constants)
     if cuda is not None:
         candidates = tuple(replace(candidate, planned_for="cuda") for candidate in candidates)
 
     def partition_by_torch() -> Modules:
         return compat_graph.default_partition(module, inputs, num_fwd_outputs=num_fwd_outputs, **others)
 
-    parameters = static_inputs(joint, others.get("static_lifetime_input_indices") or ())
     paths = node_paths(joint)
     signature = signature_of(paths, parameters)
     cuda = cuda or multiprocessors_of(_device(joint))
     return AnalyzedGraph(
-        joint, activations, candidates, sizes, names, parameters, paths, signature, partition_by_torch, cuda
+        joint, activations, candidates, sizes, names, parameters, constants, paths, signature, partition_by_torch, cuda
     )
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import fx
 from torch._functorch import partitioners
+from transformers import JambaConfig, JambaForCausalLM
 
 from optimum_memopt.engines.compile.analysis.graph import layer_boundaries, nodes_to_save
 from optimum_memopt.engines.compile.analysis.joint import is_tensor, is_view, root
@@ -33,11 +34,12 @@ def is_noted(node: fx.Node) -> bool:
 
 
 def check(captured: Captured, parts: Parts) -> None:
-    """The plan's activations are recomputed by their own operators, every other one is saved, once."""
+    """The plan's activations are recomputed by their own operators, constants too; every other one is saved, once."""
     joint, nodes = captured.joint, by_name(captured)
     chosen = {candidate.activation.root.name: candidate.chain for candidate in parts.graph.choice.recomputed}
     saved = [root(node).name for node in parts.saved_for_backward if is_tensor(node)]
-    expected = {activation.root.name for activation in captured.activations} - set(chosen)
+    constants = {node.name for node in captured.graph.constants}
+    expected = {activation.root.name for activation in captured.activations} - constants - set(chosen)
     extra = set(saved) - expected
     # In exchange: states of the generator.
     assert extra <= {node.name for chain in chosen.values() for node in chain.extra_saved}
@@ -47,6 +49,7 @@ def check(captured: Captured, parts: Parts) -> None:
     recomputed = parts.recomputed(joint)
     compute = [name for name in recomputed if not is_view(nodes[name]) and is_tensor(nodes[name])]
     allowed = {node.name for chain in chosen.values() for node in chain.nodes}
+    allowed |= constants
     # A view of a parameter or of a saved activation costs nothing and is no part of a plan.
     assert set(compute) <= allowed
     assert set(chosen) <= set(recomputed)
@@ -81,7 +84,8 @@ def test_any_rows_together_are_recomputed_and_nothing_else(roberta, albert, seed
     assert not any(is_random(node) for node in parts.backward.graph.nodes)
     saved = {root(node).name for node in parts.saved_for_backward if is_tensor(node)}
     assert saved.isdisjoint(dropped)
-    assert {activation.root.name for activation in captured.activations} - dropped <= saved
+    constants = {node.name for node in captured.graph.constants}
+    assert {activation.root.name for activation in captured.activations} - dropped - constants <= saved
 
 
 def test_with_every_row_on_only_what_must_be_is_saved(roberta):
@@ -115,7 +119,7 @@ def test_a_level_saves_only_a_layers_input_and_statistics(roberta, gpt2, albert,
         parts = captured.split(f"level {level}")
         nodes = by_name(captured)
         inside = [node for node in parts.saved_for_backward if is_tensor(node) and layer_of(nodes[node.name])]
-        boundaries = {node.name for node in layer_boundaries(captured.joint)}
+        boundaries = {node.name for node in layer_boundaries(captured.graph)}
         for node in inside:
             saved = nodes[node.name]
             leaves = next((s.leaves_layer for s in captured.activations if s.root is root(saved)), False)
@@ -141,6 +145,65 @@ def test_a_level_recomputes_each_layer_when_its_backward_starts(roberta, gpt2, a
         begin = min(parts.order[node.name] for node in copies)
         late = [node.name for node in gradients if parts.order[node.name] > begin]
         assert late == [], (begin, late)
+
+
+@pytest.fixture(scope="module")
+def jamba() -> Captured:
+    """Its Mamba layer, a loop over tokens of which torch's own partition saves little, then one with attention."""
+    config = JambaConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts=1,
+        num_experts_per_tok=1,
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        mamba_d_state=8,
+        mamba_dt_rank=4,
+        use_mamba_kernels=False,
+        use_cache=False,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    model, ids = JambaForCausalLM(config), torch.arange(1, 65).view(4, 16)
+    model.loss_type = "ForCausalLM"
+    return capture(model.forward, input_ids=ids, labels=ids, dynamic=False)
+
+
+def peak(parts: Parts) -> int:
+    assert parts.graph.prediction is not None
+    return parts.graph.prediction.peak
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_no_level_has_a_higher_peak_than_no_plan(jamba, level):
+    parts = jamba.split(f"level {level}")
+    assert peak(parts) <= peak(jamba.split())
+    choice = parts.graph.choice
+    assert choice.why == f"level {level}, less what would raise the peak in model.layers.0"
+    # The other layer is recomputed as a level does.
+    nodes = by_name(jamba)
+    recomputed = {nodes[name] for name in parts.recomputed(jamba.joint)}
+    inside = {one.root for one in jamba.activations if one.layer == "model.layers.1" and not one.leaves_layer}
+    assert {node for node in inside if not is_statistic(node)} <= recomputed
+    names = {candidate.activation.root.name for candidate in jamba.candidates if candidate.chain is not None}
+    listed = {candidate.activation.root.name for candidate in choice.candidates}
+    assert listed == names & set(parts.recomputed(jamba.joint))
+
+
+def test_asking_for_torchs_own_partition_leaves_the_joint_graph_as_it_is(jamba):
+    before = [node.name for node in jamba.joint.module.graph.nodes]
+    jamba.choose("level 1")
+    assert [node.name for node in jamba.joint.module.graph.nodes] == before
+
+
+def test_a_level_that_keeps_the_peak_down_is_whole(roberta, gpt2, albert):
+    for captured in (roberta, gpt2, albert):
+        assert captured.choose("level 1").why == "level 1"
+        assert peak(captured.split("level 1")) < peak(captured.split())
 
 
 def test_a_row_is_recomputed_just_before_it_is_read(roberta):

@@ -14,6 +14,8 @@ from optimum_memopt.engines.compile.analysis.saved_activations import (
     module_path,
     operator_name,
 )
+from optimum_memopt.engines.compile.budget.problem import problem_of
+from optimum_memopt.engines.compile.budget.solve import Solver
 from tests.engines.compile.captured import Captured, capture
 from tests.model_zoo import ZOO
 
@@ -180,6 +182,66 @@ def test_a_layer_that_is_called_twice_is_two(albert):
     assert second == f"{first}@1"
     counts = [sum(activation.layer == layer for activation in albert.activations) for layer in (first, second)]
     assert counts[0] == counts[1] > 10
+
+
+def mlp() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(16, 24), torch.nn.GELU(), torch.nn.Linear(24, 16))
+
+
+class Wrapped(torch.nn.Module):
+    """Of lists without a known name, one after the other."""
+
+    def __init__(self, **lists: torch.nn.Module) -> None:
+        super().__init__()
+        for name, one in lists.items():
+            setattr(self, name, one)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for one in self.children():
+            for item in one if isinstance(one, torch.nn.ModuleList) else (one,):
+                x = item(x)
+        return x.square().sum()
+
+
+def blocks(count: int = 2) -> list[torch.nn.Module]:
+    return [Block() for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    "model, layers",
+    [
+        (Wrapped(net=torch.nn.Sequential(*blocks())), ["net.0", "net.1"]),
+        (Wrapped(encoders=torch.nn.ModuleList(blocks())), ["encoders.0", "encoders.1"]),
+        # The list that repeats, not the one around it; a Sequential of something else is not alike.
+        (
+            Wrapped(all=torch.nn.Sequential(torch.nn.Sequential(*blocks(3)), torch.nn.Sequential(torch.nn.Tanh()))),
+            ["all.0.0", "all.0.1", "all.0.2"],
+        ),
+        # Outermost: an MLP in a layer has none.
+        (Wrapped(net=torch.nn.Sequential(mlp(), mlp())), ["net.0", "net.1"]),
+        (Wrapped(net=torch.nn.Sequential(*blocks()), top=torch.nn.Sequential(torch.nn.Tanh())), ["net.0", "net.1"]),
+        # A list with a known name is the only one.
+        (Wrapped(stem=mlp(), layers=torch.nn.ModuleList(blocks())), ["layers.0", "layers.1"]),
+        (Wrapped(stem=torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.GELU())), []),
+    ],
+)
+def test_layers_are_the_items_of_the_outermost_list_that_repeats(model, layers):
+    captured = capture(model.forward, torch.randn(3, 7, 16, requires_grad=True))
+    assert sorted({activation.layer for activation in captured.activations} - {""}) == layers
+    assert {layer_of(node) for node in captured.joint.backward} - {""} == set(layers)
+    # Copies have them as well.
+    assert {layer_of(node) for node in captured.split("level 1").backward.graph.nodes} - {""} == set(layers)
+
+
+def test_a_level_and_a_budget_recompute_in_a_sequential_what_they_do_in_a_list_called_layers():
+    named, other = (
+        capture(Wrapped(**{name: kind}).forward, torch.randn(40, 7, 16, requires_grad=True))
+        for name, kind in (("layers", torch.nn.ModuleList(blocks(6))), ("net", torch.nn.Sequential(*blocks(6))))
+    )
+    saved = [len(one.choose("level 1").nodes_to_save) for one in (named, other)]
+    assert saved[0] == saved[1] < len(other.activations) / 2
+    named, other = (Solver(problem_of(one.graph, [1.0] * len(one.joint.nodes))) for one in (named, other))
+    assert other.lowest.peak == named.lowest.peak and other.everything.peak == named.everything.peak
 
 
 def test_what_the_forward_returns_is_marked(stack):

@@ -82,22 +82,27 @@ def find_candidates(
     activations: Sequence[SavedActivation],
     size_hints: Mapping[sympy.Symbol, int],
     strategies: Iterable[FindsCandidate],
+    constants: Collection[fx.Node] = (),
 ) -> tuple[Candidate, ...]:
     """All candidates of a graph: those of the first strategy in graph order, then those of the next.
 
     Left out is what saves nothing: row statistics, random draws, what costs as much as it saves, what the forward
-    returns, since its caller holds it, and small storages that do not grow with the batch.
+    returns, since its caller holds it, small storages that do not grow with the batch, and constants, which no plan
+    by name saves.
 
     Args:
         joint: read, not changed.
         activations: what the forward saves for the backward.
         size_hints: sizes of the first batch, which tell whether a candidate saves anything.
         strategies: in the order of their candidates.
+        constants: see `find_constants`.
     """
     available = {activation.root for activation in activations}
     eligible = []
     for activation in activations:
         if activation.is_returned or is_negligible(activation.bytes) or _is_always_saved(activation.root):
+            continue
+        if activation.root in constants:
             continue
         # Gradients that were computed early: each lives on as the backward's result.
         if is_chunked_loss(producing_operator(activation).nodes[0]):

@@ -27,6 +27,7 @@ class AnalyzedGraph:
         size_hints: value of each symbol in the first batch.
         names: of the symbols that are sizes of the forward's inputs, `input_ids_dim0`.
         static_inputs: inputs that stay where they are from step to step: parameters and buffers.
+        constants: see `find_constants`.
         paths: see `node_paths`.
         signature: see `signature_of`.
         partition_by_torch: torch's own forward and backward graphs; changes the joint graph (CSE).
@@ -39,6 +40,7 @@ class AnalyzedGraph:
     size_hints: Mapping[sympy.Symbol, int]
     names: Mapping[sympy.Symbol, str]
     static_inputs: tuple[fx.Node, ...]
+    constants: frozenset[fx.Node]
     paths: Mapping[fx.Node, Path]
     signature: GraphSignature
     partition_by_torch: Callable[[], Modules]
@@ -46,19 +48,21 @@ class AnalyzedGraph:
 
 
 def nodes_to_save(
-    graph: AnalyzedGraph, recomputed: Collection[fx.Node], layer_boundaries: Collection[fx.Node] = ()
+    graph: AnalyzedGraph, recomputed: Collection[fx.Node], also_saved: Collection[fx.Node] = ()
 ) -> tuple[fx.Node, ...]:
     """What the forward has to save when the activations with the roots `recomputed` are not saved, in graph order.
 
     Every read of the backward is followed back until it reaches an input, an activation that stays saved, or what
-    must not run twice (random draws). So nothing is saved that no read leads to, and nothing is drawn twice.
+    must not run twice (random draws). So nothing is saved that no read leads to, and nothing is drawn twice. Constants
+    are not saved: they would wait through the whole step for what is computed in a moment.
 
     Args:
         graph: read, not changed.
         recomputed: roots of the activations that are recomputed.
-        layer_boundaries: roots that are no saved activations and become some when a read leads to them.
+        also_saved: roots that are no saved activations, or constants, and are saved when a read leads to them.
     """
-    saved_roots = ({activation.root for activation in graph.activations} | set(layer_boundaries)) - set(recomputed)
+    activations = {activation.root for activation in graph.activations}
+    saved_roots = ((activations - graph.constants) | set(also_saved)) - set(recomputed)
     saved: set[fx.Node] = set()
     seen: set[fx.Node] = set()
     todo = [node for activation in graph.activations for node in activation.reads]
@@ -74,14 +78,16 @@ def nodes_to_save(
     return tuple(sorted(saved, key=graph.joint.order.__getitem__))
 
 
-def layer_boundaries(joint: JointGraph) -> frozenset[fx.Node]:
+def layer_boundaries(graph: AnalyzedGraph) -> frozenset[fx.Node]:
     """Storages computed in one layer and read in another: no layer is recomputed through the one before it.
+
+    Constants are none: they are computed from no other layer.
 
     Without them a layer whose input is not saved (a norm that saves its output only) would be recomputed from the
     layer before, and so on to the first, all alive at once.
     """
     boundaries = set()
-    for node in joint.forward:
+    for node in graph.joint.forward:
         if is_view(node):
             continue
         for read in node.all_input_nodes:
@@ -89,4 +95,4 @@ def layer_boundaries(joint: JointGraph) -> frozenset[fx.Node]:
             is_inside = is_tensor(read) and storage.op == "call_function" and layer_of(storage)
             if is_inside and layer_of(storage) != layer_of(node):
                 boundaries.add(storage)
-    return frozenset(boundaries)
+    return frozenset(boundaries) - graph.constants

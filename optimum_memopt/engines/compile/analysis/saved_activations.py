@@ -20,6 +20,8 @@ from optimum_memopt.engines.compile.analysis.joint import (
 # Lists of layers are called one of these in transformers and timm (`albert_layers` too); the first in a path is the
 # transformer's layer.
 _LAYER = re.compile(r"(?:^|\.)(?:\w+_)?(?:layers?|h|blocks?)\.\d+(?=\.|$)")
+# Key of a node's meta: the layer, in a graph without such a list (see `module_paths.note_layers`).
+LAYER = "optimum_memopt_layer"
 # Dynamo's mark of a module's second call and later ones, at the end of a key of `nn_module_stack`.
 _CALL = re.compile(r"@\d+$")
 # An activation of constant size and less than this (bytes) is not worth a row, or counting.
@@ -53,15 +55,14 @@ def operator_name(node: fx.Node) -> str:
 
 def module_path(node: fx.Node) -> str:
     """Where in the module tree the operator was called: `roberta.encoder.layer.0.intermediate.dense`."""
-    stack = _module_stack(node)
+    stack = module_stack(node)
     return stack[-1][1] if stack else ""
 
 
 def module_class(node: fx.Node) -> str:
     """The name of the class of the innermost module in which the operator was called: `Linear`."""
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    _, kind = next(reversed(stack.values()), ("", ""))
-    return kind.rpartition(".")[2] if isinstance(kind, str) else kind.__name__
+    stack = module_stack(node)
+    return stack[-1][2] if stack else ""
 
 
 def layer_of(node: fx.Node) -> str:
@@ -69,20 +70,21 @@ def layer_of(node: fx.Node) -> str:
 
     A layer that is called several times (ALBERT) is one at each call: the later ones end in `@1`, `@2` and so on.
     """
-    stack = _module_stack(node)
+    stack = module_stack(node)
     match = _LAYER.search(stack[-1][1]) if stack else None
-    if match is None:
-        return ""
-    path = stack[-1][1][: match.end()]
-    calls = (_CALL.search(key) for key, outer in stack if path.startswith(outer))
+    path = stack[-1][1][: match.end()] if match else node.meta.get(LAYER, "")
+    calls = (_CALL.search(key) for key, outer, _ in stack if path.startswith(outer)) if path else ()
     # A group of layers and the layer in it are called equally often.
     return path + "".join(dict.fromkeys(call[0] for call in calls if call))
 
 
-def _module_stack(node: fx.Node) -> list[tuple[str, str]]:
-    """Dynamo's key and the path of each module around the operator, from the outside in."""
+def module_stack(node: fx.Node) -> list[tuple[str, str, str]]:
+    """Dynamo's key, the path and the class's name of each module around the operator, from the outside in."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    return [(key, _module_path(path)) for key, (path, _) in stack.items()]
+    return [
+        (key, _module_path(path), kind.rpartition(".")[2] if isinstance(kind, str) else kind.__name__)
+        for key, (path, kind) in stack.items()
+    ]
 
 
 @cache

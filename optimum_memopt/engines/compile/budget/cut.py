@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 # Microseconds of a megabyte at which everything is saved that can be.
 LOWEST_PRICE = 1e-4
 MEGA = 1e6
+# To the optimum, as a share.
+GAP = 1e-3
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class Cut:
         return np.asarray(np.round(found.x))
 
     def within(
-        self, limits: "csr_matrix | np.ndarray", most: np.ndarray, gap: float = 1e-3, nodes: int = 200
+        self, limits: "csr_matrix | np.ndarray", most: np.ndarray, gap: float = GAP, nodes: int = 200
     ) -> np.ndarray | None:
         """The cheapest solution within limits of bytes; None where none was found.
 

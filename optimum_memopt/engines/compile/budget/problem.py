@@ -95,6 +95,7 @@ class Problem:
         backward_reads: nodes of the forward that the backward reads.
         activations: roots of the saved activations.
         boundaries: roots computed in one layer and read in another.
+        constants: saved activations that no plan by name saves.
         others: graphs of the same forward.
     """
 
@@ -122,6 +123,7 @@ class Problem:
     backward_reads: tuple[int, ...]
     activations: frozenset[int]
     boundaries: frozenset[int]
+    constants: frozenset[int] = frozenset()
     others: OtherGraphs = ALONE
 
     @cached_property
@@ -279,7 +281,8 @@ def problems_of(
         ),
         backward_reads=all_of(joint.backward_reads()),
         activations=frozenset(number[activation.root] for activation in graph.activations),
-        boundaries=frozenset(number[node] for node in layer_boundaries(joint)),
+        boundaries=frozenset(number[node] for node in layer_boundaries(graph)),
+        constants=frozenset(number[one.root] for one in graph.activations if one.root in graph.constants),
     )
 
     def at(values: SymbolValues) -> Problem:

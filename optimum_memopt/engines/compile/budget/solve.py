@@ -14,7 +14,7 @@ from optimum_memopt.engines.compile.budget.simulation import (
     simulate_everything_saved,
 )
 from optimum_memopt.engines.compile.budget.two_level import TwoLevel, two_level
-from optimum_memopt.engines.compile.budget.whole_graph import SMALL, solve_whole_graph
+from optimum_memopt.engines.compile.budget.whole_graph import SMALL, lowest_of_whole_graph, solve_whole_graph
 
 KEEPS_ALL, TWO_LEVEL, WHOLE_GRAPH = "everything is saved", "two-level", "whole graph"
 LAYERS = "every layer is recomputed"
@@ -75,9 +75,8 @@ class Solver:
 
     @cached_property
     def lowest(self) -> Simulation:
-        """The plan with the lowest peak that is found."""
-        of_menus = (menus.lowest() for menus in (self._two_level.without_borders, self._two_level))
-        return min(*of_menus, self.layers_recomputed, key=lambda found: found.peak)
+        """The plan with the lowest peak that is found; no budget below it is met."""
+        return lowest_of_whole_graph(self.problem, self._lowest_of_units)
 
     @cached_property
     def seconds(self) -> float:
@@ -110,17 +109,21 @@ class Solver:
 
     def _candidates(self, budget: int, is_final: bool) -> Iterator[tuple[str, Simulation]]:
         found = self._two_level.without_borders.solve(budget)
+        if found is None and budget < self.lowest.peak:
+            return
         if found is None or found.backward.peak > found.forward.peak:
             # What many units recompute before the backward of any of them is not in the measure of one unit's plan.
             with_borders = self._two_level.solve(budget)
             if with_borders is not None:
                 yield TWO_LEVEL, with_borders
-        if found is not None or self.lowest.peak <= budget:
-            yield TWO_LEVEL, found or self.lowest
+        if found is None:
+            yield (TWO_LEVEL if self.lowest is self._lowest_of_units else WHOLE_GRAPH), self.lowest
+        else:
+            yield TWO_LEVEL, found
         yield LAYERS, self.layers_recomputed
         # It takes longer, and wins in small graphs and where the other one finds nothing.
         is_small = sum(self.problem.is_forward) < SMALL
-        if is_small or (found is None and (is_final or self.lowest.peak > budget)):
+        if is_small or (found is None and is_final):
             whole = solve_whole_graph(self.problem, budget, found or self.everything)
             if whole is not None:
                 yield WHOLE_GRAPH, whole
@@ -135,6 +138,11 @@ class Solver:
         )
 
     @cached_property
+    def _lowest_of_units(self) -> Simulation:
+        of_menus = (menus.lowest() for menus in (self._two_level.without_borders, self._two_level))
+        return min(*of_menus, self.layers_recomputed, key=lambda found: found.peak)
+
+    @cached_property
     def _menus(self) -> Menus:
         return self.known_menus or Menus(self.problem)
 
@@ -147,7 +155,7 @@ class Solver:
         """Every layer recomputed from its input, as level 1 has it."""
         problem = self.problem
         outside = {node for node in problem.activations if not problem.layers[node] or problem.is_statistic[node]}
-        return simulate(problem, problem.closure(outside | problem.boundaries))
+        return simulate(problem, problem.closure((outside | problem.boundaries) - problem.constants))
 
 
 def _holders(problem: Problem, found: Simulation, most: int = 4) -> tuple[tuple[str, int], ...]:

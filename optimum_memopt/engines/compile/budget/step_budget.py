@@ -42,7 +42,7 @@ class StepBudget:
         self.largest: LargestBatch | None = None
         self._margin = 0
         self._resident: int | None = None
-        # What the process held when the run's first plan was made, and when this one was.
+        # What the process held before the run's first plan was made, and when this one was.
         self._first_constant: int | None = None
         self._constant: int | None = None
         self._peaks: dict[tuple[StepMemoryPredictor, frozenset[tuple[str, int]]], int] = {}
@@ -60,7 +60,7 @@ class StepBudget:
         """
         other = StepBudget(self._run, self._target)
         other.largest, other._bytes, other._margin = largest, self._bytes, self._margin
-        other._first_constant = self._constant if self._first_constant is None else self._first_constant
+        other._first_constant = self._first_constant
         return other
 
     def read_largest(self) -> None:
@@ -92,6 +92,8 @@ class StepBudget:
         self._allowed = replace(found.outside, other_forwards=0).activations_within(self._bytes - self._margin)
         self._peaks.clear()
         self._resident, self._constant = found.resident, found.outside.constant
+        if self._first_constant is None:
+            self._first_constant = self._constant
         return replace(found, bytes=self._bytes, largest=self.largest, margin=self._margin)
 
     def costs(self, graph: AnalyzedGraph, device: torch.device, fused: bool) -> Costs:
@@ -200,11 +202,14 @@ def bounded_bytes(
 
 
 def _without_second_room(step: Step, first: int | None) -> Step:
-    """A plan that is made later finds the process grown into the room that the first one has left for it.
+    """What is read later finds the process grown into the room that was left for it at first.
+
+    Measuring operators and solving leave 4 to 14 MiB behind, which the first steps would take otherwise. With room once
+    more on top of that, no step of a RoBERTa of 4 layers of 256 took the last 26 MiB of 732; now it is 9.
 
     Args:
         step: now.
-        first: `constant` when the first plan was made; None: this is the first.
+        first: `constant` before the first plan was made; None: this is the first time.
     """
     grown = step.outside.constant - first if first is not None else 0
     if first is None or not 0 < grown <= step.room:

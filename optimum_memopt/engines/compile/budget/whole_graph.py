@@ -6,7 +6,7 @@ sees what is recomputed within a layer at its highest point, which the first sol
 
 import numpy as np
 
-from optimum_memopt.engines.compile.budget.cut import MEGA, Cut, cut_of, matrix
+from optimum_memopt.engines.compile.budget.cut import GAP, MEGA, Cut, cut_of, matrix
 from optimum_memopt.engines.compile.budget.problem import Problem
 from optimum_memopt.engines.compile.budget.simulation import Simulation, held_at_peak, simulate
 
@@ -14,15 +14,33 @@ from optimum_memopt.engines.compile.budget.simulation import Simulation, held_at
 _ROUNDS, _LARGEST = 12, 2500
 # Variables up to which it is quick enough to be asked in any case.
 SMALL = 100
+# Of a peak, what is asked for next where that one was found. With the gap any plan will do: it is found at once, or is
+# not there.
+_STEPS, _ANY = (0.95, 0.99), 1.0
 
 
-def solve_whole_graph(problem: Problem, budget: int, start: Simulation) -> Simulation | None:
+def lowest_of_whole_graph(problem: Problem, start: Simulation) -> Simulation:
+    """The plan with the lowest peak that is found, within one hundredth of where the search ends.
+
+    Args:
+        problem: a joint graph.
+        start: the plan that it begins with.
+    """
+    found = start
+    for step in _STEPS:
+        while (lower := solve_whole_graph(problem, int(step * found.peak), found, _ANY)) is not None:
+            found = lower
+    return found
+
+
+def solve_whole_graph(problem: Problem, budget: int, start: Simulation, gap: float = GAP) -> Simulation | None:
     """The first plan found whose simulated peak is within the budget, which is the fastest; None where none was.
 
     Args:
         problem: a joint graph.
         budget: bytes.
         start: a plan, whose peak is the first limit.
+        gap: see `Cut.within`.
     """
     nodes = [node for node, is_forward in enumerate(problem.is_forward) if is_forward and not problem.is_number[node]]
     cut = cut_of(problem, nodes)
@@ -35,7 +53,7 @@ def solve_whole_graph(problem: Problem, budget: int, start: Simulation) -> Simul
         for row, rest in (_limit(problem, cut, found, budget, in_backward) for in_backward in (True, False)):
             rows.append(row)
             most.append(rest)
-        solution = cut.within(matrix(rows, len(cut.microseconds)), np.array(most))
+        solution = cut.within(matrix(rows, len(cut.microseconds)), np.array(most), gap)
         if solution is None:
             return None
         found = simulate(problem, problem.closure(cut.saved(solution)))

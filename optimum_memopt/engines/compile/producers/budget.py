@@ -21,8 +21,7 @@ from optimum_memopt.engines.compile.budget.variant_lengths import TimesByLength
 from optimum_memopt.engines.compile.choice import Choice
 from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.compile.memory.symbolic_sizes import SymbolValues
-from optimum_memopt.engines.compile.memory.timeline import graph_timeline
-from optimum_memopt.engines.compile.producers.torch_default import TorchDefault
+from optimum_memopt.engines.compile.producers.torch_default import torchs_own
 from optimum_memopt.engines.estimates import Frontier
 from optimum_memopt.errors import DoesNotFitError
 from optimum_memopt.plans.matching import Matched
@@ -173,18 +172,11 @@ def _choice(graph: AnalyzedGraph, found: Solution | Mixed, why: str) -> Choice:
 
 def _torchs_own(graph: AnalyzedGraph, others: OtherGraphs, allowed: int) -> Choice | None:
     """torch's own partition; None where it holds more than is allowed, as it may: it does not look at the peak."""
-    joint = graph.joint.module.graph
-    choice = TorchDefault().choose(graph, ())
-    assert choice.torchs_graphs is not None
-    timeline = graph_timeline(*choice.torchs_graphs, graph.joint.num_fwd_outputs, cuda=graph.cuda)
-    alone = timeline.predict(graph.size_hints)
+    choice, alone = torchs_own(graph)
     left, gradients = alone.forward.end, alone.backward.end - alone.tangents
     in_forward = max(others.in_forward(left) + alone.forward.peak.held, others.between(left))
-    if max(in_forward, others.in_backward(left, gradients) + alone.backward.peak.held) <= allowed:
-        return choice
-    # torch's partitioner has put a graph of its own in its place.
-    graph.joint.module.graph = joint
-    return None
+    fits = max(in_forward, others.in_backward(left, gradients) + alone.backward.peak.held) <= allowed
+    return choice if fits else None
 
 
 def _gain(found: Solution | Mixed, costs: Costs) -> str:

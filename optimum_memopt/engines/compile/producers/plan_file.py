@@ -54,7 +54,8 @@ class FromPlanFile:
             kind, (layer, path) = wrong[0]
             mismatch = f"there is no {path} {f'in {layer}' if layer else 'outside of layers'} to {kind}"
         found = {kind: {node for node in wanted[kind] if node is not None} for kind in _KINDS}
-        saved = nodes_to_save(graph, found["recompute"], found["save"])
+        # All but what it recomputes, constants that a budget has saved too.
+        saved = nodes_to_save(graph, found["recompute"], roots | found["save"])
         chosen = {*recomputed(graph.candidates, frozenset(saved))}
         chosen |= {offloadable[node] for node in found["offload"] if node in offloadable and node in saved}
         return Choice(

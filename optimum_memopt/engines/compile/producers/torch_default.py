@@ -9,6 +9,7 @@ from optimum_memopt.engines.compile.analysis.candidates import Candidate
 from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph
 from optimum_memopt.engines.compile.analysis.joint import is_tensor, root
 from optimum_memopt.engines.compile.choice import Choice
+from optimum_memopt.engines.compile.memory.timeline import Prediction, graph_timeline
 from optimum_memopt.plans.matching import Matched
 
 
@@ -36,3 +37,17 @@ class TorchDefault:
             auto_recomputed=frozenset(c for c in graph.candidates if c.activation.root.name not in roots),
             torchs_graphs=(forward, backward),
         )
+
+
+def torchs_own(graph: AnalyzedGraph) -> tuple[Choice, Prediction]:
+    """torch's own partition, and what its two graphs hold with the first batch.
+
+    Args:
+        graph: read; torch's partitioner puts a graph of its own in the joint graph's place, which is put back.
+    """
+    joint = graph.joint.module.graph
+    choice = TorchDefault().choose(graph, ())
+    graph.joint.module.graph = joint
+    assert choice.torchs_graphs is not None
+    timeline = graph_timeline(*choice.torchs_graphs, graph.joint.num_fwd_outputs, cuda=graph.cuda)
+    return choice, timeline.predict(graph.size_hints)

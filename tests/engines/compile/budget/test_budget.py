@@ -12,10 +12,12 @@ from optimum_memopt.engines.base import Selection
 from optimum_memopt.engines.compile.analysis.candidates import Candidate
 from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph
 from optimum_memopt.engines.compile.budget import in_step, step_budget
+from optimum_memopt.engines.compile.budget.step_budget import StepBudget
 from optimum_memopt.engines.compile.choice import Choice
 from optimum_memopt.engines.compile.engine import CompileEngine
 from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.compile.producers.budget import FromBudget
+from optimum_memopt.engines.run import Run
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.plans.matching import Matched
 from optimum_memopt.plans.table import PlanTable
@@ -165,6 +167,23 @@ def test_a_budget_bounds_the_whole_step(free: Footprint) -> None:
     assert "budget" in engine.plans().header[0]
     assert found.peak <= budget.bytes
     engine.detach()
+
+
+def test_what_planning_leaves_behind_is_part_of_the_room_to_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the process holds is read before operators are measured, and again when the plan is chosen."""
+    room, budget = in_step.room_to_grow(torch.device("cpu"), 2**29), StepBudget(Run)
+
+    def constant(held: int) -> int:
+        monkeypatch.setattr(in_step, "held_bytes", lambda device: held)
+        return budget.step(Tower(), tower_batch(2, 3), budget_of(2**30)).outside.constant
+
+    first = constant(2**29)
+    assert constant(2**29 + room // 2) == constant(2**29 + room) == first
+    # Grown by more than was expected, it may grow again; what it gives back it may take.
+    assert constant(2**29 + 2 * room) == first + 2 * room
+    assert constant(2**29 - room // 2) == first - room // 2
+    other = budget.for_another(None)
+    assert other.step(Tower(), tower_batch(2, 3), budget_of(2**30)).outside.constant == first - room // 2
 
 
 def test_a_larger_batch_is_solved_for_before_it_runs(free: Footprint) -> None:

@@ -221,14 +221,33 @@ def test_the_same_problem_has_the_same_solution(many_layers: Captured) -> None:
     assert (first.saved, first.peak) == (second.saved, second.peak)
 
 
-def test_a_plan_below_the_lowest_of_layers_is_one(one_layer: Captured) -> None:
-    """So that no smaller batch is advised than what fits."""
-    problem = priced(one_layer, 1)
-    below = Solver(problem).lowest.peak - 1
-    found = Solver(problem).solve(below)
-    assert isinstance(found, Solution) and found.peak <= below
-    assert is_within(Solver(problem), below, None)
-    assert not is_within(Solver(problem), below // 2, None)
+@pytest.fixture(scope="module")
+def chain() -> Captured:
+    """Eight layers of one operator each, and the gradients of their weights."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(8)))
+    return capture(lambda x: model(x).square().sum(), torch.randn(400, 16), dynamic=False)
+
+
+@pytest.mark.parametrize("name", ["one_layer", "chain", "many_layers"])
+def test_the_lowest_peak_is_the_lowest_budget(name: str, request: pytest.FixtureRequest) -> None:
+    """So that no smaller batch is advised than what fits, and every budget on the curve can be had."""
+    solver = Solver(priced(request.getfixturevalue(name), 1))
+    floor = solver.lowest.peak
+    found = solver.solve(floor)
+    assert isinstance(found, Solution) and found.peak == floor
+    assert is_within(solver, floor, None)
+    for budget in (floor - 1, *(int(share * floor) for share in (0.99, 0.97, 0.9, 0.8, 0.6, 0.3))):
+        refused = solver.solve(budget)
+        assert isinstance(refused, Floor) and refused.peak == floor, budget
+        assert not is_within(solver, budget, None)
+
+
+@pytest.mark.parametrize("name, share", [("one_layer", 0.99), ("chain", 0.7)])
+def test_the_lowest_peak_is_that_of_the_whole_graph(name: str, share: float, request: pytest.FixtureRequest) -> None:
+    """Below that of units, each of which is recomputed from what leaves the one before."""
+    problem = priced(request.getfixturevalue(name), 1)
+    units = two_level(problem)
+    assert Solver(problem).lowest.peak <= share * min(units.lowest().peak, units.without_borders.lowest().peak)
 
 
 def test_a_graph_among_others_has_the_menus_of_the_graph_alone(many_layers: Captured) -> None:
