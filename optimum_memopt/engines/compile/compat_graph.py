@@ -26,6 +26,19 @@ def is_tagged_backward(node: fx.Node) -> bool:
     return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
 
 
+def is_tagged_forward(node: fx.Node) -> bool:
+    """Traced before autograd ran the backward: torch tags all that is there by then
+    (`create_joint` in `torch/_functorch/_aot_autograd/graph_capture_wrappers.py`)."""
+    return node.meta.get("partitioner_tag") == "is_forward"
+
+
+def is_untagged(node: fx.Node) -> bool:
+    """Traced after the forward, by no operator that autograd ran itself: dynamo replays the backward of a
+    `torch.autograd.Function` from a graph of its own, whose nodes have no tag (`AutogradFunctionApply` in
+    `torch/_functorch/autograd_function.py`)."""
+    return node.meta.get("partitioner_tag") is None
+
+
 def is_random(node: fx.Node) -> bool:
     """Whether it draws random numbers, so that a recompute would give others.
 

@@ -1,5 +1,7 @@
 """What the analysis says of storages, against what running the graph makes."""
 
+import operator
+
 import pytest
 import torch
 
@@ -87,3 +89,48 @@ def test_empty_tensors_have_no_bytes():
     )
     sizes = {node.name: storage_bytes(node).subs(captured.sizes) for node in captured.joint.forward if is_tensor(node)}
     assert sizes["exp"] == 0 and sizes["sin"] == 48
+
+
+class Coded(torch.autograd.Function):
+    """A product with a weight that only its codes are stored of: both passes compute it from them."""
+
+    @staticmethod
+    def forward(ctx, x, codes):
+        ctx.codes = codes
+        return x @ codes.float().mul(0.1)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient @ ctx.codes.float().mul(0.1).t(), None
+
+
+class Quantized(torch.nn.Module):
+    """Trains vectors between products with frozen codes; ends in one, or in a norm."""
+
+    def __init__(self, ends_in_norm: bool) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(16))
+        self.ends_in_norm = ends_in_norm
+        codes = torch.randint(-8, 8, (2, 16, 16), dtype=torch.int8)
+        self.register_buffer("codes", codes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * self.scale
+        for codes in self.codes:
+            y = Coded.apply(torch.nn.functional.gelu(y), codes)
+        return torch.nn.functional.layer_norm(y, (16,)) if self.ends_in_norm else y
+
+
+@pytest.mark.parametrize("ends_in_norm", [False, True])
+def test_what_a_backward_dequantizes_is_the_backwards(ends_in_norm):
+    captured = capture(Quantized(ends_in_norm).forward, torch.randn(4, 16))
+    joint = captured.joint
+    casts = [node for node in joint.nodes if node.target is torch.ops.aten._to_copy.default]
+    assert [node in joint.backward for node in casts] == [False, False, True, True]
+    # A norm's statistics stand behind the output that they were computed with.
+    assert len([node for node in joint.forward if node.target is operator.getitem]) == (3 if ends_in_norm else 0)
+    rows = [row for row in captured.configs if row.endswith(":1:-1")]
+    assert rows
+    for row in rows:
+        saved = [node.meta["val"].shape[0] for node in captured.split(row).saved_for_backward]
+        assert 16 not in saved, row
