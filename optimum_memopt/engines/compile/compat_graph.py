@@ -131,8 +131,8 @@ def remove_copies(graph: fx.Graph, returned: Iterable[fx.Node]) -> None:
     """
     from torch._inductor.fx_passes.post_grad import remove_noop_ops
 
-    # The pass skips nodes without a value.
-    hidden = {node: node.meta.pop("val") for node in set(returned) if "val" in node.meta}
+    # The pass skips tensors without a value, and compares symbolic numbers with whatever is there.
+    hidden = {node: node.meta.pop("val") for node in set(returned) if isinstance(node.meta.get("val"), torch.Tensor)}
     try:
         remove_noop_ops(graph)
     finally:

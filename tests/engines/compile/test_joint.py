@@ -5,7 +5,7 @@ import operator
 import pytest
 import torch
 
-from optimum_memopt.engines.compile.analysis.joint import is_tensor, is_view, root, storage_bytes
+from optimum_memopt.engines.compile.analysis.joint import is_number, is_tensor, is_view, root, storage_bytes
 from tests.engines.compile.captured import Captured, Executed, capture
 
 
@@ -89,6 +89,18 @@ def test_empty_tensors_have_no_bytes():
     )
     sizes = {node.name: storage_bytes(node).subs(captured.sizes) for node in captured.joint.forward if is_tensor(node)}
     assert sizes["exp"] == 0 and sizes["sin"] == 48
+
+
+def test_a_size_that_the_forward_returns_is_compared_as_one():
+    """As after a graph break: what goes on behind it gets the number of rows that a view before it has made."""
+
+    def forward(x: torch.Tensor) -> tuple[torch.Tensor, int]:
+        rows = x.shape[0] * x.shape[1]
+        return x.view(rows, 8).sin().view(rows, 8).cos(), rows
+
+    captured = capture(forward, torch.randn(3, 5, 8, requires_grad=True))
+    assert any(is_number(node) for node in captured.joint.forward_outputs)
+    assert sum(node.name.startswith("view") for node in captured.joint.forward) == 1
 
 
 class Coded(torch.autograd.Function):
