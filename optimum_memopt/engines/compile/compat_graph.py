@@ -6,7 +6,7 @@ file is named.
 
 import contextlib
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -145,6 +145,19 @@ def default_partition(
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """What torch.compile does by itself."""
     return partitioners.min_cut_rematerialization_partition(joint, joint_inputs, **others)
+
+
+def run_operators(graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+    """The compiler of `aot_eager` (`boxed_nop` in `torch/_dynamo/backends/debugging.py`), with views that may copy.
+
+    Kernels return other strides than were traced (`softplus_backward`, `_native_batch_norm_legit_functional`), and a
+    view of these would be an error. inductor does the same to its graphs (`torch/_inductor/compile_fx.py`).
+    """
+    from torch._dynamo.backends.debugging import boxed_nop
+    from torch._inductor.fx_passes.post_grad import view_to_reshape
+
+    view_to_reshape(graph)
+    return boxed_nop(graph, inputs)
 
 
 @contextlib.contextmanager
