@@ -23,6 +23,9 @@ _LOSS_WITHOUT_NAME = "ForCausalLM"
 _SIZE_IN_A_TENSOR = "compute_attention_span"
 # PEFT's DoRA asks for the module of a weight's class as a string, at each of its layers (seen in PEFT 0.21).
 _CLASS_OF_WEIGHT = "dequantize_module_weight"
+# bitsandbytes' layers of 8 bits move what their weight holds to their state in the first forward (0.50); a graph that was
+# compiled before would be guarded on where it was.
+_FIRST_FORWARD = "init_8bit_state"
 # Images and videos: batch, channels, height, width. With symbols for all of them Swin compiles for minutes.
 _IMAGE_DIMS = 4
 
@@ -43,6 +46,7 @@ class TraceFixes:
                 if hasattr(file, _CLASS_OF_WEIGHT)
             ),
         ]
+        self._in_8_bits: list[Any] = [module for module in model.modules() if hasattr(module, _FIRST_FORWARD)]
         # What the forward itself sets a `problem_type` of None to.
         self._found: str | None = None
 
@@ -54,6 +58,9 @@ class TraceFixes:
             inputs: the keyword arguments of the call.
         """
         with contextlib.ExitStack() as stack:
+            for module in self._in_8_bits:
+                if getattr(module.weight, "CB", None) is not None:
+                    getattr(module, _FIRST_FORWARD)()
             for module in self._nameless:
                 stack.callback(setattr, module, "loss_type", module.loss_type)
                 module.loss_type = _LOSS_WITHOUT_NAME

@@ -131,6 +131,21 @@ def test_dora_is_one_graph(quantized):
     assert dora.dequantize_module_weight is theirs
 
 
+def test_layers_of_8_bits_are_compiled_once():
+    torch.manual_seed(0)
+    model, plain = (Products(bitsandbytes.nn.Linear8bitLt, has_fp16_weights=False) for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    for one in (model, plain):
+        one.to("cpu").requires_grad_(False).norm.requires_grad_(True)
+    assert all(layer.weight.dtype == torch.int8 for layer in model.layers)
+    optimize(model, **ENGINE)
+    with log_lines() as lines:
+        for seed in range(2):
+            x = torch.randn(4, 5, 64, generator=torch.Generator().manual_seed(seed))
+            assert_bitwise_same_step(model, plain, {"x": x})
+    assert not any("recompiled" in line or "compiling it again" in line for line in lines), lines
+
+
 class Normalized(torch.nn.Module):
     """Layers with batch normalization, whose running statistics each forward changes."""
 
