@@ -23,8 +23,8 @@ _LOSS_WITHOUT_NAME = "ForCausalLM"
 _SIZE_IN_A_TENSOR = "compute_attention_span"
 # PEFT's DoRA asks for the module of a weight's class as a string, at each of its layers (seen in PEFT 0.21).
 _CLASS_OF_WEIGHT = "dequantize_module_weight"
-# bitsandbytes' layers of 8 bits move what their weight holds to their state in the first forward (0.50); a graph that was
-# compiled before would be guarded on where it was.
+# bitsandbytes' layers of 8 bits move what their weight holds to their state in the first forward (0.50); a graph that
+# was compiled before would be guarded on where it was.
 _FIRST_FORWARD = "init_8bit_state"
 # Images and videos: batch, channels, height, width. With symbols for all of them Swin compiles for minutes.
 _IMAGE_DIMS = 4
@@ -104,11 +104,11 @@ def _attention_span(query: torch.Tensor, key: torch.Tensor, most: int) -> int:
 def _weight_or(dequantized: Callable[..., Any]) -> Callable[..., Any]:
     """PEFT's function for modules whose weight is quantized; that of others is the weight itself.
 
-    Weights of 4 bits are dequantized here as PEFT does it, but for what torch cannot trace there: their `data`, and that
-    they stay on their device.
+    Weights of 4 bits are dequantized here as PEFT does it, but for what torch cannot trace there: that their `data` is
+    read, and that they are put back on their device.
     """
 
-    def weight(module: torch.nn.Module) -> Any:
+    def weight(module: Any) -> Any:
         is_plain = not hasattr(module, "W_q") and type(module.weight) is torch.nn.Parameter
         if is_plain:
             return module.weight
