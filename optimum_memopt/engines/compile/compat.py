@@ -29,6 +29,7 @@ from torch.fx.experimental.proxy_tensor import py_sym_types
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
+from optimum_memopt.engines.compile import compat_graph
 from optimum_memopt.engines.compile.compat_kernels import inductor_patches
 
 __all__ = ["CustomPartitionerFn", "FakeTensor", "FakeTensorMode", "SymbolicNumber"]
@@ -178,11 +179,9 @@ def compile_without_compiler(
 ) -> Callable:
     """The backend `aot_eager` (`torch/_dynamo/backends/debugging.py`) with another partitioner."""
     from torch._dynamo.backends.common import aot_autograd
-    from torch._dynamo.backends.debugging import boxed_nop
 
-    backend = aot_autograd(
-        fw_compiler=boxed_nop, bw_compiler=boxed_nop, partition_fn=partitioner, decompositions=decompositions
-    )
+    run = compat_graph.run_operators
+    backend = aot_autograd(fw_compiler=run, bw_compiler=run, partition_fn=partitioner, decompositions=decompositions)
     with _without_donated_buffers():
         return backend(module, inputs)
 

@@ -6,7 +6,7 @@ file is named.
 
 import contextlib
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -24,6 +24,19 @@ def is_tangent(node: fx.Node) -> bool:
 def is_tagged_backward(node: fx.Node) -> bool:
     """Traced while autograd ran the backward, also where the operator reads no gradient (a transposed weight)."""
     return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
+
+
+def is_tagged_forward(node: fx.Node) -> bool:
+    """Traced before autograd ran the backward: torch tags all that is there by then
+    (`create_joint` in `torch/_functorch/_aot_autograd/graph_capture_wrappers.py`)."""
+    return node.meta.get("partitioner_tag") == "is_forward"
+
+
+def is_untagged(node: fx.Node) -> bool:
+    """Traced after the forward, by no operator that autograd ran itself: dynamo replays the backward of a
+    `torch.autograd.Function` from a graph of its own, whose nodes have no tag (`AutogradFunctionApply` in
+    `torch/_functorch/autograd_function.py`)."""
+    return node.meta.get("partitioner_tag") is None
 
 
 def is_random(node: fx.Node) -> bool:
@@ -133,8 +146,8 @@ def remove_copies(graph: fx.Graph, returned: Iterable[fx.Node]) -> None:
     """
     from torch._inductor.fx_passes.post_grad import remove_noop_ops
 
-    # The pass skips nodes without a value.
-    hidden = {node: node.meta.pop("val") for node in set(returned) if "val" in node.meta}
+    # The pass skips tensors without a value, and compares symbolic numbers with whatever is there.
+    hidden = {node: node.meta.pop("val") for node in set(returned) if isinstance(node.meta.get("val"), torch.Tensor)}
     try:
         remove_noop_ops(graph)
     finally:
@@ -147,6 +160,19 @@ def default_partition(
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """What torch.compile does by itself."""
     return partitioners.min_cut_rematerialization_partition(joint, joint_inputs, **others)
+
+
+def run_operators(graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+    """The compiler of `aot_eager` (`boxed_nop` in `torch/_dynamo/backends/debugging.py`), with views that may copy.
+
+    Kernels return other strides than were traced (`softplus_backward`, `_native_batch_norm_legit_functional`), and a
+    view of these would be an error. inductor does the same to its graphs (`torch/_inductor/compile_fx.py`).
+    """
+    from torch._dynamo.backends.debugging import boxed_nop
+    from torch._inductor.fx_passes.post_grad import view_to_reshape
+
+    view_to_reshape(graph)
+    return boxed_nop(graph, inputs)
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ Seen in transformers 5.23. Without these fixes a model trains all the same, with
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +21,11 @@ _ONE_LABEL = "single_label_classification"
 _LOSS_WITHOUT_NAME = "ForCausalLM"
 # DeBERTa (the first one) puts a size into a tensor and slices with it, in each layer.
 _SIZE_IN_A_TENSOR = "compute_attention_span"
+# PEFT's DoRA asks for the module of a weight's class as a string, at each of its layers (seen in PEFT 0.21).
+_CLASS_OF_WEIGHT = "dequantize_module_weight"
+# bitsandbytes' layers of 8 bits move what their weight holds to their state in the first forward (0.50); a graph that
+# was compiled before would be guarded on where it was.
+_FIRST_FORWARD = "init_8bit_state"
 # Images and videos: batch, channels, height, width. With symbols for all of them Swin compiles for minutes.
 _IMAGE_DIMS = 4
 
@@ -32,7 +37,16 @@ class TraceFixes:
         self._config: Any = getattr(model, "config", None)
         self._nameless: list[Any] = [m for m in model.modules() if "loss_type" in vars(m) and m.loss_type is None]
         files = {sys.modules.get(type(module).__module__) for module in model.modules()}
-        self._sizes_in_tensors = [file for file in files if hasattr(file, _SIZE_IN_A_TENSOR)]
+        # What models call by these names in the files of their modules, and what they call instead.
+        self._replaced: list[tuple[Any, str, Callable[..., Any]]] = [
+            *((file, _SIZE_IN_A_TENSOR, _attention_span) for file in files if hasattr(file, _SIZE_IN_A_TENSOR)),
+            *(
+                (file, _CLASS_OF_WEIGHT, _weight_or(getattr(file, _CLASS_OF_WEIGHT)))
+                for file in files
+                if hasattr(file, _CLASS_OF_WEIGHT)
+            ),
+        ]
+        self._in_8_bits: list[Any] = [module for module in model.modules() if hasattr(module, _FIRST_FORWARD)]
         # What the forward itself sets a `problem_type` of None to.
         self._found: str | None = None
 
@@ -44,12 +58,15 @@ class TraceFixes:
             inputs: the keyword arguments of the call.
         """
         with contextlib.ExitStack() as stack:
+            for module in self._in_8_bits:
+                if getattr(module.weight, "CB", None) is not None:
+                    getattr(module, _FIRST_FORWARD)()
             for module in self._nameless:
                 stack.callback(setattr, module, "loss_type", module.loss_type)
                 module.loss_type = _LOSS_WITHOUT_NAME
-            for file in self._sizes_in_tensors:
-                stack.callback(setattr, file, _SIZE_IN_A_TENSOR, getattr(file, _SIZE_IN_A_TENSOR))
-                setattr(file, _SIZE_IN_A_TENSOR, _attention_span)
+            for file, name, function in self._replaced:
+                stack.callback(setattr, file, name, getattr(file, name))
+                setattr(file, name, function)
             for tensor in inputs.values():
                 if isinstance(tensor, torch.Tensor) and tensor.dim() >= _IMAGE_DIMS and tensor.is_floating_point():
                     compat.mark_static(tensor, range(1, tensor.dim()))
@@ -82,6 +99,26 @@ class TraceFixes:
 
 def _attention_span(query: torch.Tensor, key: torch.Tensor, most: int) -> int:
     return min(max(query.size(-2), key.size(-2)), most)
+
+
+def _weight_or(dequantized: Callable[..., Any]) -> Callable[..., Any]:
+    """PEFT's function for modules whose weight is quantized; that of others is the weight itself.
+
+    Weights of 4 bits are dequantized here as PEFT does it, but for what torch cannot trace there: that their `data` is
+    read, and that they are put back on their device.
+    """
+
+    def weight(module: Any) -> Any:
+        is_plain = not hasattr(module, "W_q") and type(module.weight) is torch.nn.Parameter
+        if is_plain:
+            return module.weight
+        if type(module.weight).__name__ != "Params4bit":
+            return dequantized(module)
+        from bitsandbytes.functional import dequantize_4bit
+
+        return dequantize_4bit(module.weight, module.weight.quant_state)
+
+    return weight
 
 
 def _each_row_has_one_label(config: Any, labels: Any) -> bool:

@@ -1,9 +1,11 @@
 """What the analysis says of storages, against what running the graph makes."""
 
+import operator
+
 import pytest
 import torch
 
-from optimum_memopt.engines.compile.analysis.joint import is_tensor, is_view, root, storage_bytes
+from optimum_memopt.engines.compile.analysis.joint import is_number, is_tensor, is_view, root, storage_bytes
 from tests.engines.compile.captured import Captured, Executed, capture
 
 
@@ -87,3 +89,60 @@ def test_empty_tensors_have_no_bytes():
     )
     sizes = {node.name: storage_bytes(node).subs(captured.sizes) for node in captured.joint.forward if is_tensor(node)}
     assert sizes["exp"] == 0 and sizes["sin"] == 48
+
+
+def test_a_size_that_the_forward_returns_is_compared_as_one():
+    """As after a graph break: what goes on behind it gets the number of rows that a view before it has made."""
+
+    def forward(x: torch.Tensor) -> tuple[torch.Tensor, int]:
+        rows = x.shape[0] * x.shape[1]
+        return x.view(rows, 8).sin().view(rows, 8).cos(), rows
+
+    captured = capture(forward, torch.randn(3, 5, 8, requires_grad=True))
+    assert any(is_number(node) for node in captured.joint.forward_outputs)
+    assert sum(node.name.startswith("view") for node in captured.joint.forward) == 1
+
+
+class Coded(torch.autograd.Function):
+    """A product with a weight that only its codes are stored of: both passes compute it from them."""
+
+    @staticmethod
+    def forward(ctx, x, codes):
+        ctx.codes = codes
+        return x @ codes.float().mul(0.1)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient @ ctx.codes.float().mul(0.1).t(), None
+
+
+class Quantized(torch.nn.Module):
+    """Trains vectors between products with frozen codes; ends in one, or in a norm."""
+
+    def __init__(self, ends_in_norm: bool) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(16))
+        self.ends_in_norm = ends_in_norm
+        codes = torch.randint(-8, 8, (2, 16, 16), dtype=torch.int8)
+        self.register_buffer("codes", codes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * self.scale
+        for codes in self.codes:
+            y = Coded.apply(torch.nn.functional.gelu(y), codes)
+        return torch.nn.functional.layer_norm(y, (16,)) if self.ends_in_norm else y
+
+
+@pytest.mark.parametrize("ends_in_norm", [False, True])
+def test_what_a_backward_dequantizes_is_the_backwards(ends_in_norm):
+    captured = capture(Quantized(ends_in_norm).forward, torch.randn(4, 16))
+    joint = captured.joint
+    casts = [node for node in joint.nodes if node.target is torch.ops.aten._to_copy.default]
+    assert [node in joint.backward for node in casts] == [False, False, True, True]
+    # A norm's statistics stand behind the output that they were computed with.
+    assert len([node for node in joint.forward if node.target is operator.getitem]) == (3 if ends_in_norm else 0)
+    rows = [row for row in captured.configs if row.endswith(":1:-1")]
+    assert rows
+    for row in rows:
+        saved = [node.meta["val"].shape[0] for node in captured.split(row).saved_for_backward]
+        assert 16 not in saved, row

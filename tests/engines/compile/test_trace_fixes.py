@@ -1,7 +1,12 @@
 """Forwards that torch would split, or compile for minutes, are one graph, and nothing stays changed."""
 
+import copy
+
+import bitsandbytes
+import peft
 import pytest
 import torch
+from peft.tuners.lora import dora
 from transformers import (
     DebertaConfig,
     DebertaForSequenceClassification,
@@ -10,6 +15,7 @@ from transformers import (
     SwinConfig,
     SwinForImageClassification,
 )
+from transformers.modeling_outputs import CausalLMOutput
 from transformers.models.deberta import modeling_deberta
 
 from optimum_memopt import optimize
@@ -83,6 +89,61 @@ def test_only_the_batch_size_of_images_is_a_symbol():
         assert_bitwise_same_step(model, plain, images(3), images(2))
     assert not any("recompiled" in line for line in lines), lines
     assert list(engine.plans().symbols) == ["inputs_pixel_values_dim0"]
+
+
+class Products(torch.nn.Module):
+    """A norm that trains, and three products."""
+
+    def __init__(self, kind: type[torch.nn.Linear] = torch.nn.Linear, **options):
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(64)
+        self.layers = torch.nn.ModuleList(kind(64, 64, **options) for _ in range(3))
+
+    def forward(self, x):
+        x = self.norm(x)
+        for layer in self.layers:
+            x = torch.nn.functional.gelu(layer(x))
+        return CausalLMOutput(loss=x.square().sum())
+
+
+def in_4_bits():
+    model = Products(bitsandbytes.nn.Linear4bit, quant_type="nf4", compute_dtype=torch.float32).to("cpu")
+    # As transformers marks a model for PEFT.
+    model.is_loaded_in_4bit = True
+    return model
+
+
+def with_dora(model):
+    config = peft.LoraConfig(r=4, target_modules=["0", "1", "2"], use_dora=True, init_lora_weights=False)
+    return peft.get_peft_model(model, config)
+
+
+@pytest.mark.parametrize("quantized", [False, True], ids=["plain", "4 bits"])
+def test_dora_is_one_graph(quantized):
+    torch.manual_seed(0)
+    model = with_dora(in_4_bits() if quantized else Products())
+    plain = copy.deepcopy(model)
+    theirs = dora.dequantize_module_weight
+    optimize(model, **ENGINE)
+    with log_lines() as lines:
+        assert_bitwise_same_step(model, plain, {"x": torch.randn(4, 5, 64)}, {"x": torch.randn(3, 7, 64)})
+    assert not any("recompiled" in line or "graphs, planned" in line for line in lines), lines
+    assert dora.dequantize_module_weight is theirs
+
+
+def test_layers_of_8_bits_are_compiled_once():
+    torch.manual_seed(0)
+    model, plain = (Products(bitsandbytes.nn.Linear8bitLt, has_fp16_weights=False) for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    for one in (model, plain):
+        one.to("cpu").requires_grad_(False).norm.requires_grad_(True)
+    assert all(layer.weight.dtype == torch.int8 for layer in model.layers)
+    optimize(model, **ENGINE)
+    with log_lines() as lines:
+        for seed in range(2):
+            x = torch.randn(4, 5, 64, generator=torch.Generator().manual_seed(seed))
+            assert_bitwise_same_step(model, plain, {"x": x})
+    assert not any("recompiled" in line or "compiling it again" in line for line in lines), lines
 
 
 class Normalized(torch.nn.Module):

@@ -144,13 +144,24 @@ class JointGraph:
     def backward(self) -> frozenset[fx.Node]:
         """All that depends on a gradient or was traced in the backward."""
         dependent: set[fx.Node] = set()
-        for node in self.nodes:
+        end_of_forward = self._end_of_forward
+        for index, node in enumerate(self.nodes):
             if node.op == "output":
                 continue
-            if compat_graph.is_tangent(node) or compat_graph.is_tagged_backward(node) or node in dependent:
+            # A frozen weight that a function dequantizes anew in its backward reads no gradient. Sizes that are first
+            # asked for there are the forward's all the same, so that the backward does not read a tensor for its size.
+            is_later = index > end_of_forward and compat_graph.is_untagged(node) and not is_number(node)
+            is_tagged = compat_graph.is_tangent(node) or compat_graph.is_tagged_backward(node)
+            if is_tagged or is_later or node in dependent:
                 dependent.add(node)
                 dependent.update(user for user in node.users if user.op != "output")
         return frozenset(dependent)
+
+    @property
+    def _end_of_forward(self) -> int:
+        """Where the last node stands that was traced in the forward: all of it comes before the backward."""
+        forward = (index for index, node in enumerate(self.nodes) if compat_graph.is_tagged_forward(node))
+        return max(forward, default=len(self.nodes))
 
     @cached_property
     def inputs(self) -> tuple[fx.Node, ...]:
