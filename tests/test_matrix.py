@@ -64,8 +64,9 @@ class Pair:
     def rows(self) -> tuple[Plan, ...]:
         """What there is to choose from, whatever is on."""
         if self.engine.plans() is None:
-            # Both, which may have running statistics (SegFormer).
+            # Both, which may have running statistics (SegFormer), by the same masks.
             for model in (self.model, self.plain):
+                torch.manual_seed(0)
                 accumulate(model, (self.case.batch(),))
         return self.engine.plans().plans
 
