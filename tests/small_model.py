@@ -15,13 +15,16 @@ class SmallConfig(PretrainedConfig):
         picks_labelled: rows with a negative label have no loss, and which they are breaks the graph, as in DeBERTa's
             classifier.
         repeats: a vector is repeated for each row, as in DeBERTa's attention; a batch of one row repeats nothing.
+        dropout: probability, of the embeddings and of the block.
     """
 
     model_type = "small"
 
-    def __init__(self, picks_labelled: bool = False, repeats: bool = False, **others: object) -> None:
+    def __init__(
+        self, picks_labelled: bool = False, repeats: bool = False, dropout: float = 0.0, **others: object
+    ) -> None:
         super().__init__(**others)
-        self.picks_labelled, self.repeats = picks_labelled, repeats
+        self.picks_labelled, self.repeats, self.dropout = picks_labelled, repeats, dropout
 
 
 class Block(nn.Module):
@@ -44,6 +47,7 @@ class SmallForSequenceClassification(PreTrainedModel):
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.scale = nn.Parameter(torch.ones(1, 1, WIDTH)) if config.repeats else None
         self.layer = nn.ModuleList([Block()])
+        self.dropout = nn.Dropout(config.dropout)
         self.head = nn.Linear(WIDTH, CLASSES)
         self.post_init()
 
@@ -57,7 +61,8 @@ class SmallForSequenceClassification(PreTrainedModel):
         if self.scale is not None:
             x = x * self.scale.repeat(len(input_ids), 1, 1)
         for block in self.layer:
-            x = block(x)
+            x = block(self.dropout(x))
+        x = self.dropout(x)
         # A mean of what is no padding: a row's loss is the same in any batch.
         mask = attention_mask[:, :, None].to(x.dtype)
         logits = self.head((x * mask).sum(1) / mask.sum(1))

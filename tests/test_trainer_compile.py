@@ -98,11 +98,13 @@ def test_auto_takes_it_where_onnx_runtime_is_not_installed(tmp_path, monkeypatch
     "name", tiered(["small", "roberta-classification", "deberta-v2-classification"], fast=["small"])
 )
 def test_checkpoints_are_the_plain_trainers(tmp_path, name):
-    """Both find out what problem they solve: one writes it into its config, the other does not."""
+    """To the bit, with dropout, also where a plain run is resumed under a plan. Both find out what problem they solve:
+    one writes it into its config, the other does not."""
     saved = {}
+    dropout = {"dropout": 0.1} if name == "small" else CASES[name].dropout
     for kind in ("plain", "ours"):
         changes = {"plain": True} if kind == "plain" else {**ENGINE, "memory_opt_level": 1}
-        trainer = make(tmp_path / kind, name, **SAVING, **changes)
+        trainer = make(tmp_path / kind, name, model=build(name, **dropout), **SAVING, **changes)
         with log_lines() as lines:
             trainer.train()
         folder = tmp_path / kind / "checkpoint-4"
@@ -110,12 +112,14 @@ def test_checkpoints_are_the_plain_trainers(tmp_path, name):
         config = json.loads((folder / "config.json").read_text())
         saved[kind] = files, config, load_file(folder / "model.safetensors")
     assert saved["ours"][:2] == saved["plain"][:2]
-    assert distance(saved["ours"][2], saved["plain"][2]) < 1e-6
+    assert distance(saved["ours"][2], saved["plain"][2]) == 0
     assert len(tables(lines)) == 1 and not any("recompiled" in line for line in lines), lines
 
-    resumed = make(tmp_path / "plain", name, model=build(name, seed=5), **SAVING, **ENGINE)
+    resumed = make(
+        tmp_path / "plain", name, model=build(name, seed=5, **dropout), **SAVING, **ENGINE, memory_opt_level=1
+    )
     resumed.train(resume_from_checkpoint=str(tmp_path / "plain" / "checkpoint-2"))
-    assert distance(weights(resumed.model), weights(trainer.model)) < 1e-6
+    assert distance(weights(resumed.model), weights(trainer.model)) == 0
 
 
 @pytest.mark.parametrize("name", tiered(["small", "roberta-classification"], fast=["small"]))
