@@ -130,11 +130,13 @@ def test_bad_input_of_a_prediction_is_one_line(arguments, message, folder, capsy
 
 
 def test_a_prediction_in_a_process_of_its_own(folder):
-    """The table is all that goes to stdout, and what is being done all that goes to stderr: no warnings of torch."""
+    """The table is all that goes to stdout, and what is being done all that goes to stderr: no warnings of torch. What
+    bitsandbytes says when PEFT imports it is not this package's."""
     sizes = ["--batch_size", "6", "--seq_len", "50"]
     done = cli("--model", folder, "--task", "text-classification", "--engine", "compile", *sizes)
     assert done.returncode == 0
-    said = [line for line in done.stderr.splitlines() if not line.startswith("[memopt] still compiling ")]
+    others = ("[memopt] still compiling ", "Failed to load CPU gemm_4bit_forward ")
+    said = [line for line in done.stderr.splitlines() if not line.startswith(others)]
     assert len(said) == 2
     assert said[0].startswith(
         "[memopt] compiling the training graph of RobertaForSequenceClassification with aot_eager: "

@@ -38,7 +38,7 @@ def deberta():
     config = DebertaConfig(
         vocab_size=64,
         hidden_size=32,
-        num_hidden_layers=1,
+        num_hidden_layers=3,
         num_attention_heads=4,
         intermediate_size=64,
         max_position_embeddings=32,

@@ -24,6 +24,9 @@ _STRATEGIES = (Strategy.RECOMPUTE, Strategy.RECOMPUTE_WITH_COMPROMISE)
 # torch's own partition takes seconds. Up to this part of the peak with everything saved it is not asked whether it
 # holds less: by itself it recomputes elementwise operators only, and was not seen to hold less than a half.
 _LOW = 1 / 3
+# A peak that is higher by less is no reason to leave a layer out: gradients may be most of it, and later batches larger
+# than the first one.
+_HIGHER = 1.02
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,7 @@ def _without_a_higher_peak(graph: AnalyzedGraph, level: Choice) -> Choice:
     own, prediction = torchs_own(graph)
     by_level, by_torch = found.saved, problem.saving(_numbers(graph, own))
     layers: list[str] = []
-    while found.peak > prediction.peak:
+    while found.peak > _HIGHER * prediction.peak:
         layer = _recomputed_at_peak(problem, found)
         if not layer or layer in layers:
             why = f"{level.why}: recompute of layers would raise the peak, so torch's own partition"
