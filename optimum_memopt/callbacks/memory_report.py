@@ -1,5 +1,6 @@
 """Explains a training step that ran out of memory: what was held, when, and what would have fit."""
 
+import copy
 import functools
 import weakref
 from collections.abc import Callable
@@ -109,7 +110,7 @@ class MemoryReportCallback(TrainerCallback):
                 before = self._state()
                 try:
                     # A copy for a step that may run again: label smoothing takes the labels out.
-                    given = inputs if before is None else dict(inputs)
+                    given = inputs if before is None else copy.copy(inputs)
                     return training_step(model, given, *args, **kwargs)
                 except Exception as error:
                     if self._runs_again(error, before):

@@ -106,9 +106,8 @@ class Replanner:
             MemOptError: a step of this Trainer changes what cannot be restored.
         """
         self._times = 0
-        held = [entry for value in vars(trainer).values() for entry in _entries(value)]
-        # A model for reference is in evaluation mode, and changes nothing.
-        self._modules = tuple(one for one in held if isinstance(one, torch.nn.Module) and one.training)
+        held = _held(trainer)
+        self._modules = modules_beside(trainer)
         trained = list(_trained(trainer))
         if trainer.accelerator.has_lomo_optimizer or _steps_in_backward([*model_of(trainer).parameters(), *trained]):
             raise MemOptError(
@@ -170,11 +169,23 @@ class Replanner:
         return ""
 
 
-def _entries(value: Any) -> Iterable[Any]:
-    """What an attribute of a Trainer holds: sentence-transformers has one loss, or one for each data set."""
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, list | tuple) else (value,)
+def modules_beside(trainer: Trainer) -> tuple[torch.nn.Module, ...]:
+    """Modules beside the model that may take part in its training steps, as one that computes the loss.
+
+    A model for reference is in evaluation mode, and changes nothing.
+    """
+    return tuple(one for one in _held(trainer) if isinstance(one, torch.nn.Module) and one.training)
+
+
+def _held(trainer: Trainer) -> list[Any]:
+    """What a Trainer's attributes hold, in containers too: sentence-transformers has one loss, or several by name."""
+    found: list[Any] = []
+    for value in vars(trainer).values():
+        if isinstance(value, dict | list | tuple):
+            found.extend(value.values() if isinstance(value, dict) else value)
+        else:
+            found.append(value)
+    return found
 
 
 def _trained(trainer: Trainer) -> Iterator[torch.Tensor]:

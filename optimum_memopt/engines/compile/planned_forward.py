@@ -21,6 +21,7 @@ from optimum_memopt.engines.compile.detach_outputs import (
     with_detached_outputs,
     without_logits,
 )
+from optimum_memopt.engines.compile.fallback import outputs_instead, own_error, without_plan
 from optimum_memopt.engines.compile.header import host_line, plan_line, prediction_lines
 from optimum_memopt.engines.compile.loss.plan import LossPlan, check_row, plan_losses
 from optimum_memopt.engines.compile.memory.footprint import Footprint
@@ -31,7 +32,6 @@ from optimum_memopt.engines.compile.options import CHUNKED, PLAIN
 from optimum_memopt.engines.compile.partitioned_graph import PartitionedGraph, partition_joint
 from optimum_memopt.engines.compile.plan_files import mismatch_line, plan_file_of
 from optimum_memopt.engines.compile.producers import Producer, matched_in
-from optimum_memopt.engines.compile.producers.budget import FromBudget
 from optimum_memopt.engines.compile.recompiles import Recompiles
 from optimum_memopt.engines.compile.symbol_names import SymbolNames, input_sizes
 from optimum_memopt.engines.compile.table import to_table
@@ -40,7 +40,6 @@ from optimum_memopt.engines.forward_state import ForwardState
 from optimum_memopt.engines.label_smoothing import LabelSmoothing, cross_entropy
 from optimum_memopt.engines.run import Run
 from optimum_memopt.engines.weak_method import weak_method
-from optimum_memopt.errors import MemOptError, UnsupportedModelError
 from optimum_memopt.logs import best_effort, get_logger
 from optimum_memopt.plans.plan_file import PlanFile
 from optimum_memopt.plans.table import PlanTable
@@ -139,8 +138,8 @@ class PlannedForward:
             reader: who may read more of the outputs than the loss, empty when nobody does.
 
         Raises:
-            MemOptError: the plan does not go with the model, nothing fits a budget, torch recompiled too often, or it
-            cannot trace a model that has a budget.
+            MemOptError: the plan does not go with the model, nothing fits a budget, torch recompiled too often, or the
+                compiled forward fails under a plan that must hold.
         """
         drops_logits = not reader and self._settings.loss != PLAIN
         variant = (loss_only, drops_logits, compat.global_hooks())
@@ -151,7 +150,8 @@ class PlannedForward:
         is_first = is_new or self.table is None
         before = ForwardState.of(self._model, with_buffers=True) if is_first and not self._settings.is_dry else None
         hooks = None if self.table is not None or self._has_started_again else forward_hook_ids(self._model)
-        failure, outputs, self._inputs = "", None, kwargs
+        failed: Exception | None = None
+        outputs, self._inputs = None, kwargs
         self._ran.clear()
         try:
             with (
@@ -163,11 +163,12 @@ class PlannedForward:
         except BaseException as error:
             # Graphs of a forward that failed are no part of the next one's table.
             self._graphs = []
-            failure = compat.tracing_failure(error) if before is not None else ""
-            if not failure and not self._has_new_hooks(hooks):
-                if isinstance(refusal := getattr(error, "inner_exception", None), MemOptError):
-                    raise refusal from None
-                raise
+            if (own := own_error(error)) is None and before is not None and isinstance(error, Exception):
+                failed = error
+            elif not self._has_new_hooks(hooks) or not isinstance(error, Exception):
+                if own is None or own is error:
+                    raise
+                raise own from None
         finally:
             self._inputs = {}
         if self._has_new_hooks(hooks):
@@ -179,12 +180,12 @@ class PlannedForward:
                 before.restore(self._model)
             self._say(f"the first forward of {self._name} has put hooks on its modules: compiling it again with them")
             return self(args, kwargs, loss_only, reader)
-        if before is not None and failure:
-            # Graphs before the one that torch could not trace have run.
+        if before is not None and failed is not None:
+            # Graphs before the one that failed have run.
             before.restore(self._model)
-            self._show_nothing(f"torch cannot trace this model ({failure})")
-            self._compiled[variant] = self._wrapped(loss_only, drops_logits)
-            outputs = self._compiled[variant](*args, **kwargs)
+            plain = self._wrapped(loss_only, drops_logits)
+            outputs, self.table = outputs_instead(failed, lambda: plain(*args, **kwargs), self._producer)
+            self._compiled[variant] = plain
         if not is_first:
             for line in self._recompiles.add(watch.recompiles(), compat.recompile_limit(), self._name):
                 self._say(line)
@@ -194,7 +195,7 @@ class PlannedForward:
             self._show(graphs, watch, kwargs)
         elif self.table is None:
             reasons = "; ".join(watch.graph_breaks()) or "nothing in it can be trained"
-            self._show_nothing(f"torch compiled no training graph of this model ({reasons})")
+            self.give_up(f"torch compiled no training graph of this model ({reasons})")
         if self.predictors is not None:
             with self.predicting():
                 ran = [self._of_programs[id(one)] for one in self._ran if id(one) in self._of_programs]
@@ -353,15 +354,23 @@ class PlannedForward:
                 return (line, *prediction_lines(self.predictor), *host), self.predictor.footprint()
         return (line, *host), None
 
-    def _show_nothing(self, why: str) -> None:
-        if isinstance(self._producer, FromBudget):
-            raise UnsupportedModelError(
-                f"--memory_opt_budget {self._producer.budget.text}: {why}, so that nothing can be planned",
-                "without a budget it trains as plain PyTorch, and --gradient_checkpointing recomputes its layers",
-            )
-        line = f"NOT under a plan: {why}"
-        get_logger().warning(line)
-        self.table = PlanTable(engine="compile", plans=(), header=(line,))
+    def run_plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_only: bool, reader: str) -> Any:
+        """The outputs of the model's own forward, changed as those of the compiled one; arguments as there."""
+        outputs = self._wrapped(loss_only, not reader and self._settings.loss != PLAIN)(*args, **kwargs)
+        return refusing_gradients(outputs) if loss_only else outputs
+
+    def give_up(self, why: str, failed: Exception | None = None) -> None:
+        """There is no plan and no prediction.
+
+        Args:
+            why: for the log and the table's header.
+            failed: the error that has led to it.
+
+        Raises:
+            UnsupportedModelError: the plan must hold.
+        """
+        self.table = without_plan(self._producer, why, failed)
+        self.predictors = self.plan_file = None
 
     def _say(self, line: str) -> None:
         if line not in self._said:
