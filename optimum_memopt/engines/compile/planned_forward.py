@@ -13,6 +13,7 @@ from optimum_memopt.compat import forward_hook_ids, is_encoder_decoder
 from optimum_memopt.engines.compile import compat
 from optimum_memopt.engines.compile.analysis.graph import Modules
 from optimum_memopt.engines.compile.analysis.module_paths import add_outer_modules
+from optimum_memopt.engines.compile.analysis.parameters import gradients_of, without_gradient
 from optimum_memopt.engines.compile.backend import Backend, configured
 from optimum_memopt.engines.compile.budget.devices import Device
 from optimum_memopt.engines.compile.choice import Choice
@@ -113,8 +114,11 @@ class PlannedForward:
         self._graphs: list[PartitionedGraph] = []
         # Of the current forward.
         self._inputs: Mapping[str, Any] = {}
-        # The losses of the graph that is compiled next.
+        # The losses of the graph that is compiled next, and of its inputs that are parameters the names.
         self._losses: list[LossPlan] = []
+        self._parameters: tuple[str, ...] = ()
+        # Of the current forward's graphs, the one that is partitioned included.
+        self._gradients: list[Mapping[str, bool]] = []
         # All that were compiled, and what ran in the current forward.
         self._of_programs: dict[int, PartitionedGraph] = {}
         self._ran: list[InductorPrograms] = []
@@ -207,6 +211,11 @@ class PlannedForward:
         """Those of the current forward that are compiled, and have run."""
         return tuple(self._graphs)
 
+    @property
+    def untrained(self) -> frozenset[str]:
+        """See `without_gradient`; also while a graph is partitioned."""
+        return without_gradient(self._gradients)
+
     def _has_new_hooks(self, before: Sequence[int] | None) -> bool:
         return before is not None and forward_hook_ids(self._model) != before
 
@@ -235,10 +244,15 @@ class PlannedForward:
         settings = self._settings
         # torch keeps each backend until the process ends (`torch/_dynamo/eval_frame.py`, `cached_backends`, 2.13);
         # it must not keep the model with it.
-        partition, prepare = weak_method(self._partition), weak_method(self._plan_losses)
+        partition, prepare = weak_method(self._partition), weak_method(self._prepare)
         say = weak_method(self._say)
         backend = Backend(
-            settings.compiler, partition, lambda module: prepare(module, reader), say, self._ran, settings.is_dry
+            settings.compiler,
+            partition,
+            lambda module, inputs: prepare(module, inputs, reader),
+            say,
+            self._ran,
+            settings.is_dry,
         )
         forward = compat.with_own_code(self._wrapped(loss_only, drops_logits))
         self._traced.append(forward)
@@ -252,6 +266,11 @@ class PlannedForward:
         if loss_only:
             forward = with_detached_outputs(forward)
         return without_logits(forward) if drops_logits else forward
+
+    def _prepare(self, module: fx.GraphModule, inputs: Sequence[Any], reader: str) -> None:
+        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        self._parameters = tuple(names.get(id(given), "") for given in inputs)
+        self._plan_losses(module, reader)
 
     def _plan_losses(self, module: fx.GraphModule, reader: str) -> None:
         mode = self._settings.loss
@@ -275,6 +294,8 @@ class PlannedForward:
         add_outer_modules(module.graph, self._model, compat.traced_module())
         is_all = any(compat.is_all_of(forward) for forward in self._traced)
         refuses = self.table is None and self._settings.strict
+        gradients = gradients_of(module.graph, num_fwd_outputs, self._parameters)
+        self._gradients = [*(known.gradients for known in self._graphs), gradients]
         graph, modules = partition_joint(
             module,
             inputs,
@@ -288,7 +309,8 @@ class PlannedForward:
             batch=input_sizes(self._inputs),
         )
         losses, self._losses = tuple(self._losses), []
-        self._graphs.append(replace(graph, programs=programs, is_all_of_forward=is_all, losses=losses))
+        known = replace(graph, programs=programs, is_all_of_forward=is_all, losses=losses, gradients=gradients)
+        self._graphs.append(known)
         if line := mismatch_line(graph.choice, refuses):
             self._say(line)
         self._resident = self._ask_resident()

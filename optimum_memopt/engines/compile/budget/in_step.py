@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,6 +19,7 @@ from optimum_memopt.engines.compile.memory.footprint import (
     footprint_of,
     optimizer_bytes,
     tensor_bytes,
+    trainable_of,
 )
 from optimum_memopt.engines.computed_once import computed_once
 from optimum_memopt.engines.run import LargestBatch, Run
@@ -67,6 +68,7 @@ def step_around(
     run: Run,
     target: Device | None = None,
     left: int = 0,
+    untrained: Collection[str] = (),
 ) -> Step:
     """The step around a graph that is being partitioned, with AdamW until there is another optimizer.
 
@@ -77,16 +79,19 @@ def step_around(
         run: whose step it is.
         target: the device that the step is planned for, which holds nothing else; None: where the model lies.
         left: bytes that earlier graphs of the same forward have left, which are no part of `outside`.
+        untrained: see `trainable_of`.
     """
     device = next(model.parameters()).device
     memory = capacity(device) if target is None else capacity_of(target.memory)
     batch = tensor_bytes(value for value in inputs.values() if isinstance(value, torch.Tensor))
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trainable = trainable_of(model, untrained)
     held = held_bytes(device) - _held(run.optimizer, trainable) if target is None else target.libraries
     room = room_to_grow(device, held) if target is None else 0
     held += room
     constant = constant_of(model, batch, held, left)
-    outside = footprint_of(model, run.optimizer, run.gradient_accumulation, batch=batch, constant=constant)
+    outside = footprint_of(
+        model, run.optimizer, run.gradient_accumulation, batch=batch, constant=constant, untrained=untrained
+    )
     link, host = link_of(device, target)
     return Step(
         budget.on_device(memory.total, memory.available), outside, resident=held, room=room, link=link, host=host

@@ -1,6 +1,6 @@
 """Explains a training step that ran out of memory."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,7 +15,7 @@ from optimum_memopt.engines.compile.explain.captured import CapturedGraph, captu
 from optimum_memopt.engines.compile.explain.holdings import Simulated, moment_of, parts_at
 from optimum_memopt.engines.compile.explain.other_optimizers import other_optimizers
 from optimum_memopt.engines.compile.explain.ways_out import Settings, Simulate, plain_run, planned_run, ways_out
-from optimum_memopt.engines.compile.memory.footprint import footprint_of, tensor_bytes
+from optimum_memopt.engines.compile.memory.footprint import footprint_of, tensor_bytes, trainable_of
 from optimum_memopt.engines.compile.options import AUTO, CHUNKED, PLAIN
 from optimum_memopt.engines.compile.producers import Producer, producer_for
 from optimum_memopt.engines.compile.producers.torch_default import TorchDefault
@@ -77,16 +77,18 @@ def explain(failed: FailedStep) -> Explanation:
         planned = captured(TorchDefault(), AUTO, compiler, measured)
         is_same = compiler == _AS_WRITTEN and not any(graph.chunks_loss for graph in planned)
         graphs = planned if is_same else captured(ran.producer, PLAIN, _AS_WRITTEN, _no_costs)
-    simulated = [Simulated.of(graph, ran.simulate) for graph in graphs]
+    simulated = [run for graph in graphs for run in (Simulated.of(graph, ran.simulate),) * graph.runs]
     if not simulated:
         raise RuntimeError("the forward has no training graph")
     # What a caller computes from the logits, and what runs between graphs, is in none of them.
-    is_exact = len(graphs) == 1 and not failed.call.reader
+    is_exact = len(simulated) == 1 and not failed.call.reader
+    model, untrained = failed.model, graphs[0].untrained
     if failed.place.phase == OPTIMIZER_STEP:
         # What recompute saves is free by then.
-        settings = _settings(failed, ran.is_planned, is_exact)
+        settings, trainable = _settings(failed, ran.is_planned, is_exact, untrained), trainable_of(model, untrained)
         others = {
-            name: _with_optimizer(settings, failed.model, name) for name in smaller_optimizers(device.type == "cuda")
+            name: _with_optimizer(settings, model, trainable, name)
+            for name in smaller_optimizers(device.type == "cuda")
         }
         # accelerate's wraps the run's own.
         is_adamw = isinstance(getattr(failed.run.optimizer, "optimizer", failed.run.optimizer), torch.optim.AdamW)
@@ -95,12 +97,12 @@ def explain(failed: FailedStep) -> Explanation:
         return Explanation(Moment(OPTIMIZER_STEP), (), ways, ran.remarks)
     moment, point = moment_of(simulated, failed.place, _of_graphs(failed), failed.requested)
     parts = parts_at(simulated, failed.place.phase == BACKWARD, point)
-    several = (f"the forward is {len(graphs)} graphs, and what runs between them is not known",)
+    several = (f"the forward is {len(simulated)} graphs, and what runs between them is not known",)
     return Explanation(
         moment,
         tuple(parts),
-        ways_out(planned, graphs, ran.simulate, _settings(failed, ran.is_planned, is_exact)),
-        (*ran.remarks, *(several if len(graphs) > 1 else ())),
+        ways_out(planned, graphs, ran.simulate, _settings(failed, ran.is_planned, is_exact, untrained)),
+        (*ran.remarks, *(several if len(simulated) > 1 else ())),
     )
 
 
@@ -139,7 +141,7 @@ def _tensors_of(failed: FailedStep) -> int:
     return tensor_bytes([*model.parameters(), *model.buffers()]) + states + batch
 
 
-def _settings(failed: FailedStep, is_planned: bool, is_exact: bool) -> Settings:
+def _settings(failed: FailedStep, is_planned: bool, is_exact: bool, untrained: Collection[str]) -> Settings:
     model, run = failed.model, failed.run
     device = next(model.parameters()).device
     gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
@@ -148,7 +150,8 @@ def _settings(failed: FailedStep, is_planned: bool, is_exact: bool) -> Settings:
     now = max(0, held_bytes(device) - (_tensors_of(failed) - batch) - gradients)
     constant = max(failed.outside, now)
     constant += room_to_grow(device, constant)
-    plain = footprint_of(model, run.optimizer, run.gradient_accumulation, batch=batch, constant=failed.outside)
+    around = {"batch": batch, "constant": failed.outside}
+    plain = footprint_of(model, run.optimizer, run.gradient_accumulation, **around, untrained=untrained)
     link, host = link_of(device)
     return Settings(
         limit=failed.held,
@@ -164,8 +167,9 @@ def _settings(failed: FailedStep, is_planned: bool, is_exact: bool) -> Settings:
     )
 
 
-def _with_optimizer(settings: Settings, model: torch.nn.Module, name: str) -> Settings:
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+def _with_optimizer(
+    settings: Settings, model: torch.nn.Module, trainable: Sequence[torch.Tensor], name: str
+) -> Settings:
     optimizer = PlannedOptimizer(name, next(model.parameters()).is_cuda, embeddings_of(model))
     states, step = optimizer.state_sizes(trainable), optimizer.step_bytes(trainable)
     plain, outside = (

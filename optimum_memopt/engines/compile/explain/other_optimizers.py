@@ -39,7 +39,7 @@ def other_optimizers(
             what = f"states and temporaries of {gib_text(states)}, " + (
                 "the same update" if name == same else "another update: the run trains differently"
             )
-            activations = peak_of([*map(simulate, ran, problems_of(ran, run))])
+            activations = peak_of(ran, simulate, problems_of(ran, run))
             peak = replace(run.plain, activations=activations).peak
             # What an allocator wastes is in what was held: forward and backward had run.
             if peak <= run.allowed:
