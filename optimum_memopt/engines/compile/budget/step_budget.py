@@ -98,8 +98,8 @@ class StepBudget:
         return replace(found, bytes=self._bytes, largest=self.largest, margin=self._margin)
 
     def costs(self, graph: AnalyzedGraph, device: torch.device, fused: bool) -> Costs:
-        """See `costs_of`."""
-        return costs_of(graph, device, fused, self._target)
+        """See `costs_of`; measuring stays within the budget."""
+        return costs_of(graph, device, fused, self._target, self._bytes)
 
     def resident(self, device: torch.device) -> int:
         """Bytes that the process holds without the optimizer's states: when a plan was solved for, else now."""

@@ -67,7 +67,7 @@ def explain(failed: FailedStep) -> Explanation:
         return capture(failed.model, failed.call, producer, loss, compiled_by, failed.autocast, costs)
 
     def measured(graph: AnalyzedGraph) -> Costs:
-        return costs_of(graph, device, compiler == "inductor")
+        return costs_of(graph, device, compiler == "inductor", most=failed.held)
 
     if ran.is_planned:
         graphs = captured(ran.producer, ran.loss, compiler, measured)
