@@ -226,7 +226,6 @@ class MemoryReportCallback(TrainerCallback):
             accumulation=trainer.args.gradient_accumulation_steps,
             autocast=_HALVES.get(trainer.accelerator.mixed_precision),
         )
-        get_logger().info("memory ran out in a training step; tracing it on tensors without data to tell why")
         for registration in registrations():
             explaining = factory(registration.name)
             if explaining.predicts and not explaining.missing():

@@ -5,9 +5,11 @@ from typing import Any
 import pytest
 import torch
 
+from optimum_memopt.deadline import TimeIsUpError
 from optimum_memopt.engines.base import Selection
 from optimum_memopt.engines.compile.budget import in_step
 from optimum_memopt.engines.compile.engine import CompileEngine
+from optimum_memopt.engines.compile.explain import ways_out
 from optimum_memopt.engines.compile.explain.captured import capture
 from optimum_memopt.engines.compile.explain.explain import _no_costs, explain
 from optimum_memopt.engines.compile.explain.ways_out import peak_of, plain_run
@@ -23,6 +25,7 @@ from tests.engines.compile.test_caveat import BrokenLoop, Output
 from tests.limited_memory import LimitedTensors
 from tests.model_zoo import SDPA, ZOO
 from tests.tiers import tiered
+from tests.trainer_runs import log_lines
 
 pytestmark = pytest.mark.end_to_end
 
@@ -170,3 +173,26 @@ def test_parameters_without_a_gradient_have_neither_gradients_nor_states(monkeyp
     assert ways[0] == ways[1] and ways[0]
     assert footprints[0] == footprints[1]
     assert floors[0] == floors[1]
+
+
+def test_what_is_found_when_the_time_is_up_is_told(monkeypatch):
+    failed, _ = run_out_with(WithReference(False), {"x": torch.randn(512, 64)}, 0.8, rows=512)
+    complete = explain(failed)
+
+    def takes_too_long(*args: Any) -> Any:
+        raise TimeIsUpError
+        yield
+
+    monkeypatch.setattr(ways_out, "within_budget", takes_too_long)
+    partial = explain(failed)
+    assert (partial.moment, partial.parts) == (complete.moment, complete.parts)
+    assert partial.ways_out and set(partial.ways_out) <= set(complete.ways_out)
+    assert partial.remarks == ("what was found in 18 seconds is here: more may fit",)
+    monkeypatch.undo()
+    monkeypatch.setattr("optimum_memopt.engines.compile.explain.explain._SECONDS", 0.001)
+    with log_lines() as lines:
+        nothing = explain(failed)
+    assert nothing.remarks == ("the step could not be traced in 0 seconds",) and not nothing.ways_out
+    assert lines[0].startswith("looking for why memory ran out in a training step: traced on tensors without data")
+    monkeypatch.undo()
+    assert explain(failed) == complete

@@ -1,7 +1,8 @@
 """What would have fit, each as flags with its predicted peak. Pure."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from optimum_memopt.engines.compile.budget.largest_sizes import rows_of
 from optimum_memopt.engines.compile.budget.mixed import Host
@@ -82,24 +83,35 @@ def peak_of(graphs: Sequence[CapturedGraph], simulate: Simulate, problems: Seque
 
 
 def ways_out(
-    planned: Sequence[CapturedGraph], ran: Sequence[CapturedGraph], simulate: Simulate, settings: Settings
-) -> tuple[WayOut, ...]:
-    """The recommended one first; empty where not even one row fits.
+    planned: Callable[[], Sequence[CapturedGraph]],
+    ran: Sequence[CapturedGraph],
+    simulate: Simulate,
+    settings: Settings,
+) -> Iterator[tuple[int, WayOut]]:
+    """Each with its place, the recommended one's the lowest, and what is found soonest first; none where not even one
+    row fits.
 
     Args:
-        planned: the graphs as the compile engine would run them.
+        planned: asked for the graphs as the compile engine would run them, which may take long.
         ran: the graphs that ran out of memory.
         simulate: what they held.
         settings: of the run.
     """
-    together = together_of(planned, settings)
-    budget, smaller = list(within_budget(together, settings)), list(_smaller(ran, simulate, settings))
-    found = [
-        *(budget + smaller if settings.is_exact else smaller + budget),
-        *_loss(planned, ran, settings),
-        *_level(together, settings),
-    ]
-    return tuple(found or _smaller_within_budget(planned, settings))
+    together = cache(lambda: together_of(planned(), settings))
+    budget, smaller = (0, 1) if settings.is_exact else (1, 0)
+    is_any = False
+    for place, search in (
+        (smaller, lambda: _smaller(ran, simulate, settings)),
+        (2, lambda: _loss(planned(), ran, settings)),
+        (3, lambda: _level(together(), settings)),
+        (budget, lambda: within_budget(together(), settings)),
+    ):
+        for found in search():
+            is_any = True
+            yield place, found
+    if not is_any:
+        for found in _smaller_within_budget(planned(), settings):
+            yield 0, found
 
 
 def together_of(graphs: Sequence[CapturedGraph], settings: Settings, times: int = 1) -> Together:

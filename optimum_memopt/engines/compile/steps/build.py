@@ -14,6 +14,7 @@ from optimum_memopt.engines.compile.budget.costs import EFFICIENCY
 from optimum_memopt.engines.compile.budget.devices import Device
 from optimum_memopt.engines.compile.budget.in_step import step_around
 from optimum_memopt.engines.compile.budget.simulation import simulate_everything_saved
+from optimum_memopt.engines.compile.loss.mode import may_have_vocabulary
 from optimum_memopt.engines.compile.memory.footprint import tensor_bytes, trainable_of
 from optimum_memopt.engines.compile.options import AUTO, PLAIN
 from optimum_memopt.engines.compile.planned_step import PlannedStep, build
@@ -151,7 +152,7 @@ def _around(
 def _predictor(
     case: _Case, model: torch.nn.Module, ask_around: Callable[[Collection[str]], Around], make: _MakeFake
 ) -> StepsOfModel:
-    losses = (PLAIN, AUTO) if case.may_chunk and _may_have_vocabulary(model) else (PLAIN,)
+    losses = (PLAIN, AUTO) if case.may_chunk and may_have_vocabulary(model) else (PLAIN,)
     traced = [_traced(case.how, make, loss) for loss in losses]
     around = ask_around(traced[0].untrained)
     target, device = case.how.target, next(model.parameters()).device
@@ -172,12 +173,6 @@ def _predictor(
         times.update_times(tensor_bytes(trained), states, bandwidth),
         case.compares,
     )
-
-
-def _may_have_vocabulary(model: torch.nn.Module) -> bool:
-    """Whether there may be logits of a vocabulary; classifiers of transformers have no output embeddings."""
-    output_embeddings = getattr(model, "get_output_embeddings", None)
-    return output_embeddings is None or output_embeddings() is not None
 
 
 def _traced(how: TracedAs, make: _MakeFake, loss: str) -> Traced:
