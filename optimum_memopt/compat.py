@@ -86,7 +86,13 @@ def is_encoder_decoder(model: Any) -> bool:
 
 def writes_to(tensor: torch.Tensor) -> int:
     """How often a tensor was written to in place (torch 2.13; autograd's own counter, which has no public name)."""
-    return tensor._version
+    # Those of inference mode are counted by nobody, and are read-only outside of it.
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def accumulation_hooks(parameter: torch.Tensor) -> bool:
+    """Whether a tensor has hooks of `register_post_accumulate_grad_hook` (torch 2.13)."""
+    return bool(parameter._post_accumulate_grad_hooks)
 
 
 def store_of_ranks() -> "Store | None":

@@ -47,6 +47,13 @@ def with_causes(error: BaseException) -> Iterator[BaseException]:
         seen = seen.__cause__ or seen.__context__
 
 
+def add_context(error: BaseException, earlier: BaseException) -> None:
+    """Have an error that is raised after another one show it, as if it was raised while handling it."""
+    chain = list(with_causes(error))
+    if earlier not in chain:
+        chain[-1].__context__ = earlier
+
+
 QUOTED = 80
 _BEFORE = 30
 

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 
 import torch
@@ -74,13 +75,17 @@ def log_from_any_rank(line: str) -> None:
 @contextlib.contextmanager
 def only_warnings() -> Iterator[None]:
     """No lines below a warning, while something is tried that is not the user's run."""
-    logger = get_logger()
-    level = logger.level
-    logger.setLevel(max(level, logging.WARNING))
+    logger, thread = get_logger(), threading.get_ident()
+
+    def passes(record: logging.LogRecord) -> bool:
+        # Progress is told by a thread of its own.
+        return record.levelno >= logging.WARNING or record.thread != thread
+
+    logger.addFilter(passes)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        logger.removeFilter(passes)
 
 
 @contextlib.contextmanager

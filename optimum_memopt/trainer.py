@@ -41,10 +41,9 @@ from optimum_memopt.plans.table import PlanTable
 from optimum_memopt.report.data import failure_text
 from optimum_memopt.report.page import Page
 from optimum_memopt.report.training import TrainingReport
-from optimum_memopt.training import optimizers, sampling
+from optimum_memopt.training import first_step, optimizers, replan, sampling
 from optimum_memopt.training.largest_batch import largest_batch
 from optimum_memopt.training.loss_only import outputs_read_by
-from optimum_memopt.training.replan import Replanner
 
 
 @dataclass(frozen=True)
@@ -172,7 +171,7 @@ def attach(trainer: Trainer, options: MemOptOptions | None = None, **overrides: 
     train = in_trainer.choosing(trainer, chosen, engine.name)
     # Whatever may fail comes before the Trainer is changed.
     callbacks = _callbacks(trainer, chosen)
-    replanner = Replanner(engine, trainer) if chosen.memory_opt_on_oom == REPLAN else None
+    replanner = replan.Replanner(engine, trainer) if chosen.memory_opt_on_oom == REPLAN else None
     for registration in registrations():
         factory(registration.name).prepare_trainer(trainer, engine, chosen)
     get_logger().info(f"engine {engine.name} ({engine.reason})")
@@ -180,6 +179,7 @@ def attach(trainer: Trainer, options: MemOptOptions | None = None, **overrides: 
     for callback in callbacks.values():
         _add_callback(trainer, callback)
     trainer.create_optimizer = _attaching(trainer, engine, chosen.memory_opt_optim)
+    trainer.training_step = first_step.falling_back(trainer, engine)
     if chosen.group_by_complexity:
         compat.replace_train_sampler(trainer, _sampling(trainer, callbacks[sampling.ComplexityCallback]))
     callbacks[MemoryReportCallback].replanner = replanner

@@ -74,6 +74,19 @@ def _log_level():
 
 
 @pytest.fixture(autouse=True)
+def _is_not_left_to_plain_pytorch(request: pytest.FixtureRequest):
+    """What the compile engine fails at it leaves to plain PyTorch, with which every comparison would pass."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    get_logger().addHandler(handler)
+    yield
+    get_logger().removeHandler(handler)
+    left = [line for line in lines if line.startswith(("NOT under a plan: its", "NOT under a plan: torch cannot"))]
+    assert not left or request.node.get_closest_marker("falls_back"), left
+
+
+@pytest.fixture(autouse=True)
 def _what_lasts_is_no_garbage():
     """A Trainer collects garbage three times a run, and each time would look through what is imported or cached."""
     gc.collect()

@@ -27,6 +27,7 @@ END_TO_END = (
     "engines/compile/test_caveat",
     "engines/compile/test_detach_outputs",
     "engines/compile/test_estimate",
+    "engines/compile/test_fallback",
     "engines/compile/test_hooks",
     "engines/compile/test_inductor",
     "engines/compile/test_best_effort",

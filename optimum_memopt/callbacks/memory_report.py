@@ -1,5 +1,6 @@
 """Explains a training step that ran out of memory: what was held, when, and what would have fit."""
 
+import copy
 import functools
 import weakref
 from collections.abc import Callable
@@ -28,7 +29,7 @@ from optimum_memopt.engines.memory_report import (
 )
 from optimum_memopt.engines.registry import factory, registrations
 from optimum_memopt.engines.run import Run
-from optimum_memopt.errors import DoesNotFitError, line_of, with_causes
+from optimum_memopt.errors import DoesNotFitError, add_context, line_of, with_causes
 from optimum_memopt.logs import get_logger, log_from_any_rank, rank
 from optimum_memopt.memory.out_of_memory import is_out_of_memory
 from optimum_memopt.training.largest_batch import largest_batch
@@ -81,7 +82,7 @@ class MemoryReportCallback(HookingCallback):
         trainer = self.reporter.begin(state)
         self._call = self._begin = self._first_outside = None
         if self.replanner is not None:
-            self.replanner.begin()
+            self.replanner.begin(trainer)
         self._watch_forwards(kwargs["model"])
         if trainer not in self._guarded:
             self._guarded.add(trainer)
@@ -104,20 +105,24 @@ class MemoryReportCallback(HookingCallback):
                 before = self._state()
                 try:
                     # A copy for a step that may run again: label smoothing takes the labels out.
-                    given = inputs if before is None else dict(inputs)
+                    given = inputs if before is None else copy.copy(inputs)
                     return training_step(model, given, *args, **kwargs)
                 except Exception as error:
-                    if not self._runs_again(error, before):
-                        if first is None:
-                            raise
+                    if self._runs_again(error, before):
+                        first = first or error
+                    elif first is None:
+                        raise
+                    elif isinstance(error, DoesNotFitError | OtherRankRanOutError) or is_out_of_memory(error):
                         raise first from None
-                    first = first or error
+                    else:
+                        add_context(error, first)
+                        raise
 
         return step
 
     def _state(self) -> StepState | None:
         trainer = self.reporter.trainer
-        return None if self.replanner is None or trainer is None else StepState.of(model_of(trainer))
+        return None if self.replanner is None or trainer is None else self.replanner.state(trainer)
 
     def _runs_again(self, error: Exception, before: StepState | None) -> bool:
         """Whether a step that failed is to run again; where it ran out of memory and is not, that is explained."""
@@ -216,7 +221,6 @@ class MemoryReportCallback(HookingCallback):
             accumulation=trainer.args.gradient_accumulation_steps,
             autocast=_HALVES.get(trainer.accelerator.mixed_precision),
         )
-        get_logger().info("memory ran out in a training step; tracing it on tensors without data to tell why")
         for registration in registrations():
             explaining = factory(registration.name)
             if explaining.predicts and not explaining.missing():

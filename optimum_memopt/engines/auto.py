@@ -1,5 +1,6 @@
 """`auto`: the engine of choice, and the next one as soon as that one turns out unable to train the model."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -142,6 +143,9 @@ class AutoEngine:
 
     def check_used(self) -> None:
         self._current.check_used()
+
+    def without_plan(self, error: Exception) -> contextlib.AbstractContextManager[None] | None:
+        return self._current.without_plan(error)
 
     def predicted_peak_mib(self, optimizer: torch.optim.Optimizer | None, gradient_accumulation: bool) -> float | None:
         return self._current.predicted_peak_mib(optimizer, gradient_accumulation)

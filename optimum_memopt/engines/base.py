@@ -1,5 +1,6 @@
 """What an engine is, and what is asked of one that has no model yet."""
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -119,6 +120,16 @@ class Engine(Protocol):
 
     def apply(self, selection: Selection) -> None:
         """Choose other plans; takes effect with the next training forward."""
+
+    def without_plan(self, error: Exception) -> contextlib.AbstractContextManager[None] | None:
+        """Within it training forwards are plain PyTorch's, and from then on unless it ends in an error.
+
+        Args:
+            error: of the backward of a first step; None is returned where it is none of what the engine has compiled.
+
+        Raises:
+            MemOptError: at its end, where the plan that was asked for must hold.
+        """
 
     def check_used(self) -> None:
         """Refuse to go on where training calls parts of the model, and not its forward; a warning where no plan was

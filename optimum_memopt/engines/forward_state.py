@@ -1,6 +1,7 @@
 """What a training forward changes, to run it a second time as if it had not run."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 @dataclass(frozen=True)
 class ForwardState:
-    """What a forward that fails may have changed: random generators, and the model's buffers."""
+    """What a forward that fails may have changed: random generators, and the buffers of modules."""
 
     python: Any
     numpy: Any
@@ -19,7 +20,14 @@ class ForwardState:
     buffers: tuple[tuple[torch.nn.Module, str, torch.Tensor, torch.Tensor], ...]
 
     @classmethod
-    def of(cls, model: torch.nn.Module, with_buffers: bool) -> "ForwardState":
+    def of(cls, model: torch.nn.Module, with_buffers: bool, others: Sequence[torch.nn.Module] = ()) -> "ForwardState":
+        """Before a forward.
+
+        Args:
+            model: whose forward it is.
+            with_buffers: which costs a copy of each.
+            others: modules that take part, as one that computes the loss; of theirs, too.
+        """
         parameter = next(model.parameters(), None)
         return cls(
             random.getstate(),
@@ -28,7 +36,7 @@ class ForwardState:
             torch.cuda.get_rng_state(parameter.device) if parameter is not None and parameter.is_cuda else None,
             tuple(
                 (module, name, buffer, buffer.detach().clone())
-                for module in (model.modules() if with_buffers else ())
+                for module in (torch.nn.ModuleList([model, *others]).modules() if with_buffers else ())
                 for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
             ),
         )

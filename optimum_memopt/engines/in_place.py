@@ -1,5 +1,6 @@
 """The life cycle that engines share: attached to a model, suspended, detached."""
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -178,6 +179,10 @@ class InPlaceEngine:
 
     def frontier(self) -> Frontier | None:
         """See `Engine.frontier`."""
+        return None
+
+    def without_plan(self, error: Exception) -> contextlib.AbstractContextManager[None] | None:
+        """See `Engine.without_plan`."""
         return None
 
     def _check(self, model: torch.nn.Module) -> None:

@@ -1,7 +1,8 @@
 """Runs a step that ran out of memory again, under a plan that fits, as if it had not run before."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import Trainer
@@ -26,31 +27,54 @@ class StepState:
 
     Attributes:
         forward: generators and buffers.
-        gradients: of earlier micro-batches, each with the number of writes to it.
+        parameters: each with the number of writes to it.
+        gradients: that were there, each with the number of writes to it.
+        values: of those gradients that belong to no parameter of the model: Trainer sets them to zero after no step
+            (transformers 5.23), so that they are there before most.
     """
 
     forward: ForwardState
-    gradients: Mapping[torch.nn.Parameter, tuple[torch.Tensor, int]]
+    parameters: Mapping[torch.Tensor, int]
+    gradients: Mapping[torch.Tensor, tuple[torch.Tensor, int]]
+    values: Mapping[torch.Tensor, torch.Tensor]
 
     @classmethod
-    def of(cls, model: torch.nn.Module) -> "StepState":
-        gradients = {
-            parameter: (parameter.grad, compat.writes_to(parameter.grad))
-            for parameter in model.parameters()
-            if parameter.grad is not None
-        }
-        return cls(ForwardState.of(model, with_buffers=True), gradients)
+    def of(cls, trainer: Trainer, modules: Sequence[torch.nn.Module] = ()) -> "StepState":
+        """Before a step.
 
-    def restore(self, model: torch.nn.Module) -> bool:
-        """As it was; False: gradients of earlier micro-batches have been added to."""
-        for parameter in model.parameters():
-            before = self.gradients.get(parameter)
-            if before is None:
-                parameter.grad = None
-            elif parameter.grad is not before[0] or compat.writes_to(before[0]) != before[1]:
-                return False
+        Args:
+            trainer: whose step it is.
+            modules: that take part beside its model.
+        """
+        model = model_of(trainer)
+        of_model = dict.fromkeys(model.parameters())
+        others = dict.fromkeys([*(p for module in modules for p in module.parameters()), *_trained(trainer)])
+        gradients = {p: p.grad for p in (of_model | others) if p.grad is not None}
+        return cls(
+            ForwardState.of(model, with_buffers=True, others=modules),
+            {parameter: compat.writes_to(parameter) for parameter in of_model | others},
+            {parameter: (gradient, compat.writes_to(gradient)) for parameter, gradient in gradients.items()},
+            {p: gradient.detach().clone() for p, gradient in gradients.items() if p not in of_model},
+        )
+
+    def restore(self, model: torch.nn.Module) -> str:
+        """As it was; why that cannot be, else empty.
+
+        Args:
+            model: of the step.
+        """
+        if _steps_in_backward(self.parameters) or any(compat.writes_to(p) != n for p, n in self.parameters.items()):
+            return "its backward had begun to change parameters"
+        for parameter, (gradient, writes) in self.gradients.items():
+            is_as_before = parameter.grad is gradient and compat.writes_to(gradient) == writes
+            if not is_as_before and parameter not in self.values:
+                return "its backward had begun to add to the gradients of earlier micro-batches"
+        for parameter in self.parameters:
+            parameter.grad = self.gradients[parameter][0] if parameter in self.gradients else None
+        for parameter, values in self.values.items():
+            self.gradients[parameter][0].detach().copy_(values)
         self.forward.restore(model)
-        return True
+        return ""
 
 
 class Replanner:
@@ -73,10 +97,38 @@ class Replanner:
         self._world_size = trainer.args.world_size
         self._budget: int | None = None
         self._times = 0
+        self._modules: tuple[torch.nn.Module, ...] = ()
 
-    def begin(self) -> None:
-        """A run begins."""
+    def begin(self, trainer: Trainer) -> None:
+        """A run begins.
+
+        Raises:
+            MemOptError: a step of this Trainer changes what cannot be restored.
+        """
         self._times = 0
+        held = _held(trainer)
+        self._modules = modules_beside(trainer)
+        trained = list(_trained(trainer))
+        if trainer.accelerator.has_lomo_optimizer or _steps_in_backward([*model_of(trainer).parameters(), *trained]):
+            raise MemOptError(
+                "--memory_opt_on_oom replan with an optimizer that steps inside the backward (LOMO, layer-wise ones, "
+                "hooks of register_post_accumulate_grad_hook): a step that has begun to change parameters cannot be "
+                "run again; leave it out"
+            )
+        known = {
+            *(one for one in held if isinstance(one, torch.nn.Parameter)),
+            *(p for module in (model_of(trainer), *self._modules) for p in module.parameters()),
+        }
+        if unknown := sum(parameter not in known for parameter in trained):
+            raise MemOptError(
+                f"--memory_opt_on_oom replan: the optimizer trains {unknown} parameters that are in no module of "
+                "the Trainer's, so that the buffers beside them cannot be restored; make their module an attribute of "
+                "the Trainer, as in trainer.head = head, or leave it out"
+            )
+
+    def state(self, trainer: Trainer) -> StepState:
+        """Before a step."""
+        return StepState.of(trainer, self._modules)
 
     @property
     def has_replanned(self) -> bool:
@@ -93,10 +145,7 @@ class Replanner:
             trainer: whose step it is.
         """
         step = f"step {trainer.state.global_step + 1} ran out of memory"
-        why = self._refused(failure)
-        if not why and not before.restore(model_of(trainer)):
-            why = "its backward had begun to add to the gradients of earlier micro-batches"
-        if why:
+        if why := self._refused(failure) or before.restore(model_of(trainer)):
             log_from_any_rank(f"{step} and is not run again: {why}")
             return False
         self._times += 1
@@ -118,3 +167,33 @@ class Replanner:
         if self._world_size > 1 and failure.place.phase != FORWARD:
             return "the other ranks wait in the backward's all-reduce, so all ranks stop"
         return ""
+
+
+def modules_beside(trainer: Trainer) -> tuple[torch.nn.Module, ...]:
+    """Modules beside the model that may take part in its training steps, as one that computes the loss.
+
+    A model for reference is in evaluation mode, and changes nothing.
+    """
+    return tuple(one for one in _held(trainer) if isinstance(one, torch.nn.Module) and one.training)
+
+
+def _held(trainer: Trainer) -> list[Any]:
+    """What a Trainer's attributes hold, in containers too: sentence-transformers has one loss, or several by name."""
+    found: list[Any] = []
+    for value in vars(trainer).values():
+        if isinstance(value, dict | list | tuple):
+            found.extend(value.values() if isinstance(value, dict) else value)
+        else:
+            found.append(value)
+    return found
+
+
+def _trained(trainer: Trainer) -> Iterator[torch.Tensor]:
+    """Parameters of the optimizer, without what stands in for them (transformers' `LayerWiseDummyOptimizer`)."""
+    for group in trainer.optimizer.param_groups if trainer.optimizer is not None else ():
+        yield from (parameter for parameter in group["params"] if parameter.requires_grad)
+
+
+def _steps_in_backward(parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether hooks on parameters are called with their gradients, which is where optimizers step one by one."""
+    return any(map(compat.accumulation_hooks, parameters))

@@ -65,9 +65,9 @@ class Begin:
 
     @classmethod
     def of(cls, trainer: Trainer) -> "Begin":
-        trainable = next((p for p in model_of(trainer).parameters() if p.requires_grad), None)
         device = trainer.args.device
-        has_gradients = trainable is not None and trainable.grad is not None
+        # A head under `no_grad` may come first, and has none.
+        has_gradients = any(parameter.grad is not None for parameter in model_of(trainer).parameters())
         return cls(held_bytes(device), peak_bytes(device), has_gradients, _kept(device))
 
 
@@ -93,7 +93,8 @@ class Known:
     def of(cls, trainer: Trainer, begin: Begin, call: ForwardCall | None) -> "Known":
         model = model_of(trainer)
         parameters, optimizer = _bytes([*model.parameters(), *model.buffers()]), _optimizer_bytes(trainer)
-        gradients = _bytes(p for p in model.parameters() if p.requires_grad) if begin.has_gradients else 0
+        # Those of earlier micro-batches stay where they are.
+        gradients = gradient_bytes(trainer) if begin.has_gradients else 0
         batch = sum(tensor.bytes for tensor in call.tensors.values()) if call is not None else 0
         outside = begin.held - parameters - optimizer - gradients - batch
         # A first forward imports and compiles.

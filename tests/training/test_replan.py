@@ -139,18 +139,95 @@ def test_gradients_of_earlier_micro_batches_stay(tmp_path):
 def test_gradients_that_were_added_to_cannot_be_taken_back(tmp_path):
     accumulating = {"gradient_accumulation_steps": 2, "max_steps": 2}
     trainer = make(tmp_path, "small", trainer=partial(Small, fails={}), **REPLAN, **accumulating)
-    first = next(trainer.model.parameters())
-    calls = []
+    parameters = list(trainer.model.parameters())
+    added = []
 
-    def run_out(parameter: torch.Tensor) -> None:
-        calls.append(parameter)
-        if len(calls) == 2:
+    def run_out(gradient: torch.Tensor) -> None:
+        added.append(gradient)
+        if len(added) == len(parameters) + 2:
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    first.register_post_accumulate_grad_hook(run_out)
+    for parameter in parameters:
+        parameter.register_hook(run_out)
     with log_lines() as lines, pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
         trainer.train()
     assert any("had begun to add to the gradients of earlier micro-batches" in line for line in lines)
+
+
+class WithLossModule(Small):
+    """Its loss has parameters and statistics of its own; memory runs out when these have their gradients."""
+
+    def __init__(self, *args: Any, holds: str, **kwargs: Any) -> None:
+        torch.manual_seed(1)
+        module = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.BatchNorm1d(5))
+        self.loss_module = (module,).__getitem__
+        if holds == "attribute":
+            self.loss = module
+        elif holds == "dictionary":
+            self.loss = {"first data set": module}
+        super().__init__(*args, **kwargs)
+
+    def create_optimizer(self, *args: Any) -> Any:
+        optimizer = super().create_optimizer(*args)
+        optimizer.add_param_group({"params": list(self.loss_module(0).parameters())})
+        return optimizer
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        logits = model(**inputs).logits
+        self.forwards += 1
+        if self.forwards in self.fails:
+            logits.register_hook(lambda gradient: self._run_out())
+        return self.loss_module(0)(logits).square().sum()
+
+
+@pytest.mark.parametrize("holds", ["attribute", "dictionary"])
+def test_a_loss_with_parameters_and_statistics_of_its_own(tmp_path, holds):
+    def run(folder: str, fails: dict[int, str]) -> Any:
+        torch.manual_seed(0)
+        kind = partial(WithLossModule, fails=fails, holds=holds)
+        trainer = make(tmp_path / folder, "small", trainer=kind, **REPLAN)
+        trainer.train()
+        return trainer
+
+    enough, replanned = run("enough", {}), run("short", {2: "backward"})
+    assert replanned.forwards == enough.forwards + 1
+    for which in (lambda trainer: trainer.model, lambda trainer: trainer.loss_module(0)):
+        expected, found = weights(which(enough)), weights(which(replanned))
+        assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def test_a_loss_module_that_is_not_the_trainers_is_refused(tmp_path):
+    trainer = make(tmp_path, "small", trainer=partial(WithLossModule, fails={}, holds="nowhere"), **REPLAN)
+    with pytest.raises(MemOptError, match=r"optimizer trains 4 parameters .* trainer.head = head, or leave it out$"):
+        trainer.train()
+    assert trainer.forwards == 0
+
+
+def test_an_optimizer_that_steps_inside_the_backward_is_refused(tmp_path):
+    trainer = make(tmp_path / "hooks", "small", trainer=partial(Small, fails={}), **REPLAN)
+    next(trainer.model.parameters()).register_post_accumulate_grad_hook(lambda parameter: None)
+    with pytest.raises(MemOptError, match="replan with an optimizer that steps inside the backward .*; leave it out$"):
+        trainer.train()
+    assert trainer.forwards == 0
+    trainer = make(tmp_path / "lomo", "small", trainer=partial(Small, fails={}), **REPLAN)
+    # What accelerate's `prepare` sets.
+    trainer.accelerator.has_lomo_optimizer = True
+    with pytest.raises(MemOptError, match="replan with an optimizer that steps inside the backward"):
+        trainer.train()
+
+
+def test_parameters_that_have_changed_cannot_be_taken_back(tmp_path):
+    trainer = make(tmp_path, "small", trainer=partial(Small, fails={2: "backward"}), **REPLAN)
+    changed = next(trainer.model.parameters())
+
+    def shrink(*args: Any) -> None:
+        with torch.no_grad():
+            changed.mul_(0.5)
+
+    trainer.model.register_forward_pre_hook(torch.compiler.disable(shrink))
+    with log_lines() as lines, pytest.raises(torch.OutOfMemoryError):
+        trainer.train()
+    assert any(line.endswith("is not run again: its backward had begun to change parameters") for line in lines)
 
 
 def test_a_budget_that_nothing_fits_ends_in_the_first_error(tmp_path):
@@ -173,6 +250,24 @@ def test_another_error_is_left_alone(tmp_path):
     with pytest.raises(RuntimeError) as caught:
         trainer.train()
     assert caught.value is error
+
+
+class Strict(Small):
+    """Refuses each step that is run again, in its own words."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(*args, **kwargs)
+        if self.forwards == 3:
+            raise ValueError("this batch was here before") from KeyError("batch")
+        return loss
+
+
+def test_another_error_of_the_step_that_is_run_again_comes_out(tmp_path):
+    trainer = make(tmp_path, "small", trainer=partial(Strict, fails={2: "forward"}), **REPLAN)
+    with pytest.raises(ValueError, match="this batch was here before") as caught:
+        trainer.train()
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert caught.value.__cause__.__context__ is trainer.raised[0]
 
 
 def test_what_cannot_plan_is_refused(tmp_path):

@@ -74,7 +74,7 @@ class Backend:
     Args:
         compiler: one of `options.COMPILERS`.
         partition: splits a joint graph into forward and backward.
-        prepare: changes the graph that dynamo has traced.
+        prepare: changes the graph that dynamo has traced; its inputs are what the graph was traced with.
         say: logs a line.
         ran: gets the programs of each graph that runs.
         is_dry: inductor writes no programs; its graphs are only looked at.
@@ -84,7 +84,7 @@ class Backend:
         self,
         compiler: str,
         partition: Partition,
-        prepare: Callable[[fx.GraphModule], None],
+        prepare: Callable[[fx.GraphModule, Sequence[Any]], None],
         say: Callable[[str], None],
         ran: list[InductorPrograms],
         is_dry: bool = False,
@@ -97,7 +97,7 @@ class Backend:
         self._is_dry = is_dry
 
     def __call__(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        self._prepare(module)
+        self._prepare(module, inputs)
         if not (line := cudnn_attention.warning(module.graph)):
             return self._compile(module, inputs)
         self._say(line)

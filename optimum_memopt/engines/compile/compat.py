@@ -16,7 +16,6 @@ import sympy
 import torch
 from torch import fx
 from torch._dynamo import utils as dynamo_utils
-from torch._dynamo.exc import InternalTorchDynamoError
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import graph_compile
@@ -62,14 +61,6 @@ def operator_name(target: Any) -> str:
 def reads_a_number(target: Any) -> bool:
     """Whether an operator is what `Tensor.item` calls."""
     return operator_name(target) == "_local_scalar_dense"
-
-
-def tracing_failure(error: BaseException) -> str:
-    """What torch met, where it gave up tracing a forward by a fault of its own (`torch/_dynamo/exc.py`); empty for any
-    other error. What it knows that it cannot trace breaks the graph instead."""
-    if not isinstance(error, InternalTorchDynamoError):
-        return ""
-    return _first_line(str(error))
 
 
 def compile_with_inductor(

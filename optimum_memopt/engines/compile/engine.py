@@ -1,5 +1,7 @@
 """Trains a model through torch.compile in place, with plans in ONNX Runtime's grammar applied by a partitioner."""
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,8 @@ from optimum_memopt.engines.compile.backend import check_compiler, default_compi
 from optimum_memopt.engines.compile.budget.devices import Device
 from optimum_memopt.engines.compile.budget.step_budget import StepBudget
 from optimum_memopt.engines.compile.budget.variant_lengths import TimesByLength
+from optimum_memopt.engines.compile.compat_errors import is_of_compiled_backward
+from optimum_memopt.engines.compile.fallback import own_error
 from optimum_memopt.engines.compile.loss.mode import mode_of
 from optimum_memopt.engines.compile.memory.cuda_libraries import start_libraries
 from optimum_memopt.engines.compile.memory.step_memory import StepMemoryPredictor
@@ -30,6 +34,7 @@ from optimum_memopt.engines.label_smoothing import LabelSmoothing
 from optimum_memopt.engines.run import Run
 from optimum_memopt.engines.step_timeline import StepTimeline
 from optimum_memopt.engines.weak_method import weak_method
+from optimum_memopt.errors import line_of
 from optimum_memopt.memory import malloc
 from optimum_memopt.memory.peak_monitor import MIB
 from optimum_memopt.plans.plan_file import PlanFile
@@ -159,6 +164,22 @@ class CompileEngine(in_place.InPlaceEngine):
             return None
         return self._frontiers[-1]
 
+    def without_plan(self, error: Exception) -> contextlib.AbstractContextManager[None] | None:
+        """See `Engine.without_plan`."""
+        is_of_compiler = is_of_compiled_backward(error) and own_error(error) is None
+        return self._plainly(error) if is_of_compiler and self._planned is not None else None
+
+    @contextlib.contextmanager
+    def _plainly(self, failed: Exception) -> Iterator[None]:
+        assert self._planned is not None
+        self._is_plain = True
+        try:
+            yield
+            self._planned.give_up(f"its compiled backward failed in the first step ({line_of(failed)})", failed)
+        except BaseException:
+            self._is_plain = False
+            raise
+
     @property
     def _compiler(self) -> str:
         return self._compiler_asked or default_compiler(next(self._model.parameters()).device.type)[0]
@@ -167,6 +188,7 @@ class CompileEngine(in_place.InPlaceEngine):
         config, self._loss = mode_of(self._selection, self._loss_asked)
         self._producer = self._producer_asked or producer_for(replace(self._selection, config=config))
         self._variants: Variants | None = None
+        self._is_plain = False
 
     def _train_forward(self, *args: Any, **kwargs: Any) -> Any:
         kwargs = without_key_value_cache(self._model, args, kwargs)
@@ -177,8 +199,11 @@ class CompileEngine(in_place.InPlaceEngine):
             budget = StepBudget(weak_method(self._run_now), self._target)
             self._variants = Variants(most, budget, weak_method(self._new_variant))
         reader = self._outputs_read_by()
+        loss_only = not reader and self.outputs_read_by is not None
+        if self._is_plain and self._planned is not None:
+            return self._planned.run_plainly(args, kwargs, loss_only, reader)
         try:
-            return self._variants(Call(args, kwargs, not reader and self.outputs_read_by is not None, reader))
+            return self._variants(Call(args, kwargs, loss_only, reader))
         except TooManyRecompilesError:
             self._forget()
             raise

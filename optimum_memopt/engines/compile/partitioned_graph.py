@@ -67,6 +67,7 @@ class PartitionedGraph:
         losses: those of a model with a vocabulary, chunked or not.
         is_for_cuda: it trains on a CUDA device, or is planned for one.
         bound: see `bound_symbols`.
+        gradients: see `gradients_of`.
         plan: the choice as a plan file has it.
     """
 
@@ -85,6 +86,7 @@ class PartitionedGraph:
     losses: tuple[LossPlan, ...] = ()
     is_for_cuda: bool = False
     bound: frozenset[sympy.Symbol] = frozenset()
+    gradients: Mapping[str, bool] = field(default_factory=dict)
 
     @property
     def offloaded_bytes(self) -> list[int]:

@@ -13,6 +13,7 @@ from optimum_memopt.compat import forward_hook_ids, is_encoder_decoder
 from optimum_memopt.engines.compile import compat
 from optimum_memopt.engines.compile.analysis.graph import Modules
 from optimum_memopt.engines.compile.analysis.module_paths import add_outer_modules
+from optimum_memopt.engines.compile.analysis.parameters import gradients_of, without_gradient
 from optimum_memopt.engines.compile.backend import Backend, configured
 from optimum_memopt.engines.compile.budget.devices import Device
 from optimum_memopt.engines.compile.choice import Choice
@@ -21,6 +22,7 @@ from optimum_memopt.engines.compile.detach_outputs import (
     with_detached_outputs,
     without_logits,
 )
+from optimum_memopt.engines.compile.fallback import outputs_instead, own_error, without_plan
 from optimum_memopt.engines.compile.header import host_line, plan_line, prediction_lines
 from optimum_memopt.engines.compile.loss.plan import LossPlan, check_row, plan_losses
 from optimum_memopt.engines.compile.memory.footprint import Footprint
@@ -31,7 +33,6 @@ from optimum_memopt.engines.compile.options import CHUNKED, PLAIN
 from optimum_memopt.engines.compile.partitioned_graph import PartitionedGraph, partition_joint
 from optimum_memopt.engines.compile.plan_files import mismatch_line, plan_file_of
 from optimum_memopt.engines.compile.producers import Producer, matched_in
-from optimum_memopt.engines.compile.producers.budget import FromBudget
 from optimum_memopt.engines.compile.recompiles import Recompiles
 from optimum_memopt.engines.compile.symbol_names import SymbolNames, input_sizes
 from optimum_memopt.engines.compile.table import to_table
@@ -40,7 +41,6 @@ from optimum_memopt.engines.forward_state import ForwardState
 from optimum_memopt.engines.label_smoothing import LabelSmoothing, cross_entropy
 from optimum_memopt.engines.run import Run
 from optimum_memopt.engines.weak_method import weak_method
-from optimum_memopt.errors import MemOptError, UnsupportedModelError
 from optimum_memopt.logs import best_effort, get_logger
 from optimum_memopt.plans.plan_file import PlanFile
 from optimum_memopt.plans.table import PlanTable
@@ -114,8 +114,11 @@ class PlannedForward:
         self._graphs: list[PartitionedGraph] = []
         # Of the current forward.
         self._inputs: Mapping[str, Any] = {}
-        # The losses of the graph that is compiled next.
+        # The losses of the graph that is compiled next, and of its inputs that are parameters the names.
         self._losses: list[LossPlan] = []
+        self._parameters: tuple[str, ...] = ()
+        # Of the current forward's graphs, the one that is partitioned included.
+        self._gradients: list[Mapping[str, bool]] = []
         # All that were compiled, and what ran in the current forward.
         self._of_programs: dict[int, PartitionedGraph] = {}
         self._ran: list[InductorPrograms] = []
@@ -139,8 +142,8 @@ class PlannedForward:
             reader: who may read more of the outputs than the loss, empty when nobody does.
 
         Raises:
-            MemOptError: the plan does not go with the model, nothing fits a budget, torch recompiled too often, or it
-            cannot trace a model that has a budget.
+            MemOptError: the plan does not go with the model, nothing fits a budget, torch recompiled too often, or the
+                compiled forward fails under a plan that must hold.
         """
         drops_logits = not reader and self._settings.loss != PLAIN
         variant = (loss_only, drops_logits, compat.global_hooks())
@@ -151,7 +154,8 @@ class PlannedForward:
         is_first = is_new or self.table is None
         before = ForwardState.of(self._model, with_buffers=True) if is_first and not self._settings.is_dry else None
         hooks = None if self.table is not None or self._has_started_again else forward_hook_ids(self._model)
-        failure, outputs, self._inputs = "", None, kwargs
+        failed: Exception | None = None
+        outputs, self._inputs = None, kwargs
         self._ran.clear()
         try:
             with (
@@ -163,11 +167,12 @@ class PlannedForward:
         except BaseException as error:
             # Graphs of a forward that failed are no part of the next one's table.
             self._graphs = []
-            failure = compat.tracing_failure(error) if before is not None else ""
-            if not failure and not self._has_new_hooks(hooks):
-                if isinstance(refusal := getattr(error, "inner_exception", None), MemOptError):
-                    raise refusal from None
-                raise
+            if (own := own_error(error)) is None and before is not None and isinstance(error, Exception):
+                failed = error
+            elif not self._has_new_hooks(hooks) or not isinstance(error, Exception):
+                if own is None or own is error:
+                    raise
+                raise own from None
         finally:
             self._inputs = {}
         if self._has_new_hooks(hooks):
@@ -179,12 +184,12 @@ class PlannedForward:
                 before.restore(self._model)
             self._say(f"the first forward of {self._name} has put hooks on its modules: compiling it again with them")
             return self(args, kwargs, loss_only, reader)
-        if before is not None and failure:
-            # Graphs before the one that torch could not trace have run.
+        if before is not None and failed is not None:
+            # Graphs before the one that failed have run.
             before.restore(self._model)
-            self._show_nothing(f"torch cannot trace this model ({failure})")
-            self._compiled[variant] = self._wrapped(loss_only, drops_logits)
-            outputs = self._compiled[variant](*args, **kwargs)
+            plain = self._wrapped(loss_only, drops_logits)
+            outputs, self.table = outputs_instead(failed, lambda: plain(*args, **kwargs), self._producer)
+            self._compiled[variant] = plain
         if not is_first:
             for line in self._recompiles.add(watch.recompiles(), compat.recompile_limit(), self._name):
                 self._say(line)
@@ -194,7 +199,7 @@ class PlannedForward:
             self._show(graphs, watch, kwargs)
         elif self.table is None:
             reasons = "; ".join(watch.graph_breaks()) or "nothing in it can be trained"
-            self._show_nothing(f"torch compiled no training graph of this model ({reasons})")
+            self.give_up(f"torch compiled no training graph of this model ({reasons})")
         if self.predictors is not None:
             with self.predicting():
                 ran = [self._of_programs[id(one)] for one in self._ran if id(one) in self._of_programs]
@@ -205,6 +210,11 @@ class PlannedForward:
     def graphs(self) -> tuple[PartitionedGraph, ...]:
         """Those of the current forward that are compiled, and have run."""
         return tuple(self._graphs)
+
+    @property
+    def untrained(self) -> frozenset[str]:
+        """See `without_gradient`; also while a graph is partitioned."""
+        return without_gradient(self._gradients)
 
     def _has_new_hooks(self, before: Sequence[int] | None) -> bool:
         return before is not None and forward_hook_ids(self._model) != before
@@ -234,10 +244,15 @@ class PlannedForward:
         settings = self._settings
         # torch keeps each backend until the process ends (`torch/_dynamo/eval_frame.py`, `cached_backends`, 2.13);
         # it must not keep the model with it.
-        partition, prepare = weak_method(self._partition), weak_method(self._plan_losses)
+        partition, prepare = weak_method(self._partition), weak_method(self._prepare)
         say = weak_method(self._say)
         backend = Backend(
-            settings.compiler, partition, lambda module: prepare(module, reader), say, self._ran, settings.is_dry
+            settings.compiler,
+            partition,
+            lambda module, inputs: prepare(module, inputs, reader),
+            say,
+            self._ran,
+            settings.is_dry,
         )
         forward = compat.with_own_code(self._wrapped(loss_only, drops_logits))
         self._traced.append(forward)
@@ -251,6 +266,11 @@ class PlannedForward:
         if loss_only:
             forward = with_detached_outputs(forward)
         return without_logits(forward) if drops_logits else forward
+
+    def _prepare(self, module: fx.GraphModule, inputs: Sequence[Any], reader: str) -> None:
+        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        self._parameters = tuple(names.get(id(given), "") for given in inputs)
+        self._plan_losses(module, reader)
 
     def _plan_losses(self, module: fx.GraphModule, reader: str) -> None:
         mode = self._settings.loss
@@ -274,6 +294,8 @@ class PlannedForward:
         add_outer_modules(module.graph, self._model, compat.traced_module())
         is_all = any(compat.is_all_of(forward) for forward in self._traced)
         refuses = self.table is None and self._settings.strict
+        gradients = gradients_of(module.graph, num_fwd_outputs, self._parameters)
+        self._gradients = [*(known.gradients for known in self._graphs), gradients]
         graph, modules = partition_joint(
             module,
             inputs,
@@ -287,7 +309,8 @@ class PlannedForward:
             batch=input_sizes(self._inputs),
         )
         losses, self._losses = tuple(self._losses), []
-        self._graphs.append(replace(graph, programs=programs, is_all_of_forward=is_all, losses=losses))
+        known = replace(graph, programs=programs, is_all_of_forward=is_all, losses=losses, gradients=gradients)
+        self._graphs.append(known)
         if line := mismatch_line(graph.choice, refuses):
             self._say(line)
         self._resident = self._ask_resident()
@@ -353,15 +376,23 @@ class PlannedForward:
                 return (line, *prediction_lines(self.predictor), *host), self.predictor.footprint()
         return (line, *host), None
 
-    def _show_nothing(self, why: str) -> None:
-        if isinstance(self._producer, FromBudget):
-            raise UnsupportedModelError(
-                f"--memory_opt_budget {self._producer.budget.text}: {why}, so that nothing can be planned",
-                "without a budget it trains as plain PyTorch, and --gradient_checkpointing recomputes its layers",
-            )
-        line = f"NOT under a plan: {why}"
-        get_logger().warning(line)
-        self.table = PlanTable(engine="compile", plans=(), header=(line,))
+    def run_plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_only: bool, reader: str) -> Any:
+        """The outputs of the model's own forward, changed as those of the compiled one; arguments as there."""
+        outputs = self._wrapped(loss_only, not reader and self._settings.loss != PLAIN)(*args, **kwargs)
+        return refusing_gradients(outputs) if loss_only else outputs
+
+    def give_up(self, why: str, failed: Exception | None = None) -> None:
+        """There is no plan and no prediction.
+
+        Args:
+            why: for the log and the table's header.
+            failed: the error that has led to it.
+
+        Raises:
+            UnsupportedModelError: the plan must hold.
+        """
+        self.table = without_plan(self._producer, why, failed)
+        self.predictors = self.plan_file = None
 
     def _say(self, line: str) -> None:
         if line not in self._said:

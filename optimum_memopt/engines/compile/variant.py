@@ -178,8 +178,8 @@ class Variant:
         return self.budget.resident(self._device)
 
     def _step(self, budget: Budget) -> Step:
-        earlier = self.planned.graphs if self.planned is not None else ()
-        return self.budget.step(self._model, self._inputs, budget, earlier)
+        earlier, untrained = (self.planned.graphs, self.planned.untrained) if self.planned is not None else ((), ())
+        return self.budget.step(self._model, self._inputs, budget, earlier, untrained)
 
     def _costs(self, graph: AnalyzedGraph) -> Costs:
         if self.planned is not None:

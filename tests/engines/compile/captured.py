@@ -162,7 +162,7 @@ def capture(function: Callable[..., Any], *args: Any, dynamic: bool = True, **kw
         return Choice((), "torch's own partition", torchs_graphs=modules), modules
 
     torch._dynamo.reset()
-    backend = Backend("aot_eager", record, prepare=lambda module: None, say=print, ran=[])
+    backend = Backend("aot_eager", record, prepare=lambda module, inputs: None, say=print, ran=[])
     compiled = torch.compile(compat.with_own_code(function), backend=backend, dynamic=dynamic)
     with configured(compiles=True):
         compiled(*args, **kwargs)

@@ -37,6 +37,10 @@ _REPEATS, _LONG = 5, 0.02
 # much is computed between two uses of a tensor. Operators that move less find what was just computed in the cache,
 # those that move more clear it themselves.
 _CLEARED, _SMALL, _LARGE = 2**24, 2**20, 2**26
+# What a measured operator takes at most, of what it reads and writes: oneDNN copies operands, and so do some kernels.
+_TAKEN = 2
+# Parts of a batch that are measured in its place, where it takes too much itself.
+_PARTS = (4, 16, 64, 256)
 _CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 # inductor fuses neighbours, so that an operator that is bound by memory reads or writes, seldom both.
 FUSED = 0.5
@@ -138,6 +142,7 @@ def measured(
     fused: bool,
     known: dict[str, Measured],
     limit: float = 2.0,
+    room: int | None = None,
 ) -> Costs:
     """Measured where the graph's tensors are: each distinct operator on its shapes, the largest first.
 
@@ -154,29 +159,36 @@ def measured(
         fused: a compiler fuses what is bound by memory.
         known: by operator; gets what is measured.
         limit: seconds in all.
+        room: bytes that may be allocated; what takes more is measured with smaller sizes, and grows with its work.
+            None: as many as there are.
     """
-    number = _Numbers(sizes)
     of_nodes = {node: work for node, work in zip(joint.nodes, of_joint, strict=True) if work is not None}
     distinct = {work.key: node for node, work in of_nodes.items() if not compat_graph.reads_seed(node)}
     end = time.perf_counter() + limit
+    # What followed from smaller sizes is not measured, and not for others to read.
+    costs = dict(known)
     with eager(joint):
         for key, node in sorted(distinct.items(), key=lambda item: -of_nodes[item[1]].bytes):
             if key not in known and time.perf_counter() < end:
-                one = _measure(node, number, of_nodes[node])
-                if one is not None:
+                work = of_nodes[node]
+                if room is not None and _taken(work) > room:
+                    one = _measure_part(node, sizes, work, room)
+                elif (one := _measure(node, _Numbers(sizes), work)) is not None:
                     known[key] = one
-    found = [known[work.key].seconds / work.bytes for work in of_nodes.values() if work.key in known and work.bytes]
+                if one is not None:
+                    costs[key] = one
+    found = [costs[work.key].seconds / work.bytes for work in of_nodes.values() if work.key in costs and work.bytes]
     rate = statistics.median(found) if found else 0.0
 
     def seconds_of(node: fx.Node) -> float:
         if (work := of_nodes.get(node)) is None:
             return 0.0
-        seconds = known[work.key].seconds if work.key in known else work.bytes * rate
+        seconds = costs[work.key].seconds if work.key in costs else work.bytes * rate
         return seconds * (FUSED if fused and not work.flops else 1.0)
 
     def workspace_of(node: fx.Node) -> int:
         work = of_nodes.get(node)
-        return known[work.key].workspace if work is not None and work.key in known else 0
+        return costs[work.key].workspace if work is not None and work.key in costs else 0
 
     return Costs(tuple(map(seconds_of, joint.nodes)), "measured", tuple(map(workspace_of, joint.nodes)))
 
@@ -353,6 +365,31 @@ def _measure(node: fx.Node, number: _Numbers, work: Work) -> Measured | None:
     except Exception:
         return None
     return Measured(min(found), workspace)
+
+
+def _taken(work: Work) -> float:
+    """Bytes that measuring an operator allocates at most."""
+    return _TAKEN * work.bytes + (_CLEARED if _SMALL < work.bytes < _LARGE else 0)
+
+
+def _measure_part(node: fx.Node, sizes: Mapping[sympy.Symbol, int], work: Work, room: int) -> Measured | None:
+    """What follows from the largest part of the sizes with which an operator takes no more than there is room for;
+    None where none does, as where sizes are constants.
+
+    Args:
+        node: the operator.
+        sizes: value of each symbol.
+        work: the operator's with these.
+        room: bytes.
+    """
+    for parts in _PARTS:
+        number = _Numbers({symbol: max(1, size // parts) for symbol, size in sizes.items()})
+        with contextlib.suppress(Exception):
+            part = _work(node, number)
+            if part.bytes and _taken(part) <= room and (one := _measure(node, number, part)) is not None:
+                times = work.flops / part.flops if part.flops else work.bytes / part.bytes
+                return Measured(one.seconds * times, int(one.workspace * work.bytes / part.bytes))
+    return None
 
 
 def _workspace(run: Callable[[], Any]) -> int:

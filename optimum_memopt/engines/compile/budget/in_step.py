@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,6 +19,7 @@ from optimum_memopt.engines.compile.memory.footprint import (
     footprint_of,
     optimizer_bytes,
     tensor_bytes,
+    trainable_of,
 )
 from optimum_memopt.engines.computed_once import computed_once
 from optimum_memopt.engines.run import LargestBatch, Run
@@ -31,6 +32,9 @@ from optimum_memopt.sizes import Budget
 # plan, by 23 to 26 under a budget (RoBERTa, Llama, LoRA of 480 to 750 MiB). Bytes, and a share of what it held.
 _GROWTH = 32 * 2**20
 _GROWTH_SHARE = 0.02
+# Bytes that operators are measured with however little is left of a budget: without any measured rate all plans would
+# seem to take no time.
+_LEAST_MEASURED = 4 * 2**20
 # Seconds that a rank waits for what another one measures, which takes two at most, behind the lock of a cache.
 _WAIT = 60.0
 
@@ -67,6 +71,7 @@ def step_around(
     run: Run,
     target: Device | None = None,
     left: int = 0,
+    untrained: Collection[str] = (),
 ) -> Step:
     """The step around a graph that is being partitioned, with AdamW until there is another optimizer.
 
@@ -77,16 +82,19 @@ def step_around(
         run: whose step it is.
         target: the device that the step is planned for, which holds nothing else; None: where the model lies.
         left: bytes that earlier graphs of the same forward have left, which are no part of `outside`.
+        untrained: see `trainable_of`.
     """
     device = next(model.parameters()).device
     memory = capacity(device) if target is None else capacity_of(target.memory)
     batch = tensor_bytes(value for value in inputs.values() if isinstance(value, torch.Tensor))
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trainable = trainable_of(model, untrained)
     held = held_bytes(device) - _held(run.optimizer, trainable) if target is None else target.libraries
     room = room_to_grow(device, held) if target is None else 0
     held += room
     constant = constant_of(model, batch, held, left)
-    outside = footprint_of(model, run.optimizer, run.gradient_accumulation, batch=batch, constant=constant)
+    outside = footprint_of(
+        model, run.optimizer, run.gradient_accumulation, batch=batch, constant=constant, untrained=untrained
+    )
     link, host = link_of(device, target)
     return Step(
         budget.on_device(memory.total, memory.available), outside, resident=held, room=room, link=link, host=host
@@ -125,7 +133,13 @@ def room_to_grow(device: torch.device, held: int) -> int:
     return max(_GROWTH, int(_GROWTH_SHARE * held)) if device.type == "cpu" else 0
 
 
-def costs_of(graph: AnalyzedGraph, device: torch.device, fused: bool, target: Device | None = None) -> Costs:
+def costs_of(
+    graph: AnalyzedGraph,
+    device: torch.device,
+    fused: bool,
+    target: Device | None = None,
+    most: int | None = None,
+) -> Costs:
     """Of all operators of a graph, from the machine's cache or measured now.
 
     Ranks with the same device plan with what one of them has measured, also on several machines: two measurements are
@@ -136,11 +150,13 @@ def costs_of(graph: AnalyzedGraph, device: torch.device, fused: bool, target: De
         device: where the graph's tensors are.
         fused: a compiler fuses what is bound by memory.
         target: estimate for this device instead, where inductor is the default.
+        most: bytes that the process may hold while it measures; None: as many as there are.
     """
     if target is not None:
         return roofline(graph.joint, graph.size_hints, target, fused=True)
     path, of_joint = cache_path(device), works(graph.joint, graph.size_hints)
-    costs = partial(measured, graph.joint, graph.size_hints, of_joint, fused)
+    room = None if most is None else max(_LEAST_MEASURED, most - held_bytes(device))
+    costs = partial(measured, graph.joint, graph.size_hints, of_joint, fused, room=room)
     if (store := store_of_ranks()) is None:
         with known_costs(path) as known:
             return costs(known)

@@ -1,6 +1,6 @@
 """Holds a budget for every batch of a run."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -74,6 +74,7 @@ class StepBudget:
         inputs: Mapping[str, object],
         budget: Budget,
         earlier: Sequence[PartitionedGraph] = (),
+        untrained: Collection[str] = (),
     ) -> Step:
         """See `step_around`; the budget's bytes are those of the first time.
 
@@ -82,11 +83,13 @@ class StepBudget:
             inputs: see `step_around`.
             budget: see `step_around`.
             earlier: graphs of the same forward that have run.
+            untrained: see `step_around`.
         """
         self._earlier = tuple(earlier)
         first = self._constant if earlier else self._first_constant
         left, left_by_largest = (left_by(_predictions(earlier, batch)) for batch in (None, self.largest))
-        found = _without_second_room(step_around(model, inputs, budget, self._run(), self._target, left), first)
+        around = step_around(model, inputs, budget, self._run(), self._target, left, untrained)
+        found = _without_second_room(around, first)
         found = replace(found, outside=replace(found.outside, other_forwards=left_by_largest))
         self._bytes = found.bytes if self._bytes is None else self._bytes
         self._allowed = replace(found.outside, other_forwards=0).activations_within(self._bytes - self._margin)
@@ -97,8 +100,8 @@ class StepBudget:
         return replace(found, bytes=self._bytes, largest=self.largest, margin=self._margin)
 
     def costs(self, graph: AnalyzedGraph, device: torch.device, fused: bool) -> Costs:
-        """See `costs_of`."""
-        return costs_of(graph, device, fused, self._target)
+        """See `costs_of`; measuring stays within the budget."""
+        return costs_of(graph, device, fused, self._target, self._bytes)
 
     def resident(self, device: torch.device) -> int:
         """Bytes that the process holds without the optimizer's states: when a plan was solved for, else now."""

@@ -7,13 +7,14 @@ from typing import Any
 
 import sympy
 import torch
+from torch import fx
 
 from optimum_memopt.engines.base import Selection
 from optimum_memopt.engines.checkpointing import Checkpointing
 from optimum_memopt.engines.compile import compat
 from optimum_memopt.engines.compile.analysis.candidates import Candidate, offloads
 from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph
-from optimum_memopt.engines.compile.analysis.joint import is_chunked_loss_operator
+from optimum_memopt.engines.compile.analysis.joint import is_chunked_loss_operator, root
 from optimum_memopt.engines.compile.analysis.saved_activations import module_path
 from optimum_memopt.engines.compile.budget.costs import Costs
 from optimum_memopt.engines.compile.budget.largest_sizes import larger_sizes
@@ -44,7 +45,10 @@ class CapturedGraph:
         modules: paths of the modules that call the operators, by node.
         costs: of its operators.
         offloadable: numbers of the nodes that may wait on the host.
+        inputs: numbers of the inputs that are neither parameters nor buffers.
+        passed_back: numbers of the gradients of those, which the backward before it is given.
         runs: how often it runs in a forward.
+        untrained: parameters of the model that get no gradient, see `without_gradient`.
     """
 
     problem_at: Callable[[SymbolValues], Problem]
@@ -56,7 +60,10 @@ class CapturedGraph:
     modules: Mapping[str, str]
     costs: Costs
     offloadable: frozenset[int]
+    inputs: frozenset[int] = frozenset()
+    passed_back: frozenset[int] = frozenset()
     runs: int = 1
+    untrained: frozenset[str] = frozenset()
 
     @property
     def chunks_loss(self) -> bool:
@@ -100,12 +107,19 @@ class Recorder(InternalProducer):
         rows: dict[str, str] = {}
         for candidate in graph.candidates:
             rows.setdefault(candidate.activation.root.name, candidate.row)
-        on_host = offloadable(graph)
+        on_host, joint = offloadable(graph), graph.joint
+        gradients = zip(joint.inputs, joint.outputs[joint.num_fwd_outputs :], strict=True)
+        given = {node: gradient for node, gradient in gradients if node not in graph.static_inputs}
+        inputs = frozenset(joint.order[node] for node in given)
+        passed_back = frozenset(joint.order[root(node)] for node in given.values() if isinstance(node, fx.Node))
         choice = self.inner.choose(graph, earlier)
         offloaded = _names(c.activation.root for c in offloads(choice.candidates))
         saved = _names(choice.nodes_to_save)
+        sizes, names = graph.size_hints, graph.names
         self.graphs.append(
-            CapturedGraph(problem_at, graph.size_hints, graph.names, saved, offloaded, rows, modules, costs, on_host)
+            CapturedGraph(
+                problem_at, sizes, names, saved, offloaded, rows, modules, costs, on_host, inputs, passed_back
+            )
         )
         return choice
 
@@ -154,10 +168,14 @@ def capture(
         engine.attach(fake)
         try:
             fake(*_made(call.args), **_made(call.kwargs))
-            runs = engine.predictor.runs if engine.predictor is not None else (1,) * len(recorder.graphs)
+            runs, untrained = (1,) * len(recorder.graphs), frozenset[str]()
+            if (predictor := engine.predictor) is not None:
+                runs, untrained = predictor.runs, predictor.untrained
         finally:
             engine.detach()
-    return [replace(graph, runs=count) for graph, count in zip(recorder.graphs, runs, strict=True)]
+    return [
+        replace(graph, runs=count, untrained=untrained) for graph, count in zip(recorder.graphs, runs, strict=True)
+    ]
 
 
 def _made(given: Any) -> Any:

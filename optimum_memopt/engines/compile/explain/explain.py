@@ -1,10 +1,12 @@
 """Explains a training step that ran out of memory."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import functools
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
+from optimum_memopt.deadline import finished_within
 from optimum_memopt.engines.base import Selection
 from optimum_memopt.engines.checkpointing import Checkpointing
 from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph
@@ -15,20 +17,24 @@ from optimum_memopt.engines.compile.explain.captured import CapturedGraph, captu
 from optimum_memopt.engines.compile.explain.holdings import Simulated, moment_of, parts_at
 from optimum_memopt.engines.compile.explain.other_optimizers import other_optimizers
 from optimum_memopt.engines.compile.explain.ways_out import Settings, Simulate, plain_run, planned_run, ways_out
-from optimum_memopt.engines.compile.memory.footprint import footprint_of, tensor_bytes
+from optimum_memopt.engines.compile.loss.mode import may_have_vocabulary
+from optimum_memopt.engines.compile.memory.footprint import footprint_of, tensor_bytes, trainable_of
 from optimum_memopt.engines.compile.options import AUTO, CHUNKED, PLAIN
 from optimum_memopt.engines.compile.producers import Producer, producer_for
 from optimum_memopt.engines.compile.producers.torch_default import TorchDefault
 from optimum_memopt.engines.failed_step import Explanation, FailedStep
-from optimum_memopt.engines.memory_report import BACKWARD, OPTIMIZER_STEP, Moment
+from optimum_memopt.engines.memory_report import BACKWARD, OPTIMIZER_STEP, Moment, Part, WayOut
 from optimum_memopt.memory.optimizers import DEFAULT, PlannedOptimizer, embeddings_of, smaller_optimizers
 from optimum_memopt.memory.peak_monitor import held_bytes
+from optimum_memopt.progress import Progress, announced
 
 # Of plain PyTorch's activations what allocators waste: CUDA's, and on a CPU glibc's, which keeps blocks of up to 32
 # MiB (activations of 180 MiB grew a process by 300).
 _WASTE = {False: 0.1, True: 1.0}
 # Of activations what is in no graph (TRL's accuracy and entropy of tokens take several times the logits).
 _UNKNOWN = 2.0
+# That the error is held back: 20, of which a kernel that is measured may take some, which nothing can interrupt.
+_SECONDS = 18.0
 _NAME, _AS_WRITTEN = "compile", "aot_eager"
 
 
@@ -51,12 +57,52 @@ class _Ran:
     remarks: tuple[str, ...] = ()
 
 
+@dataclass
+class _Found:
+    """What is known so far.
+
+    Attributes:
+        moment: see `Explanation`.
+        is_traced: what the step held is known.
+        parts: see `Explanation`.
+        remarks: see `Explanation`.
+        ways_out: each with its place, see `ways_out`.
+    """
+
+    moment: Moment
+    is_traced: bool = False
+    parts: tuple[Part, ...] = ()
+    remarks: tuple[str, ...] = ()
+    ways_out: list[tuple[int, WayOut]] = field(default_factory=list)
+
+
 def explain(failed: FailedStep) -> Explanation:
-    """See `EngineFactory.explain`.
+    """See `EngineFactory.explain`; what is found in time, since the error waits meanwhile.
 
     Raises:
         Exception: the forward cannot be traced on fake tensors, or memory ran out again.
     """
+    found = _Found(Moment(failed.place.phase, failed.place.module, failed.place.operator))
+    with announced(
+        "looking for why memory ran out in a training step",
+        "looked for why memory ran out in a training step",
+        f"traced on tensors without data, {_SECONDS:.0f} seconds at most",
+        stage="tracing",
+        every=_SECONDS / 4,
+    ) as progress:
+        is_complete = finished_within(_SECONDS, lambda: _look(failed, found, progress))
+    remarks = found.remarks
+    if not is_complete:
+        remarks += (
+            f"what was found in {_SECONDS:.0f} seconds is here: more may fit"
+            if found.is_traced
+            else f"the step could not be traced in {_SECONDS:.0f} seconds",
+        )
+    ways = sorted(found.ways_out, key=lambda one: one[0])
+    return Explanation(found.moment, found.parts, tuple(way for _, way in ways), remarks)
+
+
+def _look(failed: FailedStep, found: _Found, progress: Progress) -> None:
     device = next(failed.model.parameters()).device
     compiler = default_compiler(device.type)[0]
     ran = _what_ran(failed)
@@ -64,44 +110,54 @@ def explain(failed: FailedStep) -> Explanation:
     def captured(
         producer: Producer, loss: str, compiled_by: str, costs: Callable[[AnalyzedGraph], Costs]
     ) -> list[CapturedGraph]:
-        return capture(failed.model, failed.call, producer, loss, compiled_by, failed.autocast, costs)
+        progress.stage = "tracing"
+        traced = capture(failed.model, failed.call, producer, loss, compiled_by, failed.autocast, costs)
+        progress.stage = "solving for what would have fit"
+        return traced
 
     def measured(graph: AnalyzedGraph) -> Costs:
-        return costs_of(graph, device, compiler == "inductor")
+        return costs_of(graph, device, compiler == "inductor", most=failed.held)
 
+    @functools.cache
+    def planned() -> list[CapturedGraph]:
+        """The graphs as the compile engine would run them: the second half of the time, where they are others."""
+        if ran.is_planned:
+            return (captured(TorchDefault(), CHUNKED, compiler, measured) if ran.loss == PLAIN else None) or graphs
+        return captured(TorchDefault(), AUTO, compiler, measured)
+
+    # Else there may be logits, which the engine does without.
+    is_same = not ran.is_planned and compiler == _AS_WRITTEN and not may_have_vocabulary(failed.model)
     if ran.is_planned:
         graphs = captured(ran.producer, ran.loss, compiler, measured)
-        chunked = ran.loss == PLAIN and captured(TorchDefault(), CHUNKED, compiler, measured)
-        planned = chunked or graphs
+    elif is_same and not any(graph.chunks_loss for graph in planned()):
+        graphs = planned()
     else:
-        planned = captured(TorchDefault(), AUTO, compiler, measured)
-        is_same = compiler == _AS_WRITTEN and not any(graph.chunks_loss for graph in planned)
-        graphs = planned if is_same else captured(ran.producer, PLAIN, _AS_WRITTEN, _no_costs)
-    simulated = [Simulated.of(graph, ran.simulate) for graph in graphs]
+        graphs = captured(ran.producer, PLAIN, _AS_WRITTEN, _no_costs)
+    simulated = [run for graph in graphs for run in (Simulated.of(graph, ran.simulate),) * graph.runs]
     if not simulated:
         raise RuntimeError("the forward has no training graph")
     # What a caller computes from the logits, and what runs between graphs, is in none of them.
-    is_exact = len(graphs) == 1 and not failed.call.reader
+    is_exact = len(simulated) == 1 and not failed.call.reader
+    model, untrained = failed.model, graphs[0].untrained
+    found.is_traced, found.remarks = True, ran.remarks
+    settings = _settings(failed, ran.is_planned, is_exact, untrained)
     if failed.place.phase == OPTIMIZER_STEP:
         # What recompute saves is free by then.
-        settings = _settings(failed, ran.is_planned, is_exact)
+        found.moment, trainable = Moment(OPTIMIZER_STEP), trainable_of(model, untrained)
         others = {
-            name: _with_optimizer(settings, failed.model, name) for name in smaller_optimizers(device.type == "cuda")
+            name: _with_optimizer(settings, model, trainable, name)
+            for name in smaller_optimizers(device.type == "cuda")
         }
         # accelerate's wraps the run's own.
         is_adamw = isinstance(getattr(failed.run.optimizer, "optimizer", failed.run.optimizer), torch.optim.AdamW)
         same = DEFAULT if is_adamw else ""
-        ways = other_optimizers(planned, graphs, ran.simulate, others, same)
-        return Explanation(Moment(OPTIMIZER_STEP), (), ways, ran.remarks)
-    moment, point = moment_of(simulated, failed.place, _of_graphs(failed), failed.requested)
-    parts = parts_at(simulated, failed.place.phase == BACKWARD, point)
-    several = (f"the forward is {len(graphs)} graphs, and what runs between them is not known",)
-    return Explanation(
-        moment,
-        tuple(parts),
-        ways_out(planned, graphs, ran.simulate, _settings(failed, ran.is_planned, is_exact)),
-        (*ran.remarks, *(several if len(graphs) > 1 else ())),
-    )
+        found.ways_out.extend(enumerate(other_optimizers(planned, graphs, ran.simulate, others, same)))
+        return
+    found.moment, point = moment_of(simulated, failed.place, _of_graphs(failed), failed.requested)
+    found.parts = tuple(parts_at(simulated, failed.place.phase == BACKWARD, point))
+    if len(simulated) > 1:
+        found.remarks += (f"the forward is {len(simulated)} graphs, and what runs between them is not known",)
+    found.ways_out.extend(ways_out(planned, graphs, ran.simulate, settings))
 
 
 def _what_ran(failed: FailedStep) -> _Ran:
@@ -139,7 +195,7 @@ def _tensors_of(failed: FailedStep) -> int:
     return tensor_bytes([*model.parameters(), *model.buffers()]) + states + batch
 
 
-def _settings(failed: FailedStep, is_planned: bool, is_exact: bool) -> Settings:
+def _settings(failed: FailedStep, is_planned: bool, is_exact: bool, untrained: Collection[str]) -> Settings:
     model, run = failed.model, failed.run
     device = next(model.parameters()).device
     gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
@@ -148,7 +204,8 @@ def _settings(failed: FailedStep, is_planned: bool, is_exact: bool) -> Settings:
     now = max(0, held_bytes(device) - (_tensors_of(failed) - batch) - gradients)
     constant = max(failed.outside, now)
     constant += room_to_grow(device, constant)
-    plain = footprint_of(model, run.optimizer, run.gradient_accumulation, batch=batch, constant=failed.outside)
+    around = {"batch": batch, "constant": failed.outside}
+    plain = footprint_of(model, run.optimizer, run.gradient_accumulation, **around, untrained=untrained)
     link, host = link_of(device)
     return Settings(
         limit=failed.held,
@@ -164,8 +221,9 @@ def _settings(failed: FailedStep, is_planned: bool, is_exact: bool) -> Settings:
     )
 
 
-def _with_optimizer(settings: Settings, model: torch.nn.Module, name: str) -> Settings:
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+def _with_optimizer(
+    settings: Settings, model: torch.nn.Module, trainable: Sequence[torch.Tensor], name: str
+) -> Settings:
     optimizer = PlannedOptimizer(name, next(model.parameters()).is_cuda, embeddings_of(model))
     states, step = optimizer.state_sizes(trainable), optimizer.step_bytes(trainable)
     plain, outside = (

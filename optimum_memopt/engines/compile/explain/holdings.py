@@ -1,7 +1,8 @@
 """What a training step held when it ran out of memory, tensor by tensor, from its graphs. Pure."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from optimum_memopt.engines.compile.budget.problem import Problem
 from optimum_memopt.engines.compile.budget.simulation import Run, Simulation, held_before
@@ -9,6 +10,7 @@ from optimum_memopt.engines.compile.explain.captured import CapturedGraph
 from optimum_memopt.engines.failed_step import Place
 from optimum_memopt.engines.memory_report import BACKWARD, GRADIENTS, SAVED, TEMPORARY, Moment, Part, Tensors
 
+_OF_GRAPH_BEFORE = "outputs of the graph before"
 Simulate = Callable[[CapturedGraph, Problem], Simulation]
 
 
@@ -42,16 +44,40 @@ class Simulated:
         held = held_before(self.problem, self.found, in_backward, step)
         return {node: size for node, size in held.items() if node not in self._offloaded}
 
+    def layer(self, node: int) -> str:
+        """The path of an operator's layer; empty outside of all, and where the graph runs for several."""
+        return self.problem.layers[node] if self.graph.runs == 1 else ""
+
+    @cached_property
+    def read(self) -> dict[int, int]:
+        """Bytes of the inputs that its backward reads, by root: outputs of the graph before, where there is one.
+        Parameters and buffers are left out."""
+        read = {self.problem.roots[one] for node in self.found.backward.order for one in self.problem.reads[node]}
+        return {node: self.problem.bytes[node] for node in sorted(read & self.graph.inputs)}
+
+    @cached_property
+    def waiting(self) -> dict[int, int]:
+        """Bytes that are held for its backward while another graph runs, by root."""
+        given = set(self.problem.tangents)
+        return {node: size for node, size in self.held(True, 0).items() if node not in given}
+
+    @cached_property
+    def returned(self) -> dict[int, int]:
+        """Bytes of the gradients of parameters that its backward has returned, by root."""
+        held = self.held(True, len(self.found.backward.order))
+        return {node: size for node, size in held.items() if node not in self.graph.passed_back}
+
     def parts(self, held: dict[int, int]) -> list[Part]:
         """By category; tensors of one row and layer together."""
         problem = self.problem
         gradients = {problem.roots[node] for node in problem.backward_outputs}
-        saved = {problem.roots[node] for node in self.found.saved}
+        saved = {problem.roots[node] for node in self.found.saved} | self.graph.inputs
         groups: dict[str, dict[tuple[str, str], int]] = {GRADIENTS: {}, SAVED: {}, TEMPORARY: {}}
         for node, size in held.items():
             category = GRADIENTS if node in gradients else SAVED if node in saved else TEMPORARY
             name = self.graph.rows.get(problem.names[node], "") if category == SAVED else ""
-            key = name or operator_name(problem, node), problem.layers[node]
+            name = _OF_GRAPH_BEFORE if node in self.graph.inputs else name
+            key = name or operator_name(problem, node), self.layer(node)
             groups[category][key] = groups[category].get(key, 0) + size
         return [Part(category, sum(group.values()), _sorted(group)) for category, group in groups.items() if group]
 
@@ -95,7 +121,7 @@ def moment_of(graphs: Sequence[Simulated], place: Place, held: int, requested: i
     found = named[0] if named else _likeliest(points, held, requested)
     graph = graphs[found.number]
     node = _run(graph, in_backward).order[found.step]
-    layer = graph.problem.layers[node] or place.module
+    layer = graph.layer(node) or place.module
     return Moment(place.phase, layer, operator_name(graph.problem, node), bool(named)), found
 
 
@@ -113,18 +139,18 @@ def parts_at(graphs: Sequence[Simulated], in_backward: bool, point: Point) -> li
     """What the graphs hold just before an operator allocates."""
     found: dict[str, list[Part]] = {}
     for number, graph in enumerate(graphs):
-        run = _run(graph, in_backward)
+        read = graph.read if number else {}
         if number == point.number:
-            parts = graph.parts(graph.held(in_backward, point.step))
+            parts = graph.parts({**read, **graph.held(in_backward, point.step)})
         elif number < point.number or (in_backward and number > point.number):
             # Earlier graphs wait for their backward; later ones have had theirs.
-            parts = graph.parts(graph.held(True, 0 if number < point.number else len(run.order)))
+            parts = graph.parts({**read, **graph.waiting} if number < point.number else graph.returned)
         else:
             continue
         for part in parts:
             found.setdefault(part.category, []).append(part)
     return [
-        Part(category, sum(part.bytes for part in parts), tuple(each for part in parts for each in part.tensors))
+        Part(category, sum(part.bytes for part in parts), _together(each for part in parts for each in part.tensors))
         for category, parts in found.items()
     ]
 
@@ -133,7 +159,8 @@ def _points(graphs: Sequence[Simulated], in_backward: bool) -> Iterator[Point]:
     order = list(enumerate(graphs))
     for number, graph in reversed(order) if in_backward else order:
         waiting = sum(other.stashed for other in graphs[:number])
-        returned = sum(other.found.backward.end for other in graphs[number + 1 :]) if in_backward else 0
+        waiting += sum(sum(other.read.values()) for other in graphs[1 : number + 1])
+        returned = sum(sum(other.returned.values()) for other in graphs[number + 1 :]) if in_backward else 0
         run = _run(graph, in_backward)
         here = set(run.order)
         for step, node in enumerate(run.order):
@@ -151,6 +178,14 @@ def operator_name(problem: Problem, node: int) -> str:
     source = problem.picks[node]
     parts = problem.kinds[node if source is None else source].split(".")
     return parts[min(1, len(parts) - 1)]
+
+
+def _together(tensors: Iterable[Tensors]) -> tuple[Tensors, ...]:
+    """Those of one row and layer as one: a graph that runs for several layers has them several times."""
+    group: dict[tuple[str, str], int] = {}
+    for each in tensors:
+        group[each.row, each.layer] = group.get((each.row, each.layer), 0) + each.bytes
+    return _sorted(group)
 
 
 def _sorted(group: dict[tuple[str, str], int]) -> tuple[Tensors, ...]:

@@ -1,6 +1,6 @@
 """Optimizers with which a step would have fit that ran out of memory in its optimizer. Pure."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from optimum_memopt.engines.compile.explain.captured import CapturedGraph
@@ -17,35 +17,31 @@ from optimum_memopt.sizes import gib_text
 
 
 def other_optimizers(
-    planned: Sequence[CapturedGraph],
+    planned: Callable[[], Sequence[CapturedGraph]],
     ran: Sequence[CapturedGraph],
     simulate: Simulate,
     settings: Mapping[str, Settings],
     same: str,
-) -> tuple[WayOut, ...]:
-    """Each with as little recompute as it needs: none, or that of a budget; empty where none fits.
+) -> Iterator[WayOut]:
+    """Each with as little recompute as it needs: none, or that of a budget; none where none fits.
 
     Args:
-        planned: the graphs as the compile engine would run them.
+        planned: see `ways_out`.
         ran: the graphs of the step that failed.
         simulate: what they held.
         settings: of the run with another optimizer, by Trainer's name of it, the recommended one first.
         same: name of the one that computes what the run's own does; empty: none does.
     """
-
-    def ways() -> Iterator[WayOut]:
-        for name, run in settings.items():
-            states = run.plain.optimizer + run.plain.step
-            what = f"states and temporaries of {gib_text(states)}, " + (
-                "the same update" if name == same else "another update: the run trains differently"
-            )
-            activations = peak_of([*map(simulate, ran, problems_of(ran, run))])
-            peak = replace(run.plain, activations=activations).peak
-            # What an allocator wastes is in what was held: forward and backward had run.
-            if peak <= run.allowed:
-                yield WayOut(f"--optim {name}", peak, None, what)
-                continue
-            for way in within_budget(together_of(planned, run), run):
-                yield replace(way, flags=f"--optim {name} {way.flags}", what=f"{what}; {way.what}")
-
-    return tuple(ways())
+    for name, run in settings.items():
+        states = run.plain.optimizer + run.plain.step
+        what = f"states and temporaries of {gib_text(states)}, " + (
+            "the same update" if name == same else "another update: the run trains differently"
+        )
+        activations = peak_of(ran, simulate, problems_of(ran, run))
+        peak = replace(run.plain, activations=activations).peak
+        # What an allocator wastes is in what was held: forward and backward had run.
+        if peak <= run.allowed:
+            yield WayOut(f"--optim {name}", peak, None, what)
+            continue
+        for way in within_budget(together_of(planned(), run), run):
+            yield replace(way, flags=f"--optim {name} {way.flags}", what=f"{what}; {way.what}")

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from optimum_memopt.engines.compile.budget.largest_sizes import rows_of
 from optimum_memopt.engines.compile.budget.mixed import Host
@@ -10,12 +11,12 @@ from optimum_memopt.engines.compile.budget.simulation import Simulation, simulat
 from optimum_memopt.engines.compile.budget.solve import Floor
 from optimum_memopt.engines.compile.budget.together import Plans, Together
 from optimum_memopt.engines.compile.explain.captured import CapturedGraph
+from optimum_memopt.engines.compile.explain.holdings import Simulate, Simulated
 from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.memory_report import WayOut
 from optimum_memopt.engines.run import LargestBatch
 from optimum_memopt.sizes import gib_text
 
-Simulate = Callable[[CapturedGraph, Problem], Simulation]
 # Of what was held: another run of the same step holds a little more or less.
 _MARGIN = 0.02
 
@@ -59,34 +60,58 @@ class Settings:
         return int(self.limit * (1 - _MARGIN))
 
 
-def peak_of(runs: Sequence[Simulation]) -> int:
-    """Bytes of graphs that run one after the other; what earlier ones have saved is held meanwhile."""
-    before, peaks = 0, [0]
-    for run in runs:
-        peaks.append(before + run.peak)
-        before += run.stashed
-    return max(peaks)
+def peak_of(graphs: Sequence[CapturedGraph], simulate: Simulate, problems: Sequence[Problem]) -> int:
+    """Bytes of graphs that run one after the other, each as often as it did; as `activations_of` has it.
+
+    Args:
+        graphs: in the order of the forward.
+        simulate: what each holds alone.
+        problems: the graphs as numbers.
+    """
+    pairs = zip(graphs, problems, strict=True)
+    alone = [(graph.runs, Simulated(graph, problem, simulate(graph, problem))) for graph, problem in pairs]
+    runs = [run for count, simulated in alone for run in (simulated,) * count]
+    gradients = [sum(run.returned.values()) for run in runs]
+    waiting, passed, peak = 0, 0, 0
+    for number, run in enumerate(runs):
+        kept, forward, backward = min(passed, sum(run.read.values())), run.found.forward, run.found.backward
+        in_backward = kept + backward.peak + sum(gradients[number + 1 :])
+        peak = max(peak, waiting + passed + forward.peak, waiting + in_backward)
+        waiting += run.stashed + kept
+        passed = forward.end - run.found.stashed
+    return peak
 
 
 def ways_out(
-    planned: Sequence[CapturedGraph], ran: Sequence[CapturedGraph], simulate: Simulate, settings: Settings
-) -> tuple[WayOut, ...]:
-    """The recommended one first; empty where not even one row fits.
+    planned: Callable[[], Sequence[CapturedGraph]],
+    ran: Sequence[CapturedGraph],
+    simulate: Simulate,
+    settings: Settings,
+) -> Iterator[tuple[int, WayOut]]:
+    """Each with its place, the recommended one's the lowest, and what is found soonest first; none where not even one
+    row fits.
 
     Args:
-        planned: the graphs as the compile engine would run them.
+        planned: asked for the graphs as the compile engine would run them, which may take long.
         ran: the graphs that ran out of memory.
         simulate: what they held.
         settings: of the run.
     """
-    together = together_of(planned, settings)
-    budget, smaller = list(within_budget(together, settings)), list(_smaller(ran, simulate, settings))
-    found = [
-        *(budget + smaller if settings.is_exact else smaller + budget),
-        *_loss(planned, ran, settings),
-        *_level(together, settings),
-    ]
-    return tuple(found or _smaller_within_budget(planned, settings))
+    together = cache(lambda: together_of(planned(), settings))
+    budget, smaller = (0, 1) if settings.is_exact else (1, 0)
+    is_any = False
+    for place, search in (
+        (smaller, lambda: _smaller(ran, simulate, settings)),
+        (2, lambda: _loss(planned(), ran, settings)),
+        (3, lambda: _level(together(), settings)),
+        (budget, lambda: within_budget(together(), settings)),
+    ):
+        for found in search():
+            is_any = True
+            yield place, found
+    if not is_any:
+        for found in _smaller_within_budget(planned(), settings):
+            yield 0, found
 
 
 def together_of(graphs: Sequence[CapturedGraph], settings: Settings, times: int = 1) -> Together:
@@ -152,9 +177,9 @@ def _share(found: Plans) -> float | None:
 
 def _smaller(ran: Sequence[CapturedGraph], simulate: Simulate, settings: Settings) -> Iterator[WayOut]:
     for times in _parts(ran, settings):
-        runs = [*map(simulate, ran, problems_of(ran, settings, times))]
-        peak = _micro(settings.plain, peak_of(runs), times).peak
-        if peak + settings.waste * peak_of(runs) <= settings.allowed:
+        activations = peak_of(ran, simulate, problems_of(ran, settings, times))
+        peak = _micro(settings.plain, activations, times).peak
+        if peak + settings.waste * activations <= settings.allowed:
             yield WayOut(_micro_flags(settings, times), peak, None, "as many rows in an optimizer step")
             return
 
@@ -163,8 +188,8 @@ def _loss(planned: Sequence[CapturedGraph], ran: Sequence[CapturedGraph], settin
     if any(graph.chunks_loss for graph in ran) or not any(graph.chunks_loss for graph in planned):
         return
     # Without a plan it is torch's own partition that runs.
-    runs = [*map(planned_run, planned, problems_of(planned, settings))]
-    peak = replace(settings.outside, activations=peak_of(runs)).peak
+    activations = peak_of(planned, planned_run, problems_of(planned, settings))
+    peak = replace(settings.outside, activations=activations).peak
     if peak <= settings.allowed:
         yield WayOut(
             "--memory_opt_engine compile --memory_opt_loss chunked", peak, None, "a loss that never holds its logits"

@@ -1,5 +1,7 @@
 """How the loss is to be computed, by all that says so: a flag, a config's row, a plan file."""
 
+import torch
+
 from optimum_memopt.engines.base import Selection
 from optimum_memopt.engines.compile.options import AUTO, CHUNKED, PLAIN
 from optimum_memopt.plans.grammar import ALL, ConfigError, PlanConfig, Strategy
@@ -35,3 +37,9 @@ def mode_of(selection: Selection, flag: str) -> tuple[PlanConfig | None, str]:
         raise ConfigError(f"--memory_opt_loss {flag} together with {of_loss[0]} in the config: leave one of them out")
     others = tuple(request for request in requests if request not in of_loss)
     return (PlanConfig(others) if others else None), asked
+
+
+def may_have_vocabulary(model: torch.nn.Module) -> bool:
+    """Whether there may be logits of a vocabulary; classifiers of transformers have no output embeddings."""
+    output_embeddings = getattr(model, "get_output_embeddings", None)
+    return output_embeddings is None or output_embeddings() is not None

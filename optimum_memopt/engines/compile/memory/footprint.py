@@ -1,6 +1,6 @@
 """The parts of a training step's memory: activations, and all that is held beside them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,7 +24,7 @@ class Footprint:
         accumulated: gradients of earlier micro-batches, 0 where each step begins without.
         other_forwards: saved by earlier forwards of the step, or earlier graphs of a forward, whose backward is still
             to come.
-        gradients: of all trainable parameters, there in the optimizer's step.
+        gradients: of all parameters that get one, there in the optimizer's step.
         step: temporary tensors of the optimizer's step.
         constant: everything else that was there before the first step: on CUDA other tensors and workspaces, on the
             CPU the interpreter, libraries and compiled code.
@@ -89,6 +89,7 @@ def footprint_of(
     batch: int = 0,
     constant: int = 0,
     other_forwards: int = 0,
+    untrained: Collection[str] = (),
 ) -> Footprint:
     """A step of a model.
 
@@ -100,8 +101,9 @@ def footprint_of(
         batch: see `Footprint`.
         constant: see `Footprint`.
         other_forwards: see `Footprint`.
+        untrained: see `trainable_of`.
     """
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trainable = trainable_of(model, untrained)
     weights = tensor_bytes(trainable)
     return Footprint(
         activations=activations,
@@ -115,6 +117,16 @@ def footprint_of(
         step=step_bytes(optimizer, trainable),
         constant=constant,
     )
+
+
+def trainable_of(model: torch.nn.Module, untrained: Collection[str] = ()) -> list[torch.nn.Parameter]:
+    """Parameters that get a gradient, and with it states of the optimizer.
+
+    Args:
+        model: whose they are.
+        untrained: names of those that require one and get none; see `without_gradient`.
+    """
+    return [one for name, one in model.named_parameters() if one.requires_grad and name not in untrained]
 
 
 def constant_of(model: torch.nn.Module, batch: int, resident: int, stashed: int = 0) -> int:

@@ -10,6 +10,7 @@ import sympy
 import torch
 
 from optimum_memopt.compat import is_encoder_decoder
+from optimum_memopt.engines.compile.analysis.parameters import without_gradient
 from optimum_memopt.engines.compile.budget.largest_sizes import plain_sizes
 from optimum_memopt.engines.compile.memory.allocator_peak import AllocatorPeak, StepRequests, allocator_peak
 from optimum_memopt.engines.compile.memory.caveat import caveat_of
@@ -19,6 +20,7 @@ from optimum_memopt.engines.compile.memory.footprint import (
     footprint_of,
     state_sizes,
     tensor_bytes,
+    trainable_of,
 )
 from optimum_memopt.engines.compile.memory.graph_run import GraphRun, run_of_graphs, run_of_requests
 from optimum_memopt.engines.compile.memory.inductor_memory import simulate_programs
@@ -132,6 +134,7 @@ class StepMemoryPredictor:
         first: sizes of the first batch by the plan table's names, `inputs_input_ids_dim0`.
         largest_shapes: the largest forwards of the run so far.
         run: see above.
+        untrained: see `without_gradient`.
     """
 
     def __init__(
@@ -157,6 +160,7 @@ class StepMemoryPredictor:
             if graph.timeline is not None and graph.prediction is not None
         ]
         self._runs = sum(part.runs for part in self._parts)
+        self.untrained = without_gradient(graph.gradients for graph in graphs)
         self._is_on_cuda = any(part.graph.is_for_cuda for part in self._parts)
         self._names = names
         self.first: BatchSizes = names.first
@@ -285,7 +289,7 @@ class StepMemoryPredictor:
         model = self._model()
         if model is None:
             raise ReferenceError("the model whose steps are predicted was deleted")
-        weights = tensor_bytes(parameter for parameter in model.parameters() if parameter.requires_grad)
+        weights = tensor_bytes(trainable_of(model, self.untrained))
         growth = math.prod(wanted[name] / size for name, size in self.first.items())
         return footprint_of(
             model,
@@ -295,6 +299,7 @@ class StepMemoryPredictor:
             batch=round(self._batch * growth),
             constant=self._constant,
             other_forwards=saved_before,
+            untrained=self.untrained,
         )
 
     def peak(self, optimizer: Optimizer | None, gradient_accumulation: bool) -> int:
@@ -352,11 +357,10 @@ class StepMemoryPredictor:
         wanted = {**self.first, **(sizes or {}), **plain_sizes(self.first, batch_size, seq_len)}
         around = self.footprint(wanted, optimizer, gradient_accumulation)
         tensors = [*model.parameters(), *model.buffers()]
-        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         step = StepRequests(
             always=[*filter(None, (around.constant, around.batch)), *(tensor.nbytes for tensor in tensors)],
             graphs=self._predict(part, wanted).requests or part.timeline.requests(self._values(part.graph, wanted)),
-            states=state_sizes(optimizer or self.run.optimizer, trainable),
+            states=state_sizes(optimizer or self.run.optimizer, trainable_of(model, self.untrained)),
             temporary=around.step,
             accumulates=around.accumulated > 0,
         )

@@ -1,7 +1,7 @@
 """Makes predictors of steps: of a config, on fake tensors alone, and of a model that is about to train."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,8 @@ from optimum_memopt.engines.compile.budget.costs import EFFICIENCY
 from optimum_memopt.engines.compile.budget.devices import Device
 from optimum_memopt.engines.compile.budget.in_step import step_around
 from optimum_memopt.engines.compile.budget.simulation import simulate_everything_saved
-from optimum_memopt.engines.compile.memory.footprint import tensor_bytes
+from optimum_memopt.engines.compile.loss.mode import may_have_vocabulary
+from optimum_memopt.engines.compile.memory.footprint import tensor_bytes, trainable_of
 from optimum_memopt.engines.compile.options import AUTO, PLAIN
 from optimum_memopt.engines.compile.planned_step import PlannedStep, build
 from optimum_memopt.engines.compile.steps import times
@@ -88,7 +89,7 @@ def of_workload(
             return fake, *build(replace(workload, batch_size=rows), planned.here)
 
     _, model, batch = make(_FEW)
-    around = functools.partial(_around, model, batch, budget, optim, planned.target)
+    around = functools.partial(_around, model, batch, budget, optim, target=planned.target)
     return _predictor(_Case(how, budget, tokens), model, around, make)
 
 
@@ -130,27 +131,35 @@ def of_model(
 
 
 def _around(
-    model: torch.nn.Module, batch: Mapping[str, Any], budget: Budget, optim: str, target: Device | None = None
+    model: torch.nn.Module,
+    batch: Mapping[str, Any],
+    budget: Budget,
+    optim: str,
+    untrained: Collection[str],
+    target: Device | None = None,
 ) -> Around:
     """The step. On a CPU a process holds more once it has traced a model, as it will in training."""
     moved = tensor_bytes(one for one in batch.values() if isinstance(one, torch.Tensor))
     device = next(model.parameters()).device.type if target is None else "cuda" if target.cuda is not None else "cpu"
     optimizer = PlannedOptimizer(optim, device == "cuda", embeddings_of(model))
     single, several = (
-        step_around(model, batch, budget, Run(optimizer, accumulates), target) for accumulates in (False, True)
+        step_around(model, batch, budget, Run(optimizer, accumulates), target, untrained=untrained)
+        for accumulates in (False, True)
     )
     return Around(single.bytes, single.outside, several.outside, moved // _FEW, single.link, single.host)
 
 
-def _predictor(case: _Case, model: torch.nn.Module, ask_around: Callable[[], Around], make: _MakeFake) -> StepsOfModel:
-    losses = (PLAIN, AUTO) if case.may_chunk and _may_have_vocabulary(model) else (PLAIN,)
+def _predictor(
+    case: _Case, model: torch.nn.Module, ask_around: Callable[[Collection[str]], Around], make: _MakeFake
+) -> StepsOfModel:
+    losses = (PLAIN, AUTO) if case.may_chunk and may_have_vocabulary(model) else (PLAIN,)
     traced = [_traced(case.how, make, loss) for loss in losses]
-    around = ask_around()
+    around = ask_around(traced[0].untrained)
     target, device = case.how.target, next(model.parameters()).device
     graphs = {
         one.chunks_loss: GraphSteps(one, around, case.tokens, _times(case, one, device, around)) for one in traced
     }
-    states, trained = around.single.optimizer, [one for one in model.parameters() if one.requires_grad]
+    states, trained = around.single.optimizer, trainable_of(model, traced[0].untrained)
     if target is None:
         bandwidth = times.update_bandwidth(device, sum(one.numel() for one in trained))
     else:
@@ -164,12 +173,6 @@ def _predictor(case: _Case, model: torch.nn.Module, ask_around: Callable[[], Aro
         times.update_times(tensor_bytes(trained), states, bandwidth),
         case.compares,
     )
-
-
-def _may_have_vocabulary(model: torch.nn.Module) -> bool:
-    """Whether there may be logits of a vocabulary; classifiers of transformers have no output embeddings."""
-    output_embeddings = getattr(model, "get_output_embeddings", None)
-    return output_embeddings is None or output_embeddings() is not None
 
 
 def _traced(how: TracedAs, make: _MakeFake, loss: str) -> Traced:

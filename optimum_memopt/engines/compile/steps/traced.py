@@ -1,7 +1,7 @@
 """One trace of a model's training forward on fake tensors, with sizes that stay symbols."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
@@ -50,6 +50,7 @@ class Traced:
         by_level: numbers of the nodes that level 1 saves.
         offloadable: numbers of the nodes that may wait on the host.
         chunks_loss: a loss is computed without its logits.
+        untrained: parameters of the model that get no gradient, see `without_gradient`.
     """
 
     graph: AnalyzedGraph
@@ -58,6 +59,7 @@ class Traced:
     by_level: frozenset[int]
     offloadable: frozenset[int]
     chunks_loss: bool
+    untrained: frozenset[str] = frozenset()
 
     def sizes(self, rows: int, tokens: int) -> SymbolValues:
         """The symbols' values for a batch of rows of so many tokens; 0: as many as were traced."""
@@ -114,7 +116,7 @@ def trace(model: torch.nn.Module, batch: Mapping[str, Any], how: TracedAs, loss:
     try:
         with traced_for(how.target, how.autocast, device.type):
             model(**batch)
-        table = engine.plans()
+        table, predictor = engine.plans(), engine.predictor
     except MemOptError:
         raise
     except Exception as error:
@@ -130,4 +132,4 @@ def trace(model: torch.nn.Module, batch: Mapping[str, Any], how: TracedAs, loss:
     (traced,) = keeps.found
     if not traced.rows:
         raise MemOptError(f"the graph of {name} is for one batch size only, so that no other one can be predicted")
-    return traced
+    return traced if predictor is None else replace(traced, untrained=predictor.untrained)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from allocations import allocated
 
 from optimum_memopt.engines.base import Selection
 from optimum_memopt.engines.compile.analysis.candidates import Candidate
@@ -217,3 +218,30 @@ def test_a_budget_that_nothing_fits_in_names_a_batch_that_does(steady_process: N
     rows, times = map(int, found.groups())
     assert rows * times == 64 and 1 < rows < 64
     assert held(a_step(SMALL.batch(rows, 60), budget, SMALL.build)).peak <= budget.bytes
+
+
+class Wide(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(64, 2048), torch.nn.Linear(2048, 64)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.down(torch.nn.functional.gelu(self.up(x))).square().mean()}
+
+
+def test_measuring_for_a_larger_batch_stays_within_the_budget(steady_process: None, tmp_path, monkeypatch) -> None:
+    # Nothing is known of operators from before.
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    room, engine = 48 * 2**20, CompileEngine(Selection(budget=budget_of(2**29 + 48 * 2**20)), "aot_eager")
+    model = Wide()
+    engine.attach(model)
+    model(x=torch.randn(64, 64))["loss"].backward()
+    larger = torch.randn(32_768, 64)
+
+    def refused() -> None:
+        with pytest.raises(MemOptError, match="the step takes at least"):
+            model(x=larger)
+
+    peak, _, _ = allocated(refused)
+    assert peak <= room
+    engine.detach()

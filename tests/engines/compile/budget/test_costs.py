@@ -84,6 +84,35 @@ def test_what_is_not_measured_is_estimated(roberta: Captured) -> None:
     assert not known and set(found.seconds) == {0.0}
 
 
+def test_measuring_allocates_no_more_than_there_is_room_for() -> None:
+    def step(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        return (torch.nn.functional.gelu(x @ up) @ down).square().sum()
+
+    given = [torch.ones(shape, requires_grad=True) for shape in ((64, 256), (256, 1024), (1024, 64))]
+    captured = capture(step, *given)
+    (rows,) = [symbol for symbol, size in captured.sizes.items() if size == 64][:1]
+    sizes = {**captured.sizes, rows: 64_000}
+    works = costs.works(captured.joint, sizes)
+
+    def found(known: dict[str, costs.Measured], room: int | None) -> tuple[int, costs.Costs]:
+        peak, _, result = allocated(
+            lambda: costs.measured(captured.joint, sizes, works, False, known, limit=60.0, room=room)
+        )
+        return peak, result
+
+    known: dict[str, costs.Measured] = {}
+    most, free = found({}, None)
+    least, bounded = found(known, 64 * 2**20)
+    assert most > 500 * 2**20 and least <= 64 * 2**20
+    # What followed from smaller sizes is not for the cache.
+    assert {work.key for work in works if work is not None and work.flops}.isdisjoint(known)
+    for seconds, expected, work in zip(bounded.seconds, free.seconds, works, strict=True):
+        assert (seconds > 0) == (expected > 0)
+        if work is not None and work.flops:
+            # Whatever else runs.
+            assert 0.05 * expected <= seconds <= 20 * expected
+
+
 def test_buffers_of_library_kernels_are_measured() -> None:
     """oneDNN packs operands in half precision; how large its buffers are depends on the processor."""
 

@@ -1,0 +1,209 @@
+"""A first step whose compiled forward or backward fails is plain PyTorch's, or a refusal where the plan must hold."""
+
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import CPTConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from optimum_memopt import MemOptError, optimize
+from tests.trainer_runs import build, log_lines, make, rows, weights
+
+pytestmark = pytest.mark.falls_back
+
+ENGINE = {"memory_opt_engine": "compile", "memory_opt_compiler": "aot_eager"}
+# Of a product of matrices of two types, in the words of the kernel.
+REASON = r"\(RuntimeError: .*\)"
+
+
+@torch.library.custom_op("optimum_memopt_tests::widened", mutates_args=())
+def widened(x: torch.Tensor) -> torch.Tensor:
+    """Of another type than its trace has, in which a conversion after it does nothing."""
+    return x.double()
+
+
+widened.register_fake(torch.empty_like)
+widened.register_autograd(lambda context, gradient: gradient.float())
+
+
+class WidenedGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return widened(gradient).to(gradient.dtype)
+
+
+class Faulty(torch.nn.Module):
+    """An activation with dropout and a counter, which plain PyTorch alone can run.
+
+    Attributes:
+        calls: of its forward, traced or not.
+    """
+
+    def __init__(self, fails: str) -> None:
+        super().__init__()
+        self.fails, self.calls = fails, 0
+        self.dropout = torch.nn.Dropout(0.1)
+        self.register_buffer("forwards", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.forwards += 1
+        x = self.dropout(torch.nn.functional.gelu(x))
+        if self.fails == "forward":
+            return widened(x).to(x.dtype)
+        if self.fails == "backward":
+            return WidenedGradient.apply(x)
+        torch.compiler.disable(self.raise_error)()
+        return x
+
+    def raise_error(self) -> None:
+        self.calls += 1
+        raise {"user": ValueError, "memory": torch.OutOfMemoryError, "interrupt": KeyboardInterrupt}[self.fails](
+            "out of memory"
+        )
+
+
+def faulty(fails: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    model = build("small")
+    model.layer[0].act = Faulty(fails)
+    return model
+
+
+def trained(folder: Path, model: torch.nn.Module, **changes: Any) -> Any:
+    torch.manual_seed(1)
+    trainer = make(folder, "small", model=model, **changes)
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("fails", ["forward", "backward"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_what_only_the_compiled_step_cannot_do_is_done_by_plain_pytorch(tmp_path, fails, accumulation):
+    changes = {"gradient_accumulation_steps": accumulation, "max_steps": 2}
+    expected = weights(trained(tmp_path / "plain", faulty(fails), plain=True, **changes).model)
+    with log_lines() as lines:
+        trainer = trained(tmp_path / "ours", faulty(fails), **ENGINE, memory_opt_level=1, **changes)
+    found = weights(trainer.model)
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    said = [line for line in lines if line.startswith("NOT under a plan")]
+    assert len(said) == 1 and re.match(
+        f"NOT under a plan: its compiled {fails} failed in the first step {REASON}", *said
+    )
+    assert list(trainer.memopt.table.header) == said
+    assert not trainer.memopt.engine.predicted_peak_mib(trainer.optimizer, False)
+    with log_lines() as lines:
+        trainer.train()
+    assert not any("compiling" in line for line in lines)
+
+
+def test_a_loop_without_a_trainer_goes_on_after_a_forward_that_fails():
+    batch = {key: value[None] for key, value in rows("small")[0].items()}
+    model, plain = faulty("forward"), faulty("forward")
+    engine = optimize(model, **ENGINE)
+    for one in (model, plain):
+        torch.manual_seed(0)
+        one(**batch).loss.backward()
+    assert engine.plans().header[0].startswith("NOT under a plan: its compiled forward failed")
+    for ours, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, expected.grad)
+
+
+@pytest.mark.parametrize("fails", ["forward", "backward"])
+def test_a_budget_is_refused(tmp_path, fails):
+    said = (
+        f"--memory_opt_budget 64GiB: its compiled {fails} failed in the first step {REASON}, so that nothing can be "
+        "planned; without a budget it trains as plain PyTorch, and --gradient_checkpointing recomputes its layers"
+    )
+    with pytest.raises(MemOptError, match=said) as caught:
+        trained(tmp_path, faulty(fails), **ENGINE, memory_opt_budget="64GiB")
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_a_plan_file_is_refused(tmp_path):
+    model, file = faulty("backward"), tmp_path / "plan.json"
+    engine = optimize(model, **ENGINE)
+    model(**{key: value[None] for key, value in rows("small")[0].items()})
+    engine.plan_file().save(file)
+    said = f"--memory_opt_plan: its compiled backward failed in the first step {REASON}, so that the file cannot be"
+    with pytest.raises(MemOptError, match=said):
+        trained(tmp_path, faulty("backward"), **ENGINE, memory_opt_plan=str(file))
+
+
+@pytest.mark.parametrize("asked", [{}, {"memory_opt_budget": "64GiB"}], ids=["no plan", "budget"])
+@pytest.mark.parametrize(
+    ("fails", "kind", "calls"),
+    [("user", ValueError, 2), ("memory", torch.OutOfMemoryError, 1), ("interrupt", KeyboardInterrupt, 1)],
+)
+def test_what_plain_pytorch_cannot_do_either_comes_out(asked, fails, kind, calls):
+    """The user's own error is met again by plain PyTorch; the others are not tried again."""
+    model = faulty(fails)
+    optimize(model, **ENGINE, **asked)
+    with log_lines() as lines, pytest.raises(kind, match="^out of memory$"):
+        model(**{key: value[None] for key, value in rows("small")[0].items()})
+    assert model.layer[0].act.calls == calls
+    assert not any("NOT under a plan" in line for line in lines)
+
+
+def test_an_error_of_compute_loss_does_not_run_the_step_again(tmp_path):
+    calls = []
+
+    def compute_loss(*given: Any, **more: Any) -> torch.Tensor:
+        calls.append(given)
+        raise ValueError("no such label")
+
+    with pytest.raises(ValueError, match="no such label"):
+        trained(tmp_path, build("small"), **ENGINE, compute_loss_func=compute_loss)
+    assert len(calls) == 1
+
+
+def contextual_prompt() -> torch.nn.Module:
+    """PEFT's CPT assigns `weight.data` in its forward (0.21), which AOTAutograd refuses."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 97, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2))
+    config = CPTConfig(
+        task_type="CAUSAL_LM",
+        cpt_token_ids=[1, 2, 3, 4],
+        cpt_mask=[1] * 4,
+        cpt_tokens_type_mask=[1, 2, 3, 4],
+        opt_weighted_loss_type="decay",
+        opt_loss_decay_factor=0.95,
+        opt_projection_epsilon=0.2,
+        opt_projection_format_epsilon=0.1,
+    )
+    return get_peft_model(model, config)
+
+
+def prompted(length: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, 97, (length,))
+    ones = torch.ones_like(ids)
+    return {"input_ids": ids, "attention_mask": ones, "labels": ids, "input_type_mask": 4 * ones}
+
+
+def test_cpt_of_peft_trains_as_plain_pytorch(tmp_path):
+    torch.manual_seed(2)
+    make_one = partial(
+        trained,
+        train_dataset=[prompted(7) for _ in range(8)],
+        data_collator=torch.utils.data.default_collate,
+        max_steps=2,
+        remove_unused_columns=False,
+    )
+    expected = weights(make_one(tmp_path / "plain", contextual_prompt(), plain=True).model)
+    with log_lines() as lines:
+        trainer = make_one(tmp_path / "ours", contextual_prompt(), **ENGINE)
+    assert all(torch.equal(value, expected[key]) for key, value in weights(trainer.model).items())
+    said = [line for line in lines if line.startswith("NOT under a plan: torch cannot compile this model (Assertion")]
+    assert len(said) == 1 and "set_ on a graph input" in said[0]
+    with pytest.raises(
+        MemOptError, match="--memory_opt_budget 64GiB: torch cannot compile this model .* set_ on a graph"
+    ):
+        make_one(tmp_path / "budget", contextual_prompt(), **ENGINE, memory_opt_budget="64GiB")
