@@ -24,8 +24,8 @@ _STRATEGIES = (Strategy.RECOMPUTE, Strategy.RECOMPUTE_WITH_COMPROMISE)
 # torch's own partition takes seconds. Up to this part of the peak with everything saved it is not asked whether it
 # holds less: by itself it recomputes elementwise operators only, and was not seen to hold less than a half.
 _LOW = 1 / 3
-# A peak that is higher by less is no reason to leave a layer out: gradients may be most of it, and later batches larger
-# than the first one.
+# A peak that is higher by less is no reason to leave a layer out: most of it may be gradients, and later batches may
+# be larger than the first one.
 _HIGHER = 1.02
 
 
