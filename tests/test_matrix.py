@@ -94,8 +94,10 @@ class Pair:
                 expected = self.plain(**batch)
         for model in (self.model, self.plain):
             model.train()
-        torch.testing.assert_close(ours.logits, expected.logits, rtol=0, atol=0)
-        assert ("loss" in ours) == ("loss" in expected) == ("labels" in batch)
+        # The logits, or what there is instead: the first output beside the loss.
+        values = [next(outputs[name] for name in outputs if name != "loss") for outputs in (ours, expected)]
+        torch.testing.assert_close(*values, rtol=0, atol=0)
+        assert ("loss" in ours) == ("loss" in expected) == (self.case.labels in batch)
 
 
 @contextlib.contextmanager
@@ -248,7 +250,7 @@ def check(pair: Pair, plan: str) -> None:
         if pair.name.startswith("segformer"):
             # Its first forward hooks the modules whose hidden states it collects, and is compiled again with them.
             del pair.partitions[:-1]
-        assert len(pair.partitions) == 1
+        assert len(pair.partitions) == case.graphs
         check_partition(pair.partitions, table)
 
     pair.check_step(case.batch(3, 7, seed=1))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from optimum_memopt.deadline import finished_within
+from optimum_memopt.deadline import Deadline, TimeIsUpError
 from optimum_memopt.engines.base import Selection
 from optimum_memopt.engines.checkpointing import Checkpointing
 from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph
@@ -33,8 +33,9 @@ from optimum_memopt.progress import Progress, announced
 _WASTE = {False: 0.1, True: 1.0}
 # Of activations what is in no graph (TRL's accuracy and entropy of tokens take several times the logits).
 _UNKNOWN = 2.0
-# That the error is held back: 20, of which a kernel that is measured may take some, which nothing can interrupt.
-_SECONDS = 18.0
+# After which no part of the search begins: the error waits meanwhile, and is to be held back for 20 at most, unless a
+# single trace takes longer.
+_SECONDS = 15.0
 _NAME, _AS_WRITTEN = "compile", "aot_eager"
 
 
@@ -63,7 +64,7 @@ class _Found:
 
     Attributes:
         moment: see `Explanation`.
-        is_traced: what the step held is known.
+        is_traced: what the step held is known, and how long a trace takes.
         parts: see `Explanation`.
         remarks: see `Explanation`.
         ways_out: each with its place, see `ways_out`.
@@ -90,19 +91,16 @@ def explain(failed: FailedStep) -> Explanation:
         stage="tracing",
         every=_SECONDS / 4,
     ) as progress:
-        is_complete = finished_within(_SECONDS, lambda: _look(failed, found, progress))
-    remarks = found.remarks
-    if not is_complete:
-        remarks += (
-            f"what was found in {_SECONDS:.0f} seconds is here: more may fit"
-            if found.is_traced
-            else f"the step could not be traced in {_SECONDS:.0f} seconds",
-        )
+        remarks: tuple[str, ...] = ()
+        try:
+            _look(failed, found, progress, Deadline(_SECONDS))
+        except TimeIsUpError:
+            remarks = (f"what was found in {_SECONDS:.0f} seconds is here: more may fit",)
     ways = sorted(found.ways_out, key=lambda one: one[0])
-    return Explanation(found.moment, found.parts, tuple(way for _, way in ways), remarks)
+    return Explanation(found.moment, found.parts, tuple(way for _, way in ways), (*found.remarks, *remarks))
 
 
-def _look(failed: FailedStep, found: _Found, progress: Progress) -> None:
+def _look(failed: FailedStep, found: _Found, progress: Progress, deadline: Deadline) -> None:
     device = next(failed.model.parameters()).device
     compiler = default_compiler(device.type)[0]
     ran = _what_ran(failed)
@@ -120,7 +118,8 @@ def _look(failed: FailedStep, found: _Found, progress: Progress) -> None:
 
     @functools.cache
     def planned() -> list[CapturedGraph]:
-        """The graphs as the compile engine would run them: the second half of the time, where they are others."""
+        """The graphs as the compile engine would run them, which take as long as the first where they are others."""
+        deadline.check(needed=deadline.elapsed if found.is_traced else 0.0)
         if ran.is_planned:
             return (captured(TorchDefault(), CHUNKED, compiler, measured) if ran.loss == PLAIN else None) or graphs
         return captured(TorchDefault(), AUTO, compiler, measured)
@@ -151,13 +150,15 @@ def _look(failed: FailedStep, found: _Found, progress: Progress) -> None:
         # accelerate's wraps the run's own.
         is_adamw = isinstance(getattr(failed.run.optimizer, "optimizer", failed.run.optimizer), torch.optim.AdamW)
         same = DEFAULT if is_adamw else ""
-        found.ways_out.extend(enumerate(other_optimizers(planned, graphs, ran.simulate, others, same)))
+        for place, way in enumerate(other_optimizers(planned, graphs, ran.simulate, others, same, deadline)):
+            found.ways_out.append((place, way))
         return
     found.moment, point = moment_of(simulated, failed.place, _of_graphs(failed), failed.requested)
     found.parts = tuple(parts_at(simulated, failed.place.phase == BACKWARD, point))
     if len(simulated) > 1:
         found.remarks += (f"the forward is {len(simulated)} graphs, and what runs between them is not known",)
-    found.ways_out.extend(ways_out(planned, graphs, ran.simulate, settings))
+    for place, way in ways_out(planned, graphs, ran.simulate, settings, deadline):
+        found.ways_out.append((place, way))
 
 
 def _what_ran(failed: FailedStep) -> _Ran:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from optimum_memopt.deadline import Deadline
 from optimum_memopt.engines.compile.explain.captured import CapturedGraph
 from optimum_memopt.engines.compile.explain.ways_out import (
     Settings,
@@ -22,6 +23,7 @@ def other_optimizers(
     simulate: Simulate,
     settings: Mapping[str, Settings],
     same: str,
+    deadline: Deadline,
 ) -> Iterator[WayOut]:
     """Each with as little recompute as it needs: none, or that of a budget; none where none fits.
 
@@ -31,8 +33,13 @@ def other_optimizers(
         simulate: what they held.
         settings: of the run with another optimizer, by Trainer's name of it, the recommended one first.
         same: name of the one that computes what the run's own does; empty: none does.
+        deadline: for all of them.
+
+    Raises:
+        TimeIsUpError: some are not known in time.
     """
     for name, run in settings.items():
+        deadline.check()
         states = run.plain.optimizer + run.plain.step
         what = f"states and temporaries of {gib_text(states)}, " + (
             "the same update" if name == same else "another update: the run trains differently"

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
+from optimum_memopt.deadline import Deadline
 from optimum_memopt.engines.compile.budget.largest_sizes import rows_of
 from optimum_memopt.engines.compile.budget.mixed import Host
 from optimum_memopt.engines.compile.budget.problem import Problem
@@ -87,6 +88,7 @@ def ways_out(
     ran: Sequence[CapturedGraph],
     simulate: Simulate,
     settings: Settings,
+    deadline: Deadline,
 ) -> Iterator[tuple[int, WayOut]]:
     """Each with its place, the recommended one's the lowest, and what is found soonest first; none where not even one
     row fits.
@@ -96,6 +98,10 @@ def ways_out(
         ran: the graphs that ran out of memory.
         simulate: what they held.
         settings: of the run.
+        deadline: for all of them.
+
+    Raises:
+        TimeIsUpError: some are not known in time.
     """
     together = cache(lambda: together_of(planned(), settings))
     budget, smaller = (0, 1) if settings.is_exact else (1, 0)
@@ -106,11 +112,12 @@ def ways_out(
         (3, lambda: _level(together(), settings)),
         (budget, lambda: within_budget(together(), settings)),
     ):
+        deadline.check()
         for found in search():
             is_any = True
             yield place, found
     if not is_any:
-        for found in _smaller_within_budget(planned(), settings):
+        for found in _smaller_within_budget(planned(), settings, deadline):
             yield 0, found
 
 
@@ -205,9 +212,12 @@ def _level(graphs: Together, settings: Settings) -> Iterator[WayOut]:
     yield WayOut(flags, peak, _share(found), "every layer is recomputed from its input")
 
 
-def _smaller_within_budget(planned: Sequence[CapturedGraph], settings: Settings) -> Iterator[WayOut]:
+def _smaller_within_budget(
+    planned: Sequence[CapturedGraph], settings: Settings, deadline: Deadline
+) -> Iterator[WayOut]:
     """The largest micro-batch with which some plan fits."""
     for times in _parts(planned, settings):
+        deadline.check()
         step = _micro(settings.outside, 0, times)
         allowed = step.activations_within(settings.budget << 20)
         if (found := _within(together_of(planned, settings, times), allowed, settings)) is None:
