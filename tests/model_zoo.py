@@ -167,8 +167,8 @@ def _class(name: Any) -> Any:
 
 
 def _qlora(config: transformers.LlamaConfig) -> torch.nn.Module:
-    """LoRA on a Llama whose products are NF4, as `BitsAndBytesConfig` loads it. With AVX512 bitsandbytes evaluates only
-    products of a multiple of 32 columns."""
+    """LoRA on a Llama whose products are NF4, as `BitsAndBytesConfig` loads it. With AVX512, bitsandbytes evaluates
+    only products of a multiple of 32 columns."""
     import bitsandbytes
     import peft
 
@@ -185,6 +185,15 @@ def _qlora(config: transformers.LlamaConfig) -> torch.nn.Module:
         r=4, target_modules="all-linear", lora_dropout=0.1, task_type="CAUSAL_LM", init_lora_weights=False
     )
     return peft.get_peft_model(base, lora)
+
+
+def _patchtst(config: transformers.PatchTSTConfig) -> torch.nn.Module:
+    """Without the biases of keys, whose gradient is rounding noise alone."""
+    model = transformers.PatchTSTForPrediction(config)
+    for name, module in model.named_modules():
+        if name.endswith(".k_proj"):
+            module.register_parameter("bias", None)
+    return model
 
 
 def _bert_like(name: str, config: dict[str, Any], prefix: str = "") -> dict[str, Case]:
@@ -300,7 +309,6 @@ ZOO: dict[str, Case] = {
             "num_hidden_layers": 2,
             "num_attention_heads": 2,
             "ffn_dim": 24,
-            "bias": False,
             **dict.fromkeys(("attention_dropout", "path_dropout", "ff_dropout"), 0.0),
             "word_embed_proj_dim": 16,
             "dropout": 0.0,
@@ -418,9 +426,9 @@ ZOO: dict[str, Case] = {
         images_in_text,
         graphs=3,
     ),
-    # BatchNorm over a transposed input, in series. Without biases: a key's has no gradient but rounding noise.
+    # BatchNorm over a transposed input, in series.
     "patchtst": Case(
-        "PatchTSTForPrediction",
+        _patchtst,
         "PatchTSTConfig",
         {
             "num_input_channels": 2,
@@ -432,7 +440,6 @@ ZOO: dict[str, Case] = {
             "num_hidden_layers": 2,
             "num_attention_heads": 2,
             "ffn_dim": 24,
-            "bias": False,
             **dict.fromkeys(("attention_dropout", "path_dropout", "ff_dropout"), 0.0),
         },
         forecast,
