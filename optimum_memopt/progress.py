@@ -1,4 +1,4 @@
-"""Logs the begin of a long task, its stage while it runs, and how many seconds it took."""
+"""Long tasks: lines while one runs, and the time that one may take."""
 
 import contextlib
 import threading
@@ -57,3 +57,39 @@ def announced(
         # No line of the thread may follow the last one.
         reporter.join()
     get_logger().info(f"{done} in {time.monotonic() - begin:.1f} s")
+
+
+class TimeIsUpError(Exception):
+    """A task has no time left for its next part."""
+
+
+class Deadline:
+    """Begins when it is made.
+
+    Args:
+        seconds: that a task may take.
+
+    Attributes:
+        seconds: see above.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._begin = time.monotonic()
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since it was made."""
+        return time.monotonic() - self._begin
+
+    def check(self, needed: float = 0.0) -> None:
+        """To be called before each part of the task.
+
+        Args:
+            needed: seconds that the part will take, as far as it is known.
+
+        Raises:
+            TimeIsUpError: there is less time left.
+        """
+        if self.elapsed + needed >= self.seconds:
+            raise TimeIsUpError

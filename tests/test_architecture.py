@@ -17,7 +17,7 @@ PACKAGE = "optimum_memopt"
 # From the bottom up; a module imports its own layer and those below. A longer name counts before a shorter one.
 LAYERS = (
     ("errors", "installed", "plans", "sizes"),
-    ("compat", "deadline", "logs", "memory", "option_values", "progress", "script", "training.optimizers"),
+    ("compat", "logs", "memory", "option_values", "progress", "script", "training.optimizers"),
     ("engines",),
     ("options",),
     ("callbacks", "distributed", "loop", "training"),

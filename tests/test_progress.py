@@ -4,7 +4,7 @@ import threading
 import pytest
 
 from optimum_memopt.logs import get_logger
-from optimum_memopt.progress import announced
+from optimum_memopt.progress import Deadline, TimeIsUpError, announced
 
 
 def test_a_line_at_the_beginning_and_one_with_the_seconds_at_the_end(capsys) -> None:
@@ -42,3 +42,17 @@ def test_a_task_that_fails_leaves_no_last_line_and_no_thread(capsys, error) -> N
         raise error
     assert not set(threading.enumerate()) - before
     assert capsys.readouterr().err == "[memopt] compiling a graph\n"
+
+
+def test_a_part_begins_where_there_is_time_for_it():
+    deadline = Deadline(60)
+    deadline.check()
+    deadline.check(needed=30)
+    with pytest.raises(TimeIsUpError):
+        deadline.check(needed=60)
+    assert 0 <= deadline.elapsed < 60
+
+
+def test_no_part_begins_when_the_time_is_up():
+    with pytest.raises(TimeIsUpError):
+        Deadline(0).check()

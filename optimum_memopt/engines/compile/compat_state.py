@@ -1,8 +1,17 @@
-"""The private names of torch that tell in which state a graph is traced and a backward runs. Seen in torch 2.13.0."""
+"""The private names of torch that tell in which state a graph is traced and a backward runs, and where both fail. Seen
+in torch 2.13.0."""
+
+import traceback
 
 import torch
 from torch import fx
+from torch._dynamo.exc import BackendCompilerFailed, InternalTorchDynamoError
 from torch.amp import autocast_mode
+
+from optimum_memopt.errors import line_of
+
+# `CompiledFunction.backward`, for which torch traces and compiles the backward too, where the forward has not.
+_BACKWARD = ("torch/_functorch/_aot_autograd/runtime_wrappers.py", "backward")
 
 
 def autocast_dtype(node: fx.Node, device_type: str) -> torch.dtype | None:
@@ -31,3 +40,21 @@ def backward_runs_once() -> bool:
     """
     is_backward = torch._C._current_graph_task_id() != -1
     return is_backward and not torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def failure_of_compiler(error: BaseException) -> str:
+    """Where torch gave up by a fault of its own, and what it met (`torch/_dynamo/exc.py`, 2.13); empty for any other
+    error. What it knows that it cannot trace breaks the graph instead."""
+    if isinstance(error, InternalTorchDynamoError):
+        # Its text has the kind of error that it met.
+        return f"torch cannot trace this model ({str(error).strip().splitlines()[0]})"
+    return f"torch cannot compile this model ({line_of(error)})" if isinstance(error, BackendCompilerFailed) else ""
+
+
+def is_of_compiled_backward(error: BaseException) -> bool:
+    """Whether an error was raised while a compiled backward ran."""
+    file, function = _BACKWARD
+    return any(
+        frame.f_code.co_name == function and frame.f_code.co_filename.replace("\\", "/").endswith(file)
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+    )

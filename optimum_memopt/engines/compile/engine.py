@@ -15,7 +15,7 @@ from optimum_memopt.engines.compile.backend import check_compiler, default_compi
 from optimum_memopt.engines.compile.budget.devices import Device
 from optimum_memopt.engines.compile.budget.step_budget import StepBudget
 from optimum_memopt.engines.compile.budget.variant_lengths import TimesByLength
-from optimum_memopt.engines.compile.compat_errors import is_of_compiled_backward
+from optimum_memopt.engines.compile.compat_state import is_of_compiled_backward
 from optimum_memopt.engines.compile.fallback import own_error
 from optimum_memopt.engines.compile.loss.mode import mode_of
 from optimum_memopt.engines.compile.memory.cuda_libraries import start_libraries

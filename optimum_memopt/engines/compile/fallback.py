@@ -5,7 +5,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from optimum_memopt.engines.compile.compat_errors import failure_of_compiler
+from optimum_memopt.engines.compile.compat_state import failure_of_compiler
 from optimum_memopt.engines.compile.producers import Producer
 from optimum_memopt.engines.compile.producers.budget import FromBudget
 from optimum_memopt.engines.compile.producers.plan_file import FromPlanFile

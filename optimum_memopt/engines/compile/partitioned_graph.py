@@ -14,7 +14,6 @@ from torch import fx
 from optimum_memopt.engines.compile import compat, compat_graph, strategies
 from optimum_memopt.engines.compile.analysis.attention import fused_attention
 from optimum_memopt.engines.compile.analysis.candidates import Candidate, find_candidates, offloads
-from optimum_memopt.engines.compile.analysis.constants import find_constants
 from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph, Modules
 from optimum_memopt.engines.compile.analysis.joint import (
     JointGraph,
@@ -25,6 +24,7 @@ from optimum_memopt.engines.compile.analysis.joint import (
     value,
 )
 from optimum_memopt.engines.compile.analysis.module_paths import note_layers
+from optimum_memopt.engines.compile.analysis.parameters import find_constants
 from optimum_memopt.engines.compile.analysis.saved_activations import find_saved_activations, operator_name
 from optimum_memopt.engines.compile.analysis.signature import node_paths, signature_of
 from optimum_memopt.engines.compile.budget.costs import roofline

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 
-from optimum_memopt.deadline import TimeIsUpError
 from optimum_memopt.engines.base import Selection
 from optimum_memopt.engines.compile.budget import in_step
 from optimum_memopt.engines.compile.engine import CompileEngine
@@ -19,6 +18,7 @@ from optimum_memopt.engines.failed_step import FailedStep, place_of
 from optimum_memopt.engines.memory_report import FORWARD, SAVED
 from optimum_memopt.engines.run import Run
 from optimum_memopt.errors import DoesNotFitError
+from optimum_memopt.progress import TimeIsUpError
 from optimum_memopt.sizes import Budget
 from optimum_memopt.training.step_failure import forward_call, free_step
 from tests.engines.compile.test_caveat import BrokenLoop, Output

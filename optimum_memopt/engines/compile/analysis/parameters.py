@@ -1,8 +1,12 @@
-"""Which of a model's parameters get a gradient, by its joint graphs. Pure."""
+"""Which of a model's parameters get a gradient, and what depends on the others alone. Pure."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from optimum_memopt.engines.compile.analysis.joint import JointGraph, is_number
+from optimum_memopt.engines.compile.analysis.saved_activations import is_statistic
 
 
 def gradients_of(joint: fx.Graph, num_fwd_outputs: int, parameters: Sequence[str]) -> dict[str, bool]:
@@ -31,3 +35,41 @@ def without_gradient(graphs: Iterable[Mapping[str, bool]]) -> frozenset[str]:
         for name, is_returned in gradients.items():
             read[name] = read.get(name, False) or is_returned
     return frozenset(name for name, is_returned in read.items() if not is_returned)
+
+
+def frozen_inputs(joint: JointGraph, static_inputs: Collection[fx.Node]) -> frozenset[fx.Node]:
+    """Parameters and buffers without a gradient.
+
+    The backward returns a gradient for each input of the forward, None where there is none.
+
+    Args:
+        joint: read, not changed.
+        static_inputs: parameters and buffers.
+    """
+    gradients = joint.outputs[joint.num_fwd_outputs :]
+    if len(gradients) != len(joint.inputs):
+        return frozenset()
+    pairs = zip(joint.inputs, gradients, strict=True)
+    return frozenset(node for node, gradient in pairs if gradient is None and node in static_inputs)
+
+
+def find_constants(joint: JointGraph, static_inputs: Collection[fx.Node]) -> frozenset[fx.Node]:
+    """Operators of the forward that depend on frozen parameters, buffers, constants and sizes alone.
+
+    A cast of a frozen weight, a dequantized one, a mask of positions: its memory is worth more than the pass over it.
+    Left out are matrix products, convolutions and attention with what depends on them, random draws, and statistics,
+    which hardly take memory.
+
+    Args:
+        joint: read, not changed.
+        static_inputs: parameters and buffers.
+    """
+    frozen = frozen_inputs(joint, static_inputs)
+    found: set[fx.Node] = set()
+    for node in joint.forward:
+        is_product = getattr(node.target, "overloadpacket", None) in flop_registry
+        if node.op == "call_function" and (is_product or joint.is_impure(node)):
+            continue
+        if all(read in found or read in frozen or is_number(read) for read in node.all_input_nodes):
+            found.add(node)
+    return frozenset(node for node in found if node.op == "call_function" and not is_statistic(node))

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from optimum_memopt.deadline import Deadline, TimeIsUpError
 from optimum_memopt.engines.base import Selection
 from optimum_memopt.engines.checkpointing import Checkpointing
 from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph
@@ -26,7 +25,7 @@ from optimum_memopt.engines.failed_step import Explanation, FailedStep
 from optimum_memopt.engines.memory_report import BACKWARD, OPTIMIZER_STEP, Moment, Part, WayOut
 from optimum_memopt.memory.optimizers import DEFAULT, PlannedOptimizer, embeddings_of, smaller_optimizers
 from optimum_memopt.memory.peak_monitor import held_bytes
-from optimum_memopt.progress import Progress, announced
+from optimum_memopt.progress import Deadline, Progress, TimeIsUpError, announced
 
 # Of plain PyTorch's activations what allocators waste: CUDA's, and on a CPU glibc's, which keeps blocks of up to 32
 # MiB (activations of 180 MiB grew a process by 300).

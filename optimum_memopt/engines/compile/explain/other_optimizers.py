@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from optimum_memopt.deadline import Deadline
 from optimum_memopt.engines.compile.explain.captured import CapturedGraph
 from optimum_memopt.engines.compile.explain.ways_out import (
     Settings,
@@ -14,6 +13,7 @@ from optimum_memopt.engines.compile.explain.ways_out import (
     within_budget,
 )
 from optimum_memopt.engines.memory_report import WayOut
+from optimum_memopt.progress import Deadline
 from optimum_memopt.sizes import gib_text
 
 

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from optimum_memopt.deadline import Deadline
 from optimum_memopt.engines.compile.budget.largest_sizes import rows_of
 from optimum_memopt.engines.compile.budget.mixed import Host
 from optimum_memopt.engines.compile.budget.problem import Problem
@@ -16,6 +15,7 @@ from optimum_memopt.engines.compile.explain.holdings import Simulate, Simulated
 from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.memory_report import WayOut
 from optimum_memopt.engines.run import LargestBatch
+from optimum_memopt.progress import Deadline
 from optimum_memopt.sizes import gib_text
 
 # Of what was held: another run of the same step holds a little more or less.
