@@ -13,6 +13,9 @@ PAD = 1
 IGNORE = -100
 IMAGE = 16
 MELS, FRAMES = 8, 12
+STEPS = 16
+# Gemma 3's tokens around and in place of an image, which are beside the vocabulary.
+IMAGE_TOKENS, IMAGE_TOKEN, IMAGE_BEGINS, IMAGE_ENDS = 4, 2, 3, 4
 
 _SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 _TEXT = {"vocab_size": VOCABULARY, "max_position_embeddings": 64, "pad_token_id": PAD}
@@ -27,6 +30,15 @@ _DEBERTA = {
     "pooler_dropout": 0.0,
 }
 _LLAMA = {**_SIZES, **_TEXT, "num_key_value_heads": 1, "attention_dropout": 0.0, "bos_token_id": 2, "eos_token_id": 3}
+
+
+_DELTA_NET = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+}
 
 
 def tokens(batch_size: int, length: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
@@ -46,6 +58,26 @@ def classification(batch_size: int, length: int, generator: torch.Generator) -> 
     return {
         **tokens(batch_size, length, generator),
         "labels": torch.randint(0, 3, (batch_size,), generator=generator),
+    }
+
+
+def forecast(batch_size: int, length: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Series of two channels; `length` is of no use to a PatchTST."""
+    past, future = (torch.randn((batch_size, steps, 2), generator=generator) for steps in (STEPS, STEPS // 4))
+    return {"past_values": past, "future_values": future}
+
+
+def images_in_text(batch_size: int, length: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Each row begins with an image, whose tokens have no labels."""
+    batch = masked_lm(batch_size, length, generator)
+    is_image = torch.zeros_like(batch["input_ids"], dtype=torch.bool)
+    is_image[:, 1 : 1 + IMAGE_TOKENS] = True
+    return {
+        "input_ids": batch["input_ids"].masked_fill(is_image, IMAGE_TOKEN),
+        "attention_mask": batch["attention_mask"],
+        "token_type_ids": is_image.long(),
+        "labels": batch["labels"].masked_fill(is_image, IGNORE),
+        "pixel_values": torch.rand((batch_size, 3, IMAGE, IMAGE), generator=generator),
     }
 
 
@@ -85,8 +117,8 @@ def images(batch_size: int, length: int, generator: torch.Generator) -> dict[str
 class Case:
     """One architecture with one head."""
 
-    # Names in transformers, or classes.
-    model: str | type[transformers.PreTrainedModel]
+    # Names in transformers, or classes; a model may be a function of its config.
+    model: str | Callable[[Any], torch.nn.Module]
     config: str | type[transformers.PretrainedConfig]
     arguments: dict[str, Any]
     make_batch: Callable[[int, int, torch.Generator], dict[str, torch.Tensor]]
@@ -94,11 +126,19 @@ class Case:
     weight_scale: float = 4.0
     # Traced by stock torch.compile, too, it ends in other last bits than PyTorch's operators one by one.
     rounds_when_traced: bool = False
+    # What it is trained on, among its inputs.
+    labels: str = "labels"
+    # How many its forward is traced into.
+    graphs: int = 1
 
     @property
     def one_layer(self) -> dict[str, int]:
-        """Arguments of the config; a second layer doubles what tracing and exporting take, most of many a test."""
-        return {key: 1 for key in ("num_hidden_layers", "n_layer", "num_layers") if key in self.arguments}
+        """Arguments of the config; a second layer doubles what tracing and exporting take, most of many a test.
+
+        Those with layers of two types need both.
+        """
+        keys = () if "layer_types" in self.arguments else ("num_hidden_layers", "n_layer", "num_layers")
+        return {key: 1 for key in keys if key in self.arguments}
 
     def build(self, attention: str = "eager", seed: int = 0, **changes: Any) -> torch.nn.Module:
         """A model in training mode; `changes` go over the config's arguments."""
@@ -108,7 +148,7 @@ class Case:
         model = _class(self.model)(config)
         with torch.no_grad():
             for parameter in model.parameters():
-                if parameter.dim() > 1:
+                if parameter.dim() > 1 and parameter.is_floating_point():
                     parameter.mul_(self.weight_scale)
         return model.train()
 
@@ -116,7 +156,7 @@ class Case:
         return self.make_batch(batch_size, length, torch.Generator().manual_seed(seed))
 
     def without_labels(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        rest = {name: value for name, value in batch.items() if name != "labels"}
+        rest = {name: value for name, value in batch.items() if name != self.labels}
         # An encoder-decoder makes its decoder's inputs from the labels.
         if self.make_batch in (translation, speech):
             rest["decoder_input_ids"] = batch["labels"].clamp(min=0)
@@ -125,6 +165,27 @@ class Case:
 
 def _class(name: Any) -> Any:
     return getattr(transformers, name) if isinstance(name, str) else name
+
+
+def _qlora(config: transformers.LlamaConfig) -> torch.nn.Module:
+    """LoRA on a Llama whose products are NF4, as `BitsAndBytesConfig` loads it."""
+    # For seconds, and nearly all tests import this file.
+    import bitsandbytes
+    import peft
+
+    base = transformers.LlamaForCausalLM(config)
+    for name, module in list(base.model.named_modules()):
+        if isinstance(module, torch.nn.Linear):
+            product = bitsandbytes.nn.Linear4bit(
+                module.in_features, module.out_features, bias=False, quant_type="nf4", compute_dtype=torch.float32
+            )
+            product.load_state_dict(module.state_dict())
+            # In an evaluation some processors lay out its codes anew, where sizes are multiples of 32.
+            product.support_avx512bf16_for_cpu = False
+            base.model.set_submodule(name, product.to("cpu"))
+    base.is_loaded_in_4bit = True
+    lora = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+    return peft.get_peft_model(base, lora)
 
 
 def _bert_like(name: str, config: dict[str, Any], prefix: str = "") -> dict[str, Case]:
@@ -316,6 +377,65 @@ ZOO: dict[str, Case] = {
     ),
     # As many rows an expert as the router sends there.
     "mixtral": Case("MixtralForCausalLM", "MixtralConfig", {**_LLAMA, "num_local_experts": 2}, masked_lm),
+    # A gated DeltaNet, whose backward of a softplus has other strides than are traced, and then attention.
+    "qwen3.5": Case("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", {**_LLAMA, **_DELTA_NET, "head_dim": 8}, masked_lm),
+    "olmo-hybrid": Case("OlmoHybridForCausalLM", "OlmoHybridConfig", {**_LLAMA, **_DELTA_NET}, masked_lm),
+    # A loop over the tokens of a layer, experts, and then attention.
+    "jamba": Case(
+        "JambaForCausalLM",
+        "JambaConfig",
+        {
+            **_LLAMA,
+            "num_experts": 2,
+            "num_experts_per_tok": 1,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "mamba_d_state": 4,
+            "mamba_dt_rank": 4,
+        },
+        masked_lm,
+        rounds_when_traced=True,
+    ),
+    # Graphs that pass on sizes: transformers counts the tokens of images, which torch cannot trace.
+    "gemma3-vision": Case(
+        "Gemma3ForConditionalGeneration",
+        "Gemma3Config",
+        {
+            "text_config": {
+                **_LLAMA,
+                "head_dim": 8,
+                "sliding_window": 8,
+                "layer_types": ["sliding_attention", "full_attention"],
+            },
+            "vision_config": {**_SIZES, "image_size": IMAGE, "patch_size": 4},
+            "mm_tokens_per_image": IMAGE_TOKENS,
+            "image_token_index": IMAGE_TOKEN,
+            "boi_token_index": IMAGE_BEGINS,
+            "eoi_token_index": IMAGE_ENDS,
+        },
+        images_in_text,
+        graphs=3,
+    ),
+    # BatchNorm over a transposed input, in series.
+    "patchtst": Case(
+        "PatchTSTForPrediction",
+        "PatchTSTConfig",
+        {
+            "num_input_channels": 2,
+            "context_length": STEPS,
+            "prediction_length": STEPS // 4,
+            "patch_length": 4,
+            "patch_stride": 4,
+            "d_model": 16,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "ffn_dim": 24,
+        },
+        forecast,
+        labels="future_values",
+    ),
+    # A base model of 4 bits, which each pass dequantizes.
+    "qlora": Case(_qlora, "LlamaConfig", _LLAMA, masked_lm),
 }
 
 # For what is about the Trainer and not about the model.
@@ -333,10 +453,25 @@ SDPA = (
     "vit",
     "opt",
     "gemma",
+    "patchtst",
 )
-# Trained by the compile engine alone: `UNTRAINABLE` says why of three. ONNX Runtime refuses BatchNorm, whose running
-# statistics it would not keep.
-COMPILE_ONLY = ("modernbert-mlm", "whisper", "segformer", "mixtral")
+# Not compared under transformers' own attention: the gradient of a key's bias is nothing but rounding, and PyTorch
+# adds what BatchNorm lays out anew in another order than any traced graph.
+NO_EAGER = ("patchtst",)
+# Trained by the compile engine alone: `UNTRAINABLE` says why, of one for each reason. ONNX Runtime refuses BatchNorm,
+# whose running statistics it would not keep.
+COMPILE_ONLY = (
+    "modernbert-mlm",
+    "whisper",
+    "segformer",
+    "mixtral",
+    "qwen3.5",
+    "olmo-hybrid",
+    "jamba",
+    "gemma3-vision",
+    "patchtst",
+    "qlora",
+)
 
 # What ONNX Runtime 1.19 cannot train: model, attention, changes to its config, and the reason as its error names it.
 UNTRAINABLE: dict[str, tuple[Case, str, dict[str, Any], str]] = {
@@ -371,4 +506,7 @@ UNTRAINABLE: dict[str, tuple[Case, str, dict[str, Any], str]] = {
         r"This is an invalid model. Error: Duplicate definition of name \(_grad\)",
     ),
     "whisper": (ZOO["whisper"], "eager", {}, "Exporting the operator 'aten::diff'"),
+    "qwen3.5": (ZOO["qwen3.5"], "eager", {}, "Exporting the operator 'aten::linalg_solve_triangular'"),
+    "gemma3-vision": (ZOO["gemma3-vision"], "eager", {}, "Unsupported flatten data type.*DynamicCache"),
+    "qlora": (ZOO["qlora"], "eager", {}, "unrecognized namespace bitsandbytes::gemm_4bit"),
 }

@@ -29,7 +29,7 @@ from optimum_memopt.options import MemOptOptions, resolve
 from optimum_memopt.plans.grammar import Strategy, parse
 from optimum_memopt.plans.table import Plan, PlanTable
 from tests.gradients import Batch, accumulate, assert_bitwise_same_step, assert_same_step
-from tests.model_zoo import COMPILE_ONLY, SDPA, UNTRAINABLE, ZOO, Case
+from tests.model_zoo import COMPILE_ONLY, NO_EAGER, SDPA, UNTRAINABLE, ZOO, Case
 from tests.tiers import tiered
 
 OPTIONS = {"ort": {"ort_fallback": False}, "compile": {"memory_opt_compiler": "aot_eager"}}
@@ -38,12 +38,15 @@ Partition = tuple[Any, tuple[torch.fx.GraphModule, torch.fx.GraphModule]]
 PLANS = ("none", "one", "level 1", "level 2", "random")
 # After "level 1", whose graph it goes on with.
 ONE_ROW = "one row"
-MODELS = [(name, "eager") for name in ZOO] + [(name, "sdpa") for name in SDPA]
+MODELS = [(name, "eager") for name in ZOO if name not in NO_EAGER] + [(name, "sdpa") for name in SDPA]
 # What `make test` trains: an encoder, one with relative positions, and a decoder. The others are for `make test-all`.
 FAST = ("roberta-classification", "deberta-v2-mlm", "gpt2")
 # The compile engine traces a model anew for each plan, which takes nearly all of the time here: so only these models
 # get every plan there, the others two of them, and one of them for their second kind of attention.
 EVERY_PLAN = FAST
+# Of the others, those without a random plan: one in several graphs, since torch's own partition applies other rows
+# where a graph has none of the plan's; and one that is traced again for each length.
+LEVEL_ONLY = ("gemma3-vision", "jamba")
 
 
 @dataclass
@@ -93,8 +96,10 @@ class Pair:
                 expected = self.plain(**batch)
         for model in (self.model, self.plain):
             model.train()
-        torch.testing.assert_close(ours.logits, expected.logits, rtol=0, atol=0)
-        assert ("loss" in ours) == ("loss" in expected) == ("labels" in batch)
+        # The logits, or what there is instead: the first output beside the loss.
+        values = [next(outputs[name] for name in outputs if name != "loss") for outputs in (ours, expected)]
+        torch.testing.assert_close(*values, rtol=0, atol=0)
+        assert ("loss" in ours) == ("loss" in expected) == (self.case.labels in batch)
 
 
 @contextlib.contextmanager
@@ -218,9 +223,10 @@ def is_fast(engine: str, name: str, attention: str, plan: str) -> bool:
     ("pair", "plan"),
     [
         *cells("ort", "eager", ZOO.keys() - set(COMPILE_ONLY)),
-        *cells("ort", "sdpa", ZOO),
+        *cells("ort", "sdpa", ZOO.keys() - set(COMPILE_ONLY)),
         *cells("compile", "eager", EVERY_PLAN, ("none", "one", "level 1", ONE_ROW, "level 2", "random")),
-        *cells("compile", "eager", ZOO.keys() - set(EVERY_PLAN), ("level 1", "random")),
+        *cells("compile", "eager", ZOO.keys() - set(EVERY_PLAN) - set(LEVEL_ONLY), ("level 1", "random")),
+        *cells("compile", "eager", LEVEL_ONLY, ("level 1",)),
         *cells("compile", "sdpa", ZOO, ("level 1",)),
     ],
     indirect=["pair"],
@@ -246,7 +252,7 @@ def check(pair: Pair, plan: str) -> None:
         if pair.name.startswith("segformer"):
             # Its first forward hooks the modules whose hidden states it collects, and is compiled again with them.
             del pair.partitions[:-1]
-        assert len(pair.partitions) == 1
+        assert len(pair.partitions) == case.graphs
         check_partition(pair.partitions, table)
 
     pair.check_step(case.batch(3, 7, seed=1))
