@@ -149,10 +149,10 @@ def test_operators_take_a_part_of_what_the_graph_takes(steps, monkeypatch):
     assert min(factors[0], factors[2]) < factors[1] < max(factors[0], factors[2])
 
 
-def test_a_budget_below_every_recompute_takes_memory_of_the_host(steps):
+def test_a_budget_below_level_1_takes_memory_of_the_host(steps):
     rows = 2000
     graph = steps._graphs[False]
-    floor = graph._peak(graph._solver(rows).lowest, rows, False)
+    floor = graph._peak(graph._solver(rows).layers_recomputed, rows, False)
     within = steps.within(floor - 2**20)
     chosen = plan(within, "budget")
     assert within.fits(chosen, rows, False)
