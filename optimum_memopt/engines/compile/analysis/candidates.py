@@ -139,7 +139,7 @@ def _is_always_saved(root: fx.Node) -> bool:
 def _name(joint: JointGraph, chain: RecomputeChain, available: Collection[fx.Node]) -> str:
     """The cluster id; of a mask that of its dropout, as in ONNX Runtime, where one node makes both.
 
-    The mask itself is recomputed from its seed alone.
+    The mask itself is recomputed from the generator's state, or inductor's seed, alone.
     """
     output = dropout_of(chain.activation.root)
     activation = replace(chain.activation, root=output, reads=(output,)) if output else None

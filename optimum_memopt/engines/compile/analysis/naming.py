@@ -105,7 +105,7 @@ _NEAREST = 6
 
 # ONNX Runtime's id of an activation to ids of the same activation here, where it cuts subgraphs elsewhere. There one
 # node computes a dropout and its mask, so that a saved mask ends the subgraph of the residual stream behind it, as do
-# the saved statistics of a normalization. Here a mask is computed from a seed alone, and statistics end no chain.
+# the saved statistics of a normalization. Here a generator's state gives a mask, and statistics end no chain.
 CUT_ELSEWHERE = {
     "Add+": ("FusedMatMul+Add+Dropout+Add+", "FusedMatMul+Add+Add+", "FusedMatMul+Dropout+Add+"),
     "Dropout+": ("LayerNormalization+Dropout+",),
