@@ -188,7 +188,11 @@ def _qlora(config: transformers.LlamaConfig) -> torch.nn.Module:
             base.model.set_submodule(name, product.to("cpu"))
     base.is_loaded_in_4bit = True
     lora = peft.LoraConfig(
-        r=4, target_modules="all-linear", lora_dropout=0.1, task_type="CAUSAL_LM", init_lora_weights=False
+        r=4,
+        target_modules="all-linear",
+        lora_dropout=config.lora_dropout,
+        task_type="CAUSAL_LM",
+        init_lora_weights=False,
     )
     return peft.get_peft_model(base, lora)
 
@@ -451,7 +455,7 @@ ZOO: dict[str, Case] = {
         labels="future_values",
     ),
     # A base model of 4 bits, which each pass dequantizes.
-    "qlora": Case(_qlora, "LlamaConfig", _LLAMA, masked_lm),
+    "qlora": Case(_qlora, "LlamaConfig", {**_LLAMA, "lora_dropout": 0.0}, masked_lm),
 }
 
 # For what is about the Trainer and not about the model.
