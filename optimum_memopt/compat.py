@@ -91,7 +91,7 @@ def writes_to(tensor: torch.Tensor) -> int:
 
 
 def accumulation_hooks(parameter: torch.Tensor) -> bool:
-    """Whether a tensor has hooks of `register_post_accumulate_grad_hook` (torch 2.13)."""
+    """True for a tensor with hooks of `register_post_accumulate_grad_hook` (torch 2.13)."""
     return bool(parameter._post_accumulate_grad_hooks)
 
 

@@ -11,7 +11,7 @@ import torch
 
 @dataclass(frozen=True)
 class ForwardState:
-    """What a forward that fails may have changed: random generators, and the buffers of modules."""
+    """The state that a failing forward may have changed: random generators, and the buffers of modules."""
 
     python: Any
     numpy: Any

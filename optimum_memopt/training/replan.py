@@ -178,7 +178,7 @@ def modules_beside(trainer: Trainer) -> tuple[torch.nn.Module, ...]:
 
 
 def _held(trainer: Trainer) -> list[Any]:
-    """What a Trainer's attributes hold, in containers too: sentence-transformers has one loss, or several by name."""
+    """Values of a Trainer's attributes, in containers too: sentence-transformers has one loss, or several by name."""
     found: list[Any] = []
     for value in vars(trainer).values():
         if isinstance(value, dict | list | tuple):
@@ -195,5 +195,5 @@ def _trained(trainer: Trainer) -> Iterator[torch.Tensor]:
 
 
 def _steps_in_backward(parameters: Iterable[torch.Tensor]) -> bool:
-    """Whether hooks on parameters are called with their gradients, which is where optimizers step one by one."""
+    """True where hooks on parameters are called with their gradients, which is where optimizers step one by one."""
     return any(map(compat.accumulation_hooks, parameters))

@@ -40,7 +40,7 @@ def triton_has_a_compiler() -> bool:
 
 @functools.cache
 def onednn_multiplies(dtype: torch.dtype) -> bool:
-    """Whether oneDNN computes matrix products of this half-precision dtype on the CPU, as torch asks it
+    """True where oneDNN computes matrix products of this half-precision dtype on the CPU, as torch asks it
     (`aten/src/ATen/native/mkldnn/RegisterMkldnnOpContextClass.cpp`); it heeds `ONEDNN_MAX_CPU_ISA`."""
     name = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}.get(dtype)
     asked = getattr(torch.ops.mkldnn, name, None) if name and torch.backends.mkldnn.is_available() else None
@@ -49,7 +49,7 @@ def onednn_multiplies(dtype: torch.dtype) -> bool:
 
 @functools.cache
 def has_instructions_for(dtype: torch.dtype) -> bool:
-    """Whether oneDNN, where it multiplies this half-precision dtype, has instructions for it; else it computes in
+    """True where oneDNN, if it multiplies this half-precision dtype, has instructions for it; else it computes in
     float32. It takes float16 only with them, bfloat16 with any AVX512."""
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
     return dtype == torch.float16 or (

@@ -52,7 +52,7 @@ def failure_of_compiler(error: BaseException) -> str:
 
 
 def is_of_compiled_backward(error: BaseException) -> bool:
-    """Whether an error was raised while a compiled backward ran."""
+    """True for an error that was raised while a compiled backward ran."""
     file, function = _BACKWARD
     return any(
         frame.f_code.co_name == function and frame.f_code.co_filename.replace("\\", "/").endswith(file)

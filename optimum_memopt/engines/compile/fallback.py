@@ -27,7 +27,7 @@ def own_error(error: BaseException) -> BaseException | None:
 
 
 def outputs_instead(failed: Exception, plain: Callable[[], Any], producer: Producer) -> tuple[Any, PlanTable]:
-    """What plain PyTorch returns where the compiled forward has failed, and a table that says so.
+    """Run plain PyTorch where the compiled forward has failed: its outputs, and a table that says so.
 
     Args:
         failed: the error.

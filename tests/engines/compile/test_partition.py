@@ -29,7 +29,7 @@ def by_name(captured: Captured) -> dict:
 
 
 def is_noted(node: fx.Node) -> bool:
-    """Whether it is small and saved under every plan."""
+    """True for what is small and saved under every plan."""
     return is_statistic(node) or is_generator_state(node)
 
 

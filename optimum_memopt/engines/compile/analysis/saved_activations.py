@@ -100,7 +100,7 @@ def _module_path(source: str) -> str:
 
 
 def is_generator_state(node: fx.Node) -> bool:
-    """Whether this is what a dropout notes to draw its mask once more: 5 KB on a CPU, 16 bytes on CUDA."""
+    """True for what a dropout notes to draw its mask once more: 5 KB on a CPU, 16 bytes on CUDA."""
     return is_output(node) and operator_name(node) == "draw_mask" and cast(int, node.args[1]) == 0
 
 

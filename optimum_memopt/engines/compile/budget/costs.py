@@ -373,7 +373,7 @@ def _taken(work: Work) -> float:
 
 
 def _measure_part(node: fx.Node, sizes: Mapping[sympy.Symbol, int], work: Work, room: int) -> Measured | None:
-    """What follows from the largest part of the sizes with which an operator takes no more than there is room for;
+    """Costs scaled from the largest part of the sizes with which an operator takes no more than there is room for;
     None where none does, as where sizes are constants.
 
     Args:

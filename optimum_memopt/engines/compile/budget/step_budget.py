@@ -205,7 +205,7 @@ def bounded_bytes(
 
 
 def _without_second_room(step: Step, first: int | None) -> Step:
-    """What is read later finds the process grown into the room that was left for it at first.
+    """Later readings find the process grown into the room that was left for it at first.
 
     Measuring operators and solving leave 4 to 14 MiB behind, which the first steps would take otherwise. With room
     once more on top of that, no step of a RoBERTa of 4 layers of 256 took the last 26 MiB of 732; now it is 9.

@@ -59,7 +59,7 @@ class _Ran:
 
 @dataclass
 class _Found:
-    """What is known so far.
+    """A search for why memory ran out, as far as it has come.
 
     Attributes:
         moment: see `Explanation`.

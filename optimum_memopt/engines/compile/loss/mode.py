@@ -40,6 +40,6 @@ def mode_of(selection: Selection, flag: str) -> tuple[PlanConfig | None, str]:
 
 
 def may_have_vocabulary(model: torch.nn.Module) -> bool:
-    """Whether there may be logits of a vocabulary; classifiers of transformers have no output embeddings."""
+    """True where there may be logits of a vocabulary; classifiers of transformers have no output embeddings."""
     output_embeddings = getattr(model, "get_output_embeddings", None)
     return output_embeddings is None or output_embeddings() is not None
