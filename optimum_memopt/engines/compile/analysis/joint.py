@@ -168,6 +168,13 @@ class JointGraph:
         return tuple(n for n in self.nodes if n.op == "placeholder" and n not in self.backward)
 
     @cached_property
+    def gradients(self) -> dict[fx.Node, fx.Node | None]:
+        """The gradient that the backward returns for each input of the forward, None where there is none; empty where
+        it returns another number of them."""
+        returned = self.outputs[self.num_fwd_outputs :]
+        return dict(zip(self.inputs, returned, strict=True)) if len(returned) == len(self.inputs) else {}
+
+    @cached_property
     def mutated_inputs(self) -> frozenset[fx.Node]:
         return compat_graph.mutated_inputs(self.module.graph)
 

@@ -40,17 +40,11 @@ def without_gradient(graphs: Iterable[Mapping[str, bool]]) -> frozenset[str]:
 def frozen_inputs(joint: JointGraph, static_inputs: Collection[fx.Node]) -> frozenset[fx.Node]:
     """Parameters and buffers without a gradient.
 
-    The backward returns a gradient for each input of the forward, None where there is none.
-
     Args:
         joint: read, not changed.
         static_inputs: parameters and buffers.
     """
-    gradients = joint.outputs[joint.num_fwd_outputs :]
-    if len(gradients) != len(joint.inputs):
-        return frozenset()
-    pairs = zip(joint.inputs, gradients, strict=True)
-    return frozenset(node for node, gradient in pairs if gradient is None and node in static_inputs)
+    return frozenset(node for node, gradient in joint.gradients.items() if gradient is None and node in static_inputs)
 
 
 def find_constants(joint: JointGraph, static_inputs: Collection[fx.Node]) -> frozenset[fx.Node]:

@@ -108,8 +108,9 @@ class Recorder(InternalProducer):
         for candidate in graph.candidates:
             rows.setdefault(candidate.activation.root.name, candidate.row)
         on_host, joint = offloadable(graph), graph.joint
-        gradients = zip(joint.inputs, joint.outputs[joint.num_fwd_outputs :], strict=True)
-        given = {node: gradient for node, gradient in gradients if node not in graph.static_inputs}
+        # Else what passes between graphs is not known, and nor is what was held.
+        assert len(joint.gradients) == len(joint.inputs)
+        given = {node: gradient for node, gradient in joint.gradients.items() if node not in graph.static_inputs}
         inputs = frozenset(joint.order[node] for node in given)
         passed_back = frozenset(joint.order[root(node)] for node in given.values() if isinstance(node, fx.Node))
         choice = self.inner.choose(graph, earlier)
