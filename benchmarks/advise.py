@@ -85,7 +85,7 @@ def config(name: str) -> Any:
 
 def workload(folder: Path, name: str) -> Any:
     """The model of a name, saved in a folder."""
-    from optimum_memopt.measure.workload import Workload
+    from optimum_memopt.predict.workload import Workload
 
     path = folder / name
     if not path.exists():
@@ -101,9 +101,8 @@ Runner = tuple[str, bool, int]
 
 def print_advice(folder: Path, name: str) -> None:
     """The advice within each budget."""
-    from optimum_memopt.advise.advice import advise
-    from optimum_memopt.advise.text import to_dict
-    from optimum_memopt.engines.compile.steps.build import of_workload
+    from optimum_memopt.engines.compile.predict.build_steps import of_workload
+    from optimum_memopt.predict.advise import advise, to_dict
     from optimum_memopt.sizes import parse_budget
 
     free = of_workload(workload(folder, name), parse_budget("auto"))

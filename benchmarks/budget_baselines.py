@@ -13,13 +13,13 @@ from typing import Any
 from budget_graphs import DEVICE, Shape, estimated, roots_of, saved_by_choice, saved_by_torch, trace
 from shared import pyplot, to_markdown
 
-from optimum_memopt.engines.base import Selection
-from optimum_memopt.engines.compile.analysis.candidates import by_row
-from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph
-from optimum_memopt.engines.compile.budget.problem import Problem
-from optimum_memopt.engines.compile.budget.simulation import Simulation, simulate
-from optimum_memopt.engines.compile.budget.solve import Solution, Solver
-from optimum_memopt.engines.compile.producers import producer_for
+from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
+from optimum_memopt.engines.compile.graph.candidates import by_row
+from optimum_memopt.engines.compile.graph.problem import Problem
+from optimum_memopt.engines.compile.memory.simulation import Simulation, simulate
+from optimum_memopt.engines.compile.partition.producers import producer_for
+from optimum_memopt.engines.compile.solver.solver import Solution, Solver
 from optimum_memopt.memory.peak_monitor import MIB
 from optimum_memopt.plans.grammar import parse
 

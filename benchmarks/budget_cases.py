@@ -14,15 +14,15 @@ from allocations import allocated
 from shared import to_markdown
 from tqdm import tqdm
 
-from optimum_memopt.engines.base import Selection
-from optimum_memopt.engines.compile.analysis.candidates import Candidate
-from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph
-from optimum_memopt.engines.compile.budget.in_step import costs_of
-from optimum_memopt.engines.compile.budget.problem import problem_of
-from optimum_memopt.engines.compile.budget.solve import Solution, Solver
-from optimum_memopt.engines.compile.choice import Choice
-from optimum_memopt.engines.compile.engine import CompileEngine
-from optimum_memopt.engines.compile.producers.budget import FromBudget
+from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
+from optimum_memopt.engines.compile.graph.candidates import Candidate
+from optimum_memopt.engines.compile.graph.problem import problem_of
+from optimum_memopt.engines.compile.partition.choice import Choice
+from optimum_memopt.engines.compile.partition.producers.budget import FromBudget
+from optimum_memopt.engines.compile.solver.solver import Solution, Solver
+from optimum_memopt.engines.compile.train.engine import CompileEngine
+from optimum_memopt.engines.compile.train.step_context import costs_of
 from optimum_memopt.plans.matching import Matched
 from optimum_memopt.sizes import Budget
 from tests.model_zoo import ZOO

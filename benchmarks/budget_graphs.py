@@ -10,15 +10,15 @@ from torch import fx
 from torch._functorch import config as functorch_config
 from transformers.initialization import no_init_weights
 
-from optimum_memopt.engines.base import Selection
-from optimum_memopt.engines.compile import compat
-from optimum_memopt.engines.compile.analysis.candidates import Candidate
-from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph, nodes_to_save
-from optimum_memopt.engines.compile.budget.costs import roofline
-from optimum_memopt.engines.compile.budget.devices import DEVICES
-from optimum_memopt.engines.compile.budget.problem import Problem, problem_of
-from optimum_memopt.engines.compile.choice import Choice
-from optimum_memopt.engines.compile.engine import CompileEngine
+from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.compile.costs.costs import roofline
+from optimum_memopt.engines.compile.costs.devices import DEVICES
+from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, nodes_to_save
+from optimum_memopt.engines.compile.graph.candidates import Candidate
+from optimum_memopt.engines.compile.graph.problem import Problem, problem_of
+from optimum_memopt.engines.compile.partition.choice import Choice
+from optimum_memopt.engines.compile.torch_compat import dynamo
+from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.plans.matching import Matched
 
 DEVICE = DEVICES["H100"]
@@ -131,7 +131,7 @@ def trace(
     engine.outputs_read_by = lambda: ""
     torch._dynamo.reset()
     autocast = torch.autocast("cpu", dtype, enabled=dtype != torch.float32)
-    with compat.fake_tensors(), no_init_weights(), autocast:
+    with dynamo.fake_tensors(), no_init_weights(), autocast:
         model, batch = build(shape)
         model.tie_weights()
         engine.attach(model)

@@ -10,11 +10,11 @@ import torch
 from budget_graphs import Shape, estimated, trace
 from shared import to_markdown
 
-from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph
-from optimum_memopt.engines.compile.budget.problem import Problem
-from optimum_memopt.engines.compile.budget.simulation import simulate
-from optimum_memopt.engines.compile.budget.solve import Solution, Solver
-from optimum_memopt.engines.compile.budget.variant_lengths import TimesByLength, best_lengths
+from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
+from optimum_memopt.engines.compile.graph.problem import Problem
+from optimum_memopt.engines.compile.memory.simulation import simulate
+from optimum_memopt.engines.compile.solver.length_buckets import TimesByLength, best_lengths
+from optimum_memopt.engines.compile.solver.solver import Solution, Solver
 
 ORDERS = ("random", "grouped by length")
 SHARES = (0.75, 0.5, 0.25, 0.1)

@@ -11,10 +11,10 @@ import torch
 from budget_graphs import Shape, estimated, trace
 from shared import to_markdown
 
-from optimum_memopt.engines.compile.budget.problem import Problem
-from optimum_memopt.engines.compile.budget.simulation import simulate
-from optimum_memopt.engines.compile.budget.solve import Solution, Solver
-from optimum_memopt.engines.compile.budget.units import units_of
+from optimum_memopt.engines.compile.graph.problem import Problem
+from optimum_memopt.engines.compile.memory.simulation import simulate
+from optimum_memopt.engines.compile.solver.blocks import units_of
+from optimum_memopt.engines.compile.solver.solver import Solution, Solver
 
 LAYERS = {
     "RoBERTa": Shape("roberta", 1, 768, 16, 512),

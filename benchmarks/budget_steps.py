@@ -14,12 +14,12 @@ from allocations import allocated
 from shared import make_config, to_markdown
 from torch._functorch import config as functorch_config
 
-from optimum_memopt.engines.base import Selection
-from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph
-from optimum_memopt.engines.compile.budget.in_step import costs_of
-from optimum_memopt.engines.compile.choice import Choice
-from optimum_memopt.engines.compile.engine import CompileEngine
-from optimum_memopt.engines.compile.producers.budget import FromBudget
+from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
+from optimum_memopt.engines.compile.partition.choice import Choice
+from optimum_memopt.engines.compile.partition.producers.budget import FromBudget
+from optimum_memopt.engines.compile.train.engine import CompileEngine
+from optimum_memopt.engines.compile.train.step_context import costs_of
 from optimum_memopt.errors import DoesNotFitError
 from optimum_memopt.memory import malloc
 from optimum_memopt.memory.peak_monitor import MIB

@@ -37,7 +37,7 @@ from tqdm import tqdm
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.installed import installed_version
 from optimum_memopt.measure.measure_case import Measurement
-from optimum_memopt.measure.workload import Workload
+from optimum_memopt.predict.workload import Workload
 
 DECIMALS = {"of eager": 2, "of eager ": 2, "s/step": 2, "CPU-s/step": 2, "samples/s": 2, " of eager ": 2}
 MARKERS = dict(zip(FAMILIES, "*s^voD", strict=True))

@@ -24,11 +24,11 @@ from gpu_steps import (
     train,
 )
 
-from optimum_memopt.engines.base import Selection
-from optimum_memopt.engines.compile.budget.step_budget import bounded_bytes
-from optimum_memopt.engines.compile.engine import CompileEngine
-from optimum_memopt.engines.compile.estimate import estimate
-from optimum_memopt.measure.workload import Workload
+from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.compile.predict.estimate import estimate
+from optimum_memopt.engines.compile.train.engine import CompileEngine
+from optimum_memopt.engines.compile.train.step_budget import bounded_bytes
+from optimum_memopt.predict.workload import Workload
 
 # Of the predicted peak; reserved has no limit of its own, it is what the allocator's fragmentation makes of it.
 _REQUESTED, _ALLOCATED, _RESERVED = 0.005, 0.03, 0.25

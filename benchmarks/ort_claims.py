@@ -25,8 +25,8 @@ from shared import MODELS, fill, make_config, pyplot, to_markdown
 from tqdm import tqdm
 
 from optimum_memopt.measure.measure_case import Case, Measurement, spawn
-from optimum_memopt.measure.workload import Workload
 from optimum_memopt.plans.table import PlanTable
+from optimum_memopt.predict.workload import Workload
 
 GROUPS = ("torch", "none", "rows", "pairs", "levels", "ort-level", "arena", "malloc")
 # The last two are about the allocator, not about plans.

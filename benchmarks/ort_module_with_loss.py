@@ -38,7 +38,7 @@ def measure(arguments: argparse.Namespace) -> dict:
     from transformers.trainer_pt_utils import LabelSmoother
 
     import optimum_memopt
-    from optimum_memopt.engines.ort.module_with_loss import LabelSmoothing
+    from optimum_memopt.engines.shared.label_smoothing import LabelSmoothing
     from optimum_memopt.memory import malloc
     from optimum_memopt.memory.peak_monitor import MIB, PeakMonitor
 

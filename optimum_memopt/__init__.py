@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from optimum_memopt.callbacks.input_density import InputDensityCallback
     from optimum_memopt.callbacks.memory_phases import MemoryPhasesCallback
-    from optimum_memopt.callbacks.memory_report import MemoryReportCallback
     from optimum_memopt.callbacks.plan_stats import PlanStatsCallback
-    from optimum_memopt.engines.base import Engine
+    from optimum_memopt.engines.api.engine import Engine
+    from optimum_memopt.engines.api.explanations import MemoryReport
     from optimum_memopt.engines.compile.memory.footprint import Footprint
-    from optimum_memopt.engines.memory_report import MemoryReport
     from optimum_memopt.errors import MemOptError, UnsupportedModelError
-    from optimum_memopt.estimate import Estimate
     from optimum_memopt.loop import optimize
+    from optimum_memopt.oom.callback import MemoryReportCallback
     from optimum_memopt.options import MemOptOptions
-    from optimum_memopt.planning import plan
     from optimum_memopt.plans.grammar import ConfigError, PlanConfig, PlanRequest, Strategy
     from optimum_memopt.plans.table import Plan, PlanTable
+    from optimum_memopt.predict.estimate import Estimate
+    from optimum_memopt.predict.plan import plan
     from optimum_memopt.script import run
     from optimum_memopt.trainer import Attachment, MemOptTrainer, attach, run_summary
     from optimum_memopt.trainer_args import MemOptTrainingArguments
@@ -61,8 +61,8 @@ __all__ = [
 _MODULES = {
     "Attachment": "trainer",
     "ConfigError": "plans.grammar",
-    "Engine": "engines.base",
-    "Estimate": "estimate",
+    "Engine": "engines.api.engine",
+    "Estimate": "predict.estimate",
     "Footprint": "engines.compile.memory.footprint",
     "InputDensityCallback": "callbacks.input_density",
     "MemOptError": "errors",
@@ -70,8 +70,8 @@ _MODULES = {
     "MemOptTrainer": "trainer",
     "MemOptTrainingArguments": "trainer_args",
     "MemoryPhasesCallback": "callbacks.memory_phases",
-    "MemoryReport": "engines.memory_report",
-    "MemoryReportCallback": "callbacks.memory_report",
+    "MemoryReport": "engines.api.explanations",
+    "MemoryReportCallback": "oom.callback",
     "Plan": "plans.table",
     "PlanConfig": "plans.grammar",
     "PlanRequest": "plans.grammar",
@@ -81,7 +81,7 @@ _MODULES = {
     "UnsupportedModelError": "errors",
     "attach": "trainer",
     "optimize": "loop",
-    "plan": "planning",
+    "plan": "predict.plan",
     "run": "script",
     "run_summary": "trainer",
 }

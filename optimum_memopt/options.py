@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from optimum_memopt import option_values
-from optimum_memopt.engines.base import Selection
-from optimum_memopt.engines.registry import (
+from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.shared.registry import (
     AUTO,
     check_flags_of_others,
     choose_engines,

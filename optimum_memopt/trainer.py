@@ -20,30 +20,27 @@ import torch
 from transformers import Trainer, TrainerState
 
 from optimum_memopt import compat
-from optimum_memopt.advise import in_trainer
-from optimum_memopt.callbacks.collected import CollectingCallback
-from optimum_memopt.callbacks.hooking import removing_hooks
 from optimum_memopt.callbacks.input_density import InputDensityCallback
 from optimum_memopt.callbacks.memory_phases import MemoryPhasesCallback
-from optimum_memopt.callbacks.memory_report import MemoryReportCallback
 from optimum_memopt.callbacks.plan_stats import PlanStatsCallback
-from optimum_memopt.distributed import out_of_memory, rank_consistency
+from optimum_memopt.callbacks.reporting import removing_hooks
+from optimum_memopt.distributed import rank_consistency
 from optimum_memopt.distributed.launch import check_world
-from optimum_memopt.engines.auto import create
-from optimum_memopt.engines.base import Engine
-from optimum_memopt.engines.registry import factory, registrations
-from optimum_memopt.engines.run import Run
+from optimum_memopt.engines.api.engine import Engine, Run
+from optimum_memopt.engines.shared.auto import create
+from optimum_memopt.engines.shared.registry import factory, registrations
 from optimum_memopt.errors import MemOptError, excerpt
 from optimum_memopt.logs import get_logger
 from optimum_memopt.memory.peak_monitor import MIB
+from optimum_memopt.oom import failure, replan
+from optimum_memopt.oom.callback import MemoryReportCallback
 from optimum_memopt.options import REPLAN, MemOptOptions, from_keywords, resolve
 from optimum_memopt.plans.table import PlanTable
-from optimum_memopt.report.data import failure_text
-from optimum_memopt.report.page import Page
-from optimum_memopt.report.training import TrainingReport
-from optimum_memopt.training import first_step, optimizers, replan, sampling
-from optimum_memopt.training.largest_batch import largest_batch
+from optimum_memopt.report.data import CollectingCallback, failure_text
+from optimum_memopt.report.page import Page, TrainingReport
+from optimum_memopt.training import micro_batch, optimizers, sampling
 from optimum_memopt.training.loss_only import outputs_read_by
+from optimum_memopt.training.micro_batch import largest_batch
 
 
 @dataclass(frozen=True)
@@ -168,7 +165,7 @@ def attach(trainer: Trainer, options: MemOptOptions | None = None, **overrides: 
         optimizers.check(chosen.memory_opt_optim, trainer)
     if chosen.group_by_complexity:
         sampling.check(trainer.args, trainer.train_dataset)
-    train = in_trainer.choosing(trainer, chosen, engine.name)
+    train = micro_batch.choosing(trainer, chosen, engine.name)
     # Whatever may fail comes before the Trainer is changed.
     callbacks = _callbacks(trainer, chosen)
     replanner = replan.Replanner(engine, trainer) if chosen.memory_opt_on_oom == REPLAN else None
@@ -179,13 +176,13 @@ def attach(trainer: Trainer, options: MemOptOptions | None = None, **overrides: 
     for callback in callbacks.values():
         _add_callback(trainer, callback)
     trainer.create_optimizer = _attaching(trainer, engine, chosen.memory_opt_optim)
-    trainer.training_step = first_step.falling_back(trainer, engine)
+    trainer.training_step = replan.falling_back(trainer, engine)
     if chosen.group_by_complexity:
         compat.replace_train_sampler(trainer, _sampling(trainer, callbacks[sampling.ComplexityCallback]))
     callbacks[MemoryReportCallback].replanner = replanner
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         if replanner is not None:
-            trainer.compute_loss = out_of_memory.agreeing(trainer.compute_loss, trainer)
+            trainer.compute_loss = failure.agreeing(trainer.compute_loss, trainer)
         trainer.compute_loss = _comparing(trainer, engine, chosen)
     reporter = TrainingReport(trainer, engine, callbacks[PlanStatsCallback], callbacks[CollectingCallback])
     trainer.train = _releasing(removing_hooks(trainer, train), engine, reporter, chosen.memory_opt_report)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from transformers import TrainingArguments
 
 from optimum_memopt.distributed.launch import check_world
-from optimum_memopt.engines.auto import create
+from optimum_memopt.engines.shared.auto import create
 from optimum_memopt.options import MemOptOptions, resolve
 
 

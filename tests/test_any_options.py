@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import HfArgumentParser, Trainer, TrainingArguments
 
 from optimum_memopt import MemOptError, MemOptOptions, MemOptTrainingArguments, attach, optimize
-from optimum_memopt.engines.attached import engine_of
+from optimum_memopt.engines.shared.in_place import engine_of
 from optimum_memopt.logs import get_logger
 
 GOOD = {

@@ -1,7 +1,4 @@
-"""The arrows of the house, read from the sources: who may import whom, and who may name what.
-
-Imports in functions count, those under TYPE_CHECKING do not.
-"""
+"""Who may name what, read from the sources; import-linter checks who imports whom (`pyproject.toml`)."""
 
 import ast
 import re
@@ -10,21 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[1] / "optimum_memopt"
 PACKAGE = "optimum_memopt"
-# From the bottom up; a module imports its own layer and those below. A longer name counts before a shorter one.
-LAYERS = (
-    ("errors", "installed", "plans", "sizes"),
-    ("compat", "logs", "memory", "option_values", "progress", "script", "training.optimizers"),
-    ("engines",),
-    ("options",),
-    ("callbacks", "distributed", "loop", "training"),
-    ("advise", "measure", "report"),
-    ("estimate", "planning", "trainer", "trainer_args"),
-    ("commands",),
-)
 FOREIGN = ("torch", "onnxruntime", "transformers", "deepspeed")
 # Pieces of the package's own texts and attributes, a documented function of Python, a list of tqdm (see script.py).
 NOT_OF_A_LIBRARY = {
@@ -43,7 +27,7 @@ PRIVATE_NAMES_ALLOWED = {
     # What a graph is read with: an operator's name, schema and type, the mode that sees each operator. They have no
     # public counterpart, have not changed since torch 2.0, and are in nearly each line that reads a graph.
     "engines.compile": {"_opname", "_schema", "_ops", "_python_dispatch"},
-    "engines.compile.budget.costs": {"_scaled_dot_product_flash_attention_for_cpu"},
+    "engines.compile.costs.costs": {"_scaled_dot_product_flash_attention_for_cpu"},
     # Names of ATen's operators, as strings.
     "engines.compile.memory.cpu_workspaces": {
         "_scaled_dot_product_flash_attention_for_cpu",
@@ -54,7 +38,7 @@ PRIVATE_NAMES_ALLOWED = {
         "_scaled_dot_product_flash_attention_backward",
         "_softmax_backward_data",
     },
-    "engines.compile.analysis": {
+    "engines.compile.graph": {
         "_fused_rms_norm",
         "_log_softmax",
         "_scaled_dot_product_cudnn_attention",
@@ -81,11 +65,11 @@ class Module:
 
     @cached_property
     def tree(self) -> ast.Module:
-        return _without_type_checking(ast.parse(self.path.read_text(encoding="utf-8")))
+        return ast.parse(self.path.read_text(encoding="utf-8"))
 
     @property
     def is_compat(self) -> bool:
-        return self.path.stem.startswith("compat")
+        return self.path.stem.startswith("compat") or bool({"compat", "torch_compat"} & set(self.path.parts))
 
     def imports(self) -> Iterator[str]:
         """Full names of the modules that it imports, `a.b` for `from a import b` where that is one."""
@@ -100,20 +84,6 @@ class Module:
     def _target(module: str, name: str) -> str:
         return f"{module}.{name}" if f"{module}.{name}" in NAMES else module
 
-    def own_imports(self) -> set[str]:
-        """Modules of the package, without its name."""
-        targets = (name.partition(".") for name in self.imports())
-        return {rest for package, _, rest in targets if package == PACKAGE}
-
-
-def _without_type_checking(tree: ast.Module) -> ast.Module:
-    class Remover(ast.NodeTransformer):
-        def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
-            self.generic_visit(node)
-            return node.orelse if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING" else node
-
-    return Remover().visit(tree)
-
 
 NAMES = {
     ".".join((PACKAGE, *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
@@ -122,77 +92,16 @@ NAMES = {
 MODULES = {module.name: module for module in map(Module, sorted(ROOT.rglob("*.py")))}
 
 
-def in_modules(found: Callable[[Module], Collection[str]]) -> dict[str, list[str]]:
-    """What is found in each module in which something is, by its name."""
-    names = {name: sorted(found(module)) for name, module in MODULES.items()}
+def in_modules(read: Callable[[Module], Collection[str]]) -> dict[str, list[str]]:
+    """What is read from each module in which something is, by its name."""
+    names = {name: sorted(read(module)) for name, module in MODULES.items()}
     return {name: each for name, each in names.items() if each}
-
-
-def layer(name: str) -> int:
-    """The index in `LAYERS`; the package itself, which names everything, is on top."""
-    prefixes = {prefix: index for index, names in enumerate(LAYERS) for prefix in names}
-    parts = name.split(".")
-    known = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
-    index = next((prefixes[prefix] for prefix in known if prefix in prefixes), None)
-    assert index is not None or not name, f"{name} is in no layer: add it to LAYERS"
-    return len(LAYERS) if index is None else index
 
 
 def engine(name: str) -> str:
     """The engine that a module belongs to, empty for one of all engines."""
     parts = name.split(".")
-    return parts[1] if len(parts) > 1 and parts[0] == "engines" and (ROOT / "engines" / parts[1]).is_dir() else ""
-
-
-def circle(edges: dict[str, set[str]]) -> list[str]:
-    """Modules that import one another in a circle, the first twice; empty when there is none."""
-    done: set[str] = set()
-
-    def visit(name: str, path: list[str]) -> list[str]:
-        if name in path:
-            return [*path[path.index(name) :], name]
-        if name in done:
-            return []
-        for target in sorted(edges.get(name, ())):
-            if found := visit(target, [*path, name]):
-                return found
-        done.add(name)
-        return []
-
-    return next((found for name in edges if (found := visit(name, []))), [])
-
-
-def test_no_modules_import_one_another_in_a_circle():
-    edges = {name: module.own_imports() for name, module in MODULES.items()}
-    assert not circle(edges)
-
-
-def test_a_circle_is_seen():
-    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
-    assert circle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
-
-
-def upward(module: Module) -> set[str]:
-    return {name for name in module.own_imports() if layer(name) > layer(module.name)}
-
-
-def test_imports_go_down():
-    assert not in_modules(upward)
-
-
-def of_other_engines(module: Module) -> set[str]:
-    return {name for name in module.own_imports() if engine(name) not in ("", engine(module.name))}
-
-
-def test_engines_do_not_import_each_other_and_nobody_else_imports_one():
-    assert not in_modules(of_other_engines)
-
-
-@pytest.mark.parametrize("name", [name for name in MODULES if name.split(".")[0] == "plans"])
-def test_plans_are_pure(name):
-    below = [name, *MODULES[name].own_imports()]
-    heavy = {target.split(".")[0] for each in below for target in MODULES[each].imports()} & {"torch", *FOREIGN}
-    assert not heavy
+    return parts[1] if len(parts) > 1 and parts[0] == "engines" and parts[1] not in ("api", "shared") else ""
 
 
 # Private names of other libraries.
@@ -263,4 +172,4 @@ def of_onnxruntime(module: Module) -> set[str]:
 
 
 def test_onnx_runtime_is_named_in_its_folder_only():
-    assert not in_modules(lambda module: set() if engine(module.name) == "ort" else of_onnxruntime(module))
+    assert not in_modules(lambda module: set() if engine(module.name) == "ort" or module.name == "options" else of_onnxruntime(module))

@@ -7,7 +7,7 @@ from peft import LoraConfig
 from transformers import set_seed
 
 from optimum_memopt import attach, optimize
-from optimum_memopt.engines.registry import engine_names
+from optimum_memopt.engines.shared.registry import engine_names
 from tests.callbacks import test_trl
 from tests.model_zoo import ZOO
 from tests.tiers import tiered

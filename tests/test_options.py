@@ -11,10 +11,10 @@ from transformers import HfArgumentParser, Trainer, TrainingArguments
 
 from optimum_memopt import MemOptError, MemOptOptions, MemOptTrainingArguments, attach
 from optimum_memopt.distributed.rank_consistency import facts
-from optimum_memopt.engines.auto import create
 from optimum_memopt.engines.compile.options import CompileOptions
 from optimum_memopt.engines.ort import installed
 from optimum_memopt.engines.ort.options import OrtOptions
+from optimum_memopt.engines.shared.auto import create
 from optimum_memopt.options import resolve
 from optimum_memopt.plans import grammar
 from optimum_memopt.plans.grammar import ConfigError

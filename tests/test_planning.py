@@ -12,10 +12,9 @@ from allocations import allocated
 
 import optimum_memopt
 from optimum_memopt import Estimate, MemOptError, plan
-from optimum_memopt.engines.compile.engine import CompileEngine
-from optimum_memopt.engines.compile.largest_batch import largest
-from optimum_memopt.measure.module_workload import ModuleWorkload
-from optimum_memopt.measure.workload import Workload
+from optimum_memopt.engines.compile.predict.largest_batch import largest
+from optimum_memopt.engines.compile.train.engine import CompileEngine
+from optimum_memopt.predict.workload import ModuleWorkload, Workload
 from tests.saved_configs import save
 
 ON_H100 = {"device": "h100", "compiler": "aot_eager"}

@@ -73,7 +73,7 @@ PLAIN = "transformers, as a script imports it"
 STEPS = {
     PLAIN: (["transformers.trainer", "transformers.training_args"], {"onnxruntime"}),
     "engines": (
-        ["optimum_memopt.engines.registry"],
+        ["optimum_memopt.engines.shared.registry"],
         {"onnxruntime", "torch._inductor.compile_fx", "torch._functorch.partitioners"},
     ),
     "optimizers": (["optimum_memopt.training.optimizers"], {"onnxruntime", "deepspeed"}),

@@ -12,8 +12,8 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import PredictionOutput
 
 from optimum_memopt import MemOptError, MemOptTrainer, MemOptTrainingArguments, attach, optimize, run_summary
-from optimum_memopt.engines.attached import engine_of
-from optimum_memopt.engines.registry import engine_names
+from optimum_memopt.engines.shared.in_place import engine_of
+from optimum_memopt.engines.shared.registry import engine_names
 from tests.model_zoo import ZOO
 from tests.tiers import tiered
 from tests.trainer_runs import ROWS, arguments, build, collate, distance, log_lines, make, rows, tables, weights

@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, TrainingArguments
 
 from optimum_memopt import MemOptError, MemOptOptions, MemOptTrainingArguments, attach, optimize, run_summary
-from optimum_memopt.engines.attached import engine_of
-from optimum_memopt.engines.auto import create
 from optimum_memopt.engines.ort import installed
-from optimum_memopt.engines.registry import choose_engines
+from optimum_memopt.engines.shared.auto import create
+from optimum_memopt.engines.shared.in_place import engine_of
+from optimum_memopt.engines.shared.registry import choose_engines
 from optimum_memopt.errors import UnsupportedModelError
 from optimum_memopt.options import resolve
 from tests.gradients import assert_bitwise_same_step

@@ -7,8 +7,8 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 from optimum_memopt import MemOptError, MemOptTrainer, MemOptTrainingArguments, attach, optimize
-from optimum_memopt.engines.attached import engine_of
-from optimum_memopt.engines.registry import engine_names
+from optimum_memopt.engines.shared.in_place import engine_of
+from optimum_memopt.engines.shared.registry import engine_names
 from tests.trainer_runs import arguments, build, collate, distance, log_lines, make, rows, tables, weights
 
 NAME = "roberta-classification"

@@ -7,8 +7,8 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from optimum_memopt import MemOptError, MemOptOptions, MemOptTrainer, MemOptTrainingArguments, attach, optimize
-from optimum_memopt.engines.attached import engine_of
-from optimum_memopt.engines.registry import engine_names
+from optimum_memopt.engines.shared.in_place import engine_of
+from optimum_memopt.engines.shared.registry import engine_names
 from tests.trainer_runs import arguments, build, collate, distance, log_lines, make, rows, tables, weights
 
 NAME, ATTENTION = "small", "roberta-classification"

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GPT2LMHeadModel
 
 from optimum_memopt import MemOptTrainingArguments
-from optimum_memopt.engines.attached import engine_of
+from optimum_memopt.engines.shared.in_place import engine_of
 from tests.model_zoo import ZOO
 from tests.trainer_runs import build, distance, log_lines, make, tables, weights
 

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
-from optimum_memopt.callbacks.hooking import HookingCallback
-from optimum_memopt.callbacks.reporting import Reporter, check_log_steps, is_due, is_final, is_printed
+from optimum_memopt.callbacks.reporting import HookingCallback, Reporter, check_log_steps, is_due, is_final, is_printed
 
 # What torch's losses, and with them transformers' models and label smoother, leave out by default.
 IGNORE_INDEX = -100

@@ -10,9 +10,8 @@ import torch
 from torch.utils.hooks import RemovableHandle
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from optimum_memopt.callbacks.hooking import HookingCallback
 from optimum_memopt.callbacks.plan_stats import PlanStatsCallback
-from optimum_memopt.callbacks.reporting import Reporter, check_log_steps, is_due, is_final, is_printed
+from optimum_memopt.callbacks.reporting import HookingCallback, Reporter, check_log_steps, is_due, is_final, is_printed
 from optimum_memopt.compat import at_end_of_backward
 from optimum_memopt.memory.peak_monitor import CpuMemory, CudaMemory, PeakMonitor, merged, peak
 

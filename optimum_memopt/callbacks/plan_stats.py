@@ -9,8 +9,8 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from optimum_memopt.callbacks.reporting import Reporter, is_final
-from optimum_memopt.engines.attached import engine_of
-from optimum_memopt.engines.base import Engine
+from optimum_memopt.engines.api.engine import Engine
+from optimum_memopt.engines.shared.in_place import engine_of
 from optimum_memopt.logs import LOG_LEVELS, get_logger, rank
 from optimum_memopt.memory.peak_monitor import MIB, PeakMonitor
 from optimum_memopt.plans.table import PlanTable

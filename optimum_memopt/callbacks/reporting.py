@@ -1,18 +1,132 @@
-"""Where callbacks report to: the package log, the Trainer's trackers, and a JSON-lines file."""
+"""The file of `--memory_opt_log_file`: one JSON object a line."""
 
+import contextlib
+import copy
+import functools
+import json
 import os
 import sys
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from transformers import Trainer, TrainerState
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.integrations import integration_utils
 
-from optimum_memopt.callbacks.json_lines import json_lines
-from optimum_memopt.callbacks.trackers import log_to_trackers
 from optimum_memopt.errors import MemOptError
-from optimum_memopt.logs import LOG_LEVELS, get_logger
+from optimum_memopt.logs import LOG_LEVELS, get_logger, rank
+
+
+class JsonLines:
+    """A file to append records to; rank 0 creates it at once, so that a path that cannot be written is found early.
+
+    Raises:
+        MemOptError: rank 0 cannot write it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lost = False
+        if rank() != 0:
+            return
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.open("a").close()
+        except (OSError, ValueError) as error:  # ValueError: a path with a NUL
+            raise MemOptError(
+                f"the log file {str(path)!r} cannot be written ({_reason(error)}); give another "
+                "--memory_opt_log_file, or path of a callback"
+            ) from error
+
+    def append(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Write one line for each record. A file that can no longer be written is given up with one warning: a full
+        disk costs the log, not the training."""
+        if self._lost:
+            return
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write("".join(f"{json.dumps(record)}\n" for record in records))
+        except OSError as error:
+            self._lost = True
+            get_logger().warning(f"stopped writing the log file {self.path} ({_reason(error)}); training goes on")
+
+
+# Several callbacks append to one file; whether it can be written is found, and said, once.
+_files: "weakref.WeakValueDictionary[Path, JsonLines]" = weakref.WeakValueDictionary()
+
+
+def json_lines(path: str | os.PathLike) -> JsonLines:
+    """The file at `path`, one object for all who ask while it is in use.
+
+    Raises:
+        MemOptError: rank 0 cannot write it.
+    """
+    # A later chdir must not move it.
+    absolute = Path(path).absolute()
+    file = _files.get(absolute)
+    if file is None:
+        file = _files[absolute] = JsonLines(absolute)
+    return file
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)
+
+
+# A callback with a method of this name and `on_log`'s signature gets the numbers too.
+HANDLER = "on_memopt_log"
+
+
+def log_to_trackers(trainer: Trainer, metrics: Mapping[str, float]) -> None:
+    """Give metrics, at the current global step, to the Trainer's trackers.
+
+    Trackers are the callbacks of `--report_to` (transformers' `INTEGRATION_TO_CALLBACK`, subclasses too), called by
+    their `on_log` with what Trainer gives it, and callbacks that have a method `on_memopt_log`, called in the same
+    way. Neither `trainer.log`, which trainers override to average and clear counters of their own (TRL), nor
+    `state.log_history`, the progress bar or any other callback sees anything.
+    """
+    handler = trainer.callback_handler
+    for callback in handler.callbacks:
+        log = getattr(callback, HANDLER, None) or _on_log(callback)
+        if log is None:
+            continue
+        with _own_steps_kept(callback, trainer.state.global_step):
+            log(
+                trainer.args,
+                trainer.state,
+                # The Trainer decides by it what happens at this step; a callback may change or return it.
+                copy.copy(trainer.control),
+                logs=dict(metrics),
+                model=handler.model,
+                processing_class=handler.processing_class,
+                optimizer=handler.optimizer,
+                lr_scheduler=handler.lr_scheduler,
+                train_dataloader=handler.train_dataloader,
+                eval_dataloader=handler.eval_dataloader,
+            )
+
+
+def _on_log(callback: TrainerCallback) -> Any:
+    # Looked up each time: the table is open to integrations that others add.
+    return callback.on_log if isinstance(callback, tuple(integration_utils.INTEGRATION_TO_CALLBACK.values())) else None
+
+
+@contextlib.contextmanager
+def _own_steps_kept(callback: TrainerCallback, global_step: int) -> Iterator[None]:
+    """DVCLive numbers the calls of `on_log` instead of reading `global_step` (transformers 5.23, `DVCLiveCallback.
+    on_log` ends in `live.next_step()`): our calls would shift the Trainer's own curves, so they get their own step."""
+    live = callback.live if isinstance(callback, integration_utils.DVCLiveCallback) else None
+    if live is None:
+        yield
+        return
+    step, live.step = live.step, global_step
+    try:
+        yield
+    finally:
+        live.step = step
+
 
 METRIC_PREFIX = "memopt/"
 
@@ -123,3 +237,46 @@ class Reporter:
         """To the file, for each row: `{"step": step, "kind": kind, **row}`."""
         if self.active and self._file is not None:
             self._file.append({"step": step, "kind": self.kind, **row} for row in rows)
+
+
+class HookingCallback(TrainerCallback):
+    """Removes its hooks when `train()` is over, however it ends, in a Trainer with `attach` or whose constructor was
+    given such a callback. In others they stay after an error, until the next `train()`.
+    """
+
+    def remove_hooks(self) -> None:
+        """Leave the model and the Trainer as they were; a second call does nothing."""
+        raise NotImplementedError
+
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        trainer = find_trainer(state)
+        # A method of the class: no other callback has done it, and no subclass.
+        if "train" not in vars(trainer):
+            trainer.train = removing_hooks(trainer, trainer.train)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.remove_hooks()
+
+
+def removing_hooks(trainer: Trainer, train: Callable[..., Any]) -> Any:
+    """`train` that removes the hooks of all callbacks when it is over: after an error a Trainer has no event.
+
+    Args:
+        trainer: whose callbacks they are.
+        train: its method.
+    """
+
+    @functools.wraps(train)
+    def train_and_remove_hooks(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return train(*args, **kwargs)
+        finally:
+            for callback in trainer.callback_handler.callbacks:
+                if isinstance(callback, HookingCallback):
+                    callback.remove_hooks()
+
+    return train_and_remove_hooks

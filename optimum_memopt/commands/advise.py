@@ -60,12 +60,11 @@ class AdviseCommand(BaseOptimumCLICommand):
         run(self._run)
 
     def _run(self) -> None:
-        from optimum_memopt.advise.advice import advise
-        from optimum_memopt.advise.text import to_dict, to_text
-        from optimum_memopt.engines.registry import engine_names, factory
+        from optimum_memopt.engines.shared.registry import engine_names, factory
         from optimum_memopt.errors import MemOptError
-        from optimum_memopt.measure.workload import Workload
         from optimum_memopt.options import MemOptOptions
+        from optimum_memopt.predict.advise import advise, to_dict, to_text
+        from optimum_memopt.predict.workload import Workload
 
         args = self.args
         workload = Workload(args.model, args.task, seq_len=args.seq_len)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from optimum.commands.base import BaseOptimumCLICommand
 
 if TYPE_CHECKING:
-    from optimum_memopt.engines.environment import Report
+    from optimum_memopt.engines.api.factory import Report
 
 LIBRARIES = ("torch", "transformers", "accelerate", "optimum", "deepspeed")
 
@@ -30,7 +30,7 @@ class EnvCommand(BaseOptimumCLICommand):
         parser.add_argument("--json", action="store_true", help="Print JSON instead of tables.")
 
     def run(self) -> None:
-        from optimum_memopt.engines.registry import engine_names, factory
+        from optimum_memopt.engines.shared.registry import engine_names, factory
         from optimum_memopt.errors import MemOptError
 
         factories = [factory(name) for name in engine_names()]
@@ -73,7 +73,7 @@ def _cuda() -> str | None:
 
 def advice(reports: "Sequence[Report]") -> list[str]:
     """When to take which engine, and what `auto` takes."""
-    from optimum_memopt.engines.registry import AUTO, choose_engines
+    from optimum_memopt.engines.shared.registry import AUTO, choose_engines
     from optimum_memopt.errors import MemOptError
 
     try:

@@ -1,13 +1,228 @@
-"""`optimum-cli memopt plan`: the plan table of a model, and with `--measure` the measured saving of each row.
-
-Nothing heavy is imported before `run()`: optimum imports this module whenever any of its commands starts.
-"""
+"""What `optimum-cli memopt plan` is asked, checked before anything is traced or run."""
 
 import json
+import re
+import sys
 from argparse import ArgumentParser
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from optimum.commands.base import BaseOptimumCLICommand
+from tqdm import tqdm
+
+from optimum_memopt.engines.shared.registry import choose_engines, engine_names, factory
+from optimum_memopt.errors import MemOptError, excerpt
+from optimum_memopt.logs import get_logger
+from optimum_memopt.measure.measure_case import Case, spawn
+from optimum_memopt.measure.sweep import sweep
+from optimum_memopt.memory import optimizers
+from optimum_memopt.memory.optimizers import DEFAULT
+from optimum_memopt.option_values import check_page, check_written
+from optimum_memopt.options import MemOptOptions, resolve
+from optimum_memopt.predict.workload import Workload
+from optimum_memopt.report import charts
+
+# What only a prediction has.
+_PREDICTED = ("optim", "gradient_accumulation_steps", "trainable")
+_NUMBER = re.compile(r"[1-9][0-9]{0,18}")
+
+
+def case_of(args: Any) -> tuple[Case, dict[str, Any]]:
+    """What to measure, and its options; checks everything that needs no model.
+
+    Raises:
+        MemOptError: one line.
+    """
+    sizes = batch_sizes(args.batch_size)
+    patterns = tuple(args.trainable.split(",")) if args.trainable is not None else ()
+    workload = Workload(args.model, args.task, max(sizes), args.seq_len, patterns)
+    workload.check()
+    _check(args)
+    options = {
+        "memory_opt_engine": args.engine,
+        "memory_opt_config": args.config,
+        "memory_opt_level": args.level,
+        "memory_opt_budget": args.budget,
+        "memory_opt_plan": args.plan,
+        "memory_opt_compiler": args.compiler,
+    }
+    if args.engine == "auto" and _is_prediction(args, sizes):
+        options["memory_opt_engine"] = next(name for name in engine_names() if factory(name).predicts)
+    try:
+        MemOptOptions(**options).check()
+    except MemOptError as error:
+        # The same options have shorter names here.
+        raise MemOptError(str(error).replace("--memory_opt_", "--")) from error
+    (name, *_), _ = choose_engines(options["memory_opt_engine"], MemOptOptions(**options))
+    predicts = factory(name).predicts and not args.measure
+    for flag in ("device", "budget_curve", "html"):
+        if getattr(args, flag) is not None and not predicts:
+            raise MemOptError(f"--{flag}: the {name} engine is measured, on this machine; leave it out")
+    if autocast_of(args) and not predicts:
+        raise MemOptError(f"--{'bf16' if args.bf16 else 'fp16'}: is predicted, and not measured; leave it out")
+    for flag in _PREDICTED:
+        if (value := getattr(args, flag)) is not None and not predicts:
+            raise MemOptError(f"--{flag} {excerpt(value)}: is predicted, and not measured; leave it out")
+    if len(sizes) > 1 and not predicts:
+        raise MemOptError(f"--batch_size {args.batch_size}: only a prediction has several; give one")
+    if args.symbolic and not predicts:
+        predicting = ", ".join(name for name in engine_names() if factory(name).predicts)
+        raise MemOptError(f"--symbolic is for predictions of the {predicting} engine; leave it out")
+    if args.steps is not None and predicts:
+        raise MemOptError(
+            f"--steps {args.steps}: the {name} engine predicts without a step; leave it out, or add --measure"
+        )
+    options["memory_opt_engine"] = name
+    return Case(workload, options, steps=args.steps or 2), options
+
+
+def _is_prediction(args: Any, sizes: Sequence[int]) -> bool:
+    """Whether `auto` is an engine that predicts."""
+    flags = ("budget_curve", "device", "html", *_PREDICTED)
+    asked = any(getattr(args, flag) is not None for flag in flags)
+    return not args.measure and (asked or len(sizes) > 1 or bool(autocast_of(args)))
+
+
+def batch_sizes(text: str) -> tuple[int, ...]:
+    """Of `--batch_size`, in order.
+
+    Raises:
+        MemOptError: what is no number from 1 on.
+    """
+    numbers = [part.strip() for part in text.split(",")]
+    if not all(_NUMBER.fullmatch(number) for number in numbers):
+        raise MemOptError(f"--batch_size {excerpt(text)}: allowed are numbers from 1 on, several as 1,2,4,8")
+    return tuple(sorted({int(number) for number in numbers}))
+
+
+def autocast_of(args: Any) -> str:
+    """Its dtype; empty without."""
+    return "bfloat16" if args.bf16 else "float16" if args.fp16 else ""
+
+
+def _check(args: Any) -> None:
+    """Refuse arguments that do not go together, and files that cannot be written. Raises MemOptError."""
+    for name in ("steps", "max_runs", "gradient_accumulation_steps"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise MemOptError(f"--{name} {getattr(args, name)}: allowed are numbers from 1 on")
+    if args.max_runs is not None and not args.measure:
+        raise MemOptError(f"--max_runs {args.max_runs}: only --measure starts so many processes; leave it out")
+    if args.optim is not None:
+        optimizers.check(args.optim)
+    sizes = batch_sizes(args.batch_size)
+    for flag in ("budget", "budget_curve", "html"):
+        if len(sizes) > 1 and getattr(args, flag) is not None:
+            raise MemOptError(
+                f"--batch_size {args.batch_size} with --{flag}: a budget has a plan for each; give "
+                "one, or let optimum-cli memopt advise compare them"
+            )
+    if args.measure and args.level:
+        raise MemOptError(f"--level {args.level} with --measure: both levels are measured anyway; leave it out")
+    chosen = args.config or args.level or args.budget
+    if args.output and not args.measure and not chosen:
+        raise MemOptError("--output writes the plans that are on; give --config, --level, --budget or --measure")
+    for name in ("budget", "plan", "device", "compiler", "budget_curve", "html"):
+        if args.measure and getattr(args, name) is not None:
+            raise MemOptError(f"--{name} with --measure: measured are rows and levels, on this machine; leave it out")
+    if args.budget_curve is not None:
+        _check_curve(args, chosen or args.plan)
+    if args.output:
+        check_written("--output", args.output)
+    if args.html is not None:
+        check_page("--html", args.html)
+
+
+def _check_curve(args: Any, chosen: Any) -> None:
+    """Refuse what the curve cannot be drawn with. Raises MemOptError."""
+    if chosen:
+        raise MemOptError("--budget_curve: it has all budgets; leave out --config, --level, --budget and --plan")
+    if args.budget_curve:
+        check_written("--budget_curve", args.budget_curve)
+        charts.check(Path(args.budget_curve))
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the command found.
+
+    Attributes:
+        report: for JSON.
+        text: for a terminal.
+        config: the plans that are on, or that won.
+        plan: the same as a plan file, where there is one.
+        curve: what budgets cost.
+        costs: where the curve's times are from.
+        estimate: all that was predicted.
+    """
+
+    report: dict[str, Any] | list[dict[str, Any]]
+    text: str
+    config: str
+    plan: Any = None
+    curve: Sequence[Any] = ()
+    costs: str = ""
+    estimate: Any = None
+
+
+def table_of(args: Any) -> Found:
+    """One measurement, or one prediction."""
+    case, options = case_of(args)
+    if factory(options["memory_opt_engine"]).predicts:
+        return _estimated(case.workload, MemOptOptions(**options), args)
+    found = spawn(case)
+    _log_once(found.remarks)
+    report = {
+        "table": asdict(found.engine_table),
+        "peak_mib": found.peak_mib,
+        "method": found.method,
+        "step_seconds": found.step_seconds,
+    }
+    line = f"Measured peak of a step: {found.peak_mib:.1f} MiB ({found.method}), {found.step_seconds:.3f} s"
+    return Found(report, f"{found.engine_table.to_text()}\n{line}", ",".join(sorted(found.applied)))
+
+
+def _estimated(workload: Workload, options: MemOptOptions, args: Any) -> Found:
+    resolved = resolve(options)
+    with_curve = args.budget_curve is not None or args.html is not None
+    found = factory(resolved.engine).estimate(
+        workload,
+        resolved.selection,
+        symbolic=args.symbolic,
+        device=args.device,
+        with_curve=with_curve,
+        compiler=args.compiler,
+        autocast=autocast_of(args),
+        optim=args.optim or DEFAULT,
+        gradient_accumulation_steps=args.gradient_accumulation_steps or 1,
+        batch_sizes=batch_sizes(args.batch_size),
+    )
+    config = ",".join(plan.config for plan in found.table.enabled)
+    report: Any = [asdict(batch) for batch in found.batches] or found.to_dict()
+    return Found(report, found.to_text(), config, found.plan, found.curve, found.costs, found)
+
+
+def measured(args: Any) -> Found:
+    """A sweep over plans, and the winner's config."""
+    case, _ = case_of(args)
+    case = replace(case, options={"memory_opt_engine": args.engine})
+    max_runs = args.max_runs or 60
+    with tqdm(total=max_runs, unit="run", desc="measuring", file=sys.stderr) as bar:
+
+        def show(name: str) -> None:
+            bar.set_postfix_str(name)
+            bar.update()
+
+        found = sweep(case, args.config, max_runs, show)
+    _log_once(remark for run in found.runs if run.measurement for remark in run.measurement.remarks)
+    return Found(found.to_dict(), found.to_text(), ",".join(sorted(found.winner.measured.applied)))
+
+
+def _log_once(remarks: Iterable[str]) -> None:
+    for remark in dict.fromkeys(remarks):
+        get_logger().info(remark)
+
 
 _DESCRIPTION = (
     "Shows the memory plans of a model, given its config. The compile engine traces the model without running it and "
@@ -103,12 +318,12 @@ class PlanCommand(BaseOptimumCLICommand):
         run(self._run)
 
     def _run(self) -> None:
-        from optimum_memopt.commands.plan_results import measured, table_of
+        pass
 
         found = measured(self.args) if self.args.measure else table_of(self.args)
         print(json.dumps(found.report, indent=2) if self.args.json else found.text)
         if self.args.budget_curve:
-            from optimum_memopt.report.budget_curve import draw
+            from optimum_memopt.report.charts import draw
 
             draw(found.curve, found.costs, Path(self.args.budget_curve))
         if self.args.html:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed
 
-from optimum_memopt.engines.registry import factory, registrations
+from optimum_memopt.engines.shared.registry import factory, registrations
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.installed import installed_version
 from optimum_memopt.options import REPLAN, MemOptOptions

@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from optimum_memopt.errors import MemOptError
-from optimum_memopt.measure.workload import Workload
 from optimum_memopt.plans.table import PlanTable
+from optimum_memopt.predict.workload import Workload
 
 if TYPE_CHECKING:
     import torch
@@ -134,7 +134,7 @@ def measure(case: Case) -> Measurement:
     """
     import torch
 
-    from optimum_memopt.engines.registry import AUTO, factory
+    from optimum_memopt.engines.shared.registry import AUTO, factory
     from optimum_memopt.loop import optimize
     from optimum_memopt.memory import malloc
     from optimum_memopt.memory.peak_monitor import PeakMonitor

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from optimum_memopt.errors import MemOptError, excerpt, path_excerpt
-from optimum_memopt.plans.json_file import read_json
+from optimum_memopt.plans.plan_file import read_json
 
 ALL = -1
 

@@ -1,7 +1,4 @@
-"""Plan files: which activations a model's training graphs recompute, save and offload, to be applied again. Pure.
-
-A file says more than a config can: a config turns on the first so many occurrences of a row, a file names each one.
-"""
+"""Reads a JSON file that a user named. Pure."""
 
 import hashlib
 import json
@@ -11,7 +8,40 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from optimum_memopt.errors import MemOptError, excerpt, path_excerpt
-from optimum_memopt.plans.json_file import read_json
+
+
+def read_json(path: Path, kind: str, shape: str, largest: int) -> Any:
+    """What a file holds.
+
+    Args:
+        path: any path that a user may give.
+        kind: of the file, for errors.
+        shape: what is expected in it, for errors.
+        largest: bytes, since a path may have no end (`/dev/zero`).
+
+    Raises:
+        MemOptError: one line that says why it cannot be read.
+    """
+    shown = path_excerpt(path)
+    try:
+        with path.open("rb") as file:
+            content = file.read(largest + 1)
+    # ValueError: a path with a NUL.
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise MemOptError(f"{kind} file {shown}: {reason}") from None
+    if len(content) > largest:
+        raise MemOptError(f"{kind} file {shown}: larger than {largest // 2**20} MiB")
+    try:
+        return json.loads(content.decode())
+    except UnicodeDecodeError:
+        raise MemOptError(f"{kind} file {shown}: not UTF-8 text") from None
+    except json.JSONDecodeError as error:
+        raise MemOptError(f"{kind} {shown}: not JSON, line {error.lineno} column {error.colno}: {error.msg}") from None
+    # Nested too deeply, or a number with more digits than Python parses.
+    except (RecursionError, ValueError):
+        raise MemOptError(f"{kind} {shown}: {shape}") from None
+
 
 FORMAT, VERSION = "optimum-memopt plan", 1
 LOSSES = ("plain", "chunked")

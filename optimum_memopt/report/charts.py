@@ -1,31 +1,158 @@
-"""The pictures of a page about a training step, by matplotlib."""
+"""Pictures of matplotlib as SVG in a page, whose style sheet decides their colours."""
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+import html
+import importlib.util
+import io
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from optimum_memopt.engines.estimates import Frontier
-from optimum_memopt.engines.step_timeline import CATEGORIES, OTHER, StepTimeline
-from optimum_memopt.report.spans import columns_of, layer_spans, short_names
-from optimum_memopt.report.svg import (
-    BACK,
-    GRID,
-    MARK,
-    MEASURED,
-    MUTED,
-    OF_CATEGORY,
-    OF_LINE,
-    PREDICTED,
-    TEXT,
-    figure,
-    svg_of,
-)
+from optimum_memopt.engines.api.predictions import CATEGORIES, OTHER, CurvePoint, Frontier, StepTimeline
+from optimum_memopt.errors import MemOptError, path_excerpt
 from optimum_memopt.sizes import gib_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
     # With transformers' Trainer and PEFT behind it, for seconds that `plan` needs not.
-    from optimum_memopt.callbacks.collected import MeasuredStep
+    from optimum_memopt.report.data import MeasuredStep
+
+
+# matplotlib draws with a colour that stands for a variable of the style sheet.
+TEXT, MUTED, GRID, PREDICTED, MEASURED, MARK, BACK = (f"#01010{number}" for number in range(1, 8))
+OF_CATEGORY = {name: f"#0202{number:02x}" for number, name in enumerate(CATEGORIES)}
+# Of lines that have no meaning of their own.
+OF_LINE = tuple(OF_CATEGORY[name] for name in ("parameters", "gradients", "saved activations", "temporary"))
+_VARIABLES = {
+    TEXT: "currentColor",
+    MUTED: "var(--muted)",
+    GRID: "var(--grid)",
+    PREDICTED: "var(--predicted)",
+    MEASURED: "var(--measured)",
+    MARK: "var(--mark)",
+    BACK: "var(--back)",
+    **{colour: f"var(--{name.replace(' ', '-')})" for name, colour in OF_CATEGORY.items()},
+}
+_STYLE = {
+    "svg.fonttype": "none",
+    "text.parse_math": False,
+    "font.size": 10,
+    "text.color": TEXT,
+    "axes.edgecolor": MUTED,
+    "axes.labelcolor": TEXT,
+    "axes.titlecolor": TEXT,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.labelcolor": TEXT,
+    "ytick.labelcolor": TEXT,
+    "grid.color": GRID,
+    "axes.axisbelow": True,
+}
+
+
+@contextmanager
+def figure(name: str, width: float, height: float) -> Iterator["Figure"]:
+    """A figure that `svg_of` understands, to be drawn and written within.
+
+    Args:
+        name: pictures of one page have different ones.
+        width: inches; the page shows as much of them as it is wide.
+        height: inches.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    style: Any = {**_STYLE, "svg.hashsalt": name}
+    with matplotlib.rc_context(style):
+        yield Figure(figsize=(width, height), layout="constrained")
+
+
+def svg_of(drawn: "Figure", description: str) -> str:
+    """A figure as an element of a page.
+
+    Args:
+        drawn: by the colours of this module.
+        description: for readers that cannot see it.
+    """
+    file = io.StringIO()
+    metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    drawn.savefig(file, format="svg", transparent=True, metadata=metadata)
+    text = file.getvalue()
+    text = text[text.index("<svg") :].rstrip()
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    for colour, variable in _VARIABLES.items():
+        text = text.replace(colour, variable)
+    # The page's own font; the same names of groups are in every picture; a tenth of a point is enough for a path.
+    text = re.sub(r"font: ([\d.]+)px [^;\"]+", r"font-size: \1px", text)
+    text = re.sub(r"<g id=\"[^\"]*\"", "<g", text)
+    text = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d)\d+", r"\1", path[0]), text)
+    size = re.search(r'viewBox="[^"]*"', text)
+    assert size is not None
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" {size[0]} role="img">'
+    return f"{head}<title>{html.escape(description)}</title>{text[text.index('>') + 1 :]}"
+
+
+@dataclass(frozen=True)
+class Span:
+    """Operators that follow one another.
+
+    Attributes:
+        name: path of their layer.
+        begin: index of the first.
+        end: index behind the last.
+    """
+
+    name: str
+    begin: int
+    end: int
+
+
+def layer_spans(layers: Sequence[str], border: int | None = None) -> list[Span]:
+    """Operators of one layer; those of none within a layer count as its own.
+
+    Args:
+        layers: of each operator, empty outside of all.
+        border: no span goes beyond this operator.
+    """
+    spans: list[Span] = []
+    for index, layer in enumerate(layers):
+        if not layer:
+            continue
+        is_behind = border is not None and spans and spans[-1].begin < border <= index
+        if spans and spans[-1].name == layer and not is_behind:
+            spans[-1] = Span(layer, spans[-1].begin, index + 1)
+        else:
+            spans.append(Span(layer, index, index + 1))
+    return spans
+
+
+def short_names(paths: Sequence[str]) -> dict[str, str]:
+    """Layers by what tells them apart: their numbers where those differ."""
+    numbers = {path: path.rpartition(".")[2] for path in paths}
+    return numbers if len(set(numbers.values())) == len(set(paths)) else {path: path for path in paths}
+
+
+def columns(total: Sequence[int], begin: int, end: int, most: int) -> list[tuple[int, int]]:
+    """Spans of operators from `begin` to `end`, `most` at the most: the first of each, and the one that holds most."""
+    count = min(most, end - begin)
+    edges = [begin + (end - begin) * number // count for number in range(count + 1)] if count else []
+    return [(low, max(range(low, high), key=total.__getitem__)) for low, high in itertools.pairwise(edges)]
+
+
+def columns_of(timeline: StepTimeline, most: int) -> list[tuple[int, int]]:
+    """`columns` of the forward and the backward, as many as fit; the highest of the timeline is one of them."""
+    last = timeline.optimizer_at
+    of_forward = max(1, round(most * timeline.backward_at / max(1, last)))
+    forward = columns(timeline.total, 0, timeline.backward_at, of_forward)
+    return forward + columns(timeline.total, timeline.backward_at, last, max(1, most - len(forward)))
+
 
 WIDTH = 9.0
 _COLUMNS = 240
@@ -216,3 +343,41 @@ def density_svg(densities: Mapping[str, Sequence[tuple[int, float]]]) -> str:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         drawn.legend(frameon=False, loc="outside upper left", ncols=4)
         return svg_of(drawn, "Share of tokens that are no padding, over steps")
+
+
+_SUFFIXES = (".svg", ".png")
+
+
+def check(path: Path) -> None:
+    """Refuse a picture that cannot be drawn.
+
+    Raises:
+        MemOptError: another kind of file, or matplotlib is missing.
+    """
+    if path.suffix.lower() not in _SUFFIXES:
+        raise MemOptError(
+            f"--budget_curve {path_excerpt(path)}: allowed are names that end in {' or '.join(_SUFFIXES)}"
+        )
+    if importlib.util.find_spec("matplotlib") is None:
+        raise MemOptError("--budget_curve: a picture needs matplotlib: pip install optimum-memopt[report]")
+
+
+def draw(points: Sequence[CurvePoint], costs: str, path: Path) -> None:
+    """Extra time over the peak.
+
+    Args:
+        points: from the smallest budget to the largest.
+        costs: where the times are from.
+        path: of the picture, which `check` has accepted.
+
+    Raises:
+        MemOptError: it cannot be written.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    draw_frontier(figure.subplots(), Frontier(tuple(points), costs))
+    try:
+        figure.savefig(path)
+    except OSError as error:
+        raise MemOptError(f"--budget_curve {path_excerpt(path)}: not written: {error.strerror}") from error

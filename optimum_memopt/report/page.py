@@ -1,20 +1,101 @@
-"""A page about the memory of a training step: one HTML file that loads nothing."""
+"""The page in a paragraph. Pure."""
 
 import html
 import os
-from collections.abc import Mapping
+import weakref
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from optimum_memopt.engines.step_timeline import StepTimeline
-from optimum_memopt.errors import MemOptError, path_excerpt
+from transformers import Trainer
+
+from optimum_memopt.callbacks.plan_stats import PlanStatsCallback
+from optimum_memopt.engines.api.engine import Engine
+from optimum_memopt.engines.api.predictions import GRADIENTS, OPTIMIZER, PARAMETERS, SAVED, StepTimeline
+from optimum_memopt.errors import MemOptError, line_of, path_excerpt
+from optimum_memopt.logs import get_logger
+from optimum_memopt.option_values import check_drawing
 from optimum_memopt.plans.table import PlanTable
 from optimum_memopt.report import charts
-from optimum_memopt.report.data import ReportData, sizes_text
-from optimum_memopt.report.words import paragraph
+from optimum_memopt.report.data import CollectingCallback, ReportData, of_training, sizes_text
 from optimum_memopt.sizes import gib_text
+
+
+def paragraph(data: ReportData) -> str:
+    """What the page says, in a few sentences."""
+    return " ".join(
+        (
+            *_outcome(data),
+            *(_predicted(data.timeline) if data.timeline is not None else ()),
+            *_measured(data),
+            *_plans(data),
+            *_costs(data),
+        )
+    )
+
+
+def _outcome(data: ReportData) -> Iterator[str]:
+    if data.failure:
+        yield f"Training stopped with {data.failure.rstrip('.')}."
+    if data.table is None:
+        yield "No training step has run, so there is no plan table."
+
+
+def _predicted(timeline: StepTimeline) -> Iterator[str]:
+    peak, at = timeline.peak, timeline.peak_at
+    if timeline.peak_phase == "optimizer":
+        where = "in the optimizer's step"
+    else:
+        layer = f" of {timeline.layers[at]}" if timeline.layers[at] else ""
+        where = f"in the {timeline.peak_phase}, at {timeline.operators[at]}{layer}"
+    yield f"The step is predicted to peak at {gib_text(peak)}, {where}."
+    held = {name: sizes[at] for name, sizes in timeline.held.items()}
+    model = held[PARAMETERS] + held[GRADIENTS] + held[OPTIMIZER]
+    yield (
+        f"{gib_text(model)} of it are parameters, gradients and optimizer states, {gib_text(held[SAVED])} saved "
+        f"activations ({held[SAVED] / peak:.0%}); {gib_text(held['other'])} are held beside the step by the process."
+    )
+
+
+def _measured(data: ReportData) -> Iterator[str]:
+    if not data.measured_peak:
+        return
+    beside = f", {data.measured_peak / data.timeline.peak:.1%} of the prediction" if data.timeline is not None else ""
+    yield f"Measured: {gib_text(data.measured_peak)} {data.measures}{beside}."
+
+
+def _plans(data: ReportData) -> Iterator[str]:
+    if data.table is None or not data.table.plans:
+        return
+    table = data.table
+    saving = gib_text(table.claimed_saving_bytes)
+    if table.enabled:
+        yield (
+            f"{len(table.enabled)} of {len(table.plans)} plans are on and free {saving} of saved activations, a sum "
+            "over tensors of different moments, so the peak falls by less."
+        )
+    else:
+        yield f"None of the {len(table.plans)} plans is on."
+    off = [plan for plan in table.plans if not plan.is_on and plan.saving_bytes]
+    if off:
+        largest = max(off, key=lambda plan: plan.saving_bytes or 0)
+        yield f"The largest that is off, {largest.config}, would free {gib_text(largest.saving_bytes or 0)}."
+
+
+def _costs(data: ReportData) -> Iterator[str]:
+    frontier = data.frontier
+    if frontier is None or not frontier.points:
+        return
+    lowest, highest = frontier.points[0], frontier.points[-1]
+    if frontier.chosen is not None:
+        yield f"The plan takes {frontier.chosen.extra_time:+.1%} time ({frontier.costs} costs)."
+    yield (
+        f"Budgets from {gib_text(lowest.peak)} ({lowest.extra_time:+.1%} time) to {gib_text(highest.peak)} "
+        f"({highest.extra_time:+.1%}) are possible with this batch."
+    )
+
 
 _TEMPLATE = "page.html.jinja"
 # Groups at the peak that are worth a row, and how many at the most.
@@ -153,3 +234,57 @@ def phases(data: ReportData) -> list[Mapping[str, Any]]:
 
 def _in_bytes(phase: Any) -> Mapping[str, int] | None:
     return None if phase is None else {"held": round(phase.held * 2**20), "peak": round(phase.peak * 2**20)}
+
+
+class TrainingReport:
+    """Makes the page about one Trainer's runs.
+
+    Args:
+        trainer: whose runs.
+        engine: that trains its model.
+        plan_stats: of the run.
+        collected: of the run.
+    """
+
+    def __init__(
+        self, trainer: Trainer, engine: Engine, plan_stats: PlanStatsCallback, collected: CollectingCallback
+    ) -> None:
+        # The Trainer owns this.
+        self._trainer = weakref.ref(trainer)
+        self._engine, self._plan_stats, self._collected = engine, plan_stats, collected
+
+    def page(self, path: os.PathLike | str | None = None, failure: str = "") -> Page:
+        """The page about the last run, or the one that is under way.
+
+        Args:
+            path: HTML file to write, too.
+            failure: see `failure_text`.
+
+        Raises:
+            MemOptError: matplotlib or jinja2 is missing, or the file cannot be written.
+        """
+        check_drawing("report")
+        trainer = self._trainer()
+        if trainer is None:
+            raise MemOptError("report: the Trainer is gone")
+        page = render(of_training(trainer, self._engine, self._plan_stats, self._collected, failure))
+        if path is not None:
+            page.save(path)
+        return page
+
+    def write(self, path: os.PathLike | str, failure: str) -> None:
+        """`page` at the end of a run, on the world's rank 0; what goes wrong is a warning, since the run is over.
+
+        Args:
+            path: HTML file.
+            failure: see `failure_text`; empty: the run ended by itself.
+        """
+        trainer = self._trainer()
+        if trainer is None or not trainer.is_world_process_zero():
+            return
+        try:
+            self.page(path, failure)
+        except Exception as error:
+            get_logger().warning(f"the report was not written ({line_of(error)})")
+        else:
+            get_logger().info(f"wrote the report about this run to {path}")

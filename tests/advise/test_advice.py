@@ -4,10 +4,16 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from optimum_memopt.advise.advice import advise
-from optimum_memopt.advise.text import to_dict, to_text
-from optimum_memopt.engines.predicted_steps import BANDWIDTH, COMPUTE, LAUNCHES, OPTIMIZER, PredictedStep, StepPlan
+from optimum_memopt.engines.api.predictions import (
+    BANDWIDTH,
+    COMPUTE,
+    LAUNCHES,
+    OPTIMIZER_PART,
+    PredictedStep,
+    StepPlan,
+)
 from optimum_memopt.errors import DoesNotFitError
+from optimum_memopt.predict.advise import advise, to_dict, to_text
 
 GIB = 2**30
 NO_PLAN = StepPlan("no plan")
@@ -71,7 +77,7 @@ def test_a_plan_pays_where_the_optimizer_is_shared_by_more_rows():
     # With a global batch the optimizer steps as often whatever the micro-batch is.
     found = advise(MadeUp(optimizer=1.0), 256)
     assert (found.recommended.plan, found.recommended.rows, found.recommended.accumulation) == (NO_PLAN, 4, 64)
-    assert advise(MadeUp(optimizer=10.0), 256).recommended.bound[0] == OPTIMIZER
+    assert advise(MadeUp(optimizer=10.0), 256).recommended.bound[0] == OPTIMIZER_PART
 
 
 def test_the_largest_batch_is_not_chosen_where_it_is_the_slowest():
@@ -128,4 +134,4 @@ def test_few_micro_batches_are_looked_at():
 def test_memory_bandwidth_is_named():
     step = PredictedStep(GIB, {BANDWIDTH: 2.0, COMPUTE: 1.0}, 0.5, 1.0)
     assert step.micro_batch == 3 and step.total(3) == 11
-    assert step.by_bound(3) == {BANDWIDTH: 6, COMPUTE: 3, OPTIMIZER: 2}
+    assert step.by_bound(3) == {BANDWIDTH: 6, COMPUTE: 3, OPTIMIZER_PART: 2}

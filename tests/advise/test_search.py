@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optimum_memopt.advise.search import count_fitting, highest, micro_batches, smallest_as_good
+from optimum_memopt.predict.advise import count_fitting, highest, micro_batches, smallest_as_good
 
 
 def test_micro_batches_of_a_global_batch_are_its_divisors():

@@ -15,8 +15,8 @@ from budget_baselines import Compared, checkpointed, compare
 from budget_cases import Case, Measured
 from budget_graphs import Shape, estimated, trace
 
-from optimum_memopt.engines.compile.budget.simulation import Simulation, simulate
-from optimum_memopt.engines.compile.budget.solve import Solver
+from optimum_memopt.engines.compile.memory.simulation import Simulation, simulate
+from optimum_memopt.engines.compile.solver.solver import Solver
 
 ONE = Measured(Case("llama", 4, 8, False, False, 0.5), 1000, 500, 1500, 990, 980, (600, 700, 900, 990), 1.0)
 

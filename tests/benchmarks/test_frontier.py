@@ -16,8 +16,8 @@ from frontier import Result
 
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.measure.measure_case import Measurement
-from optimum_memopt.measure.workload import Workload
 from optimum_memopt.plans.table import Plan, PlanTable
+from optimum_memopt.predict.workload import Workload
 from tests.saved_configs import save
 
 ONE = Baseline(Workload("folder", "fill-mask"), None, name="budget 0.5, aot_eager", backend="aot_eager", budget=0.5)

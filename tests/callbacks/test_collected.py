@@ -1,7 +1,7 @@
 """What is kept of a run for the page about it."""
 
 from optimum_memopt import InputDensityCallback, MemoryPhasesCallback
-from optimum_memopt.callbacks.collected import CollectingCallback, thinned
+from optimum_memopt.report.data import CollectingCallback, thinned
 from tests.trackers import Tracker
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from optimum_memopt import InputDensityCallback, MemOptError, MemoryPhasesCallback, PlanStatsCallback, attach
-from optimum_memopt.callbacks.json_lines import JsonLines, json_lines
+from optimum_memopt.callbacks.reporting import JsonLines, json_lines
 from tests.trackers import Marker
 from tests.trainer_runs import log_lines
 

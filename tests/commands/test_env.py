@@ -13,7 +13,7 @@ import pytest
 from optimum_memopt import MemOptError
 from optimum_memopt.commands.env import EnvCommand
 from optimum_memopt.engines import ort
-from optimum_memopt.engines.compile.backend import check_compiler
+from optimum_memopt.engines.compile.capture.backend import check_compiler
 from optimum_memopt.engines.ort import extensions, missing
 from optimum_memopt.engines.ort.environment import clash, install_command
 from tests import fresh_process

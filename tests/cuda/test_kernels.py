@@ -6,9 +6,10 @@ import transformers
 from torch._inductor import config as inductor_config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from optimum_memopt.engines.compile import backend, compat_kernels
-from optimum_memopt.engines.compile.engine import CompileEngine
+from optimum_memopt.engines.compile.capture import backend
 from optimum_memopt.engines.compile.options import PLAIN
+from optimum_memopt.engines.compile.torch_compat import kernels
+from optimum_memopt.engines.compile.train.engine import CompileEngine
 
 ROWS, LENGTH = 2, 192
 SIZES = {
@@ -95,7 +96,7 @@ class SharedModulation(torch.nn.Module):
 def test_kernels_with_wrong_gradients_are_not_written():
     """The switch is for the graphs of the engine only. What inductor finds in its cache of an earlier run it does not
     write."""
-    patches = compat_kernels.inductor_patches()
+    patches = kernels.inductor_patches()
     if not patches:
         pytest.skip("this inductor is right")
     (name,) = patches

@@ -4,8 +4,8 @@ import torch
 import transformers
 
 from optimum_memopt.measure.measure_case import Case, measure
-from optimum_memopt.measure.workload import Workload
 from optimum_memopt.memory.peak_monitor import PeakMonitor
+from optimum_memopt.predict.workload import Workload
 
 MIB = 2**20
 

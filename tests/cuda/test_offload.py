@@ -14,10 +14,10 @@ import torch
 from gpu_steps import forward
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from optimum_memopt.engines.compile import compat
 from optimum_memopt.engines.compile.memory.inductor_memory import InductorProgram, _sized
-from optimum_memopt.engines.compile.passes import host_copies
-from optimum_memopt.engines.compile.passes.pinned_pool import PinnedPool
+from optimum_memopt.engines.compile.partition.passes import host_copies
+from optimum_memopt.engines.compile.partition.passes.host_copies import PinnedPool
+from optimum_memopt.engines.compile.torch_compat import dynamo
 from tests.cuda.steps import training
 
 SCRIPT = Path(__file__).with_name("late_copies.py")
@@ -122,10 +122,10 @@ def test_inductor_computes_between_a_copy_and_its_wait() -> None:
 
 def calls_of(program: InductorProgram, sizes: Mapping[sympy.Symbol, int]) -> list[str]:
     """The operators that inductor's program calls, in order, kernels of its own left out."""
-    with compat.fake_tensors(), torch.no_grad():
+    with dynamo.fake_tensors(), torch.no_grad():
         arguments = [_sized(argument, sizes) for _, argument in program.inputs]
         with Calls() as calls:
-            compat.silenced(program.runner)(program.runner, arguments)
+            dynamo.silenced(program.runner)(program.runner, arguments)
     return calls.names
 
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from gpu_steps import MODELS, forward
 
-from optimum_memopt.engines.base import Selection
-from optimum_memopt.engines.compile.estimate import Estimate, estimate
-from optimum_memopt.measure.workload import Workload
+from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.compile.predict.estimate import Estimate, estimate
+from optimum_memopt.predict.workload import Workload
 from tests.cuda.steps import model_of, training
 
 AUTOCAST = {"fp32": "", "bf16": "bfloat16"}

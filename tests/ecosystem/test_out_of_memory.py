@@ -18,7 +18,7 @@ import os
 import torch
 from datasets import Dataset
 from transformers import HfArgumentParser
-import optimum_memopt.engines.compile.engine, optimum_memopt.engines.ort.engine
+import optimum_memopt.engines.compile.train.engine, optimum_memopt.engines.ort.engine
 from optimum_memopt import MemOptOptions, MemOptTrainer, MemOptTrainingArguments, attach
 from tests.limited_memory import limit_data
 

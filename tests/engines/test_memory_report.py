@@ -3,7 +3,7 @@
 import json
 from dataclasses import replace
 
-from optimum_memopt.engines.memory_report import (
+from optimum_memopt.engines.api.explanations import (
     BACKWARD,
     OUTSIDE,
     PARAMETERS,

@@ -8,7 +8,7 @@ import pytest
 
 import optimum_memopt
 from optimum_memopt.engines.compile.options import CompileOptions
-from optimum_memopt.engines.registry import engine_names, factory, register_engine, registrations
+from optimum_memopt.engines.shared.registry import engine_names, factory, register_engine, registrations
 from optimum_memopt.errors import MemOptError
 from tests import fresh_process
 
@@ -50,8 +50,8 @@ import sys
 sys.modules["onnx"] = sys.modules["onnxruntime"] = None
 from optimum_memopt import MemOptOptions
 from optimum_memopt.distributed.rank_consistency import facts
-from optimum_memopt.engines.auto import create
-from optimum_memopt.engines.registry import engine_names, factory
+from optimum_memopt.engines.shared.auto import create
+from optimum_memopt.engines.shared.registry import engine_names, factory
 from optimum_memopt.options import resolve
 
 MemOptOptions(memory_opt_config="Gelu+:1:-1").check()

@@ -5,8 +5,8 @@ from transformers import HfArgumentParser, Trainer
 
 from optimum_memopt import MemOptTrainer, MemOptTrainingArguments, optimize
 from optimum_memopt.commands.env import advice
-from optimum_memopt.engines.attached import engine_of
-from optimum_memopt.engines.registry import engine_names, factory
+from optimum_memopt.engines.shared.in_place import engine_of
+from optimum_memopt.engines.shared.registry import engine_names, factory
 
 
 class Model(torch.nn.Module):

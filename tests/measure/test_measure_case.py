@@ -9,8 +9,8 @@ import torch
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.measure import measure_case
 from optimum_memopt.measure.measure_case import Case, Measurement, spawn
-from optimum_memopt.measure.workload import Workload
 from optimum_memopt.plans.table import Plan, PlanTable
+from optimum_memopt.predict.workload import Workload
 from tests.saved_configs import save
 
 CASE = Case(Workload("folder", "fill-mask"), {"memory_opt_level": 1}, steps=3)

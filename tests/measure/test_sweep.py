@@ -5,8 +5,8 @@ import pytest
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.measure.measure_case import Case, Measurement
 from optimum_memopt.measure.sweep import sweep
-from optimum_memopt.measure.workload import Workload
 from optimum_memopt.plans.table import Plan, PlanTable
+from optimum_memopt.predict.workload import Workload
 
 MIB = 2**20
 SAVINGS = {"A+:1:-1": 100, "B+:1:-1": 50, "Bad+:1:-1": -80, "C+:1:-1,D+:1:-1": 30, "Tiny+:1:-1": 0}

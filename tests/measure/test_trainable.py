@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from optimum_memopt.errors import MemOptError
-from optimum_memopt.measure.trainable import freeze_others, matches
+from optimum_memopt.predict.workload import freeze_others, matches
 
 NAME = "roberta.encoder.layer.0.attention.self.query.weight"
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from optimum_memopt.errors import MemOptError
-from optimum_memopt.measure.workload import TASKS, Workload
+from optimum_memopt.predict.workload import TASKS, Workload
 from tests.saved_configs import save
 
 MODELS = {

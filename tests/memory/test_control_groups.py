@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from optimum_memopt.memory.control_groups import ControlGroup, control_groups
+from optimum_memopt.memory.capacity import ControlGroup, control_groups
 from tests.memory.control_groups import V1, V2, run_in
 
 MANY = 9223372036854771712

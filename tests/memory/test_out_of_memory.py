@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from optimum_memopt.memory.out_of_memory import Shortage, is_out_of_memory, shortage
+from optimum_memopt.errors import Shortage, is_out_of_memory, shortage
 
 CUDA = (
     "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.15 GiB of which 3.25 MiB is "

@@ -2,11 +2,9 @@
 
 from dataclasses import replace
 
-from optimum_memopt.callbacks.collected import MeasuredPhase, MeasuredStep
-from optimum_memopt.engines.estimates import CurvePoint, Frontier
-from optimum_memopt.engines.step_timeline import CATEGORIES, Group, Phase, StepTimeline
+from optimum_memopt.engines.api.predictions import CATEGORIES, CurvePoint, Frontier, Group, Phase, StepTimeline
 from optimum_memopt.plans.table import Plan, PlanTable
-from optimum_memopt.report.data import ReportData
+from optimum_memopt.report.data import MeasuredPhase, MeasuredStep, ReportData
 
 MIB = 2**20
 TABLE = PlanTable(

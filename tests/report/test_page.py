@@ -8,8 +8,7 @@ pytest.importorskip("matplotlib")
 
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.report.data import ReportData
-from optimum_memopt.report.page import at_peak, render
-from optimum_memopt.report.words import paragraph
+from optimum_memopt.report.page import at_peak, paragraph, render
 from optimum_memopt.sizes import gib_text
 from tests.report.made import FRONTIER, FULL, MIB, TABLE, timeline
 from tests.report.pages import Parsed, cells, check_alone

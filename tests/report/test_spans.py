@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optimum_memopt.report.spans import Span, columns, layer_spans, short_names
+from optimum_memopt.report.charts import Span, columns, layer_spans, short_names
 
 
 def test_operators_of_no_layer_within_a_layer_are_its_own():

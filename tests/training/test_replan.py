@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from optimum_memopt import MemOptError, MemOptTrainingArguments
-from optimum_memopt.engines.compile.budget import in_step, step_budget
+from optimum_memopt.engines.compile.train import step_budget, step_context
 from tests.limited_memory import RunsOut
 from tests.tiers import tiered
 from tests.trainer_runs import CASES, arguments, build, collate, log_lines, make, weights
@@ -23,9 +23,9 @@ REPLAN = {**PLAIN, "memory_opt_on_oom": "replan"}
 @pytest.fixture(autouse=True)
 def steady_process(monkeypatch):
     """The process itself takes a thousand times what such a small model does."""
-    for module in (in_step, step_budget):
+    for module in (step_context, step_budget):
         monkeypatch.setattr(module, "held_bytes", lambda device: 0)
-    monkeypatch.setattr(in_step, "_GROWTH", 0)
+    monkeypatch.setattr(step_context, "_GROWTH", 0)
 
 
 def data(name: str, length: int = 40) -> list[dict[str, torch.Tensor]]:

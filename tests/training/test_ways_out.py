@@ -12,7 +12,7 @@ import torch
 from transformers import HfArgumentParser, Trainer
 
 from optimum_memopt import MemOptTrainer, MemOptTrainingArguments, MemoryReportCallback
-from optimum_memopt.memory.out_of_memory import is_out_of_memory
+from optimum_memopt.errors import is_out_of_memory
 from tests.limited_memory import data_bytes, in_fresh_process, limit_data
 from tests.tiers import tiered
 from tests.trainer_runs import CASES as MODELS

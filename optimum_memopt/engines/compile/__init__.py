@@ -3,9 +3,9 @@
 Importing this package imports nothing of torch's compilers; making an engine does.
 """
 
-from optimum_memopt.engines.base import EngineFactory
+from optimum_memopt.engines.api.factory import EngineFactory
 from optimum_memopt.engines.compile.options import CompileOptions
-from optimum_memopt.engines.registry import register_engine
+from optimum_memopt.engines.shared.registry import register_engine
 
 __all__ = ["CompileOptions"]
 

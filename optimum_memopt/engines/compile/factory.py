@@ -6,13 +6,14 @@ this torch is known to be new enough.
 
 from typing import TYPE_CHECKING, Any
 
-from optimum_memopt.engines.base import Engine, EngineFactory, Estimate, Selection, Workload
+from optimum_memopt.engines.api.engine import Engine
+from optimum_memopt.engines.api.explanations import Explanation, FailedStep
+from optimum_memopt.engines.api.factory import Ability, EngineFactory, Report
+from optimum_memopt.engines.api.predictions import Estimate, StepPredictor, Workload
+from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.installed import missing
 from optimum_memopt.engines.compile.loss.mode import mode_of
 from optimum_memopt.engines.compile.options import PLAIN
-from optimum_memopt.engines.environment import Ability, Report
-from optimum_memopt.engines.failed_step import Explanation, FailedStep
-from optimum_memopt.engines.predicted_steps import StepPredictor
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.sizes import Budget
 
@@ -33,7 +34,7 @@ class CompileFactory(EngineFactory):
 
     def create(self, options: "MemOptOptions", selection: Selection) -> Engine:
         """An engine, not yet attached."""
-        from optimum_memopt.engines.compile.engine import CompileEngine
+        from optimum_memopt.engines.compile.train.engine import CompileEngine
 
         return CompileEngine(
             selection,
@@ -64,7 +65,7 @@ class CompileFactory(EngineFactory):
             return
         from transformers import Trainer
 
-        from optimum_memopt.engines.label_smoothing import inside
+        from optimum_memopt.engines.shared.label_smoothing import inside
 
         is_stock = type(trainer).compute_loss is Trainer.compute_loss and "compute_loss" not in vars(trainer)
         if is_stock and trainer.compute_loss_func is None:
@@ -74,19 +75,19 @@ class CompileFactory(EngineFactory):
         """Compilers, devices, kernels, and what is missing."""
         if why := missing():
             return Report({}, (Ability("compile engine", False, why, "pip install -U torch"),))
-        from optimum_memopt.engines.compile.environment import report
+        from optimum_memopt.engines.compile.train.environment import report
 
         return report()
 
     def estimate(self, workload: Workload, selection: Selection, **more: Any) -> Estimate:
         """See `engines.compile.estimate`."""
-        from optimum_memopt.engines.compile.estimate import estimate
+        from optimum_memopt.engines.compile.predict.estimate import estimate
 
         return estimate(workload, selection, **more)
 
     def explain(self, failed: FailedStep) -> Explanation:
         """See `engines.compile.explain`."""
-        from optimum_memopt.engines.compile.explain.explain import explain
+        from optimum_memopt.engines.compile.predict.explain import explain
 
         return explain(failed)
 
@@ -94,13 +95,13 @@ class CompileFactory(EngineFactory):
         """See `engines.compile.steps.build`."""
         import torch
 
-        from optimum_memopt.engines.compile.steps.build import of_model, of_workload
+        from optimum_memopt.engines.compile.predict.build_steps import of_model, of_workload
 
         return of_model(model, **more) if isinstance(model, torch.nn.Module) else of_workload(model, **more)
 
     def largest_batch(self, workload: Workload, selection: Selection, budget: Budget, **more: Any) -> int:
         """See `engines.compile.largest_batch`."""
-        from optimum_memopt.engines.compile.largest_batch import largest_batch
-        from optimum_memopt.engines.compile.planned_step import PlannedStep
+        from optimum_memopt.engines.compile.predict.largest_batch import largest_batch
+        from optimum_memopt.engines.compile.predict.planned_step import PlannedStep
 
         return largest_batch(PlannedStep(workload, selection, **more), budget)

@@ -3,11 +3,11 @@
 Importing this package imports nothing of onnxruntime; `OrtEngine.attach` does.
 """
 
-from optimum_memopt.engines.base import EngineFactory
+from optimum_memopt.engines.api.factory import EngineFactory
 from optimum_memopt.engines.ort import fused_adam
 from optimum_memopt.engines.ort.installed import DISTRIBUTIONS, missing
 from optimum_memopt.engines.ort.options import FOR_ANY_ENGINE, NEED_TRAINER, PER_RANK, OrtOptions
-from optimum_memopt.engines.registry import register_engine
+from optimum_memopt.engines.shared.registry import register_engine
 
 __all__ = ["DISTRIBUTIONS", "OrtOptions", "missing"]
 

@@ -8,22 +8,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from optimum_memopt.compat import is_encoder_decoder
-from optimum_memopt.engines import in_place
-from optimum_memopt.engines.base import Selection
-from optimum_memopt.engines.key_value_cache import without_key_value_cache
+from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.ort import compat_torch, env_option_checks, support_checks
 from optimum_memopt.engines.ort.failures import one_line
 from optimum_memopt.engines.ort.graph_plans import GraphPlans, applied_remarks, choose_plans
 from optimum_memopt.engines.ort.module_state import ModuleState, ReexportLimit, SharedCopy, describe_changes
-from optimum_memopt.engines.ort.module_with_loss import (
-    LabelShapes,
-    LabelSmoothing,
-    return_loss_only,
-    with_label_smoothing,
-)
+from optimum_memopt.engines.ort.module_with_loss import LabelShapes, return_loss_only, with_label_smoothing
 from optimum_memopt.engines.ort.options import OrtOptions
 from optimum_memopt.engines.ort.selection import check_supported
 from optimum_memopt.engines.ort.session import POST_BACKWARD, PRE_FORWARD, Hooks, OrtSession
+from optimum_memopt.engines.shared import in_place
+from optimum_memopt.engines.shared.label_smoothing import LabelSmoothing
+from optimum_memopt.engines.shared.model_settings import without_key_value_cache
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
 from optimum_memopt.logs import get_logger
 from optimum_memopt.memory import malloc

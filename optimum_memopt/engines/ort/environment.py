@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from optimum_memopt.engines.environment import Ability, Report
+from optimum_memopt.engines.api.factory import Ability, Report
 from optimum_memopt.engines.ort import compat, cuda_libraries, extensions
 from optimum_memopt.engines.ort.installed import missing
 from optimum_memopt.errors import MemOptError

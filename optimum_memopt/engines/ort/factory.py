@@ -4,11 +4,12 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from optimum_memopt.engines.base import Engine, EngineFactory, Selection
-from optimum_memopt.engines.environment import Report
+from optimum_memopt.engines.api.engine import Engine
+from optimum_memopt.engines.api.factory import EngineFactory, Report
+from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.ort import env_options, extensions, installed
 from optimum_memopt.engines.ort.selection import check_supported
-from optimum_memopt.engines.registry import engine_names, given_flags
+from optimum_memopt.engines.shared.registry import engine_names, given_flags
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.installed import installed_version
 from optimum_memopt.plans.grammar import ConfigError
@@ -80,8 +81,8 @@ class OrtFactory(EngineFactory):
         """
         if not options.ort_module_with_loss and not options.ort_fp16_optimizer:
             return
-        from optimum_memopt.engines import label_smoothing
         from optimum_memopt.engines.ort import fp16_optimizer, trainer_loss
+        from optimum_memopt.engines.shared import label_smoothing
 
         if options.ort_module_with_loss:
             trainer_loss.check(trainer)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from optimum_memopt.engines.base import Selection
+from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.ort.insight import applied_counts, parse_insight, to_plans
 from optimum_memopt.engines.ort.post_norm import residual_normalizations
 from optimum_memopt.engines.ort.selection import Choice, check_applied, choose_config, choose_level

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from optimum_memopt.engines.label_smoothing import LabelSmoothing, logits_of
+from optimum_memopt.engines.shared.label_smoothing import LabelSmoothing, logits_of
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.logs import get_logger
 

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from optimum_memopt.compat import attention_implementation
-from optimum_memopt.engines import in_place
 from optimum_memopt.engines.ort import compat, compat_torch, cuda_libraries
 from optimum_memopt.engines.ort.extensions import BUILD_COMMAND
 from optimum_memopt.engines.ort.installed import DISTRIBUTIONS
+from optimum_memopt.engines.shared import in_place
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
 from optimum_memopt.installed import installed_version
 from optimum_memopt.logs import get_logger

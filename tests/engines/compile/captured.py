@@ -11,17 +11,18 @@ import sympy
 import torch
 from torch import fx
 
-from optimum_memopt.engines.compile import compat, compat_graph, partitioned_graph
-from optimum_memopt.engines.compile.analysis.candidates import Candidate, by_row
-from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph, Modules
-from optimum_memopt.engines.compile.analysis.joint import JointGraph, symbolic, value
-from optimum_memopt.engines.compile.analysis.saved_activations import SavedActivation, operator_name
-from optimum_memopt.engines.compile.backend import Backend, configured
-from optimum_memopt.engines.compile.choice import Choice
+from optimum_memopt.engines.compile.capture.backend import Backend, configured
+from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, Modules
+from optimum_memopt.engines.compile.graph.candidates import Candidate, by_row
+from optimum_memopt.engines.compile.graph.joint import JointGraph, symbolic, value
+from optimum_memopt.engines.compile.graph.saved_activations import SavedActivation, operator_name
+from optimum_memopt.engines.compile.graph.symbols import symbol_names
 from optimum_memopt.engines.compile.memory.inductor_memory import InductorPrograms
-from optimum_memopt.engines.compile.partitioned_graph import PartitionedGraph
-from optimum_memopt.engines.compile.producers import producer_for
-from optimum_memopt.engines.compile.symbol_names import symbol_names
+from optimum_memopt.engines.compile.partition import partitioned_graph
+from optimum_memopt.engines.compile.partition.choice import Choice
+from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
+from optimum_memopt.engines.compile.partition.producers import producer_for
+from optimum_memopt.engines.compile.torch_compat import dynamo, fx_graph
 from tests.engines.compile.compiled import selection
 
 
@@ -155,15 +156,15 @@ def capture(function: Callable[..., Any], *args: Any, dynamic: bool = True, **kw
     def record(
         _: InductorPrograms, module: fx.GraphModule, inputs: Any, num_fwd_outputs: int, others: dict[str, Any]
     ) -> tuple[Choice, Modules]:
-        names = symbol_names(compat.symbol_sources(), {}, {})
+        names = symbol_names(dynamo.symbol_sources(), {}, {})
         untouched = fx.GraphModule(module, copy.deepcopy(module.graph))
         found.append(Captured(untouched, inputs, num_fwd_outputs, others, names))
-        modules = compat_graph.default_partition(module, inputs, num_fwd_outputs=num_fwd_outputs, **others)
+        modules = fx_graph.default_partition(module, inputs, num_fwd_outputs=num_fwd_outputs, **others)
         return Choice((), "torch's own partition", torchs_graphs=modules), modules
 
     torch._dynamo.reset()
     backend = Backend("aot_eager", record, prepare=lambda module, inputs: None, say=print, ran=[])
-    compiled = torch.compile(compat.with_own_code(function), backend=backend, dynamic=dynamic)
+    compiled = torch.compile(dynamo.with_own_code(function), backend=backend, dynamic=dynamic)
     with configured(compiles=True):
         compiled(*args, **kwargs)
     (one,) = found

@@ -12,10 +12,10 @@ from unittest import mock
 import torch
 from torch import fx
 
-from optimum_memopt.engines.base import Selection
-from optimum_memopt.engines.compile import planned_forward
-from optimum_memopt.engines.compile.engine import CompileEngine
-from optimum_memopt.engines.compile.partitioned_graph import PartitionedGraph
+from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
+from optimum_memopt.engines.compile.train import planned_forward
+from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.plans.grammar import ALL, Strategy, parse
 from optimum_memopt.plans.table import PlanTable
 from tests.gradients import Batch, Gradients, accumulate

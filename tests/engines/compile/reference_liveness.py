@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 import sympy
 from torch import fx
 
-from optimum_memopt.engines.compile.analysis.joint import (
+from optimum_memopt.engines.compile.graph.joint import (
     is_on_host,
     is_tensor,
     is_view,

@@ -13,10 +13,10 @@ from torch._inductor import config as inductor_config
 from torch.fx.experimental import _config as symbolic_config
 from transformers.modeling_outputs import CausalLMOutput
 
-from optimum_memopt.engines.compile import compat_graph
-from optimum_memopt.engines.compile.backend import _Partitioner, check_compiler, configured, default_compiler
-from optimum_memopt.engines.compile.choice import Choice
-from optimum_memopt.engines.compile.engine import CompileEngine
+from optimum_memopt.engines.compile.capture.backend import _Partitioner, check_compiler, configured, default_compiler
+from optimum_memopt.engines.compile.partition.choice import Choice
+from optimum_memopt.engines.compile.torch_compat import fx_graph
+from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.errors import MemOptError
 from tests import fresh_process
 from tests.engines.compile.compiled import selection
@@ -105,8 +105,8 @@ def test_an_error_leaves_nothing_behind(batch, monkeypatch, error):
     before = switches()
     engine = attached(model, "Gellu+:1:-1" if error == "in the config" else "")
     if error == "in the backend":
-        monkeypatch.setattr(compat_graph, "extract", None)
-        monkeypatch.setattr(compat_graph, "default_partition", None)
+        monkeypatch.setattr(fx_graph, "extract", None)
+        monkeypatch.setattr(fx_graph, "default_partition", None)
     model.fails = error == "in the forward"
     if error == "in the backend":
         model(**batch)
@@ -165,7 +165,7 @@ def test_inductors_key_is_known_to_copies(roberta):
     for again in (before, copy.deepcopy(partitioner), pickle.loads(pickle.dumps(partitioner))):
         assert again.uuid() == key
     script = f"""
-from optimum_memopt.engines.compile.backend import _Partitioner
+from optimum_memopt.engines.compile.capture.backend import _Partitioner
 print(_Partitioner(None, {roberta.split("level 1").graph.choice.key!r}).uuid().hex())
 """
     other_process = fresh_process.run("-c", script)

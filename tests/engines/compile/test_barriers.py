@@ -3,10 +3,10 @@
 import pytest
 from torch import fx
 
-from optimum_memopt.engines.compile import compat
-from optimum_memopt.engines.compile.analysis.joint import is_view
-from optimum_memopt.engines.compile.analysis.saved_activations import layer_of
-from optimum_memopt.engines.compile.engine import CompileEngine
+from optimum_memopt.engines.compile.graph.joint import is_view
+from optimum_memopt.engines.compile.graph.saved_activations import layer_of
+from optimum_memopt.engines.compile.torch_compat import dynamo
+from optimum_memopt.engines.compile.train.engine import CompileEngine
 from tests.engines.compile.compiled import selection
 from tests.model_zoo import ZOO
 from tests.tiers import tiered
@@ -51,7 +51,7 @@ def test_what_a_layer_is_recomputed_from_waits_for_the_layer_behind_it(name, ask
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not compat.inductor_works("cpu"), reason="there is no C++ compiler")
+@pytest.mark.skipif(not dynamo.inductor_works("cpu"), reason="there is no C++ compiler")
 def test_inductor_holds_what_the_graph_would():
     model = ZOO["deberta-v2-classification"].build(num_hidden_layers=4)
     batch = ZOO["deberta-v2-classification"].batch(8, 60, seed=1)

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from optimum_memopt import optimize
-from optimum_memopt.engines.compile import partitioned_graph, planned_forward
-from optimum_memopt.engines.compile.memory.step_memory import StepMemoryPredictor
+from optimum_memopt.engines.compile.partition import partitioned_graph
+from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
+from optimum_memopt.engines.compile.train import planned_forward
 from tests.engines.compile.test_hooks import Net
 from tests.gradients import assert_bitwise_same_step
 from tests.tiers import tiered

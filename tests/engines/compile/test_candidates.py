@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from optimum_memopt.engines.compile.analysis.saved_activations import is_negligible, is_statistic, operator_name
-from optimum_memopt.engines.compile.choice import Choice
+from optimum_memopt.engines.compile.graph.saved_activations import is_negligible, is_statistic, operator_name
+from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.plans.grammar import Strategy
 from tests.engines.compile.captured import Captured, capture
 

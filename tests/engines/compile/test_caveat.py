@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from optimum_memopt.engines.compile.engine import CompileEngine
-from optimum_memopt.engines.compile.memory.step_memory import stashed_of
+from optimum_memopt.engines.compile.predict.step_predictor import stashed_of
+from optimum_memopt.engines.compile.train.engine import CompileEngine
 from tests.engines.compile.compiled import selection
 from tests.engines.compile.test_step_memory import EXACT, measured
 

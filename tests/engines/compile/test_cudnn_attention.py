@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import fx
 
-from optimum_memopt.engines.compile import cudnn_attention
-from optimum_memopt.engines.compile.compat import fake_tensors
+from optimum_memopt.engines.compile.torch_compat import cudnn_attention
+from optimum_memopt.engines.compile.torch_compat.dynamo import fake_tensors
 
 
 @pytest.fixture(autouse=True)

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from optimum_memopt import MemOptError
-from optimum_memopt.engines.base import Selection
-from optimum_memopt.engines.compile.detach_outputs import refusing_gradients
-from optimum_memopt.engines.compile.engine import CompileEngine
+from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.compile.loss.outputs import refusing_gradients
+from optimum_memopt.engines.compile.train.engine import CompileEngine
 from tests.gradients import Batch, assert_bitwise_same_step
 from tests.model_zoo import ZOO
 from tests.tiers import tiered

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from optimum_memopt.engines.base import Selection
-from optimum_memopt.engines.compile.engine import CompileEngine
-from optimum_memopt.engines.compile.estimate import estimate
+from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.compile.predict.estimate import estimate
+from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.errors import MemOptError
-from optimum_memopt.measure.workload import Workload
 from optimum_memopt.plans.grammar import parse
 from optimum_memopt.plans.table import Plan, PlanTable
+from optimum_memopt.predict.workload import Workload
 from tests.saved_configs import save
 from tests.tiers import tiered
 

@@ -5,22 +5,20 @@ from typing import Any
 import pytest
 import torch
 
-from optimum_memopt.engines.base import Selection
-from optimum_memopt.engines.compile.budget import in_step
-from optimum_memopt.engines.compile.engine import CompileEngine
-from optimum_memopt.engines.compile.explain import ways_out
-from optimum_memopt.engines.compile.explain.captured import capture
-from optimum_memopt.engines.compile.explain.explain import _no_costs, explain
-from optimum_memopt.engines.compile.explain.ways_out import peak_of, plain_run
-from optimum_memopt.engines.compile.memory import step_memory
-from optimum_memopt.engines.compile.producers.torch_default import TorchDefault
-from optimum_memopt.engines.failed_step import FailedStep, place_of
-from optimum_memopt.engines.memory_report import FORWARD, SAVED
-from optimum_memopt.engines.run import Run
+from optimum_memopt.engines.api.engine import Run
+from optimum_memopt.engines.api.explanations import FORWARD, SAVED, FailedStep, place_of
+from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.compile.partition.producers.torch_default import TorchDefault
+from optimum_memopt.engines.compile.predict import step_predictor, suggestions
+from optimum_memopt.engines.compile.predict.captured import capture
+from optimum_memopt.engines.compile.predict.explain import _no_costs, explain
+from optimum_memopt.engines.compile.predict.suggestions import peak_of, plain_run
+from optimum_memopt.engines.compile.train import step_context
+from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.errors import DoesNotFitError
+from optimum_memopt.oom.failure import forward_call, free_step
 from optimum_memopt.progress import TimeIsUpError
 from optimum_memopt.sizes import Budget
-from optimum_memopt.training.step_failure import forward_call, free_step
 from tests.engines.compile.test_caveat import BrokenLoop, Output
 from tests.limited_memory import LimitedTensors
 from tests.model_zoo import SDPA, ZOO
@@ -144,7 +142,7 @@ class WithReference(torch.nn.Module):
 
 
 def test_parameters_without_a_gradient_have_neither_gradients_nor_states(monkeypatch):
-    for module in (in_step, step_memory):
+    for module in (step_context, step_predictor):
         # The process itself grows and shrinks by more.
         monkeypatch.setattr(module, "constant_of", lambda *held: 2**29)
     batch = {"x": torch.randn(512, 64)}
@@ -183,13 +181,13 @@ def test_what_is_found_when_the_time_is_up_is_told(monkeypatch):
         raise TimeIsUpError
         yield
 
-    monkeypatch.setattr(ways_out, "within_budget", takes_too_long)
+    monkeypatch.setattr(suggestions, "within_budget", takes_too_long)
     partial = explain(failed)
     assert (partial.moment, partial.parts) == (complete.moment, complete.parts)
     assert partial.ways_out and set(partial.ways_out) <= set(complete.ways_out)
     assert partial.remarks == ("what was found in 15 seconds is here: more may fit",)
     monkeypatch.undo()
-    monkeypatch.setattr("optimum_memopt.engines.compile.explain.explain._SECONDS", 0.001)
+    monkeypatch.setattr("optimum_memopt.engines.compile.predict.explain._SECONDS", 0.001)
     with log_lines() as lines:
         traced = explain(failed)
     assert (traced.moment, traced.parts) == (complete.moment, complete.parts) and not traced.ways_out

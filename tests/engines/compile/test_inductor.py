@@ -5,9 +5,9 @@ import torch
 from torch._dynamo.utils import counters
 from transformers.modeling_outputs import CausalLMOutput
 
-from optimum_memopt.engines.compile import compat
-from optimum_memopt.engines.compile.compat_graph import is_random
-from optimum_memopt.engines.key_value_cache import without_key_value_cache
+from optimum_memopt.engines.compile.torch_compat import dynamo
+from optimum_memopt.engines.compile.torch_compat.fx_graph import is_random
+from optimum_memopt.engines.shared.model_settings import without_key_value_cache
 from optimum_memopt.plans.grammar import Strategy
 from tests.engines.compile.compiled import DROPOUT, GPT2_DROPOUT, Run, assert_bitwise_same, run
 from tests.gradients import TOLERANCE, Batch, accumulate, wrong_gradients
@@ -15,7 +15,7 @@ from tests.model_zoo import ZOO
 
 pytestmark = [
     pytest.mark.timeout(1800),
-    pytest.mark.skipif(not compat.inductor_works("cpu"), reason="there is no C++ compiler"),
+    pytest.mark.skipif(not dynamo.inductor_works("cpu"), reason="there is no C++ compiler"),
 ]
 
 HIDDEN = 32

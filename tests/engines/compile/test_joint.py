@@ -5,7 +5,7 @@ import operator
 import pytest
 import torch
 
-from optimum_memopt.engines.compile.analysis.joint import is_number, is_tensor, is_view, root, storage_bytes
+from optimum_memopt.engines.compile.graph.joint import is_number, is_tensor, is_view, root, storage_bytes
 from tests.engines.compile.captured import Captured, Executed, capture
 
 

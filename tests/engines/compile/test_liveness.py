@@ -7,9 +7,9 @@ import torch
 from torch import fx
 from torch.profiler import ProfilerActivity, profile
 
-from optimum_memopt.engines.compile.analysis.joint import is_tensor, value
+from optimum_memopt.engines.compile.graph.joint import is_tensor, value
+from optimum_memopt.engines.compile.graph.symbols import SymbolValues, compile_sizes
 from optimum_memopt.engines.compile.memory.liveness import SizeTable, schedule
-from optimum_memopt.engines.compile.memory.symbolic_sizes import SymbolValues, compile_sizes
 from optimum_memopt.engines.compile.memory.timeline import Timeline, graph_timeline, simulate
 from tests.engines.compile.captured import Captured, capture, real
 

@@ -6,7 +6,7 @@ import torch._inductor.compile_fx
 from transformers.modeling_outputs import CausalLMOutput
 
 from optimum_memopt import MemOptError, optimize
-from optimum_memopt.engines.compile import compat
+from optimum_memopt.engines.compile.torch_compat import dynamo
 from optimum_memopt.plans.grammar import ConfigError
 
 HIDDEN = 16
@@ -71,7 +71,7 @@ def compiled(monkeypatch) -> list[torch.fx.Graph]:
     return graphs
 
 
-@pytest.mark.skipif(not compat.inductor_works("cpu"), reason="there is no C++ compiler")
+@pytest.mark.skipif(not dynamo.inductor_works("cpu"), reason="there is no C++ compiler")
 def test_a_typo_is_found_before_inductor_compiles(compiled):
     model = OneGraph()
     with pytest.raises(ConfigError, match=r'^no plan "Gellu\+" in this model; did you mean Gelu\+'):

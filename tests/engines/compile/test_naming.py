@@ -5,9 +5,8 @@ from collections import Counter
 import pytest
 import torch
 
-from optimum_memopt.engines.auto import create
-from optimum_memopt.engines.base import Engine
-from optimum_memopt.engines.compile.analysis.naming import (
+from optimum_memopt.engines.api.engine import Engine
+from optimum_memopt.engines.compile.graph.naming import (
     CUT_ELSEWHERE,
     LAYOUTS,
     MODULES,
@@ -15,7 +14,8 @@ from optimum_memopt.engines.compile.analysis.naming import (
     cluster_id,
     translate,
 )
-from optimum_memopt.engines.compile.analysis.recompute_chains import recompute_chain
+from optimum_memopt.engines.compile.graph.saved_activations import recompute_chain
+from optimum_memopt.engines.shared.auto import create
 from optimum_memopt.options import MemOptOptions, resolve
 from optimum_memopt.plans.grammar import Strategy, parse
 from optimum_memopt.plans.matching import operators

@@ -10,13 +10,13 @@ import torch
 from torch import fx
 from transformers.modeling_outputs import CausalLMOutput
 
-from optimum_memopt.engines.compile.analysis.graph import Modules
-from optimum_memopt.engines.compile.analysis.joint import is_tensor, value
-from optimum_memopt.engines.compile.engine import CompileEngine
+from optimum_memopt.engines.compile.graph.analyzed_graph import Modules
+from optimum_memopt.engines.compile.graph.joint import is_tensor, value
 from optimum_memopt.engines.compile.memory.timeline import graph_timeline
-from optimum_memopt.engines.compile.passes import host_copies
-from optimum_memopt.engines.compile.passes.place_copies import place_copies
-from optimum_memopt.engines.compile.strategies import offload
+from optimum_memopt.engines.compile.partition.passes import host_copies
+from optimum_memopt.engines.compile.partition.passes.place_copies import place_copies
+from optimum_memopt.engines.compile.partition.strategies import offload
+from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.plans.grammar import Strategy
 from tests.engines.compile.compiled import DROPOUT, Run, assert_bitwise_same, run, selection

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optimum_memopt.engines.compile.memory.overlap import Copy, Overlap, overlap
+from optimum_memopt.engines.compile.solver.offload import Copy, Overlap, overlap
 
 OPERATORS = 8
 

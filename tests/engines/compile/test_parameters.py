@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch.nn import functional
 
-from optimum_memopt.engines.compile.analysis.joint import is_tensor, root
-from optimum_memopt.engines.compile.analysis.saved_activations import operator_name
-from optimum_memopt.engines.compile.budget.problem import problem_of
-from optimum_memopt.engines.compile.budget.solve import Solver
-from optimum_memopt.engines.compile.choice import Choice
-from optimum_memopt.engines.compile.engine import CompileEngine
-from optimum_memopt.engines.compile.producers.plan_file import FromPlanFile, graph_plan
+from optimum_memopt.engines.compile.graph.joint import is_tensor, root
+from optimum_memopt.engines.compile.graph.problem import problem_of
+from optimum_memopt.engines.compile.graph.saved_activations import operator_name
+from optimum_memopt.engines.compile.partition.choice import Choice
+from optimum_memopt.engines.compile.partition.producers.plan_file import FromPlanFile, graph_plan
+from optimum_memopt.engines.compile.solver.solver import Solver
+from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.plans.plan_file import PlanFile
 from tests.engines.compile.captured import Captured, capture
 from tests.engines.compile.compiled import assert_bitwise_same, selection

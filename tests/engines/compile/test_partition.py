@@ -9,17 +9,17 @@ from torch import fx
 from torch._functorch import partitioners
 from transformers import JambaConfig, JambaForCausalLM
 
-from optimum_memopt.engines.compile.analysis.graph import layer_boundaries, nodes_to_save
-from optimum_memopt.engines.compile.analysis.joint import is_tensor, is_view, root
-from optimum_memopt.engines.compile.analysis.saved_activations import (
+from optimum_memopt.engines.compile.graph.analyzed_graph import layer_boundaries, nodes_to_save
+from optimum_memopt.engines.compile.graph.joint import is_tensor, is_view, root
+from optimum_memopt.engines.compile.graph.saved_activations import (
     is_generator_state,
     is_output,
     is_statistic,
     layer_of,
     operator_name,
 )
-from optimum_memopt.engines.compile.compat_graph import is_random
-from optimum_memopt.engines.compile.passes import dropout
+from optimum_memopt.engines.compile.partition.passes import dropout
+from optimum_memopt.engines.compile.torch_compat.fx_graph import is_random
 from optimum_memopt.plans.grammar import Strategy
 from tests.engines.compile.captured import Captured, Parts, capture
 

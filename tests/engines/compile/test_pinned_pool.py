@@ -5,7 +5,7 @@ import mmap
 import pytest
 import torch
 
-from optimum_memopt.engines.compile.passes.pinned_pool import PinnedPool, pinned_bytes
+from optimum_memopt.engines.compile.partition.passes.host_copies import PinnedPool, pinned_bytes
 
 PAGE = mmap.PAGESIZE
 

@@ -6,17 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from optimum_memopt.engines.base import Selection
-from optimum_memopt.engines.compile.engine import CompileEngine
-from optimum_memopt.engines.compile.estimate import estimate
-from optimum_memopt.engines.compile.producers.plan_file import FromPlanFile
-from optimum_memopt.engines.compile.symbol_names import SymbolNames
-from optimum_memopt.engines.compile.table import to_table
+from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.compile.graph.symbols import SymbolNames
+from optimum_memopt.engines.compile.partition.producers.plan_file import FromPlanFile
+from optimum_memopt.engines.compile.predict.estimate import estimate
+from optimum_memopt.engines.compile.train.engine import CompileEngine
+from optimum_memopt.engines.compile.train.table import to_table
 from optimum_memopt.errors import MemOptError
-from optimum_memopt.measure.workload import Workload
 from optimum_memopt.options import MemOptOptions
 from optimum_memopt.plans.matching import Matched
 from optimum_memopt.plans.plan_file import PlanFile
+from optimum_memopt.predict.workload import Workload
 from optimum_memopt.sizes import parse_budget
 from tests.engines.compile.compiled import DROPOUT, assert_bitwise_same, recorded, selection
 from tests.gradients import accumulate

@@ -7,11 +7,11 @@ import torch
 from allocations import allocated
 from transformers import Trainer, TrainingArguments
 
-from optimum_memopt.engines.base import Selection
-from optimum_memopt.engines.compile.engine import CompileEngine
-from optimum_memopt.engines.compile.estimate import estimate
+from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.compile.predict.estimate import estimate
+from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.errors import MemOptError
-from optimum_memopt.measure.workload import Workload
+from optimum_memopt.predict.workload import Workload
 from tests.saved_configs import save
 from tests.tiers import tiered
 
@@ -102,7 +102,7 @@ def test_an_optimizer_that_is_not_known(folder: str) -> None:
 
 
 def test_plain_names_of_sizes() -> None:
-    from optimum_memopt.engines.compile.budget.largest_sizes import plain_sizes
+    from optimum_memopt.engines.compile.graph.symbols import plain_sizes
 
     known = {"inputs_input_ids_dim0": 8, "inputs_input_ids_dim1": 24, "inputs_labels_dim1": 7}
     assert plain_sizes(known, 64, None) == {"inputs_input_ids_dim0": 64}

@@ -6,8 +6,8 @@ import torch
 from allocations import allocated
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from optimum_memopt.engines.compile.engine import CompileEngine
-from optimum_memopt.engines.compile.symbol_names import bound_symbols
+from optimum_memopt.engines.compile.graph.symbols import bound_symbols
+from optimum_memopt.engines.compile.train.engine import CompileEngine
 from tests.engines.compile.compiled import selection
 from tests.engines.compile.test_caveat import Layer
 from tests.engines.compile.test_step_memory import EXACT, measured

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from optimum_memopt.engines.base import Selection
-from optimum_memopt.engines.compile import compat
-from optimum_memopt.engines.compile.engine import CompileEngine
-from optimum_memopt.engines.compile.recompiles import FailedGuards
+from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.compile.capture.recompiles import FailedGuards
+from optimum_memopt.engines.compile.torch_compat import dynamo
+from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.plans.grammar import parse
 from tests.trainer_runs import log_lines
@@ -40,7 +40,7 @@ class Whole(Broken):
 @pytest.fixture(autouse=True)
 def _few_recompiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
-    monkeypatch.setattr(compat, "_RECOMPILES", LIMIT)
+    monkeypatch.setattr(dynamo, "_RECOMPILES", LIMIT)
     with torch._dynamo.config.patch(recompile_limit=LIMIT):
         yield
 
@@ -58,12 +58,12 @@ def rows(count: int = 32) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "isolates",
-    [compat._ISOLATES, pytest.param(False, marks=pytest.mark.slow)],
+    [dynamo._ISOLATES, pytest.param(False, marks=pytest.mark.slow)],
     ids=["as here", "as before torch 2.13"],
 )
 def test_fresh_models_of_a_class_in_pieces(monkeypatch: pytest.MonkeyPatch, isolates: bool) -> None:
     """All at once and more than one model may be recompiled, each under its own plan."""
-    monkeypatch.setattr(compat, "_ISOLATES", isolates)
+    monkeypatch.setattr(dynamo, "_ISOLATES", isolates)
     engines = []
     for index in range(FRESH_MODELS):
         model = Broken()
@@ -103,7 +103,7 @@ def test_a_model_that_recompiles_with_every_batch_is_stopped_and_told_why(
 
 def test_a_user_may_allow_more() -> None:
     with torch._dynamo.config.patch(recompile_limit=100):
-        assert compat.recompile_limit() == 100
+        assert dynamo.recompile_limit() == 100
 
 
 class Counting(Whole):

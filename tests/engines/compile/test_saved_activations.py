@@ -4,18 +4,18 @@ import pytest
 import torch
 from torch.nn import functional
 
-from optimum_memopt.engines.compile.analysis.joint import is_view, root
-from optimum_memopt.engines.compile.analysis.recompute_chains import recompute_chain
-from optimum_memopt.engines.compile.analysis.saved_activations import (
+from optimum_memopt.engines.compile.graph.joint import is_view, root
+from optimum_memopt.engines.compile.graph.problem import problem_of
+from optimum_memopt.engines.compile.graph.saved_activations import (
     is_generator_state,
     is_negligible,
     is_statistic,
     layer_of,
     module_path,
     operator_name,
+    recompute_chain,
 )
-from optimum_memopt.engines.compile.budget.problem import problem_of
-from optimum_memopt.engines.compile.budget.solve import Solver
+from optimum_memopt.engines.compile.solver.solver import Solver
 from tests.engines.compile.captured import Captured, capture
 from tests.model_zoo import ZOO
 

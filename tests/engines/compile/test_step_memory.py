@@ -10,10 +10,10 @@ import torch
 from allocations import allocated
 from torch._dynamo.utils import counters
 
-from optimum_memopt.engines.compile import compat
-from optimum_memopt.engines.compile.engine import CompileEngine
-from optimum_memopt.engines.compile.memory import step_memory
 from optimum_memopt.engines.compile.memory.footprint import Footprint, optimizer_bytes, step_bytes
+from optimum_memopt.engines.compile.predict import step_predictor
+from optimum_memopt.engines.compile.torch_compat import dynamo
+from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.plans.table import PlanTable
 from tests.engines.compile.compiled import DROPOUT, selection
@@ -140,13 +140,13 @@ def test_inductors_peak_is_read_from_its_program(name: str, plan: str, monkeypat
     subject.check()
     predictor = subject.engine.predictor
     ours = predictor.activations()
-    assert abs(ours / step_memory.activations_of([part.prediction for part in predictor._parts]) - 1) > 0.02, (
+    assert abs(ours / step_predictor.activations_of([part.prediction for part in predictor._parts]) - 1) > 0.02, (
         "inductor changes nothing here"
     )
     # The last sizes are remembered.
     assert predictor.activations({name: size + 1 for name, size in predictor.first.items()}) > ours
     with monkeypatch.context() as patched:
-        patched.setattr(compat, "silenced", lambda runner: 1 / 0)
+        patched.setattr(dynamo, "silenced", lambda runner: 1 / 0)
         assert predictor.activations() != ours
     assert predictor.caveat == "without inductor's fusions, whose program cannot be read (ZeroDivisionError)"
     subject.engine.detach()

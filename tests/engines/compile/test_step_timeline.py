@@ -4,12 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from optimum_memopt.engines.compile.memory import step_memory
-from optimum_memopt.engines.compile.memory.footprint import Footprint
-from optimum_memopt.engines.compile.memory.graph_run import run_of_graphs, run_of_requests
-from optimum_memopt.engines.compile.memory.step_memory import activations_of
-from optimum_memopt.engines.compile.memory.step_timeline import PredictedRun, step_timeline
-from optimum_memopt.engines.step_timeline import (
+from optimum_memopt.engines.api.predictions import (
     CATEGORIES,
     GRADIENTS,
     OPTIMIZER,
@@ -20,6 +15,11 @@ from optimum_memopt.engines.step_timeline import (
     SAVED,
     TEMPORARY,
 )
+from optimum_memopt.engines.compile.memory.footprint import Footprint
+from optimum_memopt.engines.compile.memory.graph_run import run_of_graphs, run_of_requests
+from optimum_memopt.engines.compile.memory.step_timeline import PredictedRun, step_timeline
+from optimum_memopt.engines.compile.predict import step_predictor
+from optimum_memopt.engines.compile.predict.step_predictor import activations_of
 
 PLANS = ("", "level 1", "Gelu+:1:-1,Dropout+:3:2")
 AROUND = Footprint(0, parameters=1000, buffers=24, batch=30, optimizer=2000, gradients=1000, constant=5000)
@@ -127,7 +127,7 @@ def test_several_graphs_peak_where_their_prediction_does(roberta, gpt2):
     pairs = [predicted(roberta, "level 1")[1:], predicted(gpt2, "")[1:], predicted(roberta, "")[1:]]
     peak = activations_of([prediction for prediction, _ in pairs], 77)
     around = replace(AROUND, activations=peak)
-    kept = step_memory._kept_inputs([prediction for prediction, _ in pairs])
+    kept = step_predictor._kept_inputs([prediction for prediction, _ in pairs])
     runs = [PredictedRun(run, prediction, one) for (prediction, run), one in zip(pairs, kept, strict=True)]
     assert step_timeline(runs, around, {}, 77).peak == around.peak
     assert max(step_timeline(runs, around, {}, 77).held[PARAMETERS]) == 1024

@@ -5,7 +5,7 @@ import sympy
 import torch
 
 from optimum_memopt import optimize
-from optimum_memopt.engines.compile.symbol_names import input_sizes, symbol_names
+from optimum_memopt.engines.compile.graph.symbols import input_sizes, symbol_names
 
 BATCH = {"input_ids_dim0": 8, "input_ids_dim1": 32, "labels_dim0": 8, "labels_dim1": 32}
 SYMBOL = sympy.Symbol("s0")

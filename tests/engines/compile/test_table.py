@@ -4,8 +4,8 @@ import pytest
 import sympy
 import torch
 
-from optimum_memopt.engines.compile.symbol_names import SymbolNames
-from optimum_memopt.engines.compile.table import to_table
+from optimum_memopt.engines.compile.graph.symbols import SymbolNames
+from optimum_memopt.engines.compile.train.table import to_table
 from optimum_memopt.plans.table import PlanTable
 from tests.engines.compile.captured import Parts
 

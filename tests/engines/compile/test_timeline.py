@@ -4,8 +4,8 @@ import pytest
 import sympy
 from torch.utils._sympy.functions import CleanDiv, FloorDiv, IntTrueDiv, Max, Min, Mod, PythonMod, TruncToInt
 
-from optimum_memopt.engines.compile.analysis.joint import root, storage_bytes
-from optimum_memopt.engines.compile.memory.symbolic_sizes import compile_sizes
+from optimum_memopt.engines.compile.graph.joint import root, storage_bytes
+from optimum_memopt.engines.compile.graph.symbols import compile_sizes
 from optimum_memopt.engines.compile.memory.timeline import graph_timeline
 from tests.engines.compile import reference_liveness
 

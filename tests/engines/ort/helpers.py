@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import optimum_memopt
-from optimum_memopt.engines.base import Engine, Selection
+from optimum_memopt.engines.api.engine import Engine
+from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.ort import missing
 from optimum_memopt.plans.grammar import parse
 from tests.gradients import TOLERANCE, accumulate, wrong_gradients

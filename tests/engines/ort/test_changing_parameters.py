@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from optimum_memopt.engines.base import Selection
+from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.errors import UnsupportedModelError
 from tests.engines.ort.helpers import (
     DROPOUT,

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import optimum_memopt
-from optimum_memopt.engines.base import Selection
+from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.ort.engine import OrtEngine
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
 from optimum_memopt.logs import set_log_level

@@ -1,7 +1,7 @@
 import onnx
 
-from optimum_memopt.engines.auto import create
 from optimum_memopt.engines.ort import gather_indices, session
+from optimum_memopt.engines.shared.auto import create
 from optimum_memopt.options import MemOptOptions, resolve
 from tests.engines.ort.helpers import needs_ort
 from tests.gradients import assert_same_step

@@ -4,7 +4,7 @@ import copy
 
 import torch
 
-from optimum_memopt.engines.base import Selection
+from optimum_memopt.engines.api.run import Selection
 from tests.engines.ort.helpers import (
     MLM,
     Attach,

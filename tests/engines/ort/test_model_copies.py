@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from optimum_memopt.engines.attached import engine_of
-from optimum_memopt.engines.base import Selection
+from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.shared.in_place import engine_of
 from tests.engines.ort.helpers import (
     ROBERTA,
     Attach,

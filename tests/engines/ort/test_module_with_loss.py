@@ -11,10 +11,10 @@ from transformers import Trainer
 from transformers.trainer_pt_utils import LabelSmoother
 
 from optimum_memopt import MemOptError, MemOptTrainer, MemOptTrainingArguments, attach
-from optimum_memopt.engines.base import Selection
-from optimum_memopt.engines.label_smoothing import LabelSmoothing
+from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.ort.engine import OrtEngine
 from optimum_memopt.engines.ort.options import OrtOptions
+from optimum_memopt.engines.shared.label_smoothing import LabelSmoothing
 from optimum_memopt.errors import UnsupportedModelError
 from optimum_memopt.plans.grammar import parse
 from tests.engines.ort.helpers import needs_ort

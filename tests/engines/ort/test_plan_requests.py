@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from optimum_memopt.engines.base import Selection
+from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.ort.engine import OrtEngine
 from optimum_memopt.plans.grammar import ConfigError, parse
 from tests.engines.ort.helpers import (

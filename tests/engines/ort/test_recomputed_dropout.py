@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from optimum_memopt.engines.base import Selection
+from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.errors import MemOptError
 from tests.engines.ort.helpers import (
     DROPOUT,

@@ -2,13 +2,7 @@ import re
 
 import pytest
 
-from optimum_memopt.engines.ort.selection import (
-    Choice,
-    check_applied,
-    check_supported,
-    choose_config,
-    choose_level,
-)
+from optimum_memopt.engines.ort.selection import Choice, check_applied, check_supported, choose_config, choose_level
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.plans.grammar import ConfigError, parse
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from optimum_memopt.engines.base import Selection
+from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.ort import compat
 from optimum_memopt.engines.ort.engine import OrtEngine
 from optimum_memopt.engines.ort.options import OrtOptions

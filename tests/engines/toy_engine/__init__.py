@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass, field
 
-from optimum_memopt.engines.base import Engine, EngineFactory, Selection
-from optimum_memopt.engines.registry import register_engine
+from optimum_memopt.engines.api.engine import Engine
+from optimum_memopt.engines.api.factory import EngineFactory
+from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.shared.registry import register_engine
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """See the package."""
 
-from optimum_memopt.engines.in_place import InPlaceEngine
+from optimum_memopt.engines.shared.in_place import InPlaceEngine
 from optimum_memopt.plans.table import PlanTable
 
 

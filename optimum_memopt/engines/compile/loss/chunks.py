@@ -8,7 +8,7 @@ import sympy
 import torch
 from torch import fx
 
-from optimum_memopt.engines.compile.analysis.joint import elements, tensor_value
+from optimum_memopt.engines.compile.graph.joint import elements, tensor_value
 
 # A number of rows or bytes: an integer, or an expression in the symbols of a graph.
 Size = Any

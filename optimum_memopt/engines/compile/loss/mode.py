@@ -2,7 +2,7 @@
 
 import torch
 
-from optimum_memopt.engines.base import Selection
+from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.options import AUTO, CHUNKED, PLAIN
 from optimum_memopt.plans.grammar import ALL, ConfigError, PlanConfig, Strategy
 

@@ -11,8 +11,8 @@ from typing import Any
 import sympy
 import torch
 
-from optimum_memopt.engines.compile import compat_kernels
-from optimum_memopt.engines.compile.analysis.joint import elements, symbolic
+from optimum_memopt.engines.compile.graph.joint import elements, symbolic
+from optimum_memopt.engines.compile.torch_compat import kernels
 
 _ZERO = sympy.Integer(0)
 _FLOAT_BYTES = 4
@@ -112,9 +112,9 @@ def _onednn_buffers(dtype: torch.dtype, rows: sympy.Expr, keys: sympy.Expr, head
     AVX512 alone: the result in float32 and up to 4 KiB. Compared for 2,850 shapes with each (torch 2.13, oneDNN by
     `ONEDNN_MAX_CPU_ISA`); on processors with AMX not seen.
     """
-    if not compat_kernels.onednn_multiplies(dtype):
+    if not kernels.onednn_multiplies(dtype):
         return _ZERO
-    if not compat_kernels.has_instructions_for(dtype):
+    if not kernels.has_instructions_for(dtype):
         return sympy.Max(keys, rows) * head * _FLOAT_BYTES + _ONEDNN_OVERHEAD
     columns = sympy.Min(_ONEDNN_COLUMNS, head)
     part = sympy.Piecewise((keys, keys <= _LONG), (sympy.ceiling(keys / 2), True))

@@ -11,7 +11,7 @@ from typing import Any
 import sympy
 import torch
 
-from optimum_memopt.engines.compile.analysis.joint import elements, symbolic
+from optimum_memopt.engines.compile.graph.joint import elements, symbolic
 
 _ZERO = sympy.Integer(0)
 _HALVES = (torch.float16, torch.bfloat16)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from optimum_memopt.engines.compile import compat
+from optimum_memopt.engines.compile.torch_compat import dynamo
 from optimum_memopt.memory.optimizers import Optimizer, PlannedOptimizer
 from optimum_memopt.memory.peak_monitor import MIB
 
@@ -138,7 +138,7 @@ def constant_of(model: torch.nn.Module, batch: int, resident: int, stashed: int 
         resident: bytes that the process holds.
         stashed: bytes of saved activations among them.
     """
-    if any(compat.is_fake(parameter) for parameter in model.parameters()):
+    if any(dynamo.is_fake(parameter) for parameter in model.parameters()):
         return resident
     there = tensor_bytes([*model.parameters(), *model.buffers()]) + batch + stashed
     there += tensor_bytes(parameter.grad for parameter in model.parameters() if parameter.grad is not None)

@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from optimum_memopt.engines.api.predictions import CATEGORIES, GRADIENTS, RECOMPUTED, SAVED, TEMPORARY
+from optimum_memopt.engines.compile.graph.symbols import SymbolValues
 from optimum_memopt.engines.compile.memory.liveness import Schedule
 from optimum_memopt.engines.compile.memory.requests import Request
-from optimum_memopt.engines.compile.memory.symbolic_sizes import SymbolValues
 from optimum_memopt.engines.compile.memory.timeline import GraphTimeline
-from optimum_memopt.engines.step_timeline import CATEGORIES, GRADIENTS, RECOMPUTED, SAVED, TEMPORARY
 
 _BACKWARD = "backward "
 

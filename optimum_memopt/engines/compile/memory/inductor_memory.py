@@ -15,12 +15,12 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from optimum_memopt.engines.compile import compat
-from optimum_memopt.engines.compile.analysis.joint import Number, symbolic, value
+from optimum_memopt.engines.compile.graph.joint import Number, symbolic, value
+from optimum_memopt.engines.compile.graph.symbols import SymbolValues
 from optimum_memopt.engines.compile.memory.requests import Request
-from optimum_memopt.engines.compile.memory.symbolic_sizes import SymbolValues
 from optimum_memopt.engines.compile.memory.timeline import Prediction, SavedForBackward, SavedStorage, Timeline
 from optimum_memopt.engines.compile.memory.workspaces import multiprocessors_of, operator_workspace
+from optimum_memopt.engines.compile.torch_compat import dynamo
 
 _COUNTED = "_memopt_counted"
 
@@ -126,7 +126,7 @@ def _run(
     tensors = [tensor for _, tensor in program.inputs if isinstance(tensor, torch.Tensor)]
     device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))
     tracker, others = _StorageTracker(device, start), []
-    with compat.fake_tensors(), torch.no_grad():
+    with dynamo.fake_tensors(), torch.no_grad():
         arguments = [_sized(argument, values) for _, argument in program.inputs]
         for (name, _), argument in zip(program.inputs, arguments, strict=True):
             if name in owned:
@@ -138,7 +138,7 @@ def _run(
         # The program clears the list and must be left with the only reference to each.
         argument = None
         with tracker:
-            outputs = compat.silenced(program.runner)(program.runner, arguments)
+            outputs = dynamo.silenced(program.runner)(program.runner, arguments)
         end = tracker.held
         log = list(tracker.log)
         # None stands for an input that is saved.
@@ -171,7 +171,7 @@ def _sized(argument: Any, values: SymbolValues) -> Any:
     if isinstance(argument, torch.Tensor):
         shape, stride = _layout(argument, values)
         return torch.empty_strided(shape, stride, dtype=argument.dtype, device=argument.device)
-    return _integer(argument, values) if isinstance(argument, compat.SymbolicNumber) else argument
+    return _integer(argument, values) if isinstance(argument, dynamo.SymbolicNumber) else argument
 
 
 def _layout(tensor: torch.Tensor, values: SymbolValues) -> tuple[list[int], list[int]]:
@@ -210,11 +210,11 @@ class _StorageTracker(TorchDispatchMode):
         self.log: list[tuple[Any, int]] = []
 
     def __torch_dispatch__(self, func: Any, classes: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if compat.reads_a_number(func) and compat.is_fake(args[0]):
+        if dynamo.reads_a_number(func) and dynamo.is_fake(args[0]):
             # On CUDA a kernel is given a scalar of the CPU as a number (DeBERTa's scale); here kernels do nothing.
             return 1.0 if args[0].is_floating_point() else 1
         outputs = func(*args, **(kwargs or {}))
-        for tensor in compat.tree_leaves(outputs):
+        for tensor in dynamo.tree_leaves(outputs):
             if isinstance(tensor, torch.Tensor) and not hasattr(tensor, _COUNTED):
                 storage = tensor.untyped_storage()
                 on_device = tensor.device.type == self._device
@@ -238,7 +238,7 @@ class _StorageTracker(TorchDispatchMode):
             counted_before: `held` includes it.
         """
         setattr(tensor, _COUNTED, True)
-        name = self._names.setdefault(compat.storage_id(tensor), name)
+        name = self._names.setdefault(dynamo.storage_id(tensor), name)
         if name not in self._bytes:
             self._bytes[name], self._users[name] = size, 0
             if size and not counted_before:
@@ -250,7 +250,7 @@ class _StorageTracker(TorchDispatchMode):
 
     def name_of(self, tensor: torch.Tensor | None) -> Any:
         """Of the storage of a tensor that was added."""
-        return None if tensor is None else self._names[compat.storage_id(tensor)]
+        return None if tensor is None else self._names[dynamo.storage_id(tensor)]
 
     def _release(self, name: Any) -> None:
         self._users[name] -= 1

@@ -8,15 +8,8 @@ from typing import NamedTuple
 import sympy
 from torch import fx
 
-from optimum_memopt.engines.compile.analysis.joint import (
-    is_on_host,
-    is_tensor,
-    is_view,
-    root,
-    storage_bytes,
-    value,
-)
-from optimum_memopt.engines.compile.analysis.saved_activations import layer_of, operator_name
+from optimum_memopt.engines.compile.graph.joint import is_on_host, is_tensor, is_view, root, storage_bytes, value
+from optimum_memopt.engines.compile.graph.saved_activations import layer_of, operator_name
 from optimum_memopt.engines.compile.memory.cuda_workspaces import Multiprocessors
 from optimum_memopt.engines.compile.memory.workspaces import workspace
 

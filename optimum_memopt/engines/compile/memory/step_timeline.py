@@ -4,10 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from optimum_memopt.engines.compile.memory.footprint import Footprint
-from optimum_memopt.engines.compile.memory.graph_run import Event, GraphRun, Held, Memory
-from optimum_memopt.engines.compile.memory.timeline import Prediction
-from optimum_memopt.engines.step_timeline import (
+from optimum_memopt.engines.api.predictions import (
     BATCH,
     CATEGORIES,
     GRADIENTS,
@@ -25,6 +22,9 @@ from optimum_memopt.engines.step_timeline import (
     Phase,
     StepTimeline,
 )
+from optimum_memopt.engines.compile.memory.footprint import Footprint
+from optimum_memopt.engines.compile.memory.graph_run import Event, GraphRun, Held, Memory
+from optimum_memopt.engines.compile.memory.timeline import Prediction
 
 _ByCategory = Mapping[str, int]
 

@@ -10,11 +10,11 @@ from typing import NamedTuple, cast
 
 from torch import fx
 
-from optimum_memopt.engines.compile.analysis.joint import is_tensor, root
+from optimum_memopt.engines.compile.graph.joint import is_tensor, root
+from optimum_memopt.engines.compile.graph.symbols import CompiledSizes, SymbolValues, compile_sizes
 from optimum_memopt.engines.compile.memory.cuda_workspaces import Multiprocessors
 from optimum_memopt.engines.compile.memory.liveness import Schedule, SizeTable, schedule
 from optimum_memopt.engines.compile.memory.requests import Request, requests_of
-from optimum_memopt.engines.compile.memory.symbolic_sizes import CompiledSizes, SymbolValues, compile_sizes
 
 
 class Moment(NamedTuple):

@@ -7,11 +7,11 @@ import sympy
 import torch
 from torch import fx
 
-from optimum_memopt.engines.compile import compat
-from optimum_memopt.engines.compile.analysis.joint import is_chunked_loss_operator, value
+from optimum_memopt.engines.compile.graph.joint import is_chunked_loss_operator, value
 from optimum_memopt.engines.compile.loss.chunks import loss_shape
 from optimum_memopt.engines.compile.memory import cpu_workspaces, cuda_workspaces
 from optimum_memopt.engines.compile.memory.cuda_workspaces import Multiprocessors
+from optimum_memopt.engines.compile.torch_compat import dynamo
 
 
 def multiprocessors_of(device: torch.device) -> Multiprocessors | None:
@@ -39,7 +39,7 @@ def operator_workspace(target: Any, arguments: Sequence[Any], result: Any, cuda:
     """
     if is_chunked_loss_operator(target):
         return sympy.sympify(loss_shape(arguments).workspace)
-    name = compat.operator_name(target)
+    name = dynamo.operator_name(target)
     if cuda is not None:
         return cuda_workspaces.workspace(name, arguments, result, cuda)
     return cpu_workspaces.workspace(name, arguments, result)

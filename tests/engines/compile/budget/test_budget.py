@@ -9,16 +9,16 @@ import pytest
 import torch
 from allocations import allocated
 
-from optimum_memopt.engines.base import Selection
-from optimum_memopt.engines.compile.analysis.candidates import Candidate
-from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph
-from optimum_memopt.engines.compile.budget import in_step, step_budget
-from optimum_memopt.engines.compile.budget.step_budget import StepBudget
-from optimum_memopt.engines.compile.choice import Choice
-from optimum_memopt.engines.compile.engine import CompileEngine
+from optimum_memopt.engines.api.engine import Run
+from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
+from optimum_memopt.engines.compile.graph.candidates import Candidate
 from optimum_memopt.engines.compile.memory.footprint import Footprint
-from optimum_memopt.engines.compile.producers.budget import FromBudget
-from optimum_memopt.engines.run import Run
+from optimum_memopt.engines.compile.partition.choice import Choice
+from optimum_memopt.engines.compile.partition.producers.budget import FromBudget
+from optimum_memopt.engines.compile.train import step_budget, step_context
+from optimum_memopt.engines.compile.train.engine import CompileEngine
+from optimum_memopt.engines.compile.train.step_budget import StepBudget
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.plans.matching import Matched
 from optimum_memopt.plans.table import PlanTable
@@ -139,10 +139,10 @@ LARGE = tower_batch(64, 60)
 def steady_process() -> Iterator[None]:
     """The process itself grows and shrinks by more than a small model takes."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (in_step, step_budget):
+        for module in (step_context, step_budget):
             patch.setattr(module, "held_bytes", lambda device: 2**29)
-        patch.setattr(in_step, "_GROWTH", 0)
-        patch.setattr(in_step, "_GROWTH_SHARE", 0)
+        patch.setattr(step_context, "_GROWTH", 0)
+        patch.setattr(step_context, "_GROWTH_SHARE", 0)
         yield
 
 
@@ -172,10 +172,10 @@ def test_a_budget_bounds_the_whole_step(free: Footprint) -> None:
 
 def test_what_planning_leaves_behind_is_part_of_the_room_to_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the process holds is read before operators are measured, and again when the plan is chosen."""
-    room, budget = in_step.room_to_grow(torch.device("cpu"), 2**29), StepBudget(Run)
+    room, budget = step_context.room_to_grow(torch.device("cpu"), 2**29), StepBudget(Run)
 
     def constant(held: int) -> int:
-        monkeypatch.setattr(in_step, "held_bytes", lambda device: held)
+        monkeypatch.setattr(step_context, "held_bytes", lambda device: held)
         return budget.step(Tower(), tower_batch(2, 3), budget_of(2**30)).outside.constant
 
     first = constant(2**29)

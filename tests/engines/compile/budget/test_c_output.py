@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from optimum_memopt.engines.compile.budget.c_output import without_c_output
+from optimum_memopt.engines.compile.solver.cut import without_c_output
 
 
 def say(text: str) -> None:

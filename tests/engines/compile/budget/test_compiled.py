@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch.nn import functional
 
-from optimum_memopt.engines.base import Selection
-from optimum_memopt.engines.compile import variant
-from optimum_memopt.engines.compile.budget import in_step
-from optimum_memopt.engines.compile.engine import CompileEngine
-from optimum_memopt.engines.compile.memory import step_memory
+from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.compile.predict import step_predictor
+from optimum_memopt.engines.compile.train import step_context, variant
+from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.sizes import Budget
 from tests.trainer_runs import log_lines
 
@@ -36,7 +35,7 @@ def trained(
     monkeypatch: pytest.MonkeyPatch, budget: int | None, compiles: int = 3
 ) -> tuple[CompileEngine, list, list]:
     # The process itself grows and shrinks by more than this model takes.
-    for module in (in_step, step_memory):
+    for module in (step_context, step_predictor):
         monkeypatch.setattr(module, "constant_of", lambda *held: 2**29)
     monkeypatch.setattr(variant, "_MOST_COMPILES", compiles)
     torch.manual_seed(0)
@@ -55,8 +54,8 @@ def trained(
 @pytest.fixture
 def compiler_takes_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """More than the graph says."""
-    original = step_memory.activations_of
-    monkeypatch.setattr(step_memory, "activations_of", lambda *args: original(*args) + 2**16)
+    original = step_predictor.activations_of
+    monkeypatch.setattr(step_predictor, "activations_of", lambda *args: original(*args) + 2**16)
 
 
 def test_what_was_compiled_takes_more_than_was_solved_for(

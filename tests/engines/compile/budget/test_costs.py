@@ -12,13 +12,13 @@ import pytest
 import torch
 from allocations import allocated
 
-from optimum_memopt.engines.compile import compat_graph
-from optimum_memopt.engines.compile.analysis.joint import is_view
-from optimum_memopt.engines.compile.analysis.saved_activations import operator_name
-from optimum_memopt.engines.compile.budget import costs
-from optimum_memopt.engines.compile.budget.costs_cache import cache_path, known_costs
-from optimum_memopt.engines.compile.budget.devices import DEVICES, device_of
-from optimum_memopt.engines.compile.budget.problem import problems_of
+from optimum_memopt.engines.compile.costs import costs
+from optimum_memopt.engines.compile.costs.cache import cache_path, known_costs
+from optimum_memopt.engines.compile.costs.devices import DEVICES, device_of
+from optimum_memopt.engines.compile.graph.joint import is_view
+from optimum_memopt.engines.compile.graph.problem import problems_of
+from optimum_memopt.engines.compile.graph.saved_activations import operator_name
+from optimum_memopt.engines.compile.torch_compat import fx_graph
 from optimum_memopt.errors import MemOptError
 from tests.engines.compile.captured import Captured, capture
 
@@ -75,7 +75,7 @@ def test_measuring_draws_no_random_numbers_and_is_remembered(
 def test_a_kernel_that_reads_a_seed_is_not_measured(operator: str, arguments: tuple, expected: bool) -> None:
     """CUDA's attention reads it in the memory of the host, where tensors of the traced device are none."""
     node = torch.fx.Graph().call_function(getattr(torch.ops.aten, operator).default, arguments)
-    assert compat_graph.reads_seed(node) == expected
+    assert fx_graph.reads_seed(node) == expected
 
 
 def test_what_is_not_measured_is_estimated(roberta: Captured) -> None:

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from optimum_memopt.engines.compile.budget.curve import point_of, points_of, solved
-from optimum_memopt.engines.compile.budget.problem import problem_of
-from optimum_memopt.engines.compile.budget.solve import Floor
-from optimum_memopt.engines.compile.budget.together import Plans, Together
+from optimum_memopt.engines.compile.graph.problem import problem_of
 from optimum_memopt.engines.compile.memory.footprint import Footprint
+from optimum_memopt.engines.compile.solver.curve import point_of, points_of, solved
+from optimum_memopt.engines.compile.solver.multi_graph import Plans, Together
+from optimum_memopt.engines.compile.solver.solver import Floor
 from tests.engines.compile.budget.test_solve import IDS, Stack
 from tests.engines.compile.captured import capture
 

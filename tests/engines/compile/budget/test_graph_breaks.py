@@ -8,14 +8,14 @@ import torch
 from torch.nn import functional
 
 from optimum_memopt import plan
-from optimum_memopt.engines.base import Selection
-from optimum_memopt.engines.compile.budget import in_step
-from optimum_memopt.engines.compile.engine import CompileEngine
-from optimum_memopt.engines.compile.estimate import Estimate, estimate
-from optimum_memopt.engines.compile.memory import step_memory
+from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.memory.footprint import Footprint
+from optimum_memopt.engines.compile.predict import step_predictor
+from optimum_memopt.engines.compile.predict.estimate import Estimate, estimate
+from optimum_memopt.engines.compile.train import step_context
+from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.errors import DoesNotFitError
-from optimum_memopt.measure.module_workload import ModuleWorkload
+from optimum_memopt.predict.workload import ModuleWorkload
 from optimum_memopt.sizes import Budget
 from tests.engines.compile.test_caveat import BrokenLoop, Output
 from tests.engines.compile.test_step_memory import measured
@@ -74,7 +74,7 @@ ROWS = 1024
 @pytest.fixture
 def steady_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """The process itself grows and shrinks by more than these models take."""
-    for module in (in_step, step_memory):
+    for module in (step_context, step_predictor):
         monkeypatch.setattr(module, "constant_of", lambda *held: 2**29)
 
 

@@ -5,19 +5,19 @@ from collections.abc import Callable
 
 import pytest
 
-from optimum_memopt.engines.compile import partitioned_graph
-from optimum_memopt.engines.compile.analysis.graph import AnalyzedGraph
-from optimum_memopt.engines.compile.budget.costs import roofline
-from optimum_memopt.engines.compile.budget.devices import DEVICES, Device
-from optimum_memopt.engines.compile.budget.in_step import Step
-from optimum_memopt.engines.compile.budget.mixed import host_of
-from optimum_memopt.engines.compile.budget.problem import problem_of
-from optimum_memopt.engines.compile.budget.solve import Floor
-from optimum_memopt.engines.compile.budget.together import Together
+from optimum_memopt.engines.compile.costs.costs import roofline
+from optimum_memopt.engines.compile.costs.devices import DEVICES, Device
+from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
+from optimum_memopt.engines.compile.graph.problem import problem_of
 from optimum_memopt.engines.compile.memory.footprint import Footprint
-from optimum_memopt.engines.compile.partitioned_graph import PartitionedGraph
-from optimum_memopt.engines.compile.passes.pinned_pool import pinned_bytes
-from optimum_memopt.engines.compile.producers.budget import FromBudget
+from optimum_memopt.engines.compile.partition import partitioned_graph
+from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
+from optimum_memopt.engines.compile.partition.passes.host_copies import pinned_bytes
+from optimum_memopt.engines.compile.partition.producers.budget import FromBudget
+from optimum_memopt.engines.compile.solver.multi_graph import Together
+from optimum_memopt.engines.compile.solver.offload import host_of
+from optimum_memopt.engines.compile.solver.solver import Floor
+from optimum_memopt.engines.compile.train.step_context import Step
 from optimum_memopt.errors import DoesNotFitError
 from optimum_memopt.plans.grammar import Strategy
 from optimum_memopt.sizes import Budget

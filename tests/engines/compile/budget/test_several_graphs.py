@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 
-from optimum_memopt.engines.compile.budget.problem import OtherGraphs, problem_of, problems_of
-from optimum_memopt.engines.compile.budget.several_graphs import KnownGraph, SeveralGraphs
-from optimum_memopt.engines.compile.budget.simulation import simulate
-from optimum_memopt.engines.compile.budget.solve import Solution, Solver
-from optimum_memopt.engines.compile.memory.step_memory import activations_of
+from optimum_memopt.engines.compile.graph.problem import OtherGraphs, problem_of, problems_of
+from optimum_memopt.engines.compile.memory.simulation import simulate
+from optimum_memopt.engines.compile.predict.step_predictor import activations_of
+from optimum_memopt.engines.compile.solver.siblings import KnownGraph, SeveralGraphs
+from optimum_memopt.engines.compile.solver.solver import Solution, Solver
 from optimum_memopt.plans.plan_file import GraphSignature
 from tests.engines.compile.budget.test_simulation import partitioned
 from tests.engines.compile.captured import Captured

@@ -4,12 +4,12 @@ import random
 
 import pytest
 
-from optimum_memopt.engines.compile import partitioned_graph
-from optimum_memopt.engines.compile.budget.problem import Problem, problem_of
-from optimum_memopt.engines.compile.budget.simulation import simulate
+from optimum_memopt.engines.compile.graph.problem import Problem, problem_of
+from optimum_memopt.engines.compile.memory.simulation import simulate
 from optimum_memopt.engines.compile.memory.timeline import Prediction, graph_timeline
-from optimum_memopt.engines.compile.passes import barriers
-from optimum_memopt.engines.compile.passes.partition import partition
+from optimum_memopt.engines.compile.partition import partitioned_graph
+from optimum_memopt.engines.compile.partition.partitioned_graph import partition
+from optimum_memopt.engines.compile.partition.passes import barriers
 from tests.engines.compile.captured import Captured
 from tests.tiers import tiered
 

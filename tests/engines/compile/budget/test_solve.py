@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch.nn import functional
 
-from optimum_memopt.engines.compile.budget.mixed import is_within
-from optimum_memopt.engines.compile.budget.problem import OtherGraphs, Problem, problem_of
-from optimum_memopt.engines.compile.budget.simulation import held_at_peak, simulate
-from optimum_memopt.engines.compile.budget.solve import KEEPS_ALL, Floor, Solution, Solver
-from optimum_memopt.engines.compile.budget.two_level import TwoLevel, two_level
-from optimum_memopt.engines.compile.budget.units import units_of
+from optimum_memopt.engines.compile.graph.problem import OtherGraphs, Problem, problem_of
+from optimum_memopt.engines.compile.memory.simulation import held_at_peak, simulate
+from optimum_memopt.engines.compile.solver.blocks import units_of
+from optimum_memopt.engines.compile.solver.dynamic_program import TwoLevel, two_level
+from optimum_memopt.engines.compile.solver.offload import is_within
+from optimum_memopt.engines.compile.solver.solver import KEEPS_ALL, Floor, Solution, Solver
 from tests.engines.compile.captured import Captured, capture
 from tests.tiers import tiered
 

@@ -7,16 +7,16 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from optimum_memopt.engines.compile.budget.largest_sizes import is_length
-from optimum_memopt.engines.compile.budget.problem import Problem, problems_of
-from optimum_memopt.engines.compile.budget.solve import Solution, Solver
-from optimum_memopt.engines.compile.budget.variant_lengths import (
+from optimum_memopt.engines.compile.graph.problem import Problem, problems_of
+from optimum_memopt.engines.compile.graph.symbols import is_length
+from optimum_memopt.engines.compile.solver.length_buckets import (
     TimesByLength,
     best_lengths,
     candidate_lengths,
     expected_extra,
 )
-from optimum_memopt.training.largest_batch import batch_lengths
+from optimum_memopt.engines.compile.solver.solver import Solution, Solver
+from optimum_memopt.training.micro_batch import batch_lengths
 from tests.engines.compile.captured import Captured
 
 # Nothing up to 32 tokens, then more and more.

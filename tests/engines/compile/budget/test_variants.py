@@ -9,12 +9,12 @@ import pytest
 import torch
 from transformers import default_data_collator
 
-from optimum_memopt.engines.base import Selection
-from optimum_memopt.engines.compile.budget import in_step, step_budget
-from optimum_memopt.engines.compile.engine import CompileEngine
-from optimum_memopt.engines.compile.memory import step_memory
+from optimum_memopt.engines.api.engine import Run
+from optimum_memopt.engines.api.run import LargestBatch, Selection
 from optimum_memopt.engines.compile.memory.footprint import Footprint
-from optimum_memopt.engines.run import LargestBatch, Run
+from optimum_memopt.engines.compile.predict import step_predictor
+from optimum_memopt.engines.compile.train import step_budget, step_context
+from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.memory.peak_monitor import MIB
 from optimum_memopt.sizes import Budget
 from tests.engines.compile.budget.tower import Tower, tower_batch
@@ -36,12 +36,12 @@ HELD = 2**29
 def _steady_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """The process itself grows and shrinks by more than a small model takes."""
     hold(monkeypatch, HELD)
-    monkeypatch.setattr(in_step, "_GROWTH", 0)
-    monkeypatch.setattr(in_step, "_GROWTH_SHARE", 0)
+    monkeypatch.setattr(step_context, "_GROWTH", 0)
+    monkeypatch.setattr(step_context, "_GROWTH_SHARE", 0)
 
 
 def hold(monkeypatch: pytest.MonkeyPatch, held: int) -> None:
-    for module in (in_step, step_budget):
+    for module in (step_context, step_budget):
         monkeypatch.setattr(module, "held_bytes", lambda device: held)
 
 
@@ -204,10 +204,10 @@ def test_a_process_that_has_grown_goes_on_with_the_plan_it_has(
 @pytest.mark.slow
 def test_what_was_compiled_is_checked_for_each_variant(attached, free, monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiler that takes more than the graph says, and more again for the second forward."""
-    original = step_memory.activations_of
+    original = step_predictor.activations_of
 
     def takes_more(size: int) -> None:
-        monkeypatch.setattr(step_memory, "activations_of", lambda *args: original(*args) + size)
+        monkeypatch.setattr(step_predictor, "activations_of", lambda *args: original(*args) + size)
 
     takes_more(2**20)
     one = attached(free.peak - free.activations // 4, 2, lengths=(60, 48))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from optimum_memopt.engines.compile.loss.plan import plan_losses
+from optimum_memopt.engines.compile.loss.decide import plan_losses
 
 WIDTH, CLASSES, IGNORE = 8, 61, -100
 

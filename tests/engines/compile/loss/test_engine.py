@@ -11,8 +11,8 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutput
 
 from optimum_memopt import optimize
-from optimum_memopt.engines.base import Selection
-from optimum_memopt.engines.compile.engine import CompileEngine
+from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.plans.grammar import ConfigError, parse
 from tests.engines.compile.compiled import recorded

@@ -2,7 +2,7 @@
 
 import torch
 
-from optimum_memopt.engines.compile.steps.replay import replayed
+from optimum_memopt.engines.compile.costs.times import replayed
 from tests.engines.compile.captured import Captured
 
 

@@ -5,14 +5,15 @@ from functools import partial
 import pytest
 import torch
 
-from optimum_memopt.advise.advice import advise
-from optimum_memopt.engines.base import Selection
-from optimum_memopt.engines.compile.budget.costs import works
-from optimum_memopt.engines.compile.budget.devices import DEVICES
-from optimum_memopt.engines.compile.estimate import estimate
-from optimum_memopt.engines.compile.steps import build, times
-from optimum_memopt.engines.predicted_steps import COMPUTE, COPIES, LAUNCHES
-from optimum_memopt.measure.workload import Workload
+from optimum_memopt.engines.api.predictions import COMPUTE, COPIES, LAUNCHES
+from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.compile.costs import times
+from optimum_memopt.engines.compile.costs.costs import works
+from optimum_memopt.engines.compile.costs.devices import DEVICES
+from optimum_memopt.engines.compile.predict import build_steps
+from optimum_memopt.engines.compile.predict.estimate import estimate
+from optimum_memopt.predict.advise import advise
+from optimum_memopt.predict.workload import Workload
 from optimum_memopt.sizes import parse_budget
 from tests.saved_configs import save
 
@@ -28,7 +29,7 @@ def folder(tmp_path_factory) -> str:
 @pytest.fixture(scope="module")
 def steps(folder):
     workload = Workload(folder, "text-generation", seq_len=LENGTH)
-    return build.of_workload(workload, parse_budget("1GiB"), "h100", "aot_eager")
+    return build_steps.of_workload(workload, parse_budget("1GiB"), "h100", "aot_eager")
 
 
 def plan(steps, name: str, chunks_loss: bool = False):

@@ -8,7 +8,7 @@ import torch
 import torch._dynamo  # Replaces torch.manual_seed itself, whoever imports it.
 import torch.utils.checkpoint
 
-from optimum_memopt.engines.base import Selection
+from optimum_memopt.engines.api.run import Selection
 from tests.engines.ort.helpers import train
 
 

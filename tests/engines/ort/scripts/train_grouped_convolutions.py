@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from optimum_memopt import UnsupportedModelError
-from optimum_memopt.engines.base import Selection
+from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.ort.engine import OrtEngine
 from optimum_memopt.engines.ort.options import OrtOptions
 from tests.gradients import assert_same_step

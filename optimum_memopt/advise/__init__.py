@@ -1,1 +1,0 @@
-"""Which micro-batch and which plan train fastest within a budget."""

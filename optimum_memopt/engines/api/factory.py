@@ -1,0 +1,155 @@
+"""What is asked of an engine before it has a model."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from optimum_memopt.engines.api.explanations import Explanation, FailedStep
+from optimum_memopt.engines.api.predictions import Estimate, StepPredictor, Workload
+from optimum_memopt.sizes import Budget
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+    from optimum_memopt.options import MemOptOptions
+
+
+from optimum_memopt.engines.api.engine import Engine
+from optimum_memopt.engines.api.run import Selection
+
+
+@dataclass(frozen=True)
+class Ability:
+    """Something a user may want: whether it works here, why (not), and the shell command that gets it ("" if none)."""
+
+    what: str
+    works: bool
+    why: str
+    command: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What an engine finds on this machine.
+
+    Attributes:
+        installed: versions of what the engine stands on, None for what is not there.
+        abilities: the engine itself first.
+        advice: when to take it; empty when it does not work here.
+        built: paths of what the package has built for itself, by name.
+    """
+
+    installed: Mapping[str, str | None]
+    abilities: tuple[Ability, ...]
+    advice: str = ""
+    built: Mapping[str, str] = field(default_factory=dict)
+
+
+class EngineFactory:
+    """What can be asked of an engine that has no model yet. The defaults are those of an engine without needs.
+
+    Attributes:
+        predicts: has `estimate`, `explain` and `predict_steps`.
+        allocates_outside_torch: its memory on CUDA is not torch's allocator's.
+        options_to_measure: options under which a model that the engine cannot train ends in an error, so that nothing
+            else is measured in its place.
+    """
+
+    predicts = False
+    allocates_outside_torch = False
+    options_to_measure: Mapping[str, Any] = {}
+
+    def missing(self) -> str:
+        """Why this engine cannot work here and how to get it; empty when it can."""
+        return ""
+
+    def declines(self, options: "MemOptOptions") -> str:
+        """Why `auto` passes this engine over for these options; empty when it does not."""
+        return ""
+
+    def check_options(self, options: "MemOptOptions") -> None:
+        """Refuse what cannot work on this machine, before a model or data is loaded. Raises MemOptError."""
+
+    def in_force(
+        self, options: "MemOptOptions", environ: Mapping[str, str]
+    ) -> tuple["MemOptOptions", tuple[str, ...]]:
+        """The options as this engine's own environment variables change them, and a line for each variable.
+
+        Args:
+            options: left as they are.
+            environ: like `os.environ`.
+
+        Raises:
+            MemOptError: a variable has a value that is not allowed.
+        """
+        return options, ()
+
+    def create(self, options: "MemOptOptions", selection: Selection) -> Engine:
+        """An engine, not yet attached; logs nothing.
+
+        Args:
+            options: as `in_force` returned them.
+            selection: the plans that were asked for.
+
+        Raises:
+            MemOptError: the engine cannot do what is selected.
+        """
+        raise NotImplementedError
+
+    def prepare_trainer(self, trainer: "Trainer", engine: Engine, options: "MemOptOptions") -> None:
+        """Put what this engine's options ask for into a Trainer. Called for all engines, whichever trains.
+
+        Args:
+            trainer: before its `train()`.
+            engine: the one that trains.
+            options: as `in_force` returned them.
+
+        Raises:
+            MemOptError: the options do not go with this Trainer, which is left as it was.
+        """
+
+    def environment_report(self) -> Report:
+        """What this engine finds on this machine; compiles nothing."""
+        return Report({}, ())
+
+    def build(self) -> None:
+        """Build what this engine can compile for itself ahead of use. Raises MemOptError."""
+
+    def estimate(self, workload: Workload, selection: Selection, **more: Any) -> Estimate:
+        """Predict a training step without running it; only where `predicts`.
+
+        Args:
+            workload: the model and the size of its batch.
+            selection: the plans that were asked for.
+            more: of the engine's own estimate, as `device` and `compiler`.
+
+        Raises:
+            MemOptError: bad sizes or plans, or a model that cannot be traced without data.
+        """
+        raise NotImplementedError
+
+    def explain(self, failed: FailedStep) -> Explanation:
+        """Why a training step ran out of memory, whichever engine trained it; only where `predicts`.
+
+        Allocates next to nothing on the model's device.
+        """
+        raise NotImplementedError
+
+    def predict_steps(self, model: "Workload | torch.nn.Module", **more: Any) -> StepPredictor:
+        """Predict steps with any micro-batch, of a `Workload` under several plans; only where `predicts`.
+
+        `more` is the engine's own. Raises MemOptError: as `estimate`, and where the graph is for one batch size only.
+        """
+        raise NotImplementedError
+
+    def largest_batch(self, workload: Workload, selection: Selection, budget: Budget, **more: Any) -> int:
+        """The most rows with which a step is predicted to be within a budget, 0 where one is too many; only where
+        `predicts`. The search begins with the workload's; other arguments and errors are those of `estimate`.
+        """
+        raise NotImplementedError
+
+    def version_facts(self) -> dict[str, str]:
+        """What must be the same on all ranks beside the options: versions, environment variables."""
+        return {}

@@ -1,0 +1,357 @@
+"""What a training step holds while each of its operators runs, by category. Pure."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol
+
+from optimum_memopt.plans.plan_file import PlanFile
+from optimum_memopt.plans.table import PlanTable
+
+if TYPE_CHECKING:
+    import torch
+
+    from optimum_memopt.memory.capacity import Capacity
+
+
+# From the bottom of a picture to its top: what is always held comes first.
+CATEGORIES = OTHER, PARAMETERS, OPTIMIZER, BATCH, GRADIENTS, SAVED, RECOMPUTED, TEMPORARY = (
+    "other",
+    "parameters",
+    "optimizer states",
+    "batch",
+    "gradients",
+    "saved activations",
+    "recomputed",
+    "temporary",
+)
+# Borders of a step's phases, as `--log_memory_phases` names them.
+PRE_FORWARD, POST_FORWARD, PRE_BACKWARD, POST_BACKWARD, POST_OPTIMIZER_STEP = (
+    "pre_forward",
+    "post_forward",
+    "pre_backward",
+    "post_backward",
+    "post_optimizer_step",
+)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Tensors of one kind that are held at the same time.
+
+    Attributes:
+        category: one of `CATEGORIES`.
+        name: cluster id of saved activations that have one, `Gelu+`, else an operator; empty for a whole category.
+        count: of tensors; 0 where they were not counted.
+        bytes: of all of them.
+        layers: paths of the transformer layers that they were computed in.
+    """
+
+    category: str
+    name: str
+    count: int
+    bytes: int
+    layers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Phase:
+    """The end of a phase of the step, in bytes.
+
+    Attributes:
+        name: `post_forward`.
+        held: at that moment.
+        peak: the most since the phase before.
+    """
+
+    name: str
+    held: int
+    peak: int
+
+
+@dataclass(frozen=True)
+class StepTimeline:
+    """A training step, predicted; tuples have an entry an operator, in the order in which they run.
+
+    Attributes:
+        operators: names of the forward's, the backward's, and last the optimizer's step.
+        layers: path of the transformer layer that each belongs to, empty outside of all.
+        held: bytes by category while each runs; every category of `CATEGORIES` is there.
+        backward_at: index of the backward's first operator.
+        alive: what is held at the peak, largest first.
+        phases: what is held at their borders.
+        sizes: of the batch, by the plan table's names.
+        counts: what an entry is: `operators`, or `allocations` of a compiler's program.
+    """
+
+    operators: tuple[str, ...]
+    layers: tuple[str, ...]
+    held: Mapping[str, tuple[int, ...]]
+    backward_at: int
+    alive: tuple[Group, ...]
+    phases: tuple[Phase, ...]
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    counts: str = "operators"
+
+    @cached_property
+    def total(self) -> tuple[int, ...]:
+        """Bytes while each operator runs."""
+        return tuple(map(sum, zip(*self.held.values(), strict=True)))
+
+    @property
+    def peak(self) -> int:
+        """The most that is held, in bytes: the predicted peak of the step."""
+        return max(self.total)
+
+    @property
+    def peak_at(self) -> int:
+        """Index of the first operator at which most is held."""
+        return self.total.index(self.peak)
+
+    @property
+    def optimizer_at(self) -> int:
+        """Index of the optimizer's step."""
+        return len(self.operators) - 1
+
+    @property
+    def peak_phase(self) -> str:
+        """Where the peak is: `forward`, `backward` or `optimizer`."""
+        if self.peak_at == self.optimizer_at:
+            return "optimizer"
+        return "forward" if self.peak_at < self.backward_at else "backward"
+
+
+class Workload(Protocol):
+    """What is trained."""
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of a batch."""
+
+    def with_rows(self, rows: int) -> "Workload":
+        """The same with another batch size."""
+
+    @property
+    def way_out(self) -> str:
+        """What to do about a model that cannot be traced; empty where nothing can be done."""
+
+    def build(self) -> "tuple[torch.nn.Module, Mapping[str, Any]]":
+        """A model in training mode and the keyword arguments of its forward, on fake tensors. Raises MemOptError."""
+
+
+@dataclass(frozen=True)
+class CurvePoint:
+    """The plan of one budget.
+
+    Attributes:
+        budget: bytes that the step may take.
+        peak: bytes that it takes.
+        extra_seconds: of what is recomputed.
+        seconds: of forward and backward without.
+    """
+
+    budget: int
+    peak: int
+    extra_seconds: float
+    seconds: float
+
+    @property
+    def extra_time(self) -> float:
+        """Extra time as a share of the step's."""
+        return self.extra_seconds / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """What budgets cost.
+
+    Attributes:
+        points: from the smallest budget to the largest.
+        costs: where their times are from, as `roofline H100`.
+        chosen: the plan in force; None where its time is not known.
+    """
+
+    points: tuple[CurvePoint, ...]
+    costs: str
+    chosen: CurvePoint | None = None
+
+
+@dataclass(frozen=True)
+class BatchPoint:
+    """A step with so many rows.
+
+    Attributes:
+        batch_size: rows.
+        peak: bytes that tensors ask for.
+        activations: of it, a forward and its backward with the gradients that it returns.
+        saved: of these, saved for backward.
+        allocated: bytes of the blocks of torch's allocator on CUDA; None where it is not known.
+        reserved: bytes that it takes of the device; None where it is not known.
+    """
+
+    batch_size: int
+    peak: int
+    activations: int
+    saved: int
+    allocated: int | None = None
+    reserved: int | None = None
+
+
+class Estimate(Protocol):
+    """What a training step is predicted to hold, without running it."""
+
+    @property
+    def table(self) -> PlanTable:
+        """The plan table of the traced graph."""
+
+    @property
+    def plan(self) -> PlanFile | None:
+        """What is on, activation by activation."""
+
+    @property
+    def curve(self) -> Sequence[CurvePoint]:
+        """What budgets cost, from the smallest to the largest; empty where nobody asked."""
+
+    @property
+    def batches(self) -> Sequence[BatchPoint]:
+        """Steps of other batch sizes; empty where nobody asked."""
+
+    @property
+    def costs(self) -> str:
+        """Where the curve's times are from, as `roofline H100`."""
+
+    @property
+    def frontier(self) -> Frontier | None:
+        """The curve with the plan's place on it; None where nobody asked."""
+
+    @property
+    def timeline(self) -> StepTimeline | None:
+        """The step, operator by operator."""
+
+    @property
+    def peak_mib(self) -> float:
+        """Of a step, what tensors ask for."""
+
+    @property
+    def allocated(self) -> int | None:
+        """Bytes of the blocks of the device's allocator at the peak; None where it has none that is known."""
+
+    @property
+    def reserved(self) -> int | None:
+        """Bytes that this allocator takes of the device; None where it has none that is known."""
+
+    @property
+    def capacity(self) -> "Capacity | None":
+        """Memory of the device."""
+
+    def to_text(self) -> str:
+        """For a terminal."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+
+
+# What bounds an operator, or a step.
+COMPUTE, BANDWIDTH, LAUNCHES, OPTIMIZER_PART = "compute", "memory bandwidth", "launches", "optimizer"
+COPIES = "copies to the host"
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """A way to train a model.
+
+    Attributes:
+        name: `level 1`, as the advice shows it.
+        flags: that ask for it, without that of the loss; empty where it is not one of the package.
+        chunks_loss: the loss is computed without its logits.
+        is_own: one of the package's; else it is shown to compare with.
+    """
+
+    name: str
+    flags: tuple[str, ...] = ()
+    chunks_loss: bool = False
+    is_own: bool = True
+
+
+@dataclass(frozen=True)
+class PredictedStep:
+    """One optimizer step.
+
+    Attributes:
+        peak: bytes.
+        seconds: of the forward and backward of one micro-batch, by what bounds their operators.
+        accumulating: seconds of adding the gradients of one micro-batch to those before.
+        optimizer: seconds of clipping the gradients and of the optimizer's step.
+        recomputing: seconds of `seconds` that are for what is recomputed.
+        host_bytes: that activations take on the host.
+    """
+
+    peak: int
+    seconds: Mapping[str, float]
+    accumulating: float
+    optimizer: float
+    recomputing: float = 0.0
+    host_bytes: int = 0
+
+    @property
+    def micro_batch(self) -> float:
+        """Seconds of the forward and backward of one micro-batch."""
+        return sum(self.seconds.values())
+
+    def total(self, accumulation: int) -> float:
+        """Seconds of an optimizer step of so many micro-batches."""
+        return sum(self.by_bound(accumulation).values())
+
+    def by_bound(self, accumulation: int) -> dict[str, float]:
+        """Seconds of an optimizer step of so many micro-batches, by what bounds them."""
+        found = {bound: seconds * accumulation for bound, seconds in self.seconds.items()}
+        return {**found, OPTIMIZER_PART: self.optimizer + self.accumulating * (accumulation - 1)}
+
+
+class StepPredictor(Protocol):
+    """Predicts steps of one model.
+
+    Attributes:
+        model: name of its class.
+        device: `H100`, `cpu`.
+        costs: where seconds are from, as `roofline H100`.
+        budget: bytes that the peak of a step must not pass.
+        tokens: of a row; 0 where rows have no tokens.
+        plans: those that there are for this model.
+    """
+
+    @property
+    def model(self) -> str: ...
+
+    @property
+    def device(self) -> str: ...
+
+    @property
+    def costs(self) -> str: ...
+
+    @property
+    def budget(self) -> int: ...
+
+    @property
+    def tokens(self) -> int: ...
+
+    @property
+    def plans(self) -> tuple[StepPlan, ...]: ...
+
+    def fits(self, plan: StepPlan, rows: int, accumulates: bool) -> bool:
+        """Whether the peak of a step is within the budget.
+
+        Args:
+            plan: one of `plans`.
+            rows: of a micro-batch.
+            accumulates: gradients of several micro-batches add up.
+        """
+
+    def step(self, plan: StepPlan, rows: int, accumulates: bool) -> PredictedStep:
+        """A step that fits; arguments as in `fits`."""
+
+    def lowest(self, plan: StepPlan, accumulates: bool) -> int:
+        """The peak with a micro-batch of one row, in bytes."""
+
+    def evaluation(self, rows: int) -> int:
+        """The peak of a forward without gradients between two training steps, in bytes."""

@@ -1,1 +1,0 @@
-"""Solves for the cheapest recompute under which a step's exact peak is within a budget of bytes."""

@@ -1,0 +1,185 @@
+"""torch.compile's backend: AOTAutograd with this engine's partitioner, with and without a compiler behind it."""
+
+import contextlib
+import functools
+import gc
+import hashlib
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+
+from optimum_memopt.engines.compile.graph.analyzed_graph import Modules
+from optimum_memopt.engines.compile.memory.inductor_memory import InductorPrograms
+from optimum_memopt.engines.compile.partition.choice import Choice
+from optimum_memopt.engines.compile.partition.passes import dropout
+from optimum_memopt.engines.compile.torch_compat import cudnn_attention, dynamo, kernels
+from optimum_memopt.errors import MemOptError
+
+# Takes what will hold inductor's programs, the joint graph, its inputs, how many of its outputs are the forward's, and
+# torch's other arguments.
+Partition = Callable[[InductorPrograms, fx.GraphModule, Any, int, dict[str, Any]], tuple[Choice, Modules]]
+
+# New objects before Python's garbage collector looks at the youngest generation, and its runs before the older ones.
+_COLLECT_AFTER = (100_000, 50, 100)
+
+
+class _Partitioner(dynamo.CustomPartitionerFn):
+    """Partitions one joint graph; its key in inductor's cache is that of the choice.
+
+    inductor asks `uuid` for the key of each graph that it compiles (`torch/_inductor/codecache.py`,
+    `FxGraphHashDetails`, 2.13). Forward and backward are compiled after the joint graph was partitioned, so the choice
+    is known by then. It is not for graphs that have no backward, which never get here and depend on no choice; and it
+    would not be for AOTAutograd's own cache, which asks before it traces and is therefore off (`dynamo.changes`).
+
+    Args:
+        partition: splits the joint graph.
+        key: of the choice, empty until there is one.
+    """
+
+    def __init__(self, partition: Callable[..., tuple[Choice, Modules]], key: str = "") -> None:
+        self._partition = partition
+        self._key = key
+
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **others: Any) -> Modules:
+        choice, modules = self._partition(gm, joint_inputs, others.pop("num_fwd_outputs"), others)
+        self._key = choice.key
+        return modules
+
+    def uuid(self) -> bytes:
+        sources = (path.read_bytes() for path in sorted(Path(__file__).parents[1].rglob("*.py")))
+        # Not in torch's own key: what was compiled to overwrite saved activations would be loaded to keep them.
+        donates = str(dynamo.functorch_config.donated_buffer)
+        return hashlib.sha256(b"".join([self._key.encode(), donates.encode(), *sources])).digest()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Partitioner":
+        """Itself: inductor may copy its configuration before the choice is known."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """The key alone: inductor pickles its configuration into the key of its cache."""
+        return _Partitioner, (_cannot_partition, self._key)
+
+
+def _cannot_partition(*joint: Any) -> tuple[Choice, Modules]:
+    raise NotImplementedError("a pickled partitioner only has the key of its choice")
+
+
+class Backend:
+    """A backend for `torch.compile` whose joint graphs go through `partition`.
+
+    Args:
+        compiler: one of `options.COMPILERS`.
+        partition: splits a joint graph into forward and backward.
+        prepare: changes the graph that dynamo has traced; its inputs are what the graph was traced with.
+        say: logs a line.
+        ran: gets the programs of each graph that runs.
+        is_dry: inductor writes no programs; its graphs are only looked at.
+    """
+
+    def __init__(
+        self,
+        compiler: str,
+        partition: Partition,
+        prepare: Callable[[fx.GraphModule, Sequence[Any]], None],
+        say: Callable[[str], None],
+        ran: list[InductorPrograms],
+        is_dry: bool = False,
+    ) -> None:
+        self._compiler = compiler
+        self._partition = partition
+        self._prepare = prepare
+        self._say = say
+        self._ran = ran
+        self._is_dry = is_dry
+
+    def __call__(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        self._prepare(module, inputs)
+        if not (line := cudnn_attention.warning(module.graph)):
+            return self._compile(module, inputs)
+        self._say(line)
+        with cudnn_attention.avoided():
+            return self._compile(module, inputs)
+
+    def _compile(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        programs, inputs = InductorPrograms(), dynamo.of_trace(inputs)
+        partitioner = _Partitioner(functools.partial(self._partition, programs))
+        if self._compiler == "inductor":
+            compiled = dynamo.compile_with_inductor(
+                module, inputs, partitioner, None if self._is_dry else programs.add
+            )
+        else:
+            compiled = dynamo.compile_without_compiler(module, inputs, partitioner, dropout.decompositions())
+        return programs.counted(compiled, self._ran)
+
+
+@contextlib.contextmanager
+def configured(compiles: bool) -> Iterator[None]:
+    """torch's switches while a compiled forward is called, restored afterwards.
+
+    Args:
+        compiles: it is compiled first.
+    """
+    with contextlib.ExitStack() as stack:
+        for change in dynamo.changes():
+            stack.enter_context(change)
+        if compiles:
+            stack.enter_context(_fewer_collections())
+        yield
+
+
+@contextlib.contextmanager
+def _fewer_collections() -> Iterator[None]:
+    """Tracing makes millions of objects and little garbage: Python's collector takes a fifth of its time."""
+    before = gc.get_threshold()
+    # A first threshold of 0 is the user's way to switch it off.
+    if before[0]:
+        gc.set_threshold(*map(max, before, _COLLECT_AFTER))
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+def default_compiler(device_type: str) -> tuple[str, str]:
+    """The compiler where the user names none, and why.
+
+    Args:
+        device_type: of the model's parameters, as `cuda`.
+    """
+    if device_type in ("cpu", "meta"):
+        return "aot_eager", "on a CPU inductor compiles for half a minute and more"
+    if any(missing := missing_for(device_type)):
+        return "aot_eager", "; ".join(missing)
+    return "inductor", f"inductor works on {device_type}"
+
+
+def check_compiler(compiler: str, device_type: str) -> None:
+    """Refuse a compiler that does not work here.
+
+    Raises:
+        MemOptError: inductor without what it compiles with.
+    """
+    lacking, command = missing_for(device_type)
+    if compiler == "inductor" and lacking:
+        raise MemOptError(
+            f"--memory_opt_compiler inductor: {lacking}; {command}; or use --memory_opt_compiler aot_eager"
+        )
+
+
+def missing_for(device_type: str) -> tuple[str, str]:
+    """What inductor lacks on a device and the command that gets it, both empty when nothing."""
+    if not dynamo.inductor_works(device_type):
+        if device_type == "cpu":
+            return "there is no C++ compiler", "apt-get install g++  # or name one in CXX"
+        return "there is no Triton", "pip install triton"
+    if device_type == "cuda" and not kernels.triton_has_a_compiler():
+        return "there is no C compiler, which Triton needs", "apt-get install gcc  # or name one in CC"
+    # Both its C++ kernels and Triton's launchers are Python extensions.
+    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        version = "{}.{}".format(*sys.version_info)
+        return "Python's headers (Python.h) are not there", f"apt-get install python{version}-dev"
+    return "", ""

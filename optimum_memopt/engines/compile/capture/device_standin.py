@@ -1,0 +1,112 @@
+"""Traces a model on the CPU as it would be traced on a CUDA device that is not there.
+
+torch cannot trace a backward with fake CUDA tensors where there is no device. So tensors are fake CPU tensors,
+attention calls CUDA's operators, and autocast casts what it casts on CUDA.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from optimum_memopt.engines.compile.costs.devices import Device
+from optimum_memopt.engines.compile.torch_compat import autocast
+
+_HALVES = (torch.bfloat16, torch.float16)
+_HOPPER = (9, 0)
+_AMPERE = (8, 0)
+
+
+@contextlib.contextmanager
+def traced_for(device: Device | None, dtype: torch.dtype | None, here: str = "cpu") -> Iterator[None]:
+    """Forwards that are traced within are a device's.
+
+    Args:
+        device: None, and one without CUDA: operators are those of `here`.
+        dtype: of autocast; None: without.
+        here: type of the device that the tensors are on.
+    """
+    cuda = device if device is not None and device.cuda is not None else None
+    before = torch.nn.functional.scaled_dot_product_attention
+    with contextlib.ExitStack() as stack:
+        if dtype is not None:
+            if cuda is not None:
+                stack.enter_context(autocast.autocast_lists())
+            stack.enter_context(torch.autocast(here, dtype))
+        if cuda is not None:
+            stack.callback(setattr, torch.nn.functional, "scaled_dot_product_attention", before)
+            torch.nn.functional.scaled_dot_product_attention = _attention_of(cuda.capability)
+        yield
+
+
+def _attention_of(capability: tuple[int, int]) -> Callable[..., torch.Tensor]:
+    operators = autocast.attention_operators()
+
+    # dynamo traces it in the place of torch's, as it does no partial object.
+    def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return _attention(capability, operators, *args, **kwargs)
+
+    return scaled_dot_product_attention
+
+
+def kernel(capability: tuple[int, int], is_half: bool, has_mask: bool, has_dropout: bool, shares_keys: bool) -> str:
+    """The attention kernel that torch takes on CUDA (2.13, `transformers/cuda/sdp_utils.cpp`).
+
+    cuDNN is not taken with a mask: see `cudnn_attention`.
+
+    Args:
+        capability: of the device.
+        is_half: float16 or bfloat16.
+        has_mask: a mask is given.
+        has_dropout: probabilities are dropped.
+        shares_keys: fewer heads of keys than of queries, expanded by the kernel.
+
+    Returns:
+        cudnn, flash, efficient or math.
+    """
+    if not is_half:
+        return "math" if shares_keys else "efficient"
+    if capability >= _HOPPER and not has_mask and not has_dropout:
+        return "cudnn"
+    if has_mask or capability < _AMPERE:
+        return "math" if shares_keys else "efficient"
+    return "flash"
+
+
+def _attention(
+    capability: tuple[int, int],
+    operators: autocast.AttentionOperators,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """As `torch.nn.functional.scaled_dot_product_attention`."""
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    shares_keys = enable_gqa and query.size(1) != key.size(1)
+    found = kernel(capability, query.dtype in _HALVES, attn_mask is not None, dropout_p > 0, shares_keys)
+    if found == "math":
+        return operators.math(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if found == "flash":
+        return operators.flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+    mask = None if attn_mask is None else _bias(attn_mask, query, key)
+    if found == "cudnn":
+        return operators.cudnn(query, key, value, mask, True, dropout_p, is_causal, False, scale=scale)[0]
+    return operators.efficient(query, key, value, mask, True, dropout_p, is_causal, scale=scale)[0]
+
+
+def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """A mask as torch gives it to the kernel: numbers, rows of a multiple of 8, all heads."""
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, float("-inf"))
+    padding = -mask.size(-1) % 8
+    if padding:
+        mask = torch.nn.functional.pad(mask, (0, padding))[..., : mask.size(-1)]
+    return mask.expand(query.size(0), query.size(1), query.size(2), key.size(2))

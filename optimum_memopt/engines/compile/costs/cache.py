@@ -1,0 +1,134 @@
+"""What one rank computes for all of them.
+
+By the key-value store of the process group, not by a collective operation: that every rank would have to reach, also
+where only one of them compiles again.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+from filelock import FileLock, Timeout
+
+from optimum_memopt.engines.compile.costs.costs import Measured
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+
+# Seconds between two looks into the store.
+_LOOK = 0.05
+
+
+def computed_once(store: "Store", name: str, compute: Callable[[], str], wait: float) -> str:
+    """What the first rank that asks for `name` computes, and all others take from it.
+
+    Args:
+        store: of the process group.
+        name: all that the result depends on.
+        compute: called on the first rank; on another one, if the first has failed or has not answered in time.
+        wait: seconds that another rank waits.
+    """
+    key = f"optimum_memopt/{hashlib.sha256(name.encode()).hexdigest()}"
+    try:
+        is_first = store.add(f"{key}/asked", 1) == 1
+    # Not every store counts: torch's backend `fake` has none that does.
+    except RuntimeError:
+        return compute()
+    if is_first:
+        found = ""
+        try:
+            found = compute()
+        finally:
+            store.set(key, found)
+        return found
+    end = time.monotonic() + wait
+    while not store.check([key]):
+        if time.monotonic() > end:
+            return compute()
+        time.sleep(_LOOK)
+    return store.get(key).decode() or compute()
+
+
+# Ranks that start together measure one after the other, the later ones what is new to them: two seconds each at most
+# (`costs.measured`). Longer than that, a lock is not worth waiting for.
+_WAIT = 30.0
+# No operator takes an hour, nor a buffer of 256 TiB.
+_MOST_SECONDS, _MOST_BYTES = 3600, 2**48
+
+
+def cache_path(device: torch.device) -> Path:
+    """The file of a device under this version of torch."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or _home() / ".cache") / "optimum_memopt"
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    else:
+        name = f"{device.type} {psutil.cpu_count()} cores {torch.get_num_threads()} threads"
+    return folder / f"operators {name} torch {torch.__version__}.json".replace(" ", "-").replace("/", "-")
+
+
+def _home() -> Path:
+    """The user's, else a folder for temporary files, as torch's own compiler takes one."""
+    try:
+        return Path.home()
+    # Neither HOME nor an entry for the user, as in a container that runs under any number.
+    except RuntimeError:
+        return Path(tempfile.gettempdir()) / f"optimum_memopt-{os.getuid()}"
+
+
+@contextlib.contextmanager
+def known_costs(path: Path) -> Iterator[dict[str, Measured]]:
+    """Costs by operator, to read and to add to; written back afterwards. What is no cost in a file is left out, and
+    measured again.
+
+    Only one process has them at a time, where the file system has locks.
+
+    Args:
+        path: see `cache_path`.
+    """
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError, NotImplementedError, Timeout):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            held.enter_context(FileLock(path.with_suffix(".lock"), timeout=_WAIT))
+        known = _read(path)
+        before = len(known)
+        yield known
+        if len(known) > before:
+            _write(path, known)
+
+
+def _read(path: Path) -> dict[str, Measured]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    # RecursionError: nested too deeply.
+    except (OSError, ValueError, RecursionError):
+        return {}
+    if not isinstance(found, dict):
+        return {}
+    return {key: Measured(float(one[0]), one[1]) for key, one in found.items() if _is_cost(one)}
+
+
+def _is_cost(found: Any) -> bool:
+    if not isinstance(found, list) or len(found) != 2:
+        return False
+    seconds, workspace = found
+    # Exact types, since true is a number of Python's; NaN compares as false.
+    is_time = type(seconds) in (int, float) and 0 < seconds <= _MOST_SECONDS
+    return is_time and type(workspace) is int and 0 <= workspace <= _MOST_BYTES
+
+
+def _write(path: Path, known: dict[str, Measured]) -> None:
+    # Whole, for a reader that has not got the lock; a folder that cannot be written to has no cache.
+    # In a folder that goes whatever fails, as on a full disk.
+    with contextlib.suppress(OSError), tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        written = Path(folder) / path.name
+        written.write_text(json.dumps(known), encoding="utf-8")
+        written.replace(path)

@@ -1,0 +1,163 @@
+"""What devices can do, for costs that are estimated instead of measured.
+
+Dense rates, without sparsity, from the makers' data sheets:
+
+- H100 SXM, H200 SXM: resources.nvidia.com/en-us-tensor-core (H100 and H200 data sheets)
+- A100 80GB SXM: nvidia.com, NVIDIA A100 Tensor Core GPU data sheet (2021)
+- L40S, L4, T4: nvidia.com, data sheets of these products (L40S and L4 give sparse rates, here halved)
+- RTX 4090: NVIDIA Ada GPU architecture white paper, appendix A (bf16 with fp32 accumulation)
+- RTX 3090: NVIDIA Ampere GA102 white paper, appendix A (bf16 with fp32 accumulation)
+- MI300X: amd.com, AMD Instinct MI300X data sheet
+
+The link is one direction of PCIe x16 (generation 3, 4 and 5: 16, 32 and 64 GB/s).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from optimum_memopt.engines.compile.memory.cuda_workspaces import Multiprocessors
+from optimum_memopt.errors import MemOptError, excerpt, path_excerpt
+from optimum_memopt.plans.plan_file import read_json
+
+_GIB = 2**30
+_DTYPES = ("float32", "bfloat16", "float16")
+_SHAPE = (
+    "needed are name, memory (bytes), bandwidth and link (bytes a second), flops (a second, by dtype, float32 among "
+    "them)"
+)
+_LARGEST_FILE = 2**20
+# A megabyte, or as much a second, up to what a rack of devices has.
+_LEAST, _MOST = 1e6, 1e18
+_LONGEST_NAME = 80
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device's rates.
+
+    Attributes:
+        name: `H100`.
+        memory: bytes.
+        bandwidth: of its memory, bytes a second.
+        flops: of matrix products a second, by dtype as `bfloat16`.
+        link: to the host, bytes a second in one direction.
+        cuda: its multiprocessors, None where it is no CUDA device.
+        capability: of a CUDA device.
+    """
+
+    name: str
+    memory: int
+    bandwidth: float
+    flops: Mapping[str, float]
+    link: float
+    cuda: Multiprocessors | None = None
+    capability: tuple[int, int] = (0, 0)
+
+    @property
+    def libraries(self) -> int:
+        """Bytes that cuBLAS holds: a workspace for the thread of forwards and one for autograd's
+        (`aten/src/ATen/cuda/CUDABlas.cpp`, 2.13)."""
+        if self.cuda is None:
+            return 0
+        return 2 * (32 * 2**20 if self.capability >= (9, 0) else 2 * 2**22 + 2**17)
+
+    @property
+    def copy_rate(self) -> float:
+        """Bytes a second that copies from and to pinned memory get of the link; not tuned."""
+        return 0.8 * self.link
+
+    def rate(self, dtype: str) -> float:
+        """Floating point operations a second; of float32 for a dtype that the device lacks."""
+        return self.flops.get(dtype, self.flops["float32"])
+
+
+def _device(
+    name: str,
+    gib: int,
+    gb_a_second: float,
+    fp32: float,
+    bf16: float,
+    fp16: float,
+    link: float,
+    multiprocessors: tuple[int, int] | None = None,
+    capability: tuple[int, int] = (0, 0),
+) -> Device:
+    rates = {dtype: rate * 1e12 for dtype, rate in zip(_DTYPES, (fp32, bf16, fp16), strict=True)}
+    cuda = None if multiprocessors is None else Multiprocessors(*multiprocessors)
+    return Device(name, gib * _GIB, gb_a_second * 1e9, rates, link * 1e9, cuda, capability)
+
+
+# The T4 has no bfloat16: torch computes in float32.
+DEVICES = {
+    device.name: device
+    for device in (
+        _device("H100", 80, 3350, 67, 989, 989, 64, (132, 2048), (9, 0)),
+        _device("H200", 141, 4800, 67, 989, 989, 64, (132, 2048), (9, 0)),
+        _device("A100", 80, 2039, 19.5, 312, 312, 32, (108, 2048), (8, 0)),
+        _device("L40S", 48, 864, 91.6, 362, 362, 32, (142, 1536), (8, 9)),
+        _device("L4", 24, 300, 30.3, 121, 121, 32, (58, 1536), (8, 9)),
+        _device("RTX 4090", 24, 1008, 82.6, 165.2, 165.2, 32, (128, 1536), (8, 9)),
+        _device("RTX 3090", 24, 936, 35.6, 71, 71, 32, (82, 1536), (8, 6)),
+        _device("T4", 16, 320, 8.1, 8.1, 65, 16, (40, 1024), (7, 5)),
+        _device("MI300X", 192, 5300, 163.4, 1307, 1307, 64),
+    )
+}
+
+# Whose rates count for a GPU that is not in the table.
+_UNKNOWN = "A100"
+
+
+def device_at(device: torch.device) -> Device:
+    """The device of the table that is in this machine, or `_UNKNOWN`."""
+    name = torch.cuda.get_device_name(device).replace(" ", "").lower()
+    known = [one for one in DEVICES if one.replace(" ", "").lower() in name]
+    # `L4` is in `L40S`, too.
+    return DEVICES[max(known, key=len)] if known else DEVICES[_UNKNOWN]
+
+
+def device_of(name: str) -> Device:
+    """A device of the table, or of a JSON file with the fields of `Device`.
+
+    Raises:
+        MemOptError: neither a known name nor a readable file.
+    """
+    for known, device in DEVICES.items():
+        if known.replace(" ", "").lower() == name.replace(" ", "").replace("-", "").lower():
+            return device
+    if not name.endswith(".json"):
+        raise MemOptError(f"device {excerpt(name)}: allowed are {', '.join(DEVICES)}, and a JSON file")
+    found = read_json(Path(name), "device", _SHAPE, _LARGEST_FILE)
+    if not isinstance(found, dict):
+        raise MemOptError(f"device file {path_excerpt(name)}: {_SHAPE}")
+    try:
+        rates = {dtype: _number(f"flops of {excerpt(dtype)}", rate) for dtype, rate in found["flops"].items()}
+        if "float32" not in rates:
+            raise ValueError("flops has no float32")
+        return Device(
+            _text("name", found["name"]),
+            int(_number("memory", found["memory"])),
+            _number("bandwidth", found["bandwidth"]),
+            rates,
+            _number("link", found["link"]),
+        )
+    except KeyError as error:
+        raise MemOptError(f"device file {path_excerpt(name)}: there is no {error}; {_SHAPE}") from None
+    except (ValueError, AttributeError) as error:
+        raise MemOptError(f"device file {path_excerpt(name)}: {excerpt(str(error))}; {_SHAPE}") from None
+
+
+def _number(name: str, found: Any) -> float:
+    # Exact types, since true is a number of Python's; NaN compares as false.
+    if type(found) not in (int, float) or not _LEAST <= found <= _MOST:
+        raise ValueError(f"{name} is {excerpt(found) or repr(found)}, not a number from {_LEAST:.0e} to {_MOST:.0e}")
+    return float(found)
+
+
+def _text(name: str, found: Any) -> str:
+    if not isinstance(found, str) or not found.isprintable() or not 0 < len(found) <= _LONGEST_NAME:
+        raise ValueError(f"{name} is {excerpt(found) or repr(found)}, not a text of 1 to {_LONGEST_NAME} letters")
+    return found

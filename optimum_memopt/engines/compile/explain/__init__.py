@@ -1,1 +1,0 @@
-"""Why a training step ran out of memory, from its graphs captured on fake tensors after the fact."""

@@ -1,0 +1,213 @@
+"""Names for the operators of a forward that are the same in every process that traces the model. Pure."""
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import sympy
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from optimum_memopt.engines.compile.graph.candidates import Candidate
+from optimum_memopt.engines.compile.graph.joint import JointGraph, is_number, is_tensor, is_view, root, tensor_value
+from optimum_memopt.engines.compile.graph.saved_activations import (
+    SavedActivation,
+    is_output,
+    is_statistic,
+    layer_of,
+    module_path,
+    operator_name,
+)
+from optimum_memopt.engines.compile.memory.cuda_workspaces import Multiprocessors
+from optimum_memopt.plans.plan_file import GraphSignature
+
+# The layer, "" outside of all, and the path in it.
+Path = tuple[str, str]
+
+
+def node_paths(joint: JointGraph) -> dict[fx.Node, Path]:
+    """Layer and path in it of each operator that allocates, in graph order: `encoder.layer.0`, `output.dense/addmm`.
+
+    What a module calls several times gets `#2` and so on, an output of an operator that has several its number:
+    `norm/native_layer_norm[0]`. Views and sizes have no path, since they come and go with symbolic sizes.
+    """
+    seen: Counter[Path] = Counter()
+    paths: dict[fx.Node, Path] = {}
+    for node in joint.forward:
+        if node.op != "call_function" or is_view(node) or not is_tensor(node):
+            continue
+        layer = layer_of(node)
+        # A layer that is called again ends in the number of the call.
+        module = module_path(node).removeprefix(layer.partition("@")[0]).lstrip(".")
+        output = f"[{node.args[1]}]" if is_output(node) else ""
+        path = layer, f"{module}/{operator_name(node)}{output}"
+        seen[path] += 1
+        paths[node] = path if seen[path] == 1 else (layer, f"{path[1]}#{seen[path]}")
+    return paths
+
+
+def signature_of(paths: Mapping[fx.Node, Path], parameters: Iterable[fx.Node]) -> GraphSignature:
+    """What tells a graph from another one, whatever the sizes of the batch.
+
+    Args:
+        paths: see `node_paths`.
+        parameters: inputs that stay from step to step, buffers among them.
+    """
+    numbers: dict[str, tuple[int, int]] = {}
+    for node in parameters:
+        tensor = tensor_value(node)
+        # A buffer may grow with the batch.
+        if all(isinstance(size, int) for size in tensor.shape):
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            count, sum_of_numbers = numbers.get(dtype, (0, 0))
+            numbers[dtype] = count + 1, sum_of_numbers + tensor.numel()
+    text = "\n".join(f"{layer} {path}" for layer, path in paths.values())
+    return GraphSignature(
+        numbers, dict(Counter(map(operator_name, paths))), hashlib.sha256(text.encode()).hexdigest()[:16]
+    )
+
+
+def gradients_of(joint: fx.Graph, num_fwd_outputs: int, parameters: Sequence[str]) -> dict[str, bool]:
+    """For each parameter that a joint graph reads, by its name, whether the backward returns its gradient.
+
+    Args:
+        joint: as AOTAutograd has traced it; empty is returned where its inputs are others than what dynamo's graph is
+            given, as where a tensor subclass is several of them.
+        num_fwd_outputs: how many of its outputs belong to the forward.
+        parameters: the names of those inputs of dynamo's graph that are parameters, empty for the others, in order.
+    """
+    (output,) = joint.find_nodes(op="output")
+    returned = output.args[0][num_fwd_outputs:]
+    if len(returned) != len(parameters):
+        return {}
+    return {name: gradient is not None for name, gradient in zip(parameters, returned, strict=True) if name}
+
+
+def without_gradient(graphs: Iterable[Mapping[str, bool]]) -> frozenset[str]:
+    """Parameters that graphs of a forward read and none of them returns a gradient of, as of a head under `no_grad`.
+
+    What no graph reads may be read elsewhere, and is left out.
+    """
+    read: dict[str, bool] = {}
+    for gradients in graphs:
+        for name, is_returned in gradients.items():
+            read[name] = read.get(name, False) or is_returned
+    return frozenset(name for name, is_returned in read.items() if not is_returned)
+
+
+def frozen_inputs(joint: JointGraph, static_inputs: Collection[fx.Node]) -> frozenset[fx.Node]:
+    """Parameters and buffers without a gradient.
+
+    Args:
+        joint: read, not changed.
+        static_inputs: parameters and buffers.
+    """
+    return frozenset(node for node, gradient in joint.gradients.items() if gradient is None and node in static_inputs)
+
+
+def find_constants(joint: JointGraph, static_inputs: Collection[fx.Node]) -> frozenset[fx.Node]:
+    """Operators of the forward that depend on frozen parameters, buffers, constants and sizes alone.
+
+    A cast of a frozen weight, a dequantized one, a mask of positions: its memory is worth more than the pass over it.
+    Left out are matrix products, convolutions and attention with what depends on them, random draws, and statistics,
+    which hardly take memory.
+
+    Args:
+        joint: read, not changed.
+        static_inputs: parameters and buffers.
+    """
+    frozen = frozen_inputs(joint, static_inputs)
+    found: set[fx.Node] = set()
+    for node in joint.forward:
+        is_product = getattr(node.target, "overloadpacket", None) in flop_registry
+        if node.op == "call_function" and (is_product or joint.is_impure(node)):
+            continue
+        if all(read in found or read in frozen or is_number(read) for read in node.all_input_nodes):
+            found.add(node)
+    return frozenset(node for node in found if node.op == "call_function" and not is_statistic(node))
+
+
+Modules = tuple[fx.GraphModule, fx.GraphModule]
+
+
+@dataclass(frozen=True, eq=False)
+class AnalyzedGraph:
+    """A joint graph, what its backward reads of its forward, and what can be done about it.
+
+    Attributes:
+        joint: dead code, copies and duplicates are gone.
+        activations: in graph order.
+        candidates: under every strategy.
+        size_hints: value of each symbol in the first batch.
+        names: of the symbols that are sizes of the forward's inputs, `input_ids_dim0`.
+        static_inputs: inputs that stay where they are from step to step: parameters and buffers.
+        constants: see `find_constants`.
+        paths: see `node_paths`.
+        signature: see `signature_of`.
+        partition_by_torch: torch's own forward and backward graphs; changes the joint graph (CSE).
+        cuda: the CUDA device that the graph is for; None: its tensors are elsewhere.
+    """
+
+    joint: JointGraph
+    activations: tuple[SavedActivation, ...]
+    candidates: tuple[Candidate, ...]
+    size_hints: Mapping[sympy.Symbol, int]
+    names: Mapping[sympy.Symbol, str]
+    static_inputs: tuple[fx.Node, ...]
+    constants: frozenset[fx.Node]
+    paths: Mapping[fx.Node, Path]
+    signature: GraphSignature
+    partition_by_torch: Callable[[], Modules]
+    cuda: Multiprocessors | None = None
+
+
+def nodes_to_save(
+    graph: AnalyzedGraph, recomputed: Collection[fx.Node], also_saved: Collection[fx.Node] = ()
+) -> tuple[fx.Node, ...]:
+    """What the forward has to save when the activations with the roots `recomputed` are not saved, in graph order.
+
+    Every read of the backward is followed back until it reaches an input, an activation that stays saved, or what
+    must not run twice (random draws). So nothing is saved that no read leads to, and nothing is drawn twice. Constants
+    are not saved: they would wait through the whole step for what is computed in a moment.
+
+    Args:
+        graph: read, not changed.
+        recomputed: roots of the activations that are recomputed.
+        also_saved: roots that are no saved activations, or constants, and are saved when a read leads to them.
+    """
+    activations = {activation.root for activation in graph.activations}
+    saved_roots = ((activations - graph.constants) | set(also_saved)) - set(recomputed)
+    saved: set[fx.Node] = set()
+    seen: set[fx.Node] = set()
+    todo = [node for activation in graph.activations for node in activation.reads]
+    while todo:
+        node = todo.pop()
+        if node in seen or node.op == "placeholder" or is_number(node):
+            continue
+        seen.add(node)
+        if node in saved_roots or (is_tensor(node) and graph.joint.is_impure(node)):
+            saved.add(node)
+        else:
+            todo.extend(node.all_input_nodes)
+    return tuple(sorted(saved, key=graph.joint.order.__getitem__))
+
+
+def layer_boundaries(graph: AnalyzedGraph) -> frozenset[fx.Node]:
+    """Storages computed in one layer and read in another: no layer is recomputed through the one before it.
+
+    Constants are none: they are computed from no other layer.
+
+    Without them a layer whose input is not saved (a norm that saves its output only) would be recomputed from the
+    layer before, and so on to the first, all alive at once.
+    """
+    boundaries = set()
+    for node in graph.joint.forward:
+        if is_view(node):
+            continue
+        for read in node.all_input_nodes:
+            storage = root(read)
+            is_inside = is_tensor(read) and storage.op == "call_function" and layer_of(storage)
+            if is_inside and layer_of(storage) != layer_of(node):
+                boundaries.add(storage)
+    return frozenset(boundaries) - graph.constants

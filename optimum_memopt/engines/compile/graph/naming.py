@@ -1,0 +1,297 @@
+"""Cluster ids: the operators that recompute an activation, named as ONNX Runtime names the same subgraph. Pure."""
+
+import itertools
+from collections.abc import Collection, Sequence
+from typing import cast
+
+import torch
+from torch import fx
+
+from optimum_memopt.engines.compile.graph.joint import first_input, is_tensor, is_view, root, tensor_value, value
+from optimum_memopt.engines.compile.graph.saved_activations import (
+    RecomputeChain,
+    is_output,
+    layer_of,
+    module_class,
+    operator_name,
+)
+from optimum_memopt.plans import matching
+
+# aten operator to what stands in its place in the graph that ONNX Runtime 1.19 exports and optimizes. Others are
+# called as in aten: `tanh` is Tanh.
+OPERATORS = {
+    "_fused_rms_norm": ("SimplifiedLayerNormalization",),
+    "_log_softmax": ("LogSoftmax",),
+    "_scaled_dot_product_cudnn_attention": ("Attention",),
+    "_scaled_dot_product_efficient_attention": ("Attention",),
+    "_scaled_dot_product_flash_attention": ("Attention",),
+    "_scaled_dot_product_flash_attention_for_cpu": ("Attention",),
+    "_softmax": ("Softmax",),
+    "_to_copy": ("Cast",),
+    "addmm": ("FusedMatMul", "Add"),
+    "arange": ("Range",),
+    "baddbmm": ("MatMul", "Add"),
+    "bitwise_and": ("And",),
+    "bitwise_not": ("Not",),
+    "bmm": ("MatMul",),
+    "cat": ("ConcatTraining",),
+    "constant_pad_nd": ("Pad",),
+    "convert_element_type": ("Cast",),
+    "convolution": ("Conv",),
+    "cumsum": ("CumSum",),
+    "embedding": ("Gather",),
+    "eq": ("Equal",),
+    "fill": ("ConstantOfShape",),
+    "full": ("ConstantOfShape",),
+    "full_like": ("ConstantOfShape",),
+    "gather": ("GatherElements",),
+    "ge": ("GreaterOrEqual",),
+    "gt": ("Greater",),
+    "index": ("GatherND",),
+    "index_select": ("Gather",),
+    "keep_mask": ("Dropout",),
+    "le": ("LessOrEqual",),
+    "logical_and": ("And",),
+    "logical_not": ("Not",),
+    "lt": ("Less",),
+    "masked_fill": ("Where",),
+    "maximum": ("Max",),
+    "mean": ("ReduceMean",),
+    "mm": ("FusedMatMul",),
+    "native_dropout": ("Dropout",),
+    "native_layer_norm": ("LayerNormalization",),
+    "ne": ("Not", "Equal"),
+    "new_zeros": ("ConstantOfShape",),
+    "nll_loss_forward": ("NegativeLogLikelihoodLoss",),
+    "randint": (),
+    "repeat": ("Tile",),
+    "rsub": ("Sub",),
+    "scalar_tensor": (),
+    "silu": ("QuickGelu",),
+    "stack": ("ConcatTraining",),
+    "sum": ("ReduceSum",),
+    "true_divide": ("Div",),
+    "zeros": ("ConstantOfShape",),
+    "zeros_like": ("ConstantOfShape",),
+}
+# Ends of the names of module classes whose operators ONNX Runtime fuses into one.
+MODULES = {
+    "FastGELUActivation": "FastGelu",
+    "GELUTanh": "FastGelu",
+    "NewGELUActivation": "FastGelu",
+    "RMSNorm": "SimplifiedLayerNormalization",
+    "T5LayerNorm": "SimplifiedLayerNormalization",
+}
+# What moves or picks elements: the operators that are nodes in ONNX Runtime's graph too.
+LAYOUTS = {
+    "_unsafe_view": "Reshape",
+    "expand": "Expand",
+    "permute": "Transpose",
+    "reshape": "Reshape",
+    "select": "Gather",
+    "slice": "Slice",
+    "split": "Split",
+    "split_with_sizes": "Split",
+    "squeeze": "Squeeze",
+    "t": "Transpose",
+    "transpose": "Transpose",
+    "unbind": "Split",
+    "unsqueeze": "Unsqueeze",
+    "view": "Reshape",
+}
+# Copies that materialize a view, and what changes nothing.
+_SILENT = frozenset({"alias", "clone", "detach", "lift_fresh", "lift_fresh_copy"})
+# Calls that reshape and expand what they multiply; ONNX Runtime's products take any number of dimensions.
+_PRODUCTS = frozenset({"Linear", "linear", "matmul"})
+_PRODUCT_OPERATORS = frozenset({"addmm", "baddbmm", "bmm", "mm"})
+# Ids of more operators than that end in a mistake when typed; they keep the last ones, nearest to the activation.
+_LONGEST = 10
+_NEAREST = 6
+
+# ONNX Runtime's id of an activation to ids of the same activation here, where it cuts subgraphs elsewhere. There one
+# node computes a dropout and its mask, so that a saved mask ends the subgraph of the residual stream behind it, as do
+# the saved statistics of a normalization. Here a generator's state gives a mask, and statistics end no chain.
+CUT_ELSEWHERE = {
+    "Add+": ("FusedMatMul+Add+Dropout+Add+", "FusedMatMul+Add+Add+", "FusedMatMul+Dropout+Add+"),
+    "Dropout+": ("LayerNormalization+Dropout+",),
+    "FusedMatMul+": ("FusedMatMul+Relu+",),
+    "FusedMatMul+Softmax+": ("MatMul+Mul+Softmax+",),
+    "Gather+": ("LayerNormalization+Gather+",),
+    "Gather+Dropout+": ("LayerNormalization+Gather+Dropout+",),
+    "Mul+": ("LayerNormalization+Mul+",),
+    "Mul+Dropout+": ("LayerNormalization+Mul+Dropout+",),
+    "Reshape+": ("Dropout+Reshape+",),
+    "Softmax+": ("MatMul+Mul+Add+Softmax+", "MatMul+Add+Softmax+", "MatMul+Mul+Softmax+", "MatMul+Softmax+"),
+    "Transpose+Mul+Mul+Add+": ("SimplifiedLayerNormalization+Transpose+Mul+Add+",),
+    "Transpose+Mul+Mul+Add+Unsqueeze+Expand+Reshape+": (
+        "SimplifiedLayerNormalization+Transpose+Mul+Add+Unsqueeze+Expand+Reshape+",
+    ),
+    "Tile+": ("FusedMatMul+Add+Reshape+Transpose+Reshape+Tile+",),
+}
+# What the same operator is called where ONNX Runtime merged other ones into it.
+_MERGED = {"FusedMatMul": ("MatMul",), "Gemm": ("MatMul", "Add")}
+_RESHAPES = frozenset({"Reshape", "Squeeze", "Unsqueeze"})
+# The last dimension's halves swapped, one of them negated: what a rotary embedding does between its products, and
+# ONNX Runtime saves by itself.
+_ROTATION = ["Mul", "Slice", "Neg", "ConcatTraining", "Mul"]
+
+
+def translate(cluster_id: str, existing: Collection[str]) -> str | None:
+    """The existing id that names the activation which ONNX Runtime calls `cluster_id`, None without one.
+
+    That is the id itself, one of another provider's fusions, one that differs in reshapes alone, or one whose subgraph
+    ONNX Runtime cuts elsewhere.
+    """
+    if known := matching.translate(cluster_id, existing):
+        return known
+    for spelled in matching.unfused(cluster_id):
+        for same in (spelled, *CUT_ELSEWHERE.get(spelled, ())):
+            if same in existing:
+                return same
+            others = [other for other in existing if _computing(other) == _computing(same)]
+            if len(others) == 1 and _computing(spelled):
+                return others[0]
+    return None
+
+
+def _computing(cluster_id: str) -> tuple[str, ...]:
+    """What an id computes, however it is reshaped on the way."""
+    merged = (_MERGED.get(operator, (operator,)) for operator in matching.operators(cluster_id))
+    names = (operator for parts in merged for operator in parts if operator not in _RESHAPES)
+    return tuple(name for name, _ in itertools.groupby(names))
+
+
+def dropout_of(mask: fx.Node) -> fx.Node | None:
+    """The output of the dropout that a mask belongs to; None for what is no mask, or where nobody reads the output."""
+    last = mask
+    while behind := [user for user in last.users if _is_dropout(user) and _call(user) == _call(mask)]:
+        last = behind[-1]
+    return last if last is not mask and _is_dropout(mask) and tensor_value(mask).dtype == torch.bool else None
+
+
+def cluster_id(chain: RecomputeChain) -> str:
+    """`FusedMatMul+Add+Reshape+Transpose+` of a query projection.
+
+    Left out are: the reshapes within a matrix product, views of what is there anyway, copies that materialize a view,
+    and, for an activation in a layer, what lies outside of all layers (the building of masks). Operators that are
+    parts of one call (a decomposed normalization) or of one of `MODULES` count as one, and repetitions of one operator
+    are folded.
+    """
+    activation, reached = chain.activation, {*chain.reads}
+    names: list[str] = []
+    call: object = None
+    last: tuple[str, ...] = ()
+    inner = [node for node in chain.nodes if not (activation.layer and not layer_of(node))]
+    computing = [node for node in inner if not _is_view_of(node, reached)]
+    for node in (*computing, *_views_to(activation.reads[0])):
+        if node.op != "call_function" or (_is_constant(node) and node is not activation.root):
+            continue
+        part_of, call = call, _call(node)
+        if call == part_of and _called(node) != operator_name(node):
+            continue
+        parts = _names(node)
+        if parts and parts != last:
+            names.extend(parts)
+            last = parts
+    names = _without_rotations(names)
+    nearest = names if len(names) <= _LONGEST else names[-_NEAREST:]
+    return "".join(f"{name}+" for name in nearest) or "Identity+"
+
+
+def _without_rotations(names: list[str]) -> list[str]:
+    for start in reversed(range(len(names))):
+        if names[start : start + len(_ROTATION)] == _ROTATION:
+            names = [*names[: start + 1], *names[start + len(_ROTATION) :]]
+    return names
+
+
+def _views_to(read: fx.Node) -> Sequence[fx.Node]:
+    """The views from a root to what the backward reads, which ONNX Runtime saves as tensors of their own."""
+    views = []
+    while is_view(read):
+        views.append(read)
+        read = first_input(read)
+    return views[::-1]
+
+
+def _is_view_of(node: fx.Node, roots: set[fx.Node]) -> bool:
+    return is_view(node) and root(node) in roots
+
+
+def _called(node: fx.Node) -> str:
+    """The operator that was called, where the node is a part of its decomposition."""
+    return getattr(node.meta.get("original_aten"), "_opname", None) or operator_name(node)
+
+
+def _call(node: fx.Node) -> tuple[object, str]:
+    return node.meta.get("seq_nr"), _called(node)
+
+
+def _is_dropout(node: fx.Node) -> bool:
+    return _called(node) == "native_dropout"
+
+
+def _is_constant(node: fx.Node) -> bool:
+    return OPERATORS.get(operator_name(node)) == ("ConstantOfShape",)
+
+
+def _names(node: fx.Node) -> tuple[str, ...]:
+    name = operator_name(node)
+    module = module_class(node)
+    for end, fused in MODULES.items():
+        if module.endswith(end):
+            return (fused,)
+    if is_output(node):
+        return (LAYOUTS[name],) if is_view(node) else ()
+    if name in _SILENT or not (is_tensor(node) or isinstance(value(node), tuple | list)):
+        return ()
+    if name in LAYOUTS:
+        return () if isinstance(value(node), tuple | list) or _is_silent(node) else (LAYOUTS[name],)
+    called = _called(node)
+    if name == "addmm" and not _is_silent_view(cast(fx.Node, node.args[1])):
+        return ("Gemm",)
+    if name == "gelu" and node.kwargs.get("approximate") == "tanh":
+        return ("FastGelu",)
+    known = OPERATORS.get(called, OPERATORS.get(name))
+    return ("".join(part.capitalize() for part in called.strip("_").split("_")),) if known is None else known
+
+
+def _is_silent(node: fx.Node) -> bool:
+    """A layout operator that is part of a matrix product, or that changes nothing."""
+    before, after = (tuple(map(str, tensor_value(n).shape)) for n in (first_input(node), node))
+    layout = LAYOUTS[operator_name(node)]
+    if layout in ("Expand", "Reshape") and before == after:
+        return True
+    if layout == "Transpose" and _swaps_last_two(node) and _is_multiplied(node):
+        return True
+    source = node.meta.get("source_fn_stack")
+    if source:
+        return getattr(source[-1][1], "__name__", source[-1][1]) in _PRODUCTS
+    return layout == "Reshape" and before[-1:] == after[-1:]
+
+
+def _is_silent_view(node: fx.Node) -> bool:
+    """Whether a matrix product reshapes its operand itself, having more than two dimensions."""
+    return is_view(node) and operator_name(node) in LAYOUTS and _is_silent(node)
+
+
+def _swaps_last_two(node: fx.Node) -> bool:
+    count = tensor_value(node).dim()
+    if operator_name(node) == "permute":
+        order = [dim % count for dim in cast(Sequence[int], node.args[1])]
+        return order == [*range(count - 2), count - 1, count - 2]
+    dims = cast(Sequence[int], node.args[1:] or (0, 1))
+    return {dim % count for dim in dims} == {count - 2, count - 1}
+
+
+def _is_multiplied(node: fx.Node) -> bool:
+    """Whether a matrix product reads it, which transposes its operands itself (FusedMatMul's transA, transB)."""
+    names = {user: operator_name(user) for user in node.users if user.op == "call_function"}
+    return any(
+        name in _PRODUCT_OPERATORS or (_is_carried(user) and _is_multiplied(user)) for user, name in names.items()
+    )
+
+
+def _is_carried(node: fx.Node) -> bool:
+    layout = LAYOUTS.get(operator_name(node))
+    return operator_name(node) in _SILENT or layout in ("Expand", "Reshape")

@@ -1,0 +1,361 @@
+"""A joint graph as numbers: what a solver and an exact simulation of its choices read. Pure."""
+
+import operator
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+import sympy
+from torch import fx
+
+from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, layer_boundaries
+from optimum_memopt.engines.compile.graph.joint import (
+    JointGraph,
+    first_input,
+    is_chunked_loss,
+    is_number,
+    is_tensor,
+    is_view,
+    root,
+    storage_bytes,
+    value,
+)
+from optimum_memopt.engines.compile.graph.saved_activations import is_statistic, layer_of
+from optimum_memopt.engines.compile.graph.symbols import SymbolValues, compile_sizes
+from optimum_memopt.engines.compile.loss.operator import is_scaling
+from optimum_memopt.engines.compile.memory.workspaces import workspace
+
+if TYPE_CHECKING:
+    pass
+
+
+@dataclass(frozen=True)
+class OtherGraphs:
+    """What a forward holds around one of its graphs, where graph breaks split it.
+
+    Attributes:
+        later: bytes that the graphs after this one hold at most, between its forward and its backward.
+        gradients: bytes that their backwards have left when its own begins.
+        runs: of the graph, one after the other.
+    """
+
+    later: int = 0
+    gradients: int = 0
+    runs: int = 1
+
+    def in_forward(self, left: int) -> int:
+        """Bytes in the graph's last run.
+
+        Args:
+            left: bytes that one forward leaves: saved activations, and outputs, which the next one reads.
+        """
+        return (self.runs - 1) * left
+
+    def between(self, left: int) -> int:
+        """Bytes between forward and backward, those of the graph itself included; `left` as in `in_forward`."""
+        return self.runs * left + self.later
+
+    def in_backward(self, left: int, gradients: int) -> int:
+        """Bytes in the graph's first or last run.
+
+        Args:
+            left: see `in_forward`.
+            gradients: bytes that one backward leaves over those that it is given.
+        """
+        return max(self.in_forward(left), (self.runs - 1) * gradients) + self.gradients
+
+
+ALONE = OtherGraphs()
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A joint graph whose nodes are numbered in its order; tuples have an entry a node.
+
+    Attributes:
+        names: of the nodes.
+        kinds: operators, as text.
+        reads: nodes that each reads.
+        roots: the node that allocates the storage that each lies in.
+        bytes: of the storage of a root that is a tensor, else 0.
+        workspaces: bytes that an operator holds beside its results while it runs.
+        seconds: of running the operator.
+        layers: path of the transformer layer, "" outside of all.
+        is_input: placeholders of the joint graph, gradients among them.
+        is_operator: `call_function`; a view and the pick of an output too.
+        is_backward: computed from a gradient.
+        is_tensor: not a number, nor a tuple.
+        is_number: a symbolic size.
+        is_view: allocates nothing.
+        picks: the operator that a pick of an output belongs to, else None.
+        has_outputs: an operator with several outputs, which are picked.
+        is_kept: must not run twice: it draws random numbers, or reads what is written to.
+        is_statistic: a reduction's row, which every plan by name saves.
+        forward_outputs: nodes.
+        backward_outputs: nodes.
+        tangents: gradients that the backward is given.
+        backward_reads: nodes of the forward that the backward reads.
+        activations: roots of the saved activations.
+        boundaries: roots computed in one layer and read in another.
+        constants: saved activations that no plan by name saves.
+        others: graphs of the same forward.
+    """
+
+    names: tuple[str, ...]
+    kinds: tuple[str, ...]
+    reads: tuple[tuple[int, ...], ...]
+    roots: tuple[int, ...]
+    bytes: tuple[int, ...]
+    workspaces: tuple[int, ...]
+    seconds: tuple[float, ...]
+    layers: tuple[str, ...]
+    is_input: tuple[bool, ...]
+    is_operator: tuple[bool, ...]
+    is_backward: tuple[bool, ...]
+    is_tensor: tuple[bool, ...]
+    is_number: tuple[bool, ...]
+    is_view: tuple[bool, ...]
+    picks: tuple[int | None, ...]
+    has_outputs: tuple[bool, ...]
+    is_kept: tuple[bool, ...]
+    is_statistic: tuple[bool, ...]
+    forward_outputs: tuple[int, ...]
+    backward_outputs: tuple[int, ...]
+    tangents: tuple[int, ...]
+    backward_reads: tuple[int, ...]
+    activations: frozenset[int]
+    boundaries: frozenset[int]
+    constants: frozenset[int] = frozenset()
+    others: OtherGraphs = ALONE
+
+    @cached_property
+    def users(self) -> tuple[tuple[int, ...], ...]:
+        found: list[list[int]] = [[] for _ in self.names]
+        for node, reads in enumerate(self.reads):
+            for read in reads:
+                found[read].append(node)
+        return tuple(map(tuple, found))
+
+    @cached_property
+    def allocates(self) -> tuple[tuple[int, ...], ...]:
+        """Roots that each operator allocates; of those of several outputs, what is picked in the same graph counts."""
+        found: list[tuple[int, ...]] = []
+        for node, users in enumerate(self.users):
+            if not self.is_operator[node] or self.is_view[node]:
+                found.append(())
+            elif self.has_outputs[node]:
+                found.append(tuple(user for user in users if self.picks[user] == node and self.is_tensor[user]))
+            else:
+                found.append((node,) if self.picks[node] is None and self.is_tensor[node] else ())
+        return tuple(found)
+
+    @cached_property
+    def tables(self) -> "Tables":
+        return tables_of(self)
+
+    @cached_property
+    def is_forward(self) -> tuple[bool, ...]:
+        return tuple(
+            not given and not backward for given, backward in zip(self.is_input, self.is_backward, strict=True)
+        )
+
+    @cached_property
+    def numbers(self) -> frozenset[int]:
+        """Those of the forward, which the backward is given."""
+        return frozenset(node for node, is_number in enumerate(self.is_number) if is_number and self.is_forward[node])
+
+    @cached_property
+    def backward_operators(self) -> tuple[int, ...]:
+        """What the backward runs of its own, from the first reader of a gradient on, in order."""
+        needed = self.needed(self.backward_outputs)
+        given = set(self.tangents)
+        first = min((user for node in given for user in self.users[node] if user in needed), default=len(self.names))
+        return tuple(
+            node for node in sorted(needed) if node >= first and self.is_backward[node] and self.is_operator[node]
+        )
+
+    def needed(self, targets: Iterable[int], available: Collection[int] = ()) -> set[int]:
+        """What has to run for `targets`, inputs left out, with what is `available`, which is not run."""
+        done = bytearray(self.is_input)
+        for node in available:
+            done[node] = 1
+        found: set[int] = set()
+        todo = list(targets)
+        while todo:
+            node = todo.pop()
+            if not done[node]:
+                done[node] = 1
+                found.add(node)
+                todo.extend(self.reads[node])
+        return found
+
+    def saving(self, nodes: Iterable[int]) -> frozenset[int]:
+        """What the forward saves if the storages of some nodes are saved: torch's own partition saves views, too."""
+        return self.closure({self.roots[node] for node in nodes})
+
+    def closure(self, kept: Collection[int]) -> frozenset[int]:
+        """What the forward saves if everything in `kept` that a read of the backward leads to is saved.
+
+        As `analysis.graph.nodes_to_save` follows reads.
+
+        Args:
+            kept: roots.
+        """
+        saved: set[int] = set()
+        seen: set[int] = set()
+        todo = list(self.backward_reads)
+        while todo:
+            node = todo.pop()
+            if node in seen or self.is_input[node] or self.is_number[node]:
+                continue
+            seen.add(node)
+            if node in kept or (self.is_kept[node] and self.is_tensor[node]):
+                saved.add(node)
+            else:
+                todo.extend(self.reads[node])
+        return frozenset(saved)
+
+
+def _scaled_in_place(joint: JointGraph) -> dict[fx.Node, fx.Node]:
+    """What multiplies a gradient of the chunked loss in place, with that gradient; see `loss.scale_in_place`."""
+    found = {}
+    for gradient in joint.forward:
+        if gradient.target is operator.getitem and is_chunked_loss(first_input(gradient)) and gradient.args[1] != 0:
+            readers = [user for user in gradient.users if user in joint.backward]
+            if len(readers) == 1 and is_scaling(readers[0], gradient):
+                found[readers[0]] = gradient
+    return found
+
+
+def problem_of(graph: AnalyzedGraph, seconds: Sequence[float], workspaces: Sequence[int] = ()) -> Problem:
+    """The numbers of a joint graph for the sizes of its first batch.
+
+    Args:
+        graph: read, not changed.
+        seconds: of each node of the joint graph, in its order, the output's included.
+        workspaces: bytes that were measured of each of them; empty: none were.
+    """
+    return problems_of(graph, seconds, workspaces)(graph.size_hints)
+
+
+def problems_of(
+    graph: AnalyzedGraph, seconds: Sequence[float], measured: Sequence[int] = ()
+) -> Callable[[SymbolValues], Problem]:
+    """The numbers of a joint graph for any sizes, with the same seconds; see `problem_of`."""
+    joint = graph.joint
+    nodes = [node for node in joint.nodes if node.op != "output"]
+    number = {node: index for index, node in enumerate(nodes)}
+    scaled = _scaled_in_place(joint)
+    roots = [scaled.get(storage := root(node), storage) for node in nodes]
+    sizes = [
+        storage_bytes(node) if is_tensor(node) and of is node else sympy.Integer(0)
+        for node, of in zip(nodes, roots, strict=True)
+    ]
+    workspaces = [workspace(node, graph.cuda) for node in nodes]
+    bytes_of, workspaces_of = compile_sizes(sizes), compile_sizes(workspaces)
+
+    def all_of(found: Iterable[object]) -> tuple[int, ...]:
+        return tuple(number[node] for node in found if isinstance(node, fx.Node))
+
+    first = Problem(
+        names=tuple(node.name for node in nodes),
+        kinds=tuple(str(node.target) for node in nodes),
+        reads=tuple(all_of(node.all_input_nodes) for node in nodes),
+        roots=tuple(number[node] for node in roots),
+        bytes=tuple(bytes_of(graph.size_hints)),
+        workspaces=tuple(workspaces_of(graph.size_hints)),
+        seconds=tuple(seconds[: len(nodes)]),
+        layers=tuple(layer_of(node) if node.op == "call_function" else "" for node in nodes),
+        is_input=tuple(node.op == "placeholder" for node in nodes),
+        is_operator=tuple(node.op == "call_function" for node in nodes),
+        is_backward=tuple(node in joint.backward for node in nodes),
+        is_tensor=tuple(map(is_tensor, nodes)),
+        is_number=tuple(map(is_number, nodes)),
+        is_view=tuple(node in scaled or is_view(node) for node in nodes),
+        picks=tuple(number[node.all_input_nodes[0]] if node.target is operator.getitem else None for node in nodes),
+        has_outputs=tuple(isinstance(value(node), tuple | list) for node in nodes),
+        is_kept=tuple(node.op == "call_function" and joint.is_impure(node) for node in nodes),
+        is_statistic=tuple(node.op == "call_function" and is_statistic(node) for node in nodes),
+        forward_outputs=all_of(joint.forward_outputs),
+        backward_outputs=all_of(joint.backward_outputs),
+        tangents=tuple(
+            number[node] for node in nodes if node.op == "placeholder" and node in joint.backward and is_tensor(node)
+        ),
+        backward_reads=all_of(joint.backward_reads()),
+        activations=frozenset(number[activation.root] for activation in graph.activations),
+        boundaries=frozenset(number[node] for node in layer_boundaries(graph)),
+        constants=frozenset(number[one.root] for one in graph.activations if one.root in graph.constants),
+    )
+
+    def at(values: SymbolValues) -> Problem:
+        found, known = bytes_of(values), list(workspaces_of(values))
+        # Nothing of the graph itself, which may be gone by then.
+        for node, most in enumerate(measured[: len(known)]):
+            if most:
+                # Buffers for operands are as large as these.
+                operands = [first.roots[read] for read in first.reads[node]]
+                before, now = (sum(sizes[root] for root in operands) for sizes in (first.bytes, found))
+                known[node] = max(known[node], most * now // max(1, before))
+        return replace(first, bytes=tuple(found), workspaces=tuple(known))
+
+    return at
+
+
+@dataclass(frozen=True, eq=False)
+class Tables:
+    """Arrays by node, and the parts of a run's order that are the same for all choices.
+
+    Attributes:
+        sizes: `Problem.bytes`.
+        workspaces: `Problem.workspaces`.
+        owns: operators that allocate a storage of their own, whether anything reads it or not.
+        read_roots: the roots that all nodes read, one node's after the other's.
+        first_read: where those of each node begin.
+        reads: how many there are.
+        storages: roots that operators allocate.
+        allocators: of each of `storages`, the operator.
+        picks: `Problem.picks`, -1 for None.
+        read_numbers: what each node reads of `Problem.numbers`.
+        backward: each of the backward's own operators, and what else it reads that is computed.
+        always: what the forward's outputs need.
+    """
+
+    sizes: np.ndarray
+    workspaces: np.ndarray
+    owns: np.ndarray
+    read_roots: np.ndarray
+    first_read: np.ndarray
+    reads: np.ndarray
+    storages: np.ndarray
+    allocators: np.ndarray
+    picks: np.ndarray
+    read_numbers: tuple[tuple[int, ...], ...]
+    backward: tuple[tuple[int, tuple[int, ...]], ...]
+    always: frozenset[int]
+
+
+def tables_of(problem: "Problem") -> "Tables":
+    """The tables of a problem."""
+    counts = np.array([len(reads) for reads in problem.reads], dtype=np.intp)
+    roots = problem.roots
+    own = set(problem.backward_operators)
+    pairs = [(storage, node) for node, found in enumerate(problem.allocates) for storage in found]
+    return Tables(
+        sizes=np.array(problem.bytes, dtype=np.int64),
+        workspaces=np.array(problem.workspaces, dtype=np.int64),
+        owns=np.array([root == node and problem.is_operator[node] for node, root in enumerate(roots)], dtype=bool),
+        read_roots=np.array([roots[read] for reads in problem.reads for read in reads], dtype=np.intp),
+        first_read=np.cumsum(counts) - counts,
+        reads=counts,
+        storages=np.array([storage for storage, _ in pairs], dtype=np.intp),
+        allocators=np.array([node for _, node in pairs], dtype=np.intp),
+        picks=np.array([-1 if source is None else source for source in problem.picks], dtype=np.intp),
+        read_numbers=tuple(tuple(read for read in reads if read in problem.numbers) for reads in problem.reads),
+        backward=tuple(
+            (node, tuple(read for read in problem.reads[node] if read not in own and not problem.is_input[read]))
+            for node in problem.backward_operators
+        ),
+        always=frozenset(problem.needed(problem.forward_outputs)),
+    )

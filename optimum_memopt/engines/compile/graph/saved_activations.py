@@ -1,0 +1,304 @@
+"""Saved activations: what the backward reads of the forward, storage by storage. Pure."""
+
+import re
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import cast
+
+import sympy
+import torch
+from torch import fx
+
+from optimum_memopt.engines.compile.graph.joint import (
+    JointGraph,
+    first_input,
+    is_number,
+    is_tensor,
+    is_view,
+    root,
+    storage_bytes,
+)
+
+# Lists of layers are called one of these in transformers and timm (`albert_layers` too); the first in a path is the
+# transformer's layer.
+_LAYER = re.compile(r"(?:^|\.)(?:\w+_)?(?:layers?|h|blocks?)\.\d+(?=\.|$)")
+# Key of a node's meta: the layer, in a graph without such a list (see `module_paths.note_layers`).
+LAYER = "optimum_memopt_layer"
+# Dynamo's mark of a module's second call and later ones, at the end of a key of `nn_module_stack`.
+_CALL = re.compile(r"@\d+$")
+# An activation of constant size and less than this (bytes) is not worth a row, or counting.
+_NEGLIGIBLE = 4096
+# Outputs beside the first of these operators are statistics of a row each: tiny, and expensive to recompute.
+_WITH_STATISTICS = frozenset(
+    {
+        "_fused_rms_norm",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "native_batch_norm",
+        "native_group_norm",
+        "native_layer_norm",
+    }
+)
+_STATISTICS = frozenset({"amax", "var_mean", "logsumexp", "mean", "sum", "rsqrt"})
+
+
+def is_output(node: fx.Node) -> bool:
+    """Whether this picks one output of an operator that has several."""
+    return node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem"
+
+
+def operator_name(node: fx.Node) -> str:
+    """`gelu` of `aten.gelu.default`; an output of an operator that has several has that operator's name."""
+    target = first_input(node).target if is_output(node) else node.target
+    return str(getattr(target, "_opname", None) or getattr(target, "__name__", target))
+
+
+def module_path(node: fx.Node) -> str:
+    """Where in the module tree the operator was called: `roberta.encoder.layer.0.intermediate.dense`."""
+    stack = module_stack(node)
+    return stack[-1][1] if stack else ""
+
+
+def module_class(node: fx.Node) -> str:
+    """The name of the class of the innermost module in which the operator was called: `Linear`."""
+    stack = module_stack(node)
+    return stack[-1][2] if stack else ""
+
+
+def layer_of(node: fx.Node) -> str:
+    """The path of the transformer layer around the operator, "" outside of all.
+
+    A layer that is called several times (ALBERT) is one at each call: the later ones end in `@1`, `@2` and so on.
+    """
+    stack = module_stack(node)
+    match = _LAYER.search(stack[-1][1]) if stack else None
+    path = stack[-1][1][: match.end()] if match else node.meta.get(LAYER, "")
+    calls = (_CALL.search(key) for key, outer, _ in stack if path.startswith(outer)) if path else ()
+    # A group of layers and the layer in it are called equally often.
+    return path + "".join(dict.fromkeys(call[0] for call in calls if call))
+
+
+def module_stack(node: fx.Node) -> list[tuple[str, str, str]]:
+    """Dynamo's key, the path and the class's name of each module around the operator, from the outside in."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    return [
+        (key, _module_path(path), kind.rpartition(".")[2] if isinstance(kind, str) else kind.__name__)
+        for key, (path, kind) in stack.items()
+    ]
+
+
+@cache
+def _module_path(source: str) -> str:
+    """What dynamo calls `L['self'].layer.0`.
+
+    Until torch 2.10 the paths of lists have their inner names, `L['self']._modules['layer']._modules['0']`, and those
+    of a module that has set an attribute in its forward have `L['self'].__dict__['_modules']['layer'].0` in all.
+    """
+    path = re.sub(r"\.(?:_modules|__dict__\['_modules'\])\['([^']*)'\]", r".\1", source)
+    # `L['self']`, and `L['args'][0]` of a forward that is compiled as a function.
+    return re.sub(r"^L\['[^']*'\](?:\[\d+\])?\.?", "", path)
+
+
+def is_generator_state(node: fx.Node) -> bool:
+    """True for what a dropout notes to draw its mask once more: 5 KB on a CPU, 16 bytes on CUDA."""
+    return is_output(node) and operator_name(node) == "draw_mask" and cast(int, node.args[1]) == 0
+
+
+def is_negligible(size: sympy.Expr) -> bool:
+    """Whether a storage is too small to matter and does not grow with the batch."""
+    return not size.free_symbols and size < _NEGLIGIBLE
+
+
+@dataclass(frozen=True, eq=False)
+class SavedActivation:
+    """A storage that the forward allocates and the backward reads.
+
+    Attributes:
+        root: the operator (or output of one) that allocates it.
+        reads: the nodes through which the backward reads it, the root itself or views of it.
+        bytes: its size in the symbols of the graph.
+        is_returned: the forward returns it too, so its caller may hold it.
+        leaves_layer: the forward reads it outside of the layer that computes it (the residual stream).
+    """
+
+    root: fx.Node
+    reads: tuple[fx.Node, ...]
+    bytes: sympy.Expr
+    is_returned: bool
+    leaves_layer: bool
+
+    @property
+    def layer(self) -> str:
+        return layer_of(self.root)
+
+
+def find_saved_activations(joint: JointGraph) -> tuple[SavedActivation, ...]:
+    """All of them in graph order; parameters and other inputs are not among them."""
+    reads: dict[fx.Node, list[fx.Node]] = {}
+    for node in joint.backward_reads():
+        storage = root(node)
+        if storage.op == "call_function":
+            reads.setdefault(storage, []).append(node)
+    returned = {root(node) for node in joint.forward_outputs}
+    readers: dict[fx.Node, set[str]] = {}
+    for node in joint.forward:
+        if not is_view(node):
+            for read in node.all_input_nodes:
+                readers.setdefault(root(read), set()).add(layer_of(node))
+    return tuple(
+        SavedActivation(
+            storage,
+            tuple(nodes),
+            storage_bytes(storage),
+            storage in returned,
+            bool(readers.get(storage, set()) - {layer_of(storage)}),
+        )
+        for storage, nodes in sorted(reads.items(), key=lambda item: joint.order[item[0]])
+    )
+
+
+def is_statistic(node: fx.Node) -> bool:
+    """Whether this is one number for each row that an operator has reduced, which every plan saves.
+
+    A statistic that the backward does not read (the sums of a decomposed softmax) is recomputed with its operator.
+    """
+    if is_output(node) and operator_name(node) in _WITH_STATISTICS:
+        return cast(int, node.args[1]) > 0
+    return is_tensor(node) and operator_name(node) in _STATISTICS
+
+
+@dataclass(frozen=True, eq=False)
+class RecomputeChain:
+    """The operators that compute a saved activation from what is there anyway.
+
+    Attributes:
+        activation: the one to recompute.
+        nodes: the operators to run again, in graph order; the last allocates the activation.
+        reads: storages that are there anyway: inputs and other saved activations.
+        extra_saved: nodes that have to be saved in exchange, since they must not run again.
+    """
+
+    activation: SavedActivation
+    nodes: tuple[fx.Node, ...]
+    reads: tuple[fx.Node, ...]
+    extra_saved: tuple[fx.Node, ...]
+
+    @property
+    def saving(self) -> sympy.Expr:
+        """Bytes of the activation less those saved in exchange; neither what is negligible nor a generator's state is
+        counted."""
+        return sympy.expand(self.activation.bytes - sum(self._exchanged))
+
+    @property
+    def is_compromise(self) -> bool:
+        """Whether more than something negligible is saved in exchange."""
+        return bool(self._exchanged)
+
+    @property
+    def _exchanged(self) -> list[sympy.Expr]:
+        sizes = (storage_bytes(root(node)) for node in self.extra_saved if not is_generator_state(node))
+        return [size for size in sizes if not is_negligible(size)]
+
+
+def producing_operator(activation: SavedActivation) -> RecomputeChain:
+    """The operator alone that computes an activation: what names one that cannot be recomputed."""
+    operator = [first_input(activation.root)] if is_output(activation.root) else []
+    return RecomputeChain(activation, (*operator, activation.root), (), ())
+
+
+def recompute_chain(
+    joint: JointGraph, activation: SavedActivation, available: Collection[fx.Node]
+) -> RecomputeChain | None:
+    """The way back from an activation to inputs and `available` storages; None where it must not be recomputed.
+
+    Args:
+        joint: read, not changed.
+        activation: the one to recompute.
+        available: roots of the activations that stay saved.
+    """
+    if joint.is_impure(activation.root) or is_statistic(activation.root):
+        return None
+    nodes = {activation.root}
+    reads: dict[fx.Node, None] = {}
+    extra_saved: dict[fx.Node, None] = {}
+    todo = [activation.root]
+    while todo:
+        for node in todo.pop().all_input_nodes:
+            if node in nodes or is_number(node):
+                continue
+            storage = root(node) if is_tensor(node) else node
+            if storage is not activation.root and (storage.op == "placeholder" or storage in available):
+                reads[storage] = None
+                if node is storage:
+                    continue
+            elif joint.is_impure(node):
+                extra_saved[node] = None
+                continue
+            nodes.add(node)
+            todo.append(node)
+    ordered = tuple(sorted(nodes, key=joint.order.__getitem__))
+    return RecomputeChain(activation, ordered, tuple(reads), tuple(extra_saved))
+
+
+_TRACED = re.compile(r"^L\['self'\]")
+_OUTER = "outer"
+_NUMBER = re.compile(r"(?:^|\.)\d+(?=\.|$)")
+
+
+def add_outer_modules(graph: fx.Graph, model: torch.nn.Module, traced: torch.nn.Module | None) -> None:
+    """Let the module paths of a graph's operators begin at `model`.
+
+    Modules of one class may share a compiled graph; the paths are then those of the first.
+
+    Args:
+        graph: its nodes' metadata are changed.
+        model: the outermost module.
+        traced: the module whose forward the graph is; without effect where it is `model` or none of its modules.
+    """
+    path = next((name for name, module in model.named_modules() if module is traced), "")
+    if not path:
+        return
+    outer = (f"L['self'].{path}", type(traced))
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+        inner = {key: (_TRACED.sub(outer[0], name), kind) for key, (name, kind) in stack.items()}
+        node.meta["nn_module_stack"] = {_OUTER: outer, **inner}
+
+
+def note_layers(graph: fx.Graph) -> None:
+    """Note each operator's layer where no list of layers has a name that `layer_of` knows, as in an `nn.Sequential`.
+
+    Layers are then the items of the outermost numbered list around the operator two of which are alike.
+
+    Args:
+        graph: its nodes' metadata are changed.
+    """
+    operators = [node for node in graph.nodes if node.op == "call_function"]
+    if any(map(layer_of, operators)):
+        return
+    classes = {path: name for node in operators for _, path, name in module_stack(node)}
+    items: dict[str, Counter[object]] = {}
+    for path in classes:
+        outer, _, name = path.rpartition(".")
+        if name.isdecimal():
+            items.setdefault(outer, Counter())[_kind(path, classes)] += 1
+    lists = {outer for outer, kinds in items.items() if max(kinds.values()) > 1}
+    for node in operators:
+        path = module_path(node)
+        layers = (path[: number.end()] for number in _NUMBER.finditer(path) if path[: number.start()] in lists)
+        if layer := next(layers, ""):
+            node.meta[LAYER] = layer
+
+
+def _kind(path: str, classes: Mapping[str, str]) -> object:
+    """Equal for modules that are alike: of one class, and where that only holds others, with the same in it."""
+    if classes[path] != "Sequential":
+        return classes[path]
+    inner = (other for other in classes if other.startswith(f"{path}."))
+    return frozenset((other.removeprefix(path), classes[other]) for other in inner)

@@ -1,0 +1,300 @@
+"""Symbolic sizes compiled to integer arithmetic: sympy's `subs` takes 0.1 ms and more for each expression. Pure."""
+
+import math
+import operator
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any, Protocol, TypeVar
+
+import sympy
+import torch
+
+from optimum_memopt.engines.api.run import LargestBatch
+from optimum_memopt.errors import MemOptError
+from optimum_memopt.plans.table import canonical_symbols
+
+SymbolValues = Mapping[sympy.Symbol, int]
+
+# By name: torch's own functions are in a private module (`torch/utils/_sympy/functions.py`, 2.13).
+_OPERATORS: dict[str, Callable[[list[Any]], Any]] = {
+    "Add": sum,
+    "Mul": math.prod,
+    "Max": max,
+    "Min": min,
+    "Mod": lambda arguments: operator.mod(*arguments),
+    "PythonMod": lambda arguments: operator.mod(*arguments),
+    "FloorDiv": lambda arguments: operator.floordiv(*arguments),
+    "CleanDiv": lambda arguments: operator.floordiv(*arguments),
+    "floor": lambda arguments: math.floor(arguments[0]),
+    "ceiling": lambda arguments: math.ceil(arguments[0]),
+    # Of a fraction, since a negative power of an integer is a float.
+    "Pow": lambda arguments: Fraction(arguments[0]) ** arguments[1],
+}
+
+
+@dataclass(frozen=True)
+class CompiledSizes:
+    """Expressions as a list of steps that share common terms.
+
+    Attributes:
+        steps: a function and which earlier steps' values it is called with; with the symbols' values where None.
+        results: the step of each expression.
+    """
+
+    steps: tuple[tuple[Callable[[Any], Any], tuple[int, ...] | None], ...]
+    results: tuple[int, ...]
+
+    def __call__(self, values: SymbolValues) -> list[int]:
+        """The value of each expression, exact.
+
+        Raises:
+            KeyError: a symbol without a value.
+        """
+        found: list[Any] = []
+        for function, arguments in self.steps:
+            found.append(function(values if arguments is None else [found[index] for index in arguments]))
+        return [int(found[index]) for index in self.results]
+
+
+def compile_sizes(expressions: Iterable[sympy.Expr]) -> CompiledSizes:
+    """Compile expressions in the sizes of a batch; a term with another function than `_OPERATORS` stays sympy's."""
+    steps: list[tuple[Callable[[Any], Any], tuple[int, ...] | None]] = []
+    numbers: dict[sympy.Basic, int] = {}
+
+    def add(expression: sympy.Basic) -> int:
+        if expression not in numbers:
+            function = _leaf(expression)
+            arguments = None if function else tuple(map(add, expression.args))
+            numbers[expression] = len(steps)
+            steps.append((function or _OPERATORS[type(expression).__name__], arguments))
+        return numbers[expression]
+
+    results = tuple(map(add, expressions))
+    return CompiledSizes(tuple(steps), results)
+
+
+def _leaf(expression: sympy.Basic) -> Callable[[SymbolValues], Any] | None:
+    """What gives an expression's value without that of its terms; None where their values are enough."""
+    if isinstance(expression, sympy.Symbol):
+        return operator.itemgetter(expression)
+    if isinstance(expression, sympy.Rational):
+        number = int(expression) if expression.is_Integer else Fraction(expression.p, expression.q)
+        return lambda values: number
+    is_root = isinstance(expression, sympy.Pow) and not expression.exp.is_Integer
+    if type(expression).__name__ in _OPERATORS and not is_root:
+        return None
+    return lambda values: _substituted(expression, values)
+
+
+def _substituted(expression: sympy.Basic, values: SymbolValues) -> int | Fraction | float:
+    found = expression.subs(values)
+    return Fraction(found.p, found.q) if isinstance(found, sympy.Rational) else float(found)
+
+
+_DIMENSION = re.compile(r"\['(?P<input>\w+)'\]\.size\(\)\[(?P<dim>\d+)\]$")
+_SIZE = re.compile(r"\.size\(\)\[(?P<dim>\d+)\]$")
+# Which input an axis is named by when several share it, where not the first by name.
+_RANK = {"input_ids": 0, "labels": 2}
+
+
+def symbol_names(
+    sources: Mapping[sympy.Symbol, Sequence[str]],
+    sizes: Mapping[sympy.Symbol, int],
+    batch: Mapping[str, int],
+) -> dict[sympy.Symbol, str]:
+    """`input_ids_dim0` of `L['kwargs']['input_ids'].size()[0]`; symbols that are no size have no name.
+
+    A graph behind a graph break takes what was computed before it, as `L['___stack0'].size()[1]`. Such a size has the
+    name of an input's size that is equal in this batch, of the same dimension if there is one.
+
+    Args:
+        sources: what each symbol is the size of.
+        sizes: value of each symbol.
+        batch: sizes of the forward's inputs, by name; empty: all sizes are those of inputs.
+    """
+    names = {}
+    for symbol, texts in sources.items():
+        found = [(match["input"], int(match["dim"])) for text in texts if (match := _DIMENSION.search(text))]
+        if batch:
+            found = [one for one in found if _name(*one) in batch]
+        dims = {int(match["dim"]) for text in texts if (match := _SIZE.search(text))}
+        if found:
+            names[symbol] = _name(*min(found, key=_rank))
+        elif dims and (equal := [name for name, size in batch.items() if size == sizes.get(symbol)]):
+            parsed = [(name, int(dim)) for name, _, dim in (one.rpartition("_dim") for one in equal)]
+            names[symbol] = _name(*min(parsed, key=lambda one: (one[1] not in dims, *_rank(one))))
+    return names
+
+
+def bound_symbols(guards: Iterable[sympy.Basic], sizes: Mapping[sympy.Symbol, int]) -> frozenset[sympy.Symbol]:
+    """The sizes that a graph was traced for, and few others: an equation in one of them fails for twice as much.
+
+    Args:
+        guards: that torch checks before it runs the graph.
+        sizes: value of each symbol.
+    """
+    found = set()
+    for guard in guards:
+        symbols = guard.free_symbols if isinstance(guard, sympy.Eq) else set()
+        if len(symbols) != 1 or (symbol := next(iter(symbols))) not in sizes or symbol in found:
+            continue
+        if guard.subs(symbol, 2 * sizes[symbol]) == sympy.false:
+            found.add(symbol)
+    return frozenset(found)
+
+
+def input_sizes(inputs: Mapping[str, object]) -> dict[str, int]:
+    """Sizes of a forward's keyword arguments that are tensors, and of those in mappings, as `input_ids_dim0`."""
+    sizes: dict[str, int] = {}
+    for name, value in inputs.items():
+        if isinstance(value, torch.Tensor):
+            sizes.update((_name(name, dim), size) for dim, size in enumerate(value.shape))
+        elif isinstance(value, Mapping):
+            sizes.update(input_sizes(value))
+    return sizes
+
+
+def _name(of: str, dim: int) -> str:
+    return f"{of}_dim{dim}"
+
+
+def _rank(of: tuple[str, int]) -> tuple[int, str]:
+    return _RANK.get(of[0], 1), of[0]
+
+
+class _Graph(Protocol):
+    """What a `PartitionedGraph` knows of its symbols."""
+
+    @property
+    def names(self) -> Mapping[sympy.Symbol, str]:
+        """`input_ids_dim0`, where a symbol is the size of an input."""
+
+    @property
+    def sizes(self) -> Mapping[sympy.Symbol, int]:
+        """Values in the first batch."""
+
+
+@dataclass(frozen=True)
+class SymbolNames:
+    """For all graphs of one forward.
+
+    Attributes:
+        canonical: a graph's own name of a size, `attention_mask_dim0`, to the one that is shown,
+            `inputs_input_ids_dim0`.
+        first: each canonical name's value in the first batch.
+    """
+
+    canonical: Mapping[str, str] = field(default_factory=dict)
+    first: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, graphs: Iterable[_Graph], is_encoder_decoder: bool) -> "SymbolNames":
+        """
+        Args:
+            graphs: all graphs of a forward.
+            is_encoder_decoder: labels have the decoder's length (see `canonical_symbols`).
+        """
+        values = {
+            name: graph.sizes[symbol]
+            for graph in graphs
+            for symbol, name in graph.names.items()
+            if symbol in graph.sizes
+        }
+        canonical = canonical_symbols(values, is_encoder_decoder)
+        return cls(canonical, {canonical.get(name, name): value for name, value in values.items()})
+
+    def of_symbols(self, graph: _Graph) -> dict[sympy.Symbol, str]:
+        """The canonical names of a graph's symbols."""
+        return {symbol: self.canonical.get(name, name) for symbol, name in graph.names.items()}
+
+
+# Inputs with a token a column; labels of an encoder-decoder have the decoder's length, which the data does not tell.
+_BY_TOKENS = ("input_ids_dim1", "attention_mask_dim1", "token_type_ids_dim1", "position_ids_dim1")
+# Before the names that the plan table shows.
+_SHOWN = "inputs_"
+_Symbol = TypeVar("_Symbol")
+
+
+def is_rows(name: str) -> bool:
+    """Whether a name of a size, `input_ids_dim0`, is that of a batch's rows."""
+    return name.rpartition("_")[2] == "dim0"
+
+
+def rows_of(sizes: Mapping[_Symbol, int], names: Mapping[_Symbol, str]) -> dict[_Symbol, int]:
+    """Those of a graph's sizes that are a batch's rows.
+
+    Args:
+        sizes: by symbol.
+        names: of the symbols, `input_ids_dim0`.
+    """
+    return {symbol: size for symbol, size in sizes.items() if is_rows(names.get(symbol, ""))}
+
+
+def is_length(name: str) -> bool:
+    """Whether a name of a size, `input_ids_dim1`, is that of a batch's tokens."""
+    return name.removeprefix(_SHOWN) in _BY_TOKENS
+
+
+def larger_sizes(
+    sizes: Mapping[_Symbol, int], names: Mapping[_Symbol, str], largest: LargestBatch | None
+) -> dict[_Symbol, int]:
+    """The sizes of a first batch, raised to those of the largest.
+
+    Args:
+        sizes: of the first batch, by symbol.
+        names: of the symbols, `input_ids_dim0` or `inputs_input_ids_dim0`.
+        largest: None: it is not known.
+    """
+    if largest is None:
+        return dict(sizes)
+    wanted = {
+        symbol: largest.rows if is_rows(name) else largest.length
+        for symbol, name in names.items()
+        if is_rows(name) or is_length(name)
+    }
+    return {symbol: max(size, wanted.get(symbol, 0)) for symbol, size in sizes.items()}
+
+
+def largest_of(sizes: Mapping[str, int]) -> LargestBatch | None:
+    """A batch with these sizes, by name; None where no size is its length."""
+    rows = [size for name, size in sizes.items() if is_rows(name)]
+    lengths = [size for name, size in sizes.items() if is_length(name)]
+    return LargestBatch(max(rows, default=1), max(lengths)) if lengths else None
+
+
+def plain_sizes(known: Mapping[str, int], batch_size: int | None, seq_len: int | None) -> dict[str, int]:
+    """Sizes of a batch by the names of `known`, from what Trainer's users call them.
+
+    Args:
+        known: sizes of the first batch, by name.
+        batch_size: rows; None: as they are.
+        seq_len: tokens of the longest row; None: as they are.
+
+    Raises:
+        MemOptError: a size that is no symbol of the graph.
+    """
+    sizes = {}
+    for plain, size, is_it in (("batch_size", batch_size, is_rows), ("seq_len", seq_len, is_length)):
+        names = [name for name in known if is_it(name)]
+        if size is None:
+            continue
+        if not names:
+            raise MemOptError(f"{plain}={size}: no size that can be changed; those are {', '.join(known) or 'none'}")
+        sizes.update(dict.fromkeys(names, size))
+    return sizes
+
+
+def length_name(names: Iterable[str]) -> str:
+    """The name of the size that is a batch's length; empty where there is none."""
+    return next((name for name in names if is_length(name)), "")
+
+
+def is_covered(sizes: Mapping[str, int], largest: LargestBatch) -> bool:
+    """Whether a batch has no more rows and no more tokens than `largest`; other sizes count for nothing."""
+    return all(
+        size <= (largest.rows if is_rows(name) else largest.length)
+        for name, size in sizes.items()
+        if is_rows(name) or is_length(name)
+    )

@@ -1,0 +1,315 @@
+"""Finds projection to the vocabulary -> elementwise operators -> cross entropy in a graph that dynamo traced. Pure.
+
+Dynamo's graph still has `linear` and `cross_entropy` as calls of `torch.nn.functional`; in a joint graph they are a
+dozen operators of forward and backward.
+"""
+
+import inspect
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+from torch.nn import functional
+
+from optimum_memopt.engines.compile.graph.joint import elements
+from optimum_memopt.engines.compile.loss.chunks import LossShape
+from optimum_memopt.engines.compile.torch_compat.runtime import autocast_dtype
+
+_CROSS_ENTROPY = inspect.signature(functional.cross_entropy)
+_FLATTENS = frozenset({"view", "reshape", "flatten"})
+_CASTS = frozenset({"float", "double", "to", "type", "contiguous"})
+_MULTIPLIES = frozenset({"mul", "multiply"})
+_DIVIDES = frozenset({"div", "truediv", "divide"})
+
+
+class _DoesNotFit(Exception):
+    """Why the loss stays as it is."""
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """What is done to the output of a projection before the softmax.
+
+    Attributes:
+        scale: it is multiplied by this.
+        softcap: not 0: then it becomes `softcap * tanh` of it.
+    """
+
+    scale: float = 1.0
+    softcap: float = 0.0
+
+    def times(self, factor: float) -> "Scaling":
+        """Multiplied once more, after what has been done so far."""
+        if self.softcap:
+            return replace(self, softcap=self.softcap * factor)
+        return replace(self, scale=self.scale * factor)
+
+
+@dataclass(frozen=True, eq=False)
+class Projection:
+    """A call of `torch.nn.functional.linear`.
+
+    Attributes:
+        node: the call.
+    """
+
+    node: fx.Node
+
+    @property
+    def hidden(self) -> fx.Node:
+        """Its input, (…, width)."""
+        return self._argument("input", 0)
+
+    @property
+    def weight(self) -> fx.Node:
+        """(vocabulary, width)."""
+        return self._argument("weight", 1)
+
+    @property
+    def bias(self) -> fx.Node | None:
+        """(vocabulary,)."""
+        return self._argument("bias", 2)
+
+    def _argument(self, name: str, place: int) -> Any:
+        return self.node.args[place] if place < len(self.node.args) else self.node.kwargs.get(name)
+
+
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """What a LoRA adds to a projection's output.
+
+    Attributes:
+        projection: of its hidden states, (…, rank), by its second matrix, (vocabulary, rank).
+        scale: the projection's output is multiplied by this.
+    """
+
+    projection: Projection
+    scale: float
+
+
+@dataclass(frozen=True, eq=False)
+class LossChain:
+    """A cross entropy of a projection's output, which nobody else reads.
+
+    Attributes:
+        cross_entropy: the call of `torch.nn.functional.cross_entropy`.
+        projection: of the hidden states, (…, hidden size), to the vocabulary.
+        slices: of the projection's rows, in their order: a causal model predicts nothing at its last token.
+        offset: (1, …, vocabulary), added to the projection's output (BART's `final_logits_bias`); None without.
+        adapter: added to the projection's output; None without.
+        scaling: of the sum.
+        labels: integers, one for each row that is left.
+        ignore_index: the label of rows that do not count; a node where dynamo made it an input of the graph.
+        mean: over the rows that count; else their sum.
+        label_smoothing: from 0 to 1.
+        is_returned: the forward returns the logits, so its caller may read them.
+    """
+
+    cross_entropy: fx.Node
+    projection: Projection
+    slices: tuple[fx.Node, ...]
+    offset: fx.Node | None
+    adapter: Adapter | None
+    scaling: Scaling
+    labels: fx.Node
+    ignore_index: int | fx.Node
+    mean: bool
+    label_smoothing: float
+    is_returned: bool
+
+    @cached_property
+    def shape(self) -> LossShape:
+        """Sizes and dtypes, rows in the symbols of the graph."""
+        hidden, weight = traced_tensor(self.projection.hidden), traced_tensor(self.projection.weight)
+        vocabulary, hidden_size = map(int, weight.shape)
+        return LossShape(
+            rows=elements(traced_tensor(self.labels)),
+            hidden_size=hidden_size,
+            vocabulary=vocabulary,
+            hidden=hidden.dtype,
+            weight=weight.dtype,
+            compute=autocast_dtype(self.projection.node, hidden.device.type) or hidden.dtype,
+            has_softcap=bool(self.scaling.softcap),
+            needs_hidden=hidden.requires_grad,
+            needs_weight=weight.requires_grad,
+            rank=int(traced_tensor(self.adapter.projection.weight).shape[1]) if self.adapter else 0,
+        )
+
+    @property
+    def first_rows(self) -> int:
+        """Rows in the batch that the graph was traced with."""
+        sizes = traced_tensor(self.labels).shape
+        return math.prod(int(size.node.hint) if isinstance(size, torch.SymInt) else size for size in sizes)
+
+
+def find_losses(graph: fx.Graph) -> Iterator[LossChain | str]:
+    """Each cross entropy of a graph that dynamo traced: its chain, or why it has none."""
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target is functional.cross_entropy:
+            try:
+                yield _chain(node)
+            except _DoesNotFit as reason:
+                yield str(reason)
+
+
+def traced_tensor(node: fx.Node) -> torch.Tensor:
+    """The fake tensor that dynamo traced a node with."""
+    return node.meta["example_value"]
+
+
+def _chain(loss: fx.Node) -> LossChain:
+    bound = _CROSS_ENTROPY.bind(*loss.args, **loss.kwargs)
+    bound.apply_defaults()
+    call = bound.arguments
+    _check_loss(call)
+    projection, *steps = _path(call["input"], loss)
+    slices, offset, adapter, scaling = _read_steps(projection, steps)
+    return LossChain(
+        loss,
+        Projection(projection),
+        slices,
+        offset,
+        adapter,
+        scaling,
+        call["target"],
+        call["ignore_index"],
+        call["reduction"] == "mean",
+        float(call["label_smoothing"]),
+        any(_is_returned(node) for node in (projection, *steps)),
+    )
+
+
+def _check_loss(call: dict[str, Any]) -> None:
+    if call["weight"] is not None or call["size_average"] is not None or call["reduce"] is not None:
+        raise _DoesNotFit("its classes have weights")
+    if call["reduction"] not in ("mean", "sum"):
+        raise _DoesNotFit("it is not reduced to one number")
+    if isinstance(call["label_smoothing"], fx.Node):
+        raise _DoesNotFit("its label_smoothing is not a constant")
+    if traced_tensor(call["target"]).is_floating_point():
+        raise _DoesNotFit("its labels are probabilities")
+
+
+def _path(node: fx.Node, reader: fx.Node) -> list[fx.Node]:
+    """From the projection to what the loss reads."""
+    if others := [user for user in node.users if user is not reader and not _is_output(user)]:
+        raise _DoesNotFit(f"its logits are also read by {_name(others[0])}")
+    if node.op == "call_function" and node.target is functional.linear:
+        return [node]
+    if node.op not in ("call_function", "call_method"):
+        raise _DoesNotFit("a graph break separates it from the logits")
+    return [*_path(_logits_before(node), node), node]
+
+
+def _is_output(node: fx.Node) -> bool:
+    """Whether a node is the graph's output, or a detached tensor that nothing else reads."""
+    return node.op == "output" or (_name(node) == "detach" and all(user.op == "output" for user in node.users))
+
+
+def _is_returned(node: fx.Node) -> bool:
+    return any(user.op == "output" or (_is_output(user) and user.users) for user in node.users)
+
+
+def _logits_before(node: fx.Node) -> fx.Node:
+    """Of what an operator reads, the tensor with as many elements as its result or more; raises _DoesNotFit."""
+    tensors = [read for read in node.all_input_nodes if isinstance(read.meta.get("example_value"), torch.Tensor)]
+    if not tensors:
+        raise _DoesNotFit(f"{_name(node)} makes its logits")
+    return max(tensors, key=lambda read: traced_tensor(read).dim())
+
+
+def _read_steps(
+    projection: fx.Node, steps: Sequence[fx.Node]
+) -> tuple[tuple[fx.Node, ...], fx.Node | None, Adapter | None, Scaling]:
+    """Slices, offset, adapter and scaling of the operators between projection and loss; raises _DoesNotFit."""
+    slices: list[fx.Node] = []
+    offset: fx.Node | None = None
+    adapter: Adapter | None = None
+    scaling, is_flat = Scaling(), False
+    for before, node in zip((projection, *steps), steps, strict=False):
+        name, result = _name(node), traced_tensor(node)
+        classes = traced_tensor(before).shape[-1]
+        keeps_classes = result.dim() > 0 and _is_same(result.shape[-1], classes)
+        if name in _CASTS and _widens(traced_tensor(before), result):
+            continue
+        if name in _FLATTENS and keeps_classes:
+            is_flat = True
+        elif name == "transpose" and node is steps[-1] and result.dim() == 3 and _is_same(result.shape[1], classes):
+            # (rows, classes, tokens), as a cross entropy takes more than two dimensions.
+            is_flat = True
+        elif name == "getitem" and not is_flat and keeps_classes and _slices_rows(node):
+            slices.append(node)
+        elif name == "tanh" and not scaling.softcap:
+            scaling = replace(scaling, softcap=1.0)
+        elif name in _MULTIPLIES | _DIVIDES and (factor := _factor(node, before)):
+            scaling = scaling.times(factor)
+        elif name == "add" and scaling == Scaling() and not slices and (added := _added(node, before)):
+            if (adapter if isinstance(added, Adapter) else offset) is not None:
+                raise _DoesNotFit("more than one tensor is added to its logits")
+            adapter, offset = (added, offset) if isinstance(added, Adapter) else (adapter, added)
+        else:
+            raise _DoesNotFit(f"{name} comes between the projection and it")
+    return tuple(slices), offset, adapter, scaling
+
+
+def _is_same(size: int | torch.SymInt, other: int | torch.SymInt) -> bool:
+    """Of constants: comparing symbols would guard on their values."""
+    return isinstance(size, int) and isinstance(other, int) and size == other
+
+
+def _widens(before: torch.Tensor, after: torch.Tensor) -> bool:
+    is_wider = torch.promote_types(before.dtype, after.dtype) == after.dtype
+    return is_wider and before.device == after.device and before.dim() == after.dim()
+
+
+def _slices_rows(node: fx.Node) -> bool:
+    """Whether an index takes ranges of rows and all classes."""
+    index = node.args[1] if isinstance(node.args[1], tuple | list) else (node.args[1],)
+    rank = traced_tensor(node).dim()
+    are_ranges = all(isinstance(item, slice) or item is Ellipsis for item in index)
+    reaches_classes = len(index) == rank or Ellipsis in index
+    return are_ranges and (not reaches_classes or index[-1] == slice(None))
+
+
+def _factor(node: fx.Node, logits: fx.Node) -> float | None:
+    """The number by which the logits are multiplied; None where that is no number."""
+    others = [argument for argument in node.args if argument is not logits]
+    if len(node.args) != 2 or len(others) != 1 or not isinstance(others[0], int | float):
+        return None
+    if _name(node) in _MULTIPLIES:
+        return float(others[0])
+    return 1 / others[0] if node.args[0] is logits and others[0] else None
+
+
+def _added(node: fx.Node, logits: fx.Node) -> Adapter | fx.Node | None:
+    """What is added to the logits: a second projection, or a node with one value for each class; None otherwise."""
+    (*others,) = (argument for argument in node.args if argument is not logits)
+    if len(others) != 1 or not isinstance(others[0], fx.Node) or node.kwargs:
+        return None
+    tensor = traced_tensor(others[0])
+    is_row = tensor.dim() > 0 and _is_same(tensor.shape[-1], traced_tensor(logits).shape[-1])
+    if is_row and all(_is_same(size, 1) for size in tensor.shape[:-1]):
+        return others[0]
+    return _adapter(others[0])
+
+
+def _adapter(node: fx.Node) -> Adapter | None:
+    """A projection, multiplied by a number or not, that nobody else reads."""
+    scale = 1.0
+    if _name(node) in _MULTIPLIES and isinstance(product := node.args[0], fx.Node):
+        if (factor := _factor(node, product)) is None or len(node.users) > 1:
+            return None
+        node, scale = product, factor
+    is_projection = node.op == "call_function" and node.target is functional.linear
+    if not is_projection or Projection(node).bias is not None or len(node.users) > 1:
+        return None
+    return Adapter(Projection(node), scale)
+
+
+def _name(node: fx.Node) -> str:
+    """`view` of a method, `mul` of `operator.mul`."""
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))

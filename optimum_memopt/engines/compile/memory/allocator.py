@@ -1,0 +1,178 @@
+"""torch's CUDA caching allocator, as numbers: which blocks requests get, and what it reserves of the device. Pure.
+
+After `c10/cuda/CUDACachingAllocator.cpp` (2.13) with its default settings and one stream: best fit, blocks split where
+enough remains, neighbours merged when they are freed. `expandable_segments` reserves less. When the device is full the
+real one returns unused segments first; this one knows no such limit.
+"""
+
+import bisect
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from optimum_memopt.engines.compile.memory.requests import Request
+
+MIB = 2**20
+_GRANULE = 512
+# Requests up to this share small segments.
+_SMALL = MIB
+_SMALL_SEGMENT = 2 * MIB
+_MEDIUM = 10 * MIB
+_MEDIUM_SEGMENT = 20 * MIB
+_LARGE_GRANULE = 2 * MIB
+
+
+@dataclass(eq=False)
+class Block:
+    """A part of a segment.
+
+    Attributes:
+        size: bytes.
+        address: of its first byte; segments are in the order that they were reserved in.
+        is_small: lies in a segment for small requests.
+        is_free: nobody has it.
+        before: the neighbour in the same segment.
+        after: the neighbour in the same segment.
+    """
+
+    size: int
+    address: int
+    is_small: bool
+    is_free: bool = False
+    before: "Block | None" = field(default=None, repr=False)
+    after: "Block | None" = field(default=None, repr=False)
+
+
+class CachingAllocator:
+    """Hands out blocks.
+
+    Attributes:
+        allocated: bytes of the blocks that somebody has.
+        reserved: bytes of all segments.
+        most_allocated: highest `allocated` so far.
+    """
+
+    def __init__(self) -> None:
+        self.allocated = self.reserved = self.most_allocated = 0
+        self._addresses = itertools.count(0, 2**40)
+        # Free blocks by size and address, for small requests and for others.
+        self._free: dict[bool, list[tuple[int, int, Block]]] = {True: [], False: []}
+
+    def allocate(self, size: int) -> Block:
+        """A block for so many bytes."""
+        size = max(_GRANULE, _up(size, _GRANULE))
+        block = self._best_fit(size) or self._new_segment(size)
+        remaining = block.size - size
+        if remaining >= _GRANULE if block.is_small else remaining > _SMALL:
+            self._split(block, size)
+        block.is_free = False
+        self.allocated += block.size
+        self.most_allocated = max(self.most_allocated, self.allocated)
+        return block
+
+    def free(self, block: Block) -> None:
+        """Take a block back."""
+        self.allocated -= block.size
+        block.is_free = True
+        for left, right in ((block.before, block), (block, block.after)):
+            if left is None or right is None or not (left.is_free and right.is_free):
+                continue
+            other = left if right is block else right
+            self._free[block.is_small].remove((other.size, other.address, other))
+            block.address = left.address
+            block.size = left.size + right.size
+            block.before, block.after = left.before, right.after
+        if block.before is not None:
+            block.before.after = block
+        if block.after is not None:
+            block.after.before = block
+        bisect.insort(self._free[block.is_small], (block.size, block.address, block), key=_order)
+
+    def _best_fit(self, size: int) -> Block | None:
+        blocks = self._free[size <= _SMALL]
+        index = bisect.bisect_left(blocks, (size, -1), key=_order)
+        return blocks.pop(index)[2] if index < len(blocks) else None
+
+    def _new_segment(self, size: int) -> Block:
+        is_small = size <= _SMALL
+        segment = _SMALL_SEGMENT if is_small else _MEDIUM_SEGMENT if size < _MEDIUM else _up(size, _LARGE_GRANULE)
+        self.reserved += segment
+        return Block(segment, next(self._addresses), is_small)
+
+    def _split(self, block: Block, size: int) -> None:
+        rest = Block(block.size - size, block.address + size, block.is_small, True, block, block.after)
+        if block.after is not None:
+            block.after.before = rest
+        block.size, block.after = size, rest
+        bisect.insort(self._free[block.is_small], (rest.size, rest.address, rest), key=_order)
+
+
+def _order(entry: tuple[int, ...] | tuple[int, int, Block]) -> tuple[int, int]:
+    return entry[0], entry[1]
+
+
+def _up(size: int, granule: int) -> int:
+    return -(-size // granule) * granule
+
+
+@dataclass(frozen=True)
+class AllocatorPeak:
+    """Bytes at the peak of training.
+
+    Attributes:
+        allocated: of the blocks that tensors lie in.
+        reserved: of the device.
+    """
+
+    allocated: int
+    reserved: int
+
+
+@dataclass(frozen=True)
+class StepRequests:
+    """What training steps ask for, in bytes.
+
+    Attributes:
+        always: blocks that stay: parameters, buffers, the batch, workspaces of libraries.
+        graphs: of a forward and its backward; what is left are gradients.
+        states: of the optimizer, from its first step on.
+        temporary: of each of the optimizer's steps.
+        accumulates: gradients of a micro-batch are added to those of earlier ones.
+    """
+
+    always: Sequence[int]
+    graphs: Sequence[Request]
+    states: Sequence[int]
+    temporary: int
+    accumulates: bool
+
+
+def allocator_peak(step: StepRequests) -> AllocatorPeak:
+    """Of two steps: the first one leaves the optimizer's states and cached blocks to the second."""
+    allocator = CachingAllocator()
+    for size in step.always:
+        allocator.allocate(size)
+    for is_first in (True, False):
+        gradients = _run(allocator, step.graphs)
+        if step.accumulates:
+            for block in _run(allocator, step.graphs):
+                allocator.free(block)
+        if is_first:
+            for size in step.states:
+                allocator.allocate(size)
+        if step.temporary:
+            allocator.free(allocator.allocate(step.temporary))
+        for block in gradients:
+            allocator.free(block)
+    return AllocatorPeak(allocator.most_allocated, allocator.reserved)
+
+
+def _run(allocator: CachingAllocator, requests: Iterable[Request]) -> list[Block]:
+    """The blocks that are left."""
+    blocks: dict[str, Block] = {}
+    for storage, size in requests:
+        if size:
+            blocks[storage] = allocator.allocate(size)
+        elif storage in blocks:
+            allocator.free(blocks.pop(storage))
+    return list(blocks.values())

@@ -1,0 +1,224 @@
+"""What the forward and backward hold under any set of saved nodes, without partitioning the joint graph. Pure.
+
+The order is that of `passes.partition`: the forward in its own, and each recomputed operator in the backward just
+before the first of the backward's own operators that needs it. `tests/engines/compile/budget/test_simulation.py`
+compares it with `memory.timeline` byte by byte.
+"""
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from optimum_memopt.engines.compile.graph.problem import ALONE, Problem
+
+
+@dataclass(frozen=True)
+class Run:
+    """A graph's run.
+
+    Attributes:
+        order: its operators.
+        held: bytes while each of them runs; of a forward's last one also those until the backward begins, where other
+            graphs run in between.
+        end: bytes after the last, without those of other graphs.
+    """
+
+    order: tuple[int, ...]
+    held: tuple[int, ...]
+    end: int
+
+    @cached_property
+    def peak(self) -> int:
+        return max(self.held, default=self.end)
+
+    def seconds(self, problem: Problem) -> float:
+        """Of its operators."""
+        return math.fsum(problem.seconds[node] for node in self.order)
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """The forward and backward of a joint graph, in bytes over parameters and inputs.
+
+    Attributes:
+        saved: nodes that the forward saves for the backward.
+        forward: its run.
+        backward: its run.
+        stashed: bytes held between the two.
+        recomputed: operators of the forward that the backward runs again, in its order.
+    """
+
+    saved: frozenset[int]
+    forward: Run
+    backward: Run
+    stashed: int
+    recomputed: tuple[int, ...]
+
+    @property
+    def peak(self) -> int:
+        return max(self.forward.peak, self.backward.peak)
+
+    def extra_seconds(self, problem: Problem) -> float:
+        """Of what is recomputed."""
+        return math.fsum(problem.seconds[node] for node in self.recomputed)
+
+
+def simulate(problem: Problem, saved: frozenset[int]) -> Simulation:
+    """Run both graphs.
+
+    Args:
+        problem: the joint graph.
+        saved: as `Problem.closure` has it, each of them read by the backward or by what is recomputed.
+    """
+    order = backward_order(problem, saved)
+    read_numbers = problem.tables.read_numbers
+    read = {node for user in order for node in read_numbers[user]}
+    ends = [*problem.forward_outputs, *saved, *read]
+    forward = _run(problem, _raise_picks(problem, _forward_order(problem, ends)), ends, set(), 0)
+    roots = {problem.roots[node] for node in saved}
+    dropped = {problem.roots[node] for node in problem.forward_outputs} - roots
+    stashed = forward.end - sum(problem.bytes[node] for node in dropped if problem.is_operator[node])
+    given = sum(problem.bytes[node] for node in problem.tangents)
+    owned = {node for node in roots if not problem.is_input[node]} | set(problem.tangents)
+    backward = _run(problem, _raise_picks(problem, order), problem.backward_outputs, owned, stashed + given)
+    is_forward = problem.is_forward
+    recomputed = tuple(node for node in backward.order if is_forward[node])
+    if problem.others != ALONE:
+        forward, backward = _among_others(problem, forward, backward, given)
+    return Simulation(saved, forward, backward, stashed, recomputed)
+
+
+def _among_others(problem: Problem, forward: Run, backward: Run, given: int) -> tuple[Run, Run]:
+    """Both runs with what other graphs of the forward hold meanwhile; `given` are the bytes of its tangents."""
+    others, left = problem.others, forward.end
+    during = [size + others.in_forward(left) for size in forward.held]
+    during[-1:] = [max(size, others.between(left)) for size in during[-1:]]
+    beside = others.in_backward(left, backward.end - given)
+    return (
+        replace(forward, held=tuple(during)),
+        replace(backward, held=tuple(size + beside for size in backward.held)),
+    )
+
+
+def simulate_everything_saved(problem: Problem) -> Simulation:
+    """Run both graphs as plain PyTorch does, with all activations saved."""
+    return simulate(problem, problem.closure(problem.activations))
+
+
+def _forward_order(problem: Problem, ends: Sequence[int]) -> list[int]:
+    """Operators of the forward graph, before picks of outputs are moved to their operators."""
+    always = problem.tables.always
+    return sorted(always | problem.needed([node for node in ends if node not in always], always))
+
+
+def backward_order(problem: Problem, saved: Collection[int]) -> list[int]:
+    """Operators of the backward graph, before picks of outputs are moved to their operators."""
+    reads = problem.reads
+    done = bytearray(problem.is_input)
+    for node in (*saved, *problem.numbers):
+        done[node] = 1
+    order: list[int] = []
+
+    def add_missing(todo: list[int]) -> None:
+        missing = []
+        while todo:
+            found = todo.pop()
+            if not done[found]:
+                done[found] = 1
+                missing.append(found)
+                todo.extend(reads[found])
+        missing.sort()
+        order.extend(missing)
+
+    for node, others in problem.tables.backward:
+        for read in others:
+            if not done[read]:
+                add_missing(list(others))
+                break
+        done[node] = 1
+        order.append(node)
+    for node in problem.backward_outputs:
+        add_missing([node])
+    return order
+
+
+def _raise_picks(problem: Problem, order: Sequence[int]) -> np.ndarray:
+    """Each pick of an output directly behind its operator, where that is in the same graph."""
+    ran = np.array(order, dtype=np.intp)
+    own = np.arange(len(ran))
+    at = np.full(len(problem.names), -1, dtype=np.intp)
+    at[ran] = own
+    sources = problem.tables.picks[ran]
+    operators = np.where(sources < 0, -1, at[sources])
+    places = np.where(operators < 0, own, operators)
+    # A pick of what is picked itself stands where that one does.
+    while not np.array_equal(places, further := places[places]):
+        places = further
+    return ran[np.argsort(places, kind="stable")]
+
+
+def _run(problem: Problem, ran: np.ndarray, ends: Iterable[int], owned: set[int], start: int) -> Run:
+    """Allocate and free as `memory.timeline.simulate` does.
+
+    Args:
+        problem: the joint graph.
+        ran: operators, in order.
+        ends: what the graph returns.
+        owned: roots from outside that are freed after their last use.
+        start: bytes held before the first operator.
+    """
+    if not len(ran):
+        return Run((), (), start)
+    tables, steps = problem.tables, len(ran)
+    step = np.arange(steps)
+    at = np.full(len(problem.names), -1, dtype=np.intp)
+    at[ran] = step
+    # The step that reads each storage last, steps where the graph returns it, -1 where nothing reads it.
+    last = np.full(len(problem.names), -1, dtype=np.intp)
+    counts = tables.reads[ran]
+    places = np.repeat(tables.first_read[ran] - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
+    # Of the values for one index numpy assigns the last.
+    last[tables.read_roots[places]] = np.repeat(step, counts)
+    last[[problem.roots[node] for node in ends]] = steps
+    allocated, freed = np.zeros(steps, dtype=np.int64), np.zeros(steps + 1, dtype=np.int64)
+    here = (at[tables.storages] >= 0) & (at[tables.allocators] >= 0)
+    np.add.at(allocated, at[tables.allocators[here]], tables.sizes[tables.storages[here]])
+    ending = np.concatenate((ran, np.array(sorted(owned), dtype=np.intp)))
+    ending = ending[last[ending] >= 0]
+    np.add.at(freed, last[ending], tables.sizes[ending])
+    freed[:steps] += np.where((last[ran] < 0) & tables.owns[ran], tables.sizes[ran], 0)
+    after = start + np.cumsum(allocated - freed[:steps])
+    during = after + freed[:steps] + tables.workspaces[ran]
+    return Run(tuple(ran.tolist()), tuple(during.tolist()), int(after[-1]))
+
+
+def held_at_peak(problem: Problem, found: Simulation, in_backward: bool) -> dict[int, int]:
+    """Bytes of each storage, by its root, that is held at the first operator of a run at which most is held."""
+    run = found.backward if in_backward else found.forward
+    peak = run.held.index(run.peak) if run.held else 0
+    held = held_before(problem, found, in_backward, peak)
+    here = set(run.order)
+    new = (storage for node in run.order[peak : peak + 1] for storage in problem.allocates[node] if storage in here)
+    return dict(sorted({**held, **{storage: problem.bytes[storage] for storage in new}}.items()))
+
+
+def held_before(problem: Problem, found: Simulation, in_backward: bool, step: int) -> dict[int, int]:
+    """Bytes of each storage, by its root, that is held when an operator of a run is about to allocate its outputs.
+
+    Args:
+        problem: the joint graph.
+        found: both runs.
+        in_backward: the backward's run.
+        step: the operator's place in its order.
+    """
+    run = found.backward if in_backward else found.forward
+    ends = problem.backward_outputs if in_backward else (*problem.forward_outputs, *found.saved)
+    last = {problem.roots[read]: at for at, node in enumerate(run.order) for read in problem.reads[node]}
+    last.update({problem.roots[node]: len(run.order) for node in ends})
+    given = {problem.roots[node] for node in (*found.saved, *problem.tangents)} if in_backward else set()
+    here = set(run.order)
+    allocated = {storage for node in run.order[:step] for storage in problem.allocates[node] if storage in here}
+    return {node: problem.bytes[node] for node in sorted(allocated | given) if last.get(node, -1) >= step}

@@ -1,0 +1,269 @@
+"""Splits a joint graph so that the forward saves exactly what a choice says. The backward recomputes the rest."""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from optimum_memopt.engines.compile.costs.costs import roofline
+from optimum_memopt.engines.compile.costs.devices import Device, device_at
+from optimum_memopt.engines.compile.graph.analyzed_graph import (
+    AnalyzedGraph,
+    Modules,
+    find_constants,
+    node_paths,
+    signature_of,
+)
+from optimum_memopt.engines.compile.graph.attention import fused_attention
+from optimum_memopt.engines.compile.graph.candidates import Candidate, find_candidates, offloads
+from optimum_memopt.engines.compile.graph.joint import JointGraph, is_number, is_tensor, root, tensor_value, value
+from optimum_memopt.engines.compile.graph.saved_activations import find_saved_activations, note_layers, operator_name
+from optimum_memopt.engines.compile.graph.symbols import bound_symbols, compile_sizes, symbol_names
+from optimum_memopt.engines.compile.loss.decide import LossPlan
+from optimum_memopt.engines.compile.loss.operator import scale_in_place
+from optimum_memopt.engines.compile.memory.cuda_workspaces import Multiprocessors
+from optimum_memopt.engines.compile.memory.inductor_memory import InductorPrograms
+from optimum_memopt.engines.compile.memory.timeline import GraphTimeline, Prediction, graph_timeline
+from optimum_memopt.engines.compile.memory.workspaces import multiprocessors_of
+from optimum_memopt.engines.compile.partition import strategies
+from optimum_memopt.engines.compile.partition.choice import Choice
+from optimum_memopt.engines.compile.partition.passes import cse, dropout, place_copies
+from optimum_memopt.engines.compile.partition.producers.plan_file import graph_plan
+from optimum_memopt.engines.compile.partition.producers.producer import Producer
+from optimum_memopt.engines.compile.torch_compat import dynamo, fx_graph
+from optimum_memopt.logs import best_effort
+from optimum_memopt.plans.plan_file import GraphPlan
+
+
+def partition(joint: JointGraph, nodes_to_save: Collection[fx.Node]) -> Modules:
+    """The forward and backward graphs; parameters and inputs that the backward reads are passed on to it too."""
+    inputs = [node for node in joint.inputs if is_tensor(node)]
+    numbers = [node for node in joint.nodes if is_number(node) and node not in joint.backward]
+    return fx_graph.extract(joint.module, [*inputs, *nodes_to_save], numbers, joint.num_fwd_outputs)
+
+
+_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
+
+
+@dataclass(frozen=True, eq=False)
+class PartitionedGraph:
+    """One compiled training graph.
+
+    Attributes:
+        candidates: all there are.
+        choice: what is done with them.
+        sizes: value of each symbol in the first batch.
+        names: of the symbols, `input_ids_dim0`.
+        timeline: what its forward and backward hold, for any values of the symbols; None where it cannot be known.
+        prediction: for the first batch.
+        has_convolutions: whose kernels take workspaces that are no tensors of the graph.
+        has_half_products: matrix products in half precision on a CPU, for which oneDNN keeps memory for each shape.
+        attention: the fused kernels that compute it, see `fused_attention`.
+        programs: inductor's for the two graphs, once it has compiled them.
+        is_all_of_forward: nothing of the model's forward runs outside of the graph.
+        losses: those of a model with a vocabulary, chunked or not.
+        is_for_cuda: it trains on a CUDA device, or is planned for one.
+        bound: see `bound_symbols`.
+        gradients: see `gradients_of`.
+        plan: the choice as a plan file has it.
+    """
+
+    candidates: tuple[Candidate, ...]
+    choice: Choice
+    sizes: Mapping[sympy.Symbol, int]
+    names: Mapping[sympy.Symbol, str]
+    timeline: GraphTimeline | None
+    prediction: Prediction | None
+    plan: GraphPlan
+    has_convolutions: bool = False
+    has_half_products: bool = False
+    attention: tuple[str, ...] = ()
+    programs: InductorPrograms = field(default_factory=InductorPrograms)
+    is_all_of_forward: bool = True
+    losses: tuple[LossPlan, ...] = ()
+    is_for_cuda: bool = False
+    bound: frozenset[sympy.Symbol] = frozenset()
+    gradients: Mapping[str, bool] = field(default_factory=dict)
+
+    @property
+    def offloaded_bytes(self) -> list[int]:
+        """Of each activation that waits on the host, in the first batch."""
+        return compile_sizes(candidate.saving for candidate in offloads(self.choice.candidates))(self.sizes)
+
+    @property
+    def runs(self) -> int:
+        """How often it ran in the first forward."""
+        return max(1, self.programs.runs)
+
+    @property
+    def chunks_loss(self) -> bool:
+        """Whether a loss is computed without its logits."""
+        return any(loss.is_chunked for loss in self.losses)
+
+
+def analyze(
+    module: fx.GraphModule,
+    inputs: Any,
+    num_fwd_outputs: int,
+    others: Mapping[str, Any],
+    cuda: Multiprocessors | None = None,
+    batch: Mapping[str, int] | None = None,
+) -> AnalyzedGraph:
+    """Clean up a joint graph and find its candidates.
+
+    Args:
+        module: the joint graph that AOTAutograd has traced.
+        inputs: passed on to torch's own partitioner.
+        num_fwd_outputs: outputs of the joint graph that are the forward's.
+        others: passed on to torch's own partitioner.
+        cuda: see `operator_workspace`; None: the device of its tensors.
+        batch: see `symbol_names`.
+    """
+    module.graph.eliminate_dead_code()
+    fx_graph.remove_copies(module.graph, map(root, JointGraph(module, num_fwd_outputs).forward_outputs))
+    cse.eliminate_duplicates(JointGraph(module, num_fwd_outputs))
+    note_layers(module.graph)
+    joint = JointGraph(module, num_fwd_outputs)
+    activations = find_saved_activations(joint)
+    sizes = size_hints(joint)
+    names: dict[sympy.Symbol, str] = {}
+    with best_effort("the names of sizes"):
+        names = symbol_names(dynamo.symbol_sources(), sizes, batch or {})
+    parameters = static_inputs(joint, others.get("static_lifetime_input_indices") or ())
+    constants = find_constants(joint, parameters)
+    candidates = find_candidates(joint, activations, sizes, strategies.registered(), constants)
+    if cuda is not None:
+        candidates = tuple(replace(candidate, planned_for="cuda") for candidate in candidates)
+
+    def partition_by_torch() -> Modules:
+        return fx_graph.default_partition(module, inputs, num_fwd_outputs=num_fwd_outputs, **others)
+
+    paths = node_paths(joint)
+    signature = signature_of(paths, parameters)
+    cuda = cuda or multiprocessors_of(_device(joint))
+    return AnalyzedGraph(
+        joint, activations, candidates, sizes, names, parameters, constants, paths, signature, partition_by_torch, cuda
+    )
+
+
+def partition_joint(
+    module: fx.GraphModule,
+    inputs: Any,
+    num_fwd_outputs: int,
+    others: dict[str, Any],
+    producer: Producer,
+    earlier: Sequence[PartitionedGraph] = (),
+    refuses_mistakes: bool = False,
+    runs_operators: bool = True,
+    target: Device | None = None,
+    batch: Mapping[str, int] | None = None,
+) -> tuple[PartitionedGraph, Modules]:
+    """Partition a joint graph as a producer chooses.
+
+    Args:
+        module: see `analyze`.
+        inputs: see `analyze`.
+        num_fwd_outputs: see `analyze`.
+        others: see `analyze`.
+        producer: who chooses.
+        earlier: graphs of the same forward that were partitioned before this one.
+        refuses_mistakes: whatever is asked for has to be in this graph.
+        runs_operators: the graphs run as they are, operator by operator.
+        target: the device that the graph is planned for; None: that of its tensors.
+        batch: see `symbol_names`.
+
+    Raises:
+        ConfigError: `refuses_mistakes`, and the user asks for what the graph does not have.
+    """
+    graph = analyze(module, inputs, num_fwd_outputs, others, target.cuda if target is not None else None, batch)
+    choice = producer.choose(graph, [partitioned.choice for partitioned in earlier])
+    if refuses_mistakes:
+        choice.matched.check()
+    modules = choice.torchs_graphs
+    if modules is None:
+        modules = partition(graph.joint, choice.nodes_to_save)
+        strategies.rewrite(modules, choice.candidates)
+        if graph.cuda is not None and offloads(choice.candidates):
+            _place_copies(graph, modules, target or device_at(_device(graph.joint)), fused=not runs_operators)
+    if runs_operators:
+        scale_in_place(modules)
+        dropout.take_drawn_masks(modules[0])
+    return _partitioned(graph, choice, modules), modules
+
+
+def _partitioned(graph: AnalyzedGraph, choice: Choice, modules: Modules) -> PartitionedGraph:
+    joint, sizes = graph.joint, graph.size_hints
+    timeline, prediction = None, None
+    with best_effort("the predicted peak"):
+        timeline = _timeline(graph, modules)
+        prediction = timeline.predict(sizes)
+    convolves = any(operator_name(node).startswith("convolution") for node in joint.forward)
+    halves = any(operator_name(node) in _PRODUCTS and _is_half_on_cpu(node) for node in joint.forward)
+    bound: frozenset[sympy.Symbol] = frozenset()
+    with best_effort("the sizes that a graph is bound to"):
+        bound = bound_symbols(dynamo.size_guards(), sizes)
+    plan, attention = graph_plan(graph, choice), fused_attention(joint.forward)
+    is_for_cuda = graph.cuda is not None
+    return PartitionedGraph(
+        graph.candidates,
+        choice,
+        sizes,
+        graph.names,
+        timeline,
+        prediction,
+        plan,
+        has_convolutions=convolves,
+        has_half_products=halves and not is_for_cuda,
+        attention=attention,
+        is_for_cuda=is_for_cuda,
+        bound=bound,
+    )
+
+
+def _place_copies(graph: AnalyzedGraph, modules: Modules, device: Device, fused: bool) -> None:
+    """Where the copies would stall the device otherwise; what they do is the same anywhere."""
+    with best_effort("where copies to the host are placed"):
+        prediction = _timeline(graph, modules).predict(graph.size_hints)
+        nodes = (node.name for node in graph.joint.nodes)
+        seconds = dict(zip(nodes, roofline(graph.joint, graph.size_hints, device, fused).seconds, strict=True))
+        place_copies.place_copies(modules, prediction, seconds, graph.size_hints, device.copy_rate)
+
+
+def _timeline(graph: AnalyzedGraph, modules: Modules) -> GraphTimeline:
+    parameters = frozenset(node.name for node in graph.static_inputs)
+    return graph_timeline(*modules, graph.joint.num_fwd_outputs, static_inputs=parameters, cuda=graph.cuda)
+
+
+def _device(joint: JointGraph) -> torch.device:
+    """Where the tensors of a graph are, numbers on the CPU left out."""
+    devices = [tensor_value(node).device for node in joint.inputs if is_tensor(node)]
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+
+
+def _is_half_on_cpu(node: fx.Node) -> bool:
+    tensor = tensor_value(node)
+    return tensor.device.type == "cpu" and tensor.dtype in (torch.bfloat16, torch.float16)
+
+
+def static_inputs(joint: JointGraph, indices: Iterable[int]) -> tuple[fx.Node, ...]:
+    """The inputs that stay where they are from step to step: parameters and buffers.
+
+    Args:
+        joint: read, not changed.
+        indices: as AOTAutograd counts inputs.
+    """
+    return tuple(joint.inputs[index] for index in indices)
+
+
+def size_hints(joint: JointGraph) -> dict[sympy.Symbol, int]:
+    """Each symbol's value in the batch that the graph was traced with."""
+    numbers = [value(node) for node in joint.inputs if is_number(node)]
+    shapes = [size for node in joint.inputs if is_tensor(node) for size in tensor_value(node).shape]
+    return {
+        number.node.expr: int(number.node.hint)
+        for number in (*numbers, *shapes)
+        if isinstance(number, torch.SymInt) and number.node.expr.is_Symbol
+    }

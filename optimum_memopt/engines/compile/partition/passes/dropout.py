@@ -1,0 +1,152 @@
+"""Dropout whose mask a plan may recompute, and which draws what plain PyTorch draws.
+
+aten's `native_dropout` draws from the global generator: recomputed in the backward it would be another mask. Here the
+forward notes the generator's state before each draw (5 KB on a CPU, 16 bytes on CUDA), and the mask is a pure function
+of it. On a CPU loss, gradients and the generator's state afterwards are those of plain PyTorch to the bit. On CUDA,
+whose own dropout draws and multiplies in one kernel, masks are others at the same seed.
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import torch
+from torch import fx
+
+from optimum_memopt.engines.compile.graph.joint import first_input
+from optimum_memopt.engines.compile.torch_compat import fx_graph
+from optimum_memopt.engines.compile.torch_compat.fx_graph import LIBRARY
+
+# Bytes of a generator's state; that of a CUDA generator is its seed and its offset
+# (`aten/src/ATen/cuda/CUDAGeneratorImpl.cpp`, 2.13).
+_CPU_STATE, _CUDA_STATE = torch.get_rng_state().numel(), 16
+
+
+def generator_state(device: torch.device) -> torch.Tensor:
+    """A copy of the state of a device's default generator: bytes, on the CPU."""
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    state: torch.Tensor = torch.get_device_module(device).get_rng_state(device)
+    return state
+
+
+def _empty_mask(size: Sequence[int], order: Sequence[int], device: torch.device) -> torch.Tensor:
+    laid_out = torch.empty([size[dim] for dim in order], dtype=torch.bool, device=device)
+    return laid_out.permute([order.index(dim) for dim in range(len(order))])
+
+
+@torch.library.custom_op(f"{LIBRARY}::draw_mask", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+def draw_mask(
+    token: torch.Tensor, size: Sequence[int], order: Sequence[int], keep: float, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The state of the default generator, and the mask that it draws from there; see `keep_mask`.
+
+    Args:
+        token: a `torch.empty` of its own: torch takes two draws with the same arguments for one, and never two of
+            those (`fx_graph_cse` in `torch/_functorch/compile_utils.py`, 2.13).
+        size: shape of the mask.
+        order: its dimensions from the outermost in memory to the innermost, in which generators draw.
+        keep: probability of True.
+        device: of the mask.
+    """
+    state = generator_state(device)
+    return state, _empty_mask(size, order, device).bernoulli_(keep)
+
+
+@draw_mask.register_fake
+def _(
+    token: torch.Tensor, size: Sequence[int], order: Sequence[int], keep: float, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    state = torch.empty(_CPU_STATE if device.type == "cpu" else _CUDA_STATE, dtype=torch.uint8, device="cpu")
+    return state, _empty_mask(size, order, device)
+
+
+@torch.library.custom_op(f"{LIBRARY}::keep_mask", mutates_args=())
+def keep_mask(
+    size: Sequence[int], order: Sequence[int], state: torch.Tensor, keep: float, device: torch.device
+) -> torch.Tensor:
+    """The mask that `draw_mask` has drawn; each element is True with probability `keep`.
+
+    Args:
+        size: shape of the mask.
+        order: of its dimensions, see `draw_mask`.
+        state: of the generator before the draw; on the CPU, so that reading it does not wait for a GPU.
+        keep: probability of True.
+        device: of the mask.
+    """
+    mask = _empty_mask(size, order, device)
+    if device.type == "meta":
+        return mask
+    generator = torch.Generator(device)
+    generator.set_state(state)
+    return mask.bernoulli_(keep, generator=generator)
+
+
+@keep_mask.register_fake
+def _(
+    size: Sequence[int], order: Sequence[int], state: torch.Tensor, keep: float, device: torch.device
+) -> torch.Tensor:
+    return _empty_mask(size, order, device)
+
+
+@torch.library.custom_op(f"{LIBRARY}::drop", mutates_args=())
+def drop(x: torch.Tensor, mask: torch.Tensor, keep: float) -> torch.Tensor:
+    """`x / keep` where the mask is True, else 0, as `torch.nn.functional.dropout` rounds it.
+
+    On a CPU that divides a mask of `x`'s dtype by `keep` and multiplies by it (`aten/src/ATen/native/Dropout.cpp`,
+    2.13). Here the same products are computed in the result's memory: a mask in `x`'s dtype would take as much again.
+    """
+    if x.device.type != "cpu":
+        return torch.where(mask, x, x.new_zeros(()), out=torch.empty_like(x)).mul_(1 / keep)
+    scale = x.new_ones(()).div_(keep)
+    return torch.where(mask, scale, torch.zeros_like(scale), out=torch.empty_like(x)).mul_(x)
+
+
+@drop.register_fake
+def _(x: torch.Tensor, mask: torch.Tensor, keep: float) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def pure_dropout(x: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """aten::native_dropout by a mask that is a function of the generator's state."""
+    if train is False or p == 0:
+        return x.clone(), torch.ones_like(x, dtype=torch.bool)
+    if p == 1:
+        return x * x.new_zeros(()), torch.zeros_like(x, dtype=torch.bool)
+    size, order = list(x.shape), fx_graph.memory_order(x)
+    state, _ = draw_mask(torch.empty(0, device="cpu"), size, order, 1 - p, x.device)
+    mask = keep_mask(size, order, state, 1 - p, x.device)
+    return drop(x, mask, 1 - p), mask
+
+
+def pure_dropout_backward(gradient: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
+    """aten::native_dropout_backward, with the rounding of `drop`.
+
+    Args:
+        gradient: of the output.
+        mask: of the forward.
+        scale: 1 / keep; 0 where nothing is kept.
+    """
+    return drop(gradient, mask, 1 / scale) if scale else gradient * gradient.new_zeros(())
+
+
+def decompositions() -> dict[torch._ops.OpOverload, Callable]:
+    """For AOTAutograd where no compiler brings its own functional random numbers."""
+    return {
+        torch.ops.aten.native_dropout.default: pure_dropout,
+        # Its own kernel on the CPU holds a scaled mask that no graph shows.
+        torch.ops.aten.native_dropout_backward.default: pure_dropout_backward,
+    }
+
+
+def take_drawn_masks(forward: fx.GraphModule) -> None:
+    """Let a partitioned forward read the masks that it has drawn, instead of computing each once more from its state.
+
+    Args:
+        forward: changed in place; names of nodes stay.
+    """
+    for node in forward.graph.find_nodes(op="call_function", target=torch.ops.optimum_memopt.keep_mask.default):
+        state = cast(fx.Node, node.args[2])
+        node.target, node.args = operator.getitem, (first_input(state), 1)
+    forward.graph.lint()
+    forward.recompile()

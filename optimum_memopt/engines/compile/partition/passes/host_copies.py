@@ -1,0 +1,251 @@
+"""Pinned memory of the host for offloaded activations.
+
+torch's allocator takes the next power of two for each tensor: 64 MiB for one of 48
+(`aten/src/ATen/core/CachingHostAllocator.h`, 2.13). Here a tensor takes its pages.
+"""
+
+import mmap
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from optimum_memopt.engines.compile.torch_compat import dynamo
+from optimum_memopt.engines.compile.torch_compat.fx_graph import LIBRARY
+
+
+def pinned_bytes(size: int) -> int:
+    """What a tensor of so many bytes takes of the host."""
+    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+@dataclass(eq=False)
+class _Block:
+    """
+    Attributes:
+        memory: shared, since a private page that a child process also has is copied when it is written, and the device
+            would go on with the old one.
+        address: of it.
+        reader: torch holds it as long as a tensor has this memory, views and what autograd saves included.
+    """
+
+    memory: mmap.mmap
+    address: int
+    reader: "weakref.ref[memoryview] | None" = None
+
+    @property
+    def is_free(self) -> bool:
+        return self.reader is None or self.reader() is None
+
+
+class PinnedPool:
+    """Memory for the copies of one stream of a device.
+
+    A block is given out again as soon as the last tensor with its memory is gone, though a copy from it may be under
+    way: the next copy into it is asked of the same stream, which keeps their order. The host itself does not write.
+
+    Args:
+        pin: the pages of an address and a number of bytes.
+        unpin: those at an address.
+        finish: waits until all copies of the stream have ended.
+    """
+
+    def __init__(
+        self, pin: Callable[[int, int], None], unpin: Callable[[int], None], finish: Callable[[], None]
+    ) -> None:
+        self._pin, self._unpin, self._finish = pin, unpin, finish
+        self._blocks: list[_Block] = []
+        self._lock = threading.Lock()
+
+    @property
+    def bytes(self) -> int:
+        """Pinned now, whether a tensor has it or not."""
+        return sum(len(block.memory) for block in self._blocks)
+
+    def take(self, size: int) -> torch.Tensor:
+        """So many bytes without values.
+
+        They come from the first free block, or a larger one takes its place: the tensors of a step come in the order
+        of its graph, so each block grows to the largest that its tensor has been. The best fit would give a larger
+        tensor's block to a smaller one whenever batches grow.
+        """
+        with self._lock:
+            index = next((index for index, block in enumerate(self._blocks) if block.is_free), len(self._blocks))
+            block = self._blocks[index] if index < len(self._blocks) else None
+            if block is None or len(block.memory) < size:
+                self._drop(self._blocks[index : index + 1])
+                block = self._new_block(size)
+                self._blocks.insert(index, block)
+            reader = memoryview(block.memory)[:size]
+            block.reader = weakref.ref(reader)
+            return torch.frombuffer(reader, dtype=torch.uint8)
+
+    def release(self) -> None:
+        """Give back what no tensor has."""
+        with self._lock:
+            self._drop([block for block in self._blocks if block.is_free])
+
+    def _new_block(self, size: int) -> _Block:
+        memory = mmap.mmap(-1, pinned_bytes(size))
+        address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+        self._pin(address, len(memory))
+        return _Block(memory, address)
+
+    def _drop(self, blocks: list[_Block]) -> None:
+        if blocks:
+            self._finish()
+        for block in blocks:
+            self._blocks.remove(block)
+            self._unpin(block.address)
+            block.memory.close()
+
+
+class _Device(NamedTuple):
+    """
+    Attributes:
+        stream: all copies from and to the device.
+        pool: what is copied to on the host.
+    """
+
+    stream: torch.cuda.Stream
+    pool: PinnedPool
+
+
+_devices: dict[torch.device, _Device] = {}
+
+
+class _Copy(NamedTuple):
+    """One that is under way.
+
+    Attributes:
+        end: recorded behind it.
+        held: its source and target, whose memory must not become another tensor's before, not even where an error
+            ends the graph in between. `Tensor.record_stream` would hold it for copies that began later, too.
+    """
+
+    end: torch.cuda.Event
+    held: tuple[torch.Tensor, torch.Tensor]
+
+
+# By the address of the target.
+_under_way: dict[int, _Copy] = {}
+
+
+def _of(device: torch.device) -> _Device:
+    if device not in _devices:
+        stream = torch.cuda.Stream(device)
+        runtime = torch.cuda.cudart()
+
+        def pin(address: int, size: int) -> None:
+            with torch.cuda.device(device):
+                torch.cuda.check_error(runtime.cudaHostRegister(address, size, 0))
+
+        def unpin(address: int) -> None:
+            torch.cuda.check_error(runtime.cudaHostUnregister(address))
+
+        _devices[device] = _Device(stream, PinnedPool(pin, unpin, stream.synchronize))
+    return _devices[device]
+
+
+def release_pinned() -> None:
+    """Give back the pinned memory that no offloaded activation has."""
+    for device in _devices.values():
+        device.stream.synchronize()
+    _forget_ended()
+    for device in _devices.values():
+        device.pool.release()
+
+
+def _forget_ended() -> None:
+    for address in [address for address, copy in _under_way.items() if copy.end.query()]:
+        del _under_way[address]
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """Elements from the first to the last, gaps included."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return last + 1 if tensor.numel() else 0
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """All memory from the first element to the last: torch copies what is not contiguous through pageable memory, and
+    waits for it (`aten/src/ATen/native/cuda/Copy.cpp`, 2.13)."""
+    return tensor.as_strided((_span(tensor),), (1,))
+
+
+def _begin(source: torch.Tensor, target: torch.Tensor, device: torch.device) -> None:
+    """Copy beside what `device` computes, on one stream: a reload begins when the offload has ended.
+
+    It waits for all that was asked of `device` so far: by then the source is computed, and whatever had the target's
+    memory before has been read.
+    """
+    _forget_ended()
+    stream = _of(device).stream
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        _flat(target).copy_(_flat(source), non_blocking=True)
+        _under_way[target.data_ptr()] = _Copy(stream.record_event(), (source, target))
+
+
+@torch.library.custom_op(f"{LIBRARY}::offload", mutates_args=(), tags=dynamo.CUDAGRAPH_UNSAFE)
+def offload(activation: torch.Tensor) -> torch.Tensor:
+    """A copy in host memory with the same strides, pinned where `activation` is on CUDA; complete after `wait`."""
+    if not activation.is_cuda:
+        host = torch.empty_strided(activation.shape, activation.stride(), dtype=activation.dtype)
+        _flat(host).copy_(_flat(activation))
+        return host
+    memory = _of(activation.device).pool.take(max(1, _span(activation)) * activation.itemsize)
+    host = memory.view(activation.dtype).as_strided(activation.shape, activation.stride())
+    _begin(activation, host, activation.device)
+    return host
+
+
+@offload.register_fake
+def _(activation: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(activation.shape, activation.stride(), dtype=activation.dtype, device="cpu")
+
+
+@torch.library.custom_op(f"{LIBRARY}::reload", mutates_args=(), tags=dynamo.CUDAGRAPH_UNSAFE)
+def reload(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy on `device` with the same strides, complete after `wait`."""
+    activation = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=device)
+    if not activation.is_cuda:
+        _flat(activation).copy_(_flat(host))
+        return activation
+    _begin(host, activation, activation.device)
+    return activation
+
+
+@reload.register_fake
+def _(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=device)
+
+
+# The result is the argument, which `custom_op` does not allow.
+_library = torch.library.Library(LIBRARY, "FRAGMENT")
+_library.define("wait(Tensor(a) target, Tensor source, Tensor[] begun) -> Tensor(a)", tags=dynamo.CUDAGRAPH_UNSAFE)
+
+
+@torch.library.impl(f"{LIBRARY}::wait", "CompositeExplicitAutograd")
+def _wait(target: torch.Tensor, source: torch.Tensor, begun: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`target`, complete for all that is asked of the GPU from now on.
+
+    Args:
+        target: the copy.
+        source: read here, so that inductor, which plans memory by reads, does not reuse it during the copy.
+        begun: computed or being copied by now. inductor, which orders operators by what they read, would put the wait
+            right behind its own copy (torch's `ao::wait_tensor` has the same argument for its memory, 2.13).
+    """
+    copy = _under_way.pop(target.data_ptr(), None)
+    if copy is not None:
+        device = target.device if target.is_cuda else source.device
+        torch.cuda.current_stream(device).wait_event(copy.end)
+    return target
+
+
+@torch.library.register_fake(f"{LIBRARY}::wait")
+def _(target: torch.Tensor, source: torch.Tensor, begun: Sequence[torch.Tensor]) -> torch.Tensor:
+    return target

@@ -1,0 +1,39 @@
+"""Who makes a choice. A producer is a file here and a place in `PRODUCERS`."""
+
+from collections.abc import Sequence
+
+from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.compile.graph.candidates import Candidate
+from optimum_memopt.engines.compile.partition.choice import Choice
+from optimum_memopt.engines.compile.partition.producers.budget import FromBudget
+from optimum_memopt.engines.compile.partition.producers.config import FromConfig
+from optimum_memopt.engines.compile.partition.producers.level import FromLevel
+from optimum_memopt.engines.compile.partition.producers.plan_file import FromPlanFile
+from optimum_memopt.engines.compile.partition.producers.producer import Producer
+from optimum_memopt.engines.compile.partition.producers.torch_default import TorchDefault
+from optimum_memopt.plans.matching import Matched
+
+# The first that has something to do with what the user asked for makes the choices.
+PRODUCERS: tuple[type[Producer], ...] = (FromPlanFile, FromBudget, FromLevel, FromConfig, TorchDefault)
+
+__all__ = ["Producer", "matched_in", "producer_for"]
+
+
+def matched_in(producer: Producer, graphs: Sequence[tuple[Choice, Sequence[Candidate]]]) -> Matched:
+    """The rows that were asked for.
+
+    One graph's choice has them. An id may be in any of several graphs, and each is compiled and run before the next
+    one is traced, from values that it computed: only the end of the forward tells which ids there are.
+
+    Args:
+        producer: that chose.
+        graphs: of one forward, what was chosen and all candidates.
+    """
+    if len(graphs) == 1:
+        return graphs[0][0].matched
+    return producer.match([candidate for _, candidates in graphs for candidate in candidates])
+
+
+def producer_for(selection: Selection) -> Producer:
+    """The producer of what the user asked for."""
+    return next(producer for kind in PRODUCERS if (producer := kind.of(selection)) is not None)

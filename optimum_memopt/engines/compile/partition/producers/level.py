@@ -1,0 +1,121 @@
+"""A level: every transformer layer is recomputed from its input, where that does not raise the peak."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, layer_boundaries, nodes_to_save
+from optimum_memopt.engines.compile.graph.candidates import Candidate, by_row, recomputed
+from optimum_memopt.engines.compile.graph.problem import Problem, problem_of
+from optimum_memopt.engines.compile.memory.simulation import (
+    Simulation,
+    held_at_peak,
+    simulate,
+    simulate_everything_saved,
+)
+from optimum_memopt.engines.compile.partition.choice import Choice
+from optimum_memopt.engines.compile.partition.producers.torch_default import torchs_own
+from optimum_memopt.plans.grammar import ALL, PlanRequest, Strategy
+from optimum_memopt.plans.matching import Matched
+
+# Those of level 1, and what level 2 adds.
+_STRATEGIES = (Strategy.RECOMPUTE, Strategy.RECOMPUTE_WITH_COMPROMISE)
+# torch's own partition takes seconds. Up to this part of the peak with everything saved it is not asked whether it
+# holds less: by itself it recomputes elementwise operators only, and was not seen to hold less than a half.
+_LOW = 1 / 3
+# A peak that is higher by less is no reason to leave a layer out: most of it may be gradients, and later batches may
+# be larger than the first one.
+_HIGHER = 1.02
+
+
+@dataclass(frozen=True)
+class FromLevel:
+    """See `Producer`."""
+
+    level: int
+
+    @classmethod
+    def of(cls, selection: Selection) -> "FromLevel | None":
+        return cls(selection.level) if selection.level else None
+
+    def match(self, candidates: Sequence[Candidate]) -> Matched:
+        """The rows of the level's strategies, whether or not any of their candidates lie in a layer."""
+        requests = {
+            row: PlanRequest(row_candidates[0].cluster_id, row_candidates[0].strategy, ALL)
+            for row, row_candidates in by_row(candidates).items()
+            if row_candidates[0].strategy in _STRATEGIES[: self.level]
+        }
+        if any(self._takes(candidate) for candidate in candidates):
+            return Matched(requests)
+        nothing = (
+            f"--memory_opt_level {self.level}: nothing in a layer of this model can be recomputed from the layer's "
+            "input; choose plans by name"
+        )
+        return Matched(requests, remarks=(nothing,))
+
+    def choose(self, graph: AnalyzedGraph, earlier: Sequence[Choice]) -> Choice:
+        """All that is read in its own layer only; in layers where that would raise the peak what torch recomputes."""
+        chosen = tuple(candidate for candidate in graph.candidates if self._takes(candidate))
+        roots = {candidate.activation.root for candidate in chosen}
+        choice = Choice(
+            nodes_to_save=nodes_to_save(graph, roots, layer_boundaries(graph)),
+            why=f"level {self.level}",
+            candidates=chosen,
+            matched=self.match(graph.candidates),
+        )
+        return choice if not chosen else _without_a_higher_peak(graph, choice)
+
+    def _takes(self, candidate: Candidate) -> bool:
+        activation = candidate.activation
+        is_in_layer = bool(activation.layer) and not activation.leaves_layer
+        return is_in_layer and candidate.strategy in _STRATEGIES[: self.level]
+
+
+def _without_a_higher_peak(graph: AnalyzedGraph, level: Choice) -> Choice:
+    """A level's choice, in each layer that would raise the peak above that of no plan as without a plan.
+
+    Where a layer is a loop over tokens (Mamba), what torch saves of it is little, and a recompute of the whole layer
+    holds all of its steps at once.
+    """
+    problem = problem_of(graph, [0.0] * len(graph.joint.nodes))
+    found = simulate(problem, problem.saving(_numbers(graph, level)))
+    if found.peak <= _LOW * simulate_everything_saved(problem).peak:
+        return level
+    own, prediction = torchs_own(graph)
+    by_level, by_torch = found.saved, problem.saving(_numbers(graph, own))
+    layers: list[str] = []
+    while found.peak > _HIGHER * prediction.peak:
+        layer = _recomputed_at_peak(problem, found)
+        if not layer or layer in layers:
+            why = f"{level.why}: recompute of layers would raise the peak, so torch's own partition"
+            return replace(own, why=why, matched=level.matched)
+        layers.append(layer)
+        kept = {node for node in by_torch if problem.layers[node] in layers}
+        kept |= {node for node in by_level if problem.layers[node] not in layers}
+        found = simulate(problem, problem.closure(kept))
+    if not layers:
+        return level
+    saved = tuple(graph.joint.nodes[node] for node in sorted(found.saved))
+    named = layers[0] if len(layers) == 1 else f"{layers[0]} and {len(layers) - 1} more"
+    return replace(
+        level,
+        nodes_to_save=saved,
+        why=f"{level.why}, less what would raise the peak in {named}",
+        candidates=recomputed(graph.candidates, frozenset(saved)),
+    )
+
+
+def _numbers(graph: AnalyzedGraph, choice: Choice) -> list[int]:
+    return [graph.joint.order[node] for node in choice.nodes_to_save]
+
+
+def _recomputed_at_peak(problem: Problem, found: Simulation) -> str:
+    """The layer of which most that was recomputed is held at the peak of the backward; empty where there is none."""
+    if found.forward.peak >= found.backward.peak:
+        return ""
+    sizes: Counter[str] = Counter()
+    for node, size in held_at_peak(problem, found, in_backward=True).items():
+        if problem.layers[node] and problem.is_forward[node] and node not in found.saved:
+            sizes[problem.layers[node]] += size
+    return sizes.most_common(1)[0][0] if sizes else ""

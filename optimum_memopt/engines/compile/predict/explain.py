@@ -1,0 +1,291 @@
+"""Optimizers with which a step would have fit that ran out of memory in its optimizer. Pure."""
+
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from optimum_memopt.engines.api.explanations import (
+    BACKWARD,
+    OPTIMIZER_STEP,
+    Explanation,
+    FailedStep,
+    Moment,
+    Part,
+    WayOut,
+)
+from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.compile.capture.backend import default_compiler
+from optimum_memopt.engines.compile.costs.costs import Costs
+from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
+from optimum_memopt.engines.compile.loss.mode import may_have_vocabulary
+from optimum_memopt.engines.compile.memory.footprint import footprint_of, tensor_bytes, trainable_of
+from optimum_memopt.engines.compile.options import AUTO, CHUNKED, PLAIN
+from optimum_memopt.engines.compile.partition.producers import producer_for
+from optimum_memopt.engines.compile.partition.producers.producer import Producer
+from optimum_memopt.engines.compile.partition.producers.torch_default import TorchDefault
+from optimum_memopt.engines.compile.predict.captured import CapturedGraph, capture
+from optimum_memopt.engines.compile.predict.holdings import Simulate, Simulated, moment_of, parts_at
+from optimum_memopt.engines.compile.predict.suggestions import (
+    Settings,
+    peak_of,
+    plain_run,
+    planned_run,
+    problems_of,
+    together_of,
+    ways_out,
+    within_budget,
+)
+from optimum_memopt.engines.compile.train.step_context import costs_of, link_of, room_to_grow
+from optimum_memopt.engines.shared.model_settings import Checkpointing
+from optimum_memopt.memory.optimizers import DEFAULT, PlannedOptimizer, embeddings_of, smaller_optimizers
+from optimum_memopt.memory.peak_monitor import held_bytes
+from optimum_memopt.progress import Deadline, Progress, TimeIsUpError, announced
+from optimum_memopt.sizes import gib_text
+
+
+def other_optimizers(
+    planned: Callable[[], Sequence[CapturedGraph]],
+    ran: Sequence[CapturedGraph],
+    simulate: Simulate,
+    settings: Mapping[str, Settings],
+    same: str,
+    deadline: Deadline,
+) -> Iterator[WayOut]:
+    """Each with as little recompute as it needs: none, or that of a budget; none where none fits.
+
+    Args:
+        planned: see `ways_out`.
+        ran: the graphs of the step that failed.
+        simulate: what they held.
+        settings: of the run with another optimizer, by Trainer's name of it, the recommended one first.
+        same: name of the one that computes what the run's own does; empty: none does.
+        deadline: for all of them.
+
+    Raises:
+        TimeIsUpError: some are not known in time.
+    """
+    for name, run in settings.items():
+        deadline.check()
+        states = run.plain.optimizer + run.plain.step
+        what = f"states and temporaries of {gib_text(states)}, " + (
+            "the same update" if name == same else "another update: the run trains differently"
+        )
+        activations = peak_of(ran, simulate, problems_of(ran, run))
+        peak = replace(run.plain, activations=activations).peak
+        # What an allocator wastes is in what was held: forward and backward had run.
+        if peak <= run.allowed:
+            yield WayOut(f"--optim {name}", peak, None, what)
+            continue
+        for way in within_budget(together_of(planned(), run), run):
+            yield replace(way, flags=f"--optim {name} {way.flags}", what=f"{what}; {way.what}")
+
+
+# Of plain PyTorch's activations what allocators waste: CUDA's, and on a CPU glibc's, which keeps blocks of up to 32
+# MiB (activations of 180 MiB grew a process by 300).
+_WASTE = {False: 0.1, True: 1.0}
+# Of activations what is in no graph (TRL's accuracy and entropy of tokens take several times the logits).
+_UNKNOWN = 2.0
+# After which no part of the search begins: the error waits meanwhile, and is to be held back for 20 at most, unless a
+# single trace takes longer.
+_SECONDS = 15.0
+_NAME, _AS_WRITTEN = "compile", "aot_eager"
+
+
+@dataclass(frozen=True)
+class _Ran:
+    """What ran out of memory.
+
+    Attributes:
+        producer: of its plan.
+        loss: one of `options.LOSSES`.
+        simulate: what a graph of it holds.
+        is_planned: the compile engine ran.
+        remarks: see `Explanation`.
+    """
+
+    producer: Producer
+    loss: str
+    simulate: Simulate
+    is_planned: bool
+    remarks: tuple[str, ...] = ()
+
+
+@dataclass
+class _Found:
+    """A search for why memory ran out, as far as it has come.
+
+    Attributes:
+        moment: see `Explanation`.
+        is_traced: what the step held is known, and how long a trace takes.
+        parts: see `Explanation`.
+        remarks: see `Explanation`.
+        ways_out: each with its place, see `ways_out`.
+    """
+
+    moment: Moment
+    is_traced: bool = False
+    parts: tuple[Part, ...] = ()
+    remarks: tuple[str, ...] = ()
+    ways_out: list[tuple[int, WayOut]] = field(default_factory=list)
+
+
+def explain(failed: FailedStep) -> Explanation:
+    """See `EngineFactory.explain`; what is found in time, since the error waits meanwhile.
+
+    Raises:
+        Exception: the forward cannot be traced on fake tensors, or memory ran out again.
+    """
+    found = _Found(Moment(failed.place.phase, failed.place.module, failed.place.operator))
+    with announced(
+        "looking for why memory ran out in a training step",
+        "looked for why memory ran out in a training step",
+        f"traced on tensors without data, {_SECONDS:.0f} seconds at most",
+        stage="tracing",
+        every=_SECONDS / 4,
+    ) as progress:
+        remarks: tuple[str, ...] = ()
+        try:
+            _look(failed, found, progress, Deadline(_SECONDS))
+        except TimeIsUpError:
+            remarks = (f"what was found in {_SECONDS:.0f} seconds is here: more may fit",)
+    ways = sorted(found.ways_out, key=lambda one: one[0])
+    return Explanation(found.moment, found.parts, tuple(way for _, way in ways), (*found.remarks, *remarks))
+
+
+def _look(failed: FailedStep, found: _Found, progress: Progress, deadline: Deadline) -> None:
+    device = next(failed.model.parameters()).device
+    compiler = default_compiler(device.type)[0]
+    ran = _what_ran(failed)
+
+    def captured(
+        producer: Producer, loss: str, compiled_by: str, costs: Callable[[AnalyzedGraph], Costs]
+    ) -> list[CapturedGraph]:
+        progress.stage = "tracing"
+        traced = capture(failed.model, failed.call, producer, loss, compiled_by, failed.autocast, costs)
+        progress.stage = "solving for what would have fit"
+        return traced
+
+    def measured(graph: AnalyzedGraph) -> Costs:
+        return costs_of(graph, device, compiler == "inductor", most=failed.held)
+
+    @functools.cache
+    def planned() -> list[CapturedGraph]:
+        """The graphs as the compile engine would run them, which take as long as the first where they are others."""
+        deadline.check(needed=deadline.elapsed if found.is_traced else 0.0)
+        if ran.is_planned:
+            return (captured(TorchDefault(), CHUNKED, compiler, measured) if ran.loss == PLAIN else None) or graphs
+        return captured(TorchDefault(), AUTO, compiler, measured)
+
+    # Else there may be logits, which the engine does without.
+    is_same = not ran.is_planned and compiler == _AS_WRITTEN and not may_have_vocabulary(failed.model)
+    if ran.is_planned:
+        graphs = captured(ran.producer, ran.loss, compiler, measured)
+    elif is_same and not any(graph.chunks_loss for graph in planned()):
+        graphs = planned()
+    else:
+        graphs = captured(ran.producer, PLAIN, _AS_WRITTEN, _no_costs)
+    simulated = [run for graph in graphs for run in (Simulated.of(graph, ran.simulate),) * graph.runs]
+    if not simulated:
+        raise RuntimeError("the forward has no training graph")
+    # What a caller computes from the logits, and what runs between graphs, is in none of them.
+    is_exact = len(simulated) == 1 and not failed.call.reader
+    model, untrained = failed.model, graphs[0].untrained
+    found.is_traced, found.remarks = True, ran.remarks
+    settings = _settings(failed, ran.is_planned, is_exact, untrained)
+    if failed.place.phase == OPTIMIZER_STEP:
+        # What recompute saves is free by then.
+        found.moment, trainable = Moment(OPTIMIZER_STEP), trainable_of(model, untrained)
+        others = {
+            name: _with_optimizer(settings, model, trainable, name)
+            for name in smaller_optimizers(device.type == "cuda")
+        }
+        # accelerate's wraps the run's own.
+        is_adamw = isinstance(getattr(failed.run.optimizer, "optimizer", failed.run.optimizer), torch.optim.AdamW)
+        same = DEFAULT if is_adamw else ""
+        for place, way in enumerate(other_optimizers(planned, graphs, ran.simulate, others, same, deadline)):
+            found.ways_out.append((place, way))
+        return
+    found.moment, point = moment_of(simulated, failed.place, _of_graphs(failed), failed.requested)
+    found.parts = tuple(parts_at(simulated, failed.place.phase == BACKWARD, point))
+    if len(simulated) > 1:
+        found.remarks += (f"the forward is {len(simulated)} graphs, and what runs between them is not known",)
+    for place, way in ways_out(planned, graphs, ran.simulate, settings, deadline):
+        found.ways_out.append((place, way))
+
+
+def _what_ran(failed: FailedStep) -> _Ran:
+    engine, is_checkpointed = failed.engine, Checkpointing(failed.model).is_on
+    if engine is None or engine.name != _NAME:
+        if engine is not None:
+            remark = f"what was held is that of plain PyTorch: the {engine.name} engine's own graph is not known"
+            return _Ran(TorchDefault(), PLAIN, plain_run, is_planned=False, remarks=(remark,))
+        if is_checkpointed:
+            remark = "activation checkpointing counts as level 1"
+            return _Ran(producer_for(Selection(level=1)), PLAIN, planned_run, is_planned=False, remarks=(remark,))
+        return _Ran(TorchDefault(), PLAIN, plain_run, is_planned=False)
+    if (plan := engine.plan_file()) is not None:
+        return _Ran(producer_for(Selection(plan=plan, strict=False)), plan.loss, planned_run, is_planned=True)
+    selection, remarks = engine.selection, tuple[str, ...]()
+    if selection.budget is not None:
+        # Its solver had not come to an end.
+        selection, remarks = Selection(), ("what was held is that of no plan: the budget's was not known yet",)
+    return _Ran(producer_for(replace(selection, strict=False)), AUTO, planned_run, is_planned=True, remarks=remarks)
+
+
+def _of_graphs(failed: FailedStep) -> int:
+    """Bytes of the tensors that the failed step had made by itself."""
+    others = _tensors_of(failed) + failed.accumulated + failed.outside + failed.kept
+    return max(0, failed.held - others)
+
+
+def _tensors_of(failed: FailedStep) -> int:
+    """Bytes of the model, its batch, and the states that the optimizer has."""
+    run, model = failed.run, failed.model
+    states = 0
+    if isinstance(run.optimizer, torch.optim.Optimizer) and run.optimizer.state:
+        states = footprint_of(model, run.optimizer).optimizer
+    batch = sum(tensor.bytes for tensor in failed.call.tensors.values())
+    return tensor_bytes([*model.parameters(), *model.buffers()]) + states + batch
+
+
+def _settings(failed: FailedStep, is_planned: bool, is_exact: bool, untrained: Collection[str]) -> Settings:
+    model, run = failed.model, failed.run
+    device = next(model.parameters()).device
+    gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+    batch = sum(tensor.bytes for tensor in failed.call.tensors.values())
+    # After tracing, which the compile engine does too.
+    now = max(0, held_bytes(device) - (_tensors_of(failed) - batch) - gradients)
+    constant = max(failed.outside, now)
+    constant += room_to_grow(device, constant)
+    around = {"batch": batch, "constant": failed.outside}
+    plain = footprint_of(model, run.optimizer, run.gradient_accumulation, **around, untrained=untrained)
+    link, host = link_of(device)
+    return Settings(
+        limit=failed.held,
+        outside=replace(plain, constant=constant),
+        plain=plain,
+        largest=run.largest_batch(),
+        rows=failed.rows,
+        accumulation=failed.accumulation,
+        waste=(0.0 if is_planned else _WASTE[device.type == "cpu"]) if is_exact else _UNKNOWN,
+        is_exact=is_exact,
+        link=link,
+        host=host,
+    )
+
+
+def _with_optimizer(
+    settings: Settings, model: torch.nn.Module, trainable: Sequence[torch.Tensor], name: str
+) -> Settings:
+    optimizer = PlannedOptimizer(name, next(model.parameters()).is_cuda, embeddings_of(model))
+    states, step = optimizer.state_sizes(trainable), optimizer.step_bytes(trainable)
+    plain, outside = (
+        replace(step_outside, optimizer=sum(states), step=step) for step_outside in (settings.plain, settings.outside)
+    )
+    return replace(settings, plain=plain, outside=outside)
+
+
+def _no_costs(graph: AnalyzedGraph) -> Costs:
+    return Costs((0.0,) * len(graph.joint.nodes), "no")

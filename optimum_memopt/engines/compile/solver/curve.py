@@ -1,0 +1,110 @@
+"""What budgets cost, from the plan with the lowest peak to everything saved. Pure."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from optimum_memopt.engines.api.predictions import CurvePoint
+from optimum_memopt.engines.compile.graph.problem import OtherGraphs
+from optimum_memopt.engines.compile.memory.footprint import Footprint
+from optimum_memopt.engines.compile.solver.multi_graph import Plans
+from optimum_memopt.engines.compile.solver.offload import Host, Mixed, is_within
+from optimum_memopt.engines.compile.solver.siblings import KnownGraph
+from optimum_memopt.engines.compile.solver.solver import Floor, Solution, Solver
+
+POINTS = 10
+
+
+def solved(
+    low: int, high: int, cheapest: Callable[[int], Solution | Mixed | Plans | Floor], count: int = POINTS
+) -> list[tuple[int, Solution | Mixed | Plans]]:
+    """The plans of `count` budgets at equal distances: of all that are found, the fastest within each.
+
+    Args:
+        low: the lowest peak of recompute, bytes.
+        high: the peak with everything saved, bytes.
+        cheapest: finds the plan for so many bytes.
+        count: of budgets.
+
+    Returns:
+        What the graphs may hold, in bytes, and the plan for it.
+    """
+    budgets = [low + (high - low) * number // (count - 1) for number in range(count)]
+    found = []
+    for allowed in budgets:
+        solution = cheapest(allowed)
+        assert not isinstance(solution, Floor)
+        found.append(solution)
+    # The solver is no exact one: what it finds for a larger budget may fit a smaller one, and be faster.
+    return [
+        (
+            allowed,
+            min((plan for plan in found if plan.peak <= allowed), key=lambda plan: (plan.extra_seconds, plan.peak)),
+        )
+        for allowed in budgets
+    ]
+
+
+def points_of(plans: Iterable[tuple[int, Solution | Mixed | Plans]], outside: Footprint) -> tuple[CurvePoint, ...]:
+    """What `solved` found as a curve.
+
+    Args:
+        plans: see `solved`.
+        outside: what a step holds beside the graphs.
+    """
+    return tuple(point_of(found, outside, replace(outside, activations=allowed).peak) for allowed, found in plans)
+
+
+def point_of(found: Solution | Mixed | Plans, outside: Footprint, budget: int | None = None) -> CurvePoint:
+    """A plan on the curve.
+
+    Args:
+        found: the plan.
+        outside: what a step holds beside the graphs.
+        budget: bytes that the step may take; None: what it takes.
+    """
+    peak = replace(outside, activations=found.peak).peak
+    return CurvePoint(peak if budget is None else budget, peak, found.extra_seconds, found.seconds)
+
+
+@dataclass(frozen=True)
+class SmallerBatch:
+    """A micro-batch that fits.
+
+    Attributes:
+        rows: of the micro-batch.
+        times: gradient accumulation that keeps the rows of an optimizer step.
+    """
+
+    rows: int
+    times: int
+
+
+def smaller_batch(
+    graph: KnownGraph,
+    others_at: Callable[[int], OtherGraphs],
+    outside: Footprint,
+    budget: int,
+    host: Host | None,
+) -> SmallerBatch | None:
+    """The largest half, quarter and so on of a batch for which a plan fits; None where there is none for one row.
+
+    Args:
+        graph: that does not fit.
+        others_at: other graphs of the forward with one of so many parts of the rows.
+        outside: what the step holds beside its graphs.
+        budget: bytes that the step's peak must not pass.
+        host: where activations may wait; None: nowhere.
+    """
+    rows = set(graph.rows.values())
+    if len(rows) != 1:
+        return None
+    (whole,) = rows
+    times = 2
+    while whole % times == 0:
+        # Gradients of the earlier micro-batches are there while a later one runs.
+        step = replace(outside, batch=outside.batch // times, accumulated=outside.gradients)
+        allowed = step.activations_within(budget)
+        if is_within(Solver(graph.problem(times)).among(others_at(times)), allowed, host):
+            return SmallerBatch(whole // times, times)
+        times *= 2
+    return None

@@ -1,0 +1,148 @@
+"""For which lengths of batches a run's cheaper plans are made. Pure.
+
+One plan has to hold for the longest batch, and every shorter batch pays for it too. A plan for batches up to some
+length recomputes less. What it takes is found while the plan for the longest batch is made: the same graph and the
+same seconds of each operator, with the bytes of a shorter batch. A batch is taken to last as long as it has tokens.
+"""
+
+import bisect
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from optimum_memopt.engines.compile.graph.problem import Problem
+from optimum_memopt.engines.compile.solver.offload import Mixed
+from optimum_memopt.engines.compile.solver.solver import Solution, Solver
+
+# Collators pad to multiples of it.
+_MULTIPLE = 8
+# Lengths that are compared, and those of them that are solved for.
+_CANDIDATES = 32
+_SOLVED = 6
+# A share of the step's time that is worth compiling another forward.
+WORTH = 0.005
+
+
+@dataclass
+class TimesByLength:
+    """What plans for shorter batches would take, filled while the plan for the largest batch is made.
+
+    Attributes:
+        batches: the longest row of each batch of an epoch; where they are not known, all lengths are as frequent.
+        is_known: they are known.
+        shares: extra time of the plan for each length, as a share of the time without; the last is the largest batch.
+        is_wanted: False: what is known stays as it is.
+    """
+
+    batches: Sequence[int] = ()
+    is_known: bool = False
+    shares: Mapping[int, float] = field(default_factory=dict)
+    is_wanted: bool = True
+
+    def fill(
+        self,
+        batches: Sequence[int],
+        longest: int,
+        found: Solution | Mixed,
+        problem_at: Callable[[int], Problem],
+        allowed: int,
+    ) -> None:
+        """Find what plans take.
+
+        Args:
+            batches: the longest row of each batch of an epoch; empty: they are not known.
+            longest: tokens of the largest batch.
+            found: its plan.
+            problem_at: the graph with batches of a length.
+            allowed: bytes that the graph may hold.
+        """
+        self.is_known = bool(batches)
+        self.batches = batches or range(min(_MULTIPLE, longest), longest + 1, _MULTIPLE)
+        lengths = candidate_lengths(self.batches, longest)
+        extra: tuple[float, ...] = (0.0,) * len(lengths)
+        if found.extra_seconds > 0:
+            shorter = extra_seconds(problem_at, lengths[:-1], allowed, found.extra_seconds)
+            extra = (*shorter, found.extra_seconds)
+        self.shares = {length: one / found.seconds if one else 0.0 for length, one in zip(lengths, extra, strict=True)}
+
+
+def candidate_lengths(batches: Sequence[int], longest: int) -> tuple[int, ...]:
+    """Lengths that a plan may be made for, ascending, `longest` among them.
+
+    Args:
+        batches: the longest row of each batch of an epoch.
+        longest: tokens of the largest batch.
+    """
+    rounded = sorted({-(-length // _MULTIPLE) * _MULTIPLE for length in batches})
+    shorter = [length for length in rounded if length < longest]
+    every = math.ceil(len(shorter) / _CANDIDATES) or 1
+    return (*reversed(shorter[::-1][::every]), longest)
+
+
+def extra_seconds(
+    problem_at: Callable[[int], Problem], lengths: Sequence[int], allowed: int, most: float
+) -> tuple[float, ...]:
+    """Seconds of recompute in the plan for each length.
+
+    Args:
+        problem_at: the graph with batches of a length.
+        lengths: ascending.
+        allowed: bytes that the graph may hold.
+        most: seconds of recompute in the plan for a longer batch.
+    """
+    free = bisect.bisect_left(lengths, True, key=lambda length: Solver(problem_at(length)).everything.peak > allowed)
+    rest = lengths[free:]
+    every = math.ceil(len(rest) / _SOLVED) or 1
+    found: list[float] = []
+    # A length that is not solved for has the plan of the next longer one.
+    for index, length in enumerate(reversed(rest)):
+        if index % every == 0:
+            solution = Solver(problem_at(length)).solve(allowed)
+            most = min(most, solution.extra_seconds) if isinstance(solution, Solution) else most
+        found.append(most)
+    return (*(0.0,) * free, *reversed(found))
+
+
+def expected_extra(batches: Mapping[int, int], shares: Mapping[int, float], chosen: Sequence[int]) -> float:
+    """Extra time of an epoch as a share of its time; each batch runs under the cheapest plan that is made for it.
+
+    Args:
+        batches: how many there are of each length.
+        shares: extra time of the plan for each length.
+        chosen: lengths that plans are made for; the last and longest takes all that is left.
+    """
+    lengths = sorted(chosen)
+    total = sum(length * count for length, count in batches.items())
+    extra = 0.0
+    for length, count in batches.items():
+        plan = lengths[min(bisect.bisect_left(lengths, length), len(lengths) - 1)]
+        extra += length * count * shares[plan]
+    return extra / total if total else 0.0
+
+
+def best_lengths(batches: Sequence[int], shares: Mapping[int, float], most: int) -> tuple[int, ...]:
+    """The lengths below the largest for which cheaper plans save most of an epoch's time, ascending.
+
+    Fewer than asked for where one more would not be worth compiling it.
+
+    Args:
+        batches: the longest row of each batch of an epoch.
+        shares: extra time of the plan for each length.
+        most: how many.
+    """
+    counts = Counter(batches)
+    *shorter, longest = sorted(shares)
+    best: tuple[int, ...] = ()
+    before = expected_extra(counts, shares, (longest,))
+    for count in range(1, most + 1):
+        options = itertools.combinations(shorter, count)
+        extra, found = min(
+            ((expected_extra(counts, shares, (*option, longest)), option) for option in options),
+            default=(before, ()),
+        )
+        if before - extra < WORTH:
+            break
+        best, before = found, extra
+    return best

@@ -1,0 +1,180 @@
+"""The cheapest set of nodes to save with which the exact peak of a graph is within a budget. Pure."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from optimum_memopt.engines.compile.graph.problem import ALONE, OtherGraphs, Problem
+from optimum_memopt.engines.compile.memory.simulation import (
+    Simulation,
+    held_at_peak,
+    simulate,
+    simulate_everything_saved,
+)
+from optimum_memopt.engines.compile.solver.dynamic_program import TwoLevel, two_level
+from optimum_memopt.engines.compile.solver.frontiers import Menus
+from optimum_memopt.engines.compile.solver.whole_graph import SMALL, improve, lowest_of_whole_graph, solve_whole_graph
+
+KEEPS_ALL, TWO_LEVEL, WHOLE_GRAPH = "everything is saved", "two-level", "whole graph"
+LAYERS = "every layer is recomputed"
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What a graph saves under a budget.
+
+    Attributes:
+        saved: nodes of the problem, in order.
+        peak: bytes of the graph, exact.
+        extra_seconds: of what is recomputed.
+        seconds: of the graph without.
+        solver: who found it.
+    """
+
+    saved: tuple[int, ...]
+    peak: int
+    extra_seconds: float
+    seconds: float
+    solver: str
+
+
+@dataclass(frozen=True)
+class Floor:
+    """No plan fits.
+
+    Attributes:
+        peak: the lowest that was found, bytes.
+        holds: what is held at that moment, largest first: a few words, bytes.
+    """
+
+    peak: int
+    holds: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class Solver:
+    """Solves one joint graph for any number of budgets.
+
+    Attributes:
+        problem: the graph.
+        known_menus: its menus, where a solver of the same graph among others has made them.
+    """
+
+    problem: Problem
+    known_menus: Menus | None = None
+
+    def among(self, others: OtherGraphs) -> "Solver":
+        """Of the same graph with these around it; most of what a solver does is done once for all of them."""
+        return Solver(replace(self.problem, others=others), self._menus)
+
+    @cached_property
+    def everything(self) -> Simulation:
+        """All activations saved."""
+        return simulate_everything_saved(self.problem)
+
+    @cached_property
+    def lowest(self) -> Simulation:
+        """The plan with the lowest peak that is found; no budget below it is met."""
+        return lowest_of_whole_graph(self.problem, self._lowest_of_units)
+
+    @cached_property
+    def seconds(self) -> float:
+        """Of the forward and backward with all activations saved."""
+        return self.everything.forward.seconds(self.problem) + self.everything.backward.seconds(self.problem)
+
+    def extra_seconds(self, found: Simulation) -> float:
+        """Of what is recomputed, beyond what is so with all activations saved."""
+        return found.extra_seconds(self.problem) - self.everything.extra_seconds(self.problem)
+
+    def prepare(self) -> None:
+        """Solve what is the same for every budget."""
+        _ = self._two_level.without_borders
+
+    def solve(self, budget: int, is_final: bool = True) -> Solution | Floor:
+        """The plan with the least time for recompute of all whose peak fits; of equal ones that with the lowest peak.
+
+        Args:
+            budget: bytes that the graph's forward and backward may hold.
+            is_final: False: without the last small changes, and in a large graph without the search over all of it
+                where something fits already; each takes as long as the rest.
+        """
+        if self.everything.peak <= budget:
+            return self._solution(KEEPS_ALL, self.everything)
+        fitting = [(solver, found) for solver, found in self._candidates(budget, is_final) if found.peak <= budget]
+        if not fitting:
+            return Floor(self.lowest.peak, _holders(self.problem, self.lowest))
+        solver, best = min(fitting, key=lambda pair: (pair[1].extra_seconds(self.problem), pair[1].peak))
+        return self._solution(solver, improve(self.problem, best, budget) if is_final else best)
+
+    def _candidates(self, budget: int, is_final: bool) -> Iterator[tuple[str, Simulation]]:
+        found = self._two_level.without_borders.solve(budget)
+        if found is None and budget < self.lowest.peak:
+            return
+        if found is None or found.backward.peak > found.forward.peak:
+            # What many units recompute before the backward of any of them is not in the measure of one unit's plan.
+            with_borders = self._two_level.solve(budget)
+            if with_borders is not None:
+                yield TWO_LEVEL, with_borders
+        if found is None:
+            yield (TWO_LEVEL if self.lowest is self._lowest_of_units else WHOLE_GRAPH), self.lowest
+        else:
+            yield TWO_LEVEL, found
+        yield LAYERS, self.layers_recomputed
+        # It takes longer, and wins in small graphs and where the other one finds nothing.
+        is_small = sum(self.problem.is_forward) < SMALL
+        if is_small or (found is None and is_final):
+            whole = solve_whole_graph(self.problem, budget, found or self.everything)
+            if whole is not None:
+                yield WHOLE_GRAPH, whole
+
+    def _solution(self, solver: str, found: Simulation) -> Solution:
+        return Solution(
+            saved=tuple(sorted(found.saved)),
+            peak=found.peak,
+            extra_seconds=self.extra_seconds(found),
+            seconds=self.seconds,
+            solver=solver,
+        )
+
+    @cached_property
+    def _lowest_of_units(self) -> Simulation:
+        of_menus = (menus.lowest() for menus in (self._two_level.without_borders, self._two_level))
+        return min(*of_menus, self.layers_recomputed, key=lambda found: found.peak)
+
+    @cached_property
+    def _menus(self) -> Menus:
+        return self.known_menus or Menus(self.problem)
+
+    @cached_property
+    def _two_level(self) -> TwoLevel:
+        return two_level(self.problem, self._menus)
+
+    @cached_property
+    def layers_recomputed(self) -> Simulation:
+        """Every layer recomputed from its input, as level 1 has it."""
+        problem = self.problem
+        outside = {node for node in problem.activations if not problem.layers[node] or problem.is_statistic[node]}
+        return simulate(problem, problem.closure((outside | problem.boundaries) - problem.constants))
+
+
+def _holders(problem: Problem, found: Simulation, most: int = 4) -> tuple[tuple[str, int], ...]:
+    """The largest groups of what is held at the peak: gradients, other graphs, others by where they are computed."""
+    gradients = {problem.roots[node] for node in problem.backward_outputs}
+    in_backward = found.backward.peak > found.forward.peak
+    held = held_at_peak(problem, found, in_backward)
+    groups: dict[str, int] = {}
+    if problem.others != ALONE:
+        groups["other graphs of the forward"] = max(0, found.peak - sum(held.values()))
+    for node, size in held.items():
+        where = "gradients of parameters" if node in gradients else _place(problem, node)
+        groups[where] = groups.get(where, 0) + size
+    return tuple(sorted(groups.items(), key=lambda item: -item[1])[:most])
+
+
+def _place(problem: Problem, node: int) -> str:
+    if problem.layers[node]:
+        return f"layer {problem.layers[node]}"
+    source = problem.picks[node]
+    # `aten.embedding.default`
+    operator = problem.kinds[node if source is None else source].split(".")
+    return f"{operator[min(1, len(operator) - 1)]} outside of layers"

@@ -1,0 +1,390 @@
+"""The private names of torch that the compile engine uses, each with what it is for.
+
+All seen in torch 2.13.0 and there since 2.9, unless stated otherwise. Those that read and partition a joint
+graph are in `compat_graph`.
+"""
+
+import contextlib
+import copy
+import inspect
+import shutil
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, cast
+
+import sympy
+import torch
+from torch import fx
+from torch._dynamo import utils as dynamo_utils
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._functorch import config as functorch_config
+from torch._functorch._aot_autograd import graph_compile
+from torch._functorch._aot_autograd.utils import make_boxed_func
+from torch._guards import TracingContext
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
+from torch.fx.experimental import _config as symbolic_config
+from torch.fx.experimental.proxy_tensor import py_sym_types
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _pytree as pytree
+
+from optimum_memopt.engines.compile.torch_compat import fx_graph
+from optimum_memopt.engines.compile.torch_compat.kernels import inductor_patches
+
+__all__ = ["CustomPartitionerFn", "FakeTensor", "FakeTensorMode", "SymbolicNumber"]
+
+SymbolicNumber = py_sym_types
+_RECOMPILES = 32
+_ISOLATES = "isolate_recompiles" in inspect.signature(torch.compile).parameters
+_NO_LIMIT = 2**31 - 1
+
+
+def tree_leaves(tree: Any) -> list[Any]:
+    """What nested containers hold; None is a leaf."""
+    return pytree.tree_leaves(tree)
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """The same for all views of a storage, also on a fake tensor, which has no address."""
+    return tensor.untyped_storage()._cdata
+
+
+# Tags of operators that no CUDA graph can hold; the tag came with torch 2.9.
+CUDAGRAPH_UNSAFE = tuple(filter(None, [getattr(torch.Tag, "cudagraph_unsafe", None)]))
+
+
+def operator_name(target: Any) -> str:
+    """`view` of `aten.view.default`; empty for what is no operator of torch."""
+    return getattr(target, "_opname", "")
+
+
+def reads_a_number(target: Any) -> bool:
+    """Whether an operator is what `Tensor.item` calls."""
+    return operator_name(target) == "_local_scalar_dense"
+
+
+def compile_with_inductor(
+    module: fx.GraphModule,
+    inputs: list[Any],
+    partitioner: CustomPartitionerFn,
+    saw: Callable[[fx.Graph, Any, bool], None] | None,
+) -> Callable:
+    """`torch/_inductor/compile_fx.py`; `custom_partitioner_fn` is there since 2.9 (pytorch PR 157711).
+
+    Args:
+        module: the graph that dynamo has traced.
+        inputs: the graph's, fake tensors among them.
+        partitioner: partitions the joint graph; its `uuid` is part of inductor's cache key.
+        saw: called with each graph, the object that runs inductor's program for it (None where that is no Python
+            program), and whether it is the backward. None: no programs are written, and the graphs run operator by
+            operator.
+    """
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    def compile_inner(module: fx.GraphModule, inputs: Any, **others: Any) -> Any:
+        if saw is None:
+            return make_boxed_func(module.forward)
+        compiled = compile_fx_inner(module, inputs, **others)
+        saw(module.graph, getattr(compiled, "compiled_fn_runner", None), bool(others.get("is_backward")))
+        return compiled
+
+    patches = {"custom_partitioner_fn": partitioner, **inductor_patches()}
+    compiled = compile_fx(module, inputs, compile_inner, config_patches=patches)
+    # Its other results are for programs that are compiled ahead of time.
+    return cast("Callable[..., Any]", compiled)
+
+
+def silenced(runner: Any) -> Callable[..., Any]:
+    """The program of `runner` without its work: memory is allocated by torch's operators, kernels do nothing.
+
+    `torch/_inductor/codegen/wrapper.py` writes it: a class with the method `call`, whose globals are torch, C++
+    functions that allocate past its dispatcher, checks, and kernels (C++ functions or objects of inductor's runtime).
+
+    Raises:
+        NotImplementedError: it was not written so.
+    """
+    if runner is None or getattr(runner, "partitions", None):
+        raise NotImplementedError("a program that is not one Python function")
+    program = type(runner).call
+    known = program.__globals__
+    silent = {
+        name: _Silent()
+        for name, value in known.items()
+        if isinstance(value, types.BuiltinFunctionType) or type(value).__module__.startswith("torch._inductor.runtime")
+    }
+    memory = {name: _allocation(name) for name in known if name.startswith("empty_strided_")}
+    stand_ins = {**silent, **memory, "reinterpret_tensor": _reinterpreted}
+    return types.FunctionType(program.__code__, {**known, **stand_ins}, program.__name__, program.__defaults__)
+
+
+class _Silent:
+    """A kernel or check that does nothing."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+    run = __call__
+
+
+def _allocation(name: str) -> Callable[..., torch.Tensor]:
+    device = name.removeprefix("empty_strided_").removesuffix("_pinned")
+
+    def allocate(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+    return allocate
+
+
+def _reinterpreted(tensor: torch.Tensor, size: Any, stride: Any, offset: int) -> torch.Tensor:
+    return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
+
+
+def _mode_of_trace() -> FakeTensorMode | None:
+    """While a graph is traced or compiled: that of its tensors."""
+    context = TracingContext.try_get()
+    return None if context is None else context.fake_mode
+
+
+def _shapes_of_trace() -> ShapeEnv | None:
+    """While a graph is traced or compiled: its symbols; None where sizes stay the same."""
+    mode = _mode_of_trace()
+    return None if mode is None else mode.shape_env
+
+
+def of_trace(inputs: Sequence[Any]) -> list[Any]:
+    """A backend's inputs; tensors without data in the fake mode of dynamo's trace.
+
+    torch 2.13 does this itself (`process_inputs` in `torch/_functorch/_aot_autograd/frontend_utils.py`), torch 2.9
+    ends in an AssertionError.
+    """
+    mode = _mode_of_trace()
+
+    def is_moved(value: Any) -> bool:
+        return isinstance(value, FakeTensor) and value.fake_mode is not mode
+
+    return [mode.from_tensor(value) if mode and is_moved(value) else value for value in inputs]
+
+
+def compile_without_compiler(
+    module: fx.GraphModule, inputs: list[Any], partitioner: CustomPartitionerFn, decompositions: dict[Any, Callable]
+) -> Callable:
+    """The backend `aot_eager` (`torch/_dynamo/backends/debugging.py`) with another partitioner."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    run = fx_graph.run_operators
+    backend = aot_autograd(fw_compiler=run, bw_compiler=run, partition_fn=partitioner, decompositions=decompositions)
+    with _without_donated_buffers():
+        return backend(module, inputs)
+
+
+@contextlib.contextmanager
+def _without_donated_buffers() -> Iterator[None]:
+    """While a backward is compiled: it overwrites no saved activation, so that it may run again (`retain_graph=True`).
+
+    Without a compiler none is overwritten anyway. With inductor they are left donated, since level 1 of a RoBERTa
+    peaks at 6.9 MiB without and at 5.0 with; a second backward ends there in torch's error, which names the switch
+    `donated_buffer`. That has to be off while the backward runs too: with it on torch refuses unless the list of
+    donated buffers is there and empty (`torch/_functorch/_aot_autograd/runtime_wrappers.py`).
+    """
+    collect = graph_compile.collect_bw_donated_buffer_idxs
+    graph_compile.collect_bw_donated_buffer_idxs = lambda *graphs: []
+    try:
+        yield
+    finally:
+        graph_compile.collect_bw_donated_buffer_idxs = collect
+
+
+def changes() -> tuple[contextlib.AbstractContextManager, ...]:
+    """torch's switches while a compiled forward is called.
+
+    - `optimize_ddp`: DDP would split the graph at each bucket, and a plan would see the pieces.
+    - `use_duck_shape`: dimensions that happen to be equal in the first batch would share a symbol and recompile.
+    - `specialize_float`: torch would turn a model's numbers (`scaling` of an attention) into inputs and trace twice,
+      with operators that belong to no module (`torch/fx/passes/_tensorify_python_scalars.py`). A number that
+      changes from step to step has to be a tensor.
+    - `skip_nnmodule_hook_guards`: a hook put on a submodule after the first step would never be called. Guards on the
+      hooks cost 0.6 ms of CPU a forward for a RoBERTa of 12 layers (230 modules).
+    - `recompile_limit`, `accumulated_recompile_limit`: torch counts by code object, and after a graph break models of
+      one class share theirs, so that a fresh model would be at the limit of all before it; and at the limit torch goes
+      on without the plan, in a log that nobody reads. The engine counts by itself, see `recompile_limit`.
+    - `enable_autograd_cache`: a cached joint graph never reaches the partitioner, so there would be no table; and the
+      key would be asked for before there is a choice, see `backend`.
+
+    Unchanged is `backed_size_oblivious`, which would avoid the recompile for a batch of one row: with torch 2.13,
+    gradients of such a batch came out wrong (RoBERTa), and others not bitwise those of PyTorch (GPT-2).
+    """
+    return (
+        torch._dynamo.config.patch(
+            optimize_ddp=False,
+            recompile_limit=_NO_LIMIT,
+            accumulated_recompile_limit=_NO_LIMIT,
+            specialize_float=True,
+            skip_nnmodule_hook_guards=False,
+        ),
+        symbolic_config.patch(use_duck_shape=False),
+        functorch_config.patch(enable_autograd_cache=False),
+    )
+
+
+def global_hooks() -> tuple[int, ...]:
+    """Ids of the hooks of all modules (`torch/nn/modules/module.py`), which dynamo traces and does not guard on."""
+    kinds = ("forward", "forward_pre", "backward", "backward_pre")
+    return tuple(id for kind in kinds for id in getattr(torch.nn.modules.module, f"_global_{kind}_hooks"))
+
+
+def recompile_limit() -> int:
+    """How often one model may be recompiled: more than torch's 8, which is too few where each padded length is a new
+    graph, and the user's where that is higher."""
+    return max(_RECOMPILES, torch._dynamo.config.recompile_limit)
+
+
+def compile_alone(forward: Callable[..., Any], backend: Callable[..., Any], dynamic: bool) -> Callable[..., Any]:
+    """`torch.compile` of a forward whose recompile reasons are its own, not those of another one of the same code.
+
+    `isolate_recompiles` is there since 2.13. Before, the reason may be a guard of another model.
+    """
+    isolated: dict[str, Any] = {"isolate_recompiles": True} if _ISOLATES else {}
+    return torch.compile(forward, backend=backend, dynamic=dynamic, **isolated)
+
+
+def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A copy of a function or method with its own code object.
+
+    torch keeps compiled code by code object, and all of transformers' models share the one of a decorator: with its
+    own, what was compiled for a model is freed with it.
+    """
+    if isinstance(function, types.MethodType):
+        return types.MethodType(with_own_code(function.__func__), function.__self__)
+    if not isinstance(function, types.FunctionType):
+        return function
+    copied = types.FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
+
+
+def is_all_of(function: Callable[..., Any]) -> bool:
+    """While a graph is partitioned: whether it is the only graph of a call of `function`.
+
+    It is when the frame of `function` itself was traced up to its return (`torch/_dynamo/symbolic_convert.py`,
+    `GraphCompileReason` in `output_graph.py`). A function that it calls may be the first to be traced, where there was
+    nothing before a graph break, and has no graph break itself.
+    """
+    try:
+        translator = InstructionTranslator.current_tx()
+    # It is thread-local, and not there before the first one.
+    except AttributeError:
+        return False
+    return (
+        translator.f_code is getattr(function, "__code__", None)
+        and not translator.output.compile_subgraph_reason.graph_break
+    )
+
+
+def traced_module() -> torch.nn.Module | None:
+    """While a graph is partitioned: the module whose forward, or the rest of it after a graph break, was traced."""
+    try:
+        traced = InstructionTranslator.current_tx().f_locals.get("self")
+    except AttributeError:
+        return None
+    return traced if isinstance(traced, torch.nn.Module) else None
+
+
+class Watch:
+    """Recompiles and graph breaks from its creation on (`torch/_dynamo/utils.py`)."""
+
+    def __init__(self) -> None:
+        self._compiled = dynamo_utils.get_compilation_metrics()
+        self._breaks = {kind: dict(dynamo_utils.counters[kind]) for kind in ("graph_break", "unimplemented")}
+
+    def recompiles(self) -> list[str]:
+        """Reasons, one line each."""
+        known = set(map(id, self._compiled))
+        new = [metrics for metrics in dynamo_utils.get_compilation_metrics() if id(metrics) not in known]
+        return [_first_line(metrics.recompile_reason) for metrics in new if metrics.recompile_reason]
+
+    def graph_breaks(self) -> list[str]:
+        """Reasons, one line each."""
+        # A graph break in a loop is counted as not implemented only, and its frame runs in Python.
+        breaks = self._new_breaks("graph_break") or self._new_breaks("unimplemented")
+        return list(dict.fromkeys(map(_first_line, breaks)))
+
+    def _new_breaks(self, kind: str) -> list[str]:
+        before = self._breaks[kind]
+        return [reason for reason, count in dynamo_utils.counters[kind].items() if count > before.get(reason, 0)]
+
+
+def _first_line(text: str) -> str:
+    return text.strip().split("\n")[0].split("  #")[0].strip()
+
+
+def fake_tensors() -> FakeTensorMode:
+    """Within it tensors have shapes, devices and no data (`torch/_subclasses/fake_tensor.py`)."""
+    return FakeTensorMode()
+
+
+def fake_copy(model: torch.nn.Module) -> tuple[FakeTensorMode, torch.nn.Module]:
+    """A copy of a model whose parameters and buffers have no data, and the mode to run it in (`FakeCopyMode`).
+
+    Tensors that its code holds elsewhere count with their data. What was put in the place of its forward stays with
+    the model: engines, and accelerate's autocast.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with FakeCopyMode(mode):
+        copied = copy.deepcopy(model)
+    vars(copied).pop("forward", None)
+    return mode, copied
+
+
+def fake_batch(batch: Any, fake: FakeTensorMode) -> Any:
+    """A copy of a tree of tensors in which they have no data, for a mode."""
+    with FakeCopyMode(fake):
+        return copy.deepcopy(batch)
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, FakeTensor)
+
+
+def mark_static(tensor: torch.Tensor, dims: Iterable[int]) -> None:
+    """These sizes are constants of the compiled graph; another one recompiles (`torch/_dynamo/decorators.py`)."""
+    torch._dynamo.mark_static(tensor, list(dims))
+
+
+def symbol_sources() -> dict[sympy.Symbol, list[str]]:
+    """While a graph is partitioned: each symbol and what it is the size of, as `L['input_ids'].size()[0]`.
+
+    A symbol that turned out to equal another one is found at that one (`replacements`).
+    """
+    shapes = _shapes_of_trace()
+    if shapes is None:
+        return {}
+    texts: dict[sympy.Symbol, list[str]] = {}
+    for symbol, sources in shapes.var_to_sources.items():
+        # A property since 2.11, a method before.
+        names = [source.name if isinstance(source.name, str) else source.name() for source in sources]
+        same = shapes.replacements.get(symbol, symbol)
+        texts.setdefault(same if same.is_Symbol else symbol, []).extend(names)
+    return texts
+
+
+def size_guards() -> list[sympy.Basic]:
+    """While a graph is partitioned: what torch has assumed of sizes so far, and checks before it runs the graph."""
+    shapes = _shapes_of_trace()
+    return [] if shapes is None else [guard.expr for guard in shapes.guards]
+
+
+def inductor_works(device_type: str) -> bool:
+    """Whether inductor finds what it compiles with: a C++ compiler for the CPU, Triton elsewhere."""
+    from torch._inductor import config
+    from torch.utils._triton import has_triton
+
+    if device_type != "cpu":
+        return has_triton()
+    compilers = config.cpp.cxx if isinstance(config.cpp.cxx, tuple | list) else (config.cpp.cxx,)
+    return any(compiler and shutil.which(compiler) for compiler in compilers)

@@ -1,0 +1,183 @@
+"""The namespace of this engine's custom operators: `torch.ops.optimum_memopt`."""
+
+import contextlib
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch import partitioners
+from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
+from torch.utils._python_dispatch import _disable_current_modes
+
+LIBRARY = "optimum_memopt"
+
+
+def is_tangent(node: fx.Node) -> bool:
+    """A gradient of a forward output, fed to the backward."""
+    return node.op == "placeholder" and "tangents" in str(node.target)
+
+
+def is_tagged_backward(node: fx.Node) -> bool:
+    """Traced while autograd ran the backward, also where the operator reads no gradient (a transposed weight)."""
+    return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
+
+
+def is_tagged_forward(node: fx.Node) -> bool:
+    """Traced before autograd ran the backward: torch tags all that is there by then
+    (`create_joint` in `torch/_functorch/_aot_autograd/graph_capture_wrappers.py`)."""
+    return node.meta.get("partitioner_tag") == "is_forward"
+
+
+def is_untagged(node: fx.Node) -> bool:
+    """Traced after the forward, by no operator that autograd ran itself: dynamo replays the backward of a
+    `torch.autograd.Function` from a graph of its own, whose nodes have no tag (`AutogradFunctionApply` in
+    `torch/_functorch/autograd_function.py`)."""
+    return node.meta.get("partitioner_tag") is None
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether it draws random numbers, so that a recompute would give others.
+
+    Attention has the tag also where its probability of dropout is 0 and it draws nothing. inductor draws the seeds of
+    all dropouts at once (`torch/_inductor/inductor_prims.py`); picking one counts too, so that each mask's seed is
+    saved by itself.
+    """
+    if getattr(node.target, "_opname", "") == "inductor_lookup_seed":
+        return True
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    return not _drops_nothing(node)
+
+
+def reads_seed(node: fx.Node) -> bool:
+    """Whether it draws again what another operator drew, from a seed that it is given.
+
+    The backward of CUDA's attention reads it in the memory of the host, whatever device the trace says
+    (`aten/src/ATen/native/transformers/cuda/attention_backward.cu`).
+    """
+    schema = getattr(node.target, "_schema", None)
+    names = [argument.name for argument in schema.arguments] if schema is not None else []
+    return any(part in name for name in names for part in ("philox", "rng_state")) and not _drops_nothing(node)
+
+
+def _drops_nothing(node: fx.Node) -> bool:
+    target: Any = node.target
+    arguments = target._schema.arguments
+    index = next((index for index, argument in enumerate(arguments) if argument.name == "dropout_p"), None)
+    if index is None:
+        return False
+    given = (
+        node.args[index] if index < len(node.args) else node.kwargs.get("dropout_p", arguments[index].default_value)
+    )
+    return bool(given == 0)
+
+
+def is_float32_statistic(node: fx.Node) -> bool:
+    """A mean or deviation that is traced in half precision, and that a CPU computes in float32.
+
+    So it is where a norm's input is in half precision and its weight is not, as under autocast
+    (`aten/src/ATen/native/layer_norm.cpp`, `group_norm.cpp`; the traced dtype is that of `torch/_refs/__init__.py`).
+    """
+    if node.target is not operator.getitem or node.args[1] == 0:
+        return False
+    (norm,) = node.all_input_nodes
+    if getattr(norm.target, "_opname", "") not in ("native_layer_norm", "native_group_norm"):
+        return False
+    given = [one.meta["val"] for one in norm.all_input_nodes if isinstance(one.meta.get("val"), torch.Tensor)]
+    is_on_cpu = node.meta["val"].device.type == "cpu"
+    return is_on_cpu and given[0].dtype.itemsize == 2 and any(one.dtype == torch.float32 for one in given[1:])
+
+
+def memory_order(tensor: torch.Tensor) -> list[int]:
+    """The dimensions of `torch.empty_like(tensor)` from the outermost in memory to the innermost.
+
+    While a graph is traced, by the sizes of its first batch: a comparison of symbols would be a guard. Sizes that
+    depend on data count as 2.
+    """
+    shape, stride = (
+        [int(one.node.hint or 2) if isinstance(one, torch.SymInt) else one for one in many]
+        for many in (tensor.shape, tensor.stride())
+    )
+    with _disable_current_modes():
+        strides = torch.empty_like(torch.empty_strided(shape, stride, device="meta")).stride()
+    return sorted(range(len(strides)), key=lambda dim: -strides[dim])
+
+
+def mutated_inputs(graph: fx.Graph) -> frozenset[fx.Node]:
+    """Inputs that the forward writes to, such as running statistics: the backward cannot read their former values.
+
+    AOTAutograd writes them back outside of the graph; what an output is for is in its descriptor
+    (`torch/_functorch/_aot_autograd/descriptors.py`).
+    """
+    (output,) = graph.find_nodes(op="output")
+    written = {desc.mutated_input for desc in output.meta["desc"] if isinstance(desc, InputMutationAOTOutput)}
+    return frozenset(node for node in graph.find_nodes(op="placeholder") if node.meta.get("desc") in written)
+
+
+def extract(
+    joint: fx.GraphModule, saved: list[fx.Node], saved_symbols: list[fx.Node], num_fwd_outputs: int
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """A forward graph that saves exactly `saved`, and a backward graph that recomputes whatever else it reads.
+
+    `_extract_fwd_bwd_modules` copies every operator that the backward's outputs still need, from the saved values on;
+    `reordering_to_mimic_autograd_engine` moves each copy to just before its first use, without which all layers would
+    be recomputed at the beginning of the backward; `raise_getitems` frees the unread outputs of an operator at once.
+    """
+    forward, backward = partitioners._extract_fwd_bwd_modules(
+        joint, saved, saved_sym_nodes=saved_symbols, num_fwd_outputs=num_fwd_outputs
+    )
+    backward = partitioners.reordering_to_mimic_autograd_engine(backward)
+    return partitioners.raise_getitems(forward), partitioners.raise_getitems(backward)
+
+
+def remove_copies(graph: fx.Graph, returned: Iterable[fx.Node]) -> None:
+    """Remove `clone` and other copies that make no difference (`torch/_inductor/fx_passes/post_grad.py`).
+
+    inductor does so before it partitions; without a compiler, dropout of 0 would save its input twice.
+
+    Args:
+        graph: changed in place.
+        returned: what allocates the forward's outputs. It stays, since the caller may write to an output, and what the
+            backward reads must not change with it; the pass only knows of inputs and outputs.
+    """
+    from torch._inductor.fx_passes.post_grad import remove_noop_ops
+
+    # The pass skips tensors without a value, and compares symbolic numbers with whatever is there.
+    hidden = {node: node.meta.pop("val") for node in set(returned) if isinstance(node.meta.get("val"), torch.Tensor)}
+    try:
+        remove_noop_ops(graph)
+    finally:
+        for node, value in hidden.items():
+            node.meta["val"] = value
+
+
+def default_partition(
+    joint: fx.GraphModule, joint_inputs: Any, **others: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """What torch.compile does by itself."""
+    return partitioners.min_cut_rematerialization_partition(joint, joint_inputs, **others)
+
+
+def run_operators(graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+    """The compiler of `aot_eager` (`boxed_nop` in `torch/_dynamo/backends/debugging.py`), with views that may copy.
+
+    Kernels return other strides than were traced (`softplus_backward`, `_native_batch_norm_legit_functional`), and a
+    view of these would be an error. inductor does the same to its graphs (`torch/_inductor/compile_fx.py`).
+    """
+    from torch._dynamo.backends.debugging import boxed_nop
+    from torch._inductor.fx_passes.post_grad import view_to_reshape
+
+    view_to_reshape(graph)
+    return boxed_nop(graph, inputs)
+
+
+@contextlib.contextmanager
+def without_modes() -> Iterator[None]:
+    """Operators run as they are called, also while a graph is traced: on real tensors, without autocast
+    (`torch/utils/_python_dispatch.py`)."""
+    with _disable_current_modes(), contextlib.ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            stack.enter_context(torch.autocast(device, enabled=False))
+        yield

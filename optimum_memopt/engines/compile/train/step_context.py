@@ -1,0 +1,172 @@
+"""What a graph may hold within a training step, and what its operators cost where it trains."""
+
+import json
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from optimum_memopt.compat import store_of_ranks
+from optimum_memopt.engines.api.engine import Run
+from optimum_memopt.engines.api.run import LargestBatch
+from optimum_memopt.engines.compile.costs.cache import cache_path, computed_once, known_costs
+from optimum_memopt.engines.compile.costs.costs import Costs, Measured, measured, roofline, works
+from optimum_memopt.engines.compile.costs.devices import Device, device_at
+from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
+from optimum_memopt.engines.compile.memory.footprint import (
+    Footprint,
+    constant_of,
+    footprint_of,
+    optimizer_bytes,
+    tensor_bytes,
+    trainable_of,
+)
+from optimum_memopt.memory.capacity import capacity, capacity_of, host_available
+from optimum_memopt.memory.optimizers import Optimizer, PlannedOptimizer
+from optimum_memopt.memory.peak_monitor import held_bytes
+from optimum_memopt.sizes import Budget
+
+# On a CPU the process itself grows while it trains, by compiled code and what malloc keeps: by 10 to 16 MiB without a
+# plan, by 23 to 26 under a budget (RoBERTa, Llama, LoRA of 480 to 750 MiB). Bytes, and a share of what it held.
+_GROWTH = 32 * 2**20
+_GROWTH_SHARE = 0.02
+# Bytes that operators are measured with however little is left of a budget: without any measured rate all plans would
+# seem to take no time.
+_LEAST_MEASURED = 4 * 2**20
+# Seconds that a rank waits for what another one measures, which takes two at most, behind the lock of a cache.
+_WAIT = 60.0
+
+
+@dataclass(frozen=True)
+class Step:
+    """The training step around a graph.
+
+    Attributes:
+        bytes: what its peak must not pass.
+        outside: all that it holds beside the graph's activations, with the first batch.
+        margin: bytes that stay free, for what earlier plans took beyond their prediction.
+        largest: the run's largest batch, None where it is not known.
+        resident: what the process holds without the optimizer's states, in bytes; on a CPU with room to grow.
+        room: bytes of it that the process may still grow by.
+        link: between the device and the host, bytes a second in one direction; 0: offload saves nothing.
+        host: bytes that offload may take of the host's memory.
+    """
+
+    bytes: int
+    outside: Footprint
+    margin: int = 0
+    largest: LargestBatch | None = None
+    resident: int = 0
+    room: int = 0
+    link: float = 0.0
+    host: int = 0
+
+
+def step_around(
+    model: torch.nn.Module,
+    inputs: Mapping[str, object],
+    budget: Budget,
+    run: Run,
+    target: Device | None = None,
+    left: int = 0,
+    untrained: Collection[str] = (),
+) -> Step:
+    """The step around a graph that is being partitioned, with AdamW until there is another optimizer.
+
+    Args:
+        model: whose step it is.
+        inputs: the forward's keyword arguments.
+        budget: of the whole step.
+        run: whose step it is.
+        target: the device that the step is planned for, which holds nothing else; None: where the model lies.
+        left: bytes that earlier graphs of the same forward have left, which are no part of `outside`.
+        untrained: see `trainable_of`.
+    """
+    device = next(model.parameters()).device
+    memory = capacity(device) if target is None else capacity_of(target.memory)
+    batch = tensor_bytes(value for value in inputs.values() if isinstance(value, torch.Tensor))
+    trainable = trainable_of(model, untrained)
+    held = held_bytes(device) - _held(run.optimizer, trainable) if target is None else target.libraries
+    room = room_to_grow(device, held) if target is None else 0
+    held += room
+    constant = constant_of(model, batch, held, left)
+    outside = footprint_of(
+        model, run.optimizer, run.gradient_accumulation, batch=batch, constant=constant, untrained=untrained
+    )
+    link, host = link_of(device, target)
+    return Step(
+        budget.on_device(memory.total, memory.available), outside, resident=held, room=room, link=link, host=host
+    )
+
+
+def link_of(device: torch.device, target: Device | None = None) -> tuple[float, int]:
+    """Bytes a second to the host, 0 where offload saves nothing, and how many may wait there: what is free now, or any
+    on a machine not known.
+
+    Args:
+        device: that trains.
+        target: that is planned for; None: `device`.
+    """
+    if target is not None:
+        return (0.0, 0) if target.cuda is None else (target.copy_rate, sys.maxsize)
+    if device.type != "cuda":
+        return 0.0, 0
+    return device_at(device).copy_rate, host_available()
+
+
+def _held(optimizer: Optimizer | None, trainable: Sequence[torch.Tensor]) -> int:
+    """Bytes of the states that are there; before its first step an optimizer has none."""
+    if optimizer is None or isinstance(optimizer, PlannedOptimizer) or not optimizer.state:
+        return 0
+    return optimizer_bytes(optimizer, trainable)
+
+
+def room_to_grow(device: torch.device, held: int) -> int:
+    """Bytes by which the process itself grows while it trains under a budget.
+
+    Args:
+        device: where it trains.
+        held: bytes that it holds.
+    """
+    return max(_GROWTH, int(_GROWTH_SHARE * held)) if device.type == "cpu" else 0
+
+
+def costs_of(
+    graph: AnalyzedGraph,
+    device: torch.device,
+    fused: bool,
+    target: Device | None = None,
+    most: int | None = None,
+) -> Costs:
+    """Of all operators of a graph, from the machine's cache or measured now.
+
+    Ranks with the same device plan with what one of them has measured, also on several machines: two measurements are
+    never equal, and two plans may have different peaks.
+
+    Args:
+        graph: read, not changed.
+        device: where the graph's tensors are.
+        fused: a compiler fuses what is bound by memory.
+        target: estimate for this device instead, where inductor is the default.
+        most: bytes that the process may hold while it measures; None: as many as there are.
+    """
+    if target is not None:
+        return roofline(graph.joint, graph.size_hints, target, fused=True)
+    path, of_joint = cache_path(device), works(graph.joint, graph.size_hints)
+    room = None if most is None else max(_LEAST_MEASURED, most - held_bytes(device))
+    costs = partial(measured, graph.joint, graph.size_hints, of_joint, fused, room=room)
+    if (store := store_of_ranks()) is None:
+        with known_costs(path) as known:
+            return costs(known)
+    operators = sorted({work.key for work in of_joint if work is not None})
+
+    def measure() -> str:
+        with known_costs(path) as known:
+            costs(known)
+            return json.dumps({operator: known[operator] for operator in operators if operator in known})
+
+    found = json.loads(computed_once(store, "\n".join((path.name, *operators)), measure, _WAIT))
+    of_ranks = {operator: Measured(*one) for operator, one in found.items()}
+    return costs(of_ranks, limit=0)

@@ -1,0 +1,237 @@
+"""Which engine a model has."""
+
+import contextlib
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+
+from optimum_memopt.engines.api.engine import Engine, Run, Smoothing
+from optimum_memopt.engines.api.predictions import Frontier, StepTimeline
+from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.shared.forward_patch import TrainingForward, training_forward
+from optimum_memopt.engines.shared.model_settings import Checkpointing
+from optimum_memopt.errors import MemOptError, UnsupportedModelError
+from optimum_memopt.logs import get_logger
+from optimum_memopt.plans.plan_file import PlanFile
+
+# Weak both ways, since an engine refers to its model; what it puts on the model keeps it alive, this keeps neither.
+_engines: "weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Engine]]" = weakref.WeakKeyDictionary()
+
+
+def engine_of(model: torch.nn.Module) -> Engine | None:
+    """The engine that is attached to this model, if any."""
+    held = _engines.get(model)
+    return held() if held is not None else None
+
+
+def note_engine(model: torch.nn.Module, engine: Engine, instead_of: Engine | None = None) -> None:
+    """Note that `engine` is attached to `model`.
+
+    Args:
+        model: the module whose forward the engine takes over.
+        engine: the engine that trains it.
+        instead_of: an engine that does its work through `engine` from now on.
+
+    Raises:
+        MemOptError: another engine is attached already.
+    """
+    holder = engine_of(model)
+    if holder is not None and holder not in (engine, instead_of):
+        raise MemOptError(
+            f"{type(model).__name__} already has the {holder.name} engine attached; detach it first: detach() of what "
+            "optimize() returned, or trainer.memopt.detach() of the Trainer that is training it"
+        )
+    _engines[model] = weakref.ref(engine)
+
+
+def forget_engine(model: torch.nn.Module) -> None:
+    """Note that no engine is attached to `model`."""
+    _engines.pop(model, None)
+
+
+def check_parameters(model: torch.nn.Module) -> None:
+    """Refuse a model in which there is nothing to train.
+
+    Raises:
+        UnsupportedModelError: it has no parameters.
+    """
+    if next(model.parameters(), None) is None:
+        raise UnsupportedModelError(f"{type(model).__name__} has no parameters, so there is nothing to train")
+
+
+@dataclass(frozen=True)
+class Attached:
+    """A model and what an engine has put around it; also while the engine is suspended."""
+
+    model: torch.nn.Module
+    training_forward: TrainingForward
+    checkpointing: Checkpointing
+
+
+class InPlaceEngine:
+    """The life cycle of an engine: `attach`, `suspend`, `detach`.
+
+    What was compiled for a model is kept while the engine is suspended, and used again when it is attached to the
+    same model. Meanwhile the model's own activation checkpointing is off; level 1 takes its place where no plan was
+    asked for.
+    """
+
+    name: str
+    reason = "asked for"
+    keeps_checkpointing = False
+
+    def __init__(self, selection: Selection | None = None) -> None:
+        self._last_attached: Attached | None = None
+        self._is_attached = False
+        self._was_called = False
+        self.outputs_read_by: Callable[[], str] | None = None
+        self.run: Callable[[], Run] | None = None
+        self.apply(selection or Selection())
+
+    @property
+    def _attached(self) -> Attached:
+        """The model of the last `attach`, until `detach`."""
+        if self._last_attached is None:
+            raise RuntimeError(f"the {self.name} engine has no model: attach() comes first")
+        return self._last_attached
+
+    @property
+    def _model(self) -> torch.nn.Module:
+        return self._attached.model
+
+    @property
+    def selection(self) -> Selection:
+        """The plans that were asked for."""
+        return self._asked
+
+    def apply(self, selection: Selection) -> None:
+        """Choose other plans; takes effect with the next training forward."""
+        self._asked = selection
+        self._selection = selection
+        self._forget()
+
+    def attach(self, model: torch.nn.Module) -> None:
+        """Take over `model`'s training forward, until `suspend` or `detach`.
+
+        Raises:
+            UnsupportedModelError: the engine cannot train this model.
+            MemOptError: the model has an engine already, or this engine is attached to another model.
+        """
+        if self._is_attached:
+            if self._model is not model:
+                raise MemOptError("this engine is attached to another model; detach() it first")
+            self._continue()
+            return
+        self._check(model)
+        # Its subclasses have the rest of the protocol.
+        note_engine(model, cast(Engine, self))
+        place = training_forward(model)
+        last = self._last_attached
+        if last is None or last.model is not model or last.training_forward is not place:
+            self._forget()
+        self._was_called = False
+        self._last_attached, self._is_attached = Attached(model, place, Checkpointing(model)), True
+        place.start(self._forward)
+        try:
+            self._enter()
+            if self._attached.checkpointing.is_on and not self.keeps_checkpointing:
+                self._replace_checkpointing()
+            elif self._selection != self._asked:
+                self.apply(self._asked)
+        except BaseException:
+            self.suspend()
+            raise
+        self._continue()
+
+    def suspend(self) -> None:
+        """Restore the model and keep what was compiled for it; without effect when nothing is attached."""
+        if not self._is_attached:
+            return
+        self._is_attached = False
+        forget_engine(self._model)
+        self._attached.training_forward.stop()
+        self._attached.checkpointing.restore()
+        self._leave()
+
+    def detach(self) -> None:
+        """`suspend`, and forget the model with all that was compiled for it."""
+        self.suspend()
+        self._forget()
+        self._last_attached = None
+
+    def check_used(self) -> None:
+        """See `Engine.check_used`.
+
+        TRL's trainers with a fused head and loss (`DistillationTrainer`, `GRPOTrainer` with Liger Kernel) call what is
+        below the head (TRL 1.16, `_ForwardRedirection`).
+        """
+        if self._was_called or not self._is_attached:
+            return
+        name, asked = type(self._model).__name__, self._selection.name
+        unused = (
+            f"training calls parts of {name}, and not its forward, which is what the {self.name} engine runs: "
+            f"{f'{asked} cannot apply' if asked else 'there is no plan table'}"
+        )
+        instead = "give the part an engine of its own, as in optimize(trainer.model.base_model, memory_opt_level=1)"
+        if asked:
+            raise UnsupportedModelError(f"{unused}; instead of attach, {instead}")
+        get_logger().warning(f"{unused}; {instead}")
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._was_called = True
+        if self._attached.checkpointing.is_on and not self.keeps_checkpointing:
+            # Switched on since, or by an activation_checkpointing_enable() of the user's training loop.
+            self._replace_checkpointing()
+        return self._train_forward(*args, **kwargs)
+
+    def _replace_checkpointing(self) -> None:
+        self._attached.checkpointing.switch_off()
+        chosen = self._selection
+        if chosen == replace(Selection(), strict=chosen.strict):
+            self._selection = replace(chosen, level=1)
+            self._forget()
+        get_logger().info(
+            f"activation checkpointing of {type(self._model).__name__} is off while the {self.name} engine trains it; "
+            f"{self._selection.name} recomputes instead"
+        )
+
+    def smooth_labels(self, smoothing: Smoothing | None) -> bool:
+        """See `Engine.smooth_labels`."""
+        return False
+
+    def plan_file(self) -> PlanFile | None:
+        """See `Engine.plan_file`."""
+        return None
+
+    def timeline(self, optimizer: torch.optim.Optimizer | None, gradient_accumulation: bool) -> StepTimeline | None:
+        """See `Engine.timeline`."""
+        return None
+
+    def frontier(self) -> Frontier | None:
+        """See `Engine.frontier`."""
+        return None
+
+    def without_plan(self, error: Exception) -> contextlib.AbstractContextManager[None] | None:
+        """See `Engine.without_plan`."""
+        return None
+
+    def _check(self, model: torch.nn.Module) -> None:
+        """Refuse what the engine cannot train. Raises MemOptError."""
+
+    def _enter(self) -> None:
+        """Change what has to be different while the model is attached."""
+
+    def _leave(self) -> None:
+        """Undo `_enter`."""
+
+    def _continue(self) -> None:
+        """Training begins, or begins again half-way through a step."""
+
+    def _forget(self) -> None:
+        """Drop all that was compiled."""
+
+    def _train_forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError

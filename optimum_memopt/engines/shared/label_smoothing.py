@@ -1,0 +1,115 @@
+"""Moves the Trainer's label smoothing into the model's forward, where an engine computes the loss.
+
+With a smoother the Trainer (transformers 5.23) takes the labels away from the model and computes the loss from the
+returned logits.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from transformers import Trainer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.trainer_pt_utils import LabelSmoother
+
+from optimum_memopt.engines.api.engine import Engine
+from optimum_memopt.engines.shared.in_place import engine_of
+
+IGNORE = -100
+# Takes outputs, labels and `num_items_in_batch`.
+SmoothedLoss = Callable[[Any, torch.Tensor, Any], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class LabelSmoothing:
+    """A smoothed loss, computed from the logits instead of the model's own.
+
+    Attributes:
+        smoother: transformers' `LabelSmoother`.
+        shift_labels: the logits of a token predict the next label (causal language models).
+    """
+
+    smoother: Callable[..., torch.Tensor]
+    shift_labels: bool
+
+    @property
+    def ignore_index(self) -> int:
+        """The label of tokens that do not count."""
+        return getattr(self.smoother, "ignore_index", IGNORE)
+
+    def shifted(self, labels: torch.Tensor) -> torch.Tensor:
+        """The label of each token's logits; the last token of a causal model has none."""
+        if not self.shift_labels:
+            return labels
+        return torch.nn.functional.pad(labels, (0, 1), value=self.ignore_index)[..., 1:]
+
+    def loss(self, outputs: Any, labels: torch.Tensor, items: Any) -> torch.Tensor:
+        """As `Trainer.compute_loss` computes it."""
+        return self.smoother(outputs, labels, shift_labels=self.shift_labels, num_items_in_batch=items)
+
+    def wrap(self, forward: Callable[..., Any], loss: SmoothedLoss | None = None) -> Callable[..., Any]:
+        """`forward` with the smoothed loss in its outputs where `labels` are given.
+
+        Args:
+            forward: takes `labels` by name, returns logits of shape (…, classes) as `logits` or first.
+            loss: computes the smoothed loss; None: as the Trainer does.
+        """
+        loss_of = loss or self.loss
+
+        def smoothed(*args: Any, labels: torch.Tensor | None = None, **kwargs: Any) -> Any:
+            outputs = forward(*args, **kwargs)
+            if labels is None:
+                return outputs
+            found = loss_of(outputs, labels, kwargs.get("num_items_in_batch"))
+            if isinstance(outputs, dict):
+                outputs["loss"] = found
+                return outputs
+            return found, *outputs
+
+        return smoothed
+
+
+def logits_of(outputs: Any) -> torch.Tensor:
+    """The logits of a forward without labels."""
+    return outputs["logits"] if isinstance(outputs, dict) else outputs[0]
+
+
+def cross_entropy(smoothing: LabelSmoothing, outputs: Any, labels: torch.Tensor, items: Any) -> torch.Tensor:
+    """The loss of transformers' `LabelSmoother` as torch's `cross_entropy`, which the compile engine recognizes."""
+    logits = logits_of(outputs)
+    loss = torch.nn.functional.cross_entropy(
+        logits.view(-1, logits.shape[-1]),
+        smoothing.shifted(labels).reshape(-1),
+        ignore_index=smoothing.ignore_index,
+        reduction="mean" if items is None else "sum",
+        label_smoothing=cast("LabelSmoother", smoothing.smoother).epsilon,
+    )
+    return loss if items is None else loss / items
+
+
+def inside(trainer: Trainer, engine: Engine) -> Callable[..., Any]:
+    """`compute_loss` that leaves label smoothing to the engine in training, if the engine takes it.
+
+    Without a smoother `compute_loss` returns the model's loss, which is the smoothed one then.
+    """
+    compute_loss = trainer.compute_loss
+
+    @functools.wraps(compute_loss)
+    def compute(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        smoother, own = trainer.label_smoother, trainer.accelerator.unwrap_model(model)
+        in_training = model.training and torch.is_grad_enabled()
+        if smoother is None or not in_training or engine_of(own) is not engine:
+            return compute_loss(model, *args, **kwargs)
+        wrapped = own.get_base_model() if hasattr(own, "get_base_model") else own
+        shifts = type(wrapped).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        if not engine.smooth_labels(LabelSmoothing(smoother, shifts)):
+            return compute_loss(model, *args, **kwargs)
+        trainer.label_smoother = None
+        try:
+            return compute_loss(model, *args, **kwargs)
+        finally:
+            trainer.label_smoother = smoother
+
+    return compute

@@ -1,0 +1,146 @@
+"""Which engines there are, and which one is to train.
+
+A new engine is a folder beside this file whose `__init__` ends in `register_engine`; nothing else names it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from optimum_memopt.engines.api.factory import EngineFactory
+from optimum_memopt.errors import MemOptError, excerpt
+
+if TYPE_CHECKING:
+    from optimum_memopt.options import MemOptOptions
+
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Registration:
+    """See `register_engine`."""
+
+    name: str
+    options: type
+    load: Callable[[], EngineFactory]
+    summary: str
+    order: int
+    for_any_engine: frozenset[str]
+    need_trainer: frozenset[str]
+    per_rank: frozenset[str]
+
+
+_registrations: dict[str, Registration] = {}
+
+
+def register_engine(
+    name: str,
+    *,
+    options: type,
+    load: Callable[[], EngineFactory],
+    summary: str,
+    order: int = 100,
+    for_any_engine: frozenset[str] = frozenset(),
+    need_trainer: frozenset[str] = frozenset(),
+    per_rank: frozenset[str] = frozenset(),
+) -> None:
+    """Make an engine known: its flags, its name as a value of `--memory_opt_engine`, its turn in `auto`.
+
+    Args:
+        name: as users write it.
+        options: a dataclass of the engine's flags, all with defaults and with names that no other engine has.
+        load: imports the engine's code; called when it is first needed.
+        summary: a few words for the help of `--memory_opt_engine`.
+        order: `auto` tries the lowest first; flags of the lowest come last in `--help`.
+        for_any_engine: options that also count while another engine trains.
+        need_trainer: options that `optimize` has no use for.
+        per_rank: options that may differ from rank to rank.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    if name in _registrations or name == AUTO:
+        raise ValueError(f"there is an engine {name} already")
+    registration = Registration(name, options, load, summary, order, for_any_engine, need_trainer, per_rank)
+    _registrations[name] = registration
+
+
+def registrations() -> tuple[Registration, ...]:
+    """All engines, in the order in which `auto` tries them."""
+    return tuple(sorted(_registrations.values(), key=lambda registration: registration.order))
+
+
+def engine_names() -> tuple[str, ...]:
+    """Values of `--memory_opt_engine` beside `auto`, in the order in which `auto` tries them."""
+    return tuple(registration.name for registration in registrations())
+
+
+@lru_cache
+def factory(name: str) -> EngineFactory:
+    """The factory of a registered engine.
+
+    Raises:
+        MemOptError: no such engine.
+    """
+    if name not in _registrations:
+        raise MemOptError(f"memory_opt_engine {name!r}: allowed are {', '.join((AUTO, *engine_names()))}")
+    return _registrations[name].load()
+
+
+def choose_engines(name: str, options: "MemOptOptions | None" = None) -> tuple[tuple[str, ...], str]:
+    """The engine for a value of `--memory_opt_engine`, behind it those that could take over, and why it is the first.
+
+    Args:
+        name: `auto`, or a registered name.
+        options: what the engines are to do; None: anything.
+
+    Raises:
+        MemOptError: no such engine, or none that works on this machine.
+    """
+    if name != AUTO:
+        if missing := factory(name).missing():
+            raise MemOptError(f"memory_opt_engine {name}: {missing}")
+        return (name,), "asked for"
+    names, reasons = [], []
+    for candidate in engine_names():
+        engine = factory(candidate)
+        if reason := engine.missing() or (options is not None and engine.declines(options)):
+            reasons.append(f"{candidate}: {reason}")
+        else:
+            names.append(candidate)
+    if not names:
+        raise MemOptError(f"memory_opt_engine auto: no engine works here: {'; '.join(reasons)}")
+    return tuple(names), "; ".join(["auto: the first engine that works here", *reasons])
+
+
+def given_flags(options: Any, name: str) -> list[str]:
+    """Flags of the engine `name` alone whose value is not the default, as they were given."""
+    registration = _registrations[name]
+    # Of the object's own class: a subclass may have other defaults (the examples' `TrainingArguments`).
+    defaults = {field.name: field.default for field in fields(options)}
+    values = {
+        field.name: getattr(options, field.name)
+        for field in fields(registration.options)
+        if field.name not in registration.for_any_engine
+    }
+    return [
+        f"--{name}" if isinstance(value, bool) else f"--{name} {excerpt(value)}"
+        for name, value in values.items()
+        if value != defaults[name]
+    ]
+
+
+def check_flags_of_others(options: Any, name: str) -> None:
+    """Refuse flags that the engine `name` would not read.
+
+    Raises:
+        MemOptError: one line that names them.
+    """
+    for other in engine_names():
+        if other != name and (given := given_flags(options, other)):
+            raise MemOptError(
+                f"{', '.join(given)} with the {name} engine: only the {other} engine reads "
+                f"{'it' if len(given) == 1 else 'them'}; leave out, or give --memory_opt_engine {other}"
+            )

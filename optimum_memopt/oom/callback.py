@@ -1,0 +1,281 @@
+"""Explains a training step that ran out of memory: what was held, when, and what would have fit."""
+
+import copy
+import functools
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+
+from optimum_memopt import compat
+from optimum_memopt.callbacks.reporting import HookingCallback, Reporter
+from optimum_memopt.engines.api.engine import Engine, Run
+from optimum_memopt.engines.api.explanations import (
+    OPTIMIZER_STEP,
+    Explanation,
+    FailedStep,
+    ForwardCall,
+    MemoryReport,
+    Moment,
+    Place,
+)
+from optimum_memopt.engines.shared.in_place import engine_of
+from optimum_memopt.engines.shared.registry import factory, registrations
+from optimum_memopt.errors import DoesNotFitError, add_context, is_out_of_memory, line_of, with_causes
+from optimum_memopt.logs import get_logger, log_from_any_rank, rank
+from optimum_memopt.oom.failure import (
+    Begin,
+    Failure,
+    Known,
+    OtherRankRanOutError,
+    failure_of,
+    forward_call,
+    free_step,
+    model_of,
+    parts_of,
+)
+from optimum_memopt.oom.replan import Replanner, StepState
+from optimum_memopt.training.loss_only import outputs_read_by
+from optimum_memopt.training.micro_batch import largest_batch
+
+_HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+# No recompute helps in the optimizer's step: the activations are gone by then.
+_FEWER_STATES = "an optimizer with fewer or smaller states takes less, as --optim adamw_8bit or adafactor; or LoRA"
+
+
+class MemoryReportCallback(HookingCallback):
+    """Explains an out-of-memory error of a training step, and lets it go on unchanged.
+
+    Works in any Trainer, with or without an engine. The report is logged and written into `output_dir` as
+    `memory_report.json` and `memory_report.md`. To make it, the step's memory is freed, and the model's forward is
+    traced on tensors without data. Costs 0.1 ms a step while memory suffices.
+
+    Attributes:
+        report: of the last step that ran out of memory; None: none has.
+        replanner: has the step run again; None: it does not.
+    """
+
+    def __init__(self) -> None:
+        self.reporter = Reporter("memory_report")
+        self.report: MemoryReport | None = None
+        self.replanner: Replanner | None = None
+        self._call: ForwardCall | None = None
+        self._begin: Begin | None = None
+        # Before the run's first step, when a CPU's malloc has kept nothing of earlier ones.
+        self._first_outside: int | None = None
+        self._hook: Any = None
+        self._guarded: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        trainer = self.reporter.begin(state)
+        self._call = self._begin = self._first_outside = None
+        if self.replanner is not None:
+            self.replanner.begin(trainer)
+        self._watch_forwards(kwargs["model"])
+        if trainer not in self._guarded:
+            self._guarded.add(trainer)
+            trainer.training_step = self._guard_step(trainer.training_step)
+        # Each train() wraps the optimizer anew.
+        if (optimizer := trainer.optimizer) is not None and optimizer not in self._guarded:
+            self._guarded.add(optimizer)
+            optimizer.step = self._guard_optimizer(optimizer.step)
+
+    def note_forward(self, args: Any, kwargs: Any, reader: str) -> None:
+        """Remember what the model's training forward is called with, without its tensors' data."""
+        self._call = forward_call(args, kwargs, reader)
+
+    def _guard_step(self, training_step: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        @functools.wraps(training_step)
+        def step(model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+            first: Exception | None = None
+            while True:
+                self._note_begin()
+                before = self._state()
+                try:
+                    # A copy for a step that may run again: label smoothing takes the labels out.
+                    given = inputs if before is None else copy.copy(inputs)
+                    return training_step(model, given, *args, **kwargs)
+                except Exception as error:
+                    if self._runs_again(error, before):
+                        first = first or error
+                    elif first is None:
+                        raise
+                    elif isinstance(error, DoesNotFitError | OtherRankRanOutError) or is_out_of_memory(error):
+                        raise first from None
+                    else:
+                        add_context(error, first)
+                        raise
+
+        return step
+
+    def _state(self) -> StepState | None:
+        trainer = self.reporter.trainer
+        return None if self.replanner is None or trainer is None else self.replanner.state(trainer)
+
+    def _runs_again(self, error: Exception, before: StepState | None) -> bool:
+        """Whether a step that failed is to run again; where it ran out of memory and is not, that is explained."""
+        trainer, is_own = self.reporter.trainer, is_out_of_memory(error)
+        if isinstance(error, DoesNotFitError) and self.replanner is not None and self.replanner.has_replanned:
+            log_from_any_rank(f"no plan fits: {error}")
+        if trainer is None or not (is_own or isinstance(error, OtherRankRanOutError)):
+            return False
+        failure = failure_of(error, trainer, self._begin or Begin.of(trainer))
+        free_step(error)
+        replanner = self.replanner
+        if replanner is not None and before is not None and replanner.replan(failure, is_own, before, trainer):
+            return True
+        if is_own:
+            self._explain(failure, trainer)
+        return False
+
+    def _guard_optimizer(self, optimizer_step: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(optimizer_step)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return optimizer_step(*args, **kwargs)
+            except Exception as error:
+                if is_out_of_memory(error) and (trainer := self.reporter.trainer) is not None:
+                    failure = failure_of(error, trainer, Begin.of(trainer), Place(OPTIMIZER_STEP))
+                    free_step(error)
+                    self._explain(failure, trainer)
+                raise
+
+        return step
+
+    def _explain(self, failure: Failure, trainer: Trainer) -> None:
+        """Log and write why memory ran out; whatever fails here is a line, never another error."""
+        try:
+            self.report = self._report_of(failure, trainer)
+        except Exception as second:
+            log_from_any_rank(f"memory ran out, and why cannot be told ({line_of(second)})")
+            return
+        self._publish(self.report, trainer)
+
+    def _publish(self, report: MemoryReport, trainer: Trainer) -> None:
+        text = report.to_text() if rank() == 0 else report.to_text().split("\n\n")[0]
+        log_from_any_rank(text)
+        try:
+            written = report.save(Path(str(trainer.args.output_dir)))
+            log_from_any_rank(f"written to {' and '.join(map(str, written))}")
+        except OSError as second:
+            log_from_any_rank(f"the report is not written ({line_of(second)})")
+
+    def _report_of(self, failure: Failure, trainer: Trainer) -> MemoryReport:
+        model, args = model_of(trainer), trainer.args
+        engine = engine_of(model)
+        begin = self._begin or Begin.of(trainer)
+        known = Known.of(trainer, begin, self._call)
+        explained = self._explained(failure, trainer, known, engine)
+        in_optimizer = failure.place.phase == OPTIMIZER_STEP
+        parts = parts_of(failure, trainer, known, explained.parts, self._first_outside or 0, _runtime(engine))
+        return MemoryReport(
+            error=failure.error,
+            step=trainer.state.global_step,
+            rank=rank(),
+            model=type(model).__name__,
+            device=args.device.type,
+            engine=_trained_by(engine),
+            rows=compat.train_batch_size(trainer),
+            accumulation=args.gradient_accumulation_steps,
+            sizes=_sizes(self._call),
+            held=failure.held,
+            requested=failure.requested,
+            moment=explained.moment,
+            parts=parts,
+            ways_out=explained.ways_out,
+            remarks=(*((_FEWER_STATES,) if in_optimizer else ()), *explained.remarks),
+        )
+
+    def _explained(self, failure: Failure, trainer: Trainer, known: Known, engine: Engine | None) -> Explanation:
+        moment = Moment(failure.place.phase, failure.place.module, failure.place.operator)
+        if self._call is None:
+            return Explanation(moment, (), (), ("no forward of the model was seen",))
+        failed = FailedStep(
+            model=model_of(trainer),
+            call=self._call,
+            place=failure.place,
+            held=failure.held,
+            requested=failure.requested,
+            kept=failure.kept,
+            outside=known.outside,
+            accumulated=known.gradients,
+            engine=engine,
+            run=Run(
+                trainer.optimizer,
+                trainer.args.gradient_accumulation_steps > 1,
+                functools.partial(largest_batch, trainer),
+            ),
+            rows=compat.train_batch_size(trainer),
+            accumulation=trainer.args.gradient_accumulation_steps,
+            autocast=_HALVES.get(trainer.accelerator.mixed_precision),
+        )
+        for registration in registrations():
+            explaining = factory(registration.name)
+            if explaining.predicts and not explaining.missing():
+                try:
+                    return explaining.explain(failed)
+                except Exception as second:
+                    get_logger().debug("the failed step could not be traced", exc_info=second)
+                    remarks = (f"the step could not be traced ({line_of(second)})", *_untraced(second))
+                    return Explanation(moment, (), (), remarks)
+        return Explanation(moment, (), (), ("no engine here can trace the step",))
+
+    def _note_begin(self) -> None:
+        trainer = self.reporter.trainer
+        if trainer is not None:
+            self._begin = Begin.of(trainer)
+            if self._first_outside is None:
+                self._first_outside = Known.of(trainer, self._begin, None).outside
+
+    def _watch_forwards(self, model: torch.nn.Module) -> None:
+        self.remove_hooks()  # of a run that died
+        # See `MemoryPhasesCallback`: a plain function, since copies of the model share its hooks.
+        hooked, held = weakref.ref(model), weakref.ref(self)
+
+        @torch.compiler.disable
+        def before_forward(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+            callback = held()
+            if callback is not None and module is hooked() and module.training and torch.is_grad_enabled():
+                callback.note_forward(args, kwargs, outputs_read_by())
+
+        self._hook = model.register_forward_pre_hook(before_forward, with_kwargs=True)
+
+    def remove_hooks(self) -> None:
+        """See `HookingCallback`."""
+        if self._hook is not None:
+            self._hook.remove()
+        self._hook = self._call = None
+
+
+def _untraced(error: Exception) -> tuple[str, ...]:
+    """What helps where memory ran out in tracing too."""
+    if not any(map(is_out_of_memory, with_causes(error))):
+        return ()
+    return (
+        "tracing takes some hundred MiB of the process's own memory, which are not left; try half of "
+        "--per_device_train_batch_size and twice --gradient_accumulation_steps",
+    )
+
+
+def _sizes(call: ForwardCall | None) -> dict[str, str]:
+    tensors = call.tensors if call is not None else {}
+    return {name: " x ".join(map(str, tensor.shape)) for name, tensor in tensors.items() if tensor.shape}
+
+
+def _runtime(engine: Engine | None) -> str:
+    """What holds tensors that no graph of PyTorch's has; empty where nothing does."""
+    return "" if engine is None or factory(engine.name).predicts else f"other tensors of the {engine.name} engine"
+
+
+def _trained_by(engine: Engine | None) -> str:
+    if engine is None:
+        return "plain PyTorch"
+    table = engine.plans()
+    return table.header[0] if table is not None and table.header else f"{engine.name} engine"

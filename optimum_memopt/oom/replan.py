@@ -1,0 +1,238 @@
+"""Runs a step that ran out of memory again, under a plan that fits, as if it had not run before."""
+
+import copy
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import Trainer
+
+from optimum_memopt import compat
+from optimum_memopt.engines.api.engine import Engine
+from optimum_memopt.engines.api.explanations import FORWARD, OPTIMIZER_STEP
+from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.shared.forward_patch import ForwardState
+from optimum_memopt.errors import MemOptError
+from optimum_memopt.logs import log_from_any_rank
+from optimum_memopt.oom.failure import Failure, free_step, model_of
+from optimum_memopt.sizes import Budget, gib_text
+
+_MOST = 3
+# Of what was held when an allocation failed, and of the last budget: what a step holds is predicted, not known.
+_ROOM = 0.03
+
+
+@dataclass(frozen=True)
+class StepState:
+    """What a forward and backward change: random generators, buffers, gradients.
+
+    Attributes:
+        forward: generators and buffers.
+        parameters: each with the number of writes to it.
+        gradients: that were there, each with the number of writes to it.
+        values: of those gradients that belong to no parameter of the model: Trainer sets them to zero after no step
+            (transformers 5.23), so that they are there before most.
+    """
+
+    forward: ForwardState
+    parameters: Mapping[torch.Tensor, int]
+    gradients: Mapping[torch.Tensor, tuple[torch.Tensor, int]]
+    values: Mapping[torch.Tensor, torch.Tensor]
+
+    @classmethod
+    def of(cls, trainer: Trainer, modules: Sequence[torch.nn.Module] = ()) -> "StepState":
+        """Before a step.
+
+        Args:
+            trainer: whose step it is.
+            modules: that take part beside its model.
+        """
+        model = model_of(trainer)
+        of_model = dict.fromkeys(model.parameters())
+        others = dict.fromkeys([*(p for module in modules for p in module.parameters()), *_trained(trainer)])
+        gradients = {p: p.grad for p in (of_model | others) if p.grad is not None}
+        return cls(
+            ForwardState.of(model, with_buffers=True, others=modules),
+            {parameter: compat.writes_to(parameter) for parameter in of_model | others},
+            {parameter: (gradient, compat.writes_to(gradient)) for parameter, gradient in gradients.items()},
+            {p: gradient.detach().clone() for p, gradient in gradients.items() if p not in of_model},
+        )
+
+    def restore(self, model: torch.nn.Module) -> str:
+        """As it was; why that cannot be, else empty.
+
+        Args:
+            model: of the step.
+        """
+        if _steps_in_backward(self.parameters) or any(compat.writes_to(p) != n for p, n in self.parameters.items()):
+            return "its backward had begun to change parameters"
+        for parameter, (gradient, writes) in self.gradients.items():
+            is_as_before = parameter.grad is gradient and compat.writes_to(gradient) == writes
+            if not is_as_before and parameter not in self.values:
+                return "its backward had begun to add to the gradients of earlier micro-batches"
+        for parameter in self.parameters:
+            parameter.grad = self.gradients[parameter][0] if parameter in self.gradients else None
+        for parameter, values in self.values.items():
+            self.gradients[parameter][0].detach().copy_(values)
+        self.forward.restore(model)
+        return ""
+
+
+class Replanner:
+    """Has an engine plan for less each time that a step runs out of memory.
+
+    Args:
+        engine: that plans within a budget.
+        trainer: that it trains in.
+
+    Raises:
+        MemOptError: under DeepSpeed, where ranks have exchanged gradients before one of them knows.
+    """
+
+    def __init__(self, engine: Engine, trainer: Trainer) -> None:
+        if trainer.args.deepspeed is not None:
+            raise MemOptError(
+                "--memory_opt_on_oom replan with DeepSpeed: its ranks exchange gradients in the backward; leave it out"
+            )
+        self._engine = engine
+        self._world_size = trainer.args.world_size
+        self._budget: int | None = None
+        self._times = 0
+        self._modules: tuple[torch.nn.Module, ...] = ()
+
+    def begin(self, trainer: Trainer) -> None:
+        """A run begins.
+
+        Raises:
+            MemOptError: a step of this Trainer changes what cannot be restored.
+        """
+        self._times = 0
+        held = _held(trainer)
+        self._modules = modules_beside(trainer)
+        trained = list(_trained(trainer))
+        if trainer.accelerator.has_lomo_optimizer or _steps_in_backward([*model_of(trainer).parameters(), *trained]):
+            raise MemOptError(
+                "--memory_opt_on_oom replan with an optimizer that steps inside the backward (LOMO, layer-wise ones, "
+                "hooks of register_post_accumulate_grad_hook): a step that has begun to change parameters cannot be "
+                "run again; leave it out"
+            )
+        known = {
+            *(one for one in held if isinstance(one, torch.nn.Parameter)),
+            *(p for module in (model_of(trainer), *self._modules) for p in module.parameters()),
+        }
+        if unknown := sum(parameter not in known for parameter in trained):
+            raise MemOptError(
+                f"--memory_opt_on_oom replan: the optimizer trains {unknown} parameters that are in no module of "
+                "the Trainer's, so that the buffers beside them cannot be restored; make their module an attribute of "
+                "the Trainer, as in trainer.head = head, or leave it out"
+            )
+
+    def state(self, trainer: Trainer) -> StepState:
+        """Before a step."""
+        return StepState.of(trainer, self._modules)
+
+    @property
+    def has_replanned(self) -> bool:
+        """In this run."""
+        return self._times > 0
+
+    def replan(self, failure: Failure, is_own: bool, before: StepState, trainer: Trainer) -> bool:
+        """Choose a plan for less memory and restore what the step has changed; False: it cannot be run again.
+
+        Args:
+            failure: of the step, whose memory is free again.
+            is_own: this rank ran out; else another one did, and this one runs the step again under the same plan.
+            before: the step.
+            trainer: whose step it is.
+        """
+        step = f"step {trainer.state.global_step + 1} ran out of memory"
+        if why := self._refused(failure) or before.restore(model_of(trainer)):
+            log_from_any_rank(f"{step} and is not run again: {why}")
+            return False
+        self._times += 1
+        if not is_own:
+            return True
+        self._budget = int(min(failure.held, self._budget or failure.held) * (1 - _ROOM))
+        log_from_any_rank(
+            f"{step} in its {failure.place.phase} with {gib_text(failure.held)} held: planning for "
+            f"{gib_text(self._budget)} and running it again ({self._times} of {_MOST})"
+        )
+        self._engine.apply(Selection(budget=Budget(gib_text(self._budget).replace(" ", ""), self._budget)))
+        return True
+
+    def _refused(self, failure: Failure) -> str:
+        if failure.place.phase == OPTIMIZER_STEP:
+            return "no plan makes the optimizer's states smaller"
+        if self._times == _MOST:
+            return f"that was tried {_MOST} times"
+        if self._world_size > 1 and failure.place.phase != FORWARD:
+            return "the other ranks wait in the backward's all-reduce, so all ranks stop"
+        return ""
+
+
+def modules_beside(trainer: Trainer) -> tuple[torch.nn.Module, ...]:
+    """Modules beside the model that may take part in its training steps, as one that computes the loss.
+
+    A model for reference is in evaluation mode, and changes nothing.
+    """
+    return tuple(one for one in _held(trainer) if isinstance(one, torch.nn.Module) and one.training)
+
+
+def _held(trainer: Trainer) -> list[Any]:
+    """Values of a Trainer's attributes, in containers too: sentence-transformers has one loss, or several by name."""
+    found: list[Any] = []
+    for value in vars(trainer).values():
+        if isinstance(value, dict | list | tuple):
+            found.extend(value.values() if isinstance(value, dict) else value)
+        else:
+            found.append(value)
+    return found
+
+
+def _trained(trainer: Trainer) -> Iterator[torch.Tensor]:
+    """Parameters of the optimizer, without what stands in for them (transformers' `LayerWiseDummyOptimizer`)."""
+    for group in trainer.optimizer.param_groups if trainer.optimizer is not None else ():
+        yield from (parameter for parameter in group["params"] if parameter.requires_grad)
+
+
+def _steps_in_backward(parameters: Iterable[torch.Tensor]) -> bool:
+    """True where hooks on parameters are called with their gradients, which is where optimizers step one by one."""
+    return any(map(compat.accumulation_hooks, parameters))
+
+
+# Quantized weights may be buffers (GPTQ): a copy of them for the whole of a step would be in its peak.
+_MOST_BUFFERS = 64 * 2**20
+
+
+def falling_back(trainer: Trainer, engine: Engine) -> Callable[..., torch.Tensor]:
+    """The Trainer's `training_step`, which goes on without a plan where the first one's backward cannot run.
+
+    The model's forward is the engine's: what fails there never gets here. With several processes the error is left
+    alone, since DDP's other ranks wait in the backward's all-reduce.
+
+    Args:
+        trainer: whose model it trains.
+        engine: that trains it.
+    """
+    training_step = trainer.training_step
+
+    @functools.wraps(training_step)
+    def step(model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        is_first = engine.plans() is None and trainer.args.world_size == 1
+        if not is_first or sum(buffer.nbytes for buffer in model_of(trainer).buffers()) > _MOST_BUFFERS:
+            return training_step(model, inputs, *args, **kwargs)
+        before = StepState.of(trainer, modules_beside(trainer))
+        try:
+            # A copy, since label smoothing takes the labels out.
+            return training_step(model, copy.copy(inputs), *args, **kwargs)
+        except Exception as error:
+            plain = engine.without_plan(error)
+            if plain is None or before.restore(model_of(trainer)):
+                raise
+            free_step(error)
+        with plain:
+            return training_step(model, inputs, *args, **kwargs)
+
+    return step

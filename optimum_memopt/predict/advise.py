@@ -1,0 +1,335 @@
+"""Searches over micro-batches: what fits, what is fastest, and the smallest that is as good. Pure.
+
+Samples a second rise with the micro-batch while launches and the optimizer's step are shared by more rows, and fall
+where more has to be recomputed to fit. So they have one maximum, which a golden-section search finds with few looks.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from tabulate import tabulate
+
+from optimum_memopt.engines.api.predictions import PredictedStep, StepPlan, StepPredictor
+from optimum_memopt.errors import DoesNotFitError
+from optimum_memopt.sizes import gib_text
+
+_GOLDEN = (math.sqrt(5) - 1) / 2
+# Rows of a micro-batch where no global batch limits them.
+_MOST_ROWS = 2**15
+# Smaller than the best by no more than this is as good.
+AS_GOOD = 0.01
+
+
+def micro_batches(rows: int | None) -> tuple[int, ...]:
+    """Micro-batches to choose from, the smallest first.
+
+    Args:
+        rows: of a process and an optimizer step, of which they are the divisors; None: steps have one micro-batch,
+            of a power of two or three times one.
+    """
+    if rows is None:
+        doubled = [1]
+        while doubled[-1] < _MOST_ROWS:
+            doubled.append(2 * doubled[-1])
+        return tuple(sorted({*doubled, *(3 * size // 2 for size in doubled[1:])}))
+    small = [size for size in range(1, math.isqrt(rows) + 1) if rows % size == 0]
+    return tuple(sorted({*small, *(rows // size for size in small)}))
+
+
+def count_fitting(sizes: Sequence[int], fits: Callable[[int], bool]) -> int:
+    """How many of the smallest sizes fit, where each one fits if a larger one does."""
+    low, high = 0, 1
+    # Doubled, since what is far too large may take long to look at.
+    while high <= len(sizes) and fits(sizes[high - 1]):
+        low, high = high, 2 * high
+    high = min(high, len(sizes) + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(sizes[middle - 1]) else (low, middle)
+    return low
+
+
+def highest(count: int, value: Callable[[int], float]) -> int:
+    """The index below `count` with the highest value, of values that rise up to it and fall behind it.
+
+    Args:
+        count: from 1 on.
+        value: of an index; asked again for the same one.
+    """
+    low, high = 0, count - 1
+    while high - low > 2:
+        step = max(1, round((high - low) * (1 - _GOLDEN)))
+        left, right = low + step, max(high - step, low + step + 1)
+        if value(left) < value(right):
+            low = left + 1
+        else:
+            high = right - 1
+    return max(range(low, high + 1), key=value)
+
+
+def smallest_as_good(best: int, value: Callable[[int], float], least: float) -> int:
+    """The first index up to `best` whose value is at least `least`, where values rise up to `best`."""
+    low, high = -1, best
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if value(middle) >= least else (middle, high)
+    return high
+
+
+@dataclass(frozen=True)
+class Row:
+    """A plan with a micro-batch.
+
+    Attributes:
+        plan: how the model is trained.
+        rows: of a micro-batch.
+        accumulation: micro-batches of an optimizer step.
+        step: an optimizer step.
+        largest: rows of the largest micro-batch that fits under this plan, of those there are to choose from.
+        samples_with_largest: samples a second with that.
+    """
+
+    plan: StepPlan
+    rows: int
+    accumulation: int
+    step: PredictedStep
+    largest: int
+    samples_with_largest: float
+
+    @property
+    def samples(self) -> float:
+        """Samples a second."""
+        return self.rows * self.accumulation / self.step.total(self.accumulation)
+
+    @property
+    def bound(self) -> tuple[str, float]:
+        """What most of the step's time is bound by, and its share."""
+        seconds = self.step.by_bound(self.accumulation)
+        most = max(seconds, key=lambda bound: seconds[bound])
+        return most, seconds[most] / sum(seconds.values())
+
+    @property
+    def recomputing(self) -> float:
+        """Share of the step's time that is for recompute."""
+        return self.step.recomputing * self.accumulation / self.step.total(self.accumulation)
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Of one model.
+
+    Attributes:
+        rows: each plan that fits at its best micro-batch.
+        too_large: plans under which not even a micro-batch of one row fits, with its peak in bytes.
+        recommended: of the package's plans the one with the smallest micro-batch that is as good as the best.
+        best: the most samples a second under a plan of the package.
+    """
+
+    rows: tuple[Row, ...]
+    too_large: tuple[tuple[StepPlan, int], ...]
+    recommended: Row
+    best: float
+
+    @property
+    def pays(self) -> str:
+        """Whether larger micro-batches than the recommended one pay, in a sentence; empty where none fits."""
+        found = self.recommended
+        if found.largest <= found.rows:
+            return ""
+        gain = found.samples_with_largest / found.samples - 1
+        return f"Larger micro-batches do not pay: {found.largest} rows fit too, for {gain:+.1%} samples a second."
+
+
+def advise(predictor: StepPredictor, rows: int | None = None) -> Advice:
+    """Choose a micro-batch and a plan.
+
+    Args:
+        predictor: of the model's steps.
+        rows: of a process and an optimizer step; None: each micro-batch is a step.
+
+    Raises:
+        DoesNotFitError: not even a micro-batch of one row is within the budget under any plan of the package.
+    """
+    searches = [_Search(predictor, plan, rows) for plan in predictor.plans]
+    own = [search for search in searches if search.plan.is_own and search.sizes]
+    if not own:
+        lowest = min(predictor.lowest(plan, rows != 1) for plan in predictor.plans if plan.is_own)
+        raise DoesNotFitError(
+            f"a step with one row takes at least {gib_text(lowest)}, whatever is recomputed; the budget is "
+            f"{gib_text(predictor.budget)}: give a larger budget, shorter rows, or an optimizer with fewer states"
+        )
+    best = max(search.speed(search.best) for search in own)
+    least = (1 - AS_GOOD) * best
+    as_good = [search.row(least) for search in own if search.speed(search.best) >= least]
+    # Of equal ones the first plan, which is the simplest.
+    recommended = min(as_good, key=lambda row: row.rows)
+    return Advice(
+        rows=tuple(search.row() for search in searches if search.sizes),
+        too_large=tuple(
+            (search.plan, predictor.lowest(search.plan, rows != 1)) for search in searches if not search.sizes
+        ),
+        recommended=recommended,
+        best=best,
+    )
+
+
+class _Search:
+    """The micro-batches of one plan that fit, by index.
+
+    Args:
+        predictor: of the model's steps.
+        plan: one of its plans.
+        rows: see `advise`.
+    """
+
+    def __init__(self, predictor: StepPredictor, plan: StepPlan, rows: int | None) -> None:
+        self._predictor, self.plan, self._all_rows = predictor, plan, rows
+        self.sizes = fitting(lambda size, accumulates: predictor.fits(plan, size, accumulates), rows)
+        self._steps: Callable[[int], PredictedStep] = lru_cache(maxsize=None)(self._step)
+
+    @property
+    def best(self) -> int:
+        """The fastest."""
+        return highest(len(self.sizes), self.speed)
+
+    def speed(self, index: int) -> float:
+        """Samples a second."""
+        accumulation = self._accumulation(index)
+        return self.sizes[index] * accumulation / self._steps(index).total(accumulation)
+
+    def row(self, least: float | None = None) -> Row:
+        """The smallest one with so many samples a second; None: as good as this plan's best."""
+        best = self.best
+        least = (1 - AS_GOOD) * self.speed(best) if least is None else least
+        index, last = smallest_as_good(best, self.speed, least), len(self.sizes) - 1
+        return Row(
+            self.plan,
+            self.sizes[index],
+            self._accumulation(index),
+            self._steps(index),
+            self.sizes[last],
+            self.speed(last),
+        )
+
+    def _accumulation(self, index: int) -> int:
+        return 1 if self._all_rows is None else self._all_rows // self.sizes[index]
+
+    def _step(self, index: int) -> PredictedStep:
+        return self._predictor.step(self.plan, self.sizes[index], self._accumulation(index) > 1)
+
+
+def fitting(fits: Callable[[int, bool], bool], rows: int | None) -> Sequence[int]:
+    """The micro-batches that fit, the smallest first.
+
+    Args:
+        fits: whether a micro-batch of so many rows does, with and without gradients of others beside it.
+        rows: see `advise`.
+    """
+    sizes = micro_batches(rows)
+    if rows is None:
+        return sizes[: count_fitting(sizes, lambda size: fits(size, False))]
+    # All rows at once have no gradients of others beside them.
+    several = sizes[:-1]
+    found = several[: count_fitting(several, lambda size: fits(size, True))]
+    return (*found, rows) if len(found) == len(several) and fits(rows, False) else found
+
+
+def flags(row: Row) -> tuple[str, ...]:
+    """What asks for a plan and its micro-batch."""
+    return (
+        f"--per_device_train_batch_size {row.rows}",
+        f"--gradient_accumulation_steps {row.accumulation}",
+        "--memory_opt_engine compile",
+        *row.plan.flags,
+        f"--memory_opt_loss {_loss(row)}",
+    )
+
+
+def to_text(advice: Advice, predictor: StepPredictor) -> str:
+    """A table of plans, the recommended one, and its flags."""
+    has_accumulation = any(row.accumulation > 1 for row in advice.rows)
+    cells = [_cells(row, has_accumulation) for row in advice.rows]
+    grid = tabulate(cells, headers="keys", tablefmt="simple", disable_numparse=True)
+    tokens = f", {predictor.tokens} tokens a row" if predictor.tokens else ""
+    header = (
+        f"{predictor.model} on {predictor.device}{tokens}, within {gib_text(predictor.budget)}: each plan at its best "
+        f"micro-batch ({predictor.costs} costs)"
+    )
+    too_large = [
+        f"{plan.name}{' with a chunked loss' if plan.chunks_loss else ''} does not fit: {gib_text(peak)} with one row"
+        for plan, peak in advice.too_large
+    ]
+    return "\n".join((header, grid, *too_large, *_recommendation(advice, predictor)))
+
+
+def to_dict(advice: Advice, predictor: StepPredictor) -> dict[str, Any]:
+    """For JSON."""
+    return {
+        "model": predictor.model,
+        "device": predictor.device,
+        "costs": predictor.costs,
+        "budget": predictor.budget,
+        "tokens": predictor.tokens,
+        "rows": [_row_dict(row) for row in advice.rows],
+        "too_large": [
+            {"plan": plan.name, "chunked_loss": plan.chunks_loss, "peak": peak} for plan, peak in advice.too_large
+        ],
+        "recommended": _row_dict(advice.recommended),
+    }
+
+
+def _cells(row: Row, has_accumulation: bool) -> dict[str, str]:
+    bound, share = row.bound
+    return {
+        "plan": row.plan.name,
+        "loss": _loss(row),
+        "rows": str(row.rows),
+        **({"accumulated": str(row.accumulation)} if has_accumulation else {}),
+        "predicted peak": gib_text(row.step.peak),
+        "samples/s": f"{row.samples:.1f}",
+        "recompute": f"{row.recomputing:.1%}",
+        "bound by": f"{bound} {share:.0%}",
+    }
+
+
+def _recommendation(advice: Advice, predictor: StepPredictor) -> Sequence[str]:
+    found = advice.recommended
+    tokens = f", {found.rows * predictor.tokens:,} tokens" if predictor.tokens else ""
+    chosen = f"{found.plan.name}, {_loss(found)} loss, micro-batches of {found.rows} rows{tokens}"
+    return (
+        "",
+        f"Recommended: {chosen}: {found.samples:.1f} samples a second, predicted peak {gib_text(found.step.peak)}"
+        f"{_on_host(found)}.",
+        *filter(None, (advice.pays,)),
+        " ".join(flags(found)),
+    )
+
+
+def _on_host(row: Row) -> str:
+    return f" and {gib_text(row.step.host_bytes)} on the host" if row.step.host_bytes else ""
+
+
+def _loss(row: Row) -> str:
+    return "chunked" if row.plan.chunks_loss else "plain"
+
+
+def _row_dict(row: Row) -> dict[str, Any]:
+    bound, share = row.bound
+    return {
+        "plan": row.plan.name,
+        "chunked_loss": row.plan.chunks_loss,
+        "rows": row.rows,
+        "accumulation": row.accumulation,
+        "peak": row.step.peak,
+        "host_bytes": row.step.host_bytes,
+        "samples_per_second": row.samples,
+        "seconds": row.step.by_bound(row.accumulation),
+        "bound_by": bound,
+        "bound_share": share,
+        "recompute_share": row.recomputing,
+        "largest": row.largest,
+        "flags": list(flags(row)) if row.plan.is_own else [],
+    }

@@ -1,0 +1,426 @@
+"""Which parameters of a model train, by patterns of their names."""
+
+import bisect
+import contextlib
+import copy
+import difflib
+import fnmatch
+import inspect
+import itertools
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from optimum_memopt.engines.shared.in_place import engine_of
+from optimum_memopt.errors import MemOptError, excerpt, path_excerpt
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PretrainedConfig
+
+
+_NUMBER = re.compile(r"\.\d+(?=\.|$)")
+# Letters of the names that an error shows.
+_SHOWN = 150
+
+
+def freeze_others(model: "torch.nn.Module", patterns: Sequence[str]) -> None:
+    """Let only the parameters train that a pattern matches; without patterns nothing is changed.
+
+    Args:
+        model: whose parameters are frozen.
+        patterns: see `matches`.
+
+    Raises:
+        MemOptError: a pattern that matches nothing, with names that there are.
+    """
+    if not patterns:
+        return
+    # A tied parameter has several names.
+    named = list(model.named_parameters(remove_duplicate=False))
+    trained = set()
+    for pattern in patterns:
+        found = {id(parameter) for name, parameter in named if matches(pattern, name)}
+        if not found:
+            raise MemOptError(_nothing(pattern, type(model).__name__, [name for name, _ in named]))
+        trained |= found
+    for _, parameter in named:
+        parameter.requires_grad_(id(parameter) in trained)
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a pattern is that of a parameter.
+
+    Args:
+        pattern: as PEFT's `target_modules`, one or more parts of the name next to each other, as `query` or
+            `attention.self.query`; or a glob or a regular expression for the whole name.
+        name: `roberta.encoder.layer.0.attention.self.query.weight`.
+    """
+    if f".{pattern}." in f".{name}." or fnmatch.fnmatchcase(name, pattern):
+        return True
+    try:
+        return re.fullmatch(pattern, name) is not None
+    except re.error:
+        return False
+
+
+def _nothing(pattern: str, model: str, names: Iterable[str]) -> str:
+    kinds = list(dict.fromkeys(_NUMBER.sub(".*", name) for name in names))
+    parts = dict.fromkeys(part for kind in kinds for part in kind.split("."))
+    near = difflib.get_close_matches(pattern, parts, n=1, cutoff=0.6)
+    hint = f"did you mean {near[0]}? " if near else ""
+    ends = list(itertools.accumulate(len(kind) + 2 for kind in kinds))
+    shown = kinds[: max(1, bisect.bisect(ends, _SHOWN))]
+    more = ", …" if len(shown) < len(kinds) else ""
+    return (
+        f"--trainable {excerpt(pattern) or repr(pattern)}: no parameter of {model} has this name; {hint}Available: "
+        f"{', '.join(shown)}{more}"
+    )
+
+
+# Task, by the hub's name, to the class of transformers that has the head for it.
+TASKS = {
+    "text-classification": "AutoModelForSequenceClassification",
+    "token-classification": "AutoModelForTokenClassification",
+    "question-answering": "AutoModelForQuestionAnswering",
+    "fill-mask": "AutoModelForMaskedLM",
+    "text-generation": "AutoModelForCausalLM",
+    "text2text-generation": "AutoModelForSeq2SeqLM",
+    "image-classification": "AutoModelForImageClassification",
+}
+
+# Beyond it torch's operators index with more than 32 bits; far more than one step trains on.
+_MOST_TOKENS = 2**31
+# Several times what the largest models that can be traced have; building as many takes about a minute.
+_MOST_MODULES = 20_000
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is trained.
+
+    Attributes:
+        model: a folder with a config.json, the path of one, a name on the hub, or a config. Weights are not read.
+        task: a key of `TASKS`.
+        batch_size: rows per step.
+        seq_len: tokens per row, without padding; images have the size of their config.
+        trainable: patterns of the parameters that train, see `measure.trainable`; empty: those that the model trains.
+    """
+
+    model: "str | PretrainedConfig"
+    task: str
+    batch_size: int = 8
+    seq_len: int = 128
+    trainable: tuple[str, ...] = ()
+
+    def with_rows(self, rows: int) -> "Workload":
+        """The same with another batch size."""
+        return replace(self, batch_size=rows)
+
+    @property
+    def _named(self) -> str:
+        """The model, for an error."""
+        return f"--model {path_excerpt(self.model) if isinstance(self.model, str) else type(self.model).__name__}"
+
+    @property
+    def way_out(self) -> str:
+        """What to do about a model that cannot be traced."""
+        return "; --measure runs it"
+
+    def check(self) -> None:
+        """Check the arguments without importing anything heavy.
+
+        Raises:
+            MemOptError: an unknown task, no such folder or file, sizes below 1.
+        """
+        if self.task not in TASKS:
+            near = difflib.get_close_matches(self.task, TASKS, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise MemOptError(f"--task {excerpt(self.task) or repr(self.task)}: {hint}Allowed are {', '.join(TASKS)}")
+        for name in ("batch_size", "seq_len"):
+            if getattr(self, name) < 1:
+                raise MemOptError(f"--{name} {getattr(self, name)}: allowed are numbers from 1 on")
+        if self.batch_size * self.seq_len > _MOST_TOKENS:
+            raise MemOptError(
+                f"--batch_size {self.batch_size} --seq_len {self.seq_len}: allowed are up to {_MOST_TOKENS:,} tokens "
+                "a step"
+            )
+        if not isinstance(self.model, str):
+            return
+        # Not `pathlib`, which raises for a name that is too long.
+        if os.path.isdir(self.model) and not os.path.isfile(os.path.join(self.model, "config.json")):
+            raise MemOptError(f"--model {path_excerpt(self.model)}: there is no config.json in this folder")
+        # A name on the hub is "name" or "owner/name".
+        is_path = os.path.isabs(self.model) or self.model.endswith(".json") or self.model.count("/") > 1
+        if is_path and not os.path.exists(self.model):
+            raise MemOptError(f"--model {path_excerpt(self.model)}: no such folder or config file")
+
+    def load_config(self) -> "PretrainedConfig":
+        """The model's config.
+
+        Raises:
+            MemOptError: neither a file nor the hub has a config that transformers can read.
+        """
+        from transformers import AutoConfig
+
+        if not isinstance(self.model, str):
+            # A model that is built of it may change it.
+            return copy.deepcopy(self.model)
+        try:
+            return AutoConfig.from_pretrained(self.model)
+        # A file may hold anything, and transformers validates only a part of it (5.23: `null` is a TypeError).
+        except Exception as error:
+            where = (
+                "" if os.path.exists(self.model) else "neither a folder nor a file here, and no config from the hub: "
+            )
+            raise MemOptError(f"--model {path_excerpt(self.model)}: {where}{_reason(error)}") from error
+
+    def build(self) -> tuple["torch.nn.Module", dict[str, "torch.Tensor"]]:
+        """A model with random weights in training mode and a batch with labels, deterministic.
+
+        Raises:
+            MemOptError: the config does not fit the task, the sequences are longer than it allows, or a pattern
+                matches no parameter.
+        """
+        import torch
+        import transformers
+
+        config = self.load_config()
+        longest = getattr(config, "max_position_embeddings", None)
+        if self.task != "image-classification" and longest is not None and self.seq_len > longest:
+            raise MemOptError(f"--seq_len {self.seq_len}: this model has {longest} positions")
+        torch.manual_seed(0)
+        try:
+            with _at_most(_MOST_MODULES):
+                model = getattr(transformers, TASKS[self.task]).from_config(config)
+            batch = self.batch_of(config)
+        except MemOptError as error:
+            raise MemOptError(f"{self._named}: {error}") from error
+        # A config whose numbers contradict each other fails anywhere in the model's code.
+        except Exception as error:
+            line = f"{self._named}: no model can be built from its config: {_reason(error)}"
+            if "Unrecognized configuration class" in str(error):
+                line = f"--task {self.task}: transformers has no {config.model_type} model for it"
+            raise MemOptError(line) from error
+        # Within `no_init_weights` an output layer has weights of its own.
+        model.tie_weights()
+        freeze_others(model, self.trainable)
+        decide_problem_type(model.config, batch.get("labels"))
+        return model.train(), batch
+
+    def batch_of(self, config: Any) -> dict[str, "torch.Tensor"]:
+        """A batch with labels for a model with this config."""
+        import torch
+
+        if self.task == "image-classification":
+            size, channels = config.image_size, getattr(config, "num_channels", 3)
+            height, width = (size, size) if isinstance(size, int) else size
+            pixels = torch.rand(self.batch_size, channels, height, width)
+            return {"pixel_values": pixels, "labels": _classes(config, self.batch_size)}
+        ids = _tokens(config, self.batch_size, self.seq_len)
+        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        if self.task == "question-answering":
+            positions = torch.zeros(self.batch_size, dtype=torch.long)
+            return {**batch, "start_positions": positions, "end_positions": positions.clone()}
+        if self.task == "text-classification":
+            return {**batch, "labels": _classes(config, self.batch_size)}
+        if self.task == "token-classification":
+            return {**batch, "labels": torch.randint(0, config.num_labels, ids.shape)}
+        return {**batch, "labels": ids.clone()}
+
+
+def decide_problem_type(config: Any, labels: "torch.Tensor | None") -> None:
+    """Set the problem type where each row has one class as its label: DeBERTa's forward reads the labels otherwise."""
+    if labels is None or labels.dim() != 1 or labels.is_floating_point():
+        return
+    if getattr(config, "problem_type", None) is None:
+        config.problem_type = "single_label_classification"
+
+
+@contextlib.contextmanager
+def _at_most(modules: int) -> Iterator[None]:
+    """Refuse a model with more modules while it is built, which may take hours.
+
+    Raises:
+        MemOptError: from within.
+    """
+    from torch.nn.modules.module import register_module_module_registration_hook
+
+    count = 0
+
+    def registered(*_: Any) -> None:
+        nonlocal count
+        count += 1
+        if count > modules:
+            raise MemOptError(f"its config asks for more than {modules:,} modules; larger models are not measured")
+
+    handle = register_module_module_registration_hook(registered)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _reason(error: Exception) -> str:
+    """An error in one short line."""
+    kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+    return kind + excerpt(" ".join(str(error).split()), longest=300)
+
+
+def _tokens(config: Any, rows: int, length: int) -> "torch.Tensor":
+    """Ids without padding, which position ids and masks treat differently."""
+    import torch
+
+    text = config.get_text_config()
+    padding = getattr(text, "pad_token_id", None)
+    if padding is None:
+        return torch.randint(0, text.vocab_size, (rows, length))
+    ids = torch.randint(0, text.vocab_size - 1, (rows, length))
+    return ids + (ids >= padding)
+
+
+def _classes(config: Any, rows: int) -> "torch.Tensor":
+    import torch
+
+    # transformers takes a single label for a regression.
+    return torch.rand(rows) if config.num_labels == 1 else torch.randint(0, config.num_labels, (rows,))
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+@dataclass(frozen=True)
+class ModuleWorkload:
+    """What is trained.
+
+    Attributes:
+        module: on any device, the meta device too.
+        inputs: keyword arguments of its forward; tensors among them may be anywhere too.
+        batch_size: rows of a batch; the first dimension of all inputs that have as many rows as the first tensor.
+        trainable: see `Workload`.
+    """
+
+    module: torch.nn.Module = field(repr=False)
+    inputs: Mapping[str, Any] = field(repr=False)
+    batch_size: int
+    trainable: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls, module: torch.nn.Module, inputs: object, batch_size: int | None, trainable: tuple[str, ...]
+    ) -> "ModuleWorkload":
+        """
+        Args:
+            module: see above.
+            inputs: a mapping of keyword arguments, a sequence of positional ones, or a tensor.
+            batch_size: None: as the first tensor has rows.
+            trainable: see above.
+
+        Raises:
+            MemOptError: the inputs are not what the forward takes, or without a tensor that has rows; the module is
+                of a kind that cannot be planned.
+        """
+        name = type(module).__name__
+        if engine_of(module) is not None:
+            raise MemOptError(f"{name} is being trained by an engine; detach() it, or ask trainer.memopt")
+        for path, tensor in _tensors(module):
+            if type(tensor) not in _PLAIN:
+                raise MemOptError(f"{name}: {path} is a {type(tensor).__name__}; only plain tensors can be planned")
+        keywords = _keywords(module, inputs)
+        first = next((value for value in keywords.values() if isinstance(value, torch.Tensor) and value.dim()), None)
+        if first is None:
+            raise MemOptError("example_inputs: none of them is a tensor with a first dimension, the rows of a batch")
+        rows = first.shape[0] if batch_size is None else batch_size
+        if rows < 1:
+            raise MemOptError(f"batch_size={rows}: allowed are numbers from 1 on")
+        return cls(module, _resized(keywords, first.shape[0], rows), rows, trainable)
+
+    @property
+    def way_out(self) -> str:
+        """Nothing can be done."""
+        return ""
+
+    def with_rows(self, rows: int) -> "ModuleWorkload":
+        """The same with another batch size."""
+        return replace(self, inputs=_resized(self.inputs, self.batch_size, rows), batch_size=rows)
+
+    def build(self) -> tuple[torch.nn.Module, dict[str, Any]]:
+        """A copy of the module in training mode, and its inputs, on fake tensors of the default device.
+
+        Raises:
+            MemOptError: the module cannot be copied, or a pattern matches no parameter.
+        """
+        fakes = {id(tensor): _fake(tensor) for _, tensor in _tensors(self.module)}
+        try:
+            model = copy.deepcopy(self.module, fakes)
+        # Whatever the module holds may refuse.
+        except Exception as error:
+            raise MemOptError(
+                f"{type(self.module).__name__} cannot be copied ({type(error).__name__}: "
+                f"{excerpt(' '.join(str(error).split()), longest=200)})"
+            ) from error
+        freeze_others(model, self.trainable)
+        batch = {
+            name: _fake(value) if isinstance(value, torch.Tensor) else value for name, value in self.inputs.items()
+        }
+        if isinstance(labels := batch.get("labels"), torch.Tensor) and hasattr(model, "config"):
+            decide_problem_type(model.config, labels)
+        return model.train(), batch
+
+
+def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, buffers, and tensors that are plain attributes of a module or in its lists."""
+    for name, part in module.named_modules():
+        for key, value in vars(part).items():
+            for leaf in _leaves(value):
+                yield f"{name}.{key}".strip("."), leaf
+
+
+def _leaves(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from _leaves(inner)
+
+
+def _fake(tensor: torch.Tensor) -> torch.Tensor:
+    """Within fake tensors: one like this, on the default device."""
+    empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(empty, tensor.requires_grad)
+    return empty.requires_grad_(tensor.requires_grad)
+
+
+def _keywords(module: torch.nn.Module, inputs: object) -> dict[str, Any]:
+    if isinstance(inputs, torch.Tensor):
+        inputs = (inputs,)
+    if not isinstance(inputs, Mapping | Sequence):
+        raise MemOptError(f"example_inputs: a dict, a tuple or a tensor, not {excerpt(type(inputs).__name__)}")
+    forward = f"example_inputs: forward of {type(module).__name__}"
+    signature = inspect.signature(module.forward)
+    try:
+        bound = signature.bind(**inputs) if isinstance(inputs, Mapping) else signature.bind(*inputs)
+    except TypeError as error:
+        raise MemOptError(f"{forward}: {error}") from error
+    if isinstance(inputs, Mapping):
+        return dict(inputs)
+    if any(signature.parameters[name].kind not in _NAMED for name in bound.arguments):
+        raise MemOptError(f"{forward} takes arguments without names, which cannot be planned")
+    return dict(bound.arguments)
+
+
+def _resized(inputs: Mapping[str, Any], before: int, rows: int) -> dict[str, Any]:
+    def resized(value: Any) -> Any:
+        if rows == before or not isinstance(value, torch.Tensor) or not value.dim() or value.shape[0] != before:
+            return value
+        return torch.empty((rows, *value.shape[1:]), dtype=value.dtype, device="meta").requires_grad_(
+            value.requires_grad
+        )
+
+    return {name: resized(value) for name, value in inputs.items()}
