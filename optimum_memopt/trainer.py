@@ -27,6 +27,7 @@ from optimum_memopt.callbacks.reporting import removing_hooks
 from optimum_memopt.distributed import rank_consistency
 from optimum_memopt.distributed.launch import check_world
 from optimum_memopt.engines.api.engine import Engine, Run
+from optimum_memopt.engines.api.options import REPLAN
 from optimum_memopt.engines.shared.auto import create
 from optimum_memopt.engines.shared.registry import factory, registrations
 from optimum_memopt.errors import MemOptError, excerpt
@@ -34,7 +35,7 @@ from optimum_memopt.logs import get_logger
 from optimum_memopt.memory.peak_monitor import MIB
 from optimum_memopt.oom import failure, replan
 from optimum_memopt.oom.callback import MemoryReportCallback
-from optimum_memopt.options import REPLAN, MemOptOptions, from_keywords, resolve
+from optimum_memopt.options import MemOptOptions, from_keywords, resolve
 from optimum_memopt.plans.table import PlanTable
 from optimum_memopt.report.data import CollectingCallback, failure_text
 from optimum_memopt.report.page import Page, TrainingReport

@@ -73,7 +73,8 @@ def _cuda() -> str | None:
 
 def advice(reports: "Sequence[Report]") -> list[str]:
     """When to take which engine, and what `auto` takes."""
-    from optimum_memopt.engines.shared.registry import AUTO, choose_engines
+    from optimum_memopt.engines.api.options import AUTO
+    from optimum_memopt.engines.shared.registry import choose_engines
     from optimum_memopt.errors import MemOptError
 
     try:

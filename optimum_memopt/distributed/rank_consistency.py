@@ -12,10 +12,11 @@ from typing import Any
 
 import torch.distributed
 
+from optimum_memopt.engines.api.options import REPLAN
 from optimum_memopt.engines.shared.registry import factory, registrations
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.installed import installed_version
-from optimum_memopt.options import REPLAN, MemOptOptions
+from optimum_memopt.options import MemOptOptions
 from optimum_memopt.plans.table import PlanTable
 
 _SOFTWARE = ("optimum-memopt", "torch", "transformers")

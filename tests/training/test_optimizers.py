@@ -12,7 +12,7 @@ from transformers import HfArgumentParser
 
 from optimum_memopt import MemOptError, MemOptOptions, MemOptTrainer, MemOptTrainingArguments, attach, optimize
 from optimum_memopt.engines.ort import compat, fp16_optimizer
-from optimum_memopt.training.optimizers import OPTIMIZERS
+from optimum_memopt.engines.shared.optimizers import OPTIMIZERS
 from tests import fresh_process
 from tests.trainer_runs import build, distance, log_lines, make, weights
 from tests.training import deepspeed_runs

@@ -2,16 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic
 
 from optimum_memopt.engines.api.explanations import Explanation, FailedStep
+from optimum_memopt.engines.api.options import Options
 from optimum_memopt.engines.api.predictions import Estimate, ModelOfRun, StepPredictor, Workload
 from optimum_memopt.sizes import Budget
 
 if TYPE_CHECKING:
     from transformers import Trainer
-
-    from optimum_memopt.options import MemOptOptions
 
 
 from optimum_memopt.engines.api.engine import Engine
@@ -45,7 +44,7 @@ class Report:
     built: Mapping[str, str] = field(default_factory=dict)
 
 
-class EngineFactory:
+class EngineFactory(Generic[Options]):
     """What can be asked of an engine that has no model yet. The defaults are those of an engine without needs.
 
     Attributes:
@@ -63,16 +62,14 @@ class EngineFactory:
         """Why this engine cannot work here and how to get it; empty when it can."""
         return ""
 
-    def declines(self, options: "MemOptOptions") -> str:
+    def declines(self, options: Options) -> str:
         """Why `auto` passes this engine over for these options; empty when it does not."""
         return ""
 
-    def check_options(self, options: "MemOptOptions") -> None:
+    def check_options(self, options: Options) -> None:
         """Refuse what cannot work on this machine, before a model or data is loaded. Raises MemOptError."""
 
-    def in_force(
-        self, options: "MemOptOptions", environ: Mapping[str, str]
-    ) -> tuple["MemOptOptions", tuple[str, ...]]:
+    def in_force(self, options: Options, environ: Mapping[str, str]) -> tuple[Options, tuple[str, ...]]:
         """The options as this engine's own environment variables change them, and a line for each variable.
 
         Args:
@@ -84,7 +81,7 @@ class EngineFactory:
         """
         return options, ()
 
-    def create(self, options: "MemOptOptions", selection: Selection) -> Engine:
+    def create(self, options: Options, selection: Selection) -> Engine:
         """An engine, not yet attached; logs nothing.
 
         Args:
@@ -96,7 +93,7 @@ class EngineFactory:
         """
         raise NotImplementedError
 
-    def prepare_trainer(self, trainer: "Trainer", engine: Engine, options: "MemOptOptions") -> None:
+    def prepare_trainer(self, trainer: "Trainer", engine: Engine, options: Options) -> None:
         """Put what this engine's options ask for into a Trainer. Called for all engines, whichever trains.
 
         Args:
@@ -149,9 +146,7 @@ class EngineFactory:
         """
         raise NotImplementedError
 
-    def predict_steps(
-        self, workload: Workload | ModelOfRun, options: "MemOptOptions", spec: StepSpec
-    ) -> StepPredictor:
+    def predict_steps(self, workload: Workload | ModelOfRun, options: Options, spec: StepSpec) -> StepPredictor:
         """Predict steps with any micro-batch, of a `Workload` under several plans; only where `predicts`.
 
         Args:

@@ -14,18 +14,16 @@ from optimum_memopt.engines.api.predictions import Estimate, ModelOfRun, StepPre
 from optimum_memopt.engines.api.run import Selection, StepSpec
 from optimum_memopt.engines.compile.installed import missing
 from optimum_memopt.engines.compile.loss.mode import mode_of
-from optimum_memopt.engines.compile.options import PLAIN
+from optimum_memopt.engines.compile.options import PLAIN, CompileOptions
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.sizes import Budget
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
-    from optimum_memopt.options import MemOptOptions
 
-
-class CompileFactory(EngineFactory):
-    """See `EngineFactory`."""
+class CompileFactory(EngineFactory[CompileOptions]):
+    """Makes the compile engine, and predicts steps without one."""
 
     predicts = True
 
@@ -33,7 +31,7 @@ class CompileFactory(EngineFactory):
         """Why this engine cannot work here and how to get it; empty when it can."""
         return missing()
 
-    def create(self, options: "MemOptOptions", selection: Selection) -> Engine:
+    def create(self, options: CompileOptions, selection: Selection) -> Engine:
         """An engine, not yet attached."""
         from optimum_memopt.engines.compile.train.engine import CompileEngine
 
@@ -45,7 +43,7 @@ class CompileFactory(EngineFactory):
             with_frontier=options.memory_opt_report is not None,
         )
 
-    def check_options(self, options: "MemOptOptions") -> None:
+    def check_options(self, options: CompileOptions) -> None:
         """Variants are of a budget's plan, a micro-batch is chosen within a budget, and one flag names the loss."""
         if options.memory_opt_batch is not None and options.memory_opt_budget is None:
             raise MemOptError(
@@ -60,7 +58,7 @@ class CompileFactory(EngineFactory):
         plans = Selection(config=options.plan_config, strict=options.memory_opt_strict, plan=options.plan_file)
         mode_of(plans, options.memory_opt_loss)
 
-    def prepare_trainer(self, trainer: "Trainer", engine: Engine, options: "MemOptOptions") -> None:
+    def prepare_trainer(self, trainer: "Trainer", engine: Engine, options: CompileOptions) -> None:
         """Label smoothing is computed with the loss, where the Trainer computes its loss as transformers does."""
         if trainer.label_smoother is None or options.memory_opt_loss == PLAIN or engine.name != "compile":
             return
@@ -101,9 +99,7 @@ class CompileFactory(EngineFactory):
 
         return explain(failed)
 
-    def predict_steps(
-        self, workload: Workload | ModelOfRun, options: "MemOptOptions", spec: StepSpec
-    ) -> StepPredictor:
+    def predict_steps(self, workload: Workload | ModelOfRun, options: CompileOptions, spec: StepSpec) -> StepPredictor:
         """Predict steps with any micro-batch from one trace for each loss."""
         from optimum_memopt.engines.compile.predict.build_steps import of_model, of_workload
 

@@ -16,7 +16,6 @@ from optimum_memopt.errors import MemOptError
 
 if TYPE_CHECKING:
     from optimum_memopt.engines.ort.options import OrtOptions
-    from optimum_memopt.options import MemOptOptions
 
 PREFIX = "ORTMODULE_"
 NO_SKIP = "SKIP_CHECK_DISABLED"
@@ -24,7 +23,7 @@ NO_SKIP = "SKIP_CHECK_DISABLED"
 
 @dataclass(frozen=True)
 class EnvOption:
-    """One environment variable of ORT, without its prefix, and the corresponding field of `MemOptOptions`.
+    """One environment variable of ORT, without its prefix, and the corresponding field of `OrtOptions`.
 
     Attributes:
         read: converts the variable's text to the option's value; raises a ValueError that says what is allowed.
@@ -156,7 +155,7 @@ _PROCESS_WIDE = {
 KNOWN = tuple(PREFIX + name for name in (*(option.variable for option in ENV_OPTIONS), *_NOT_USED, *_PROCESS_WIDE))
 
 
-def from_environment(options: "MemOptOptions", environ: Mapping[str, str]) -> tuple["MemOptOptions", tuple[str, ...]]:
+def from_environment(options: "OrtOptions", environ: Mapping[str, str]) -> tuple["OrtOptions", tuple[str, ...]]:
     """Options with values from the environment: a variable that the user has set for ORT overrides the flag.
 
     Args:
@@ -202,9 +201,7 @@ def from_environment(options: "MemOptOptions", environ: Mapping[str, str]) -> tu
     return effective, tuple(remarks)
 
 
-def _decide_between_plans(
-    options: "MemOptOptions", effective: "MemOptOptions", given: Mapping[str, str]
-) -> tuple[str, ...]:
+def _decide_between_plans(options: "OrtOptions", effective: "OrtOptions", given: Mapping[str, str]) -> tuple[str, ...]:
     """A level and a config exclude each other, so one from the environment replaces the other flag."""
     has_level = given.get(f"{PREFIX}MEMORY_OPT_LEVEL", "0") != "0"
     has_config = f"{PREFIX}MEMORY_OPT_CONFIG" in given

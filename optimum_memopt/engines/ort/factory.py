@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING
 
 from optimum_memopt.engines.api.engine import Engine
 from optimum_memopt.engines.api.factory import EngineFactory, Report
+from optimum_memopt.engines.api.options import EXPLAIN
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.ort import env_options, extensions, installed
+from optimum_memopt.engines.ort.options import OrtOptions
 from optimum_memopt.engines.ort.selection import check_supported
 from optimum_memopt.engines.shared.registry import engine_names, given_flags
 from optimum_memopt.errors import MemOptError
@@ -17,14 +19,12 @@ from optimum_memopt.plans.grammar import ConfigError
 if TYPE_CHECKING:
     from transformers import Trainer
 
-    from optimum_memopt.options import MemOptOptions
-
 NAME = "ort"
 _PER_RANK_VARIABLES = frozenset({"ORTMODULE_CACHE_DIR"})
 
 
-class OrtFactory(EngineFactory):
-    """See `EngineFactory`."""
+class OrtFactory(EngineFactory[OrtOptions]):
+    """Makes the ort engine, and says whether it works here."""
 
     allocates_outside_torch = True
     options_to_measure: Mapping[str, bool] = {"ort_fallback": False}
@@ -33,12 +33,12 @@ class OrtFactory(EngineFactory):
         """Why this engine cannot work here and how to get it; empty when it can."""
         return installed.missing()
 
-    def declines(self, options: "MemOptOptions") -> str:
+    def declines(self, options: OrtOptions) -> str:
         """Flags of another engine, or a plan that ONNX Runtime cannot apply."""
         for other in engine_names():
             if other != NAME and (given := given_flags(options, other)):
                 return f"{', '.join(given)} {'is' if len(given) == 1 else 'are'} for the {other} engine"
-        if options.memory_opt_on_oom != "explain":
+        if options.memory_opt_on_oom != EXPLAIN:
             return f"--memory_opt_on_oom {options.memory_opt_on_oom} needs a plan for less memory"
         try:
             if (config := options.plan_config) is not None:
@@ -47,33 +47,31 @@ class OrtFactory(EngineFactory):
             return str(error)
         return ""
 
-    def check_options(self, options: "MemOptOptions") -> None:
+    def check_options(self, options: OrtOptions) -> None:
         """See `EngineFactory.check_options`; under `auto` another engine may take a plan that this one cannot."""
         if options.memory_opt_engine == NAME and (config := options.plan_config) is not None:
             check_supported(config)
-        if options.memory_opt_engine == NAME and options.memory_opt_on_oom != "explain":
+        if options.memory_opt_engine == NAME and options.memory_opt_on_oom != EXPLAIN:
             raise MemOptError(
                 f"--memory_opt_on_oom {options.memory_opt_on_oom} with the {NAME} engine: it cannot plan within a "
                 "budget; leave out --memory_opt_engine, or give explain"
             )
         options.check_ort()
 
-    def in_force(
-        self, options: "MemOptOptions", environ: Mapping[str, str]
-    ) -> tuple["MemOptOptions", tuple[str, ...]]:
+    def in_force(self, options: OrtOptions, environ: Mapping[str, str]) -> tuple[OrtOptions, tuple[str, ...]]:
         """The options as ORT's variables change them; under `auto` another engine is the fallback."""
         chosen, remarks = env_options.from_environment(options, environ)
         if options.memory_opt_engine != NAME:
             chosen.ort_fallback = False
         return chosen, remarks
 
-    def create(self, options: "MemOptOptions", selection: Selection) -> Engine:
+    def create(self, options: OrtOptions, selection: Selection) -> Engine:
         """An engine, not yet attached. Raises ConfigError for a plan that ONNX Runtime cannot apply."""
         from optimum_memopt.engines.ort.engine import OrtEngine
 
         return OrtEngine(selection, options, options.memory_opt_log_level)
 
-    def prepare_trainer(self, trainer: "Trainer", engine: Engine, options: "MemOptOptions") -> None:
+    def prepare_trainer(self, trainer: "Trainer", engine: Engine, options: OrtOptions) -> None:
         """`--ort_module_with_loss` and `--ort_fp16_optimizer`.
 
         Raises:

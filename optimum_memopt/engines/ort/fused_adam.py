@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from optimum_memopt.engines.ort.installed import missing as onnxruntime_missing
-from optimum_memopt.training.optimizers import Provider, register_optimizer
+from optimum_memopt.engines.shared.optimizers import Provider, register_optimizer
 
 NAME = "ort_fused_adam"
 _FUSED_OPS = "onnxruntime.training.ortmodule.torch_cpp_extensions.fused_ops"

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
+from optimum_memopt.engines.api.options import EngineOptions
 from optimum_memopt.engines.ort.env_option_checks import check_here
 from optimum_memopt.errors import MemOptError, path_excerpt
 from optimum_memopt.option_values import Numbers
@@ -18,7 +19,7 @@ PER_RANK = frozenset({"ort_cache_dir", "ort_save_onnx"})
 
 
 @dataclass
-class OrtOptions:
+class OrtOptions(EngineOptions):
     """How ORTModule runs the model.
 
     Raises:

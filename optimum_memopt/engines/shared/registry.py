@@ -6,25 +6,20 @@ A new engine is a folder beside this file whose `__init__` ends in `register_eng
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from optimum_memopt.engines.api.factory import EngineFactory
+from optimum_memopt.engines.api.options import AUTO, EngineOptions
 from optimum_memopt.errors import MemOptError, excerpt
-
-if TYPE_CHECKING:
-    from optimum_memopt.options import MemOptOptions
-
-
-AUTO = "auto"
 
 
 @dataclass(frozen=True)
 class Registration:
-    """See `register_engine`."""
+    """An engine and its flags, with the attributes of `register_engine`."""
 
     name: str
     options: type
-    load: Callable[[], EngineFactory]
+    load: Callable[[], EngineFactory[Any]]
     summary: str
     order: int
     for_any_engine: frozenset[str]
@@ -39,7 +34,7 @@ def register_engine(
     name: str,
     *,
     options: type,
-    load: Callable[[], EngineFactory],
+    load: Callable[[], EngineFactory[Any]],
     summary: str,
     order: int = 100,
     for_any_engine: frozenset[str] = frozenset(),
@@ -50,7 +45,8 @@ def register_engine(
 
     Args:
         name: as users write it.
-        options: a dataclass of the engine's flags, all with defaults and with names that no other engine has.
+        options: a dataclass of the engine's flags, beside those of `EngineOptions`; all with defaults and with names
+            that no other engine has.
         load: imports the engine's code; called when it is first needed.
         summary: a few words for the help of `--memory_opt_engine`.
         order: `auto` tries the lowest first; flags of the lowest come last in `--help`.
@@ -78,7 +74,7 @@ def engine_names() -> tuple[str, ...]:
 
 
 @lru_cache
-def factory(name: str) -> EngineFactory:
+def factory(name: str) -> EngineFactory[Any]:
     """The factory of a registered engine.
 
     Raises:
@@ -89,7 +85,7 @@ def factory(name: str) -> EngineFactory:
     return _registrations[name].load()
 
 
-def choose_engines(name: str, options: "MemOptOptions | None" = None) -> tuple[tuple[str, ...], str]:
+def choose_engines(name: str, options: EngineOptions | None = None) -> tuple[tuple[str, ...], str]:
     """The engine for a value of `--memory_opt_engine`, behind it those that could take over, and why it is the first.
 
     Args:
@@ -120,10 +116,9 @@ def given_flags(options: Any, name: str) -> list[str]:
     registration = _registrations[name]
     # Of the object's own class: a subclass may have other defaults (the examples' `TrainingArguments`).
     defaults = {field.name: field.default for field in fields(options)}
+    others = registration.for_any_engine.union(field.name for field in fields(EngineOptions))
     values = {
-        field.name: getattr(options, field.name)
-        for field in fields(registration.options)
-        if field.name not in registration.for_any_engine
+        field.name: getattr(options, field.name) for field in fields(registration.options) if field.name not in others
     }
     return [
         f"--{name}" if isinstance(value, bool) else f"--{name} {excerpt(value)}"
