@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from optimum_memopt.engines.compile.memory.footprint import Footprint
     from optimum_memopt.errors import MemOptError, UnsupportedModelError
     from optimum_memopt.loop import optimize
-    from optimum_memopt.oom.callback import MemoryReportCallback
+    from optimum_memopt.oom.guard import MemoryReportCallback
     from optimum_memopt.options import MemOptOptions
     from optimum_memopt.plans.grammar import ConfigError, PlanConfig, PlanRequest, Strategy
     from optimum_memopt.plans.table import Plan, PlanTable
@@ -71,7 +71,7 @@ _MODULES = {
     "MemOptTrainingArguments": "trainer_args",
     "MemoryPhasesCallback": "callbacks.memory_phases",
     "MemoryReport": "engines.api.explanations",
-    "MemoryReportCallback": "oom.callback",
+    "MemoryReportCallback": "oom.guard",
     "Plan": "plans.table",
     "PlanConfig": "plans.grammar",
     "PlanRequest": "plans.grammar",

@@ -45,9 +45,8 @@ def global_output_hooks() -> Iterator[Any]:
         yield from getattr(torch_module, name).values()
 
 
-def replace_train_sampler(trainer: Any, get_sampler: Callable[..., Any]) -> None:
-    """Have a Trainer take its training sampler from `get_sampler(dataset)` (transformers 5.23)."""
-    trainer._get_train_sampler = get_sampler
+# The method from which a Trainer takes its training sampler, given a data set (transformers 5.23).
+TRAIN_SAMPLER = "_get_train_sampler"
 
 
 def train_batch_size(trainer: Any) -> int:

@@ -11,6 +11,7 @@ import torch
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
 from optimum_memopt.callbacks.reporting import HookingCallback, Reporter, check_log_steps, is_due, is_final, is_printed
+from optimum_memopt.trainer_patches import COUNTED_TOKENS, TrainerPatches
 
 # What torch's losses, and with them transformers' models and label smoother, leave out by default.
 IGNORE_INDEX = -100
@@ -205,17 +206,17 @@ class InputDensityCallback(HookingCallback):
         self._tallies: dict[str, _Tally] = {}
         self._first_step = 0
         self._due = False
-        self._unwrap: Callable[[], None] = _nothing
+        self._patches = TrainerPatches()
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._unwrap()  # a run that died left it wrapped
+        self.remove_hooks()  # of a run that died
         self._tallies = {}
         self._first_step = state.global_step
         trainer = self.reporter.begin(state)
         if self.reporter.active:
-            self._wrap(trainer)
+            self._patches.put(trainer, COUNTED_TOKENS, functools.partial(self._counting, trainer))
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -247,8 +248,8 @@ class InputDensityCallback(HookingCallback):
             self._report(state.global_step, {name: tally.run() for name, tally in self._tallies.items()}, "run_")
 
     def remove_hooks(self) -> None:
-        """See `HookingCallback`."""
-        self._unwrap()
+        """Take the wrapper off the Trainer's `training_step`."""
+        self._patches.undo()
 
     def _report(self, step: int, densities: Mapping[str, Density], scope: str, level: str = "info") -> None:
         """Report a step (`scope` empty) or, with scope `run_`, the run, for which single rows say nothing."""
@@ -299,29 +300,9 @@ class InputDensityCallback(HookingCallback):
         for name in labels:
             self._tallies.setdefault(name, _Tally("LABEL", Padding(index=IGNORE_INDEX))).add(batch, name, self._due)
 
-    def _wrap(self, trainer: Trainer) -> None:
-        before, inner = vars(trainer).get("training_step"), trainer.training_step
-        counts = [functools.partial(self._count, trainer=trainer)]
+    def _counting(self, trainer: Trainer, training_step: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def count_and_step(model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+            self._count(inputs, trainer)
+            return training_step(model, inputs, *args, **kwargs)
 
-        @functools.wraps(inner)
-        def training_step(model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-            for count in counts:
-                count(inputs)
-            return inner(model, inputs, *args, **kwargs)
-
-        def unwrap() -> None:
-            # Where somebody has wrapped ours meanwhile, it stays inside theirs and only calls through.
-            counts.clear()
-            self._unwrap = _nothing
-            if vars(trainer).get("training_step") is training_step:
-                if before is None:
-                    del trainer.training_step
-                else:
-                    trainer.training_step = before
-
-        trainer.training_step = training_step
-        self._unwrap = unwrap
-
-
-def _nothing() -> None:
-    pass
+        return count_and_step

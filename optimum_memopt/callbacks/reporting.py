@@ -17,6 +17,7 @@ from transformers.integrations import integration_utils
 
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.logs import LOG_LEVELS, get_logger, rank
+from optimum_memopt.trainer_patches import REMOVED_HOOKS, TrainerPatches
 
 
 class JsonLines:
@@ -254,7 +255,7 @@ class HookingCallback(TrainerCallback):
         trainer = find_trainer(state)
         # A method of the class: no other callback has done it, and no subclass.
         if "train" not in vars(trainer):
-            trainer.train = removing_hooks(trainer, trainer.train)
+            TrainerPatches().put(trainer, REMOVED_HOOKS, functools.partial(removing_hooks, trainer))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -263,14 +264,8 @@ class HookingCallback(TrainerCallback):
 
 
 def removing_hooks(trainer: Trainer, train: Callable[..., Any]) -> Any:
-    """`train` that removes the hooks of all callbacks when it is over: after an error a Trainer has no event.
+    """`train` that removes the hooks of all callbacks when it is over."""
 
-    Args:
-        trainer: whose callbacks they are.
-        train: its method.
-    """
-
-    @functools.wraps(train)
     def train_and_remove_hooks(*args: Any, **kwargs: Any) -> Any:
         try:
             return train(*args, **kwargs)

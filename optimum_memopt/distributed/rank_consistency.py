@@ -4,13 +4,16 @@ Ranks that differ do train: DDP and ZeRO average whatever they are given. So a n
 or with another variable in its environment, would go unnoticed.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.distributed
+from transformers import Trainer, TrainerState
 
 from optimum_memopt.engines.api.options import REPLAN
 from optimum_memopt.engines.shared.registry import factory, registrations
@@ -117,3 +120,34 @@ def gathered(value: Any) -> list[Any]:
     values = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(values, value)
     return values
+
+
+def comparing(
+    trainer: Trainer, facts_of_run: Callable[[], dict[str, str]], compute_loss: Callable[..., Any]
+) -> Callable[..., Any]:
+    """`compute_loss` that compares the ranks after the first training forward of each run.
+
+    Then the plan table exists and no gradient does: DDP averages during the backward, and under DeepSpeed even the
+    optimizer steps there (accelerate, `DeepSpeedEngineWrapper.backward`).
+    """
+    compared: TrainerState | None = None
+
+    def compute_and_compare(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        nonlocal compared
+        # Each train() makes a new state.
+        if not model.training or compared is trainer.state:
+            return compute_loss(model, *args, **kwargs)
+        compared = trainer.state
+        try:
+            result = compute_loss(model, *args, **kwargs)
+            own = facts_of_run()
+        except Exception as error:
+            compared = None
+            # The others wait for this rank; it ends in its own error in any case.
+            with contextlib.suppress(Exception):
+                check_ranks_agree(failure(error))
+            raise
+        check_ranks_agree(own)
+        return result
+
+    return compute_and_compare

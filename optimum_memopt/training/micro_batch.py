@@ -1,8 +1,7 @@
 """The batches that a Trainer's training data can give, read from the data before anything trains."""
 
 import contextlib
-import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -93,18 +92,9 @@ def check(trainer: Trainer) -> None:
         )
 
 
-def choosing(trainer: Trainer, options: MemOptOptions, engine: str) -> Any:
-    """`train`, within `chosen` if the options ask for that.
+def choosing(trainer: Trainer, options: MemOptOptions, engine: str, train: Callable[..., Any]) -> Callable[..., Any]:
+    """`train`, within `chosen`."""
 
-    Raises:
-        MemOptError: see `check`.
-    """
-    train = trainer.train
-    if options.memory_opt_batch is None:
-        return train
-    check(trainer)
-
-    @functools.wraps(train)
     def choose_and_train(*args: Any, **kwargs: Any) -> Any:
         with chosen(trainer, options, engine):
             return train(*args, **kwargs)

@@ -5,7 +5,7 @@ onnxruntime-training does, shards by itself where a Trainer leaves that to accel
 ValueError at the second epoch (`if not self.sample_complexities` on an array), behind which it takes unsorted groups.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 from torch.utils.data import IterableDataset, Sampler
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from optimum_memopt import compat
 from optimum_memopt.callbacks.reporting import Reporter
 from optimum_memopt.errors import MemOptError
 
@@ -278,3 +279,26 @@ class ComplexityCallback(TrainerCallback):
         # what a checkpoint has seen (`DataLoaderShard.set_epoch` in 1.15), so a resumed run would get epoch 0's order.
         if self.sampler is not None:
             self.sampler.set_epoch(int(state.epoch or 0))
+
+
+def sampler_of(trainer: Trainer, balanced: ComplexityCallback) -> Callable[..., ComplexitySampler]:
+    """Returns what the Trainer takes its sampler from: torch makes batches of it, and accelerate deals them to the
+    ranks. The callback notices a Trainer that takes it elsewhere."""
+
+    def get_train_sampler(dataset: Any = None) -> ComplexitySampler:
+        args, accelerator = trainer.args, trainer.accelerator
+        padding = padding_id(trainer)
+        # Not `dataset`, which lacks the columns that the model does not take, such as the length.
+        complexities = complexities(trainer.train_dataset, args.length_column_name, padding)
+        # With split_batches accelerate cuts each batch for the ranks instead of giving each rank a batch.
+        parts = args.world_size if accelerator.split_batches else 1
+        balanced.sampler = ComplexitySampler(
+            complexities,
+            batch_size=compat.train_batch_size(trainer) // parts,
+            world_size=args.world_size,
+            seed=args.seed if args.data_seed is None else args.data_seed,
+            fill_last=args.world_size > 1 and accelerator.even_batches and not args.dataloader_drop_last,
+        )
+        return balanced.sampler
+
+    return get_train_sampler

@@ -1,6 +1,6 @@
 """What is asked of an engine before it has a model."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic
 
@@ -10,7 +10,7 @@ from optimum_memopt.engines.api.predictions import Estimate, ModelOfRun, StepPre
 from optimum_memopt.sizes import Budget
 
 if TYPE_CHECKING:
-    from transformers import Trainer
+    from transformers import Trainer, TrainerCallback
 
 
 from optimum_memopt.engines.api.engine import Engine
@@ -42,6 +42,19 @@ class Report:
     abilities: tuple[Ability, ...]
     advice: str = ""
     built: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TrainerParts:
+    """What is put on a Trainer for an engine.
+
+    Attributes:
+        wrap_loss: given `compute_loss`, returns what goes around it; None: nothing does.
+        callbacks: beside those that the Trainer has.
+    """
+
+    wrap_loss: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
+    callbacks: "tuple[TrainerCallback, ...]" = ()
 
 
 class EngineFactory(Generic[Options]):
@@ -93,17 +106,18 @@ class EngineFactory(Generic[Options]):
         """
         raise NotImplementedError
 
-    def prepare_trainer(self, trainer: "Trainer", engine: Engine, options: Options) -> None:
-        """Put what this engine's options ask for into a Trainer. Called for all engines, whichever trains.
+    def trainer_parts(self, trainer: "Trainer", engine: Engine, options: Options) -> TrainerParts:
+        """What this engine's options ask for in a Trainer. Called for all engines, whichever trains.
 
         Args:
-            trainer: before its `train()`.
+            trainer: before its `train()`, and left as it is.
             engine: the one that trains.
             options: as `in_force` returned them.
 
         Raises:
-            MemOptError: the options do not go with this Trainer, which is left as it was.
+            MemOptError: the options do not go with this Trainer.
         """
+        return TrainerParts()
 
     def environment_report(self) -> Report:
         """What this engine finds on this machine; compiles nothing."""

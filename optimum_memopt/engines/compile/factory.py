@@ -4,12 +4,13 @@ Its other modules import torch's compilers, of which private names change with e
 this torch is known to be new enough.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from optimum_memopt.engines.api.engine import Engine
 from optimum_memopt.engines.api.explanations import Explanation, FailedStep
-from optimum_memopt.engines.api.factory import Ability, EngineFactory, Report
+from optimum_memopt.engines.api.factory import Ability, EngineFactory, Report, TrainerParts
 from optimum_memopt.engines.api.predictions import Estimate, ModelOfRun, StepPredictor, Workload
 from optimum_memopt.engines.api.run import Selection, StepSpec
 from optimum_memopt.engines.compile.installed import missing
@@ -58,17 +59,18 @@ class CompileFactory(EngineFactory[CompileOptions]):
         plans = Selection(config=options.plan_config, strict=options.memory_opt_strict, plan=options.plan_file)
         mode_of(plans, options.memory_opt_loss)
 
-    def prepare_trainer(self, trainer: "Trainer", engine: Engine, options: CompileOptions) -> None:
+    def trainer_parts(self, trainer: "Trainer", engine: Engine, options: CompileOptions) -> TrainerParts:
         """Label smoothing is computed with the loss, where the Trainer computes its loss as transformers does."""
         if trainer.label_smoother is None or options.memory_opt_loss == PLAIN or engine.name != "compile":
-            return
+            return TrainerParts()
         from transformers import Trainer
 
-        from optimum_memopt.engines.shared.label_smoothing import inside
+        from optimum_memopt.engines.shared.label_smoothing import smoothed_by_engine
 
         is_stock = type(trainer).compute_loss is Trainer.compute_loss and "compute_loss" not in vars(trainer)
         if is_stock and trainer.compute_loss_func is None:
-            trainer.compute_loss = inside(trainer, engine)
+            return TrainerParts(functools.partial(smoothed_by_engine, trainer, engine))
+        return TrainerParts()
 
     def environment_report(self) -> Report:
         """Compilers, devices, kernels, and what is missing."""

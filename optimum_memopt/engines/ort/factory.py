@@ -1,11 +1,12 @@
 """What can be asked of the ort engine before it has a model; works without onnx and onnxruntime."""
 
+import functools
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from optimum_memopt.engines.api.engine import Engine
-from optimum_memopt.engines.api.factory import EngineFactory, Report
+from optimum_memopt.engines.api.factory import EngineFactory, Report, TrainerParts
 from optimum_memopt.engines.api.options import EXPLAIN
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.ort import env_options, extensions, installed
@@ -71,24 +72,25 @@ class OrtFactory(EngineFactory[OrtOptions]):
 
         return OrtEngine(selection, options, options.memory_opt_log_level)
 
-    def prepare_trainer(self, trainer: "Trainer", engine: Engine, options: OrtOptions) -> None:
+    def trainer_parts(self, trainer: "Trainer", engine: Engine, options: OrtOptions) -> TrainerParts:
         """`--ort_module_with_loss` and `--ort_fp16_optimizer`.
 
         Raises:
             MemOptError: a loss that the model does not know; no ONNX Runtime.
         """
         if not options.ort_module_with_loss and not options.ort_fp16_optimizer:
-            return
+            return TrainerParts()
         from optimum_memopt.engines.ort import fp16_optimizer, trainer_loss
-        from optimum_memopt.engines.shared import label_smoothing
+        from optimum_memopt.engines.shared.label_smoothing import smoothed_by_engine
 
         if options.ort_module_with_loss:
             trainer_loss.check(trainer)
         if options.ort_fp16_optimizer:
             fp16_optimizer.check()
-            fp16_optimizer.add_callback(trainer)
-        if options.ort_module_with_loss:
-            trainer.compute_loss = label_smoothing.inside(trainer, engine)
+        return TrainerParts(
+            functools.partial(smoothed_by_engine, trainer, engine) if options.ort_module_with_loss else None,
+            fp16_optimizer.callbacks(trainer) if options.ort_fp16_optimizer else (),
+        )
 
     def environment_report(self) -> Report:
         """Packages that clash, the torch extensions, devices; imports onnxruntime-training."""

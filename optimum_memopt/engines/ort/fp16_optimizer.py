@@ -31,10 +31,10 @@ def check() -> None:
         raise MemOptError(f"{FLAG}: {reason}")
 
 
-def add_callback(trainer: Trainer) -> None:
-    """Have `modify` applied when a run of this Trainer begins."""
-    if not any(isinstance(callback, Fp16OptimizerCallback) for callback in trainer.callback_handler.callbacks):
-        trainer.add_callback(Fp16OptimizerCallback())
+def callbacks(trainer: Trainer) -> tuple[TrainerCallback, ...]:
+    """What applies `modify` when a run of this Trainer begins; nothing where the Trainer has it."""
+    has_one = any(isinstance(callback, Fp16OptimizerCallback) for callback in trainer.callback_handler.callbacks)
+    return () if has_one else (Fp16OptimizerCallback(),)
 
 
 def modify(optimizer: torch.optim.Optimizer) -> str:

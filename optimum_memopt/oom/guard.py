@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
 from optimum_memopt import compat
@@ -30,7 +31,6 @@ from optimum_memopt.oom.failure import (
     Begin,
     Failure,
     Known,
-    OtherRankRanOutError,
     failure_of,
     forward_call,
     free_step,
@@ -38,10 +38,56 @@ from optimum_memopt.oom.failure import (
     parts_of,
 )
 from optimum_memopt.oom.replan import Replanner, StepState
+from optimum_memopt.trainer_patches import GUARDED_OPTIMIZER, GUARDED_STEP, TrainerPatches
 from optimum_memopt.training.loss_only import outputs_read_by
 from optimum_memopt.training.micro_batch import largest_batch
 
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+_FINE, _RAN_OUT, _FAILED = 0, 1, 2
+
+
+class OtherRankRanOutError(Exception):
+    """This rank had enough memory, another one had not; no error that code which retries would take for its own.
+
+    Args:
+        rank: the first that had not.
+    """
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(f"rank {rank} ran out of memory in the forward")
+        self.rank = rank
+
+
+def agreeing(trainer: Trainer, compute_loss: Callable[..., Any]) -> Callable[..., Any]:
+    """`compute_loss` that fails on all ranks when it ran out of memory on one: one small all-gather a forward.
+
+    Raises:
+        OtherRankRanOutError: from it, on ranks that had enough.
+    """
+
+    def compute_and_agree(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not model.training:
+            return compute_loss(model, *args, **kwargs)
+        try:
+            result = compute_loss(model, *args, **kwargs)
+        except Exception as error:
+            _outcomes(_RAN_OUT if is_out_of_memory(error) else _FAILED, trainer.args.device)
+            raise
+        outcomes = _outcomes(_FINE, trainer.args.device)
+        # A rank that failed in another way ends the run by itself.
+        if _RAN_OUT in outcomes and _FAILED not in outcomes:
+            raise OtherRankRanOutError(outcomes.index(_RAN_OUT))
+        return result
+
+    return compute_and_agree
+
+
+def _outcomes(own: int, device: torch.device) -> list[int]:
+    gathered = [torch.zeros(1, dtype=torch.int32, device=device) for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather(gathered, torch.tensor([own], dtype=torch.int32, device=device))
+    return [int(outcome) for outcome in gathered]
 
 
 # No recompute helps in the optimizer's step: the activations are gone by then.
@@ -69,7 +115,7 @@ class MemoryReportCallback(HookingCallback):
         # Before the run's first step, when a CPU's malloc has kept nothing of earlier ones.
         self._first_outside: int | None = None
         self._hook: Any = None
-        self._guarded: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._patches = TrainerPatches()
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -79,20 +125,16 @@ class MemoryReportCallback(HookingCallback):
         if self.replanner is not None:
             self.replanner.begin(trainer)
         self._watch_forwards(kwargs["model"])
-        if trainer not in self._guarded:
-            self._guarded.add(trainer)
-            trainer.training_step = self._guard_step(trainer.training_step)
+        self._patches.put(trainer, GUARDED_STEP, self._guard_step)
         # Each train() wraps the optimizer anew.
-        if (optimizer := trainer.optimizer) is not None and optimizer not in self._guarded:
-            self._guarded.add(optimizer)
-            optimizer.step = self._guard_optimizer(optimizer.step)
+        if trainer.optimizer is not None:
+            self._patches.put(trainer.optimizer, GUARDED_OPTIMIZER, self._guard_optimizer)
 
     def note_forward(self, args: Any, kwargs: Any, reader: str) -> None:
         """Remember what the model's training forward is called with, without its tensors' data."""
         self._call = forward_call(args, kwargs, reader)
 
     def _guard_step(self, training_step: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        @functools.wraps(training_step)
         def step(model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
             first: Exception | None = None
             while True:
@@ -136,7 +178,6 @@ class MemoryReportCallback(HookingCallback):
         return False
 
     def _guard_optimizer(self, optimizer_step: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(optimizer_step)
         def step(*args: Any, **kwargs: Any) -> Any:
             try:
                 return optimizer_step(*args, **kwargs)
@@ -248,7 +289,8 @@ class MemoryReportCallback(HookingCallback):
         self._hook = model.register_forward_pre_hook(before_forward, with_kwargs=True)
 
     def remove_hooks(self) -> None:
-        """See `HookingCallback`."""
+        """Take the hook off the model, and the wrappers off the Trainer and its optimizer."""
+        self._patches.undo()
         if self._hook is not None:
             self._hook.remove()
         self._hook = self._call = None
