@@ -1,9 +1,9 @@
 """All that is put on a Trainer: one ordered list, with undo.
 
-A method is replaced once, by a function that calls the wrappers of `PATCHES` in their order around what was there. Where
-somebody else has wrapped that function meanwhile, `undo` leaves it inside of theirs, with nothing to do. What is put on
-for a run (`HookingCallback`) is undone when `train()` is over, however it ends; what `attach` puts on stays with the
-Trainer for its next `train()`, unless `attach` itself fails.
+A method is replaced once, by a function that calls the wrappers of `PATCHES` in their order around what was there.
+Where somebody else has wrapped that function meanwhile, `undo` leaves it inside of theirs, with nothing to do. What
+is put on for a run (`HookingCallback`) is undone when `train()` is over, however it ends; what `attach` puts on stays
+with the Trainer for its next `train()`, unless `attach` itself fails.
 """
 
 import functools
@@ -82,7 +82,7 @@ class _Method:
         def function(*args: Any, **kwargs: Any) -> Any:
             return self._call(*args, **kwargs)
 
-        function._memopt_method = self  # type: ignore[attr-defined]
+        function.memopt_method = self  # type: ignore[attr-defined]
         self.function = function
         setattr(owner, name, function)
 
@@ -90,7 +90,7 @@ class _Method:
     def of(cls, owner: Any, name: str) -> "_Method":
         """The method that is in place; a new one where nobody has put one on, or somebody has wrapped it since."""
         current = vars(owner).get(name)
-        known: _Method | None = getattr(current, "_memopt_method", None)
+        known: _Method | None = getattr(current, "memopt_method", None)
         return known if known is not None and known.function is current else cls(owner, name)
 
     def add(self, patch: Patch, wrap: Wrap) -> Callable[[], None]:

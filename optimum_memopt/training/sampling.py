@@ -289,11 +289,11 @@ def sampler_of(trainer: Trainer, balanced: ComplexityCallback) -> Callable[..., 
         args, accelerator = trainer.args, trainer.accelerator
         padding = padding_id(trainer)
         # Not `dataset`, which lacks the columns that the model does not take, such as the length.
-        complexities = complexities(trainer.train_dataset, args.length_column_name, padding)
+        of_samples = complexities(trainer.train_dataset, args.length_column_name, padding)
         # With split_batches accelerate cuts each batch for the ranks instead of giving each rank a batch.
         parts = args.world_size if accelerator.split_batches else 1
         balanced.sampler = ComplexitySampler(
-            complexities,
+            of_samples,
             batch_size=compat.train_batch_size(trainer) // parts,
             world_size=args.world_size,
             seed=args.seed if args.data_seed is None else args.data_seed,
