@@ -1,6 +1,6 @@
 """Runs the commands that the README and the pages show, and writes their output into them.
 
-    python docs/outputs.py            # everything, a few minutes on two cores
+    python docs/outputs.py            # everything, ten minutes on two quiet cores
     python docs/outputs.py level-1    # only these
     python docs/outputs.py --check    # runs nothing: every block has its recipe, and the same text wherever it stands
 
