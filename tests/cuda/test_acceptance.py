@@ -49,7 +49,7 @@ def test_checks_of_each_kind_run_to_their_ends(part, tmp_path):
     check(part, FEW[part], tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("part", FEW)
 def test_every_check_runs_to_its_end(part, tmp_path):

@@ -20,7 +20,6 @@ from tests.unit.made import FULL, MIB, timeline
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 pytestmark = [
-    pytest.mark.end_to_end,
     pytest.mark.skipif(BROWSER is None, reason="needs Chromium or Chrome"),
 ]
 
