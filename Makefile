@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 EXTRAS := ort,deepspeed,examples,report,test
-# What only tests train with.
+# What only tests train with, and look at pages with.
 TEST_STAMP := $(VENV)/.installed-test
 
 # ONNX Runtime Training has wheels up to 3.12 and the constraints are those of 3.11; asking each interpreter to run
@@ -34,6 +34,7 @@ $(STAMP): setup.cfg constraints.txt | $(BIN)/pip
 
 $(TEST_STAMP): setup.cfg constraints.txt | $(STAMP)
 	$(BIN)/pip install -e ".[quantized]" -c constraints.txt
+	$(BIN)/python tests/browser.py
 	@touch $@
 
 DEMO = $(BIN)/python examples/run_glue/run_glue.py --max_train_samples 1600 --max_eval_samples 500 \
