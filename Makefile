@@ -95,7 +95,7 @@ test-all: lint
 	$(PYTEST) $(TESTS) --hypothesis-profile thorough $(TEST_ARGS)
 
 # The CUDA build of torch on a stand-in for the device, or on a GPU: GPU=1. `===` takes no build with a local version,
-# such as 2.13.0+cpu. TEST_ARGS="-m nightly": every check of benchmarks/gpu_acceptance.py, for half an hour.
+# such as 2.13.0+cpu. TEST_ARGS="-m nightly": every check of benchmarks/gpu/acceptance.py, for half an hour.
 CUDA_TORCH := 2.13.0
 CUDA_VENV := .venv-cuda-$(CUDA_TORCH)
 CUDA_STAMP := $(CUDA_VENV)/.installed

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import budget_baselines
 import frontier
-import gpu_report
 import loss
 import pytest
 from budget_baselines import Compared
+from gpu import report
 from loss_worker import PLAIN
 
 
@@ -69,12 +69,12 @@ def test_gpu_checks_need_no_more_than_torch_transformers_and_accelerate():
 import sys
 for absent in ("matplotlib", "onnxruntime", "optimum", "peft", "scipy"):
     sys.modules[absent] = None
-from gpu_acceptance import PARTS, checks_of
+from gpu.acceptance import PARTS, checks_of
 checks = [check for part in PARTS for check in checks_of(part)]
 assert len({check.name for check in checks}) == len(checks) > 50
 print({check.name.split(",")[0] for check in checks if check.missing()})
 """
-    folder = Path(gpu_report.__file__).parent
+    folder = Path(report.__file__).parents[1]
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=folder)
     assert done.returncode == 0, done.stderr
     assert "budgets" in done.stdout and "kernels" not in done.stdout
