@@ -8,7 +8,7 @@ import torch
 from optimum_memopt.engines.ort import compat, compat_export
 from tests import fresh_process
 from tests.ort.helpers import needs_ort
-from tests.tiers import tiered
+from tests.rotation import nightly
 
 pytestmark = needs_ort
 
@@ -113,7 +113,7 @@ def succeed(tmp_path, body, **options):
 
 
 # That each patch is still needed; whether they do their work, the tests below say.
-@pytest.mark.parametrize("without, message", tiered(BREAKS.values(), fast=[BREAKS["jit_utils"]]), ids=BREAKS)
+@pytest.mark.parametrize("without, message", nightly(BREAKS.values(), but=[BREAKS["jit_utils"]]), ids=BREAKS)
 def test_what_breaks_without_the_patch(tmp_path, without, message):
     if "NVTX" in message and torch.cuda.is_available():
         pytest.skip("this torch has NVTX")
@@ -169,7 +169,7 @@ assert not any(old is new for old, new in zip(before, now))
     )
 
 
-@pytest.mark.parametrize("with_patch", tiered([True, False], fast=[True]))
+@pytest.mark.parametrize("with_patch", nightly([True, False], but=[True]))
 def test_deepspeed_is_imported_only_without_the_patch(tmp_path, with_patch):
     (tmp_path / "deepspeed.py").write_text("import sys; print('deepspeed was imported', file=sys.__stdout__)")
     without = "" if with_patch else "compat._block_deepspeed_import = contextlib.nullcontext\n"
@@ -179,7 +179,7 @@ def test_deepspeed_is_imported_only_without_the_patch(tmp_path, with_patch):
     assert ("deepspeed was imported" in after) is with_patch, "a user's own import must still work"
 
 
-@pytest.mark.parametrize("with_patch", tiered([True, False], fast=[True]))
+@pytest.mark.parametrize("with_patch", nightly([True, False], but=[True]))
 def test_logging_and_the_path_are_the_user_s_with_the_patch(tmp_path, with_patch):
     without = "" if with_patch else "compat._preserve_logging_and_path = contextlib.nullcontext\n"
     output = succeed(
@@ -197,7 +197,7 @@ logging.getLogger("mine").info("said")
     assert (f"path {True}" in output) is with_patch
 
 
-@pytest.mark.parametrize("with_patch", tiered([True, False], fast=[True]))
+@pytest.mark.parametrize("with_patch", nightly([True, False], but=[True]))
 def test_output_during_an_export_is_seen_with_the_patch(tmp_path, with_patch):
     without = "" if with_patch else "compat_export.keep_output_visible = contextlib.nullcontext\n"
     output = succeed(

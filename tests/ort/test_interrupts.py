@@ -20,7 +20,7 @@ from optimum_memopt.plans.grammar import parse
 from tests.gradients import assert_same_step
 from tests.model_zoo import ZOO
 from tests.ort.helpers import needs_ort
-from tests.tiers import tiered
+from tests.rotation import nightly
 
 pytestmark = needs_ort
 
@@ -68,7 +68,7 @@ def interrupt_in(model: torch.nn.Module, place: str, monkeypatch: pytest.MonkeyP
     return lambda: context.__exit__(None, None, None)
 
 
-@pytest.mark.parametrize("place", tiered(["export", *PLACES], fast=["export", "_build_graph"]))
+@pytest.mark.parametrize("place", nightly(["export", *PLACES], but=["export", "_build_graph"]))
 def test_an_interrupted_first_forward(monkeypatch: Any, tmp_path: Path, place: str) -> None:
     model, plain, engine = attached(monkeypatch, tmp_path)
     variables, export = dict(os.environ), torch.onnx.export

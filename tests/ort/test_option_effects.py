@@ -17,15 +17,15 @@ from tests.ort.helpers import (
     optimize,
     run_script,
 )
-from tests.tiers import tiered
+from tests.rotation import nightly
 
 
 @needs_ort
 @pytest.mark.parametrize(
     "option",
-    tiered(
+    nightly(
         ["ort_compute_optimizer", "ort_embedding_sparse_optimizer", "ort_label_sparse_optimizer"],
-        fast=["ort_label_sparse_optimizer"],
+        but=["ort_label_sparse_optimizer"],
     ),
 )
 def test_switches_that_crash_upstream_train(option):

@@ -86,7 +86,7 @@ def test_what_works_without_the_extensions_and_how_to_get_them(tmp_path):
 
 
 @needs_ort
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_table_names_a_missing_compiler_and_the_command(tmp_path):
     done = cli(cache=tmp_path / "cache", CXX="no-such-compiler")
     assert done.returncode == 0, done.stderr
@@ -96,7 +96,7 @@ def test_the_table_names_a_missing_compiler_and_the_command(tmp_path):
 
 
 @needs_ort
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_packages_that_overwrite_each_other_are_told(tmp_path):
     pretend_installed(tmp_path / "second", "onnxruntime", "1.30.0")
     report = json.loads(cli("--json", cache=tmp_path / "cache", path=tmp_path / "second").stdout)
@@ -108,7 +108,7 @@ def test_two_packages_that_overwrite_each_other_are_told(tmp_path):
 
 
 @needs_ort
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_onnxruntime_that_cannot_be_imported_is_no_traceback(tmp_path):
     broken = tmp_path / "first" / "onnxruntime"
     broken.mkdir(parents=True)

@@ -33,8 +33,8 @@ needs_compiler = pytest.mark.skipif(not can_build(), reason="DeepSpeed compiles 
 builds = pytest.mark.timeout(1800)
 EACH = [
     "torch_fused_adamw",
-    pytest.param("deepspeed_fused_adam", marks=(pytest.mark.slow, needs_deepspeed, needs_compiler, builds)),
-    pytest.param("deepspeed_cpu_adam", marks=(pytest.mark.slow, needs_deepspeed, needs_compiler, builds)),
+    pytest.param("deepspeed_fused_adam", marks=(pytest.mark.extensions, needs_deepspeed, needs_compiler, builds)),
+    pytest.param("deepspeed_cpu_adam", marks=(pytest.mark.extensions, needs_deepspeed, needs_compiler, builds)),
 ]
 CLASSES = {
     "torch_fused_adamw": "torch.optim.adamw.AdamW",
@@ -264,7 +264,7 @@ def test_zero_takes_the_optimizer_without_being_told_that_it_may(under_deepspeed
     assert distance(torch.load(folder / "weights.pt"), weights(reference.model)) < CLOSE
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @needs_deepspeed
 @needs_compiler
 @builds

@@ -1,7 +1,5 @@
 """Two ranks under `auto` with a model that ONNX Runtime cannot train: both end on the compile engine, in step."""
 
-import pytest
-
 from tests.train.launchers.launching import launcher, run_jobs
 from tests.train.launchers.worker import Job
 from tests.trainer_runs import distance
@@ -9,7 +7,6 @@ from tests.trainer_runs import distance
 ARGUMENTS = {"max_steps": 2, "per_device_train_batch_size": 4, "memory_opt_level": 1}
 
 
-@pytest.mark.slow
 def test_all_ranks_go_on_with_compile(tmp_path):
     jobs = [
         Job("auto", "auto", model="modernbert-mlm", arguments=ARGUMENTS),

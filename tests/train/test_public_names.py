@@ -96,7 +96,6 @@ def imported_so_far():
     return {step: set(names) for step, names in json.loads(done.stdout.splitlines()[-1]).items()}
 
 
-@pytest.mark.end_to_end
 @pytest.mark.parametrize("step", STEPS)
 def test_what_a_part_of_the_package_does_not_import(imported_so_far, step):
     modules, others = STEPS[step]
@@ -105,7 +104,6 @@ def test_what_a_part_of_the_package_does_not_import(imported_so_far, step):
     assert not others & (imported_so_far[step] - by_transformers)
 
 
-@pytest.mark.end_to_end
 def test_no_module_imports_what_transformers_does_not(imported_so_far):
     assert set(HEAVY) & imported_so_far["all"] <= imported_so_far[PLAIN]
 

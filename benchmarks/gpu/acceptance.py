@@ -1,9 +1,9 @@
 """Proves or breaks every CUDA path on one GPU, in three parts of at most 8 minutes each.
 
-    python benchmarks/gpu_acceptance.py --part right
-    python benchmarks/gpu_acceptance.py --part predicted --out results
-    python benchmarks/gpu_acceptance.py --part worth --only "llama"
-    python benchmarks/gpu_acceptance.py --report results --docs docs
+    python benchmarks/gpu/acceptance.py --part right
+    python benchmarks/gpu/acceptance.py --part predicted --out results
+    python benchmarks/gpu/acceptance.py --part worth --only "llama"
+    python benchmarks/gpu/acceptance.py --report results --docs docs
 
 Parts:
 
@@ -32,10 +32,11 @@ from pathlib import Path
 from typing import IO, Any
 
 # A checkout need not be installed.
+sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import gpu_report
-from gpu_checks import FAIL, SKIP, Check, Outcome, Setting, crash, heard, serve
+from gpu import report
+from gpu.checks import FAIL, SKIP, Check, Outcome, Setting, crash, heard, serve
 
 PARTS = ("right", "predicted", "worth")
 # After these the rest of a part is left out.
@@ -45,7 +46,7 @@ _PATIENCE = 10
 
 def checks_of(part: str) -> list[Check]:
     """In the order in which they run."""
-    return list(importlib.import_module(f"gpu_{part}").CHECKS)
+    return list(importlib.import_module(f"gpu.{part}").CHECKS)
 
 
 class Worker:
@@ -172,7 +173,7 @@ def run_part(arguments: argparse.Namespace) -> int:
         print(outcome, flush=True)
         found.append(outcome)
         if arguments.out:
-            gpu_report.save(arguments.out, arguments.part, "".join(about[:1]), found)
+            report.save(arguments.out, arguments.part, "".join(about[:1]), found)
     print(*about[:1])
     counts = {status: sum(outcome.status == status for outcome in found) for status in ("PASS", FAIL, SKIP)}
     print(f"{arguments.part}: {', '.join(f'{count} {status}' for status, count in counts.items())}")
@@ -199,7 +200,7 @@ def _parser() -> argparse.ArgumentParser:
 def main() -> int:
     arguments = _parser().parse_args()
     if arguments.report:
-        gpu_report.fill_docs(arguments.report, arguments.docs)
+        report.fill_docs(arguments.report, arguments.docs)
         return 0
     if arguments.worker:
         import torch
@@ -209,7 +210,7 @@ def main() -> int:
             torch.backends.cuda.enable_cudnn_sdp(False)
         names = json.load(sys.stdin)
         by_name = {check.name: check for check in checks_of(arguments.part)}
-        return serve([by_name[name] for name in names], setting, gpu_report.conditions())
+        return serve([by_name[name] for name in names], setting, report.conditions())
     return run_part(arguments)
 
 

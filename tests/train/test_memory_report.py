@@ -14,8 +14,6 @@ from optimum_memopt.engines.api.explanations import OPTIMIZER, OPTIMIZER_STEP, P
 from tests.limited_memory import LimitedTensors
 from tests.trainer_runs import log_lines, make
 
-pytestmark = pytest.mark.end_to_end
-
 
 class UnderLimit(Trainer):
     """A stock Trainer whose steps may not make more than so many bytes of tensors, from the second on."""

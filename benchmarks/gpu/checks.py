@@ -1,4 +1,4 @@
-"""What a check of gpu_acceptance.py is, and the process that runs some of them one after the other."""
+"""What a check of gpu/acceptance.py is, and the process that runs some of them one after the other."""
 
 import gc
 import importlib.util

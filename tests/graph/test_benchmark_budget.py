@@ -1,10 +1,8 @@
 """benchmarks/budget.py: what its numbers mean, and a small run of its solver's parts."""
 
-import argparse
 from dataclasses import replace
 
 import budget
-import budget_baselines
 import budget_cases
 import budget_ragged
 import budget_solver
@@ -78,25 +76,6 @@ def test_extra_time_is_weighted_by_the_batches():
     assert [row["plans for lengths up to"] for row in rows] == ["16", "8, 16"]
 
 
-@pytest.mark.slow
-@pytest.mark.end_to_end
-def test_a_small_model_against_its_baselines(tmp_path):
-    """Peaks of checkpointing are between level 1's and none, and the solver is nowhere slower than a baseline."""
-    saved = {}
-    budget_baselines.run(saved, lambda: None, argparse.Namespace(quick=True))
-    compared = {one["name"]: Compared(**one) for one in saved["RoBERTa-base"]["compared"]}
-    everything = saved["RoBERTa-base"]["everything"]
-    assert len([name for name in compared if name.startswith("row ")]) > 5
-    assert compared["checkpointing, all layers"].peak < compared["checkpointing, 1 of 2 layers"].peak < everything
-    assert compared["level 1"].seconds > 0
-    assert all(one.solver_peak <= one.peak and one.ratio <= 1.0 + 1e-6 for one in compared.values())
-    (text,) = budget_baselines.sections(saved).values()
-    assert "| checkpointing, all layers" in text
-    budget_baselines.plot(saved, tmp_path / "found.svg")
-    assert "checkpointing" in (tmp_path / "found.svg").read_text()
-
-
-@pytest.mark.end_to_end
 def test_checkpointing_recomputes_its_layers_and_the_solver_takes_no_longer():
     problem = trace(Shape("roberta", 2, 64, 64, 64), estimated, dtype=torch.float32)
     every, second = (simulate(problem, problem.closure(checkpointed(problem, count))) for count in (1, 2))

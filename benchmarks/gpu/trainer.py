@@ -1,6 +1,6 @@
-"""Trainer end to end and DDP of one process, for the part `worth` of gpu_acceptance.py.
+"""Trainer end to end and DDP of one process, for the part `worth` of gpu/acceptance.py.
 
-python benchmarks/gpu_trainer.py --backend nccl --quick      # what `distributed` starts
+python benchmarks/gpu/trainer.py --backend nccl --quick      # what `distributed` starts
 """
 
 import argparse
@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 # A checkout need not be installed.
+sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import transformers
-from gpu_checks import Figure, Setting, clean_up, within
-from gpu_steps import BASE, TINY, Shape, adamw, batch_of, build, forward, planned
+from gpu.checks import Figure, Setting, clean_up, within
+from gpu.steps import BASE, TINY, Shape, adamw, batch_of, build, forward, planned
 
 _WARM_UP = 5
 # Of a step's time, and of losses under bf16.

@@ -1,11 +1,11 @@
-"""Offload whose copies are late, for the part `right` of gpu_acceptance.py."""
+"""Offload whose copies are late, for the part `right` of gpu/acceptance.py."""
 
 import contextlib
 from collections.abc import Iterator
 
 import torch
-from gpu_checks import Figure, Setting, within
-from gpu_steps import SMALL, TINY, batch_of, build, gradients, largest_error, offload_config, planned
+from gpu.checks import Figure, Setting, within
+from gpu.steps import SMALL, TINY, batch_of, build, gradients, largest_error, offload_config, planned
 
 # Of a copy that others queue behind, and of the delay on the streams; both take milliseconds.
 _BLOCK = 256 * 2**20

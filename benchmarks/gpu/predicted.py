@@ -1,4 +1,4 @@
-"""The part `predicted` of gpu_acceptance.py: bytes, budgets and hidden copies against what a GPU shows."""
+"""The part `predicted` of gpu/acceptance.py: bytes, budgets and hidden copies against what a GPU shows."""
 
 import functools
 import tempfile
@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from gpu_checks import Check, Figure, Setting, clean_up, within
-from gpu_steps import (
+from gpu.checks import Check, Figure, Setting, clean_up, within
+from gpu.steps import (
     BASE,
     MIB,
     MODELS,

@@ -1,4 +1,4 @@
-"""The part `worth` of gpu_acceptance.py: samples a second at the largest batch under a cap of memory."""
+"""The part `worth` of gpu/acceptance.py: samples a second at the largest batch under a cap of memory."""
 
 import functools
 import math
@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from gpu_checks import Check, Figure, Setting
-from gpu_steps import MIB, TINY, Batch, Held, Shape, adamw, batch_of, build, planned, train
-from gpu_trainer import distributed, observers
+from gpu.checks import Check, Figure, Setting
+from gpu.steps import MIB, TINY, Batch, Held, Shape, adamw, batch_of, build, planned, train
+from gpu.trainer import distributed, observers
 
 _CAPS_GIB = (24, 40)
 _QUICK_CAPS_GIB = (0.25,)

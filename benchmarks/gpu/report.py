@@ -1,4 +1,4 @@
-"""The figures of gpu_acceptance.py as files and as tables of the documentation."""
+"""The figures of gpu/acceptance.py as files and as tables of the documentation."""
 
 import json
 import platform
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from gpu_checks import Outcome
+from gpu.checks import Outcome
 from shared import fill, to_markdown
 
 from optimum_memopt.installed import installed_version

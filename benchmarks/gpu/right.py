@@ -1,4 +1,4 @@
-"""The part `right` of gpu_acceptance.py: the same gradients as plain PyTorch, and the kernels and buffers that are
+"""The part `right` of gpu/acceptance.py: the same gradients as plain PyTorch, and the kernels and buffers that are
 told."""
 
 import functools
@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from gpu_checks import Check, Figure, Setting, within
-from gpu_offload import delayed_copies
-from gpu_steps import (
+from gpu.checks import Check, Figure, Setting, within
+from gpu.offload import delayed_copies
+from gpu.steps import (
     MIB,
     MODELS,
     SMALL,

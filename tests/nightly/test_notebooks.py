@@ -1,12 +1,9 @@
 """The notebooks run from the first cell to the last, and show what they say."""
 
-import pytest
-
 from optimum_memopt import Estimate
-from tests.unit.notebooks import values_of
+from tests.nightly.notebooks import values_of
 
 
-@pytest.mark.slow
 def test_plan() -> None:
     estimate, breakdown, (fits, fits_less), batches, run, curve, planned, module = values_of("plan.ipynb")
     rows, rows_recomputed = batches

@@ -71,7 +71,6 @@ def run(script: Path, flags: str, folder: Path) -> subprocess.CompletedProcess:
     return fresh_process.run(script, "--output_dir", folder, *shlex.split(flags), environment=environment, timeout=900)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_the_recommended_flag_gets_the_script_to_train(tmp_path, name):
     script = tmp_path / "script.py"

@@ -1,4 +1,4 @@
-"""Models on a GPU, their training steps, and what torch's allocator says of them; for gpu_acceptance.py."""
+"""Models on a GPU, their training steps, and what torch's allocator says of them; for gpu/acceptance.py."""
 
 import contextlib
 import statistics

@@ -1,10 +1,6 @@
 """The page in a browser, where there is one: no text overlaps another, or is cut; a screenshot of each stays."""
 
-import html
-import json
-import re
-import shutil
-import subprocess
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -15,31 +11,23 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from optimum_memopt.report.page import render
+from tests.browser import Browser, find
 from tests.unit.made import FULL, MIB, timeline
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = pytest.mark.skipif(find() is None, reason="needs Chromium or Chrome: python tests/browser.py")
 
-pytestmark = [
-    pytest.mark.end_to_end,
-    pytest.mark.skipif(BROWSER is None, reason="needs Chromium or Chrome"),
-]
-
-# Boxes of the texts of each picture, and of the picture; whether the page is wider than the window.
+# Boxes of the texts of each picture, and of the picture; by how much the page is wider than the window.
 MEASURE = """
-<script>
-const box = (element) => { const r = element.getBoundingClientRect(); return [r.left, r.top, r.right, r.bottom] };
-const pictures = [...document.querySelectorAll("svg")].map((svg) => ({
-  box: box(svg),
-  texts: [...svg.querySelectorAll("text")].filter((text) => text.textContent.trim()).map((text) => ({
-    text: text.textContent.trim(), box: box(text)
-  }))
-}));
-const wide = document.documentElement.scrollWidth - document.documentElement.clientWidth;
-const found = document.createElement("pre");
-found.id = "measured";
-found.textContent = JSON.stringify({pictures, wide});
-document.body.append(found);
-</script>
+(() => {
+  const box = (element) => { const r = element.getBoundingClientRect(); return [r.left, r.top, r.right, r.bottom] };
+  const pictures = [...document.querySelectorAll("svg")].map((svg) => ({
+    box: box(svg),
+    texts: [...svg.querySelectorAll("text")].filter((text) => text.textContent.trim()).map((text) => ({
+      text: text.textContent.trim(), box: box(text)
+    }))
+  }));
+  return {pictures, wide: document.documentElement.scrollWidth - document.documentElement.clientWidth};
+})()
 """
 # Pixels; a text's box has room above its letters and below them.
 ROOM = 3
@@ -56,12 +44,11 @@ CASES = {
 }
 
 
-def browse(path: Path, *flags: str) -> str:
-    assert BROWSER is not None
-    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={path.parent / 'profile'}"]
-    done = subprocess.run([*command, *flags, path.as_uri()], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    browser = Browser(tmp_path_factory.mktemp("profile"))
+    yield browser
+    browser.close()
 
 
 def overlap(one: list[float], other: list[float]) -> bool:
@@ -70,10 +57,10 @@ def overlap(one: list[float], other: list[float]) -> bool:
     return right - left > ROOM and bottom - top > ROOM
 
 
-def measure(path: Path, text: str, width: int) -> dict[str, Any]:
-    path.write_text(text + MEASURE)
-    dom = browse(path, f"--window-size={width},3000", "--dump-dom")
-    return json.loads(html.unescape(re.search(r'<pre id="measured">(.*?)</pre>', dom, re.DOTALL)[1]))
+def measure(browser: Browser, path: Path, text: str, width: int) -> dict[str, Any]:
+    path.write_text(text)
+    browser.open(path, width)
+    return browser.evaluate(MEASURE)
 
 
 def cut(picture: dict[str, Any]) -> list[str]:
@@ -92,25 +79,26 @@ def overlapping(picture: dict[str, Any]) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("width", [1200, 700], ids=["wide", "narrow"])
 @pytest.mark.parametrize("name", CASES)
-def test_texts_of_pictures_neither_overlap_nor_are_cut(tmp_path: Path, name: str, width: int) -> None:
-    path = tmp_path / "report.html"
-    measured = measure(path, render(CASES[name]).html, width)
+def test_texts_of_pictures_neither_overlap_nor_are_cut(
+    browser: Browser, tmp_path: Path, name: str, width: int
+) -> None:
+    measured = measure(browser, tmp_path / "report.html", render(CASES[name]).html, width)
     assert measured["wide"] <= 0, "the page has to be scrolled sideways"
     assert len(measured["pictures"]) >= 3
     for picture in measured["pictures"]:
         assert not cut(picture)
         assert not overlapping(picture)
     if name == "full":
-        browse(path, f"--window-size={width},3000", f"--screenshot={tmp_path / 'report.png'}")
+        (tmp_path / "report.png").write_bytes(browser.screenshot())
         assert (tmp_path / "report.png").stat().st_size > 10_000
 
 
-def test_what_is_wrong_is_found(tmp_path: Path) -> None:
+def test_what_is_wrong_is_found(browser: Browser, tmp_path: Path) -> None:
     texts = '<text x="10" y="50">one</text><text x="20" y="52">two</text><text x="150" y="90">beyond</text>'
     page = (
         f'<html><body><svg width="160" height="100">{texts}</svg><div style="width: 2000px">wide</div></body></html>'
     )
-    measured = measure(tmp_path / "wrong.html", page, 700)
+    measured = measure(browser, tmp_path / "wrong.html", page, 700)
     (picture,) = measured["pictures"]
     assert measured["wide"] > 0
     assert cut(picture) == ["beyond"]
