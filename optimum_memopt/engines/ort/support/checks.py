@@ -1,15 +1,19 @@
-"""What ONNX Runtime can train: checks before training, and the attention implementation that it needs."""
+"""Checks of what ONNX Runtime can train: models, Trainers, traced forwards; the attention implementation it needs."""
 
+import contextlib
 import os
-from collections.abc import Sequence
+import random
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy
 import torch
+from transformers import Trainer
 
 from optimum_memopt.compat import attention_implementation
-from optimum_memopt.engines.ort import compat, compat_torch, cuda_libraries
-from optimum_memopt.engines.ort.extensions import BUILD_COMMAND
-from optimum_memopt.engines.ort.installed import DISTRIBUTIONS
+from optimum_memopt.engines.ort.compat import installation, ortmodule, torch_modules
+from optimum_memopt.engines.ort.compat.extensions import BUILD_COMMAND
+from optimum_memopt.engines.ort.compat.installation import DISTRIBUTIONS
 from optimum_memopt.engines.shared import in_place
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
 from optimum_memopt.installed import installed_version
@@ -19,7 +23,7 @@ from optimum_memopt.logs import get_logger
 _ATTENTION_DROPOUTS = ("attention_probs_dropout_prob", "attention_dropout", "attn_pdrop", "dropout_rate")
 # ORT's gradient of Squeeze fails in T5's sdpa graph, also without dropout.
 _EAGER_ONLY = frozenset({"t5", "mt5", "umt5", "longt5"})
-_DATA_PARALLEL_WAY_OUT = (
+_DATA_PARALLEL = (
     "ONNX Runtime cannot train under DataParallel; start one process for each GPU, for example with accelerate "
     "launch, or make one GPU visible with CUDA_VISIBLE_DEVICES=0"
 )
@@ -44,7 +48,7 @@ def check(model: torch.nn.Module, checkpointing: bool = False) -> None:
     in_place.check_parameters(model)
     name = type(model).__name__
     if isinstance(model, torch.nn.DataParallel):
-        raise UnsupportedModelError(f"the ort engine under torch.nn.DataParallel: {_DATA_PARALLEL_WAY_OUT}")
+        raise UnsupportedModelError(f"the ort engine under torch.nn.DataParallel: {_DATA_PARALLEL}")
     checkpointed = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
     if checkpointed and checkpointing:
         _check_reentrant(name, checkpointed)
@@ -66,21 +70,17 @@ def check(model: torch.nn.Module, checkpointing: bool = False) -> None:
 def check_device(name: str, device_type: str) -> None:
     """Refuse devices that the installed ONNX Runtime does not support: it would read GPU memory as host memory.
 
-    Args:
-        name: of the model's class.
-        device_type: of its parameters, as `cuda`.
-
     Raises:
-        UnsupportedModelError: see there, and for a build that lacks one of CUDA's libraries.
+        UnsupportedModelError: also for a build that lacks one of CUDA's libraries.
     """
     if device_type == "cpu":
         return
     build = " ".join(installed_version(DISTRIBUTIONS) or ("onnxruntime-training",))
-    if device_type == "cuda" and compat.runs_on_gpus():
-        if library := cuda_libraries.missing():
+    if device_type == "cuda" and ortmodule.runs_on_gpus():
+        if library := installation.missing_library():
             raise UnsupportedModelError(
                 f"{name} is on cuda, and {build} does not find {library} of CUDA 11.8",
-                f"{_COMPILE}, or {cuda_libraries.command(library)}",
+                f"{_COMPILE}, or {installation.library_command(library)}",
             )
         return
     raise UnsupportedModelError(
@@ -91,7 +91,7 @@ def check_device(name: str, device_type: str) -> None:
 
 def _check_reentrant(name: str, modules: Sequence[torch.nn.Module]) -> None:
     """The exporter traces through non-re-entrant checkpointing, so nothing would be checkpointed."""
-    functions = (compat_torch.checkpoint_function(module) for module in modules)
+    functions = (torch_modules.checkpoint_function(module) for module in modules)
     if not all(getattr(function, "keywords", {}).get("use_reentrant") for function in functions):
         raise UnsupportedModelError(
             f"{name} has activation checkpointing that is not re-entrant: the export would lose it; call "
@@ -111,21 +111,20 @@ def check_operators(
         has_extensions: the torch extensions are built and on.
 
     Raises:
-        UnsupportedModelError: see there.
+        UnsupportedModelError: the extensions are needed.
     """
-    compile_instead = "or give --memory_opt_engine compile"
     if inlined_functions:
-        way_out = "leave out --ort_custom_autograd false" if has_extensions else f"build them with: {BUILD_COMMAND}"
+        suggestion = "leave out --ort_custom_autograd false" if has_extensions else f"build them with: {BUILD_COMMAND}"
         raise UnsupportedModelError(
             f"{name} uses torch.autograd.Function ({', '.join(inlined_functions)}), whose backward ONNX Runtime can "
             "only run with the torch extensions",
-            f"{way_out}, {compile_instead}",
+            f"{suggestion}, or {_COMPILE}",
         )
     if aten_operators and not has_extensions:
         raise UnsupportedModelError(
             f"{name} needs torch's own {', '.join(aten_operators)}, which ONNX Runtime can only run with the torch "
             "extensions",
-            f"build them with: {BUILD_COMMAND}, {compile_instead}",
+            f"build them with: {BUILD_COMMAND}, or {_COMPILE}",
         )
 
 
@@ -149,24 +148,22 @@ def unsupported_reason(model: torch.nn.Module) -> str:
 def _layerdrop(model: torch.nn.Module) -> list[str]:
     """Layerdrop probabilities above 0. The forward drops layers in Python, which the export sees once. BART and
     similar models keep the probability on modules, Wav2Vec2 only in the config."""
-    probabilities = {
-        f"model.{name}.{attribute}" if name else f"model.{attribute}": value
-        for name, module in model.named_modules()
-        for attribute, value in vars(module).items()
-        if "layerdrop" in attribute and isinstance(value, int | float)
-    }
-    if not probabilities:
-        config = vars(model).get("config")
-        probabilities = {
-            f"model.config.{attribute}": value
-            for attribute, value in getattr(config, "__dict__", {}).items()
-            if "layerdrop" in attribute and isinstance(value, int | float)
-        }
+    owners = {f"model.{name}" if name else "model": module for name, module in model.named_modules()}
+    probabilities = _layerdrops(owners) or _layerdrops({"model.config": vars(model).get("config")})
     return [f"{name} (now {value})" for name, value in probabilities.items() if value > 0]
 
 
+def _layerdrops(owners: Mapping[str, Any]) -> dict[str, float]:
+    return {
+        f"{name}.{attribute}": value
+        for name, owner in owners.items()
+        for attribute, value in getattr(owner, "__dict__", {}).items()
+        if "layerdrop" in attribute and isinstance(value, int | float)
+    }
+
+
 def _depends_on_mode(module: torch.nn.Module) -> bool:
-    if isinstance(module, compat_torch.DROPOUTS):
+    if isinstance(module, torch_modules.DROPOUTS):
         return module.p > 0
     dropouts = (value for name, value in vars(module).items() if "drop" in name and isinstance(value, float))
     return getattr(module, "track_running_stats", False) or any(value > 0 for value in dropouts)
@@ -178,11 +175,7 @@ def abbreviate(names: Sequence[str]) -> str:
 
 
 def check_autocast(model: torch.nn.Module) -> None:
-    """Refuse a training forward under autocast on the CPU.
-
-    Raises:
-        UnsupportedModelError: see there.
-    """
+    """Refuse a training forward under autocast on the CPU. Raises UnsupportedModelError."""
     parameter = next(model.parameters(), None)
     if (parameter is None or parameter.device.type == "cpu") and torch.is_autocast_enabled("cpu"):
         raise UnsupportedModelError(
@@ -228,7 +221,7 @@ def check_arguments(args: Any, checkpointing: bool = False, zero_stage3: bool = 
             "or 2 (`zero_optimization.stage`), with --memory_opt_level 1 if the step needs less memory"
         )
     if args.n_gpu > 1:
-        raise MemOptError(f"the ort engine with {args.n_gpu} GPUs in one process: {_DATA_PARALLEL_WAY_OUT}")
+        raise MemOptError(f"the ort engine with {args.n_gpu} GPUs in one process: {_DATA_PARALLEL}")
 
 
 def attention_dropout(config: Any) -> float | None:
@@ -263,12 +256,10 @@ def choose_attention(model: Any) -> str | None:
     Returns:
         The replaced implementation, None when nothing was changed.
     """
-    config = getattr(model, "config", None)
     before = attention(model)
     if before in (None, "eager") or not hasattr(model, "set_attn_implementation"):
         return None
-    reason = needs_eager_attention(config)
-    if not reason:
+    if not (reason := needs_eager_attention(model.config)):
         return None
     get_logger().info(f"attention {before} -> eager while training on ONNX Runtime: {reason}")
     model.set_attn_implementation("eager")
@@ -276,9 +267,11 @@ def choose_attention(model: Any) -> str | None:
 
 
 def remarks(model: torch.nn.Module) -> tuple[str, ...]:
-    """Where training differs from plain PyTorch."""
+    """Lines about where training differs from plain PyTorch."""
     lines = []
-    hooked = [name for name, module in model.named_modules() if module is not model and compat_torch.has_hooks(module)]
+    hooked = [
+        name for name, module in model.named_modules() if module is not model and torch_modules.has_hooks(module)
+    ]
     if hooked:
         shown = ", ".join(hooked[:3]) + (", …" if len(hooked) > 3 else "")
         lines.append(
@@ -289,3 +282,68 @@ def remarks(model: torch.nn.Module) -> tuple[str, ...]:
             "ONNX Runtime allocates CUDA memory outside torch's allocator: the memory phases do not include it"
         )
     return tuple(lines)
+
+
+@contextlib.contextmanager
+def refuse_side_effects(module: torch.nn.Module) -> Iterator[None]:
+    """Compare the tensors of `module`, and the random state of Python and numpy, before and after a traced forward.
+
+    Raises:
+        UnsupportedByOrt: the forward wrote a buffer or a parameter, in place or by assignment, or drew random numbers
+            outside of torch. ONNX Runtime would never update the former and reuse the same numbers at each step.
+            Buffers and random states are restored, for the forward that runs instead.
+    """
+    buffers = {name: (tensor, tensor.clone()) for name, tensor in module.named_buffers()}
+    versions = {
+        name: (tensor, torch_modules.version(tensor))
+        for name, tensor in (*module.named_buffers(), *module.named_parameters())
+    }
+    python_state, numpy_state = random.getstate(), numpy.random.get_state()
+    yield
+    after = dict((*module.named_buffers(), *module.named_parameters()))
+    changed = [
+        name
+        for name, (tensor, version) in versions.items()
+        if name in after and (after[name] is not tensor or torch_modules.version(tensor) != version)
+    ]
+    if changed:
+        for name in filter(buffers.__contains__, changed):
+            tensor, copy = buffers[name]
+            with torch.no_grad():
+                tensor.copy_(copy)
+            owner, _, leaf = name.rpartition(".")
+            torch_modules.buffers(module.get_submodule(owner))[leaf] = tensor
+        raise UnsupportedByOrt(
+            f"its forward writes to {abbreviate(changed)}, which would not be updated, neither here nor in checkpoints"
+        )
+    generators = []
+    if random.getstate() != python_state:
+        random.setstate(python_state)
+        generators.append("Python's random")
+    if not all(numpy.array_equal(*pair) for pair in zip(numpy.random.get_state(), numpy_state, strict=True)):
+        numpy.random.set_state(numpy_state)
+        generators.append("numpy.random")
+    if generators:
+        raise UnsupportedByOrt(
+            f"its forward draws from {' and '.join(generators)}, and the graph would use the same numbers at each "
+            "step; use torch's random functions"
+        )
+
+
+def check_trainer_loss(trainer: Trainer) -> None:
+    """Refuse a Trainer whose loss is code that the model does not know.
+
+    Raises:
+        MemOptError: `compute_loss_func`, or a `compute_loss` of its own.
+    """
+    if trainer.compute_loss_func is not None:
+        raise MemOptError(
+            "--ort_module_with_loss with compute_loss_func: that function reads the model's outputs outside of ONNX "
+            "Runtime; leave out one of the two, or compute this loss in the model's forward"
+        )
+    if "compute_loss" in vars(trainer) or type(trainer).compute_loss is not Trainer.compute_loss:
+        raise MemOptError(
+            f"--ort_module_with_loss with {type(trainer).__name__}'s own compute_loss: it computes the loss outside "
+            "of ONNX Runtime, from outputs that would not be there; leave out one of the two, or compute this loss in "
+            "the model's forward"
+        )

@@ -2,7 +2,11 @@
 
 `torch_interop_utils` runs a user's `torch.autograd.Function` inside ONNX Runtime's graph, `aten_op_executor` runs
 single torch operators there. onnxruntime-training ships them as sources only, and its own build writes into
-site-packages and fails on torch >= 2.7. Here a patched copy (`extension_sources.py`) is built into a user cache.
+site-packages and fails on torch >= 2.7. Here a patched copy is built into a user cache.
+
+The sources of onnxruntime-training 1.19.2 were written for torch ~2.4. Every replacement compiles before and after the
+change in torch that makes it necessary (`auto`, `decltype`, functions that torch exports), so none depends on the
+installed version. Built and run on torch 2.13.0; compiled against 2.9.1 and 2.15.0.
 
 Nothing here imports `onnxruntime.training`: that import already needs what is built here.
 """
@@ -11,7 +15,6 @@ import hashlib
 import importlib.util
 import os
 import re
-import runpy
 import shlex
 import shutil
 import subprocess
@@ -19,6 +22,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -28,7 +32,7 @@ import torch
 from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
 
-from optimum_memopt.engines.ort.extension_sources import SUBSTITUTIONS, patch_source
+from optimum_memopt.engines.ort.compat.installation import onnxruntime_build, onnxruntime_dir
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.logs import get_logger, rank
 
@@ -38,12 +42,175 @@ CACHE_VARIABLE = "OPTIMUM_MEMOPT_CACHE"
 
 _PARENT = "onnxruntime.training.ortmodule.torch_cpp_extensions"
 
+# torch >= 2.7 hides symbols of libtorch_python.so without TORCH_PYTHON_API.
+_HIDDEN = "https://github.com/pytorch/pytorch/issues/154105"
+# torch >= 2.13: autograd nodes are owned by c10::intrusive_ptr instead of std::shared_ptr ...
+_INTRUSIVE = "https://github.com/pytorch/pytorch/pull/181782"
+# ... and PyNode no longer holds its Python object in a field `obj`, nor THPFunction its node weakly.
+_WRAPPING = "https://github.com/pytorch/pytorch/pull/181390"
 
-def onnxruntime_dir() -> Path | None:
-    """The folder of the package `onnxruntime`, found without importing it; None when it is not installed."""
-    spec = importlib.util.find_spec("onnxruntime")
-    locations = (spec and spec.submodule_search_locations) or ()
-    return next((Path(location) for location in locations), None)
+
+@dataclass(frozen=True)
+class Substitution:
+    """A replacement in one file.
+
+    Args:
+        file: path below the wheel's `torch_cpp_extensions/cpu`.
+        old: text or pattern that occurs exactly once in that file.
+        new: the replacement.
+        since: first torch release with which `old` fails; `any`: fails with all.
+        why: how it fails.
+        link: pull request or issue of torch.
+    """
+
+    file: str
+    old: str | re.Pattern[str]
+    new: str
+    since: str
+    why: str
+    link: str
+
+
+SUBSTITUTIONS: tuple[Substitution, ...] = (
+    Substitution(
+        file="torch_interop_utils/setup.py",
+        old='["-O3", "-std=c++17"]',
+        new='["-O3"]',
+        since="2.14",
+        why="torch's headers need C++20; without a -std flag torch's BuildExtension sets the right one",
+        link="https://github.com/pytorch/pytorch/pull/178150",
+    ),
+    Substitution(
+        file="torch_interop_utils/custom_function_shared.h",
+        old="#include <torch/extension.h>\n",
+        new="""#include <ATen/DLConvertor.h>
+#include <torch/csrc/autograd/python_function.h>
+#include <torch/extension.h>
+
+// The tensor takes ownership of the capsule's memory; renaming tells the capsule's destructor (DLPack's protocol).
+inline at::Tensor tensor_from_capsule(PyObject* capsule) {
+  auto* managed = static_cast<DLManagedTensor*>(PyCapsule_GetPointer(capsule, "dltensor"));
+  TORCH_CHECK(managed != nullptr, "not a DLPack capsule that still owns its tensor");
+  at::Tensor tensor = at::fromDLPack(managed);
+  PyCapsule_SetName(capsule, "used_dltensor");
+  return tensor;
+}
+""",
+        since="2.7",
+        why="replaces torch::utils::tensor_fromDLPack in the two files below, with exported functions only",
+        link=_HIDDEN,
+    ),
+    *(
+        Substitution(
+            file=f"torch_interop_utils/{file}",
+            old="torch::utils::tensor_fromDLPack(args[arg_index])",
+            new="tensor_from_capsule(args[arg_index])",
+            since="2.7",
+            why="torch::utils::tensor_fromDLPack is not exported: undefined symbol when the extension is imported",
+            link=_HIDDEN,
+        )
+        for file in ("custom_function_fw.cc", "custom_function_bw.cc")
+    ),
+    Substitution(
+        file="torch_interop_utils/custom_function_fw.cc",
+        old=re.compile(r"static std::vector<bool> are_tensors_marked_as_dirty\(.*?\n}\n", re.DOTALL),
+        new="""static std::vector<bool> are_tensors_marked_as_dirty(at::Tensor&, std::vector<at::Tensor>& inputs) {
+  std::vector<bool> dirty;
+  for (const auto& tensor : inputs) {
+    // Clones made for this call: version 0, unless the function wrote into them.
+    dirty.push_back(tensor._version() > 0);
+  }
+  return dirty;
+}
+""",
+        since="2.7",
+        why="typeinfo of PyNode is not exported: undefined symbol. It was used to read ctx.dirty_tensors, which torch "
+        "has always cleared by then: no input counted as dirty, and the second step of an in-place function failed "
+        "(a leaf Variable that requires grad has been used in an in-place operation)",
+        link=_HIDDEN,
+    ),
+    Substitution(
+        file="torch_interop_utils/custom_function_fw.cc",
+        old="""  const std::shared_ptr<torch::autograd::Node>& cdata = tensor_owning_ctx.value().grad_fn();
+  auto py_node_fn = dynamic_cast<torch::autograd::PyNode*>(cdata.get());
+  TORCH_CHECK(py_node_fn != nullptr, "cdata is not PyNode type.");
+
+  // ret is THPFunction
+  THPFunction* py_fn = (THPFunction*)py_node_fn->obj;
+  py::object ret = py::reinterpret_steal<py::object>(torch::autograd::functionToPyObject(cdata));
+
+  TORCH_CHECK(py_fn != nullptr, "cdata is not THPFunction type.");
+""",
+        new="""  const auto& cdata = tensor_owning_ctx.value().grad_fn();
+  py::object ret = py::reinterpret_steal<py::object>(torch::autograd::functionToPyObject(cdata));
+  TORCH_CHECK(THPFunction_Check(ret.ptr()), "cdata is not PyNode type.");
+  THPFunction* py_fn = (THPFunction*)ret.ptr();
+""",
+        since="2.7",
+        why="typeinfo of PyNode is not exported (2.7): undefined symbol; PyNode::obj and shared_ptr are gone (2.13)",
+        link=_WRAPPING,
+    ),
+    Substitution(
+        file="torch_interop_utils/custom_function_fw.cc",
+        old="auto saved_for = py_fn->cdata.lock();",
+        new="const auto& saved_for = cdata;",
+        since="2.13",
+        why="THPFunction::cdata is no weak pointer any more; the node that it names is the output's grad_fn",
+        link=_WRAPPING,
+    ),
+    Substitution(
+        file="torch_interop_utils/custom_function_bw.cc",
+        old="""          auto& config = fw_kernel_info.materialize_grads_config.at(arg_index - 1);
+          tensor = at::zeros(std::get<0>(config), std::get<1>(config));  // shift by 1 to skip context input.
+""",
+        new="""          if (THPFunction_Check(ctx.ptr())) {
+            at::OptionalDeviceGuard guard;
+            tensor = reinterpret_cast<THPFunction*>(ctx.ptr())->output_info.at(arg_index - 1).zeros(guard);
+          } else {
+            auto& config = fw_kernel_info.materialize_grads_config.at(arg_index - 1);
+            tensor = at::zeros(std::get<0>(config), std::get<1>(config));
+          }
+""",
+        since="any",
+        why="the gradient of an unused output always had the shape of the first batch: an error, or a wrong "
+        "broadcast, as soon as the batch changes; torch's own record of this call has the right shape",
+        link="https://github.com/pytorch/pytorch/blob/v2.9.1/torch/csrc/autograd/python_function.cpp",
+    ),
+    Substitution(
+        file="torch_interop_utils/ctx_pool.h",
+        old="std::unordered_map<size_t, std::shared_ptr<torch::autograd::Node>> grad_fns_;",
+        new="std::unordered_map<size_t, decltype(torch::autograd::AutogradMeta::grad_fn_)> grad_fns_;",
+        since="2.13",
+        why="AutogradMeta::grad_fn_ is an intrusive_ptr: no conversion to shared_ptr",
+        link=_INTRUSIVE,
+    ),
+)
+
+
+def substitute(text: str, substitution: Substitution) -> str:
+    """`text` with the substitution applied.
+
+    Raises:
+        MemOptError: the text does not occur exactly once: not the sources of onnxruntime-training 1.19.2.
+    """
+    old = substitution.old
+    pattern = old if isinstance(old, re.Pattern) else re.compile(re.escape(old))
+    patched, count = pattern.subn(lambda _: substitution.new, text)
+    if count != 1:
+        first_line = (old if isinstance(old, str) else old.pattern).strip().splitlines()[0]
+        raise MemOptError(
+            f"{substitution.file}: expected once, found {count} times: `{first_line}`; "
+            "the torch extensions can be built from the sources of onnxruntime-training 1.19.2 only"
+        )
+    return patched
+
+
+def patch_source(file: str, text: str) -> str:
+    """The text of `file` (a path below the wheel's `torch_cpp_extensions/cpu`) with its substitutions applied."""
+    for substitution in SUBSTITUTIONS:
+        if substitution.file == file:
+            text = substitute(text, substitution)
+    return text
 
 
 def sources_dir() -> Path:
@@ -53,35 +220,13 @@ def sources_dir() -> Path:
         MemOptError: onnxruntime-training is not installed.
     """
     package = onnxruntime_dir()
-    sources = package and package / "training" / "ortmodule" / "torch_cpp_extensions" / "cpu"
+    sources = package and package.joinpath("training", "ortmodule", "torch_cpp_extensions", "cpu")
     if not (sources and sources.is_dir()):
         raise MemOptError(
             "the torch extensions are built from the sources in onnxruntime-training, which is not installed; "
             "get it with: pip install onnxruntime-training-cpu==1.19.2 onnx"
         )
     return sources
-
-
-def onnxruntime_build() -> dict[str, str]:
-    """Build information of the installed files: `package_name`, `__version__` and, in a CUDA build, `cuda_version`.
-
-    The metadata of the distributions is not reliable, since `onnxruntime` and `onnxruntime-training` overwrite each
-    other's files. Empty when onnxruntime is not installed.
-    """
-    package = onnxruntime_dir()
-    info = package and package / "capi" / "build_and_package_info.py"
-    if not (info and info.is_file()):
-        return {}
-    return {name: value for name, value in runpy.run_path(str(info)).items() if isinstance(value, str)}
-
-
-def cuda_missing() -> str:
-    """Why nothing can run on CUDA here; empty when it can."""
-    if not torch.cuda.is_available():
-        return "torch sees no CUDA device"
-    if "cuda_version" not in onnxruntime_build():
-        return "the installed onnxruntime-training is its CPU build"
-    return ""
 
 
 def cache_root() -> Path:
@@ -166,7 +311,12 @@ def build() -> dict[str, Path]:
         # Left by a build that was killed; the lock guarantees that nobody uses it.
         shutil.rmtree(work, ignore_errors=True)
         try:
-            _copy_patched(sources, work)
+            for source in sorted(path for name in NAMES for path in (sources / name).iterdir()):
+                if source.suffix in (".py", ".cc", ".h"):
+                    target = work / source.relative_to(sources)
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    text = source.read_text(encoding="utf-8")
+                    target.write_text(patch_source(f"{target.parent.name}/{source.name}", text), encoding="utf-8")
             for number, name in enumerate(NAMES, 1):
                 _compile(work / name, log, partial(show, f"building {name} ({number}/{len(NAMES)})"))
             for name, path in expected_paths(folder).items():
@@ -180,9 +330,6 @@ def build() -> dict[str, Path]:
 
 def load(paths: dict[str, Path]) -> dict[str, ModuleType]:
     """Import the built extensions under the names that onnxruntime imports; a second call has no effect.
-
-    Args:
-        paths: as `find()` and `build()` return them.
 
     Raises:
         MemOptError: a file cannot be loaded, for instance one that another machine built in a shared home folder.
@@ -207,27 +354,10 @@ def load(paths: dict[str, Path]) -> dict[str, ModuleType]:
     return modules
 
 
-def _copy_patched(sources: Path, destination: Path) -> None:
-    """Copy the sources of both extensions with the substitutions applied."""
-    for name in NAMES:
-        for source in sorted((sources / name).iterdir()):
-            if source.suffix in (".py", ".cc", ".h"):
-                target = destination / name / source.name
-                target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_text(
-                    patch_source(f"{name}/{source.name}", source.read_text(encoding="utf-8")), encoding="utf-8"
-                )
-
-
 def _compile(folder: Path, log: Path, tick: Callable[[], None]) -> None:
     """Build the extension in `folder` and import it, each in a subprocess with output to `log`.
 
-    The import finds symbols that torch hides, which the linker does not.
-
-    Args:
-        folder: with the extension's sources.
-        log: file for the compiler's output.
-        tick: called while a subprocess runs.
+    The import finds symbols that torch hides, which the linker does not. `tick` is called while a subprocess runs.
     """
     for python_arguments in (
         ["setup.py", "build_ext", "--build-lib", "out", "--build-temp", "tmp"],

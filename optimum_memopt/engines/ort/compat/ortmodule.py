@@ -1,11 +1,7 @@
 """Imports ONNX Runtime's ORTModule on a torch that it was not built for, without changing torch for anybody else.
 
-onnxruntime-training 1.19.2 is the last release and was built for torch 2.4. Each patch below is applied where it is
-needed (never by version), says what breaks without it, and is limited to ORT's own modules or undone afterwards.
-
-Private names of torch and of ONNX Runtime are used in the compat files only: here those of the import, in
-`compat_export.py` those of an export, in `compat_session.py` those of the running session, in `compat_options.py`
-those of single options, in `compat_torch.py` those of torch's modules and tensors.
+onnxruntime-training 1.19.2 is the last release and was built for torch 2.4. Each patch of this folder is applied where
+it is needed (never by version), says what breaks without it, and is limited to ORT's own modules or undone afterwards.
 """
 
 import contextlib
@@ -23,7 +19,7 @@ from dataclasses import dataclass
 import torch
 import torch.utils.checkpoint
 
-from optimum_memopt.engines.ort import extensions
+from optimum_memopt.engines.ort.compat import extensions
 from optimum_memopt.installed import installed_version
 
 ORTMODULE = "onnxruntime.training.ortmodule"

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from optimum_memopt.engines.ort import compat_torch
+from optimum_memopt.engines.ort.compat import torch_modules
 
 # What `save_pretrained`, and so every checkpoint of a Trainer, writes into a config. No exported forward reads it, and
 # the dtypes of the parameters are compared separately.
@@ -100,7 +100,7 @@ class SharedCopy:
         """Copy attributes that the traced forward has set on the copy to the model."""
         for name, value in vars(self.module).items():
             if (
-                name not in compat_torch.MODULE_FIELDS
+                name not in torch_modules.MODULE_FIELDS
                 and isinstance(value, _PLAIN)
                 and self._fields.get(name, self) is not value
             ):
@@ -162,7 +162,7 @@ class _ObjectState:
         compared = [
             (field, value)
             for field, value in fields.items()
-            if field not in (compat_torch.MODULE_FIELDS if is_module else _CHECKPOINT_FIELDS)
+            if field not in (torch_modules.MODULE_FIELDS if is_module else _CHECKPOINT_FIELDS)
             and not (root and field == "forward")
         ]
         self._size = len(fields)
@@ -175,11 +175,11 @@ class _ObjectState:
             for field, value in compared
             if isinstance(value, (*_CONTAINERS, torch.Tensor)) and (snapshot := _snapshot(value)) is not None
         }
-        self._children = tuple(compat_torch.children(owner).items()) if is_module else ()
+        self._children = tuple(torch_modules.children(owner).items()) if is_module else ()
         self._tensors = _tensors(owner) if is_module else ()
         # Kept alive for the identities in `_tensors`.
         self._held = (
-            (*compat_torch.parameters(owner).values(), *compat_torch.buffers(owner).values()) if is_module else ()
+            (*torch_modules.parameters(owner).values(), *torch_modules.buffers(owner).values()) if is_module else ()
         )
 
     def is_current(self) -> bool:
@@ -195,7 +195,7 @@ class _ObjectState:
             return False
         if not self._is_module:
             return True
-        modules = compat_torch.children(self.owner)
+        modules = torch_modules.children(self.owner)
         if (modules or self._children) and tuple(modules.items()) != self._children:
             return False
         return _tensors(self.owner) == self._tensors
@@ -238,16 +238,16 @@ class _StateValue:
 def _tensors(module: torch.nn.Module) -> tuple[tuple[Any, ...], ...]:
     """Parameters, as they were exported, and buffers. Non-persistent buffers, which ORT does not read at each step,
     come with their version counter."""
-    parameters, buffers = compat_torch.parameters(module), compat_torch.buffers(module)
+    parameters, buffers = torch_modules.parameters(module), torch_modules.buffers(module)
     if not parameters and not buffers:
         return ()
     facts: list[tuple[Any, ...]] = [
         (name, id(p), p.shape, p.requires_grad, p.dtype, p.device) for name, p in parameters.items() if p is not None
     ]
     if buffers:
-        constants = compat_torch.non_persistent_buffers(module)
+        constants = torch_modules.non_persistent_buffers(module)
         facts += [
-            (name, id(b), b.shape, b.dtype, b.device, compat_torch.version(b) if name in constants else 0)
+            (name, id(b), b.shape, b.dtype, b.device, torch_modules.version(b) if name in constants else 0)
             for name, b in buffers.items()
             if b is not None
         ]
@@ -261,7 +261,7 @@ def _is_config(name: str, value: Any) -> bool:
 def _snapshot(value: Any, depth: int = 4) -> Any:
     """A copy that can be compared later; None for values that hold anything but settings."""
     if isinstance(value, torch.Tensor):
-        return id(value), value.shape, compat_torch.version(value)
+        return id(value), value.shape, torch_modules.version(value)
     if isinstance(value, _CONTAINERS):
         if not depth or len(value) > _MAX_ITEMS:
             return None

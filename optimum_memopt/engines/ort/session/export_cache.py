@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from optimum_memopt.engines.ort import compat, compat_export
+from optimum_memopt.engines.ort.compat import internals, ortmodule
 from optimum_memopt.logs import get_logger
 
 FLAG = "--ort_cache_dir"
@@ -74,7 +74,7 @@ class ExportCache:
                     raise _CacheHit(content)
 
             try:
-                with compat_export.observe_traced_graphs(look_up):
+                with internals.observe_traced_graphs(look_up):
                     outputs = original(model, args, file, **arguments)
             except _CacheHit as hit:
                 file.write(hit.content)
@@ -83,7 +83,7 @@ class ExportCache:
                 self._write(key, file.getvalue())
             return outputs
 
-        with compat.patched(torch.onnx, "export", export):
+        with ortmodule.patched(torch.onnx, "export", export):
             yield
 
     def _read(self, key: str) -> bytes | None:

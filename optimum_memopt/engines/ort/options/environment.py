@@ -9,17 +9,14 @@ import copy
 import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
-from optimum_memopt.engines.ort.extensions import cuda_missing
+from optimum_memopt.engines.ort.compat.installation import cuda_missing
+from optimum_memopt.engines.ort.options.flags import NO_SKIP, OrtOptions
 from optimum_memopt.errors import MemOptError
 
-if TYPE_CHECKING:
-    from optimum_memopt.engines.ort.options import OrtOptions
-    from optimum_memopt.options import MemOptOptions
-
 PREFIX = "ORTMODULE_"
-NO_SKIP = "SKIP_CHECK_DISABLED"
+Options = TypeVar("Options", bound=OrtOptions)
 
 
 @dataclass(frozen=True)
@@ -156,11 +153,11 @@ _PROCESS_WIDE = {
 KNOWN = tuple(PREFIX + name for name in (*(option.variable for option in ENV_OPTIONS), *_NOT_USED, *_PROCESS_WIDE))
 
 
-def from_environment(options: "MemOptOptions", environ: Mapping[str, str]) -> tuple["MemOptOptions", tuple[str, ...]]:
+def from_environment(options: Options, environ: Mapping[str, str]) -> tuple[Options, tuple[str, ...]]:
     """Options with values from the environment: a variable that the user has set for ORT overrides the flag.
 
     Args:
-        options: not changed.
+        options: a `MemOptOptions`; not changed.
         environ: like `os.environ`; a variable without a value counts as not set.
 
     Returns:
@@ -169,9 +166,10 @@ def from_environment(options: "MemOptOptions", environ: Mapping[str, str]) -> tu
     Raises:
         MemOptError: a variable's value is not allowed; the message names both.
     """
-    effective, remarks, sources = copy.copy(options), [], []
+    effective: Any = copy.copy(options)
+    remarks, sources = [], []
     given = {name: value for name, value in environ.items() if name.startswith(PREFIX) and value}
-    defaults = type(options).__dataclass_fields__
+    defaults = options.__dataclass_fields__
     for env_option in ENV_OPTIONS:
         if env_option.name not in given:
             continue
@@ -202,9 +200,7 @@ def from_environment(options: "MemOptOptions", environ: Mapping[str, str]) -> tu
     return effective, tuple(remarks)
 
 
-def _decide_between_plans(
-    options: "MemOptOptions", effective: "MemOptOptions", given: Mapping[str, str]
-) -> tuple[str, ...]:
+def _decide_between_plans(options: Any, effective: Any, given: Mapping[str, str]) -> tuple[str, ...]:
     """A level and a config exclude each other, so one from the environment replaces the other flag."""
     has_level = given.get(f"{PREFIX}MEMORY_OPT_LEVEL", "0") != "0"
     has_config = f"{PREFIX}MEMORY_OPT_CONFIG" in given
@@ -229,7 +225,7 @@ def _other_remarks(given: Mapping[str, str]) -> list[str]:
     return lines
 
 
-def variables(options: "OrtOptions") -> dict[str, str | None]:
+def variables(options: OrtOptions) -> dict[str, str | None]:
     """The environment that ORT sees for one model: every variable it reads except the process-wide ones; None: unset.
 
     Plans and the fallback are the engine's own; ORT's fallback covers few errors.
@@ -249,7 +245,7 @@ def variables(options: "OrtOptions") -> dict[str, str | None]:
     return values
 
 
-def ignored_options(options: "OrtOptions", runtime_options: Any) -> tuple[str, ...]:
+def ignored_options(options: OrtOptions, runtime_options: Any) -> tuple[str, ...]:
     """Flags that ORT silently ignored or changed.
 
     Args:

@@ -1,4 +1,4 @@
-"""Adds bounds checks for labels and ids to the training graph, as PyTorch has them.
+"""Labels and ids as PyTorch takes them: bounds checks, and the loss of a batch without labels.
 
 ONNX Runtime's losses read out of bounds for a label out of range, and its Gather counts negative ids from the end
 (onnxruntime 1.19.2); torch raises IndexError for both. A check is a group of nodes before the node that would read out
@@ -17,7 +17,7 @@ import numpy
 import onnx
 import torch
 
-from optimum_memopt.engines.ort.graph_edits import NewNodes, element_type, embedding_of, module_scope
+from optimum_memopt.engines.ort.graph_fixes.training_graph import NewNodes, element_type, embedding_of, module_scope
 
 LOSSES = frozenset({"SoftmaxCrossEntropyLoss", "SoftmaxCrossEntropyLossInternal"})
 # Operators that pass the values of their first input on unchanged.
@@ -25,6 +25,7 @@ _SAME_VALUES = frozenset(
     {"Cast", "Concat", "ConcatTraining", "Flatten", "Identity", "Pad", "Reshape", "ShrunkenGather", "Slice", "Squeeze"}
     | {"Transpose", "Unsqueeze"}
 )
+_TYPES: dict[int, Any] = {onnx.TensorProto.FLOAT16: numpy.float16, onnx.TensorProto.DOUBLE: numpy.float64}
 _MARK = "/index_range"
 # Added to a value out of range, clipped to half of this, so that the sum is positive and encodes the value.
 _OFFSET = 2**40
@@ -116,11 +117,9 @@ def as_index_error(error: BaseException, checks: Mapping[str, IndexCheck]) -> In
     return None
 
 
-def ignored_name(graph: Any, node: Any, new: NewNodes) -> str:
+def _ignored_name(graph: Any, node: Any, new: NewNodes) -> str:
     """Name of the value that holds this loss's ignore index, empty when it has none."""
-    if node.op_type not in LOSSES:
-        return ""
-    if len(node.input) > 3 and node.input[3]:
+    if node.op_type in LOSSES and len(node.input) > 3 and node.input[3]:
         return node.input[3]
     value = _ignored_value(graph, node)
     return "" if value is None else new.constant("ignored", value)
@@ -164,7 +163,7 @@ def _insert(graph: Any, position: int, axis: int | None) -> None:
     below = new.add("Less", [indices, zero], "below")
     above = new.add("GreaterOrEqual", [indices, size], "above")
     wrong = new.add("Or", [below, above], "wrong")
-    if ignored := ignored_name(graph, node, new):
+    if ignored := _ignored_name(graph, node, new):
         counts = new.add("Not", [new.add("Equal", [indices, ignored], "is_ignored")], "counts")
         wrong = new.add("And", [wrong, counts], "wrong_and_counts")
     least, most = new.constant("least", -_OFFSET // 2), new.constant("most", _OFFSET // 2)
@@ -183,3 +182,29 @@ def _insert(graph: Any, position: int, axis: int | None) -> None:
     passed = new.add("Cast", [passed], "addend", to=dtype)
     node.input[slot] = new.add("Add", [node.input[slot], passed], "checked")
     new.insert(position)
+
+
+def nan_mean_without_labels(graph: Any) -> None:
+    """Make the mean loss of a batch without labels NaN, as in PyTorch, in place.
+
+    ONNX Runtime's cross entropies return 0 for the mean over no rows. The gradients are zero in both.
+    """
+    for position, node in reversed(list(enumerate(graph.node))):
+        reduction = next((attribute.s for attribute in node.attribute if attribute.name == "reduction"), b"mean")
+        if node.op_type not in LOSSES or reduction != b"mean":
+            continue
+        new = NewNodes(graph, f"{node.name}/no_labels")
+        labels = new.add("Cast", [node.input[1]], "labels", to=onnx.TensorProto.INT64)
+        if not (ignored := _ignored_name(graph, node, new)):
+            continue
+        counts = new.add("Not", [new.add("Equal", [labels, ignored], "is_ignored")], "counts")
+        counts = new.add("Cast", [counts], "counts_number", to=onnx.TensorProto.INT64)
+        counts = new.add("Reshape", [counts, new.constant("flat", [-1])], "counts_list")
+        counts = new.add("Concat", [counts, new.constant("none", [0])], "all_counts", axis=0)
+        any_label = new.add("ReduceMax", [counts], "any_number", keepdims=0)
+        any_label = new.add("Cast", [any_label], "any", to=onnx.TensorProto.BOOL)
+        loss, node.output[0] = node.output[0], f"{node.name}/no_labels/zero_mean"
+        dtype = _TYPES.get(element_type(graph, loss, onnx.TensorProto.FLOAT), numpy.float32)
+        new.add("Where", [any_label, node.output[0], new.constant("nan", numpy.nan, dtype)], "mean")
+        new.rename_last_output(loss)
+        new.insert(position + 1)
