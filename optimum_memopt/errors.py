@@ -1,8 +1,10 @@
-"""The errors that this package raises for its users."""
+"""The errors that this package raises for its users, and how a script ends in one."""
 
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 
 class MemOptError(ValueError):
@@ -128,3 +130,35 @@ def shortage(error: BaseException) -> Shortage:
 def _amount(pattern: re.Pattern[str], text: str) -> int | None:
     match = pattern.search(text)
     return None if match is None else int(float(match[1]) * _UNITS[match[2]])
+
+
+Result = TypeVar("Result")
+
+
+def run(main: Callable[[], Result]) -> Result:
+    """Run a script's `main`: a `MemOptError` ends it in one line on stderr and exit code 2, without a traceback.
+
+    Every other exception is raised as ever.
+
+    Returns:
+        What `main` returns.
+
+    Raises:
+        SystemExit: `main` ended in a `MemOptError`, which is its cause.
+    """
+    try:
+        return main()
+    except MemOptError as error:
+        _close_progress_bars()
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
+
+
+def _close_progress_bars() -> None:
+    """A bar that is still open would be drawn once more at exit, over and after the error."""
+    from tqdm.auto import tqdm
+
+    # tqdm's own list (4.64 to 4.67); there before the first bar is, except under other kinds of bars.
+    for bar in tuple(getattr(tqdm, "_instances", ())):
+        bar.leave = False
+        bar.close()

@@ -18,12 +18,12 @@ from typing import Any, cast
 import torch
 from transformers import Trainer
 
+from optimum_memopt import distributed
 from optimum_memopt.callbacks.input_density import InputDensityCallback
 from optimum_memopt.callbacks.memory_phases import MemoryPhasesCallback
 from optimum_memopt.callbacks.plan_stats import PlanStatsCallback
 from optimum_memopt.callbacks.reporting import removing_hooks
-from optimum_memopt.distributed import rank_consistency
-from optimum_memopt.distributed.launch import check_world
+from optimum_memopt.compat import outputs_read_by
 from optimum_memopt.engines.api.engine import Engine, Run
 from optimum_memopt.engines.api.factory import TrainerParts
 from optimum_memopt.engines.api.options import REPLAN
@@ -50,9 +50,8 @@ from optimum_memopt.trainer_patches import (
     SMOOTHED_LOSS,
     TrainerPatches,
 )
-from optimum_memopt.training import micro_batch, optimizers, sampling
-from optimum_memopt.training.loss_only import outputs_read_by
-from optimum_memopt.training.micro_batch import largest_batch
+from optimum_memopt.training import batches, optimizers
+from optimum_memopt.training.batches import largest_batch
 
 
 @dataclass(frozen=True)
@@ -165,7 +164,7 @@ def attach(trainer: Trainer, options: MemOptOptions | None = None, **overrides: 
         raise MemOptError("this Trainer has an engine already; use its trainer.memopt")
     given = _options(trainer.args, options, overrides)
     given.check()
-    check_world(trainer.args.world_size)
+    distributed.check_world(trainer.args.world_size)
     resolved = resolve(given)
     resolved.log()
     chosen = resolved.options
@@ -176,9 +175,9 @@ def attach(trainer: Trainer, options: MemOptOptions | None = None, **overrides: 
     if chosen.memory_opt_optim is not None:
         optimizers.check(chosen.memory_opt_optim, trainer)
     if chosen.group_by_complexity:
-        sampling.check(trainer.args, trainer.train_dataset)
+        batches.check(trainer.args, trainer.train_dataset)
     if chosen.memory_opt_batch is not None:
-        micro_batch.check(trainer)
+        batches.check_micro_batch(trainer)
     # Whatever is likely to fail comes before the Trainer is changed.
     callbacks = _callbacks(trainer, chosen)
     if chosen.memory_opt_on_oom == REPLAN:
@@ -222,16 +221,16 @@ def _put_on(
             patches.put(trainer, AGREED_FAILURE, partial(guard.agreeing, trainer))
 
         def facts() -> dict[str, str]:
-            return rank_consistency.facts(engine.name, options, engine.plans())
+            return distributed.facts(engine.name, options, engine.plans())
 
-        patches.put(trainer, COMPARED_RANKS, partial(rank_consistency.comparing, trainer, facts))
+        patches.put(trainer, COMPARED_RANKS, partial(distributed.comparing, trainer, facts))
     patches.put(trainer, FALLBACK, partial(replan.falling_back, trainer, engine))
     patches.put(trainer, ATTACHED_ENGINE, partial(_attaching, trainer, engine, options.memory_opt_optim))
     if options.group_by_complexity:
-        grouped = sampling.sampler_of(trainer, callbacks[sampling.ComplexityCallback])
+        grouped = batches.sampler_of(trainer, callbacks[batches.ComplexityCallback])
         patches.put(trainer, GROUPED_ROWS, lambda _: grouped)
     if options.memory_opt_batch is not None:
-        patches.put(trainer, CHOSEN_MICRO_BATCH, partial(micro_batch.choosing, trainer, options, engine.name))
+        patches.put(trainer, CHOSEN_MICRO_BATCH, partial(batches.choosing_micro_batch, trainer, options, engine.name))
     patches.put(trainer, REMOVED_HOOKS, partial(removing_hooks, trainer))
     patches.put(trainer, RELEASED_MODEL, partial(_releasing, engine, reporter, options.memory_opt_report))
 
@@ -317,7 +316,7 @@ def _callbacks(trainer: Trainer, options: MemOptOptions) -> dict[type, Any]:
         (True, MemoryReportCallback, {}),
         (options.log_input_density, InputDensityCallback, {"log_steps": log_steps, "path": path}),
         (measures_phases, MemoryPhasesCallback, {"log_steps": log_steps, "path": path}),
-        (options.group_by_complexity, sampling.ComplexityCallback, {"path": path}),
+        (options.group_by_complexity, batches.ComplexityCallback, {"path": path}),
         (True, CollectingCallback, {}),
     ]
     present = trainer.callback_handler.callbacks

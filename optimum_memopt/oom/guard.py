@@ -13,6 +13,7 @@ from transformers import Trainer, TrainerControl, TrainerState, TrainingArgument
 
 from optimum_memopt import compat
 from optimum_memopt.callbacks.reporting import HookingCallback, Reporter
+from optimum_memopt.compat import outputs_read_by
 from optimum_memopt.engines.api.engine import Engine, Run
 from optimum_memopt.engines.api.explanations import (
     OPTIMIZER_STEP,
@@ -39,8 +40,7 @@ from optimum_memopt.oom.failure import (
 )
 from optimum_memopt.oom.replan import Replanner, StepState
 from optimum_memopt.trainer_patches import GUARDED_OPTIMIZER, GUARDED_STEP, TrainerPatches
-from optimum_memopt.training.loss_only import outputs_read_by
-from optimum_memopt.training.micro_batch import largest_batch
+from optimum_memopt.training.batches import largest_batch
 
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from optimum_memopt.engines.shared.optimizers import OPTIMIZERS
+from optimum_memopt.engines.shared.registry import OPTIMIZERS
 from optimum_memopt.errors import MemOptError
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from transformers import HfArgumentParser
 from optimum_memopt import MemOptError, MemOptOptions, MemOptTrainer, MemOptTrainingArguments, attach, optimize
 from optimum_memopt.engines.ort.compat import ortmodule
 from optimum_memopt.engines.ort.support import optimizers
-from optimum_memopt.engines.shared.optimizers import OPTIMIZERS
+from optimum_memopt.engines.shared.registry import OPTIMIZERS
 from tests import fresh_process
 from tests.train import deepspeed_runs
 from tests.train.deepspeed_runs import NAME, TRAINING

@@ -10,7 +10,7 @@ import torch
 from transformers import HfArgumentParser, Trainer, TrainingArguments
 
 from optimum_memopt import MemOptError, MemOptOptions, MemOptTrainingArguments, attach
-from optimum_memopt.distributed.rank_consistency import facts
+from optimum_memopt.distributed import facts
 from optimum_memopt.engines.compile.options import CompileOptions
 from optimum_memopt.engines.ort.compat import installation
 from optimum_memopt.engines.ort.options.flags import OrtOptions

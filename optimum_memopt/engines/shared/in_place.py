@@ -11,8 +11,7 @@ import torch
 from optimum_memopt.engines.api.engine import Engine, Run, Smoothing
 from optimum_memopt.engines.api.predictions import Frontier, StepTimeline
 from optimum_memopt.engines.api.run import Selection
-from optimum_memopt.engines.shared.forward_patch import TrainingForward, training_forward
-from optimum_memopt.engines.shared.model_settings import Checkpointing
+from optimum_memopt.engines.shared.forward_patch import Checkpointing, TrainingForward, training_forward
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
 from optimum_memopt.logs import get_logger
 from optimum_memopt.plans.plan_file import PlanFile

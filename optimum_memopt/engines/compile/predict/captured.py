@@ -24,7 +24,7 @@ from optimum_memopt.engines.compile.partition.producers.producer import Internal
 from optimum_memopt.engines.compile.solver.offload import offloadable
 from optimum_memopt.engines.compile.torch_compat import dynamo
 from optimum_memopt.engines.compile.train.engine import CompileEngine
-from optimum_memopt.engines.shared.model_settings import Checkpointing
+from optimum_memopt.engines.shared.forward_patch import Checkpointing
 from optimum_memopt.logs import only_warnings
 from optimum_memopt.plans.matching import Matched
 

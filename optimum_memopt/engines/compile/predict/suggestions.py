@@ -15,7 +15,7 @@ from optimum_memopt.engines.compile.predict.holdings import Simulate, Simulated
 from optimum_memopt.engines.compile.solver.multi_graph import Plans, Together
 from optimum_memopt.engines.compile.solver.offload import Host
 from optimum_memopt.engines.compile.solver.solver import Floor
-from optimum_memopt.progress import Deadline
+from optimum_memopt.logs import Deadline
 from optimum_memopt.sizes import gib_text
 
 # Of what was held: another run of the same step holds a little more or less.

@@ -30,9 +30,8 @@ from optimum_memopt.engines.compile.train.planned_forward import PlannedForward,
 from optimum_memopt.engines.compile.train.step_budget import StepBudget
 from optimum_memopt.engines.compile.train.variant import Call, Variant
 from optimum_memopt.engines.shared import in_place
-from optimum_memopt.engines.shared.forward_patch import weak_method
+from optimum_memopt.engines.shared.forward_patch import weak_method, without_key_value_cache
 from optimum_memopt.engines.shared.label_smoothing import LabelSmoothing
-from optimum_memopt.engines.shared.model_settings import without_key_value_cache
 from optimum_memopt.errors import line_of
 from optimum_memopt.memory import malloc
 from optimum_memopt.memory.peak_monitor import MIB

@@ -34,10 +34,9 @@ from optimum_memopt.engines.compile.train.plan_files import mismatch_line, plan_
 from optimum_memopt.engines.compile.train.table import host_line, plan_line, prediction_lines, to_table
 from optimum_memopt.engines.shared.forward_patch import ForwardState, weak_method
 from optimum_memopt.engines.shared.label_smoothing import LabelSmoothing, cross_entropy
-from optimum_memopt.logs import best_effort, get_logger
+from optimum_memopt.logs import Progress, announced, best_effort, get_logger
 from optimum_memopt.plans.plan_file import PlanFile
 from optimum_memopt.plans.table import PlanTable
-from optimum_memopt.progress import Progress, announced
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from optimum_memopt.engines.ort.session.export_cache import ExportCache
 from optimum_memopt.engines.ort.support.checks import refuse_side_effects
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.installed import installed_version
-from optimum_memopt.progress import Progress, announced
+from optimum_memopt.logs import Progress, announced
 
 # A failed check in ORT's C++ code: path, line, signature, condition or status, and mostly a reason.
 _FAILED_CHECK = re.compile(
