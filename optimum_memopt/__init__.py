@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from optimum_memopt.callbacks.memory_phases import MemoryPhasesCallback
     from optimum_memopt.callbacks.plan_stats import PlanStatsCallback
     from optimum_memopt.engines.api.engine import Engine
-    from optimum_memopt.engines.api.explanations import MemoryReport
     from optimum_memopt.engines.compile.memory.footprint import Footprint
     from optimum_memopt.errors import MemOptError, UnsupportedModelError, run
     from optimum_memopt.loop import optimize
     from optimum_memopt.oom.guard import MemoryReportCallback
+    from optimum_memopt.oom.report import MemoryReport
     from optimum_memopt.options import MemOptOptions
     from optimum_memopt.plans.grammar import ConfigError, PlanConfig, PlanRequest, Strategy
     from optimum_memopt.plans.table import Plan, PlanTable
@@ -68,7 +68,7 @@ _MODULES = {
     "MemOptTrainer": "trainer",
     "MemOptTrainingArguments": "trainer_args",
     "MemoryPhasesCallback": "callbacks.memory_phases",
-    "MemoryReport": "engines.api.explanations",
+    "MemoryReport": "oom.report",
     "MemoryReportCallback": "oom.guard",
     "Plan": "plans.table",
     "PlanConfig": "plans.grammar",

@@ -1,4 +1,4 @@
-"""What is known of a Trainer's step that ran out of memory."""
+"""A step that ran out of memory, as it is found before anything is freed."""
 
 import gc
 import traceback
@@ -10,19 +10,9 @@ import torch
 from transformers import Trainer
 
 from optimum_memopt.engines.api.explanations import (
-    BATCH,
-    GRADIENTS,
-    OPTIMIZER,
-    OPTIMIZER_STEP,
-    OUTSIDE,
-    PARAMETERS,
-    SAVED,
-    TEMPORARY,
     ForwardCall,
-    Part,
     Place,
     TensorLike,
-    Tensors,
     place_of,
 )
 from optimum_memopt.errors import line_of, shortage, with_causes
@@ -50,8 +40,8 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Begin:
-    """When a forward and backward began.
+class StepStart:
+    """The memory of the process when a forward and backward began.
 
     Attributes:
         held: bytes of all that was there.
@@ -66,7 +56,7 @@ class Begin:
     kept: int
 
     @classmethod
-    def of(cls, trainer: Trainer) -> "Begin":
+    def of(cls, trainer: Trainer) -> "StepStart":
         device = trainer.args.device
         # A head under `no_grad` may come first, and has none.
         has_gradients = any(parameter.grad is not None for parameter in model_of(trainer).parameters())
@@ -74,8 +64,8 @@ class Begin:
 
 
 @dataclass(frozen=True)
-class Known:
-    """Bytes of the tensors that were there when it began.
+class HeldAtStart:
+    """Bytes of the tensors that were there when a forward and backward began.
 
     Attributes:
         parameters: and buffers.
@@ -92,80 +82,39 @@ class Known:
     outside: int
 
     @classmethod
-    def of(cls, trainer: Trainer, begin: Begin, call: ForwardCall | None) -> "Known":
+    def of(cls, trainer: Trainer, start: StepStart, call: ForwardCall | None) -> "HeldAtStart":
         model = model_of(trainer)
         parameters, optimizer = _bytes([*model.parameters(), *model.buffers()]), _optimizer_bytes(trainer)
         # Those of earlier micro-batches stay where they are.
-        gradients = gradient_bytes(trainer) if begin.has_gradients else 0
+        gradients = gradient_bytes(trainer) if start.has_gradients else 0
         batch = sum(tensor.bytes for tensor in call.tensors.values()) if call is not None else 0
-        outside = begin.held - parameters - optimizer - gradients - batch
+        outside = start.held - parameters - optimizer - gradients - batch
         # A first forward imports and compiles.
         now = held_bytes(trainer.args.device) - parameters - optimizer - gradient_bytes(trainer) - batch
         outside = max(0, outside, now)
         return cls(parameters, gradients, optimizer, batch, outside)
 
 
-def failure_of(error: Exception, trainer: Trainer, begin: Begin, place: Place | None = None) -> Failure:
+def failure_of(error: Exception, trainer: Trainer, start: StepStart, place: Place | None = None) -> Failure:
     """Look at an error before anything is freed.
 
     Args:
         error: that memory ran out.
         trainer: whose step it was.
-        begin: of the step.
+        start: of the step.
         place: where that is known already.
     """
     said, device = shortage(error), trainer.args.device
     # What a backward or another runtime held is free again when its error gets here.
     highest = peak_bytes(device)
-    held = said.allocated or (highest if highest > begin.peak else held_bytes(device))
+    held = said.allocated or (highest if highest > start.peak else held_bytes(device))
     found = place or place_of(error.__traceback__, model_of(trainer))
-    kept = max(0, _kept(device) - begin.kept)
+    kept = max(0, _kept(device) - start.kept)
     return Failure(line_of(error), found, held, said.requested, kept)
 
 
-def parts_of(
-    failure: Failure, trainer: Trainer, known: Known, of_graphs: Iterable[Part], first_outside: int, runtime: str
-) -> tuple[Part, ...]:
-    """What was held, by category.
-
-    Args:
-        failure: of the step.
-        trainer: whose step it was.
-        known: what was there when it began.
-        of_graphs: what it had allocated; empty where that is not known.
-        first_outside: bytes outside of the model before the run's first step, when a CPU's malloc had kept nothing of
-            earlier steps.
-        runtime: what ran the graphs, where it holds tensors of its own; empty: PyTorch.
-    """
-    in_optimizer = failure.place.phase == OPTIMIZER_STEP
-    there = {
-        PARAMETERS: known.parameters,
-        GRADIENTS: gradient_bytes(trainer) if in_optimizer else known.gradients,
-        OPTIMIZER: known.optimizer,
-        BATCH: known.batch,
-    }
-    outside, found = known.outside, {part.category: part for part in of_graphs}
-    rest = failure.held - sum(there.values()) - outside
-    if not found:
-        category = TEMPORARY if in_optimizer else SAVED
-        found = {category: Part(category, max(0, rest))}
-    elif (excess := sum(part.bytes for part in found.values()) - rest) > 0:
-        # This step has taken again what malloc had kept.
-        outside -= max(0, min(excess, outside - first_outside))
-    elif runtime and excess < 0:
-        part = found.get(TEMPORARY, Part(TEMPORARY, 0))
-        found[TEMPORARY] = Part(TEMPORARY, part.bytes - excess, (Tensors(runtime, "", -excess), *part.tensors))
-    else:
-        outside += min(-excess, failure.kept)
-    parts = []
-    for category in (PARAMETERS, GRADIENTS, OPTIMIZER, BATCH, SAVED, TEMPORARY):
-        part = found.get(category, Part(category, 0))
-        parts.append(Part(category, part.bytes + there.get(category, 0), part.tensors))
-    return (*parts, Part(OUTSIDE, outside))
-
-
 def free_step(error: BaseException) -> None:
-    """Give back what a failed step holds: the frames of its traceback refer to its tensors."""
+    """Release what a failed step holds: the frames of its traceback refer to its tensors."""
     for seen in with_causes(error):
         traceback.clear_frames(seen.__traceback__)
     gc.collect()
@@ -175,7 +124,7 @@ def free_step(error: BaseException) -> None:
 
 
 def forward_call(args: Any, kwargs: Any, reader: str) -> ForwardCall:
-    """What a model's forward is called with, without its tensors' data."""
+    """The arguments of a model's forward, without its tensors' data."""
     return ForwardCall(_alike(args), _alike(kwargs), reader)
 
 
@@ -198,7 +147,7 @@ def model_of(trainer: Trainer) -> torch.nn.Module:
 
 
 def gradient_bytes(trainer: Trainer) -> int:
-    """Of the gradients that there are."""
+    """Bytes of the gradients that there are."""
     return _bytes(p.grad for p in model_of(trainer).parameters() if p.grad is not None)
 
 

@@ -1,7 +1,6 @@
-"""Explains a training step that ran out of memory: what was held, when, and what would have fit."""
+"""Guards a Trainer's steps: one that runs out of memory is explained, or runs again, on all ranks alike."""
 
 import copy
-import functools
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -11,39 +10,26 @@ import torch
 import torch.distributed
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
-from optimum_memopt import compat
 from optimum_memopt.callbacks.reporting import HookingCallback, Reporter
 from optimum_memopt.compat import outputs_read_by
-from optimum_memopt.engines.api.engine import Engine, Run
 from optimum_memopt.engines.api.explanations import (
     OPTIMIZER_STEP,
-    Explanation,
-    FailedStep,
     ForwardCall,
-    MemoryReport,
-    Moment,
     Place,
 )
-from optimum_memopt.engines.shared.in_place import engine_of
-from optimum_memopt.engines.shared.registry import factory, registrations
-from optimum_memopt.errors import DoesNotFitError, add_context, is_out_of_memory, line_of, with_causes
-from optimum_memopt.logs import get_logger, log_from_any_rank, rank
+from optimum_memopt.errors import DoesNotFitError, add_context, is_out_of_memory, line_of
+from optimum_memopt.logs import log_from_any_rank, rank
 from optimum_memopt.oom.failure import (
-    Begin,
     Failure,
-    Known,
+    HeldAtStart,
+    StepStart,
     failure_of,
     forward_call,
     free_step,
-    model_of,
-    parts_of,
 )
 from optimum_memopt.oom.replan import Replanner, StepState
+from optimum_memopt.oom.report import MemoryReport, report_of
 from optimum_memopt.trainer_patches import GUARDED_OPTIMIZER, GUARDED_STEP, TrainerPatches
-from optimum_memopt.training.batches import largest_batch
-
-_HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
 
 _FINE, _RAN_OUT, _FAILED = 0, 1, 2
 
@@ -90,10 +76,6 @@ def _outcomes(own: int, device: torch.device) -> list[int]:
     return [int(outcome) for outcome in gathered]
 
 
-# No recompute helps in the optimizer's step: the activations are gone by then.
-_FEWER_STATES = "an optimizer with fewer or smaller states takes less, as --optim adamw_8bit or adafactor; or LoRA"
-
-
 class MemoryReportCallback(HookingCallback):
     """Explains an out-of-memory error of a training step, and lets it go on unchanged.
 
@@ -111,7 +93,7 @@ class MemoryReportCallback(HookingCallback):
         self.report: MemoryReport | None = None
         self.replanner: Replanner | None = None
         self._call: ForwardCall | None = None
-        self._begin: Begin | None = None
+        self._start: StepStart | None = None
         # Before the run's first step, when a CPU's malloc has kept nothing of earlier ones.
         self._first_outside: int | None = None
         self._hook: Any = None
@@ -121,7 +103,7 @@ class MemoryReportCallback(HookingCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         trainer = self.reporter.begin(state)
-        self._call = self._begin = self._first_outside = None
+        self._call = self._start = self._first_outside = None
         if self.replanner is not None:
             self.replanner.begin(trainer)
         self._watch_forwards(kwargs["model"])
@@ -138,7 +120,7 @@ class MemoryReportCallback(HookingCallback):
         def step(model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
             first: Exception | None = None
             while True:
-                self._note_begin()
+                self._note_start()
                 before = self._state()
                 try:
                     # A copy for a step that may run again: label smoothing takes the labels out.
@@ -162,13 +144,13 @@ class MemoryReportCallback(HookingCallback):
         return None if self.replanner is None or trainer is None else self.replanner.state(trainer)
 
     def _runs_again(self, error: Exception, before: StepState | None) -> bool:
-        """Whether a step that failed is to run again; where it ran out of memory and is not, that is explained."""
+        """True where a step that failed is to run again; where it ran out of memory and is not, that is explained."""
         trainer, is_own = self.reporter.trainer, is_out_of_memory(error)
         if isinstance(error, DoesNotFitError) and self.replanner is not None and self.replanner.has_replanned:
             log_from_any_rank(f"no plan fits: {error}")
         if trainer is None or not (is_own or isinstance(error, OtherRankRanOutError)):
             return False
-        failure = failure_of(error, trainer, self._begin or Begin.of(trainer))
+        failure = failure_of(error, trainer, self._start or StepStart.of(trainer))
         free_step(error)
         replanner = self.replanner
         if replanner is not None and before is not None and replanner.replan(failure, is_own, before, trainer):
@@ -183,7 +165,7 @@ class MemoryReportCallback(HookingCallback):
                 return optimizer_step(*args, **kwargs)
             except Exception as error:
                 if is_out_of_memory(error) and (trainer := self.reporter.trainer) is not None:
-                    failure = failure_of(error, trainer, Begin.of(trainer), Place(OPTIMIZER_STEP))
+                    failure = failure_of(error, trainer, StepStart.of(trainer), Place(OPTIMIZER_STEP))
                     free_step(error)
                     self._explain(failure, trainer)
                 raise
@@ -193,7 +175,8 @@ class MemoryReportCallback(HookingCallback):
     def _explain(self, failure: Failure, trainer: Trainer) -> None:
         """Log and write why memory ran out; whatever fails here is a line, never another error."""
         try:
-            self.report = self._report_of(failure, trainer)
+            start = self._start or StepStart.of(trainer)
+            self.report = report_of(failure, trainer, start, self._call, self._first_outside or 0)
         except Exception as second:
             log_from_any_rank(f"memory ran out, and why cannot be told ({line_of(second)})")
             return
@@ -208,76 +191,16 @@ class MemoryReportCallback(HookingCallback):
         except OSError as second:
             log_from_any_rank(f"the report is not written ({line_of(second)})")
 
-    def _report_of(self, failure: Failure, trainer: Trainer) -> MemoryReport:
-        model, args = model_of(trainer), trainer.args
-        engine = engine_of(model)
-        begin = self._begin or Begin.of(trainer)
-        known = Known.of(trainer, begin, self._call)
-        explained = self._explained(failure, trainer, known, engine)
-        in_optimizer = failure.place.phase == OPTIMIZER_STEP
-        parts = parts_of(failure, trainer, known, explained.parts, self._first_outside or 0, _runtime(engine))
-        return MemoryReport(
-            error=failure.error,
-            step=trainer.state.global_step,
-            rank=rank(),
-            model=type(model).__name__,
-            device=args.device.type,
-            engine=_trained_by(engine),
-            rows=compat.train_batch_size(trainer),
-            accumulation=args.gradient_accumulation_steps,
-            sizes=_sizes(self._call),
-            held=failure.held,
-            requested=failure.requested,
-            moment=explained.moment,
-            parts=parts,
-            ways_out=explained.ways_out,
-            remarks=(*((_FEWER_STATES,) if in_optimizer else ()), *explained.remarks),
-        )
-
-    def _explained(self, failure: Failure, trainer: Trainer, known: Known, engine: Engine | None) -> Explanation:
-        moment = Moment(failure.place.phase, failure.place.module, failure.place.operator)
-        if self._call is None:
-            return Explanation(moment, (), (), ("no forward of the model was seen",))
-        failed = FailedStep(
-            model=model_of(trainer),
-            call=self._call,
-            place=failure.place,
-            held=failure.held,
-            requested=failure.requested,
-            kept=failure.kept,
-            outside=known.outside,
-            accumulated=known.gradients,
-            engine=engine,
-            run=Run(
-                trainer.optimizer,
-                trainer.args.gradient_accumulation_steps > 1,
-                functools.partial(largest_batch, trainer),
-            ),
-            rows=compat.train_batch_size(trainer),
-            accumulation=trainer.args.gradient_accumulation_steps,
-            autocast=_HALVES.get(trainer.accelerator.mixed_precision),
-        )
-        for registration in registrations():
-            explaining = factory(registration.name)
-            if explaining.predicts and not explaining.missing():
-                try:
-                    return explaining.explain(failed)
-                except Exception as second:
-                    get_logger().debug("the failed step could not be traced", exc_info=second)
-                    remarks = (f"the step could not be traced ({line_of(second)})", *_untraced(second))
-                    return Explanation(moment, (), (), remarks)
-        return Explanation(moment, (), (), ("no engine here can trace the step",))
-
-    def _note_begin(self) -> None:
+    def _note_start(self) -> None:
         trainer = self.reporter.trainer
         if trainer is not None:
-            self._begin = Begin.of(trainer)
+            self._start = StepStart.of(trainer)
             if self._first_outside is None:
-                self._first_outside = Known.of(trainer, self._begin, None).outside
+                self._first_outside = HeldAtStart.of(trainer, self._start, None).outside
 
     def _watch_forwards(self, model: torch.nn.Module) -> None:
         self.remove_hooks()  # of a run that died
-        # See `MemoryPhasesCallback`: a plain function, since copies of the model share its hooks.
+        # A plain function, since copies of the model share its hooks.
         hooked, held = weakref.ref(model), weakref.ref(self)
 
         @torch.compiler.disable
@@ -294,30 +217,3 @@ class MemoryReportCallback(HookingCallback):
         if self._hook is not None:
             self._hook.remove()
         self._hook = self._call = None
-
-
-def _untraced(error: Exception) -> tuple[str, ...]:
-    """What helps where memory ran out in tracing too."""
-    if not any(map(is_out_of_memory, with_causes(error))):
-        return ()
-    return (
-        "tracing takes some hundred MiB of the process's own memory, which are not left; try half of "
-        "--per_device_train_batch_size and twice --gradient_accumulation_steps",
-    )
-
-
-def _sizes(call: ForwardCall | None) -> dict[str, str]:
-    tensors = call.tensors if call is not None else {}
-    return {name: " x ".join(map(str, tensor.shape)) for name, tensor in tensors.items() if tensor.shape}
-
-
-def _runtime(engine: Engine | None) -> str:
-    """What holds tensors that no graph of PyTorch's has; empty where nothing does."""
-    return "" if engine is None or factory(engine.name).predicts else f"other tensors of the {engine.name} engine"
-
-
-def _trained_by(engine: Engine | None) -> str:
-    if engine is None:
-        return "plain PyTorch"
-    table = engine.plans()
-    return table.header[0] if table is not None and table.header else f"{engine.name} engine"

@@ -25,7 +25,7 @@ _ROOM = 0.03
 
 @dataclass(frozen=True)
 class StepState:
-    """What a forward and backward change: random generators, buffers, gradients.
+    """The state that a forward and backward change: random generators, buffers, gradients.
 
     Attributes:
         forward: generators and buffers.
