@@ -66,7 +66,7 @@ def reread_batch_size(trainer: Any) -> None:
 
 
 def training_collator(trainer: Any) -> Callable[[list[Any]], Any]:
-    """What makes batches of training rows, which lose the columns that the model does not take (transformers 5.23)."""
+    """The collator of training rows, which lose the columns that the model does not take (transformers 5.23)."""
     return trainer._get_collator_with_removed_columns(trainer.data_collator, description="training")
 
 
@@ -81,7 +81,7 @@ def attention_implementation(config: Any) -> str | None:
 
 
 def is_encoder_decoder(model: Any) -> bool:
-    """Whether a model has a decoder of its own, whose length is that of the labels."""
+    """True for a model with a decoder of its own, whose length is that of the labels."""
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
@@ -151,7 +151,7 @@ def _first_that_reads(frame: FrameType | None) -> FrameType | None:
 
 
 def _hooks(model: torch.nn.Module) -> Iterator[Any]:
-    """Of the model, of the wrappers around it (DDP and DeepSpeed call what they wrap `module`), and of all modules."""
+    """Hooks of the model, its wrappers (DDP and DeepSpeed call what they wrap `module`), and all modules."""
     yield from global_output_hooks()
     inner: Any = model
     while isinstance(inner, torch.nn.Module):

@@ -1,4 +1,4 @@
-"""What several processes of a run must have in common: one world, one plan, one software.
+"""Several processes of a run must have in common: one world, one plan, one software.
 
 Ranks that differ do train: DDP and ZeRO average whatever they are given. So a node with another version of an engine,
 or with another variable in its environment, would go unnoticed. Nor does anybody notice a launch of several processes
@@ -47,7 +47,7 @@ _ABSENT = "nothing"
 
 
 def facts(engine: str, options: MemOptOptions, table: PlanTable | None) -> dict[str, str]:
-    """What must be the same on all ranks, by name.
+    """Facts that must be the same on all ranks, by name.
 
     Of the table that is what each row is and whether it is on. Bytes, formulas and the order of the rows come from the
     first batch, which is another one on each rank. So may what a budget turns on, where the length of the run's rows
@@ -79,7 +79,7 @@ def facts(engine: str, options: MemOptOptions, table: PlanTable | None) -> dict[
 
 
 def failure(error: BaseException) -> dict[str, str]:
-    """What a rank tells the others instead of its facts when its first step has failed."""
+    """The facts that a rank tells the others instead of its facts when its first step has failed."""
     return {_FAILURE: " ".join(f"{type(error).__name__}: {error}".split())}
 
 
@@ -168,7 +168,7 @@ _SET_BY_SIMPLE_LAUNCHER = "ACCELERATE_USE_CPU"
 
 @dataclass(frozen=True)
 class AccelerateLaunch:
-    """What `accelerate launch` was asked for."""
+    """The number of processes and the script that `accelerate launch` was given."""
 
     num_processes: int
     script: str
@@ -188,14 +188,14 @@ def check_world(world_size: int, environment: Mapping[str, str] = os.environ) ->
         return
     if (announced := environment.get("WORLD_SIZE", "")).isdigit() and int(announced) > 1:
         rank_missing = "LOCAL_RANK" not in environment
-        way_out = (
+        suggestion = (
             "set RANK and LOCAL_RANK too, as torchrun does"
             if rank_missing
             else "on a machine without a GPU add --use_cpu true to the script's arguments"
         )
         raise MemOptError(
             f"this process is one of {announced} (WORLD_SIZE={announced}) but would train alone, as each of them: "
-            f"{way_out}; for a single process unset WORLD_SIZE"
+            f"{suggestion}; for a single process unset WORLD_SIZE"
         )
     if _SET_BY_SIMPLE_LAUNCHER not in environment:
         return
@@ -210,8 +210,8 @@ def check_world(world_size: int, environment: Mapping[str, str] = os.environ) ->
 
 
 def accelerate_launch(command: Sequence[str]) -> AccelerateLaunch | None:
-    """What the command line of an `accelerate launch` asks for, read as accelerate reads it: its flags, then its
-    config file.
+    """Processes and script in the command line of an `accelerate launch`, read as accelerate reads it: its flags, then
+    its config file.
 
     Args:
         command: a process's command line, word by word.
@@ -238,7 +238,7 @@ def accelerate_launch(command: Sequence[str]) -> AccelerateLaunch | None:
 
 
 def _launch_arguments(command: Sequence[str]) -> list[str] | None:
-    """What stands behind `accelerate launch`, `accelerate-launch` or `python -m accelerate.commands.launch`."""
+    """The words behind `accelerate launch`, `accelerate-launch` or `python -m accelerate.commands.launch`."""
     for place, word in enumerate(command):
         # The word itself for a module, its stem for a program (Scripts\accelerate.exe).
         names, behind = {word, PurePath(word).stem}, list(command[place + 1 :])

@@ -16,11 +16,11 @@ class UnsupportedModelError(MemOptError):
 
     Args:
         why: the reason.
-        way_out: what to do about it; appended to the message.
+        suggestion: what to do about it; appended to the message.
     """
 
-    def __init__(self, why: str, way_out: str = "") -> None:
-        super().__init__(f"{why}; {way_out}" if way_out else why)
+    def __init__(self, why: str, suggestion: str = "") -> None:
+        super().__init__(f"{why}; {suggestion}" if suggestion else why)
         self.why = why
 
 
@@ -103,7 +103,7 @@ _ALLOCATED = re.compile(rf"{_AMOUNT} is allocated by PyTorch")
 
 @dataclass(frozen=True)
 class Shortage:
-    """What an error says.
+    """The amounts of memory in an error.
 
     Attributes:
         requested: bytes of the allocation that failed; None: it does not say.
@@ -115,7 +115,7 @@ class Shortage:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out, on whichever device."""
+    """True for an error of memory that ran out, on whichever device."""
     if isinstance(error, MemoryError):
         return True
     # torch.OutOfMemoryError is one; what a compiler or a launcher has wrapped is not.

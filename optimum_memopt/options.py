@@ -34,7 +34,7 @@ _OPTIMIZER_NEEDS = "; ".join(
 
 @dataclass
 class RunOptions(EngineOptions):
-    """What a Trainer shows and does beside its training."""
+    """The options of a Trainer: logs, callbacks, optimizer, sampler."""
 
     log_input_density: bool = field(
         default=False,

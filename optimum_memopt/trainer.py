@@ -1,4 +1,4 @@
-"""Puts an engine and the callbacks on a Trainer.
+"""A Trainer with an engine: its options are checked, and an engine and callbacks are put on it.
 
 The engine is attached inside `create_optimizer`: after `model_init` has built the model and a checkpoint is loaded
 into it, and before DDP, DeepSpeed and autocast wrap it (transformers 5.23, `Trainer._prepare_for_training`); DeepSpeed
@@ -56,7 +56,7 @@ from optimum_memopt.training.batches import largest_batch
 
 @dataclass(frozen=True)
 class Attachment:
-    """What `attach` put into a Trainer; `trainer.memopt`.
+    """The engine of a Trainer, and the results of its runs; `trainer.memopt`.
 
     Attributes:
         options: those in force: of the flags, the keywords and the environment.
@@ -260,7 +260,7 @@ def run_summary(trainer: Trainer) -> str:
 
 
 def _options(args: Any, options: MemOptOptions | None, overrides: Mapping[str, Any]) -> MemOptOptions:
-    """What `attach` was asked for.
+    """The options that `attach` was asked for.
 
     Raises:
         MemOptError: options in two places, or of another type; an override that is no field of `MemOptOptions`.
@@ -364,7 +364,7 @@ def _attaching(
 
 
 def _run_of(trainer: Trainer, is_grouped: bool) -> Callable[[], Run]:
-    """What the Trainer's run holds; the engine must not keep the Trainer alive."""
+    """Returns what asks for the Trainer's run; the engine must not keep the Trainer alive."""
     held = weakref.ref(trainer)
 
     def run() -> Run:

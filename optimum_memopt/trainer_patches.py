@@ -119,7 +119,7 @@ class _Method:
 
 
 class TrainerPatches:
-    """What has been put on together, and is undone together."""
+    """Wrappers and callbacks that are put on together, and undone together."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []

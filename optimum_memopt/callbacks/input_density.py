@@ -73,7 +73,7 @@ def density(tensor: torch.Tensor, padding_index: int | None) -> Density:
 
 @dataclass(frozen=True)
 class Padding:
-    """What marks padding in one input: `index` in the ids, or zeros in the input `mask`, or (neither) nothing."""
+    """The mark of padding in one input: `index` in the ids, or zeros in the input `mask`, or (neither) nothing."""
 
     index: int | None = None
     mask: str | None = None
@@ -113,7 +113,7 @@ def label_inputs(batch: Mapping[str, Any], label_names: list[str]) -> list[str]:
 
 
 def padding_of(name: str, batch: Mapping[str, Any], processing_class: Any, model: torch.nn.Module | None) -> Padding:
-    """What marks padding in the embedding input `name` of this batch.
+    """The mark of padding in the embedding input `name` of this batch.
 
     The index is the tokenizer's, else the input embedding's, else the config's. Where there is none, or where it is
     also a real token (the end of text in GPT-2 style set-ups, the first decoder token of T5), the attention mask that

@@ -163,7 +163,7 @@ class MemoryPhasesCallback(HookingCallback):
         self.reporter.metrics({"measured_peak_mib": run_peak})
 
     def _is_peak_shown(self) -> bool:
-        """Whether another callback shows the peak of the run, beside the plans' saving."""
+        """True where another callback shows the peak of the run, beside the plans' saving."""
         trainer = self.reporter.trainer
         callbacks = trainer.callback_handler.callbacks if trainer is not None else ()
         return any(isinstance(callback, PlanStatsCallback) and callback.table is not None for callback in callbacks)
@@ -210,7 +210,7 @@ class MemoryPhasesCallback(HookingCallback):
         self._observe("post_backward")
 
     def remove_hooks(self) -> None:
-        """See `HookingCallback`."""
+        """Remove the hooks of the model."""
         for handle in self._handles:
             handle.remove()
         self._handles = []

@@ -64,7 +64,7 @@ class PlanStatsCallback(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """See `Engine.check_used`: before the first optimizer step has changed a weight."""
+        # Before the first optimizer step has changed a weight.
         if not self._is_checked:
             self._is_checked = True
             if (engine := engine_of(kwargs["model"])) is not None:

@@ -1,4 +1,4 @@
-"""The file of `--memory_opt_log_file`: one JSON object a line."""
+"""Where callbacks report to: the log, the file of `--memory_opt_log_file`, the trackers of a Trainer."""
 
 import contextlib
 import copy
@@ -140,7 +140,7 @@ def check_log_steps(log_steps: int) -> int:
 
 
 def is_due(step: int, log_steps: int) -> bool:
-    """Whether step `step` (from 0) is reported: every `log_steps`, or with 0 steps 0-9 and then powers of two, as
+    """True where step `step` (from 0) is reported: every `log_steps`, or with 0 steps 0-9 and then powers of two, as
     ONNX Runtime's memory observer does (ortmodule/_runtime_inspector.py).
     """
     if log_steps:
@@ -149,13 +149,13 @@ def is_due(step: int, log_steps: int) -> bool:
 
 
 def is_printed(step: int, log_steps: int) -> bool:
-    """Whether step `step`, which is due, is also shown at info: with `log_steps` 0 steps 0, 1, 2, 4, 8, …, since ten
-    steps that are alike bury the lines that tell something."""
+    """True where step `step`, which is due, is also shown at info: with `log_steps` 0 steps 0, 1, 2, 4, 8, …, since
+    ten steps that are alike bury the lines that tell something."""
     return bool(log_steps) or step & (step - 1) == 0
 
 
 def is_final(logs: Mapping[str, Any] | None) -> bool:
-    """Whether these are the last logs of a training run, which Trainer writes just before `on_train_end`.
+    """True for the last logs of a training run, which Trainer writes just before `on_train_end`.
 
     What sums up a run is reported then: at `on_train_end` the trackers, called before us, have closed their runs, and
     a late number would make them open a new one. (`train_runtime` is no sign of it: with
@@ -221,7 +221,7 @@ class Reporter:
         return trainer
 
     def shows(self, level: str = "info") -> bool:
-        """Whether `lines` at this level (a key of `LOG_LEVELS`) come to anything."""
+        """True where `lines` at this level (a key of `LOG_LEVELS`) come to anything."""
         return self.active and get_logger().isEnabledFor(LOG_LEVELS[level])
 
     def lines(self, text: str, level: str = "info") -> None:

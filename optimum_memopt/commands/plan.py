@@ -32,7 +32,7 @@ _NUMBER = re.compile(r"[1-9][0-9]{0,18}")
 
 
 def case_of(args: Any) -> tuple[Case, dict[str, Any]]:
-    """What to measure, and its options; checks everything that needs no model.
+    """The case and its options; checks everything that needs no model.
 
     Raises:
         MemOptError: one line.
@@ -81,14 +81,14 @@ def case_of(args: Any) -> tuple[Case, dict[str, Any]]:
 
 
 def _is_prediction(args: Any, sizes: Sequence[int]) -> bool:
-    """Whether `auto` is an engine that predicts."""
+    """True where `auto` is an engine that predicts."""
     flags = ("budget_curve", "device", "html", *_PREDICTED)
     asked = any(getattr(args, flag) is not None for flag in flags)
     return not args.measure and (asked or len(sizes) > 1 or bool(autocast_of(args)))
 
 
 def batch_sizes(text: str) -> tuple[int, ...]:
-    """Of `--batch_size`, in order.
+    """The numbers of `--batch_size`, in order.
 
     Raises:
         MemOptError: what is no number from 1 on.
@@ -147,7 +147,7 @@ def _check_curve(args: Any, chosen: Any) -> None:
 
 @dataclass(frozen=True)
 class Found:
-    """What the command found.
+    """The results of the command.
 
     Attributes:
         report: for JSON.

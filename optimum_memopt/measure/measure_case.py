@@ -31,7 +31,7 @@ _REMARK = "[memopt] "
 
 @dataclass(frozen=True)
 class Case:
-    """What one process trains.
+    """A case that one process trains.
 
     Attributes:
         workload: model and batch.

@@ -169,7 +169,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Sweep:
-    """What was measured.
+    """The measured runs of a sweep.
 
     Attributes:
         runs: in order; the first is the one without a plan.

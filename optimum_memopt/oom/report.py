@@ -302,7 +302,7 @@ def _parts(
 
 
 def _untraced(error: Exception) -> tuple[str, ...]:
-    """What helps where memory ran out in tracing too."""
+    """A suggestion where memory ran out in tracing too."""
     if not any(map(is_out_of_memory, with_causes(error))):
         return ()
     return (
@@ -317,7 +317,7 @@ def _sizes(call: ForwardCall | None) -> dict[str, str]:
 
 
 def _runtime(engine: Engine | None) -> str:
-    """What holds tensors that no graph of PyTorch's has; empty where nothing does."""
+    """The holder of tensors that no graph of PyTorch's has; empty where there is none."""
     return "" if engine is None or factory(engine.name).predicts else f"other tensors of the {engine.name} engine"
 
 

@@ -229,16 +229,16 @@ class Estimate:
 
     @cached_property
     def curve(self) -> tuple[CurvePoint, ...]:
-        """What budgets cost, from the smallest possible to no plan; traces the model once more at the first call."""
+        """Plans of budgets, from the smallest possible to no plan; traces the model once more at the first call."""
         return tuple(self._ask(Selection(), with_curve=True).curve)
 
     @property
     def plan(self) -> PlanFile | None:
-        """What is done to each activation."""
+        """The plan, activation by activation."""
         return self._found.plan
 
     def fits(self, budget: str | int = AUTO) -> bool:
-        """Whether the peak is within a budget.
+        """True where the peak is within a budget.
 
         Args:
             budget: `24GiB`, `90%` of the device, bytes; `auto`: what is free on the device, less what the allocator

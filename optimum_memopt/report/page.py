@@ -1,4 +1,4 @@
-"""The page in a paragraph. Pure."""
+"""The page about a training step, and the report that writes it when a run is over."""
 
 import html
 import os
@@ -24,7 +24,7 @@ from optimum_memopt.sizes import gib_text
 
 
 def paragraph(data: ReportData) -> str:
-    """What the page says, in a few sentences."""
+    """The page in a few sentences."""
     return " ".join(
         (
             *_outcome(data),
@@ -177,7 +177,7 @@ def _values(data: ReportData) -> dict[str, Any]:
 
 
 def _sizes(data: ReportData) -> Mapping[str, int]:
-    """Of the batch; a timeline of fixed sizes has no names for them."""
+    """Sizes of the batch; a timeline of fixed sizes has no names for them."""
     if data.timeline is not None and data.timeline.sizes:
         return data.timeline.sizes
     return data.table.symbols if data.table is not None else {}
@@ -191,7 +191,7 @@ def _room(data: ReportData) -> int:
 
 
 def at_peak(timeline: StepTimeline) -> list[Mapping[str, Any]]:
-    """What is held at the peak, largest first; the last row sums up what is small."""
+    """Groups of tensors at the peak, largest first; the last row sums up what is small."""
     groups = [group for group in timeline.alive if group.bytes >= _SMALLEST_SHARE * timeline.peak][:_MOST_GROUPS]
     found: list[Mapping[str, Any]] = [
         {
@@ -223,7 +223,7 @@ def rows(table: PlanTable) -> list[Mapping[str, Any]]:
 
 
 def phases(data: ReportData) -> list[Mapping[str, Any]]:
-    """What is held at the borders of the step's phases and the peaks between them, in bytes."""
+    """Bytes at the borders of the step's phases and the peaks between them."""
     predicted = {phase.name: phase for phase in data.timeline.phases} if data.timeline is not None else {}
     seen = {phase.name: phase for phase in data.measured.phases} if data.measured is not None else {}
     return [

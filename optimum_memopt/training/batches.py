@@ -55,7 +55,7 @@ class Balance:
 
 
 def balance(order: np.ndarray, complexities: np.ndarray, batch_size: int, world_size: int) -> Balance | None:
-    """What an order of samples means for the ranks, when consecutive batches go to consecutive ranks.
+    """How evenly an order of samples loads the ranks, when consecutive batches go to consecutive ranks.
 
     Args:
         order: indices of samples; an incomplete last step is left out.
@@ -344,7 +344,7 @@ def largest_batch(trainer: Any, is_grouped: bool = False) -> LargestBatch | None
 
 
 def is_readable(dataset: Any) -> bool:
-    """Whether reading a row of a data set runs no code of its own, which may draw random numbers."""
+    """True where reading a row of a data set runs no code of its own, which may draw random numbers."""
     is_stored = hasattr(dataset, "select_columns") and getattr(dataset, "format", {}).get("type") != "custom"
     return (is_stored or isinstance(dataset, list)) and len(dataset) > 0
 
@@ -494,6 +494,6 @@ def _predictor(trainer: Trainer, options: MemOptOptions, engine: str) -> StepPre
 
 
 def _is_read(trainer: Trainer) -> bool:
-    """Whether more of the model's outputs is read than its loss; see `training.loss_only`."""
+    """True where more of the model's outputs may be read than its loss."""
     is_stock = type(trainer).compute_loss is Trainer.compute_loss
     return not is_stock or trainer.compute_loss_func is not None or trainer.label_smoother is not None

@@ -124,7 +124,7 @@ class TensorLike:
 
 @dataclass(frozen=True)
 class ForwardCall:
-    """What a model's training forward was called with; tensors are `TensorLike`.
+    """The arguments of a model's training forward; tensors are `TensorLike`.
 
     Attributes:
         args: of the forward.
@@ -144,7 +144,7 @@ class ForwardCall:
 
 @dataclass(frozen=True)
 class Place:
-    """What a traceback tells of where an allocation failed.
+    """The place where an allocation failed, as its traceback tells it.
 
     Attributes:
         phase: of the step.
@@ -196,7 +196,7 @@ class FailedStep:
 
 @dataclass(frozen=True)
 class Explanation:
-    """See `MemoryReport`."""
+    """Why a step ran out of memory; the attributes are those of `MemoryReport`."""
 
     moment: Moment
     parts: tuple[Part, ...]
@@ -229,7 +229,7 @@ def place_of(traceback: TracebackType | None, model: torch.nn.Module) -> Place:
 
 
 def _self_of(frame: FrameType) -> Any:
-    """What a method was called on."""
+    """The object that a method was called on."""
     if "self" not in frame.f_code.co_varnames:
         return None
     found = frame.f_locals

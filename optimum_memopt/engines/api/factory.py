@@ -1,4 +1,4 @@
-"""What is asked of an engine before it has a model."""
+"""The factory of an engine: questions to one that has no model yet."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +29,7 @@ class Ability:
 
 @dataclass(frozen=True)
 class Report:
-    """What an engine finds on this machine.
+    """Versions, abilities and extensions of an engine on this machine.
 
     Attributes:
         installed: versions of what the engine stands on, None for what is not there.
@@ -46,7 +46,7 @@ class Report:
 
 @dataclass(frozen=True)
 class TrainerParts:
-    """What is put on a Trainer for an engine.
+    """A wrapper and callbacks that an engine needs on a Trainer.
 
     Attributes:
         wrap_loss: given `compute_loss`, returns what goes around it; None: nothing does.
@@ -58,7 +58,7 @@ class TrainerParts:
 
 
 class EngineFactory(Generic[Options]):
-    """What can be asked of an engine that has no model yet. The defaults are those of an engine without needs.
+    """Makes an engine, and answers for it before it has a model. The defaults are those of an engine without needs.
 
     Attributes:
         predicts: has `estimate`, `explain` and `predict_steps`.
@@ -107,7 +107,7 @@ class EngineFactory(Generic[Options]):
         raise NotImplementedError
 
     def trainer_parts(self, trainer: "Trainer", engine: Engine, options: Options) -> TrainerParts:
-        """What this engine's options ask for in a Trainer. Called for all engines, whichever trains.
+        """The parts that this engine's options need on a Trainer. Called for all engines, whichever trains.
 
         Args:
             trainer: before its `train()`, and left as it is.
@@ -120,7 +120,7 @@ class EngineFactory(Generic[Options]):
         return TrainerParts()
 
     def environment_report(self) -> Report:
-        """What this engine finds on this machine; compiles nothing."""
+        """Versions and abilities on this machine; compiles nothing."""
         return Report({}, ())
 
     def build(self) -> None:
@@ -180,5 +180,5 @@ class EngineFactory(Generic[Options]):
         raise NotImplementedError
 
     def version_facts(self) -> dict[str, str]:
-        """What must be the same on all ranks beside the options: versions, environment variables."""
+        """Facts that must be the same on all ranks beside the options: versions, environment variables."""
         return {}

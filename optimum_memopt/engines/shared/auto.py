@@ -67,7 +67,7 @@ class AutoEngine:
 
     @property
     def name(self) -> str:
-        """Of the engine that trains the model."""
+        """The name of the engine that trains the model."""
         return self._current.name
 
     @property
@@ -160,7 +160,6 @@ class AutoEngine:
         self._current.apply(selection)
 
     def smooth_labels(self, smoothing: Smoothing | None) -> bool:
-        """See `Engine.smooth_labels`."""
         self._smoothing = smoothing
         return self._current.smooth_labels(smoothing)
 

@@ -121,7 +121,7 @@ class TrainingForward:
 
     @property
     def is_in_place(self) -> bool:
-        """Whether `start` would patch the same forward as the last time."""
+        """True where `start` would patch the same forward as the last time."""
         current = self._model.__dict__.get("forward")
         return self.train is not None or current is (self.previous if self._wrapped_by is None else self._wrapped_by)
 
@@ -181,7 +181,7 @@ class Checkpointing:
 
     @property
     def is_on(self) -> bool:
-        """Whether any module would checkpoint its next training forward."""
+        """True where any module would checkpoint its next training forward."""
         return any(module.gradient_checkpointing for module in self._able)
 
     def switch_off(self) -> None:
