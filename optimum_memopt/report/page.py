@@ -4,7 +4,7 @@ import html
 import os
 import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from optimum_memopt.option_values import check_drawing
 from optimum_memopt.plans.table import PlanTable
 from optimum_memopt.report import charts
 from optimum_memopt.report.data import CollectingCallback, ReportData, of_training, sizes_text
+from optimum_memopt.report.snapshot import measured_snapshot, predicted_snapshot
 from optimum_memopt.sizes import gib_text
 
 
@@ -108,18 +109,22 @@ class Page:
 
     Attributes:
         html: all of it.
+        snapshots: pickles of the step for PyTorch's memory viewer, by name: `predicted`, `measured`.
     """
 
     html: str
+    snapshots: Mapping[str, bytes] = field(default_factory=dict, repr=False)
 
     def save(self, path: os.PathLike | str) -> None:
-        """Write it.
+        """Write it, and beside `page.html` the snapshots as `page.predicted.pickle` and `page.measured.pickle`.
 
         Raises:
-            MemOptError: the file cannot be written.
+            MemOptError: a file cannot be written.
         """
         try:
             Path(path).write_text(self.html, encoding="utf-8")
+            for name, snapshot in self.snapshots.items():
+                Path(path).with_suffix(f".{name}.pickle").write_bytes(snapshot)
         # TypeError: no path.
         except (OSError, ValueError, TypeError) as error:
             reason = getattr(error, "strerror", None) or error
@@ -145,7 +150,19 @@ def render(data: ReportData) -> Page:
     environment.filters["size"] = gib_text
     template = environment.from_string(source)
     pictures = {name: jinja2.filters.Markup(text) for name, text in _pictures(data).items()}
-    return Page(template.render(data=data, text=paragraph(data), pictures=pictures, **_values(data)))
+    snapshots = _snapshots(data)
+    values = {"text": paragraph(data), "pictures": pictures, "snapshots": tuple(snapshots), **_values(data)}
+    return Page(template.render(data=data, **values), snapshots)
+
+
+def _snapshots(data: ReportData) -> dict[str, bytes]:
+    """The step as snapshots, by name."""
+    found = {}
+    if data.timeline is not None:
+        found["predicted"] = predicted_snapshot(data.timeline)
+    if data.measured is not None:
+        found["measured"] = measured_snapshot(data.measured)
+    return found
 
 
 def _pictures(data: ReportData) -> dict[str, str]:
