@@ -104,6 +104,7 @@ def test_the_model_is_plain_after_a_run_that_failed(tmp_path, engine):
         assert not trainer.model._forward_pre_hooks and not trainer.model._forward_hooks
         pickle.dumps(trainer.model)
         trainer.pop_callback(Interrupt)
+    assert trainer.evaluate()["eval_loss"] > 0
     trainer.train()
     assert trainer.state.global_step == 5 and trainer.memopt.table.plans
     assert_plain(trainer.model, "sdpa")

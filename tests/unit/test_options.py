@@ -92,6 +92,19 @@ def arguments(folder, **options):
             {"memory_opt_log_level": "debug"},
             "--memory_opt_log_level debug: allowed are warning, info, devinfo, verbose",
         ),
+        (
+            {"memory_opt_engine": "compile", "ort_arena": True},
+            "--ort_arena with the compile engine: only the ort engine",
+        ),
+        (
+            {"memory_opt_engine": "compile", "ort_opset": 15, "ort_fallback": False},
+            "--ort_fallback, --ort_opset 15 with the compile engine",
+        ),
+        ({"memory_opt_compiler": "gcc"}, "--memory_opt_compiler gcc: allowed are inductor, aot_eager"),
+        (
+            {"memory_opt_engine": "ort", "memory_opt_compiler": "inductor", "ort_fallback": False},
+            "--memory_opt_compiler inductor with the ort engine",
+        ),
         ({"ort_opset": 3}, "--ort_opset 3: "),
         ({"ort_opset": 21}, "--ort_opset 21: "),
         ({"ort_save_onnx": "no/such/folder"}, "--ort_save_onnx no/such/folder: no such folder"),
@@ -120,6 +133,7 @@ def test_a_folder_or_a_bad_file_as_config(tmp_path):
         {"memory_opt_level": 2},
         {"memory_opt_config": "Gelu+:1:-1"},
         {"memory_opt_config": "Gelu+:1:0", "memory_opt_engine": "ort"},
+        {"memory_opt_config": "Gelu+:1:1,Add+:3:-1", "memory_opt_engine": "compile"},
         # Another engine than ort may take these, so `auto` cannot refuse them yet.
         {"memory_opt_config": "Gelu+:1:3,Add+:3:-1"},
         {"ort_opset": 17, "memory_opt_log_steps": 100},
