@@ -18,7 +18,7 @@ from optimum_memopt import PlanTable, attach, optimize
 
 WORDS = ["<unk>", "<pad>", "<s>", "</s>", *(f"word{index}" for index in range(36))]
 ENGINES: dict[str, dict[str, Any]] = {
-    # With the plain loss, which is bitwise; `engines/compile/loss/test_trainer.py` has the chunked one.
+    # With the plain loss, which is bitwise; `test_loss_trainer.py` has the chunked one.
     "compile": {
         "memory_opt_engine": "compile",
         "memory_opt_compiler": "aot_eager",
