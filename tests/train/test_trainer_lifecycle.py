@@ -138,28 +138,6 @@ def test_two_engines_at_a_time_are_refused_with_a_public_way_out(tmp_path):
     assert trainer.memopt.table.plans
 
 
-def test_a_hyperparameter_search_trains_each_model_by_the_engine(tmp_path):
-    pytest.importorskip("optuna")
-    engines = Engines()
-    trainer = make(
-        tmp_path,
-        NAME,
-        model_init=lambda: build(NAME),
-        memory_opt_engine="compile",
-        memory_opt_level=1,
-        callbacks=[engines],
-        max_steps=2,
-    )
-    best = trainer.hyperparameter_search(
-        hp_space=lambda trial: {"learning_rate": trial.suggest_float("learning_rate", 1e-4, 1e-2)},
-        compute_objective=lambda metrics: metrics["eval_loss"],
-        n_trials=2,
-        backend="optuna",
-    )
-    assert best.objective > 0
-    assert engines.seen == [trainer.memopt.engine] * 4
-
-
 def test_a_subclass_that_overrides_train(tmp_path):
     class Twice(MemOptTrainer):
         def train(self, *args, **kwargs):
