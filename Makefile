@@ -1,4 +1,4 @@
-# make setup | demo | check | test | test-nightly | test-all | test-times | test-cuda | lint | docs
+# make setup | demo | check | test | test-nightly | test-all | test-times | test-cuda | lint | docs | docs-outputs
 # PYTHON=… chooses the interpreter that .venv is made from.
 
 VENV := .venv
@@ -15,7 +15,7 @@ PYTHON := $(shell for p in python3.11 python3.12 python3.10 python3.13 python3; 
 	$$p -c 'import sys, venv; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 14))' 2>/dev/null && echo $$p && break; done)
 endif
 
-.PHONY: setup demo check test test-nightly test-all test-times test-cuda lint docs
+.PHONY: setup demo check test test-nightly test-all test-times test-cuda lint docs docs-outputs
 
 setup: $(STAMP)
 
@@ -134,3 +134,7 @@ $(DOCS_STAMP): setup.cfg constraints.txt | $(STAMP)
 docs: $(DOCS_STAMP)
 	$(BIN)/mkdocs build --strict
 	@echo "==> open site/index.html"
+
+# Runs the commands that the pages show and writes their output into them: OUTPUTS="fits level-1" for these alone.
+docs-outputs: $(STAMP)
+	$(BIN)/python docs/outputs.py $(OUTPUTS)

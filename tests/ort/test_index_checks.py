@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 
-from optimum_memopt.engines.ort import session
-from optimum_memopt.engines.ort.index_checks import IndexCheck, as_index_error
+from optimum_memopt.engines.ort.graph_fixes.index_checks import IndexCheck, as_index_error
+from optimum_memopt.engines.ort.session import session
 from tests.gradients import accumulate, assert_same_step
 from tests.model_zoo import _BERT, IGNORE, ZOO, Case, tokens
 from tests.ort.helpers import needs_ort

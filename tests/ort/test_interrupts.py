@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from optimum_memopt.engines.api.run import Selection
-from optimum_memopt.engines.ort import compat
+from optimum_memopt.engines.ort.compat import ortmodule
 from optimum_memopt.engines.ort.engine import OrtEngine
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.plans.grammar import parse
@@ -54,8 +54,8 @@ def interrupt_in(model: torch.nn.Module, place: str, monkeypatch: pytest.MonkeyP
     if place == "export":
         layer = model.get_submodule("roberta.encoder.layer.1")
         return layer.register_forward_pre_hook(lambda *_: signal.raise_signal(signal.SIGINT)).remove
-    compat.load()
-    session = importlib.import_module(f"{compat.ORTMODULE}._training_manager").TrainingManager
+    ortmodule.load()
+    session = importlib.import_module(f"{ortmodule.ORTMODULE}._training_manager").TrainingManager
     original = getattr(session, place)
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:

@@ -13,7 +13,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 from optimum_memopt import MemOptError, MemOptTrainer, MemOptTrainingArguments, attach
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.ort.engine import OrtEngine
-from optimum_memopt.engines.ort.options import OrtOptions
+from optimum_memopt.engines.ort.options.flags import OrtOptions
 from optimum_memopt.engines.shared.label_smoothing import LabelSmoothing
 from optimum_memopt.errors import UnsupportedModelError
 from optimum_memopt.plans.grammar import parse

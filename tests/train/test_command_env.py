@@ -12,10 +12,10 @@ import pytest
 
 from optimum_memopt import MemOptError
 from optimum_memopt.commands.env import EnvCommand
-from optimum_memopt.engines import ort
 from optimum_memopt.engines.compile.capture.backend import check_compiler
-from optimum_memopt.engines.ort import extensions, missing
-from optimum_memopt.engines.ort.environment import clash, install_command
+from optimum_memopt.engines.ort import missing
+from optimum_memopt.engines.ort.compat import extensions, installation
+from optimum_memopt.engines.ort.compat.installation import clash, install_command
 from tests import fresh_process
 
 CLI = "import sys; from optimum.commands.optimum_cli import main; sys.argv[0] = 'optimum-cli'; main()"
@@ -82,7 +82,7 @@ def test_what_works_without_the_extensions_and_how_to_get_them(tmp_path):
         "what": "memory-efficient gradient management",
     }
     cuda_options = abilities["efficient and flash attention, Triton, tuning"]
-    assert cuda_options["works"] is not bool(extensions.cuda_missing())
+    assert cuda_options["works"] is not bool(installation.cuda_missing())
 
 
 @needs_ort
@@ -145,7 +145,7 @@ def in_this_process(capsys, *arguments: str) -> str:
 
 
 def test_the_compile_engine_is_there_without_onnxruntime_and_recommended(monkeypatch, capsys):
-    monkeypatch.setattr(ort.installed, "installed_version", lambda names: None)
+    monkeypatch.setattr(installation, "installed_version", lambda names: None)
     report = json.loads(in_this_process(capsys, "--json"))
     abilities = works(report)
     assert not abilities["ort engine"]["works"]

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from optimum_memopt import MemOptError, MemOptTrainer, attach, optimize
-from optimum_memopt.engines.ort import compat, fp16_optimizer
+from optimum_memopt.engines.ort.compat import ortmodule
+from optimum_memopt.engines.ort.support import optimizers
 from optimum_memopt.training.optimizers import OPTIMIZERS
 from tests import fresh_process
 from tests.train import deepspeed_runs
@@ -286,8 +287,8 @@ MegatronsOptimizer.__module__, MegatronsOptimizer.__qualname__ = "megatron.fp16.
 
 @pytest.mark.parametrize("built", [False, True])
 def test_fp16_optimizer_modifies_what_it_knows_if_its_operators_are_there(monkeypatch, built):
-    monkeypatch.setattr(fp16_optimizer, "has_fused_ops", lambda: compat.load() is not None and built)
+    monkeypatch.setattr(optimizers, "has_fused_ops", lambda: ortmodule.load() is not None and built)
     optimizer = MegatronsOptimizer()
-    reason = fp16_optimizer.modify(optimizer)
+    reason = optimizers.modify_fp16_optimizer(optimizer)
     assert ("clip_master_grads" in vars(optimizer)) == ("_check_overflow" in vars(optimizer)) == built
     assert reason == "" if built else "fused_ops, which the new methods call, is not built here" in reason

@@ -81,7 +81,7 @@ STEPS = {
         ["optimum_memopt.callbacks.memory_phases", "optimum_memopt.callbacks.input_density"],
         {"onnxruntime", "deepspeed"},
     ),
-    "all": ([*MODULES, "optimum_memopt.engines.ort", "optimum_memopt.engines.ort.compat"], {"onnxruntime"}),
+    "all": ([*MODULES, "optimum_memopt.engines.ort", "optimum_memopt.engines.ort.compat.ortmodule"], {"onnxruntime"}),
 }
 
 

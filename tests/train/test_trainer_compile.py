@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, TrainingArguments
 
 from optimum_memopt import MemOptError, MemOptOptions, attach, optimize, run_summary
-from optimum_memopt.engines.ort import installed
+from optimum_memopt.engines.ort.compat import installation
 from optimum_memopt.engines.shared.auto import create
 from optimum_memopt.engines.shared.in_place import engine_of
 from optimum_memopt.engines.shared.registry import choose_engines
@@ -45,7 +45,7 @@ def test_fsdp_by_accelerate_is_refused(tmp_path, monkeypatch):
 
 
 def test_auto_takes_it_where_onnx_runtime_is_not_installed(tmp_path, monkeypatch):
-    monkeypatch.setattr(installed, "missing", lambda: "onnxruntime-training is not installed")
+    monkeypatch.setattr(installation, "missing", lambda: "onnxruntime-training is not installed")
     assert choose_engines("auto") == (
         ("compile",),
         "auto: the first engine that works here; ort: onnxruntime-training is not installed",
