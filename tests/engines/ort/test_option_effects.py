@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from optimum_memopt import MemOptError
+from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.ort.compat import internals
 from optimum_memopt.engines.ort.options.flags import OrtOptions
 from tests.engines.ort.helpers import (
@@ -139,12 +140,11 @@ def test_determinism_is_followed_when_it_is_turned_on_later(monkeypatch):
 
 @needs_ort
 def test_what_this_build_of_onnxruntime_ignores_is_refused():
-    from optimum_memopt.engines.ort.session.session import Hooks, OrtSession
+    from optimum_memopt.engines.ort.session.session import OrtSession
 
-    hooks = Hooks(choose=lambda text, rows: (), report=lambda text: None, phase=lambda phase: None)
     before = environment_variables()
     with pytest.raises(MemOptError, match="this build of ONNX Runtime does not do --ort_triton True; leave it out"):
-        OrtSession(Counting(), OrtOptions(ort_triton=True), layerwise=False, recompute=False, hooks=hooks)
+        OrtSession(Counting(), OrtOptions(ort_triton=True), Selection())
     assert environment_variables() == before
 
 

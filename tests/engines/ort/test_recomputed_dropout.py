@@ -42,7 +42,7 @@ def step_with_dropout(
         accumulate(model, [ROBERTA.batch(seed=seed)])
         if unpaired:
             model(**ROBERTA.batch(seed=7))
-            engine._backward_is_due = False
+            engine._session.backward_is_due = False
     if move is not None:
         weights = torch.nn.utils.parameters_to_vector(model.parameters())
         torch.nn.utils.vector_to_parameters(weights + move, model.parameters())

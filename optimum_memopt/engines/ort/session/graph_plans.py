@@ -270,16 +270,10 @@ class GraphPlans:
     symbols: Mapping[str, int] = field(default_factory=dict)
     choice: Choice = field(default_factory=Choice)
 
-    def to_table(self, engine: str, counts: Mapping[str, tuple[int, int]], header: tuple[str, ...]) -> PlanTable:
-        """The table of this engine with the header's lines above it.
-
-        Args:
-            engine: its name.
-            counts: of `applied_counts`, from the insight text with what ORT applied.
-            header: lines above the table.
-        """
+    def to_table(self, counts: Mapping[str, tuple[int, int]], header: str) -> PlanTable:
+        """The table, with the counts that ORT applied (of `applied_counts`) and a line above it."""
         rows = tuple(_with_counts(row, self.choice, counts) for row in self.rows)
-        return PlanTable(engine=engine, plans=rows, symbols=self.symbols, header=header)
+        return PlanTable(engine="ort", plans=rows, symbols=self.symbols, header=(header,))
 
 
 def choose_plans(

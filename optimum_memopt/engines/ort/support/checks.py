@@ -99,15 +99,13 @@ def _check_reentrant(name: str, modules: Sequence[torch.nn.Module]) -> None:
         )
 
 
-def check_operators(
-    name: str, inlined_functions: Sequence[str], aten_operators: Sequence[str], has_extensions: bool
-) -> None:
+def check_operators(name: str, inlined_functions: Sequence[str], graph: Any, has_extensions: bool) -> None:
     """Refuse an exported graph that needs the torch extensions where they are missing or off.
 
     Args:
         name: of the model's class.
         inlined_functions: `torch.autograd.Function`s that the export inlined.
-        aten_operators: operators that run in torch.
+        graph: the training graph (`onnx.GraphProto`).
         has_extensions: the torch extensions are built and on.
 
     Raises:
@@ -120,9 +118,14 @@ def check_operators(
             "only run with the torch extensions",
             f"{suggestion}, or {_COMPILE}",
         )
-    if aten_operators and not has_extensions:
+    in_torch = {
+        next((attribute.s.decode() for attribute in node.attribute if attribute.name == "operator"), node.op_type)
+        for node in graph.node
+        if node.op_type == "ATen"
+    }
+    if in_torch and not has_extensions:
         raise UnsupportedModelError(
-            f"{name} needs torch's own {', '.join(aten_operators)}, which ONNX Runtime can only run with the torch "
+            f"{name} needs torch's own {', '.join(sorted(in_torch))}, which ONNX Runtime can only run with the torch "
             "extensions",
             f"build them with: {BUILD_COMMAND}, or {_COMPILE}",
         )
