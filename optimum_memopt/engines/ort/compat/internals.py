@@ -151,13 +151,13 @@ def _accept_buffers_and_numbers(transition_manager: type) -> Iterator[None]:
     from the user; inputs can also be buffers (BART) and numbers (num_items_in_batch)."""
     original = transition_manager.__dict__["_reprocess_check"]
 
-    def reprocess_check(flatten_module: Any, args: Any, kwargs: Mapping[str, Any], **others: Any) -> Any:
+    def reprocess_check(flatten_module: Any, args: Any, kwargs: Mapping[str, Any], **rest: Any) -> Any:
         tensors = [*flatten_module.named_parameters(), *flatten_module.named_buffers()]
         return original.__func__(
             flatten_module=types.SimpleNamespace(named_parameters=lambda: tensors),
             args=[_as_tensor(value) for value in args],
             kwargs={name: _as_tensor(value) for name, value in kwargs.items()},
-            **others,
+            **rest,
         )
 
     with patched(transition_manager, "_reprocess_check", staticmethod(reprocess_check)):
@@ -249,8 +249,8 @@ def fix_label_sparsity_switch(transition_manager: type, enabled: bool) -> Iterat
     "off" returns (_graph_transition_manager.py, `_export_model`: `'NoneType' object is not iterable`)."""
     original = transition_manager.__dict__["_add_check_label_sparsity_hook"].__func__
 
-    def add_hooks(_: bool, *others: Any) -> list[Any]:
-        return original(enabled, *others) or []
+    def add_hooks(_: bool, *rest: Any) -> list[Any]:
+        return original(enabled, *rest) or []
 
     with patched(transition_manager, "_add_check_label_sparsity_hook", staticmethod(add_hooks)):
         yield

@@ -51,12 +51,12 @@ def non_persistent_buffers(module: torch.nn.Module) -> set[str]:
 
 
 def has_hooks(module: torch.nn.Module) -> bool:
-    """Whether anything is called around this module's forward or backward."""
+    """True where something is called around this module's forward or backward."""
     return any(getattr(module, name, None) for name in MODULE_HOOKS)
 
 
 def checkpoint_function(module: torch.nn.Module) -> Any:
-    """What a module of transformers checkpoints its layers with (5.23): a partial of torch's function; else None."""
+    """The function that checkpoints a module's layers, of transformers (5.23): a partial of torch's; else None."""
     return getattr(module, "_gradient_checkpointing_func", None)
 
 

@@ -207,8 +207,8 @@ class OrtSession:
         if not self._options.ort_cache_dir:
             return contextlib.nullcontext()
         versions = (torch.__version__, installed_version(DISTRIBUTIONS), installed_version(("optimum-memopt",)))
-        others = (*map(str, versions), *internals.symbolic_names(), *map(str, sorted(self._environment.items())))
-        return ExportCache(os.fspath(self._options.ort_cache_dir), others).enabled()
+        dependencies = (*map(str, versions), *internals.symbolic_names(), *map(str, sorted(self._environment.items())))
+        return ExportCache(os.fspath(self._options.ort_cache_dir), dependencies).enabled()
 
     def _build_graph(self, original: Callable[[Any], None], configuration: Any) -> None:
         self._progress.stage = "building the training graph"

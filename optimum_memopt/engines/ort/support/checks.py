@@ -50,8 +50,13 @@ def check(model: torch.nn.Module, checkpointing: bool = False) -> None:
     if isinstance(model, torch.nn.DataParallel):
         raise UnsupportedModelError(f"the ort engine under torch.nn.DataParallel: {_DATA_PARALLEL}")
     checkpointed = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
-    if checkpointed and checkpointing:
-        _check_reentrant(name, checkpointed)
+    functions = (torch_modules.checkpoint_function(module) for module in checkpointed)
+    if checkpointing and not all(getattr(function, "keywords", {}).get("use_reentrant") for function in functions):
+        # The exporter traces through checkpointing that is not re-entrant, so nothing would be checkpointed.
+        raise UnsupportedModelError(
+            f"{name} has activation checkpointing that is not re-entrant: the export would lose it; call "
+            'model.gradient_checkpointing_enable({"use_reentrant": True})'
+        )
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) > 1:
         placed = ", ".join(sorted(map(str, devices)))
@@ -87,16 +92,6 @@ def check_device(name: str, device_type: str) -> None:
         f"{name} is on {device_type}, where {build} does not run",
         f"{_COMPILE}, or install a build of onnxruntime-training for this device",
     )
-
-
-def _check_reentrant(name: str, modules: Sequence[torch.nn.Module]) -> None:
-    """The exporter traces through non-re-entrant checkpointing, so nothing would be checkpointed."""
-    functions = (torch_modules.checkpoint_function(module) for module in modules)
-    if not all(getattr(function, "keywords", {}).get("use_reentrant") for function in functions):
-        raise UnsupportedModelError(
-            f"{name} has activation checkpointing that is not re-entrant: the export would lose it; call "
-            'model.gradient_checkpointing_enable({"use_reentrant": True})'
-        )
 
 
 def check_operators(name: str, inlined_functions: Sequence[str], graph: Any, has_extensions: bool) -> None:
