@@ -64,9 +64,7 @@ END_TO_END = (
 # The files among them that train nothing.
 UNIT = (
     "engines/ort/test_extension_sources",
-    "engines/ort/test_insight",
-    "engines/ort/test_post_norm",
-    "engines/ort/test_selection",
+    "engines/ort/test_graph_plans",
 )
 
 # Files that look at graphs which `engines/compile/conftest.py` traces once a process: one worker takes all of them.

@@ -167,6 +167,32 @@ def test_graph_rewrites_belong_to_the_model_that_asked_for_them():
 
 @pytest.mark.extensions
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("script", ["label_sparsity.py", "custom_autograd.py", "activation_checkpointing.py"])
+@pytest.mark.parametrize(
+    "script",
+    ["label_sparsity.py", "custom_autograd.py", "activation_checkpointing.py", "grad_management_hooks.py"],
+)
 def test_options_that_need_the_extensions(script, environment_with_extensions, tmp_path):
     run_script(script, environment=environment_with_extensions, cwd=tmp_path)
+
+
+@needs_ort
+@pytest.mark.extensions
+@pytest.mark.timeout(1800)
+def test_two_ranks_with_managed_gradients_stay_bitwise_equal(environment_with_extensions, tmp_path):
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    output = run_script(
+        "grad_management_ranks.py", tmp_path / "out", environment=environment_with_extensions, launcher=launcher
+    )
+    assert "rank 0 is done" in output and "rank 1 is done" in output
+
+
+@needs_ort
+@pytest.mark.extensions
+@pytest.mark.timeout(1800)
+def test_the_peak_is_lower_when_managed_gradients_accumulate(environment_with_extensions):
+    """128 MiB of parameters: without it a second set of gradients exists beside the first at the end of backward."""
+    plain, managed = (
+        float(run_script("grad_management_peak.py", case, environment=environment_with_extensions).split()[-1])
+        for case in ("plain", "managed")
+    )
+    assert managed < plain - 64

@@ -1,7 +1,5 @@
 """Recomputed dropout: ONNX Runtime draws the masks again, in the order of the forwards."""
 
-import copy
-
 import pytest
 import torch
 
@@ -11,6 +9,7 @@ from tests.engines.ort.helpers import (
     DROPOUT,
     ROBERTA,
     Attach,
+    Pair,
     config,
     needs_ort,
 )
@@ -93,10 +92,8 @@ def test_an_unpaired_forward_is_refused_with_recomputed_dropout(attach: Attach) 
     accumulate(model, [ROBERTA.batch(), ROBERTA.batch(3, 7, seed=1)])
 
 
-def test_unpaired_forwards_are_right_without_recomputed_dropout(attach: Attach) -> None:
-    model = ROBERTA.build()
-    plain = copy.deepcopy(model)
-    engine = attach(model, config("Gelu+:1:-1"))
+def test_unpaired_forwards_are_right_without_recomputed_dropout(pair: Pair) -> None:
+    model, plain, engine = pair(ROBERTA.build(), config("Gelu+:1:-1"))
     for trained in (model, plain):
         trained(**ROBERTA.batch(seed=5))
         first, second = trained(**ROBERTA.batch()).loss, trained(**ROBERTA.batch(3, 7, seed=1)).loss

@@ -238,11 +238,6 @@ def observe_traced_graphs(observe: Callable[[object], None]) -> Iterator[None]:
         yield
 
 
-_EFFICIENT_ATTENTION = f"{ORTMODULE}.graph_optimizers._aten_attn"
-_TRITON = "onnxruntime.training.ort_triton"
-_FLASH_ATTENTION = f"{_TRITON}.kernel._flash_attn"
-
-
 @contextlib.contextmanager
 def fix_label_sparsity_switch(transition_manager: type, enabled: bool) -> Iterator[None]:
     """ORT reads the switch for embedding sparsity where it means label sparsity, and then iterates over the None that
@@ -274,14 +269,13 @@ def fix_gradient_management_device(device: Callable[[], torch.device]) -> Iterat
 def select_graph_optimizers(efficient_attention: bool, flash_attention: bool, triton: bool) -> Iterator[None]:
     """Apply only the graph rewrites that the options of this model name, and those that other code registered: ORT
     registers a rewrite when its module is imported, for every model of the process."""
-    wanted = {
-        _EFFICIENT_ATTENTION: efficient_attention,
-        _FLASH_ATTENTION: flash_attention,
-        f"{_TRITON}.kernel._slice_scel": triton,
+    attention = {
+        f"{ORTMODULE}.graph_optimizers._aten_attn": efficient_attention,
+        "onnxruntime.training.ort_triton.kernel._flash_attn": flash_attention,
     }
-    for module in (_EFFICIENT_ATTENTION, _FLASH_ATTENTION):
-        if wanted[module]:
-            importlib.import_module(module)
+    wanted = {**attention, "onnxruntime.training.ort_triton.kernel._slice_scel": triton}
+    for module in filter(attention.get, attention):
+        importlib.import_module(module)
     registry = importlib.import_module(f"{ORTMODULE}.graph_optimizer_registry").GraphOptimizerRegistry
     chosen = {
         target: [entry for entry in entries if wanted.get(entry[0].__module__, True)]

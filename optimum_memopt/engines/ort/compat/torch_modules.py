@@ -83,12 +83,9 @@ def record_autograd_functions() -> Iterator[list[str]]:
     thread = threading.get_ident()
 
     def apply(cls: type, *args: object, **kwargs: object) -> object:
-        if (
-            threading.get_ident() == thread
-            and not cls.__module__.startswith("onnxruntime.")
-            and cls.__qualname__ not in seen
-        ):
-            seen.append(cls.__qualname__)
+        name, is_own = cls.__qualname__, not cls.__module__.startswith("onnxruntime.")
+        if is_own and name not in seen and threading.get_ident() == thread:
+            seen.append(name)
         return original.__get__(None, cls)(*args, **kwargs)
 
     with patched(torch.autograd.Function, "apply", classmethod(apply)):

@@ -144,7 +144,7 @@ def _graph_text(graph: Any) -> Iterator[str]:
     Its `str` has operators, edges, shapes and dtypes, but truncates numbers and omits tensors.
 
     Raises:
-        _NotCacheable: see there.
+        _NotCacheable: it holds something whose value cannot be compared between processes.
     """
     yield graph.str(False)
     for node in graph.nodes():

@@ -111,22 +111,13 @@ def to_plans(
             config = opportunity.key
         if config in by_config:
             by_config[config].append(opportunity)
-    return sorted_plans(
-        _row(config, combinations[config], share, names, values) for config, share in by_config.items()
-    )
-
-
-def _row(
-    config: str, frequency: int, share: list[Opportunity], names: Mapping[str, str], values: Mapping[str, int]
-) -> Plan:
-    terms = [f"{part.frequency}*{output.formula}" for part in share for output in part.outputs]
-    saving = simplified(" + ".join(terms), names) if terms else sympy.Integer(0)
-    return Plan(
-        config=",".join(sorted(config.split(","))),
-        frequency=frequency,
-        saving_bytes=evaluated(saving, values),
-        saving_symbolic=str(saving),
-    )
+    rows = []
+    for config, parts in by_config.items():
+        terms = [f"{part.frequency}*{output.formula}" for part in parts for output in part.outputs]
+        saving = simplified(" + ".join(terms), names) if terms else sympy.Integer(0)
+        name = ",".join(sorted(config.split(",")))
+        rows.append(Plan(name, combinations[config], evaluated(saving, values), str(saving)))
+    return sorted_plans(rows)
 
 
 def applied_counts(opportunities: Iterable[Opportunity]) -> dict[str, tuple[int, int]]:
