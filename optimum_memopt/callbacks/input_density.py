@@ -208,9 +208,7 @@ class InputDensityCallback(HookingCallback):
         self._due = False
         self._patches = TrainerPatches()
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.remove_hooks()  # of a run that died
         self._tallies = {}
         self._first_step = state.global_step
@@ -218,16 +216,12 @@ class InputDensityCallback(HookingCallback):
         if self.reporter.active:
             self._patches.put(trainer, COUNTED_TOKENS, functools.partial(self._counting, trainer))
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self._due = self.reporter.active and is_due(state.global_step - self._first_step, self._log_steps)
         for tally in self._tallies.values() if self._due else ():
             tally.step_rows, tally.step_total = [], 0
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if not self._due:
             return
         self._due = False

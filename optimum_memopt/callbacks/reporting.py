@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.integrations import integration_utils
 
 from optimum_memopt.errors import MemOptError
@@ -249,17 +249,13 @@ class HookingCallback(TrainerCallback):
         """Leave the model and the Trainer as they were; a second call does nothing."""
         raise NotImplementedError
 
-    def on_init_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         trainer = find_trainer(state)
         # A method of the class: no other callback has done it, and no subclass.
         if "train" not in vars(trainer):
             TrainerPatches().put(trainer, REMOVED_HOOKS, functools.partial(removing_hooks, trainer))
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.remove_hooks()
 
 

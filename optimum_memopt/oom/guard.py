@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed
-from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerState, TrainingArguments
 
 from optimum_memopt.callbacks.reporting import HookingCallback, Reporter
 from optimum_memopt.compat import outputs_read_by
@@ -99,9 +99,7 @@ class MemoryReportCallback(HookingCallback):
         self._hook: Any = None
         self._patches = TrainerPatches()
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         trainer = self.reporter.begin(state)
         self._call = self._start = self._first_outside = None
         if self.replanner is not None:

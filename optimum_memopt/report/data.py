@@ -67,9 +67,7 @@ class CollectingCallback(TrainerCallback):
         self.densities: dict[str, list[tuple[int, float]]] = {}
         self._first_step = 0
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.phases, self.densities, self._first_step = None, {}, state.global_step + 1
 
     def on_memopt_log(

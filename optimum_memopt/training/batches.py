@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import IterableDataset, Sampler
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from optimum_memopt import compat
 from optimum_memopt.callbacks.reporting import Reporter
@@ -250,9 +250,7 @@ class ComplexityCallback(TrainerCallback):
         self.reporter = Reporter("complexity", path)
         self.sampler: ComplexitySampler | None = None
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         trainer = self.reporter.begin(state)
         sampler = self.sampler
         if sampler is None:
@@ -284,9 +282,7 @@ class ComplexityCallback(TrainerCallback):
         )
         self.reporter.records(state.global_step, [{"balance": asdict(ours), "at_random": asdict(before)}])
 
-    def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         # accelerate passes set_epoch on to a sampler, but not through the two wrappers of a sharded loader that skips
         # what a checkpoint has seen (`DataLoaderShard.set_epoch` in 1.15), so a resumed run would get epoch 0's order.
         if self.sampler is not None:
