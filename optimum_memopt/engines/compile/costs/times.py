@@ -23,7 +23,7 @@ from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.joint import is_view
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues
-from optimum_memopt.engines.compile.train.step_context import costs_of
+from optimum_memopt.engines.compile.costs.cache import costs_of
 from optimum_memopt.memory import malloc
 
 # Times that each batch is run.
