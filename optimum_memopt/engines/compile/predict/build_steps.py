@@ -3,12 +3,13 @@
 import functools
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from optimum_memopt.engines.api.engine import Run
-from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.api.predictions import Workload
+from optimum_memopt.engines.api.run import Selection, StepSpec
 from optimum_memopt.engines.compile.capture.backend import default_compiler
 from optimum_memopt.engines.compile.costs import times
 from optimum_memopt.engines.compile.costs.costs import EFFICIENCY
@@ -25,11 +26,6 @@ from optimum_memopt.engines.compile.train.step_context import step_around
 from optimum_memopt.memory.capacity import capacity
 from optimum_memopt.memory.optimizers import DEFAULT, PlannedOptimizer, embeddings_of, is_known
 from optimum_memopt.sizes import Budget
-
-if TYPE_CHECKING:
-    from optimum_memopt.options import MemOptOptions
-    from optimum_memopt.predict.workload import Workload
-
 
 # Rows of the batch that is traced, for each loss: with many a chunked loss pays. The second where the first is the
 # size of something else, which torch would give the same symbol.
@@ -59,69 +55,55 @@ class _Case:
     compares: bool = True
 
 
-def of_workload(
-    workload: "Workload",
-    budget: Budget,
-    device: str | None = None,
-    compiler: str | None = None,
-    autocast: str = "",
-    optim: str = DEFAULT,
-) -> StepsOfModel:
+def of_workload(workload: Workload, budget: Budget, spec: StepSpec) -> StepsOfModel:
     """Of a model that is given by its config.
 
     Args:
         workload: its batch size counts for nothing.
         budget: of the peak of a step.
-        device: whose memory and rates count, see `budget.devices`; None: this machine, where operators are measured.
-        compiler: whose graphs, one of `COMPILERS`; None: the one that would train.
-        autocast: `bfloat16` or `float16`; empty: float32.
-        optim: the optimizer, by Trainer's name.
+        spec: operators of this machine are measured.
 
     Raises:
         MemOptError: an unknown device or optimizer, bad sizes, or a model that cannot be traced without data or not
             for any batch.
     """
-    planned = PlannedStep(workload, Selection(), device, compiler, autocast, optim)
+    planned = PlannedStep(workload, Selection(), spec)
     how = TracedAs(planned.compiled_by, planned.target, planned.autocast_dtype)
-    tokens = 0 if workload.task == "image-classification" else workload.seq_len
 
     def make(rows: int) -> tuple[dynamo.FakeTensorMode, torch.nn.Module, Mapping[str, Any]]:
         with dynamo.fake_tensors() as fake:
-            return fake, *build(replace(workload, batch_size=rows), planned.here)
+            return fake, *build(workload.with_rows(rows), planned.here)
 
     _, model, batch = make(_FEW)
-    around = functools.partial(_around, model, batch, budget, optim, target=planned.target)
-    return _predictor(_Case(how, budget, tokens), model, around, make)
+    around = functools.partial(_around, model, batch, budget, spec.optim, target=planned.target)
+    return _predictor(_Case(how, budget, workload.tokens), model, around, make)
 
 
 def of_model(
     model: torch.nn.Module,
     make_batch: Callable[[int], Mapping[str, Any]],
-    options: "MemOptOptions",
+    budget: Budget,
+    spec: StepSpec,
     tokens: int,
-    autocast: torch.dtype | None,
-    optim: str,
-    is_read: bool,
+    may_chunk: bool,
 ) -> StepsOfModel:
     """Of a model that is about to train, where it is; it is left as it is.
 
     Args:
         model: on the device that trains it.
         make_batch: the arguments of its forward in a batch of so many rows.
-        options: with a budget.
+        budget: of the peak of a step.
+        spec: an optimizer whose memory is not known counts as AdamW.
         tokens: of the longest row; 0: as many as the batches have.
-        autocast: dtype; None: without.
-        optim: the optimizer, by Trainer's name; one whose memory is not known counts as AdamW.
-        is_read: somebody reads the logits.
+        may_chunk: nobody asked for the model's own loss or reads its logits.
 
     Raises:
         MemOptError: it cannot be traced without data, or not for any batch.
     """
-    budget = options.budget
-    assert budget is not None
-    may_chunk = options.memory_opt_loss != PLAIN and not is_read
-    compiled_by = options.memory_opt_compiler or default_compiler(next(model.parameters()).device.type)[0]
-    around = functools.partial(_around, model, make_batch(_FEW), budget, optim if is_known(optim) else DEFAULT)
+    compiled_by = spec.compiler or default_compiler(next(model.parameters()).device.type)[0]
+    optim = spec.optim if is_known(spec.optim) else DEFAULT
+    autocast = getattr(torch, spec.autocast) if spec.autocast else None
+    around = functools.partial(_around, model, make_batch(_FEW), budget, optim)
 
     def make(rows: int) -> tuple[dynamo.FakeTensorMode, torch.nn.Module, Mapping[str, Any]]:
         fake, copied = dynamo.fake_copy(model)

@@ -9,7 +9,7 @@ from tabulate import tabulate
 
 from optimum_memopt.compat import attention_implementation, is_encoder_decoder
 from optimum_memopt.engines.api.predictions import BatchPoint, CurvePoint, Frontier, StepTimeline, Workload
-from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.api.run import THIS_MACHINE, Selection, StepSpec
 from optimum_memopt.engines.compile.graph.symbols import plain_sizes
 from optimum_memopt.engines.compile.partition.producers import producer_for
 from optimum_memopt.engines.compile.partition.producers.budget import FromBudget
@@ -20,7 +20,6 @@ from optimum_memopt.engines.compile.solver.curve import point_of, points_of, sol
 from optimum_memopt.engines.compile.solver.solver import Floor
 from optimum_memopt.errors import DoesNotFitError, MemOptError
 from optimum_memopt.memory.capacity import Capacity
-from optimum_memopt.memory.optimizers import DEFAULT
 from optimum_memopt.memory.peak_monitor import MIB
 from optimum_memopt.plans.plan_file import PlanFile
 from optimum_memopt.plans.table import PlanTable, canonical_symbols
@@ -112,13 +111,10 @@ class Estimate:
 def estimate(
     workload: Workload,
     selection: Selection,
+    spec: StepSpec = THIS_MACHINE,
+    *,
     symbolic: bool = False,
-    device: str | None = None,
     with_curve: bool = False,
-    compiler: str | None = None,
-    autocast: str = "",
-    optim: str = DEFAULT,
-    gradient_accumulation_steps: int = 1,
     batch_sizes: Sequence[int] = (),
 ) -> Estimate:
     """Trace one training forward and its backward on fake tensors, and partition them with the compile engine.
@@ -126,14 +122,9 @@ def estimate(
     Args:
         workload: the model and the size of its batch.
         selection: which plans.
+        spec: how the step runs. Of inductor's graphs, too, the order of operators is the graph's.
         symbolic: sizes stay symbols, so that savings are formulas; several times slower.
-        device: whose memory and rates count, see `budget.devices`; None: this machine.
         with_curve: find out what budgets cost, too; with a plan selected, the model is traced a second time.
-        compiler: whose graphs, one of `COMPILERS`; None: the one that would train. Of inductor's, too, the order of
-            operators is the graph's.
-        autocast: `bfloat16` or `float16`; empty: float32.
-        optim: the optimizer, by Trainer's name.
-        gradient_accumulation_steps: micro-batches of a step.
         batch_sizes: predict a step of each, too, from one trace with the workload's, the largest of them; sizes stay
             symbols.
 
@@ -141,7 +132,7 @@ def estimate(
         MemOptError: an unknown device or optimizer, bad sizes or plans, or a model whose forward depends on the
             values in its tensors.
     """
-    step = PlannedStep(workload, selection, device, compiler, autocast, optim, gradient_accumulation_steps)
+    step = PlannedStep(workload, selection, spec)
     is_planned = selection != Selection(strict=selection.strict)
     forward = _recorded(selection if is_planned else None) if with_curve else None
     symbolic = symbolic or len(batch_sizes) > 1

@@ -10,7 +10,7 @@ from transformers.initialization import no_init_weights
 
 from optimum_memopt.engines.api.engine import Run
 from optimum_memopt.engines.api.predictions import Workload
-from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.api.run import THIS_MACHINE, Selection, StepSpec
 from optimum_memopt.engines.compile.capture.backend import default_compiler
 from optimum_memopt.engines.compile.capture.device_standin import traced_for
 from optimum_memopt.engines.compile.costs.devices import Device, device_of
@@ -18,7 +18,7 @@ from optimum_memopt.engines.compile.torch_compat import dynamo
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.errors import MemOptError, line_of
 from optimum_memopt.memory.capacity import Capacity, capacity, capacity_of
-from optimum_memopt.memory.optimizers import DEFAULT, PlannedOptimizer, check, embeddings_of
+from optimum_memopt.memory.optimizers import PlannedOptimizer, check, embeddings_of
 
 if TYPE_CHECKING:
     from optimum_memopt.engines.compile.partition.producers.producer import Producer
@@ -47,7 +47,7 @@ def build(workload: Workload, here: torch.device) -> tuple[torch.nn.Module, Mapp
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """See `estimate.estimate`, which has the same arguments.
+    """A step that is planned for.
 
     Raises:
         MemOptError: an unknown device or optimizer.
@@ -55,20 +55,16 @@ class PlannedStep:
 
     workload: Workload
     selection: Selection
-    device: str | None = None
-    compiler: str | None = None
-    autocast: str = ""
-    optim: str = DEFAULT
-    gradient_accumulation_steps: int = 1
+    spec: StepSpec = THIS_MACHINE
 
     def __post_init__(self) -> None:
-        check(self.optim)
+        check(self.spec.optim)
         _ = self.target
 
     @cached_property
     def target(self) -> Device | None:
         """The device that is planned for; None: this machine's."""
-        return None if self.device is None else device_of(self.device)
+        return None if self.spec.device is None else device_of(self.spec.device)
 
     @property
     def here(self) -> torch.device:
@@ -83,14 +79,14 @@ class PlannedStep:
     @property
     def compiled_by(self) -> str:
         """Whose graphs."""
-        if self.compiler is not None:
-            return self.compiler
+        if self.spec.compiler is not None:
+            return self.spec.compiler
         return default_compiler(self.here.type)[0] if self.target is None else "inductor"
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
         """None: without."""
-        return getattr(torch, self.autocast) if self.autocast else None
+        return getattr(torch, self.spec.autocast) if self.spec.autocast else None
 
     @property
     def capacity(self) -> Capacity:
@@ -127,11 +123,11 @@ class PlannedStep:
                 engine.detach()
                 raise MemOptError(
                     f"{type(model).__name__} cannot be traced on fake tensors ({line_of(error)})"
-                    f"{self.workload.way_out}"
+                    f"{self.workload.suggestion}"
                 ) from error
         return Traced(engine, model, batch)
 
     def _run_of(self, model: torch.nn.Module) -> Callable[[], Run]:
         is_on_cuda = self.here.type == "cuda" or (self.target is not None and self.target.cuda is not None)
-        optimizer = PlannedOptimizer(self.optim, is_on_cuda, embeddings_of(model))
-        return lambda: Run(optimizer, self.gradient_accumulation_steps > 1)
+        optimizer = PlannedOptimizer(self.spec.optim, is_on_cuda, embeddings_of(model))
+        return lambda: Run(optimizer, self.spec.gradient_accumulation_steps > 1)

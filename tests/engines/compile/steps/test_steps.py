@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from optimum_memopt.engines.api.predictions import COMPUTE, COPIES, LAUNCHES
-from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.api.run import Selection, StepSpec
 from optimum_memopt.engines.compile.costs import times
 from optimum_memopt.engines.compile.costs.costs import works
 from optimum_memopt.engines.compile.costs.devices import DEVICES
@@ -29,7 +29,7 @@ def folder(tmp_path_factory) -> str:
 @pytest.fixture(scope="module")
 def steps(folder):
     workload = Workload(folder, "text-generation", seq_len=LENGTH)
-    return build_steps.of_workload(workload, parse_budget("1GiB"), "h100", "aot_eager")
+    return build_steps.of_workload(workload, parse_budget("1GiB"), StepSpec("h100", "aot_eager"))
 
 
 def plan(steps, name: str, chunks_loss: bool = False):
@@ -37,7 +37,7 @@ def plan(steps, name: str, chunks_loss: bool = False):
 
 
 def estimated(folder: str, rows: int, selection: Selection) -> int:
-    found = estimate(Workload(folder, "text-generation", rows, LENGTH), selection, device="h100", compiler="aot_eager")
+    found = estimate(Workload(folder, "text-generation", rows, LENGTH), selection, StepSpec("h100", "aot_eager"))
     return sum(found.parts[part] for part in ("parameters", "buffers", "batch", "optimizer", "constant")) + max(
         found.parts["activations"], found.parts["gradients"]
     )
