@@ -13,7 +13,6 @@ from optimum_memopt.engines.api.factory import Ability, EngineFactory, Report
 from optimum_memopt.engines.api.predictions import Estimate, ModelOfRun, StepPredictor, Workload
 from optimum_memopt.engines.api.run import Selection, StepSpec
 from optimum_memopt.engines.compile.installed import missing
-from optimum_memopt.engines.compile.loss.mode import mode_of
 from optimum_memopt.engines.compile.options import PLAIN
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.sizes import Budget
@@ -58,7 +57,9 @@ class CompileFactory(EngineFactory):
                 "within a budget; give one, or leave the flag out"
             )
         plans = Selection(config=options.plan_config, strict=options.memory_opt_strict, plan=options.plan_file)
-        mode_of(plans, options.memory_opt_loss)
+        from optimum_memopt.engines.compile.loss.decide import loss_mode
+
+        loss_mode(plans, options.memory_opt_loss)
 
     def prepare_trainer(self, trainer: "Trainer", engine: Engine, options: "MemOptOptions") -> None:
         """Label smoothing is computed with the loss, where the Trainer computes its loss as transformers does."""

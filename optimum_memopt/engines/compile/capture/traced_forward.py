@@ -284,9 +284,7 @@ class TracedForward:
         state = GraphInForward(self._inputs, tuple(self._graphs), untrained, self._progress, is_all)
         choice = self._choose(graph, state)
         known, modules = partitioned(graph, choice, runs_operators=spec.compiler != "inductor", target=spec.target)
-        known = replace(
-            known, programs=programs, is_all_of_forward=is_all, losses=self._losses, gradients=gradients
-        )
+        known = replace(known, programs=programs, is_all_of_forward=is_all, losses=self._losses, gradients=gradients)
         self._losses = ()
         self._graphs.append(known)
         self.held = held_bytes(next(self._model.parameters()).device)
@@ -310,4 +308,3 @@ def no_training_graph(traced: TracedCall) -> str:
     """Why a call has compiled no graph."""
     reasons = "; ".join(traced.graph_breaks) or "nothing in it can be trained"
     return f"torch compiled no training graph of this model ({reasons})"
-

@@ -6,8 +6,8 @@ import json
 import os
 import tempfile
 import time
-from functools import partial
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 

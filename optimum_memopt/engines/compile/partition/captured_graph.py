@@ -88,6 +88,10 @@ class CapturedGraph:
         """Its sizes that are rows of the batch."""
         return rows_of(self.sizes, self.names)
 
+    def rows_with(self, largest: LargestBatch | None) -> list[int]:
+        """Its sizes that are rows of the batch, raised to those of the run's largest."""
+        return list(rows_of(larger_sizes(self.sizes, self.names, largest), self.names).values())
+
     def problem(self, times: int = 1, largest: LargestBatch | None = None) -> Problem:
         """Its numbers for its batch.
 

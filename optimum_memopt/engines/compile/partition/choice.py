@@ -4,12 +4,12 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
-from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, Modules
 from optimum_memopt.engines.api.predictions import Frontier
+from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, Modules
 from optimum_memopt.engines.compile.graph.candidates import Candidate, offloads
 from optimum_memopt.engines.compile.solver.length_buckets import ExtraByLength
-from optimum_memopt.plans.plan_file import GraphPlan, LayerPlan
 from optimum_memopt.plans.matching import Matched
+from optimum_memopt.plans.plan_file import GraphPlan, LayerPlan
 
 
 @dataclass(frozen=True, eq=False)

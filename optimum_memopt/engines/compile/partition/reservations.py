@@ -8,7 +8,7 @@ behind it what they take at least, or more where all together are faster then. P
 from collections.abc import Sequence
 from dataclasses import replace
 
-from optimum_memopt.engines.compile.graph.problem import ALONE, SiblingGraphs, Problem
+from optimum_memopt.engines.compile.graph.problem import ALONE, SiblingGraphs
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph
 from optimum_memopt.engines.compile.solver.multi_graph import MultiGraphSolver
 from optimum_memopt.plans.plan_file import GraphSignature

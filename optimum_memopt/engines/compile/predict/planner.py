@@ -22,12 +22,11 @@ from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
 from optimum_memopt.engines.compile.partition.producers.producer import GraphContext, Producer, Solvable
 from optimum_memopt.engines.compile.partition.reservations import GraphReservations
-from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor, bytes_left_by
+from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor, left_by
 from optimum_memopt.engines.compile.solver.solver import Solver
 from optimum_memopt.errors import DoesNotFitError
 from optimum_memopt.logs import best_effort, get_logger
 from optimum_memopt.memory.optimizers import Optimizer
-from optimum_memopt.memory.peak_monitor import held_bytes
 from optimum_memopt.sizes import gib_text
 
 # Of one batch's plan, until what was compiled is within the budget too.
@@ -133,21 +132,23 @@ class Planner(Generic[_P]):
         if self.largest is None:
             # Not while a model is traced, where no tensor can be read.
             self.largest = self._spec.run().largest_batch()
-        for number in range(1, _MOST_COMPILES + 1):
+        number = 1
+        while True:
             planned = self._with_room(attempt, forget)
             line = ""
             if (predictor := planned.predictor) is not None:
                 with best_effort("the predicted peak"):
                     line = self._check(predictor)
             if not line or predictor is None:
-                break
+                return planned
             if number == _MOST_COMPILES:
                 get_logger().warning(f"NOT within the budget: {line}")
-                break
+                return planned
             get_logger().info(f"{line}: solving again {self._tighten(predictor)}")
+            # It holds what the forward has saved.
             del planned, predictor
             forget()
-        return planned
+            number += 1
 
     def choose(self, graph: AnalyzedGraph, state: GraphInForward) -> Choice:
         """The choice for a graph that is being partitioned.
@@ -214,9 +215,7 @@ class Planner(Generic[_P]):
         """The step around the graph that is being partitioned; the limit is that of the first time."""
         self._earlier = state.earlier
         first = self._constant if state.earlier else self._first_constant
-        left, left_by_largest = (
-            bytes_left_by(_predictions(state.earlier, batch)) for batch in (None, self.largest)
-        )
+        left, left_by_largest = (left_by(_predictions(state.earlier, batch)) for batch in (None, self.largest))
         spec, budget = self._spec, self._spec.producer.bound
         assert budget is not None
         around = step_context(self._model, state.inputs, budget, spec.run(), spec.target, left, state.untrained)

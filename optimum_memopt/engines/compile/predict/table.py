@@ -8,27 +8,27 @@ import torch
 
 from optimum_memopt.compat import attention_implementation, is_encoder_decoder
 from optimum_memopt.engines.api.run import Run
+from optimum_memopt.engines.compile.capture.traced_forward import TraceSpec
 from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.graph.candidates import Candidate, by_row
 from optimum_memopt.engines.compile.graph.symbols import SymbolNames, compile_sizes
-from optimum_memopt.engines.compile.capture.traced_forward import TraceSpec
-from optimum_memopt.engines.compile.loss.decide import ROW, VocabularyLoss, check_row
+from optimum_memopt.engines.compile.loss.decide import ROW, check_row
+from optimum_memopt.engines.compile.memory.footprint import Footprint
+from optimum_memopt.engines.compile.options import CHUNKED, PLAIN
+from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
 from optimum_memopt.engines.compile.partition.passes.host_copies import pinned_bytes
 from optimum_memopt.engines.compile.partition.producers import matched_in
 from optimum_memopt.engines.compile.partition.producers.producer import Producer
 from optimum_memopt.engines.compile.partition.strategies import strategy_of
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
+from optimum_memopt.errors import MemOptError
+from optimum_memopt.installed import installed_version
 from optimum_memopt.logs import best_effort
 from optimum_memopt.memory.optimizers import PlannedOptimizer
 from optimum_memopt.memory.peak_monitor import MIB
 from optimum_memopt.plans.grammar import ALL
 from optimum_memopt.plans.matching import Matched
-from optimum_memopt.engines.compile.memory.footprint import Footprint
-from optimum_memopt.engines.compile.options import CHUNKED, PLAIN
-from optimum_memopt.engines.compile.partition.choice import Choice
-from optimum_memopt.errors import MemOptError
-from optimum_memopt.installed import installed_version
 from optimum_memopt.plans.plan_file import PlanFile
 from optimum_memopt.plans.table import Plan, PlanTable, sorted_plans
 

@@ -232,5 +232,3 @@ class PlannedForward:
 
 def _refusing(outputs: Any, call: ForwardArgs) -> Any:
     return refusing_gradients(outputs) if call.loss_only else outputs
-
-

@@ -24,7 +24,7 @@ from optimum_memopt.engines.compile.solver.curve import point_of, points_of, sol
 from optimum_memopt.engines.compile.solver.length_buckets import ExtraByLength, extra_by_length
 from optimum_memopt.engines.compile.solver.offload import Host, cheapest, fits
 from optimum_memopt.engines.compile.solver.plan import Infeasible, Plan
-from optimum_memopt.engines.compile.solver.solver import KEEPS_ALL, Solver
+from optimum_memopt.engines.compile.solver.solver import Solver
 from optimum_memopt.errors import DoesNotFitError, MemOptError, UnsupportedModelError
 from optimum_memopt.sizes import Budget, gib_text
 
@@ -66,7 +66,7 @@ class FromBudget(Producer):
         try:
             plan = cheapest(solver, step.allowed, host)
         except Infeasible as infeasible:
-            lowest, suggestion = step.footprint(infeasible.peak).peak, _suggestion(given, host)
+            lowest, suggestion = step.footprint(infeasible.lowest).peak, _suggestion(given, host)
             raise self._does_not_fit(step, lowest, dict(infeasible.holds), suggestion) from None
         choice = self._choice(graph, given, plan)
         return replace(
@@ -80,7 +80,7 @@ class FromBudget(Producer):
         sizes = "" if given.captured.sizes == graph.size_hints else f" for batches up to {step.largest}"
         margin = f" less a margin of {gib_text(step.margin)}" if step.margin else ""
         why = f"budget {gib_text(step.limit)}{margin}{sizes}"
-        if plan.solver == KEEPS_ALL:
+        if given.solver.everything.peak <= step.allowed:
             largest = replace(graph, size_hints=given.captured.sizes)
             if (own := _torchs_own(largest, given.solver.problem.siblings, step.allowed)) is not None:
                 return replace(own, why=f"{why}: fits without a plan, torch's own partition")

@@ -1,19 +1,16 @@
 """A plan file: what it says of each graph."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-
-from torch import fx
 
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, Path, nodes_to_save
-from optimum_memopt.engines.compile.graph.candidates import Candidate, offloads, recomputed
+from optimum_memopt.engines.compile.graph.candidates import offloads, recomputed
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.producers.producer import INSTEAD, GraphContext, Producer
 from optimum_memopt.engines.compile.partition.producers.torch_default import TorchDefault
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
-from optimum_memopt.plans.matching import Matched
-from optimum_memopt.plans.plan_file import GraphPlan, LayerPlan, PlanFile
+from optimum_memopt.plans.plan_file import GraphPlan, PlanFile
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from optimum_memopt.errors import MemOptError
 from optimum_memopt.plans.matching import Matched
 from optimum_memopt.sizes import Budget
 
-
 # What a user may do without a plan.
 INSTEAD = "it trains as plain PyTorch, and --gradient_checkpointing recomputes its layers"
 

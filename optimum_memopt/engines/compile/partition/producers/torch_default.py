@@ -1,17 +1,13 @@
 """No plan: torch's own partition, and what it recomputes by itself."""
 
-from collections.abc import Sequence
-
 from torch import fx
 
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
-from optimum_memopt.engines.compile.graph.candidates import Candidate
 from optimum_memopt.engines.compile.graph.joint import is_tensor, root
 from optimum_memopt.engines.compile.memory.timeline import Prediction, graph_timeline
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.producers.producer import GraphContext, Producer
-from optimum_memopt.plans.matching import Matched
 
 
 class TorchDefault(Producer):
