@@ -22,7 +22,7 @@ from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.producers.budget import FromBudget
 from optimum_memopt.engines.compile.solver.solver import Solution, Solver
 from optimum_memopt.engines.compile.train.engine import CompileEngine
-from optimum_memopt.engines.compile.train.step_context import costs_of
+from optimum_memopt.engines.compile.costs.cache import costs_of
 from optimum_memopt.plans.matching import Matched
 from optimum_memopt.sizes import Budget
 from tests.model_zoo import ZOO

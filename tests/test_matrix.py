@@ -20,7 +20,7 @@ import torch
 
 from optimum_memopt.engines.api.engine import Engine
 from optimum_memopt.engines.api.run import Selection
-from optimum_memopt.engines.compile.loss.mode import ROW
+from optimum_memopt.engines.compile.loss.decide import ROW
 from optimum_memopt.engines.compile.torch_compat.fx_graph import is_random
 from optimum_memopt.engines.compile.train import planned_forward
 from optimum_memopt.engines.shared.auto import create

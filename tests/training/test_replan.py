@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from optimum_memopt import MemOptError, MemOptTrainingArguments
-from optimum_memopt.engines.compile.train import step_budget, step_context
+from optimum_memopt.engines.compile.train import step_budget
+from optimum_memopt.engines.compile.memory.step_context import step_context
 from tests.limited_memory import RunsOut
 from tests.tiers import tiered
 from tests.trainer_runs import CASES, arguments, build, collate, log_lines, make, weights

@@ -10,10 +10,10 @@ from optimum_memopt.engines.api.explanations import FORWARD, SAVED, FailedStep, 
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.partition.producers.torch_default import TorchDefault
 from optimum_memopt.engines.compile.predict import step_predictor, suggestions
-from optimum_memopt.engines.compile.predict.captured import capture
+from optimum_memopt.engines.compile.capture.capture import capture
 from optimum_memopt.engines.compile.predict.explain import _no_costs, explain
 from optimum_memopt.engines.compile.predict.suggestions import peak_of, plain_run
-from optimum_memopt.engines.compile.train import step_context
+from optimum_memopt.engines.compile.memory.step_context import step_context
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.errors import DoesNotFitError
 from optimum_memopt.oom.failure import forward_call, free_step

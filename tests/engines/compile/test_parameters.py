@@ -10,7 +10,8 @@ from optimum_memopt.engines.compile.graph.joint import is_tensor, root
 from optimum_memopt.engines.compile.graph.problem import problem_of
 from optimum_memopt.engines.compile.graph.saved_activations import operator_name
 from optimum_memopt.engines.compile.partition.choice import Choice
-from optimum_memopt.engines.compile.partition.producers.plan_file import FromPlanFile, graph_plan
+from optimum_memopt.engines.compile.partition.producers.plan_file import FromPlanFile
+from optimum_memopt.engines.compile.partition.choice import graph_plan
 from optimum_memopt.engines.compile.solver.solver import Solver
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.plans.plan_file import PlanFile

@@ -16,7 +16,8 @@ from optimum_memopt.engines.compile.graph.candidates import Candidate
 from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.producers.budget import FromBudget
-from optimum_memopt.engines.compile.train import step_budget, step_context
+from optimum_memopt.engines.compile.train import step_budget
+from optimum_memopt.engines.compile.memory.step_context import step_context
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.engines.compile.train.step_budget import StepBudget
 from optimum_memopt.errors import MemOptError

@@ -8,7 +8,8 @@ from torch.nn import functional
 
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.predict import step_predictor
-from optimum_memopt.engines.compile.train import step_context, variant
+from optimum_memopt.engines.compile.memory.step_context import step_context
+from optimum_memopt.engines.compile.train import variant
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.sizes import Budget
 from tests.trainer_runs import log_lines

@@ -13,7 +13,8 @@ from optimum_memopt.engines.api.engine import Run
 from optimum_memopt.engines.api.run import LargestBatch, Selection
 from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.compile.predict import step_predictor
-from optimum_memopt.engines.compile.train import step_budget, step_context
+from optimum_memopt.engines.compile.train import step_budget
+from optimum_memopt.engines.compile.memory.step_context import step_context
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.memory.peak_monitor import MIB
 from optimum_memopt.sizes import Budget
