@@ -15,6 +15,7 @@ from shared import to_markdown
 from tqdm import tqdm
 
 from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.compile.costs.cache import costs_of
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.candidates import Candidate
 from optimum_memopt.engines.compile.graph.problem import problem_of
@@ -22,7 +23,6 @@ from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.producers.budget import FromBudget
 from optimum_memopt.engines.compile.solver.solver import Solution, Solver
 from optimum_memopt.engines.compile.train.engine import CompileEngine
-from optimum_memopt.engines.compile.costs.cache import costs_of
 from optimum_memopt.plans.matching import Matched
 from optimum_memopt.sizes import Budget
 from tests.model_zoo import ZOO

@@ -15,11 +15,11 @@ from shared import make_config, to_markdown
 from torch._functorch import config as functorch_config
 
 from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.compile.costs.cache import costs_of
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.producers.budget import FromBudget
 from optimum_memopt.engines.compile.train.engine import CompileEngine
-from optimum_memopt.engines.compile.costs.cache import costs_of
 from optimum_memopt.errors import DoesNotFitError
 from optimum_memopt.memory import malloc
 from optimum_memopt.memory.peak_monitor import MIB
