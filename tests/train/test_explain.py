@@ -9,7 +9,7 @@ from optimum_memopt.engines.api.engine import Run
 from optimum_memopt.engines.api.explanations import FORWARD, SAVED, FailedStep, place_of
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.capture.capture import capture
-from optimum_memopt.engines.compile.memory.step_context import step_context
+from optimum_memopt.engines.compile.memory import step_context
 from optimum_memopt.engines.compile.partition.producers.torch_default import TorchDefault
 from optimum_memopt.engines.compile.predict import step_predictor, suggestions
 from optimum_memopt.engines.compile.predict.explain import _no_costs, explain

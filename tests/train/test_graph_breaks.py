@@ -9,8 +9,8 @@ from torch.nn import functional
 
 from optimum_memopt import plan
 from optimum_memopt.engines.api.run import Selection, StepSpec
+from optimum_memopt.engines.compile.memory import step_context
 from optimum_memopt.engines.compile.memory.footprint import Footprint
-from optimum_memopt.engines.compile.memory.step_context import step_context
 from optimum_memopt.engines.compile.predict import step_predictor
 from optimum_memopt.engines.compile.predict.estimate import Estimate, estimate
 from optimum_memopt.engines.compile.train.engine import CompileEngine

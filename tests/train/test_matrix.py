@@ -20,9 +20,9 @@ import torch
 
 from optimum_memopt.engines.api.engine import Engine
 from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.compile.capture import traced_forward
 from optimum_memopt.engines.compile.loss.decide import ROW
 from optimum_memopt.engines.compile.torch_compat.fx_graph import is_random
-from optimum_memopt.engines.compile.train import planned_forward
 from optimum_memopt.engines.shared.auto import create
 from optimum_memopt.engines.shared.model_settings import without_key_value_cache
 from optimum_memopt.errors import UnsupportedModelError
@@ -108,12 +108,12 @@ class Pair:
 def recorded(partitions: list[Partition]) -> Iterator[None]:
     """What the compile engine splits meanwhile goes into `partitions`."""
 
-    def partition_joint(*args: Any, **kwargs: Any) -> Partition:
+    def partitioned(*args: Any, **kwargs: Any) -> Partition:
         partitions.append(original(*args, **kwargs))
         return partitions[-1]
 
-    original = planned_forward.partition_joint
-    with mock.patch.object(planned_forward, "partition_joint", partition_joint):
+    original = traced_forward.partitioned
+    with mock.patch.object(traced_forward, "partitioned", partitioned):
         yield
 
 

@@ -70,7 +70,7 @@ class StepContext:
         return replace(self, fixed=replace(self.fixed, batch=math.ceil(self.fixed.batch * factor)))
 
 
-def step_context(
+def step_around(
     model: torch.nn.Module,
     inputs: Mapping[str, object],
     budget: Budget,

@@ -19,7 +19,7 @@ from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.loss.decide import LossMode, may_have_vocabulary
 from optimum_memopt.engines.compile.memory.footprint import tensor_bytes, trainable_of
 from optimum_memopt.engines.compile.memory.simulation import simulate_everything_saved
-from optimum_memopt.engines.compile.memory.step_context import StepContext, step_context
+from optimum_memopt.engines.compile.memory.step_context import StepContext
 from optimum_memopt.engines.compile.options import AUTO, PLAIN
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph
 from optimum_memopt.engines.compile.partition.producers.level import FromLevel
@@ -153,7 +153,7 @@ def _step_of_one_row(
     """The step, with a batch of one row. On a CPU a process holds more once it has traced a model, as in training."""
     is_on_cuda = next(model.parameters()).is_cuda if case.target is None else case.target.cuda is not None
     run = Run(PlannedOptimizer(case.optim, is_on_cuda, embeddings_of(model)))
-    step = step_context(model, batch, case.budget, run, case.target, untrained=untrained)
+    step = step_around(model, batch, case.budget, run, case.target, untrained=untrained)
     return replace(step, fixed=replace(step.fixed, batch=step.fixed.batch // _FEW))
 
 

@@ -19,7 +19,7 @@ from optimum_memopt.engines.compile.costs.costs import Costs
 from optimum_memopt.engines.compile.costs.devices import Device, device_of
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.loss.decide import loss_mode
-from optimum_memopt.engines.compile.memory.step_context import StepContext, step_context
+from optimum_memopt.engines.compile.memory.step_context import StepContext
 from optimum_memopt.engines.compile.options import AUTO
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph, no_costs
 from optimum_memopt.engines.compile.partition.producers import producer_for
@@ -132,7 +132,7 @@ class PlannedStep:
     def context(self, traced: TracedStep, budget: Budget) -> StepContext:
         """The step around the graphs of one that was traced."""
         untrained = traced.graphs[0].untrained
-        return step_context(traced.model, traced.batch, budget, traced.run, self.target, untrained=untrained)
+        return step_around(traced.model, traced.batch, budget, traced.run, self.target, untrained=untrained)
 
     def trace(self, dynamic: bool, costs: Callable[[AnalyzedGraph], Costs] = no_costs) -> TracedStep:
         """Run one training forward under what is selected.

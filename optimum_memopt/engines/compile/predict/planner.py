@@ -15,7 +15,7 @@ from optimum_memopt.engines.compile.costs.cache import costs_of
 from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.symbols import larger_sizes
-from optimum_memopt.engines.compile.memory.step_context import StepContext, step_context
+from optimum_memopt.engines.compile.memory.step_context import StepContext
 from optimum_memopt.engines.compile.memory.timeline import Prediction
 from optimum_memopt.engines.compile.partition.captured_graph import captured_graph
 from optimum_memopt.engines.compile.partition.choice import Choice
@@ -191,7 +191,7 @@ class Planner(Generic[_P]):
     def _solvable(self, graph: AnalyzedGraph, state: GraphInForward) -> Solvable:
         index, device = len(state.earlier), next(self._model.parameters()).device
         state.progress.stage = "measuring operators, and solving for the cheapest recompute"
-        step = self._step(state)
+        step = self.step(state)
         larger = replace(graph, size_hints=larger_sizes(graph.size_hints, graph.names, step.largest))
         costs = costs_of(larger, device, self._spec.fused, self._spec.target, self._limit)
         captured = captured_graph(larger, costs)
@@ -206,19 +206,19 @@ class Planner(Generic[_P]):
             solver,
             siblings_at,
             # Again after measuring and solving, which leave something behind in the process.
-            self._step(state).with_batch(growth),
+            self.step(state).with_batch(growth),
             self._spec.with_curve and not index,
             self._spec.with_lengths and not index,
         )
 
-    def _step(self, state: GraphInForward) -> StepContext:
+    def step(self, state: GraphInForward) -> StepContext:
         """The step around the graph that is being partitioned; the limit is that of the first time."""
         self._earlier = state.earlier
         first = self._constant if state.earlier else self._first_constant
         left, left_by_largest = (left_by(_predictions(state.earlier, batch)) for batch in (None, self.largest))
         spec, budget = self._spec, self._spec.producer.bound
         assert budget is not None
-        around = step_context(self._model, state.inputs, budget, spec.run(), spec.target, left, state.untrained)
+        around = step_around(self._model, state.inputs, budget, spec.run(), spec.target, left, state.untrained)
         step = _without_second_room(around, first)
         step = replace(step, fixed=replace(step.fixed, other_forwards=left_by_largest))
         self._limit = step.limit if self._limit is None else self._limit
