@@ -127,7 +127,7 @@ def _erase(graph: fx.Graph, node: fx.Node, last: Collection[fx.Node]) -> None:
 
 
 @dataclass(frozen=True)
-class LossPlan:
+class LossDecision:
     """A loss whose logits need not be saved.
 
     Attributes:
@@ -170,7 +170,7 @@ class LossPlan:
         return chunks if self.pays else f"{chunks}, which saves nothing here"
 
 
-def decide(chain: LossChain, mode: str, reader: str) -> LossPlan:
+def decide(chain: LossChain, mode: str, reader: str) -> LossDecision:
     """What to do with a loss.
 
     Args:
@@ -178,7 +178,7 @@ def decide(chain: LossChain, mode: str, reader: str) -> LossPlan:
         mode: one of `LOSSES`.
         reader: who may read the logits that the forward returns.
     """
-    plan = LossPlan(chain.shape, chain.first_rows, is_chunked=True, is_requested=mode == CHUNKED)
+    plan = LossDecision(chain.shape, chain.first_rows, is_chunked=True, is_requested=mode == CHUNKED)
     reason = ""
     if mode == PLAIN:
         reason = "--memory_opt_loss plain"
@@ -190,7 +190,7 @@ def decide(chain: LossChain, mode: str, reader: str) -> LossPlan:
     return replace(plan, is_chunked=not reason, is_read_by_caller=is_read, reason=reason)
 
 
-def plan_losses(graph: fx.Graph, mode: str, reader: str) -> tuple[list[LossPlan], list[str]]:
+def plan_losses(graph: fx.Graph, mode: str, reader: str) -> tuple[list[LossDecision], list[str]]:
     """Decide on each loss of a graph that dynamo traced, and rewrite those that are chunked.
 
     Args:
@@ -213,7 +213,7 @@ def plan_losses(graph: fx.Graph, mode: str, reader: str) -> tuple[list[LossPlan]
     return plans, [reason for reason in found if isinstance(reason, str)]
 
 
-def check_row(losses: Sequence[LossPlan], is_in_config: bool, strict: bool) -> list[str]:
+def check_row(losses: Sequence[LossDecision], is_in_config: bool, strict: bool) -> list[str]:
     """A line where a config names the row of a model that has none.
 
     Args:

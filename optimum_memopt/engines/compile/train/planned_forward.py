@@ -17,7 +17,7 @@ from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.graph.analyzed_graph import Modules, gradients_of, without_gradient
 from optimum_memopt.engines.compile.graph.saved_activations import add_outer_modules
 from optimum_memopt.engines.compile.graph.symbols import SymbolNames, input_sizes
-from optimum_memopt.engines.compile.loss.decide import LossPlan, check_row, plan_losses
+from optimum_memopt.engines.compile.loss.decide import LossDecision, check_row, plan_losses
 from optimum_memopt.engines.compile.loss.outputs import refusing_gradients, with_detached_outputs, without_logits
 from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.compile.memory.inductor_memory import InductorPrograms
@@ -108,7 +108,7 @@ class PlannedForward:
         # Of the current forward.
         self._inputs: Mapping[str, Any] = {}
         # The losses of the graph that is compiled next, and of its inputs that are parameters the names.
-        self._losses: list[LossPlan] = []
+        self._losses: list[LossDecision] = []
         self._parameters: tuple[str, ...] = ()
         # Of the current forward's graphs, the one that is partitioned included.
         self._gradients: list[Mapping[str, bool]] = []

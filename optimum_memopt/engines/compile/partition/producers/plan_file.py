@@ -11,7 +11,7 @@ from optimum_memopt.engines.compile.graph.candidates import Candidate, offloads,
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.producers.torch_default import TorchDefault
 from optimum_memopt.plans.matching import Matched
-from optimum_memopt.plans.plan_file import GraphPlan, LayerPlan, PlanFile
+from optimum_memopt.plans.plan_file import GraphEntry, LayerEntry, PlanFile
 
 
 @dataclass(frozen=True)
@@ -68,14 +68,14 @@ class FromPlanFile:
 _KINDS = ("recompute", "offload", "save")
 
 
-def _paths(plan: GraphPlan, kind: str) -> Iterator[Path]:
+def _paths(plan: GraphEntry, kind: str) -> Iterator[Path]:
     for layers in plan.layers:
         for layer in layers.layers:
             for path in getattr(layers, kind):
                 yield layer, path
 
 
-def graph_plan(graph: AnalyzedGraph, choice: Choice) -> GraphPlan:
+def graph_plan(graph: AnalyzedGraph, choice: Choice) -> GraphEntry:
     """A choice for a graph in the words of a plan file.
 
     Args:
@@ -83,7 +83,7 @@ def graph_plan(graph: AnalyzedGraph, choice: Choice) -> GraphPlan:
         choice: for this graph.
     """
     if choice.torchs_graphs is not None:
-        return GraphPlan(graph.signature, by_torch=True)
+        return GraphEntry(graph.signature, by_torch=True)
     saved = set(choice.nodes_to_save)
     roots = {activation.root for activation in graph.activations}
     offloaded = {candidate.activation.root for candidate in offloads(choice.candidates)}
@@ -93,11 +93,11 @@ def graph_plan(graph: AnalyzedGraph, choice: Choice) -> GraphPlan:
         for kind, nodes in kinds.items():
             if node in nodes:
                 layers.setdefault(layer, {}).setdefault(kind, []).append(path)
-    alike: dict[LayerPlan, list[str]] = {}
+    alike: dict[LayerEntry, list[str]] = {}
     for layer, found in layers.items():
-        plan = LayerPlan((), **{kind: tuple(paths) for kind, paths in found.items()})
+        plan = LayerEntry((), **{kind: tuple(paths) for kind, paths in found.items()})
         alike.setdefault(plan, []).append(layer)
-    return GraphPlan(
+    return GraphEntry(
         graph.signature,
         by_torch=False,
         layers=tuple(replace(plan, layers=tuple(paths)) for plan, paths in alike.items()),
