@@ -14,7 +14,7 @@ from shared import to_markdown
 from optimum_memopt.engines.compile.graph.problem import Problem
 from optimum_memopt.engines.compile.memory.simulation import simulate
 from optimum_memopt.engines.compile.solver.blocks import units_of
-from optimum_memopt.engines.compile.solver.solver import Solution, Solver
+from optimum_memopt.engines.compile.solver.solver import Solver
 
 LAYERS = {
     "RoBERTa": Shape("roberta", 1, 768, 16, 512),
@@ -54,7 +54,7 @@ def gaps(problem: Problem, most: int) -> dict[str, Any]:
         budget = low + (high - low) * number // _BUDGETS
         plan = solver.solve(budget)
         fitting = [seconds for peak, seconds in times if peak <= budget]
-        if isinstance(plan, Solution) and fitting:
+        if fitting:
             found.append(gap(plan.extra_seconds + base, min(fitting)))
         else:
             found.append(None)

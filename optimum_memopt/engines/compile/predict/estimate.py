@@ -17,7 +17,7 @@ from optimum_memopt.engines.compile.partition.producers.recorded import Recorded
 from optimum_memopt.engines.compile.partition.producers.torch_default import TorchDefault
 from optimum_memopt.engines.compile.predict.planned_step import PlannedStep
 from optimum_memopt.engines.compile.solver.curve import point_of, points_of, solved
-from optimum_memopt.engines.compile.solver.solver import Floor
+from optimum_memopt.engines.compile.solver.plan import Infeasible
 from optimum_memopt.errors import DoesNotFitError, MemOptError
 from optimum_memopt.memory.capacity import Capacity
 from optimum_memopt.memory.optimizers import DEFAULT
@@ -206,8 +206,11 @@ def _frontier(forward: RecordedForward, runs: Sequence[int]) -> Frontier:
     chosen = forward.plans(graphs)
     place = None if chosen is None else point_of(chosen, step.outside)
     if step.bytes:
-        found = graphs.cheapest(step.outside.activations_within(step.bytes))
-        place = None if isinstance(found, Floor) else point_of(found, step.outside, step.bytes)
+        try:
+            found = graphs.cheapest(step.outside.activations_within(step.bytes))
+            place = point_of(found, step.outside, step.bytes)
+        except Infeasible:
+            place = None
     return Frontier(points, forward.graphs[0].costs, place)
 
 

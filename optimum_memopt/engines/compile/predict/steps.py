@@ -10,8 +10,9 @@ from optimum_memopt.engines.compile.graph.problem import Problem
 from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.compile.memory.simulation import Simulation, simulate
 from optimum_memopt.engines.compile.predict.traced import Traced
-from optimum_memopt.engines.compile.solver.offload import Host, Mixed, cheapest, with_offload
-from optimum_memopt.engines.compile.solver.solver import Floor, Solution, Solver
+from optimum_memopt.engines.compile.solver.offload import Host, cheapest, with_offload
+from optimum_memopt.engines.compile.solver.plan import Plan
+from optimum_memopt.engines.compile.solver.solver import Solver
 
 
 def checkpointed(problem: Problem, every: int) -> Simulation:
@@ -175,18 +176,15 @@ class GraphSteps:
         solver = self._solver(rows)
         allowed = self._around.footprint(rows, accumulates, 0).activations_within(self._around.budget)
         # Not the long search for recompute that fits after all: most rows that are looked at do not fit.
-        floor = Floor(solver.lowest.peak, ())
-        found: Solution | Mixed | Floor = floor
+        found: Plan | None = None
         if solver.lowest.peak <= allowed:
             found = cheapest(solver, allowed, self._host)
         elif self._host is not None:
-            found = with_offload(solver, floor, allowed, self._host) or floor
-        if isinstance(found, Floor):
+            found = with_offload(solver, None, allowed, self._host)
+        if found is None:
             return None
-        run = _of(simulate(self._problem(rows), frozenset(found.saved)))
-        if isinstance(found, Mixed):
-            return replace(run, peak=found.peak, stall=found.stall, host_bytes=found.host_bytes)
-        return run
+        simulation = simulate(self._problem(rows), frozenset(found.saved))
+        return _Run(simulation, found.peak, found.stall, found.host_bytes)
 
     def _simulation(self, plan: str, rows: int) -> Simulation:
         key = plan, rows

@@ -12,9 +12,9 @@ from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.compile.memory.simulation import Simulation, simulate_everything_saved
 from optimum_memopt.engines.compile.predict.captured import CapturedGraph
 from optimum_memopt.engines.compile.predict.holdings import Simulate, Simulated
-from optimum_memopt.engines.compile.solver.multi_graph import Plans, Together
+from optimum_memopt.engines.compile.solver.multi_graph import Together
 from optimum_memopt.engines.compile.solver.offload import Host
-from optimum_memopt.engines.compile.solver.solver import Floor
+from optimum_memopt.engines.compile.solver.plan import Infeasible, Plan
 from optimum_memopt.progress import Deadline
 from optimum_memopt.sizes import gib_text
 
@@ -162,22 +162,24 @@ def within_budget(graphs: Together, settings: Settings) -> Iterator[WayOut]:
     )
 
 
-def _within(graphs: Together, allowed: int, settings: Settings) -> Plans | None:
+def _within(graphs: Together, allowed: int, settings: Settings) -> Plan | None:
     """The plans of a budget, unless in another process, where a little more may be there, nothing would fit."""
     less = allowed - int(settings.limit * _MARGIN)
     # Without a host no long search for recompute that is below the lowest found.
-    if graphs.lowest > less and not (settings.link and graphs.is_within(less)):
+    if graphs.lowest > less and not (settings.link and graphs.fits(less)):
         return None
-    found = graphs.cheapest(allowed)
-    return None if isinstance(found, Floor) else found
+    try:
+        return graphs.cheapest(allowed)
+    except Infeasible:
+        return None
 
 
-def _words(found: Plans) -> str:
+def _words(found: Plan) -> str:
     on_host = f" and offload ({gib_text(found.host_bytes)} on the host)" if found.host_bytes else ""
     return f"the cheapest recompute{on_host}"
 
 
-def _share(found: Plans) -> float | None:
+def _share(found: Plan) -> float | None:
     """Time for recompute and copies, of that without; None: not known."""
     return found.extra_seconds / found.seconds if found.seconds else None
 

@@ -6,6 +6,7 @@ same seconds of each operator, with the bytes of a shorter batch. A batch is tak
 """
 
 import bisect
+import contextlib
 import itertools
 import math
 from collections import Counter
@@ -13,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from optimum_memopt.engines.compile.graph.problem import Problem
-from optimum_memopt.engines.compile.solver.offload import Mixed
-from optimum_memopt.engines.compile.solver.solver import Solution, Solver
+from optimum_memopt.engines.compile.solver.plan import Infeasible, Plan
+from optimum_memopt.engines.compile.solver.solver import Solver
 
 # Collators pad to multiples of it.
 _MULTIPLE = 8
@@ -45,7 +46,7 @@ class TimesByLength:
         self,
         batches: Sequence[int],
         longest: int,
-        found: Solution | Mixed,
+        found: Plan,
         problem_at: Callable[[int], Problem],
         allowed: int,
     ) -> None:
@@ -99,8 +100,8 @@ def extra_seconds(
     # A length that is not solved for has the plan of the next longer one.
     for index, length in enumerate(reversed(rest)):
         if index % every == 0:
-            solution = Solver(problem_at(length)).solve(allowed)
-            most = min(most, solution.extra_seconds) if isinstance(solution, Solution) else most
+            with contextlib.suppress(Infeasible):
+                most = min(most, Solver(problem_at(length)).solve(allowed).extra_seconds)
         found.append(most)
     return (*(0.0,) * free, *reversed(found))
 

@@ -13,42 +13,8 @@ from optimum_memopt.engines.compile.memory.simulation import (
 )
 from optimum_memopt.engines.compile.solver.dynamic_program import TwoLevel, two_level
 from optimum_memopt.engines.compile.solver.frontiers import Menus
+from optimum_memopt.engines.compile.solver.plan import Infeasible, Plan
 from optimum_memopt.engines.compile.solver.whole_graph import SMALL, improve, lowest_of_whole_graph, solve_whole_graph
-
-KEEPS_ALL, TWO_LEVEL, WHOLE_GRAPH = "everything is saved", "two-level", "whole graph"
-LAYERS = "every layer is recomputed"
-
-
-@dataclass(frozen=True)
-class Solution:
-    """What a graph saves under a budget.
-
-    Attributes:
-        saved: nodes of the problem, in order.
-        peak: bytes of the graph, exact.
-        extra_seconds: of what is recomputed.
-        seconds: of the graph without.
-        solver: who found it.
-    """
-
-    saved: tuple[int, ...]
-    peak: int
-    extra_seconds: float
-    seconds: float
-    solver: str
-
-
-@dataclass(frozen=True)
-class Floor:
-    """No plan fits.
-
-    Attributes:
-        peak: the lowest that was found, bytes.
-        holds: what is held at that moment, largest first: a few words, bytes.
-    """
-
-    peak: int
-    holds: tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True)
@@ -90,23 +56,30 @@ class Solver:
         """Solve what is the same for every budget."""
         _ = self._two_level.without_borders
 
-    def solve(self, budget: int, is_final: bool = True) -> Solution | Floor:
+    def solve(self, budget: int, is_final: bool = True) -> Plan:
         """The plan with the least time for recompute of all whose peak fits; of equal ones that with the lowest peak.
 
         Args:
             budget: bytes that the graph's forward and backward may hold.
             is_final: False: without the last small changes, and in a large graph without the search over all of it
                 where something fits already; each takes as long as the rest.
+
+        Raises:
+            Infeasible: no plan fits.
         """
         if self.everything.peak <= budget:
-            return self._solution(KEEPS_ALL, self.everything)
-        fitting = [(solver, found) for solver, found in self._candidates(budget, is_final) if found.peak <= budget]
+            return self.plan(self.everything)
+        fitting = [found for found in self._candidates(budget, is_final) if found.peak <= budget]
         if not fitting:
-            return Floor(self.lowest.peak, _holders(self.problem, self.lowest))
-        solver, best = min(fitting, key=lambda pair: (pair[1].extra_seconds(self.problem), pair[1].peak))
-        return self._solution(solver, improve(self.problem, best, budget) if is_final else best)
+            raise Infeasible(self.lowest.peak, _holders(self.problem, self.lowest))
+        best = min(fitting, key=lambda found: (found.extra_seconds(self.problem), found.peak))
+        return self.plan(improve(self.problem, best, budget) if is_final else best)
 
-    def _candidates(self, budget: int, is_final: bool) -> Iterator[tuple[str, Simulation]]:
+    def plan(self, found: Simulation) -> Plan:
+        """The plan that saves what a simulation does."""
+        return Plan(tuple(sorted(found.saved)), found.peak, self.extra_seconds(found), self.seconds)
+
+    def _candidates(self, budget: int, is_final: bool) -> Iterator[Simulation]:
         found = self._two_level.without_borders.solve(budget)
         if found is None and budget < self.lowest.peak:
             return
@@ -114,27 +87,18 @@ class Solver:
             # What many units recompute before the backward of any of them is not in the measure of one unit's plan.
             with_borders = self._two_level.solve(budget)
             if with_borders is not None:
-                yield TWO_LEVEL, with_borders
+                yield with_borders
         if found is None:
-            yield (TWO_LEVEL if self.lowest is self._lowest_of_units else WHOLE_GRAPH), self.lowest
+            yield self.lowest
         else:
-            yield TWO_LEVEL, found
-        yield LAYERS, self.layers_recomputed
+            yield found
+        yield self.layers_recomputed
         # It takes longer, and wins in small graphs and where the other one finds nothing.
         is_small = sum(self.problem.is_forward) < SMALL
         if is_small or (found is None and is_final):
             whole = solve_whole_graph(self.problem, budget, found or self.everything)
             if whole is not None:
-                yield WHOLE_GRAPH, whole
-
-    def _solution(self, solver: str, found: Simulation) -> Solution:
-        return Solution(
-            saved=tuple(sorted(found.saved)),
-            peak=found.peak,
-            extra_seconds=self.extra_seconds(found),
-            seconds=self.seconds,
-            solver=solver,
-        )
+                yield whole
 
     @cached_property
     def _lowest_of_units(self) -> Simulation:

@@ -13,8 +13,9 @@ from optimum_memopt.engines.compile.graph.problem import OtherGraphs, Problem, p
 from optimum_memopt.engines.compile.memory.simulation import held_at_peak, simulate
 from optimum_memopt.engines.compile.solver.blocks import units_of
 from optimum_memopt.engines.compile.solver.dynamic_program import TwoLevel, two_level
-from optimum_memopt.engines.compile.solver.offload import is_within
-from optimum_memopt.engines.compile.solver.solver import KEEPS_ALL, Floor, Solution, Solver
+from optimum_memopt.engines.compile.solver.offload import fits
+from optimum_memopt.engines.compile.solver.plan import Infeasible
+from optimum_memopt.engines.compile.solver.solver import Solver
 from tests.engines.compile.captured import Captured, capture
 from tests.tiers import tiered
 
@@ -113,9 +114,8 @@ def priced(captured: Captured, seed: int) -> Problem:
 
 def budgets(problem: Problem, count: int) -> list[int]:
     high = simulate(problem, problem.closure(problem.activations)).peak
-    floor = Solver(problem).solve(1)
-    assert isinstance(floor, Floor)
-    return [floor.peak + (high - floor.peak) * step // count for step in range(count + 1)]
+    low = Solver(problem).lowest.peak
+    return [low + (high - low) * step // count for step in range(count + 1)]
 
 
 @pytest.mark.parametrize("seed", tiered(range(4), fast=[0]))
@@ -134,7 +134,7 @@ def test_no_subset_of_a_layer_is_more_than_a_hundredth_cheaper(one_layer: Captur
     for budget in budgets(problem, 12)[1:]:
         found = solver.solve(budget)
         fitting = [one.extra_seconds(problem) - everything for one in simulated if one.peak <= budget]
-        assert isinstance(found, Solution) and found.peak <= budget
+        assert found.peak <= budget
         assert not fitting or found.extra_seconds <= min(fitting) * 1.01 + 1e-9
 
 
@@ -144,10 +144,9 @@ def test_a_smaller_budget_has_no_higher_peak_and_no_less_time(name: str, request
     begin, solver = time.process_time(), Solver(problem)
     found = [solver.solve(budget) for budget in budgets(problem, 12)]
     print(f"{name}: {len(found)} budgets in {time.process_time() - begin:.2f} CPU-s")
-    assert all(isinstance(one, Solution) for one in found)
     assert [one.peak for one in found] == sorted(one.peak for one in found)
     assert [one.extra_seconds for one in found] == sorted((one.extra_seconds for one in found), reverse=True)
-    assert found[-1].solver == KEEPS_ALL and found[-1].extra_seconds == 0
+    assert found[-1].extra_seconds == 0
     for one in found:
         assert simulate(problem, frozenset(one.saved)).peak == one.peak
 
@@ -200,7 +199,7 @@ def test_what_leaves_a_layer_is_recomputed_where_that_is_cheaper(masked: Problem
         if without is not None and without.extra_seconds(masked) < 0.99 * with_borders.extra_seconds(masked):
             assert without.peak <= budget
             found = solver.solve(budget)
-            assert isinstance(found, Solution) and found.extra_seconds <= without.extra_seconds(masked)
+            assert found.extra_seconds <= without.extra_seconds(masked)
             cheaper.append(without)
     assert any(masked.boundaries - found.saved for found in cheaper)
 
@@ -211,14 +210,13 @@ def test_no_kind_of_operator_alone_is_cheaper_to_recompute(masked: Problem) -> N
         kept = [node for node in masked.activations if masked.kinds[node] != kind]
         alone = simulate(masked, masked.closure(kept))
         found = solver.solve(alone.peak)
-        assert isinstance(found, Solution) and found.peak <= alone.peak
+        assert found.peak <= alone.peak
         assert found.extra_seconds <= alone.extra_seconds(masked) + 1e-9, kind
 
 
 def test_the_same_problem_has_the_same_solution(many_layers: Captured) -> None:
     first, second = (Solver(priced(many_layers, 1)).solve(budgets(priced(many_layers, 1), 3)[1]) for _ in range(2))
-    assert isinstance(first, Solution) and isinstance(second, Solution)
-    assert (first.saved, first.peak) == (second.saved, second.peak)
+    assert first == second
 
 
 @pytest.fixture(scope="module")
@@ -234,12 +232,13 @@ def test_the_lowest_peak_is_the_lowest_budget(name: str, request: pytest.Fixture
     solver = Solver(priced(request.getfixturevalue(name), 1))
     floor = solver.lowest.peak
     found = solver.solve(floor)
-    assert isinstance(found, Solution) and found.peak == floor
-    assert is_within(solver, floor, None)
+    assert found.peak == floor
+    assert fits(solver, floor, None)
     for budget in (floor - 1, *(int(share * floor) for share in (0.99, 0.97, 0.9, 0.8, 0.6, 0.3))):
-        refused = solver.solve(budget)
-        assert isinstance(refused, Floor) and refused.peak == floor, budget
-        assert not is_within(solver, budget, None)
+        with pytest.raises(Infeasible) as refused:
+            solver.solve(budget)
+        assert refused.value.lowest == floor, budget
+        assert not fits(solver, budget, None)
 
 
 @pytest.mark.parametrize("name, share", [("one_layer", 0.99), ("chain", 0.7)])
@@ -266,9 +265,11 @@ def test_identical_layers_are_solved_once(many_layers: Captured) -> None:
 
 def test_a_floor_names_what_holds_it(many_layers: Captured) -> None:
     problem = priced(many_layers, 0)
-    floor = Solver(problem).solve(1)
-    assert isinstance(floor, Floor) and isinstance(Solver(problem).solve(floor.peak), Solution)
-    assert floor.holds and sum(size for _, size in floor.holds) <= floor.peak
+    with pytest.raises(Infeasible) as refused:
+        Solver(problem).solve(1)
+    holds, lowest = refused.value.holds, refused.value.lowest
+    assert Solver(problem).solve(lowest).peak == lowest
+    assert holds and sum(size for _, size in holds) <= lowest
 
 
 def test_what_is_held_at_the_peak_adds_up_to_it(many_layers: Captured) -> None:

@@ -17,9 +17,10 @@ from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.producers.torch_default import torchs_own
 from optimum_memopt.engines.compile.solver.curve import SmallerBatch, point_of, points_of, smaller_batch, solved
 from optimum_memopt.engines.compile.solver.length_buckets import TimesByLength
-from optimum_memopt.engines.compile.solver.offload import Mixed, cheapest, host_of
+from optimum_memopt.engines.compile.solver.offload import cheapest, host_of
+from optimum_memopt.engines.compile.solver.plan import Infeasible, Plan
 from optimum_memopt.engines.compile.solver.siblings import KnownGraph, SeveralGraphs
-from optimum_memopt.engines.compile.solver.solver import KEEPS_ALL, Floor, Solution, Solver
+from optimum_memopt.engines.compile.solver.solver import Solver
 from optimum_memopt.engines.compile.train.step_context import Step
 from optimum_memopt.errors import DoesNotFitError
 from optimum_memopt.plans.matching import Matched
@@ -85,11 +86,13 @@ class FromBudget:
         allowed = step.outside.activations_within(step.bytes - step.margin)
         optimizer_step = replace(step.outside, activations=0, other_forwards=0).peak
         if optimizer_step > step.bytes:
-            raise self._does_not_fit(step, Floor(0, ()), optimizer_step, None)
-        found = cheapest(solver, allowed, host)
-        if isinstance(found, Floor):
+            raise self._does_not_fit(step, Infeasible(0), optimizer_step, None)
+        try:
+            found = cheapest(solver, allowed, host)
+        except Infeasible as error:
             fits = smaller_batch(known, others_at, step.outside, step.bytes, host)
-            raise self._does_not_fit(step, found, replace(step.outside, activations=found.peak).peak, fits)
+            peak = replace(step.outside, activations=error.lowest).peak
+            raise self._does_not_fit(step, error, peak, fits) from None
         if self.times is not None and self.times.is_wanted and not earlier:
             tokens = {symbol: size for symbol, size in graph.size_hints.items() if is_length(names.get(symbol, ""))}
             batches = step.largest.lengths if step.largest is not None else ()
@@ -101,12 +104,11 @@ class FromBudget:
         sizes = "" if graph.size_hints == first.size_hints else f" for batches up to {step.largest}"
         margin = f" less a margin of {gib_text(step.margin)}" if step.margin else ""
         why = f"budget {gib_text(step.bytes)}{margin}{sizes}"
-        keeps_all = isinstance(found, Solution) and found.solver == KEEPS_ALL
-        if keeps_all and (own := _torchs_own(graph, others_at(), allowed)) is not None:
+        if solver.everything.peak <= allowed and (own := _torchs_own(graph, others_at(), allowed)) is not None:
             return replace(own, why=f"{why}: fits without a plan, torch's own partition")
         return _choice(graph, found, f"{why}{_gain(found, costs)}")
 
-    def _does_not_fit(self, step: Step, floor: Floor, peak: int, fits: SmallerBatch | None) -> DoesNotFitError:
+    def _does_not_fit(self, step: Step, error: Infeasible, peak: int, fits: SmallerBatch | None) -> DoesNotFitError:
         outside = replace(step.outside, activations=0, gradients=0, step=0)
         parts = {
             "parameters": outside.parameters + outside.buffers,
@@ -115,8 +117,8 @@ class FromBudget:
             "the batch": outside.batch,
             "the process": outside.constant,
             "earlier graphs of the forward": outside.other_forwards,
-            **({} if floor.peak else {"gradients and the optimizer's step": peak - outside.peak}),
-            **dict(floor.holds),
+            **({} if error.lowest else {"gradients and the optimizer's step": peak - outside.peak}),
+            **dict(error.holds),
         }
         largest = sorted(parts.items(), key=lambda item: -item[1])[:5]
         named = ", ".join(f"{name} {gib_text(size)}" for name, size in largest if size >= _WORTH_NAMING)
@@ -126,7 +128,7 @@ class FromBudget:
         return DoesNotFitError(
             f"--memory_opt_budget {self.budget.text}: the step takes at least {gib_text(peak)}{batch}, whatever "
             f"is recomputed{offload}; the budget is {gib_text(step.bytes)}; {held}"
-            f"{_way_out(floor, fits)}",
+            f"{_way_out(error, fits)}",
             peak - step.bytes + step.margin,
         )
 
@@ -144,8 +146,8 @@ def _with_batch_of(graph: AnalyzedGraph, first: AnalyzedGraph, outside: Footprin
     return replace(outside, batch=math.ceil(outside.batch * growth))
 
 
-def _way_out(floor: Floor, fits: SmallerBatch | None) -> str:
-    if not floor.peak:
+def _way_out(error: Infeasible, fits: SmallerBatch | None) -> str:
+    if not error.lowest:
         return "that is without any activations: give a larger budget, or an optimizer with fewer states"
     if fits is None:
         return "no smaller batch was found to fit: give a larger budget"
@@ -155,10 +157,10 @@ def _way_out(floor: Floor, fits: SmallerBatch | None) -> str:
     )
 
 
-def _choice(graph: AnalyzedGraph, found: Solution | Mixed, why: str) -> Choice:
+def _choice(graph: AnalyzedGraph, found: Plan, why: str) -> Choice:
     nodes = graph.joint.nodes
     saved = tuple(nodes[number] for number in found.saved)
-    offloaded = frozenset(nodes[number] for number in found.offloaded) if isinstance(found, Mixed) else frozenset()
+    offloaded = frozenset(nodes[number] for number in found.offloaded)
     chosen = {*recomputed(graph.candidates, frozenset(saved))}
     chosen |= {candidate for candidate in offloads(graph.candidates) if candidate.activation.root in offloaded}
     return Choice(
@@ -177,10 +179,10 @@ def _torchs_own(graph: AnalyzedGraph, others: OtherGraphs, allowed: int) -> Choi
     return choice if fits else None
 
 
-def _gain(found: Solution | Mixed, costs: Costs) -> str:
+def _gain(found: Plan, costs: Costs) -> str:
     if not found.seconds:
         return ""
-    offload = f", {gib_text(found.host_bytes)} of the host for offload" if isinstance(found, Mixed) else ""
+    offload = f", {gib_text(found.host_bytes)} of the host for offload" if found.offloaded else ""
     return f": {100 * found.extra_seconds / found.seconds:+.1f}% time ({costs.source} costs){offload}"
 
 

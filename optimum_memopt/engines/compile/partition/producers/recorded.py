@@ -11,8 +11,9 @@ from optimum_memopt.engines.compile.graph.problem import Problem, problems_of
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.producers.producer import InternalProducer, Producer
 from optimum_memopt.engines.compile.partition.producers.torch_default import TorchDefault
-from optimum_memopt.engines.compile.solver.multi_graph import Plans, Together
+from optimum_memopt.engines.compile.solver.multi_graph import Together
 from optimum_memopt.engines.compile.solver.offload import Host, host_of
+from optimum_memopt.engines.compile.solver.plan import Plan
 from optimum_memopt.engines.compile.solver.siblings import KnownGraph
 from optimum_memopt.engines.compile.train.step_context import Step
 from optimum_memopt.sizes import Budget
@@ -92,7 +93,7 @@ class RecordedForward(InternalProducer):
         problems = [recorded.graph.problem() if rows is None else recorded.with_rows(rows) for recorded in self.graphs]
         return Together(problems, runs, hosts=[recorded.host for recorded in self.graphs])
 
-    def plans(self, together: Together) -> Plans | None:
+    def plans(self, together: Together) -> Plan | None:
         """What `plan` takes; None where it is torch's own, or offloads.
 
         Args:
