@@ -201,9 +201,9 @@ def _frontier(forward: RecordedForward, runs: Sequence[int]) -> Frontier:
         forward: what was traced.
         runs: how often each of its graphs has run.
     """
-    graphs, step = forward.together(runs), forward.steps[0]
+    graphs, step = forward.solver(runs), forward.steps[0]
     points = points_of(solved(graphs.lowest, graphs.everything, graphs.cheapest), step.outside)
-    chosen = forward.plans(graphs)
+    chosen = forward.plan_of(graphs)
     place = None if chosen is None else point_of(chosen, step.outside)
     if step.bytes:
         try:

@@ -33,7 +33,7 @@ from optimum_memopt.engines.compile.predict.suggestions import (
     plain_run,
     planned_run,
     problems_of,
-    together_of,
+    solver_of,
     ways_out,
     within_budget,
 )
@@ -78,7 +78,7 @@ def other_optimizers(
         if peak <= run.allowed:
             yield WayOut(f"--optim {name}", peak, None, what)
             continue
-        for way in within_budget(together_of(planned(), run), run):
+        for way in within_budget(solver_of(planned(), run), run):
             yield replace(way, flags=f"--optim {name} {way.flags}", what=f"{what}; {way.what}")
 
 

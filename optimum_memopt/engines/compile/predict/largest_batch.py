@@ -61,7 +61,7 @@ def _is_within(forward: RecordedForward, runs: Sequence[int], rows: int, most: i
     outside = replace(outside, batch=outside.batch * rows // before)
     if replace(outside, activations=0).peak > most:
         return False
-    return forward.together(runs, rows).fits(int(outside.activations_within(most) * (1 - _BLOCKS)))
+    return forward.solver(runs, rows).fits(int(outside.activations_within(most) * (1 - _BLOCKS)))
 
 
 def _largest_of(traced: Traced, allowed: int, start: int) -> int:

@@ -12,7 +12,7 @@ from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.compile.memory.simulation import Simulation, simulate_everything_saved
 from optimum_memopt.engines.compile.predict.captured import CapturedGraph
 from optimum_memopt.engines.compile.predict.holdings import Simulate, Simulated
-from optimum_memopt.engines.compile.solver.multi_graph import Together
+from optimum_memopt.engines.compile.solver.multi_graph import MultiGraphSolver
 from optimum_memopt.engines.compile.solver.offload import Host
 from optimum_memopt.engines.compile.solver.plan import Infeasible, Plan
 from optimum_memopt.progress import Deadline
@@ -103,14 +103,14 @@ def ways_out(
     Raises:
         TimeIsUpError: some are not known in time.
     """
-    together = cache(lambda: together_of(planned(), settings))
+    solver = cache(lambda: solver_of(planned(), settings))
     budget, smaller = (0, 1) if settings.is_exact else (1, 0)
     is_any = False
     for place, search in (
         (smaller, lambda: _smaller(ran, simulate, settings)),
         (2, lambda: _loss(planned(), ran, settings)),
-        (3, lambda: _level(together(), settings)),
-        (budget, lambda: within_budget(together(), settings)),
+        (3, lambda: _level(solver(), settings)),
+        (budget, lambda: within_budget(solver(), settings)),
     ):
         deadline.check()
         for found in search():
@@ -121,9 +121,9 @@ def ways_out(
             yield 0, found
 
 
-def together_of(graphs: Sequence[CapturedGraph], settings: Settings, times: int = 1) -> Together:
+def solver_of(graphs: Sequence[CapturedGraph], settings: Settings, times: int = 1) -> MultiGraphSolver:
     """To be solved for the run's largest batch, or for a micro-batch of one of `times` parts of its rows."""
-    return Together(
+    return MultiGraphSolver(
         problems_of(graphs, settings, times),
         [graph.runs for graph in graphs],
         hosts=[Host(settings.link, settings.host, graph.offloadable) if settings.link else None for graph in graphs],
@@ -131,7 +131,7 @@ def together_of(graphs: Sequence[CapturedGraph], settings: Settings, times: int 
 
 
 def problems_of(graphs: Sequence[CapturedGraph], settings: Settings, times: int = 1) -> list[Problem]:
-    """The graphs as numbers; see `together_of`."""
+    """The graphs as numbers; see `solver_of`."""
     return [_problem(graph, settings.largest, times) for graph in graphs]
 
 
@@ -141,7 +141,7 @@ def _problem(graph: CapturedGraph, largest: LargestBatch | None, times: int) -> 
     return graph.problem_at({**sizes, **parts})
 
 
-def within_budget(graphs: Together, settings: Settings) -> Iterator[WayOut]:
+def within_budget(graphs: MultiGraphSolver, settings: Settings) -> Iterator[WayOut]:
     """A budget; none where nothing fits.
 
     Args:
@@ -162,7 +162,7 @@ def within_budget(graphs: Together, settings: Settings) -> Iterator[WayOut]:
     )
 
 
-def _within(graphs: Together, allowed: int, settings: Settings) -> Plan | None:
+def _within(graphs: MultiGraphSolver, allowed: int, settings: Settings) -> Plan | None:
     """The plans of a budget, unless in another process, where a little more may be there, nothing would fit."""
     less = allowed - int(settings.limit * _MARGIN)
     # Without a host no long search for recompute that is below the lowest found.
@@ -205,7 +205,7 @@ def _loss(planned: Sequence[CapturedGraph], ran: Sequence[CapturedGraph], settin
         )
 
 
-def _level(graphs: Together, settings: Settings) -> Iterator[WayOut]:
+def _level(graphs: MultiGraphSolver, settings: Settings) -> Iterator[WayOut]:
     found = graphs.layers_recomputed
     peak = replace(settings.outside, activations=found.peak).peak
     if peak > settings.allowed:
@@ -222,7 +222,7 @@ def _smaller_within_budget(
         deadline.check()
         step = _micro(settings.outside, 0, times)
         allowed = step.activations_within(settings.budget << 20)
-        if (found := _within(together_of(planned, settings, times), allowed, settings)) is None:
+        if (found := _within(solver_of(planned, settings, times), allowed, settings)) is None:
             continue
         peak = replace(step, activations=found.peak).peak
         if peak > settings.allowed:

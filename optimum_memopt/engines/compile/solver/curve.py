@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from optimum_memopt.engines.api.predictions import CurvePoint
-from optimum_memopt.engines.compile.graph.problem import OtherGraphs
+from optimum_memopt.engines.compile.graph.problem import SiblingGraphs
 from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.compile.solver.offload import Host, fits
 from optimum_memopt.engines.compile.solver.plan import Plan
@@ -75,7 +75,7 @@ class SmallerBatch:
 
 def smaller_batch(
     graph: KnownGraph,
-    others_at: Callable[[int], OtherGraphs],
+    others_at: Callable[[int], SiblingGraphs],
     outside: Footprint,
     budget: int,
     host: Host | None,
@@ -98,7 +98,7 @@ def smaller_batch(
         # Gradients of the earlier micro-batches are there while a later one runs.
         step = replace(outside, batch=outside.batch // times, accumulated=outside.gradients)
         allowed = step.activations_within(budget)
-        if fits(Solver(graph.problem(times)).among(others_at(times)), allowed, host):
+        if fits(Solver(graph.problem(times)).with_siblings(others_at(times)), allowed, host):
             return SmallerBatch(whole // times, times)
         times *= 2
     return None

@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
 
-from optimum_memopt.engines.compile.graph.problem import OtherGraphs, Problem
+from optimum_memopt.engines.compile.graph.problem import Problem, SiblingGraphs
 from optimum_memopt.engines.compile.memory.simulation import simulate
 from optimum_memopt.engines.compile.solver.offload import Host, cheapest
 from optimum_memopt.engines.compile.solver.offload import fits as fits_alone
@@ -15,7 +15,7 @@ from optimum_memopt.engines.compile.solver.solver import Solver
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
-class Together:
+class MultiGraphSolver:
     """What graphs that run one after the other may leave to each other.
 
     Args:
@@ -52,13 +52,13 @@ class Together:
         """Every layer recomputed from its input, as level 1 has it."""
         return self.saving([solver.layers_recomputed.saved for solver in self._solvers])
 
-    def others(self, share: float) -> tuple[OtherGraphs, ...]:
+    def others(self, share: float) -> tuple[SiblingGraphs, ...]:
         """What a forward holds around each graph if those behind it may take so much; see `_SHARES`."""
         given = [sum(problem.bytes[node] for node in problem.tangents) for problem in self._problems]
-        found: list[OtherGraphs] = []
+        found: list[SiblingGraphs] = []
         later, gradients = 0, 0
         for index in reversed(range(len(given))):
-            others = OtherGraphs(later, max(0, gradients), self._runs[index])
+            others = SiblingGraphs(later, max(0, gradients), self._runs[index])
             found.insert(0, others)
             if index == 0:
                 break
@@ -131,7 +131,7 @@ class Together:
         return Plan((), peak, extra_seconds, seconds, host_bytes=host_bytes, graphs=tuple(plans))
 
     @cached_property
-    def _least(self) -> tuple[OtherGraphs, ...]:
+    def _least(self) -> tuple[SiblingGraphs, ...]:
         return self.others(0.0)
 
     @property
@@ -139,7 +139,7 @@ class Together:
         """Of each graph, where those behind it take as little as they can."""
         return [self._solver(index, others) for index, others in enumerate(self._least)]
 
-    def _solved(self, others: Sequence[OtherGraphs], allowed: int, is_final: bool) -> list[Plan]:
+    def _solved(self, others: Sequence[SiblingGraphs], allowed: int, is_final: bool) -> list[Plan]:
         """Of each graph."""
         plans: list[Plan] = []
         left = 0
@@ -152,8 +152,8 @@ class Together:
             left += around.runs * _left(solver.problem, found)
         return plans
 
-    def _new_solver(self, index: int, others: OtherGraphs) -> Solver:
-        return self._alone[index].among(others)
+    def _new_solver(self, index: int, others: SiblingGraphs) -> Solver:
+        return self._alone[index].with_siblings(others)
 
 
 def _left(problem: Problem, plan: Plan) -> int:

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 import sympy
 
-from optimum_memopt.engines.compile.graph.problem import ALONE, OtherGraphs, Problem
+from optimum_memopt.engines.compile.graph.problem import ALONE, Problem, SiblingGraphs
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues, rows_of
-from optimum_memopt.engines.compile.solver.multi_graph import Together
+from optimum_memopt.engines.compile.solver.multi_graph import MultiGraphSolver
 from optimum_memopt.plans.plan_file import GraphSignature
 
 
@@ -45,14 +45,14 @@ class KnownGraph:
         return rows_of(self.sizes, self.names)
 
 
-class SeveralGraphs:
+class GraphReservations:
     """The graphs of one forward, as far as compiling it has shown them."""
 
     def __init__(self) -> None:
         self._known: list[KnownGraph] = []
         # Of the last time that something was learned.
         self._learned: tuple[KnownGraph, ...] = ()
-        self._others: tuple[OtherGraphs, ...] = ()
+        self._others: tuple[SiblingGraphs, ...] = ()
         self._share = 0.0
         self._reserve = 0
 
@@ -79,7 +79,7 @@ class SeveralGraphs:
             # What came behind another graph is not known to come behind this one.
             self._known[index:] = [graph]
 
-    def others(self, index: int, signature: GraphSignature, times: int = 1) -> OtherGraphs:
+    def others(self, index: int, signature: GraphSignature, times: int = 1) -> SiblingGraphs:
         """What the forward holds around a graph, as was learned.
 
         Args:
@@ -120,6 +120,6 @@ class SeveralGraphs:
         self._others = together.others(self._share)
         return self._others != before
 
-    def _together(self, times: int = 1) -> Together:
+    def _together(self, times: int = 1) -> MultiGraphSolver:
         problems, runs = zip(*((graph.problem(times), graph.runs) for graph in self._learned), strict=True)
-        return Together(problems, runs, self._reserve)
+        return MultiGraphSolver(problems, runs, self._reserve)

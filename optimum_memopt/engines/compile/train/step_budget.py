@@ -14,7 +14,7 @@ from optimum_memopt.engines.compile.graph.symbols import larger_sizes
 from optimum_memopt.engines.compile.memory.timeline import Prediction
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor, left_by
-from optimum_memopt.engines.compile.solver.siblings import SeveralGraphs
+from optimum_memopt.engines.compile.solver.siblings import GraphReservations
 from optimum_memopt.engines.compile.train.step_context import Step, costs_of, step_around
 from optimum_memopt.errors import DoesNotFitError
 from optimum_memopt.memory.optimizers import Optimizer
@@ -48,7 +48,7 @@ class StepBudget:
         self._constant: int | None = None
         self._peaks: dict[tuple[StepMemoryPredictor, frozenset[tuple[str, int]]], int] = {}
         self.solved_for: Mapping[str, int] = {}
-        self.graphs = SeveralGraphs()
+        self.graphs = GraphReservations()
         # Graphs of the current forward that have run, and what all of them may hold.
         self._earlier: tuple[PartitionedGraph, ...] = ()
         self._allowed = 0

@@ -7,7 +7,7 @@ import pytest
 from optimum_memopt.engines.compile.graph.problem import problem_of
 from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.compile.solver.curve import point_of, points_of, solved
-from optimum_memopt.engines.compile.solver.multi_graph import Together
+from optimum_memopt.engines.compile.solver.multi_graph import MultiGraphSolver
 from optimum_memopt.engines.compile.solver.plan import Infeasible, Plan
 from tests.engines.compile.budget.test_solve import IDS, Stack
 from tests.engines.compile.captured import capture
@@ -17,7 +17,7 @@ OUTSIDE = Footprint(0, parameters=10_000, optimizer=20_000)
 
 @pytest.fixture(scope="module")
 def forward(roberta):
-    return Together([problem_of(roberta.graph, [1.0] * len(roberta.graph.joint.nodes))], (1,))
+    return MultiGraphSolver([problem_of(roberta.graph, [1.0] * len(roberta.graph.joint.nodes))], (1,))
 
 
 def place_of(roberta, forward, asked):
@@ -41,7 +41,7 @@ def test_saving_everything_costs_nothing(roberta, forward):
 
 def test_a_budget_is_on_the_curve():
     stack = capture(Stack(2).forward, IDS, dynamic=False)
-    forward = Together([problem_of(stack.graph, [1.0] * len(stack.graph.joint.nodes))], (1,))
+    forward = MultiGraphSolver([problem_of(stack.graph, [1.0] * len(stack.graph.joint.nodes))], (1,))
     low, _, high = points_of(solved(forward.lowest, forward.everything, forward.cheapest, count=3), OUTSIDE)
     assert low.peak < high.peak and low.extra_seconds > high.extra_seconds == 0
     between = point_of(forward.cheapest((forward.lowest + forward.everything) // 2), OUTSIDE)

@@ -14,7 +14,7 @@ from optimum_memopt.engines.compile.partition import partitioned_graph
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
 from optimum_memopt.engines.compile.partition.passes.host_copies import pinned_bytes
 from optimum_memopt.engines.compile.partition.producers.budget import FromBudget
-from optimum_memopt.engines.compile.solver.multi_graph import Together
+from optimum_memopt.engines.compile.solver.multi_graph import MultiGraphSolver
 from optimum_memopt.engines.compile.solver.offload import host_of
 from optimum_memopt.engines.compile.solver.plan import Infeasible
 from optimum_memopt.engines.compile.train.step_context import Step
@@ -129,7 +129,7 @@ def test_a_way_out_of_an_out_of_memory_error_counts_the_host(larger: Captured, f
     graph = partitioned_graph.analyze(larger.copied(), larger.inputs, larger.num_fwd_outputs, larger.others)
     problem = problem_of(graph, roofline(graph.joint, graph.size_hints, SLOW, fused=False).seconds)
     budget = int(0.8 * floor)
-    alone, both = (Together([problem], [1], hosts=[host_of(graph, link, 2**40)]) for link in (0.0, SLOW.link))
+    alone, both = (MultiGraphSolver([problem], [1], hosts=[host_of(graph, link, 2**40)]) for link in (0.0, SLOW.link))
     assert not alone.fits(budget) and both.fits(budget)
     with pytest.raises(Infeasible):
         alone.cheapest(budget)
@@ -138,10 +138,10 @@ def test_a_way_out_of_an_out_of_memory_error_counts_the_host(larger: Captured, f
     larger_budget = int(1.1 * floor)
     assert both.cheapest(larger_budget).extra_seconds < alone.cheapest(larger_budget).extra_seconds
     # Two graphs: what the first one leaves on the device counts for the second.
-    twice = Together([problem, problem], [1, 1])
+    twice = MultiGraphSolver([problem, problem], [1, 1])
     found = twice.cheapest((alone.everything + twice.everything) // 2)
     assert alone.everything < found.peak < twice.everything
     assert found.extra_seconds > 0 == found.host_bytes
     # The host has as much room for both.
-    offloading = Together([problem, problem], [1, 1], hosts=[host_of(graph, SLOW.link, 2**40)] * 2)
+    offloading = MultiGraphSolver([problem, problem], [1, 1], hosts=[host_of(graph, SLOW.link, 2**40)] * 2)
     assert not twice.fits(int(0.9 * twice.lowest)) and offloading.fits(int(0.9 * twice.lowest))

@@ -10,7 +10,7 @@ from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.costs.costs import Costs
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.candidates import Candidate, offloads, recomputed
-from optimum_memopt.engines.compile.graph.problem import OtherGraphs, Problem, problem_of, problems_of
+from optimum_memopt.engines.compile.graph.problem import Problem, SiblingGraphs, problem_of, problems_of
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues, is_length, larger_sizes
 from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.compile.partition.choice import Choice
@@ -19,7 +19,7 @@ from optimum_memopt.engines.compile.solver.curve import SmallerBatch, point_of, 
 from optimum_memopt.engines.compile.solver.length_buckets import TimesByLength
 from optimum_memopt.engines.compile.solver.offload import cheapest, host_of
 from optimum_memopt.engines.compile.solver.plan import Infeasible, Plan
-from optimum_memopt.engines.compile.solver.siblings import KnownGraph, SeveralGraphs
+from optimum_memopt.engines.compile.solver.siblings import GraphReservations, KnownGraph
 from optimum_memopt.engines.compile.solver.solver import Solver
 from optimum_memopt.engines.compile.train.step_context import Step
 from optimum_memopt.errors import DoesNotFitError
@@ -47,7 +47,7 @@ class FromBudget:
     costs: Callable[[AnalyzedGraph], Costs] | None = None
     times: TimesByLength | None = None
     frontiers: list[Frontier] | None = None
-    graphs: SeveralGraphs = field(default_factory=SeveralGraphs)
+    graphs: GraphReservations = field(default_factory=GraphReservations)
 
     @classmethod
     def of(cls, selection: Selection) -> "FromBudget | None":
@@ -71,7 +71,7 @@ class FromBudget:
         known = KnownGraph(graph.signature, problem_at, graph.size_hints, names)
         others_at = partial(self.graphs.others, len(earlier), graph.signature)
         self.graphs.note(len(earlier), known)
-        solver = Solver(known.problem()).among(others_at())
+        solver = Solver(known.problem()).with_siblings(others_at())
         # Before the last look at what the process holds.
         host = host_of(graph, step.link, step.host)
         is_asked = self.frontiers is not None and not earlier
@@ -170,7 +170,7 @@ def _choice(graph: AnalyzedGraph, found: Plan, why: str) -> Choice:
     )
 
 
-def _torchs_own(graph: AnalyzedGraph, others: OtherGraphs, allowed: int) -> Choice | None:
+def _torchs_own(graph: AnalyzedGraph, others: SiblingGraphs, allowed: int) -> Choice | None:
     """torch's own partition; None where it holds more than is allowed, as it may: it does not look at the peak."""
     choice, alone = torchs_own(graph)
     left, gradients = alone.forward.end, alone.backward.end - alone.tangents

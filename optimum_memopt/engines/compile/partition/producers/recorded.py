@@ -11,7 +11,7 @@ from optimum_memopt.engines.compile.graph.problem import Problem, problems_of
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.producers.producer import InternalProducer, Producer
 from optimum_memopt.engines.compile.partition.producers.torch_default import TorchDefault
-from optimum_memopt.engines.compile.solver.multi_graph import Together
+from optimum_memopt.engines.compile.solver.multi_graph import MultiGraphSolver
 from optimum_memopt.engines.compile.solver.offload import Host, host_of
 from optimum_memopt.engines.compile.solver.plan import Plan
 from optimum_memopt.engines.compile.solver.siblings import KnownGraph
@@ -83,7 +83,7 @@ class RecordedForward(InternalProducer):
         self.graphs.append(Recorded(known, host, costs.source, self._saved(graph)))
         return TorchDefault().choose(graph, earlier)
 
-    def together(self, runs: Sequence[int], rows: int | None = None) -> Together:
+    def solver(self, runs: Sequence[int], rows: int | None = None) -> MultiGraphSolver:
         """The graphs, to be solved.
 
         Args:
@@ -91,19 +91,19 @@ class RecordedForward(InternalProducer):
             rows: of the batch; None: as many as it has.
         """
         problems = [recorded.graph.problem() if rows is None else recorded.with_rows(rows) for recorded in self.graphs]
-        return Together(problems, runs, hosts=[recorded.host for recorded in self.graphs])
+        return MultiGraphSolver(problems, runs, hosts=[recorded.host for recorded in self.graphs])
 
-    def plans(self, together: Together) -> Plan | None:
+    def plan_of(self, solver: MultiGraphSolver) -> Plan | None:
         """What `plan` takes; None where it is torch's own, or offloads.
 
         Args:
-            together: the graphs as they were recorded.
+            solver: of the graphs as they were recorded.
         """
         is_plain = all(
             choice.torchs_graphs is None and len(choice.recomputed) == len(choice.candidates)
             for choice in self.choices
         )
-        return together.saving([graph.saving() for graph in self.graphs]) if self.choices and is_plain else None
+        return solver.saving([graph.saving() for graph in self.graphs]) if self.choices and is_plain else None
 
     def _saved(self, graph: AnalyzedGraph) -> tuple[int, ...] | None:
         if self.plan is None:
