@@ -21,7 +21,7 @@ from optimum_memopt.engines.compile.graph.candidates import Candidate
 from optimum_memopt.engines.compile.graph.problem import problem_of
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.producers.budget import FromBudget
-from optimum_memopt.engines.compile.solver.solver import Solution, Solver
+from optimum_memopt.engines.compile.solver.solver import Solver
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.plans.matching import Matched
 from optimum_memopt.sizes import Budget
@@ -155,8 +155,7 @@ class _Within:
             return low + int(share * (high - low))
 
         solved = [solver.solve(at(share)) for share in sorted((*_LADDER, self.share))]
-        ladder = tuple(one.peak for one in solved if isinstance(one, Solution))
-        assert len(ladder) == len(solved)
+        ladder = tuple(plan.peak for plan in solved)
         self.found.update(lowest=low, everything=high, budget=at(self.share), ladder=ladder)
         return FromBudget(Budget("", at(self.share)), costs=lambda graph: costs).choose(graph, earlier)
 

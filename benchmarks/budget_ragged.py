@@ -14,7 +14,7 @@ from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.problem import Problem
 from optimum_memopt.engines.compile.memory.simulation import simulate
 from optimum_memopt.engines.compile.solver.length_buckets import TimesByLength, best_lengths
-from optimum_memopt.engines.compile.solver.solver import Solution, Solver
+from optimum_memopt.engines.compile.solver.solver import Solver
 
 ORDERS = ("random", "grouped by length")
 SHARES = (0.75, 0.5, 0.25, 0.1)
@@ -88,7 +88,6 @@ def times_by_length(problems: Mapping[int, Problem], counts: Counter[int], budge
     """
     longest = max(problems)
     plan = Solver(problems[longest]).solve(budget)
-    assert isinstance(plan, Solution)
     times = TimesByLength()
 
     def shortened(length: int) -> Problem:
@@ -99,9 +98,7 @@ def times_by_length(problems: Mapping[int, Problem], counts: Counter[int], budge
 
 
 def _plan(problem: Problem, budget: int) -> frozenset[int]:
-    plan = Solver(problem).solve(budget)
-    assert isinstance(plan, Solution)
-    return frozenset(plan.saved)
+    return frozenset(Solver(problem).solve(budget).saved)
 
 
 def _cheapest(problem: Problem, plans: Sequence[frozenset[int]], budget: int) -> tuple[int, float]:

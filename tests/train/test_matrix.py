@@ -28,7 +28,7 @@ from optimum_memopt.engines.shared.model_settings import without_key_value_cache
 from optimum_memopt.errors import UnsupportedModelError
 from optimum_memopt.options import MemOptOptions, resolve
 from optimum_memopt.plans.grammar import Strategy, parse
-from optimum_memopt.plans.table import Plan, PlanTable
+from optimum_memopt.plans.table import PlanRow, PlanTable
 from tests.gradients import Batch, accumulate, assert_bitwise_same_step, assert_same_step
 from tests.model_zoo import COMPILE_ONLY, SDPA, UNTRAINABLE, ZOO, Case
 from tests.tiers import tiered
@@ -65,7 +65,7 @@ class Pair:
     partitions: list[Partition] = field(default_factory=list)
 
     @functools.cached_property
-    def rows(self) -> tuple[Plan, ...]:
+    def rows(self) -> tuple[PlanRow, ...]:
         """What there is to choose from, whatever is on."""
         if self.engine.plans() is None:
             # Both, which may have running statistics (SegFormer), by the same masks.

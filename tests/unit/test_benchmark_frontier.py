@@ -16,7 +16,7 @@ from frontier import Result
 
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.measure.measure_case import Measurement
-from optimum_memopt.plans.table import Plan, PlanTable
+from optimum_memopt.plans.table import PlanRow, PlanTable
 from optimum_memopt.predict.workload import Workload
 from tests.saved_configs import save
 
@@ -76,7 +76,7 @@ def test_who_takes_part():
         "ort: level 2",
     ]
     assert {one.family for one in found} == set(frontier.MARKERS)
-    table = PlanTable("compile", (Plan("A+:1:-1", 1, 9, ""), Plan("B+:2:-1", 1, 5, "")))
+    table = PlanTable("compile", (PlanRow("A+:1:-1", 1, 9, ""), PlanRow("B+:2:-1", 1, 5, "")))
     none = Measurement(1, 1, 1, table=table)
     (row,) = baselines.rows(lambda **own: Baseline(workload, **own), "inductor", none, 1)
     assert row.name == "compile: A+, inductor" and row.options["memory_opt_config"] == "A+:1:-1"

@@ -11,7 +11,7 @@ import torch
 from gpu_checks import FAIL, PASS, SKIP, Check, Figure, Outcome, Setting, crash, heard, within
 from gpu_steps import error_of_all, largest_error, offload_config
 
-from optimum_memopt.plans.table import Plan
+from optimum_memopt.plans.table import PlanRow
 
 
 def outcomes(run, **more):
@@ -66,7 +66,7 @@ def test_errors_of_gradients():
 
 def test_all_rows_but_the_loss_are_offloaded():
     rows = [
-        Plan(config=config, frequency=1, saving_bytes=1, saving_symbolic="")
+        PlanRow(config=config, frequency=1, saving_bytes=1, saving_symbolic="")
         for config in ("Gelu+:1:-1", "Gelu+:2:-1", "Loss+:1:-1", "Attention+:3:-1")
     ]
     assert offload_config(rows) == "Gelu+:3:-1,Attention+:3:-1"

@@ -8,7 +8,7 @@ from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.ort.insight import applied_counts, parse_insight, to_plans
 from optimum_memopt.engines.ort.post_norm import residual_normalizations
 from optimum_memopt.engines.ort.selection import Choice, check_applied, choose_config, choose_level
-from optimum_memopt.plans.table import Plan, PlanTable, canonical_symbols
+from optimum_memopt.plans.table import PlanRow, PlanTable, canonical_symbols
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class GraphPlans:
         choice: what ORT is asked to apply.
     """
 
-    rows: tuple[Plan, ...] = ()
+    rows: tuple[PlanRow, ...] = ()
     symbols: Mapping[str, int] = field(default_factory=dict)
     choice: Choice = field(default_factory=Choice)
 
@@ -86,7 +86,7 @@ def applied_remarks(plans: GraphPlans, text: str, selection: Selection) -> tuple
     return check_applied(plans.choice, counts, selection.strict and not selection.level)
 
 
-def _with_counts(row: Plan, choice: Choice, counts: Mapping[str, tuple[int, int]]) -> Plan:
+def _with_counts(row: PlanRow, choice: Choice, counts: Mapping[str, tuple[int, int]]) -> PlanRow:
     """The row with requested and applied counts; a joint row is on when all of its parts are."""
     parts = row.config.split(",")
     requested = -1 if all(part in choice.configs for part in parts) else 0

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import sympy
 
-from optimum_memopt.plans.table import Plan, evaluated, simplified, sorted_plans
+from optimum_memopt.plans.table import PlanRow, evaluated, simplified, sorted_plans
 
 _FREQUENCY = re.compile(r"^\|(\d+)\s*\|")
 _OPTION = re.compile(r">>Option \d+\s*: (Recompute|RecomputeWithCompromise) subgraph (\S+)")
@@ -78,7 +78,7 @@ def to_plans(
     combinations: Mapping[str, int],
     names: Mapping[str, str],
     values: Mapping[str, int],
-) -> tuple[Plan, ...]:
+) -> tuple[PlanRow, ...]:
     """The rows of the plan table.
 
     Args:
@@ -107,10 +107,10 @@ def to_plans(
 
 def _row(
     config: str, frequency: int, share: list[Opportunity], names: Mapping[str, str], values: Mapping[str, int]
-) -> Plan:
+) -> PlanRow:
     terms = [f"{part.frequency}*{output.formula}" for part in share for output in part.outputs]
     saving = simplified(" + ".join(terms), names) if terms else sympy.Integer(0)
-    return Plan(
+    return PlanRow(
         config=",".join(sorted(config.split(","))),
         frequency=frequency,
         saving_bytes=evaluated(saving, values),

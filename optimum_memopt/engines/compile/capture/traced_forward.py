@@ -20,7 +20,7 @@ from optimum_memopt.engines.compile.graph.analyzed_graph import (
 )
 from optimum_memopt.engines.compile.graph.saved_activations import add_outer_modules
 from optimum_memopt.engines.compile.graph.symbols import input_sizes
-from optimum_memopt.engines.compile.loss.decide import LossMode, VocabularyLoss, decide_losses
+from optimum_memopt.engines.compile.loss.decide import LossDecision, LossMode, decide_losses
 from optimum_memopt.engines.compile.loss.outputs import with_detached_outputs, without_logits
 from optimum_memopt.engines.compile.memory.inductor_memory import InductorPrograms
 from optimum_memopt.engines.compile.partition.choice import Choice
@@ -145,7 +145,7 @@ class TracedForward:
         # losses, and of its inputs that are parameters the names.
         self._graphs: list[PartitionedGraph] = []
         self._inputs: Mapping[str, Any] = {}
-        self._losses: tuple[VocabularyLoss, ...] = ()
+        self._losses: tuple[LossDecision, ...] = ()
         self._parameters: tuple[str, ...] = ()
         # All that were compiled, and what ran in the current call.
         self._of_programs: dict[int, PartitionedGraph] = {}

@@ -91,7 +91,7 @@ def may_have_vocabulary(model: torch.nn.Module) -> bool:
 
 
 @dataclass(frozen=True)
-class VocabularyLoss:
+class LossDecision:
     """A loss whose logits need not be saved.
 
     Attributes:
@@ -134,7 +134,7 @@ class VocabularyLoss:
         return chunks if self.pays else f"{chunks}, which saves nothing here"
 
 
-def decide(chain: LossChain, mode: LossMode, reader: str) -> VocabularyLoss:
+def decide(chain: LossChain, mode: LossMode, reader: str) -> LossDecision:
     """What to do with a loss.
 
     Args:
@@ -142,7 +142,7 @@ def decide(chain: LossChain, mode: LossMode, reader: str) -> VocabularyLoss:
         mode: of the run.
         reader: who may read the logits that the forward returns.
     """
-    loss = VocabularyLoss(chain.shape, chain.first_rows, is_chunked=True, is_requested=mode.must_chunk)
+    loss = LossDecision(chain.shape, chain.first_rows, is_chunked=True, is_requested=mode.must_chunk)
     reason = ""
     if not mode.may_chunk:
         reason = "--memory_opt_loss plain"
@@ -154,7 +154,7 @@ def decide(chain: LossChain, mode: LossMode, reader: str) -> VocabularyLoss:
     return replace(loss, is_chunked=not reason, is_read_by_caller=is_read, reason=reason)
 
 
-def decide_losses(graph: fx.Graph, mode: LossMode, reader: str) -> tuple[tuple[VocabularyLoss, ...], list[str]]:
+def decide_losses(graph: fx.Graph, mode: LossMode, reader: str) -> tuple[tuple[LossDecision, ...], list[str]]:
     """Decide on each loss of a graph that dynamo traced, and rewrite those that are chunked.
 
     Args:
@@ -179,7 +179,7 @@ def decide_losses(graph: fx.Graph, mode: LossMode, reader: str) -> tuple[tuple[V
     return tuple(losses), [reason for reason in reasons if reason]
 
 
-def check_row(losses: Sequence[VocabularyLoss], mode: LossMode, strict: bool) -> list[str]:
+def check_row(losses: Sequence[LossDecision], mode: LossMode, strict: bool) -> list[str]:
     """A line where a config names the row of a model that has none.
 
     Args:

@@ -9,7 +9,7 @@ from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, M
 from optimum_memopt.engines.compile.graph.candidates import Candidate, offloads
 from optimum_memopt.engines.compile.solver.length_buckets import ExtraByLength
 from optimum_memopt.plans.matching import Matched
-from optimum_memopt.plans.plan_file import GraphPlan, LayerPlan
+from optimum_memopt.plans.plan_file import GraphEntry, LayerEntry
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +51,7 @@ class Choice:
         return f"saved {','.join(saved)}; chosen {','.join(chosen)}; by torch {self.torchs_graphs is not None}"
 
 
-def graph_plan(graph: AnalyzedGraph, choice: Choice) -> GraphPlan:
+def graph_plan(graph: AnalyzedGraph, choice: Choice) -> GraphEntry:
     """A choice for a graph in the words of a plan file.
 
     Args:
@@ -59,7 +59,7 @@ def graph_plan(graph: AnalyzedGraph, choice: Choice) -> GraphPlan:
         choice: for this graph.
     """
     if choice.torchs_graphs is not None:
-        return GraphPlan(graph.signature, by_torch=True)
+        return GraphEntry(graph.signature, by_torch=True)
     saved = set(choice.nodes_to_save)
     roots = {activation.root for activation in graph.activations}
     offloaded = {candidate.activation.root for candidate in offloads(choice.candidates)}
@@ -69,11 +69,11 @@ def graph_plan(graph: AnalyzedGraph, choice: Choice) -> GraphPlan:
         for kind, nodes in kinds.items():
             if node in nodes:
                 layers.setdefault(layer, {}).setdefault(kind, []).append(path)
-    alike: dict[LayerPlan, list[str]] = {}
+    alike: dict[LayerEntry, list[str]] = {}
     for layer, found in layers.items():
-        plan = LayerPlan((), **{kind: tuple(paths) for kind, paths in found.items()})
+        plan = LayerEntry((), **{kind: tuple(paths) for kind, paths in found.items()})
         alike.setdefault(plan, []).append(layer)
-    return GraphPlan(
+    return GraphEntry(
         graph.signature,
         by_torch=False,
         layers=tuple(replace(plan, layers=tuple(paths)) for plan, paths in alike.items()),

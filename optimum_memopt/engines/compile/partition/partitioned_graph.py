@@ -22,7 +22,7 @@ from optimum_memopt.engines.compile.graph.candidates import Candidate, find_cand
 from optimum_memopt.engines.compile.graph.joint import JointGraph, is_number, is_tensor, root, tensor_value, value
 from optimum_memopt.engines.compile.graph.saved_activations import find_saved_activations, note_layers, operator_name
 from optimum_memopt.engines.compile.graph.symbols import bound_symbols, compile_sizes, symbol_names
-from optimum_memopt.engines.compile.loss.decide import VocabularyLoss
+from optimum_memopt.engines.compile.loss.decide import LossDecision
 from optimum_memopt.engines.compile.loss.operator import scale_in_place
 from optimum_memopt.engines.compile.memory.cuda_workspaces import Multiprocessors
 from optimum_memopt.engines.compile.memory.inductor_memory import InductorPrograms
@@ -33,7 +33,7 @@ from optimum_memopt.engines.compile.partition.choice import Choice, graph_plan
 from optimum_memopt.engines.compile.partition.passes import cse, dropout, place_copies
 from optimum_memopt.engines.compile.torch_compat import dynamo, fx_graph
 from optimum_memopt.logs import best_effort
-from optimum_memopt.plans.plan_file import GraphPlan
+from optimum_memopt.plans.plan_file import GraphEntry
 
 
 def partition(joint: JointGraph, nodes_to_save: Collection[fx.Node]) -> Modules:
@@ -75,13 +75,13 @@ class PartitionedGraph:
     names: Mapping[sympy.Symbol, str]
     timeline: GraphTimeline | None
     prediction: Prediction | None
-    plan: GraphPlan
+    plan: GraphEntry
     has_convolutions: bool = False
     has_half_products: bool = False
     attention: tuple[str, ...] = ()
     programs: InductorPrograms = field(default_factory=InductorPrograms)
     is_all_of_forward: bool = True
-    losses: tuple[VocabularyLoss, ...] = ()
+    losses: tuple[LossDecision, ...] = ()
     is_for_cuda: bool = False
     bound: frozenset[sympy.Symbol] = frozenset()
     gradients: Mapping[str, bool] = field(default_factory=dict)

@@ -19,7 +19,7 @@ from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.loss.decide import LossMode, may_have_vocabulary
 from optimum_memopt.engines.compile.memory.footprint import tensor_bytes, trainable_of
 from optimum_memopt.engines.compile.memory.simulation import simulate_everything_saved
-from optimum_memopt.engines.compile.memory.step_context import StepContext
+from optimum_memopt.engines.compile.memory.step_context import StepContext, step_around
 from optimum_memopt.engines.compile.options import AUTO, PLAIN
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph
 from optimum_memopt.engines.compile.partition.producers.level import FromLevel

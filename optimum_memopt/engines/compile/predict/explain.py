@@ -133,7 +133,7 @@ def _look(failed: FailedStep, found: _Found, progress: Progress, deadline: Deadl
         producer: Producer, loss: str, compiled_by: str, costs: Callable[[AnalyzedGraph], Costs]
     ) -> tuple[CapturedGraph, ...]:
         progress.stage = "tracing"
-        traced = _captured(failed, producer, LossMode(loss), compiled_by, costs)
+        traced = capture_failed(failed, producer, LossMode(loss), compiled_by, costs)
         progress.stage = "solving for what would have fit"
         return traced
 
@@ -248,7 +248,7 @@ def _with_optimizer(run: FailedRun, model: torch.nn.Module, trainable: Sequence[
     return replace(run, plain=plain, step=replace(run.step, fixed=fixed))
 
 
-def _captured(
+def capture_failed(
     failed: FailedStep,
     producer: Producer,
     loss: LossMode,

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from optimum_memopt.engines.api.predictions import COPIES, LAUNCHES, PredictedStep, StepPlan
+from optimum_memopt.engines.api.predictions import COPIES, LAUNCHES, PredictedStep, Technique
 from optimum_memopt.engines.compile.costs.times import OperatorTimes, UpdateTimes
 from optimum_memopt.engines.compile.graph.problem import Problem
 from optimum_memopt.engines.compile.memory.footprint import Footprint
@@ -263,10 +263,10 @@ class StepsOfModel:
         return self._graphs[False].costs
 
     @cached_property
-    def plans(self) -> tuple[StepPlan, ...]:
+    def plans(self) -> tuple[Technique, ...]:
         within_budget = _BUDGET, (f"--memory_opt_budget {self._budget_text}",)
         if not self._compares:
-            return (StepPlan(*within_budget, chunks_loss=True in self._graphs),)
+            return (Technique(*within_budget, chunks_loss=True in self._graphs),)
         has_layers = self._graphs[False].layers
         compared = [name for name, every in _CHECKPOINTED.items() if every <= self._graphs[False].layers]
         own: list[tuple[str, tuple[str, ...]]] = [
@@ -275,17 +275,17 @@ class StepsOfModel:
         ]
         own.append(within_budget)
         return (
-            *(StepPlan(name, flags, chunks) for name, flags in own for chunks in self._graphs),
-            *(StepPlan(name, is_own=False) for name in compared),
+            *(Technique(name, flags, chunks) for name, flags in own for chunks in self._graphs),
+            *(Technique(name, is_own=False) for name in compared),
         )
 
-    def fits(self, plan: StepPlan, rows: int, accumulates: bool) -> bool:
+    def fits(self, plan: Technique, rows: int, accumulates: bool) -> bool:
         return self._graphs[plan.chunks_loss].fits(plan.name, rows, accumulates)
 
-    def lowest(self, plan: StepPlan, accumulates: bool) -> int:
+    def lowest(self, plan: Technique, accumulates: bool) -> int:
         return self._graphs[plan.chunks_loss].lowest(plan.name, accumulates)
 
-    def step(self, plan: StepPlan, rows: int, accumulates: bool) -> PredictedStep:
+    def step(self, plan: Technique, rows: int, accumulates: bool) -> PredictedStep:
         return self._graphs[plan.chunks_loss].step(plan.name, rows, accumulates, self._update)
 
     def evaluation(self, rows: int) -> int:

@@ -30,7 +30,7 @@ from optimum_memopt.memory.peak_monitor import MIB
 from optimum_memopt.plans.grammar import ALL
 from optimum_memopt.plans.matching import Matched
 from optimum_memopt.plans.plan_file import PlanFile
-from optimum_memopt.plans.table import Plan, PlanTable, sorted_plans
+from optimum_memopt.plans.table import PlanRow, PlanTable, sorted_plans
 
 
 def plan_line(
@@ -163,7 +163,7 @@ def to_table(
     return PlanTable(engine="compile", plans=sorted_plans(plans), symbols=dict(names.first), header=tuple(header))
 
 
-def _loss_plans(graphs: Sequence[PartitionedGraph], names: SymbolNames) -> list[Plan]:
+def _loss_plans(graphs: Sequence[PartitionedGraph], names: SymbolNames) -> list[PlanRow]:
     """The row of the losses: none where all logits are smaller than what a chunked loss saves, and nobody asked."""
     losses = [loss for graph in graphs for loss in graph.losses if loss.is_requested or loss.pays]
     if not losses:
@@ -174,7 +174,7 @@ def _loss_plans(graphs: Sequence[PartitionedGraph], names: SymbolNames) -> list[
     notes = dict.fromkeys(loss.note for loss in losses)
     saving = sympy.Add(*(loss.saving for loss in losses)).subs(symbols)
     return [
-        Plan(
+        PlanRow(
             config=ROW,
             frequency=len(losses),
             saving_bytes=sum(loss.first_saving for loss in losses),
@@ -199,7 +199,7 @@ def _device_type(part: _Part) -> str:
     return min(types, key=lambda device_type: device_type == "cpu")
 
 
-def _plan(row: str, parts: Sequence[_Part], matched: Matched) -> Plan:
+def _plan(row: str, parts: Sequence[_Part], matched: Matched) -> PlanRow:
     strategy = strategy_of(parts[0].candidates[0].strategy)
     device_type = _device_type(parts[0])
     saves = strategy.saves_on(device_type)
@@ -214,7 +214,7 @@ def _plan(row: str, parts: Sequence[_Part], matched: Matched) -> Plan:
     }
     # Of several graphs, what is true of all of them.
     applied = notes if len(notes) == 1 else ()
-    return Plan(
+    return PlanRow(
         config=row,
         frequency=frequency,
         saving_bytes=sum(part.bytes(part.candidates) for part in parts) if saves else 0,

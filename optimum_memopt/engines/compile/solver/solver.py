@@ -11,8 +11,8 @@ from optimum_memopt.engines.compile.memory.simulation import (
     simulate,
     simulate_everything_saved,
 )
-from optimum_memopt.engines.compile.solver.dynamic_program import TwoLevel, two_level
-from optimum_memopt.engines.compile.solver.frontiers import Menus
+from optimum_memopt.engines.compile.solver.dynamic_program import DynamicProgram, dynamic_program
+from optimum_memopt.engines.compile.solver.frontiers import LayerFrontiers
 from optimum_memopt.engines.compile.solver.plan import Infeasible, Plan
 from optimum_memopt.engines.compile.solver.whole_graph import SMALL, improve, lowest_of_whole_graph, solve_whole_graph
 
@@ -23,15 +23,15 @@ class Solver:
 
     Attributes:
         problem: the graph.
-        known_menus: its menus, where a solver of the same graph among others has made them.
+        known_frontiers: its frontiers, where a solver of the same graph among others has made them.
     """
 
     problem: Problem
-    known_menus: Menus | None = None
+    known_frontiers: LayerFrontiers | None = None
 
     def with_siblings(self, others: SiblingGraphs) -> "Solver":
         """Of the same graph with these around it; most of what a solver does is done once for all of them."""
-        return Solver(replace(self.problem, siblings=others), self._menus)
+        return Solver(replace(self.problem, siblings=others), self._frontiers)
 
     @cached_property
     def everything(self) -> Simulation:
@@ -41,7 +41,7 @@ class Solver:
     @cached_property
     def lowest(self) -> Simulation:
         """The plan with the lowest peak that is found; no budget below it is met."""
-        return lowest_of_whole_graph(self.problem, self._lowest_of_units)
+        return lowest_of_whole_graph(self.problem, self._lowest_of_blocks)
 
     @cached_property
     def seconds(self) -> float:
@@ -54,7 +54,7 @@ class Solver:
 
     def prepare(self) -> None:
         """Solve what is the same for every budget."""
-        _ = self._two_level.without_borders
+        _ = self._dynamic_program.without_borders
 
     def solve(self, budget: int, is_final: bool = True) -> Plan:
         """The plan with the least time for recompute of all whose peak fits; of equal ones that with the lowest peak.
@@ -80,12 +80,12 @@ class Solver:
         return Plan(tuple(sorted(found.saved)), found.peak, self.extra_seconds(found), self.seconds)
 
     def _candidates(self, budget: int, is_final: bool) -> Iterator[Simulation]:
-        found = self._two_level.without_borders.solve(budget)
+        found = self._dynamic_program.without_borders.solve(budget)
         if found is None and budget < self.lowest.peak:
             return
         if found is None or found.backward.peak > found.forward.peak:
-            # What many units recompute before the backward of any of them is not in the measure of one unit's plan.
-            with_borders = self._two_level.solve(budget)
+            # What many blocks recompute before the backward of any of them is not in the measure of one block's plan.
+            with_borders = self._dynamic_program.solve(budget)
             if with_borders is not None:
                 yield with_borders
         if found is None:
@@ -101,17 +101,19 @@ class Solver:
                 yield whole
 
     @cached_property
-    def _lowest_of_units(self) -> Simulation:
-        of_menus = (menus.lowest() for menus in (self._two_level.without_borders, self._two_level))
-        return min(*of_menus, self.layers_recomputed, key=lambda found: found.peak)
+    def _lowest_of_blocks(self) -> Simulation:
+        of_frontiers = (
+            frontiers.lowest() for frontiers in (self._dynamic_program.without_borders, self._dynamic_program)
+        )
+        return min(*of_frontiers, self.layers_recomputed, key=lambda found: found.peak)
 
     @cached_property
-    def _menus(self) -> Menus:
-        return self.known_menus or Menus(self.problem)
+    def _frontiers(self) -> LayerFrontiers:
+        return self.known_frontiers or LayerFrontiers(self.problem)
 
     @cached_property
-    def _two_level(self) -> TwoLevel:
-        return two_level(self.problem, self._menus)
+    def _dynamic_program(self) -> DynamicProgram:
+        return dynamic_program(self.problem, self._frontiers)
 
     @cached_property
     def layers_recomputed(self) -> Simulation:

@@ -10,7 +10,7 @@ from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.producers.producer import INSTEAD, GraphContext, Producer
 from optimum_memopt.engines.compile.partition.producers.torch_default import TorchDefault
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
-from optimum_memopt.plans.plan_file import GraphPlan, PlanFile
+from optimum_memopt.plans.plan_file import GraphEntry, PlanFile
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class FromPlanFile(Producer):
 _KINDS = ("recompute", "offload", "save")
 
 
-def _paths(plan: GraphPlan, kind: str) -> Iterator[Path]:
+def _paths(plan: GraphEntry, kind: str) -> Iterator[Path]:
     for layers in plan.layers:
         for layer in layers.layers:
             for path in getattr(layers, kind):
