@@ -100,7 +100,7 @@ class Problem:
         activations: roots of the saved activations.
         boundaries: roots computed in one layer and read in another.
         constants: saved activations that no plan by name saves.
-        others: graphs of the same forward.
+        siblings: graphs of the same forward.
     """
 
     names: tuple[str, ...]
@@ -128,7 +128,7 @@ class Problem:
     activations: frozenset[int]
     boundaries: frozenset[int]
     constants: frozenset[int] = frozenset()
-    others: SiblingGraphs = ALONE
+    siblings: SiblingGraphs = ALONE
 
     @cached_property
     def users(self) -> tuple[tuple[int, ...], ...]:

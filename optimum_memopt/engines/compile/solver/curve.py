@@ -75,7 +75,7 @@ class SmallerBatch:
 
 def smaller_batch(
     graph: KnownGraph,
-    others_at: Callable[[int], SiblingGraphs],
+    siblings_at: Callable[[int], SiblingGraphs],
     outside: Footprint,
     budget: int,
     host: Host | None,
@@ -84,7 +84,7 @@ def smaller_batch(
 
     Args:
         graph: that does not fit.
-        others_at: other graphs of the forward with one of so many parts of the rows.
+        siblings_at: other graphs of the forward with one of so many parts of the rows.
         outside: what the step holds beside its graphs.
         budget: bytes that the step's peak must not pass.
         host: where activations may wait; None: nowhere.
@@ -98,7 +98,7 @@ def smaller_batch(
         # Gradients of the earlier micro-batches are there while a later one runs.
         step = replace(outside, batch=outside.batch // times, accumulated=outside.gradients)
         allowed = step.activations_within(budget)
-        if fits(Solver(graph.problem(times)).with_siblings(others_at(times)), allowed, host):
+        if fits(Solver(graph.problem(times)).with_siblings(siblings_at(times)), allowed, host):
             return SmallerBatch(whole // times, times)
         times *= 2
     return None

@@ -52,22 +52,22 @@ class MultiGraphSolver:
         """Every layer recomputed from its input, as level 1 has it."""
         return self.saving([solver.layers_recomputed.saved for solver in self._solvers])
 
-    def others(self, share: float) -> tuple[SiblingGraphs, ...]:
+    def siblings(self, share: float) -> tuple[SiblingGraphs, ...]:
         """What a forward holds around each graph if those behind it may take so much; see `_SHARES`."""
         given = [sum(problem.bytes[node] for node in problem.tangents) for problem in self._problems]
         found: list[SiblingGraphs] = []
         later, gradients = 0, 0
         for index in reversed(range(len(given))):
-            others = SiblingGraphs(later, max(0, gradients), self._runs[index])
-            found.insert(0, others)
+            siblings = SiblingGraphs(later, max(0, gradients), self._runs[index])
+            found.insert(0, siblings)
             if index == 0:
                 break
-            solver = self._solver(index, others)
+            solver = self._solver(index, siblings)
             low, high = solver.lowest, solver.everything
             later = low.peak + int(share * (high.peak - low.peak)) + self._reserve
             # What a backward is given is what the one behind it has returned, and is counted there.
             own = low.backward.end - given[index]
-            gradients += others.runs * own + given[index] - given[index - 1]
+            gradients += siblings.runs * own + given[index] - given[index - 1]
         return tuple(found)
 
     def fastest_share(self, allowed: int) -> float:
@@ -79,7 +79,7 @@ class MultiGraphSolver:
 
         def extra_seconds(share: float) -> float:
             try:
-                found = self._solved(self.others(share), allowed, is_final=False)
+                found = self._solved(self.siblings(share), allowed, is_final=False)
             except Infeasible:
                 return float("inf")
             return sum(runs * plan.extra_seconds for runs, plan in zip(self._runs, found, strict=True))
@@ -97,7 +97,7 @@ class MultiGraphSolver:
         """
         share = self.fastest_share(allowed) if len(self._problems) > 1 else 0.0
         try:
-            return self._together(self._solved(self.others(share), allowed, is_final=True))
+            return self._together(self._solved(self.siblings(share), allowed, is_final=True))
         except Infeasible:
             raise Infeasible(self.lowest) from None
 
@@ -120,30 +120,30 @@ class MultiGraphSolver:
 
     def _together(self, plans: Sequence[Plan]) -> Plan:
         peak, left, host_bytes, extra_seconds, seconds = 0, 0, 0, 0.0, 0.0
-        for index, (others, plan) in enumerate(zip(self._least, plans, strict=True)):
-            problem = replace(self._problems[index], others=replace(others, later=0))
+        for index, (siblings, plan) in enumerate(zip(self._least, plans, strict=True)):
+            problem = replace(self._problems[index], siblings=replace(siblings, later=0))
             alone = plan.peak if plan.offloaded else simulate(problem, frozenset(plan.saved)).peak
             peak = max(peak, left + alone)
-            left += others.runs * _left(problem, plan)
-            host_bytes += others.runs * plan.host_bytes
-            extra_seconds += others.runs * plan.extra_seconds
-            seconds += others.runs * plan.seconds
+            left += siblings.runs * _left(problem, plan)
+            host_bytes += siblings.runs * plan.host_bytes
+            extra_seconds += siblings.runs * plan.extra_seconds
+            seconds += siblings.runs * plan.seconds
         return Plan((), peak, extra_seconds, seconds, host_bytes=host_bytes, graphs=tuple(plans))
 
     @cached_property
     def _least(self) -> tuple[SiblingGraphs, ...]:
-        return self.others(0.0)
+        return self.siblings(0.0)
 
     @property
     def _solvers(self) -> list[Solver]:
         """Of each graph, where those behind it take as little as they can."""
-        return [self._solver(index, others) for index, others in enumerate(self._least)]
+        return [self._solver(index, siblings) for index, siblings in enumerate(self._least)]
 
-    def _solved(self, others: Sequence[SiblingGraphs], allowed: int, is_final: bool) -> list[Plan]:
+    def _solved(self, siblings: Sequence[SiblingGraphs], allowed: int, is_final: bool) -> list[Plan]:
         """Of each graph."""
         plans: list[Plan] = []
         left = 0
-        for index, (around, host) in enumerate(zip(others, self._hosts, strict=True)):
+        for index, (around, host) in enumerate(zip(siblings, self._hosts, strict=True)):
             solver = self._solver(index, around)
             found = (
                 cheapest(solver, allowed - left, host) if is_final else solver.solve(allowed - left, is_final=False)
@@ -152,8 +152,8 @@ class MultiGraphSolver:
             left += around.runs * _left(solver.problem, found)
         return plans
 
-    def _new_solver(self, index: int, others: SiblingGraphs) -> Solver:
-        return self._alone[index].with_siblings(others)
+    def _new_solver(self, index: int, siblings: SiblingGraphs) -> Solver:
+        return self._alone[index].with_siblings(siblings)
 
 
 def _left(problem: Problem, plan: Plan) -> int:

@@ -52,7 +52,7 @@ class GraphReservations:
         self._known: list[KnownGraph] = []
         # Of the last time that something was learned.
         self._learned: tuple[KnownGraph, ...] = ()
-        self._others: tuple[SiblingGraphs, ...] = ()
+        self._siblings: tuple[SiblingGraphs, ...] = ()
         self._share = 0.0
         self._reserve = 0
 
@@ -64,7 +64,7 @@ class GraphReservations:
     @property
     def reserved(self) -> int:
         """Bytes that the first one leaves to those behind it."""
-        return self._others[0].later if self._others else 0
+        return self._siblings[0].later if self._siblings else 0
 
     def note(self, index: int, graph: KnownGraph) -> None:
         """A graph is planned.
@@ -79,7 +79,7 @@ class GraphReservations:
             # What came behind another graph is not known to come behind this one.
             self._known[index:] = [graph]
 
-    def others(self, index: int, signature: GraphSignature, times: int = 1) -> SiblingGraphs:
+    def siblings(self, index: int, signature: GraphSignature, times: int = 1) -> SiblingGraphs:
         """What the forward holds around a graph, as was learned.
 
         Args:
@@ -89,7 +89,7 @@ class GraphReservations:
         """
         if index >= len(self._learned) or self._learned[index].signature != signature:
             return ALONE
-        return self._others[index] if times == 1 else self._together(times).others(0)[index]
+        return self._siblings[index] if times == 1 else self._solver(times).siblings(0)[index]
 
     def learn(self, runs: Sequence[int], allowed: int, lacking: int = 0) -> bool:
         """Take in a forward whose plans did not fit together.
@@ -105,21 +105,21 @@ class GraphReservations:
         """
         for index, count in enumerate(runs):
             self._known[index] = replace(self._known[index], runs=count)
-        before = tuple(self.others(index, graph.signature) for index, graph in enumerate(self._known))
+        before = tuple(self.siblings(index, graph.signature) for index, graph in enumerate(self._known))
         is_new = [(graph.signature, graph.runs) for graph in self._learned] != [
             (graph.signature, graph.runs) for graph in self._known
         ]
         if runs and not is_new and not self._share:
             self._reserve += lacking
         self._learned = tuple(self._known)
-        together = self._together()
+        solver = self._solver()
         if is_new:
-            self._share = together.fastest_share(allowed)
+            self._share = solver.fastest_share(allowed)
         elif lacking:
             self._share = 0.0
-        self._others = together.others(self._share)
-        return self._others != before
+        self._siblings = solver.siblings(self._share)
+        return self._siblings != before
 
-    def _together(self, times: int = 1) -> MultiGraphSolver:
+    def _solver(self, times: int = 1) -> MultiGraphSolver:
         problems, runs = zip(*((graph.problem(times), graph.runs) for graph in self._learned), strict=True)
         return MultiGraphSolver(problems, runs, self._reserve)

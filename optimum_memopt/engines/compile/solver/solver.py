@@ -29,9 +29,9 @@ class Solver:
     problem: Problem
     known_frontiers: LayerFrontiers | None = None
 
-    def with_siblings(self, others: SiblingGraphs) -> "Solver":
+    def with_siblings(self, siblings: SiblingGraphs) -> "Solver":
         """Of the same graph with these around it; most of what a solver does is done once for all of them."""
-        return Solver(replace(self.problem, others=others), self._frontiers)
+        return Solver(replace(self.problem, siblings=siblings), self._frontiers)
 
     @cached_property
     def everything(self) -> Simulation:
@@ -129,7 +129,7 @@ def _holders(problem: Problem, found: Simulation, most: int = 4) -> tuple[tuple[
     in_backward = found.backward.peak > found.forward.peak
     held = held_at_peak(problem, found, in_backward)
     groups: dict[str, int] = {}
-    if problem.others != ALONE:
+    if problem.siblings != ALONE:
         groups["other graphs of the forward"] = max(0, found.peak - sum(held.values()))
     for node, size in held.items():
         where = "gradients of parameters" if node in gradients else _place(problem, node)

@@ -21,7 +21,7 @@ from optimum_memopt.engines.compile.partition.producers import producer_for
 from optimum_memopt.engines.compile.partition.producers.budget import FromBudget
 from optimum_memopt.engines.compile.partition.producers.producer import Producer
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
-from optimum_memopt.engines.compile.solver.length_buckets import TimesByLength
+from optimum_memopt.engines.compile.solver.length_buckets import ExtraByLength
 from optimum_memopt.engines.compile.torch_compat.runtime import is_of_compiled_backward, start_libraries
 from optimum_memopt.engines.compile.train import support_checks
 from optimum_memopt.engines.compile.train.fallback import own_error
@@ -207,7 +207,7 @@ class CompileEngine(in_place.InPlaceEngine):
             self._forget()
             raise
 
-    def _new_variant(self, budget: StepBudget, times: TimesByLength | None, purpose: str) -> Variant:
+    def _new_variant(self, budget: StepBudget, times: list[ExtraByLength] | None, purpose: str) -> Variant:
         settings = Settings(
             self._compiler,
             self._dynamic,

@@ -21,7 +21,7 @@ from optimum_memopt.engines.api.predictions import StepTimeline
 from optimum_memopt.engines.api.run import LargestBatch
 from optimum_memopt.engines.compile.graph.symbols import largest_of, length_name
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
-from optimum_memopt.engines.compile.solver.length_buckets import WORTH, TimesByLength, best_lengths, expected_extra
+from optimum_memopt.engines.compile.solver.length_buckets import WORTH, ExtraByLength, best_lengths, expected_extra
 from optimum_memopt.engines.compile.train.planned_forward import PlannedForward
 from optimum_memopt.engines.compile.train.step_budget import StepBudget
 from optimum_memopt.engines.compile.train.variant import Call, Variant
@@ -29,7 +29,7 @@ from optimum_memopt.errors import DoesNotFitError
 from optimum_memopt.logs import get_logger
 
 # Makes a variant, not compiled yet, of its budget, of what its solver is to find out, and of what it is for.
-_NewVariant = Callable[[StepBudget, TimesByLength | None, str], Variant]
+_NewVariant = Callable[[StepBudget, list[ExtraByLength] | None, str], Variant]
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Variants:
         self._most, self._new_variant = most, new_variant
         # From the cheapest to the dearest.
         self._cheaper: tuple[_Cheaper, ...] = ()
-        self._times = TimesByLength()
+        self._times: list[ExtraByLength] = []
         self.largest = self._new_largest(budget)
 
     def __call__(self, call: Call) -> Any:
@@ -121,21 +121,24 @@ class Variants:
             self._replace_largest()
         return self.largest
 
+    @property
+    def _extra(self) -> ExtraByLength:
+        return self._times[0] if self._times else ExtraByLength()
+
     def _new_largest(self, budget: StepBudget) -> Variant:
-        self._times = TimesByLength()
+        self._times = []
         return self._new_variant(budget, self._times if self._most > 1 else None, "")
 
     def _replace_largest(self) -> None:
         former, budget = self.largest, self.largest.budget
         is_one_graph = former.planned is not None and former.planned.is_one_graph
         if is_one_graph and self._most > 1 and (solved := largest_of(budget.solved_for)) is not None:
-            share = max(self._times.shares.values(), default=0.0)
+            share = max(self._extra.shares.values(), default=0.0)
             self._cheaper = (*self._cheaper, _Cheaper(former, solved.length, share))[: self._most - 1]
         self.largest = self._new_largest(budget.for_another(budget.largest))
 
     def _plan_cheaper(self) -> None:
         """Choose lengths for further variants, once the one for the largest batch is compiled, and say so."""
-        self._times.is_wanted = False
         budget, planned = self.largest.budget, self.largest.planned
         solved, name = largest_of(budget.solved_for), length_name(budget.solved_for)
         if self._most == 1 or planned is None or planned.predictor is None or solved is None:
@@ -146,7 +149,7 @@ class Variants:
             return
         lines = []
         if not self._cheaper:
-            times = self._times
+            times = self._extra
             lengths = best_lengths(times.batches, times.shares, self._most - 1)
             self._cheaper = tuple(self._new_cheaper(LargestBatch(solved.rows, length), name) for length in lengths)
             lines.append(self._gain(lengths))
@@ -161,11 +164,11 @@ class Variants:
     def _new_cheaper(self, batch: LargestBatch, name: str) -> _Cheaper:
         purpose = f" for batches up to {name}={batch.length}"
         variant = self._new_variant(self.largest.budget.for_another(batch), None, purpose)
-        return _Cheaper(variant, batch.length, self._times.shares[batch.length])
+        return _Cheaper(variant, batch.length, self._extra.shares[batch.length])
 
     def _gain(self, lengths: tuple[int, ...]) -> str:
         """What the variants save, for the header."""
-        times = self._times
+        times = self._extra
         if not lengths:
             return f"one variant: another one would save less than {WORTH:.1%} time"
         counts, longest = Counter(times.batches), max(times.shares)

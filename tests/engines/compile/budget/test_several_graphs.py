@@ -22,11 +22,11 @@ def test_runs_of_a_graph_and_later_graphs_are_simulated(roberta: Captured) -> No
     # A loss, which the next graph is given.
     slack = sum(graph.returned for graph in graphs)
     for saved, graph in zip(kept, graphs, strict=True):
-        found = simulate(replace(problem, others=SiblingGraphs(runs=4)), saved)
+        found = simulate(replace(problem, siblings=SiblingGraphs(runs=4)), saved)
         assert 0 <= found.peak - activations_of([graph] * 4) <= 4 * slack
     gradients = alone[1].backward.end - graphs[0].tangents
     others = SiblingGraphs(later=alone[1].peak, gradients=gradients)
-    found = simulate(replace(problem, others=others), kept[0])
+    found = simulate(replace(problem, siblings=others), kept[0])
     assert 0 <= found.peak - activations_of(graphs) <= 2 * slack
 
 
@@ -41,10 +41,10 @@ def test_what_is_left_to_later_graphs(roberta: Captured) -> None:
     graphs.note(1, known)
     allowed = alone.lowest.peak + alone.everything.peak
     assert graphs.learn((1,), allowed)
-    first, second = (graphs.others(index, known.signature) for index in range(2))
+    first, second = (graphs.siblings(index, known.signature) for index in range(2))
     assert second == SiblingGraphs()
     # As fast as any split: with all of it for the first graph the second one would recompute all there is.
-    Solver(replace(known.problem(), others=first)).solve(allowed)
+    Solver(replace(known.problem(), siblings=first)).solve(allowed)
     assert alone.lowest.peak < graphs.reserved == first.later < alone.everything.peak
     # The process has grown.
     assert graphs.learn((), allowed, 100)
@@ -54,7 +54,7 @@ def test_what_is_left_to_later_graphs(roberta: Captured) -> None:
     assert graphs.reserved == alone.lowest.peak + 100
     # torch compiles the second one again, alone.
     other = replace(known.signature, digest="another")
-    assert graphs.others(0, other) == SiblingGraphs()
+    assert graphs.siblings(0, other) == SiblingGraphs()
 
 
 def test_what_came_behind_another_graph_is_forgotten() -> None:

@@ -16,7 +16,7 @@ from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.producers.torch_default import torchs_own
 from optimum_memopt.engines.compile.solver.curve import SmallerBatch, point_of, points_of, smaller_batch, solved
-from optimum_memopt.engines.compile.solver.length_buckets import TimesByLength
+from optimum_memopt.engines.compile.solver.length_buckets import ExtraByLength, extra_by_length
 from optimum_memopt.engines.compile.solver.offload import cheapest, host_of
 from optimum_memopt.engines.compile.solver.plan import Infeasible, Plan
 from optimum_memopt.engines.compile.solver.siblings import GraphReservations, KnownGraph
@@ -45,7 +45,7 @@ class FromBudget:
     budget: Budget
     step: Callable[[Budget], Step] | None = None
     costs: Callable[[AnalyzedGraph], Costs] | None = None
-    times: TimesByLength | None = None
+    times: list[ExtraByLength] | None = None
     frontiers: list[Frontier] | None = None
     graphs: GraphReservations = field(default_factory=GraphReservations)
 
@@ -69,9 +69,9 @@ class FromBudget:
         costs = self.costs(graph) if self.costs is not None else _by_bytes(graph)
         problem_at = problems_of(graph, costs.seconds, costs.workspaces)
         known = KnownGraph(graph.signature, problem_at, graph.size_hints, names)
-        others_at = partial(self.graphs.others, len(earlier), graph.signature)
+        siblings_at = partial(self.graphs.siblings, len(earlier), graph.signature)
         self.graphs.note(len(earlier), known)
-        solver = Solver(known.problem()).with_siblings(others_at())
+        solver = Solver(known.problem()).with_siblings(siblings_at())
         # Before the last look at what the process holds.
         host = host_of(graph, step.link, step.host)
         is_asked = self.frontiers is not None and not earlier
@@ -90,21 +90,22 @@ class FromBudget:
         try:
             found = cheapest(solver, allowed, host)
         except Infeasible as error:
-            fits = smaller_batch(known, others_at, step.outside, step.bytes, host)
-            peak = replace(step.outside, activations=error.lowest).peak
+            fits = smaller_batch(known, siblings_at, step.outside, step.bytes, host)
+            peak = replace(step.outside, activations=error.peak).peak
             raise self._does_not_fit(step, error, peak, fits) from None
-        if self.times is not None and self.times.is_wanted and not earlier:
+        if self.times is not None and not earlier:
             tokens = {symbol: size for symbol, size in graph.size_hints.items() if is_length(names.get(symbol, ""))}
             batches = step.largest.lengths if step.largest is not None else ()
             shortened = partial(_shortened, problem_at, graph.size_hints, tokens)
-            self.times.fill(batches, max(tokens.values(), default=0), found, shortened, allowed)
+            longest = max(tokens.values(), default=0)
+            self.times[:] = [extra_by_length(batches, longest, found, shortened, allowed)]
         if self.frontiers is not None and curve:
             chosen = point_of(found, step.outside, step.bytes)
             self.frontiers.append(Frontier(points_of(curve, step.outside), costs.source, chosen))
         sizes = "" if graph.size_hints == first.size_hints else f" for batches up to {step.largest}"
         margin = f" less a margin of {gib_text(step.margin)}" if step.margin else ""
         why = f"budget {gib_text(step.bytes)}{margin}{sizes}"
-        if solver.everything.peak <= allowed and (own := _torchs_own(graph, others_at(), allowed)) is not None:
+        if solver.everything.peak <= allowed and (own := _torchs_own(graph, siblings_at(), allowed)) is not None:
             return replace(own, why=f"{why}: fits without a plan, torch's own partition")
         return _choice(graph, found, f"{why}{_gain(found, costs)}")
 
@@ -117,7 +118,7 @@ class FromBudget:
             "the batch": outside.batch,
             "the process": outside.constant,
             "earlier graphs of the forward": outside.other_forwards,
-            **({} if error.lowest else {"gradients and the optimizer's step": peak - outside.peak}),
+            **({} if error.peak else {"gradients and the optimizer's step": peak - outside.peak}),
             **dict(error.holds),
         }
         largest = sorted(parts.items(), key=lambda item: -item[1])[:5]
@@ -147,7 +148,7 @@ def _with_batch_of(graph: AnalyzedGraph, first: AnalyzedGraph, outside: Footprin
 
 
 def _way_out(error: Infeasible, fits: SmallerBatch | None) -> str:
-    if not error.lowest:
+    if not error.peak:
         return "that is without any activations: give a larger budget, or an optimizer with fewer states"
     if fits is None:
         return "no smaller batch was found to fit: give a larger budget"
@@ -170,12 +171,12 @@ def _choice(graph: AnalyzedGraph, found: Plan, why: str) -> Choice:
     )
 
 
-def _torchs_own(graph: AnalyzedGraph, others: SiblingGraphs, allowed: int) -> Choice | None:
+def _torchs_own(graph: AnalyzedGraph, siblings: SiblingGraphs, allowed: int) -> Choice | None:
     """torch's own partition; None where it holds more than is allowed, as it may: it does not look at the peak."""
     choice, alone = torchs_own(graph)
     left, gradients = alone.forward.end, alone.backward.end - alone.tangents
-    in_forward = max(others.in_forward(left) + alone.forward.peak.held, others.between(left))
-    fits = max(in_forward, others.in_backward(left, gradients) + alone.backward.peak.held) <= allowed
+    in_forward = max(siblings.in_forward(left) + alone.forward.peak.held, siblings.between(left))
+    fits = max(in_forward, siblings.in_backward(left, gradients) + alone.backward.peak.held) <= allowed
     return choice if fits else None
 
 
