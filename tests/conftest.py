@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from optimum_memopt.logs import get_logger
-from tests.tiers import OF_CAPTURED_GRAPHS, is_end_to_end
+from tests.tiers import is_end_to_end
 
 # Tests start where a newcomer does, without the built torch extensions; name a cache with them to test with them.
 os.environ.setdefault("OPTIMUM_MEMOPT_CACHE", os.path.join(tempfile.gettempdir(), "optimum_memopt-no-extensions"))
@@ -50,7 +51,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class ByWhatIsShared(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
-            return "captured graphs" if file.removeprefix("tests/").startswith(OF_CAPTURED_GRAPHS) else file
+            return "captured graphs" if file.startswith("tests/graph/") else file
 
     return ByWhatIsShared(config, log)
 
@@ -111,3 +112,31 @@ def _one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def trainer_of(tmp_path: Path) -> Callable[..., Any]:
+    """A tiny Trainer for the tests of the callbacks."""
+    import torch
+    from transformers import RobertaConfig, RobertaForMaskedLM, Trainer, TrainingArguments
+
+    def build(callbacks: list[Any], trainer_class: type = Trainer, **arguments: Any) -> Trainer:
+        torch.manual_seed(0)
+        config = RobertaConfig(
+            vocab_size=50,
+            hidden_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            intermediate_size=32,
+            max_position_embeddings=20,
+        )
+        ids = torch.randint(3, 50, (8, 10))
+        arguments = {"report_to": "none", "max_steps": 3, "save_strategy": "no", **arguments}
+        return trainer_class(
+            model=RobertaForMaskedLM(config),
+            args=TrainingArguments(str(tmp_path / "run"), use_cpu=True, per_device_train_batch_size=2, **arguments),
+            train_dataset=[{"input_ids": row, "labels": row} for row in ids],
+            callbacks=callbacks,
+        )
+
+    return build

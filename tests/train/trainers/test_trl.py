@@ -1,0 +1,111 @@
+"""TRL's trainers with an engine against the same script without: losses, all that they log, and weights."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("trl")
+pytest.importorskip("peft")
+
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import BertForSequenceClassification, LlamaForCausalLM
+from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+
+from tests.tiers import tiered
+from tests.train.trainers.harness import (
+    ORT_TOLERANCE,
+    Memopt,
+    Outcome,
+    arguments,
+    assert_equal,
+    bert_config,
+    llama_config,
+    outcome,
+    run,
+    sentence,
+    tokenizer,
+)
+
+# TRL asks for bf16 and activation checkpointing by default.
+QUIET = {"bf16": False, "gradient_checkpointing": False, "max_length": 32}
+
+
+def texts(count: int, seed: int = 0) -> Dataset:
+    source = random.Random(seed)
+    return Dataset.from_list([{"text": sentence(source)} for _ in range(count)])
+
+
+def preferences(count: int) -> Dataset:
+    source = random.Random(0)
+    rows = [{name: sentence(source) for name in ("prompt", "chosen", "rejected")} for _ in range(count)]
+    return Dataset.from_list([{**row, "prompt": row["prompt"] + " "} for row in rows])
+
+
+def lora() -> LoraConfig:
+    targets = ["q_proj", "v_proj"]
+    return LoraConfig(r=4, lora_alpha=8, lora_dropout=0.1, target_modules=targets, task_type="CAUSAL_LM")
+
+
+def sft(folder: Path, memopt: Memopt, peft_config: LoraConfig | None = None, **changes: Any) -> Outcome:
+    trainer = SFTTrainer(
+        model=LlamaForCausalLM(llama_config()),
+        args=arguments(SFTConfig, folder, eval_strategy="steps", eval_steps=3, **{**QUIET, **changes}),
+        train_dataset=texts(24),
+        eval_dataset=texts(8, seed=1),
+        processing_class=tokenizer(),
+        peft_config=peft_config,
+    )
+    memopt.attach(trainer)
+    trainer.train()
+    return outcome(trainer)
+
+
+def sft_lora(folder: Path, memopt: Memopt) -> Outcome:
+    return sft(folder, memopt, lora())
+
+
+def dpo(folder: Path, memopt: Memopt, peft_config: LoraConfig | None = None) -> Outcome:
+    # Without LoRA the reference model is loaded from where the model came from.
+    LlamaForCausalLM(llama_config()).save_pretrained(folder / "model")
+    trainer = DPOTrainer(
+        model=LlamaForCausalLM.from_pretrained(folder / "model"),
+        args=arguments(DPOConfig, folder, **QUIET),
+        train_dataset=preferences(24),
+        processing_class=tokenizer(),
+        peft_config=peft_config,
+    )
+    memopt.attach(trainer)
+    trainer.train()
+    return outcome(trainer)
+
+
+def dpo_lora(folder: Path, memopt: Memopt) -> Outcome:
+    return dpo(folder, memopt, lora())
+
+
+def reward(folder: Path, memopt: Memopt) -> Outcome:
+    trainer = RewardTrainer(
+        model=BertForSequenceClassification(bert_config(num_labels=1)),
+        args=arguments(RewardConfig, folder, **QUIET),
+        train_dataset=preferences(24).remove_columns("prompt"),
+        processing_class=tokenizer(),
+    )
+    memopt.attach(trainer)
+    trainer.train()
+    return outcome(trainer)
+
+
+@pytest.mark.parametrize("script", tiered([sft, dpo, reward, sft_lora, dpo_lora], fast=[]))
+def test_compiled_bitwise(script, stock, tmp_path):
+    ours = run(script, tmp_path, "compile")
+    assert ours.plans_on
+    assert_equal(ours, stock(script.__name__, script))
+
+
+def test_reward_on_onnx_runtime(stock, tmp_path):
+    ours = run(reward, tmp_path, "ort")
+    assert ours.plans_on
+    assert_equal(ours, stock("reward", reward), ORT_TOLERANCE)
