@@ -13,7 +13,7 @@ from shared import to_markdown
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.problem import Problem
 from optimum_memopt.engines.compile.memory.simulation import simulate
-from optimum_memopt.engines.compile.solver.length_buckets import TimesByLength, best_lengths
+from optimum_memopt.engines.compile.solver.length_buckets import ExtraByLength, best_lengths, extra_by_length
 from optimum_memopt.engines.compile.solver.solver import Solver
 
 ORDERS = ("random", "grouped by length")
@@ -78,7 +78,7 @@ def _problem_at(graph: AnalyzedGraph, of: int, length: int) -> Problem:
     return estimated(replace(graph, size_hints=hints))
 
 
-def times_by_length(problems: Mapping[int, Problem], counts: Counter[int], budget: int) -> TimesByLength:
+def times_by_length(problems: Mapping[int, Problem], counts: Counter[int], budget: int) -> ExtraByLength:
     """What plans take, as a run finds out: with the seconds of the longest batch.
 
     Args:
@@ -88,13 +88,11 @@ def times_by_length(problems: Mapping[int, Problem], counts: Counter[int], budge
     """
     longest = max(problems)
     plan = Solver(problems[longest]).solve(budget)
-    times = TimesByLength()
 
     def shortened(length: int) -> Problem:
         return replace(problems[length], seconds=problems[longest].seconds)
 
-    times.fill(list(counts.elements()), longest, plan, shortened, budget)
-    return times
+    return extra_by_length(list(counts.elements()), longest, plan, shortened, budget)
 
 
 def _plan(problem: Problem, budget: int) -> frozenset[int]:

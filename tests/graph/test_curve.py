@@ -3,14 +3,14 @@
 from dataclasses import replace
 
 import pytest
-from tests.engines.compile.budget.test_solve import IDS, Stack
-from tests.engines.compile.captured import capture
 
 from optimum_memopt.engines.compile.graph.problem import problem_of
 from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.compile.solver.curve import point_of, points_of, solved
 from optimum_memopt.engines.compile.solver.multi_graph import MultiGraphSolver
 from optimum_memopt.engines.compile.solver.plan import Infeasible, Plan
+from tests.captured import capture
+from tests.graph.test_solve import IDS, Stack
 
 OUTSIDE = Footprint(0, parameters=10_000, optimizer=20_000)
 

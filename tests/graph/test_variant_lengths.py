@@ -10,10 +10,10 @@ import pytest
 from optimum_memopt.engines.compile.graph.problem import Problem, problems_of
 from optimum_memopt.engines.compile.graph.symbols import is_length
 from optimum_memopt.engines.compile.solver.length_buckets import (
-    TimesByLength,
     best_lengths,
     candidate_lengths,
     expected_extra,
+    extra_by_length,
 )
 from optimum_memopt.engines.compile.solver.solver import Solver
 from optimum_memopt.training.micro_batch import batch_lengths
@@ -82,8 +82,7 @@ def test_shorter_batches_take_less_and_each_of_them_what_a_solver_finds(roberta:
     largest = Solver(shorter(longest))
     allowed = (largest.lowest.peak + largest.everything.peak) // 2
     found = largest.solve(allowed)
-    times = TimesByLength()
-    times.fill((), longest, found, shorter, allowed)
+    times = extra_by_length((), longest, found, shorter, allowed)
     assert not times.is_known
     shares = list(times.shares.values())
     assert shares == sorted(shares) and shares[0] == 0 and shares[-1] == found.extra_seconds / found.seconds > 0

@@ -28,7 +28,7 @@ WORTH = 0.005
 
 @dataclass(frozen=True)
 class ExtraByLength:
-    """What plans for shorter batches would take.
+    """The extra time of plans for shorter batches.
 
     Attributes:
         batches: the longest row of each batch of an epoch; where they are not known, all lengths are as frequent.
@@ -44,22 +44,22 @@ class ExtraByLength:
 def extra_by_length(
     batches: Sequence[int], longest: int, plan: Plan, problem_at: Callable[[int], Problem], allowed: int
 ) -> ExtraByLength:
-    """What plans for shorter batches take.
+    """The extra time of plans for shorter batches.
 
     Args:
         batches: the longest row of each batch of an epoch; empty: they are not known.
         longest: tokens of the largest batch.
-        plan: of the largest batch.
+        plan: for the largest batch.
         problem_at: the graph with batches of a length.
         allowed: bytes that the graph may hold.
     """
-    every = batches or range(min(_MULTIPLE, longest), longest + 1, _MULTIPLE)
-    lengths = candidate_lengths(every, longest)
-    extra: tuple[float, ...] = (0.0,) * len(lengths)
-    if plan.extra_seconds > 0:
-        extra = (*extra_seconds(problem_at, lengths[:-1], allowed, plan.extra_seconds), plan.extra_seconds)
-    shares = {length: one / plan.seconds if one else 0.0 for length, one in zip(lengths, extra, strict=True)}
-    return ExtraByLength(every, bool(batches), shares)
+    rows = batches or range(min(_MULTIPLE, longest), longest + 1, _MULTIPLE)
+    lengths = candidate_lengths(rows, longest)
+    if plan.extra_seconds <= 0:
+        return ExtraByLength(rows, bool(batches), dict.fromkeys(lengths, 0.0))
+    shorter = extra_seconds(problem_at, lengths[:-1], allowed, plan.extra_seconds)
+    shares = (seconds / plan.seconds for seconds in (*shorter, plan.extra_seconds))
+    return ExtraByLength(rows, bool(batches), dict(zip(lengths, shares, strict=True)))
 
 
 def candidate_lengths(batches: Sequence[int], longest: int) -> tuple[int, ...]:

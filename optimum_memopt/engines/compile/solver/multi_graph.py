@@ -58,16 +58,16 @@ class MultiGraphSolver:
         found: list[SiblingGraphs] = []
         later, gradients = 0, 0
         for index in reversed(range(len(given))):
-            others = SiblingGraphs(later, max(0, gradients), self._runs[index])
-            found.insert(0, others)
+            siblings = SiblingGraphs(later, max(0, gradients), self._runs[index])
+            found.insert(0, siblings)
             if index == 0:
                 break
-            solver = self._solver(index, others)
+            solver = self._solver(index, siblings)
             low, high = solver.lowest, solver.everything
             later = low.peak + int(share * (high.peak - low.peak)) + self._reserve
             # What a backward is given is what the one behind it has returned, and is counted there.
             own = low.backward.end - given[index]
-            gradients += others.runs * own + given[index] - given[index - 1]
+            gradients += siblings.runs * own + given[index] - given[index - 1]
         return tuple(found)
 
     def fastest_share(self, allowed: int) -> float:
@@ -120,14 +120,14 @@ class MultiGraphSolver:
 
     def _together(self, plans: Sequence[Plan]) -> Plan:
         peak, left, host_bytes, extra_seconds, seconds = 0, 0, 0, 0.0, 0.0
-        for index, (others, plan) in enumerate(zip(self._least, plans, strict=True)):
-            problem = replace(self._problems[index], siblings=replace(others, later=0))
+        for index, (siblings, plan) in enumerate(zip(self._least, plans, strict=True)):
+            problem = replace(self._problems[index], siblings=replace(siblings, later=0))
             alone = plan.peak if plan.offloaded else simulate(problem, frozenset(plan.saved)).peak
             peak = max(peak, left + alone)
-            left += others.runs * _left(problem, plan)
-            host_bytes += others.runs * plan.host_bytes
-            extra_seconds += others.runs * plan.extra_seconds
-            seconds += others.runs * plan.seconds
+            left += siblings.runs * _left(problem, plan)
+            host_bytes += siblings.runs * plan.host_bytes
+            extra_seconds += siblings.runs * plan.extra_seconds
+            seconds += siblings.runs * plan.seconds
         return Plan((), peak, extra_seconds, seconds, host_bytes=host_bytes, graphs=tuple(plans))
 
     @cached_property
@@ -137,13 +137,13 @@ class MultiGraphSolver:
     @property
     def _solvers(self) -> list[Solver]:
         """Of each graph, where those behind it take as little as they can."""
-        return [self._solver(index, others) for index, others in enumerate(self._least)]
+        return [self._solver(index, siblings) for index, siblings in enumerate(self._least)]
 
-    def _solved(self, others: Sequence[SiblingGraphs], allowed: int, is_final: bool) -> list[Plan]:
+    def _solved(self, siblings: Sequence[SiblingGraphs], allowed: int, is_final: bool) -> list[Plan]:
         """Of each graph."""
         plans: list[Plan] = []
         left = 0
-        for index, (around, host) in enumerate(zip(others, self._hosts, strict=True)):
+        for index, (around, host) in enumerate(zip(siblings, self._hosts, strict=True)):
             solver = self._solver(index, around)
             found = (
                 cheapest(solver, allowed - left, host) if is_final else solver.solve(allowed - left, is_final=False)
@@ -152,8 +152,8 @@ class MultiGraphSolver:
             left += around.runs * _left(solver.problem, found)
         return plans
 
-    def _new_solver(self, index: int, others: SiblingGraphs) -> Solver:
-        return self._alone[index].with_siblings(others)
+    def _new_solver(self, index: int, siblings: SiblingGraphs) -> Solver:
+        return self._alone[index].with_siblings(siblings)
 
 
 def _left(problem: Problem, plan: Plan) -> int:

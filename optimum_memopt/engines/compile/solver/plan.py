@@ -33,10 +33,10 @@ class Infeasible(Exception):
     """No plan fits.
 
     Args:
-        lowest: the lowest peak that was found, bytes.
+        peak: the lowest that was found, bytes.
         holds: what is held at that moment, largest first: a few words, bytes.
     """
 
-    def __init__(self, lowest: int, holds: Sequence[tuple[str, int]] = ()) -> None:
-        super().__init__(f"no plan fits; the lowest peak is {lowest:,} bytes")
-        self.lowest, self.holds = lowest, tuple(holds)
+    def __init__(self, peak: int, holds: Sequence[tuple[str, int]] = ()) -> None:
+        super().__init__(f"no plan fits; the lowest peak is {peak:,} bytes")
+        self.peak, self.holds = peak, tuple(holds)

@@ -29,9 +29,9 @@ class Solver:
     problem: Problem
     known_frontiers: LayerFrontiers | None = None
 
-    def with_siblings(self, others: SiblingGraphs) -> "Solver":
+    def with_siblings(self, siblings: SiblingGraphs) -> "Solver":
         """Of the same graph with these around it; most of what a solver does is done once for all of them."""
-        return Solver(replace(self.problem, siblings=others), self._frontiers)
+        return Solver(replace(self.problem, siblings=siblings), self._frontiers)
 
     @cached_property
     def everything(self) -> Simulation:

@@ -66,7 +66,7 @@ class FromBudget(Producer):
         try:
             plan = cheapest(solver, step.allowed, host)
         except Infeasible as infeasible:
-            lowest, suggestion = step.footprint(infeasible.lowest).peak, _suggestion(given, host)
+            lowest, suggestion = step.footprint(infeasible.peak).peak, _suggestion(given, host)
             raise self._does_not_fit(step, lowest, dict(infeasible.holds), suggestion) from None
         choice = self._choice(graph, given, plan)
         return replace(
