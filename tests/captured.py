@@ -17,22 +17,16 @@ from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, Modules
 from optimum_memopt.engines.compile.graph.candidates import Candidate, by_row
 from optimum_memopt.engines.compile.graph.joint import JointGraph, symbolic, value
-from optimum_memopt.engines.compile.graph.problem import ALONE, problem_of
+from optimum_memopt.engines.compile.graph.problem import problem_of
 from optimum_memopt.engines.compile.graph.saved_activations import SavedActivation, operator_name
 from optimum_memopt.engines.compile.graph.symbols import symbol_names
-from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.compile.memory.inductor_memory import InductorPrograms
-from optimum_memopt.engines.compile.memory.step_context import StepContext
 from optimum_memopt.engines.compile.partition import partitioned_graph
-from optimum_memopt.engines.compile.partition.captured_graph import captured_graph
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
 from optimum_memopt.engines.compile.partition.producers import producer_for
-from optimum_memopt.engines.compile.partition.producers.budget import FromBudget
-from optimum_memopt.engines.compile.partition.producers.producer import GraphContext, Producer, Solvable
-from optimum_memopt.engines.compile.solver.solver import Solver
+from optimum_memopt.engines.compile.partition.producers.producer import GraphContext, Producer
 from optimum_memopt.engines.compile.torch_compat import dynamo, fx_graph
-from optimum_memopt.sizes import Budget
 from tests.compiled import selection
 
 
@@ -191,24 +185,3 @@ def by_bytes(graph: AnalyzedGraph) -> Costs:
     problem = problem_of(graph, [0.0] * len(graph.joint.nodes))
     seconds = (sum(problem.bytes[node] for node in nodes) / 1e12 for nodes in problem.allocates)
     return Costs((*seconds, 0.0), "no")
-
-
-@dataclass(frozen=True)
-class Within(Producer):
-    """So many bytes for the graph alone, whatever the step around it holds.
-
-    Attributes:
-        bytes: of the graph.
-        costs: of its operators.
-        step: around it; None: nothing, and no host.
-    """
-
-    bytes: int
-    costs: Callable[[AnalyzedGraph], Costs] = by_bytes
-    step: StepContext | None = None
-
-    def choose(self, graph: AnalyzedGraph, context: GraphContext) -> Choice:
-        captured = captured_graph(graph, self.costs(graph))
-        step = self.step or StepContext(self.bytes, Footprint(0, 0))
-        solvable = Solvable(captured, Solver(captured.problem()), lambda times: ALONE, step)
-        return FromBudget(Budget(f"{self.bytes} bytes", self.bytes)).choose(graph, GraphContext(solvable=solvable))

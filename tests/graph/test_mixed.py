@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 
 import pytest
+from budget_graphs import Within
 
 from optimum_memopt.engines.compile.costs.costs import Costs, roofline
 from optimum_memopt.engines.compile.costs.devices import DEVICES, Device
@@ -19,7 +20,7 @@ from optimum_memopt.engines.compile.solver.offload import host_of
 from optimum_memopt.engines.compile.solver.plan import Infeasible
 from optimum_memopt.errors import DoesNotFitError
 from optimum_memopt.plans.grammar import Strategy
-from tests.captured import Captured, Within, capture
+from tests.captured import Captured, capture
 from tests.compiled import DROPOUT
 from tests.model_zoo import ZOO
 

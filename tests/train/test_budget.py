@@ -1,6 +1,5 @@
 """Models trained under a budget: gradients are plain PyTorch's, and the allocator never passes the budget."""
 
-import contextlib
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from allocations import allocated
+from budget_graphs import Within, attach
 
 from optimum_memopt.engines.api.run import Run, Selection
 from optimum_memopt.engines.compile.capture import traced_forward
@@ -15,13 +15,14 @@ from optimum_memopt.engines.compile.capture.traced_forward import GraphInForward
 from optimum_memopt.engines.compile.memory import step_context
 from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.compile.partition.producers.budget import FromBudget
+from optimum_memopt.engines.compile.partition.producers.torch_default import TorchDefault
 from optimum_memopt.engines.compile.predict.planner import Planner, PlannerSpec
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.plans.table import PlanTable
 from optimum_memopt.progress import Progress
 from optimum_memopt.sizes import Budget, parse_budget
-from tests.captured import Within
+from tests.captured import by_bytes
 from tests.compiled import DROPOUT, assert_bitwise_same
 from tests.gradients import accumulate
 from tests.model_zoo import SMALL, ZOO
@@ -34,30 +35,18 @@ from tests.trainer_runs import log_lines
 SLACK = 256
 
 
-@contextlib.contextmanager
-def attached_within(model: torch.nn.Module, budget: int | None) -> Iterator[CompileEngine]:
-    """An engine whose graphs may take so many bytes; None: one without a plan."""
-    with pytest.MonkeyPatch.context() as patch:
-        if budget is not None:
-            patch.setattr("optimum_memopt.engines.compile.train.engine.producer_for", lambda selection: Within(budget))
-        # Sizes that are fixed are traced in half the time; below, those of a step are symbols.
-        engine = CompileEngine(compiler="aot_eager", dynamic=False)
-        engine.attach(model)
-        try:
-            yield engine
-        finally:
-            engine.detach()
-
-
 def trained(name: str, budget: int | None, changes: dict[str, Any], batch: dict[str, torch.Tensor]) -> Any:
     torch.manual_seed(0)
     model = ZOO[name].build(**changes)
-    with attached_within(model, budget) as engine:
+    engine = attach(model, TorchDefault() if budget is None else Within(budget, by_bytes))
+    try:
         torch.manual_seed(1)
         result = accumulate(model, [batch])
         predicted = engine.predictor.activations()
         _, peak = measured(model, batch)
         return result, predicted, peak, engine.plans(), engine.plans().header
+    finally:
+        engine.detach()
 
 
 CASES = {
