@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from optimum_memopt.oom.callback import MemoryReportCallback
     from optimum_memopt.options import MemOptOptions
     from optimum_memopt.plans.grammar import ConfigError, PlanConfig, PlanRequest, Strategy
-    from optimum_memopt.plans.table import Plan, PlanTable
+    from optimum_memopt.plans.table import PlanRow, PlanTable
     from optimum_memopt.predict.estimate import Estimate
     from optimum_memopt.predict.plan import plan
     from optimum_memopt.script import run
@@ -43,9 +43,9 @@ __all__ = [
     "MemoryPhasesCallback",
     "MemoryReport",
     "MemoryReportCallback",
-    "Plan",
     "PlanConfig",
     "PlanRequest",
+    "PlanRow",
     "PlanStatsCallback",
     "PlanTable",
     "Strategy",
@@ -72,7 +72,7 @@ _MODULES = {
     "MemoryPhasesCallback": "callbacks.memory_phases",
     "MemoryReport": "engines.api.explanations",
     "MemoryReportCallback": "oom.callback",
-    "Plan": "plans.table",
+    "PlanRow": "plans.table",
     "PlanConfig": "plans.grammar",
     "PlanRequest": "plans.grammar",
     "PlanStatsCallback": "callbacks.plan_stats",

@@ -24,10 +24,10 @@ from gpu.steps import (
     train,
 )
 
-from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.api.run import Selection, StepSpec
 from optimum_memopt.engines.compile.predict.estimate import estimate
+from optimum_memopt.engines.compile.predict.planner import bounded_bytes
 from optimum_memopt.engines.compile.train.engine import CompileEngine
-from optimum_memopt.engines.compile.train.step_budget import bounded_bytes
 from optimum_memopt.predict.workload import Workload
 
 # Of the predicted peak; reserved has no limit of its own, it is what the allocator's fragmentation makes of it.
@@ -167,7 +167,7 @@ def plan_for_device(setting: Setting, model: str) -> Iterator[Figure]:
         trained.config.save_pretrained(folder)
         task = "text-generation" if model == "llama" else "fill-mask"
         workload = Workload(folder, task, shape.batch, shape.length)
-        told = estimate(workload, Selection(level=1), device="h100", compiler="aot_eager")
+        told = estimate(workload, Selection(level=1), StepSpec(device="h100", compiler="aot_eager"))
     optimizer = adamw(trained)
     engine = planned(trained, compiler="aot_eager", level=1)
     held = train(trained, batch_of(shape), "fp32", optimizer, _steps(setting))

@@ -60,6 +60,7 @@ class AdviseCommand(BaseOptimumCLICommand):
         run(self._run)
 
     def _run(self) -> None:
+        from optimum_memopt.engines.api.run import StepSpec
         from optimum_memopt.engines.shared.registry import engine_names, factory
         from optimum_memopt.errors import MemOptError
         from optimum_memopt.options import MemOptOptions
@@ -80,15 +81,8 @@ class AdviseCommand(BaseOptimumCLICommand):
         except MemOptError as error:
             # The same options have shorter names here.
             raise MemOptError(str(error).replace("--memory_opt_", "--")) from error
-        budget = options.budget
-        assert budget is not None
-        steps = factory(name).predict_steps(
-            workload,
-            budget=budget,
-            optim=args.optim,
-            device=None if args.device == _HERE else args.device,
-            compiler=args.compiler,
-            autocast="bfloat16" if args.bf16 else "float16" if args.fp16 else "",
-        )
+        device = None if args.device == _HERE else args.device
+        autocast = "bfloat16" if args.bf16 else "float16" if args.fp16 else ""
+        steps = factory(name).predict_steps(workload, options, StepSpec(device, args.compiler, autocast, args.optim))
         found = advise(steps, args.global_batch)
         print(json.dumps(to_dict(found, steps), indent=2) if args.json else to_text(found, steps))

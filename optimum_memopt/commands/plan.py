@@ -12,6 +12,7 @@ from typing import Any
 from optimum.commands.base import BaseOptimumCLICommand
 from tqdm import tqdm
 
+from optimum_memopt.engines.api.run import StepSpec
 from optimum_memopt.engines.shared.registry import choose_engines, engine_names, factory
 from optimum_memopt.errors import MemOptError, excerpt
 from optimum_memopt.logs import get_logger
@@ -189,13 +190,15 @@ def _estimated(workload: Workload, options: MemOptOptions, args: Any) -> Found:
     found = factory(resolved.engine).estimate(
         workload,
         resolved.selection,
+        StepSpec(
+            args.device,
+            args.compiler,
+            autocast_of(args),
+            args.optim or DEFAULT,
+            args.gradient_accumulation_steps or 1,
+        ),
         symbolic=args.symbolic,
-        device=args.device,
         with_curve=with_curve,
-        compiler=args.compiler,
-        autocast=autocast_of(args),
-        optim=args.optim or DEFAULT,
-        gradient_accumulation_steps=args.gradient_accumulation_steps or 1,
         batch_sizes=batch_sizes(args.batch_size),
     )
     config = ",".join(plan.config for plan in found.table.enabled)

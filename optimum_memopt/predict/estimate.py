@@ -1,17 +1,16 @@
 """The memory of a training step that was not run, and what can be asked of it."""
 
 import html
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from tabulate import tabulate
 
 from optimum_memopt.engines.api import predictions
 from optimum_memopt.engines.api.predictions import OPTIMIZER, SAVED, TEMPORARY, CurvePoint
-from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.api.run import Selection, StepSpec
 from optimum_memopt.engines.shared.registry import factory
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.memory.peak_monitor import MIB
@@ -36,7 +35,7 @@ class Estimate:
     _engine: str
     _workload: predictions.Workload
     _selection: Selection
-    _how: Mapping[str, Any]
+    _spec: StepSpec
     _found: predictions.Estimate = field(init=False)
 
     def __post_init__(self) -> None:
@@ -105,7 +104,7 @@ class Estimate:
             MemOptError: the budget is none, or the rows are no size of the graph that can be changed.
         """
         wanted = _budget(budget) if budget is not None else self._selection.budget or Budget(AUTO)
-        return factory(self._engine).largest_batch(self._workload, self._selection, wanted, **self._how)
+        return factory(self._engine).largest_batch(self._workload, self._selection, self._spec, wanted)
 
     def save(self, path: Path | str) -> None:
         """Write the plan for `--memory_opt_plan`.
@@ -133,8 +132,8 @@ class Estimate:
     def _requested(self) -> int:
         return round(self._found.peak_mib * MIB)
 
-    def _ask(self, selection: Selection, **more: Any) -> predictions.Estimate:
-        return factory(self._engine).estimate(self._workload, selection, **self._how, **more)
+    def _ask(self, selection: Selection, with_curve: bool = False) -> predictions.Estimate:
+        return factory(self._engine).estimate(self._workload, selection, self._spec, with_curve=with_curve)
 
 
 def _budget(budget: str | int) -> Budget:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import torch
 
 from optimum_memopt.engines.api import predictions
+from optimum_memopt.engines.api.run import StepSpec
 from optimum_memopt.engines.shared.registry import engine_names, factory
 from optimum_memopt.errors import MemOptError, excerpt
 from optimum_memopt.memory import optimizers
@@ -98,14 +99,9 @@ def plan(
         memory_opt_compiler=compiler,
     )
     options.check()
-    how = {
-        "device": device,
-        "compiler": compiler,
-        "autocast": "bfloat16" if bf16 else "float16" if fp16 else "",
-        "optim": optim,
-        "gradient_accumulation_steps": steps,
-    }
-    return Estimate(engine, workload, resolve(options).selection, how)
+    device = None if device is None else fspath(device)
+    spec = StepSpec(device, compiler, "bfloat16" if bf16 else "float16" if fp16 else "", optim, steps)
+    return Estimate(engine, workload, resolve(options).selection, spec)
 
 
 def _patterns(trainable: object) -> tuple[str, ...]:

@@ -127,7 +127,12 @@ class Workload:
         return f"--model {path_excerpt(self.model) if isinstance(self.model, str) else type(self.model).__name__}"
 
     @property
-    def way_out(self) -> str:
+    def tokens(self) -> int:
+        """Tokens of a row; 0 for images."""
+        return 0 if self.task == "image-classification" else self.seq_len
+
+    @property
+    def suggestion(self) -> str:
         """What to do about a model that cannot be traced."""
         return "; --measure runs it"
 
@@ -341,7 +346,12 @@ class ModuleWorkload:
         return cls(module, _resized(keywords, first.shape[0], rows), rows, trainable)
 
     @property
-    def way_out(self) -> str:
+    def tokens(self) -> int:
+        """As many as the inputs have."""
+        return 0
+
+    @property
+    def suggestion(self) -> str:
         """Nothing can be done."""
         return ""
 

@@ -11,8 +11,8 @@ from transformers import Trainer
 
 from optimum_memopt import compat
 from optimum_memopt.distributed.rank_consistency import gathered
-from optimum_memopt.engines.api.predictions import StepPredictor
-from optimum_memopt.engines.api.run import LargestBatch
+from optimum_memopt.engines.api.predictions import ModelOfRun, StepPredictor
+from optimum_memopt.engines.api.run import LargestBatch, StepSpec
 from optimum_memopt.engines.shared.forward_patch import ForwardState
 from optimum_memopt.engines.shared.registry import factory
 from optimum_memopt.errors import MemOptError
@@ -182,8 +182,8 @@ def _check_evaluation(trainer: Trainer, predictor: StepPredictor) -> None:
 
 
 def _predictor(trainer: Trainer, options: MemOptOptions, engine: str) -> StepPredictor:
-    args, model, budget = trainer.args, trainer.model, options.budget
-    assert isinstance(model, torch.nn.Module) and budget is not None
+    args, model = trainer.args, trainer.model
+    assert isinstance(model, torch.nn.Module)
     collate = compat.training_collator(trainer)
     data: Any = trainer.train_dataset
 
@@ -194,15 +194,13 @@ def _predictor(trainer: Trainer, options: MemOptOptions, engine: str) -> StepPre
     # A collator may draw random numbers, as that of masked language models does.
     before = ForwardState.of(model, with_buffers=False)
     try:
-        return factory(engine).predict_steps(
-            model,
-            make_batch=make_batch,
-            options=options,
-            tokens=largest.length if largest is not None else 0,
-            autocast=torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None,
+        spec = StepSpec(
+            compiler=options.memory_opt_compiler,
+            autocast="bfloat16" if args.bf16 else "float16" if args.fp16 else "",
             optim=str(getattr(args.optim, "value", args.optim)),
-            is_read=_is_read(trainer),
         )
+        tokens = largest.length if largest is not None else 0
+        return factory(engine).predict_steps(ModelOfRun(model, make_batch, tokens, _is_read(trainer)), options, spec)
     finally:
         before.restore(model)
 

@@ -4,23 +4,22 @@ import dataclasses
 from collections.abc import Callable
 
 import pytest
+from budget_graphs import Within
 
-from optimum_memopt.engines.compile.costs.costs import roofline
+from optimum_memopt.engines.compile.costs.costs import Costs, roofline
 from optimum_memopt.engines.compile.costs.devices import DEVICES, Device
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.problem import problem_of
 from optimum_memopt.engines.compile.memory.footprint import Footprint
+from optimum_memopt.engines.compile.memory.step_context import StepContext
 from optimum_memopt.engines.compile.partition import partitioned_graph
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
 from optimum_memopt.engines.compile.partition.passes.host_copies import pinned_bytes
-from optimum_memopt.engines.compile.partition.producers.budget import FromBudget
-from optimum_memopt.engines.compile.solver.multi_graph import Together
+from optimum_memopt.engines.compile.solver.multi_graph import MultiGraphSolver
 from optimum_memopt.engines.compile.solver.offload import host_of
-from optimum_memopt.engines.compile.solver.solver import Floor
-from optimum_memopt.engines.compile.train.step_context import Step
+from optimum_memopt.engines.compile.solver.plan import Infeasible
 from optimum_memopt.errors import DoesNotFitError
 from optimum_memopt.plans.grammar import Strategy
-from optimum_memopt.sizes import Budget
 from tests.captured import Captured, capture
 from tests.compiled import DROPOUT
 from tests.model_zoo import ZOO
@@ -42,22 +41,18 @@ def larger() -> Captured:
     return capture(model.forward, **case.batch(40, 60), dynamic=False)
 
 
-def producer(budget: int, device: Device, link: float, host: int) -> FromBudget:
-    def step(_: Budget) -> Step:
-        return Step(budget, Footprint(0, 0), link=link, host=host)
-
-    def costs(graph: AnalyzedGraph) -> object:
+def producer(budget: int, device: Device, link: float, host: int) -> Within:
+    def costs(graph: AnalyzedGraph) -> Costs:
         return roofline(graph.joint, graph.size_hints, device, fused=False)
 
-    return FromBudget(Budget(f"{budget} bytes", budget), step=step, costs=costs)
+    return Within(budget, costs, StepContext(budget, Footprint(0, 0), link=link, host=host))
 
 
 @pytest.fixture(scope="module")
 def planned(larger: Captured) -> Callable[..., PartitionedGraph]:
     def found(budget: int, device: Device = SLOW, link: float | None = None, host: int = 2**40) -> PartitionedGraph:
-        others = (larger.inputs, larger.num_fwd_outputs, larger.others)
         made = producer(budget, device, device.link if link is None else link, host)
-        return partitioned_graph.partition_joint(larger.copied(), *others, made, target=device)[0]
+        return larger.partitioned(made, device)[0]
 
     return found
 
@@ -129,18 +124,19 @@ def test_a_way_out_of_an_out_of_memory_error_counts_the_host(larger: Captured, f
     graph = partitioned_graph.analyze(larger.copied(), larger.inputs, larger.num_fwd_outputs, larger.others)
     problem = problem_of(graph, roofline(graph.joint, graph.size_hints, SLOW, fused=False).seconds)
     budget = int(0.8 * floor)
-    alone, both = (Together([problem], [1], hosts=[host_of(graph, link, 2**40)]) for link in (0.0, SLOW.link))
-    assert not alone.is_within(budget) and isinstance(alone.cheapest(budget), Floor)
-    assert both.is_within(budget)
+    alone, both = (MultiGraphSolver([problem], [1], hosts=[host_of(graph, link, 2**40)]) for link in (0.0, SLOW.link))
+    assert not alone.fits(budget) and both.fits(budget)
+    with pytest.raises(Infeasible):
+        alone.cheapest(budget)
     found = both.cheapest(budget)
     assert found.peak <= budget and found.host_bytes > 0
     larger_budget = int(1.1 * floor)
     assert both.cheapest(larger_budget).extra_seconds < alone.cheapest(larger_budget).extra_seconds
     # Two graphs: what the first one leaves on the device counts for the second.
-    twice = Together([problem, problem], [1, 1])
+    twice = MultiGraphSolver([problem, problem], [1, 1])
     found = twice.cheapest((alone.everything + twice.everything) // 2)
     assert alone.everything < found.peak < twice.everything
     assert found.extra_seconds > 0 == found.host_bytes
     # The host has as much room for both.
-    offloading = Together([problem, problem], [1, 1], hosts=[host_of(graph, SLOW.link, 2**40)] * 2)
-    assert not twice.is_within(int(0.9 * twice.lowest)) and offloading.is_within(int(0.9 * twice.lowest))
+    offloading = MultiGraphSolver([problem, problem], [1, 1], hosts=[host_of(graph, SLOW.link, 2**40)] * 2)
+    assert not twice.fits(int(0.9 * twice.lowest)) and offloading.fits(int(0.9 * twice.lowest))

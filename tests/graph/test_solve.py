@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch.nn import functional
 
-from optimum_memopt.engines.compile.graph.problem import OtherGraphs, Problem, problem_of
+from optimum_memopt.engines.compile.graph.problem import Problem, SiblingGraphs, problem_of
 from optimum_memopt.engines.compile.memory.simulation import held_at_peak, simulate
-from optimum_memopt.engines.compile.solver.blocks import units_of
-from optimum_memopt.engines.compile.solver.dynamic_program import TwoLevel, two_level
-from optimum_memopt.engines.compile.solver.offload import is_within
-from optimum_memopt.engines.compile.solver.solver import KEEPS_ALL, Floor, Solution, Solver
+from optimum_memopt.engines.compile.solver.blocks import blocks_of
+from optimum_memopt.engines.compile.solver.dynamic_program import DynamicProgram, dynamic_program
+from optimum_memopt.engines.compile.solver.offload import fits
+from optimum_memopt.engines.compile.solver.plan import Infeasible
+from optimum_memopt.engines.compile.solver.solver import Solver
 from tests.captured import Captured, capture
 from tests.rotation import nightly
 
@@ -113,20 +114,19 @@ def priced(captured: Captured, seed: int) -> Problem:
 
 def budgets(problem: Problem, count: int) -> list[int]:
     high = simulate(problem, problem.closure(problem.activations)).peak
-    floor = Solver(problem).solve(1)
-    assert isinstance(floor, Floor)
-    return [floor.peak + (high - floor.peak) * step // count for step in range(count + 1)]
+    low = Solver(problem).lowest.peak
+    return [low + (high - low) * step // count for step in range(count + 1)]
 
 
 @pytest.mark.parametrize("seed", nightly(range(4), but=[0]))
 def test_no_subset_of_a_layer_is_more_than_a_hundredth_cheaper(one_layer: Captured, seed: int) -> None:
     problem = priced(one_layer, seed)
-    units = units_of(problem)
-    fixed = units.leaving & problem.activations
+    blocks = blocks_of(problem)
+    fixed = blocks.leaving & problem.activations
     free = sorted(problem.activations - fixed)
     assert 8 <= len(free) <= 13
     subsets = itertools.chain.from_iterable(itertools.combinations(free, count) for count in range(len(free) + 1))
-    closures = {problem.closure(units.leaving.union(subset)) for subset in subsets}
+    closures = {problem.closure(blocks.leaving.union(subset)) for subset in subsets}
     simulated = [simulate(problem, saved) for saved in closures]
     everything = simulate(problem, problem.closure(problem.activations)).extra_seconds(problem)
     solver = Solver(problem)
@@ -134,7 +134,7 @@ def test_no_subset_of_a_layer_is_more_than_a_hundredth_cheaper(one_layer: Captur
     for budget in budgets(problem, 12)[1:]:
         found = solver.solve(budget)
         fitting = [one.extra_seconds(problem) - everything for one in simulated if one.peak <= budget]
-        assert isinstance(found, Solution) and found.peak <= budget
+        assert found.peak <= budget
         assert not fitting or found.extra_seconds <= min(fitting) * 1.01 + 1e-9
 
 
@@ -144,10 +144,9 @@ def test_a_smaller_budget_has_no_higher_peak_and_no_less_time(name: str, request
     begin, solver = time.process_time(), Solver(problem)
     found = [solver.solve(budget) for budget in budgets(problem, 12)]
     print(f"{name}: {len(found)} budgets in {time.process_time() - begin:.2f} CPU-s")
-    assert all(isinstance(one, Solution) for one in found)
     assert [one.peak for one in found] == sorted(one.peak for one in found)
     assert [one.extra_seconds for one in found] == sorted((one.extra_seconds for one in found), reverse=True)
-    assert found[-1].solver == KEEPS_ALL and found[-1].extra_seconds == 0
+    assert found[-1].extra_seconds == 0
     for one in found:
         assert simulate(problem, frozenset(one.saved)).peak == one.peak
 
@@ -155,30 +154,30 @@ def test_a_smaller_budget_has_no_higher_peak_and_no_less_time(name: str, request
 def test_plans_that_pass_the_budget_again_and_again_are_left_behind(
     many_layers: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Units share what the dynamic program does not see, so that a plan may hold a little more than was asked for."""
-    menus = two_level(priced(many_layers, 0))
-    low, high = menus.lowest().peak, menus.everything.peak
-    chosen = menus.choose((low + high) // 2)
-    budget = simulate(menus.units.problem, menus.closure(chosen)).peak - 1
-    original = TwoLevel.choose
+    """Blocks share what the dynamic program does not see, so that a plan may hold a little more than was asked for."""
+    frontiers = dynamic_program(priced(many_layers, 0))
+    low, high = frontiers.lowest().peak, frontiers.everything.peak
+    chosen = frontiers.choose((low + high) // 2)
+    budget = simulate(frontiers.blocks.problem, frontiers.closure(chosen)).peak - 1
+    original = DynamicProgram.choose
 
-    def choose(self: TwoLevel, asked: int) -> tuple[frozenset[int], ...]:
+    def choose(self: DynamicProgram, asked: int) -> tuple[frozenset[int], ...]:
         return chosen if asked > budget - 50 else original(self, asked)
 
-    monkeypatch.setattr(TwoLevel, "choose", choose)
-    found = menus.solve(budget)
+    monkeypatch.setattr(DynamicProgram, "choose", choose)
+    found = frontiers.solve(budget)
     assert found is not None and low <= found.peak <= budget
 
 
 def test_what_leaves_a_layer_counts_for_the_one_that_is_recomputed_from_it() -> None:
     problem = priced(capture(Spaced(5).forward, IDS, dynamic=False), 0)
-    menus = two_level(problem)
-    low, high = menus.lowest().peak, menus.everything.peak
+    frontiers = dynamic_program(problem)
+    low, high = frontiers.lowest().peak, frontiers.everything.peak
     for budget in range(low, high, (high - low) // 8):
-        chosen = menus.choose(budget)
+        chosen = frontiers.choose(budget)
         assert chosen
         # No plan is far from where the dynamic program expects it.
-        assert simulate(problem, menus.closure(chosen)).peak <= budget * 1.01
+        assert simulate(problem, frontiers.closure(chosen)).peak <= budget * 1.01
 
 
 @pytest.fixture(scope="module")
@@ -190,17 +189,17 @@ def masked() -> Problem:
 
 
 def test_what_leaves_a_layer_is_recomputed_where_that_is_cheaper(masked: Problem) -> None:
-    menus, solver = two_level(masked), Solver(masked)
-    low, high = menus.lowest().peak, menus.everything.peak
+    frontiers, solver = dynamic_program(masked), Solver(masked)
+    low, high = frontiers.lowest().peak, frontiers.everything.peak
     cheaper = []
     for step in range(1, 8):
         budget = low + (high - low) * step // 8
-        with_borders, without = menus.solve(budget), menus.without_borders.solve(budget)
+        with_borders, without = frontiers.solve(budget), frontiers.without_borders.solve(budget)
         assert with_borders is not None
         if without is not None and without.extra_seconds(masked) < 0.99 * with_borders.extra_seconds(masked):
             assert without.peak <= budget
             found = solver.solve(budget)
-            assert isinstance(found, Solution) and found.extra_seconds <= without.extra_seconds(masked)
+            assert found.extra_seconds <= without.extra_seconds(masked)
             cheaper.append(without)
     assert any(masked.boundaries - found.saved for found in cheaper)
 
@@ -211,14 +210,13 @@ def test_no_kind_of_operator_alone_is_cheaper_to_recompute(masked: Problem) -> N
         kept = [node for node in masked.activations if masked.kinds[node] != kind]
         alone = simulate(masked, masked.closure(kept))
         found = solver.solve(alone.peak)
-        assert isinstance(found, Solution) and found.peak <= alone.peak
+        assert found.peak <= alone.peak
         assert found.extra_seconds <= alone.extra_seconds(masked) + 1e-9, kind
 
 
 def test_the_same_problem_has_the_same_solution(many_layers: Captured) -> None:
     first, second = (Solver(priced(many_layers, 1)).solve(budgets(priced(many_layers, 1), 3)[1]) for _ in range(2))
-    assert isinstance(first, Solution) and isinstance(second, Solution)
-    assert (first.saved, first.peak) == (second.saved, second.peak)
+    assert first == second
 
 
 @pytest.fixture(scope="module")
@@ -234,41 +232,44 @@ def test_the_lowest_peak_is_the_lowest_budget(name: str, request: pytest.Fixture
     solver = Solver(priced(request.getfixturevalue(name), 1))
     floor = solver.lowest.peak
     found = solver.solve(floor)
-    assert isinstance(found, Solution) and found.peak == floor
-    assert is_within(solver, floor, None)
+    assert found.peak == floor
+    assert fits(solver, floor, None)
     for budget in (floor - 1, *(int(share * floor) for share in (0.99, 0.97, 0.9, 0.8, 0.6, 0.3))):
-        refused = solver.solve(budget)
-        assert isinstance(refused, Floor) and refused.peak == floor, budget
-        assert not is_within(solver, budget, None)
+        with pytest.raises(Infeasible) as refused:
+            solver.solve(budget)
+        assert refused.value.peak == floor, budget
+        assert not fits(solver, budget, None)
 
 
 @pytest.mark.parametrize("name, share", [("one_layer", 0.99), ("chain", 0.7)])
 def test_the_lowest_peak_is_that_of_the_whole_graph(name: str, share: float, request: pytest.FixtureRequest) -> None:
-    """Below that of units, each of which is recomputed from what leaves the one before."""
+    """Below that of blocks, each of which is recomputed from what leaves the one before."""
     problem = priced(request.getfixturevalue(name), 1)
-    units = two_level(problem)
-    assert Solver(problem).lowest.peak <= share * min(units.lowest().peak, units.without_borders.lowest().peak)
+    blocks = dynamic_program(problem)
+    assert Solver(problem).lowest.peak <= share * min(blocks.lowest().peak, blocks.without_borders.lowest().peak)
 
 
 def test_a_graph_among_others_has_the_menus_of_the_graph_alone(many_layers: Captured) -> None:
-    problem, others = priced(many_layers, 0), OtherGraphs(later=2000, gradients=1000, runs=2)
+    problem, others = priced(many_layers, 0), SiblingGraphs(later=2000, gradients=1000, runs=2)
     budget = Solver(problem).everything.peak * 2
-    among = Solver(problem).among(others)
-    assert among.solve(budget) == Solver(replace(problem, others=others)).solve(budget)
+    among = Solver(problem).with_siblings(others)
+    assert among.solve(budget) == Solver(replace(problem, siblings=others)).solve(budget)
     assert among.solve(budget) != Solver(problem).solve(budget)
 
 
 def test_identical_layers_are_solved_once(many_layers: Captured) -> None:
-    found = two_level(priced(many_layers, 0))
-    layers = [index for index, unit in enumerate(found.units.all) if unit.layer]
-    assert len(layers) == 5 and len({found.units.classes[index] for index in layers}) <= 3
+    found = dynamic_program(priced(many_layers, 0))
+    layers = [index for index, block in enumerate(found.blocks.all) if block.layer]
+    assert len(layers) == 5 and len({found.blocks.classes[index] for index in layers}) <= 3
 
 
 def test_a_floor_names_what_holds_it(many_layers: Captured) -> None:
     problem = priced(many_layers, 0)
-    floor = Solver(problem).solve(1)
-    assert isinstance(floor, Floor) and isinstance(Solver(problem).solve(floor.peak), Solution)
-    assert floor.holds and sum(size for _, size in floor.holds) <= floor.peak
+    with pytest.raises(Infeasible) as refused:
+        Solver(problem).solve(1)
+    holds, lowest = refused.value.holds, refused.value.peak
+    assert Solver(problem).solve(lowest).peak == lowest
+    assert holds and sum(size for _, size in holds) <= lowest
 
 
 def test_what_is_held_at_the_peak_adds_up_to_it(many_layers: Captured) -> None:

@@ -6,7 +6,7 @@ from optimum_memopt.engines.compile.graph.candidates import Candidate
 from optimum_memopt.engines.compile.graph.symbols import SymbolNames
 from optimum_memopt.engines.compile.partition.strategies import offload, registry, strategy_of
 from optimum_memopt.engines.compile.partition.strategies.registry import registered
-from optimum_memopt.engines.compile.train.table import to_table
+from optimum_memopt.engines.compile.predict.table import to_table
 from optimum_memopt.plans.grammar import Strategy
 
 

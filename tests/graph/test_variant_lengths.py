@@ -10,12 +10,12 @@ import pytest
 from optimum_memopt.engines.compile.graph.problem import Problem, problems_of
 from optimum_memopt.engines.compile.graph.symbols import is_length
 from optimum_memopt.engines.compile.solver.length_buckets import (
-    TimesByLength,
     best_lengths,
     candidate_lengths,
     expected_extra,
+    extra_by_length,
 )
-from optimum_memopt.engines.compile.solver.solver import Solution, Solver
+from optimum_memopt.engines.compile.solver.solver import Solver
 from optimum_memopt.training.micro_batch import batch_lengths
 from tests.captured import Captured
 
@@ -82,15 +82,12 @@ def test_shorter_batches_take_less_and_each_of_them_what_a_solver_finds(roberta:
     largest = Solver(shorter(longest))
     allowed = (largest.lowest.peak + largest.everything.peak) // 2
     found = largest.solve(allowed)
-    assert isinstance(found, Solution)
-    times = TimesByLength()
-    times.fill((), longest, found, shorter, allowed)
+    times = extra_by_length((), longest, found, shorter, allowed)
     assert not times.is_known
     shares = list(times.shares.values())
     assert shares == sorted(shares) and shares[0] == 0 and shares[-1] == found.extra_seconds / found.seconds > 0
     for length, share in times.shares.items():
         own = Solver(shorter(length)).solve(allowed)
-        assert isinstance(own, Solution)
         # Of the next longer one that was solved for.
         assert own.extra_seconds / found.seconds <= share + 1e-9
     free = max(length for length, share in times.shares.items() if not share)

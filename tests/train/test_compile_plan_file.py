@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.api.run import Selection, StepSpec
 from optimum_memopt.engines.compile.graph.symbols import SymbolNames
 from optimum_memopt.engines.compile.partition.producers.plan_file import FromPlanFile
 from optimum_memopt.engines.compile.predict.estimate import estimate
+from optimum_memopt.engines.compile.predict.table import to_table
 from optimum_memopt.engines.compile.train.engine import CompileEngine
-from optimum_memopt.engines.compile.train.table import to_table
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.options import MemOptOptions
 from optimum_memopt.plans.matching import Matched
@@ -68,9 +68,9 @@ def test_what_was_planned_for_another_device_trains_here(tmp_path: Path, compile
     """Of a CUDA device the graph has other attention kernels, and the file is refused here."""
     folder = save(tmp_path, "roberta-mlm", **DROPOUT, num_hidden_layers=1)
     workload = Workload(folder, "fill-mask", 8, 24)
-    free = estimate(workload, Selection(), device="mi300x", compiler=compiler)
+    free = estimate(workload, Selection(), StepSpec("mi300x", compiler))
     budget = parse_budget(f"{(free.parts['activations'] * -0.2 / 2**20) + free.peak_mib:.3f}MiB")
-    planned = estimate(workload, Selection(budget=budget), device="mi300x", compiler=compiler)
+    planned = estimate(workload, Selection(budget=budget), StepSpec("mi300x", compiler))
     assert planned.peak_mib < free.peak_mib and any(row.applied_count for row in planned.table.plans)
     assert planned.plan.solved_for["device"] == "MI300X" and planned.plan.loss == "chunked"
     assert "roofline MI300X costs" in planned.plan.why

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.api.run import Selection, StepSpec
 from optimum_memopt.engines.compile.predict.estimate import estimate
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.plans.grammar import parse
-from optimum_memopt.plans.table import Plan, PlanTable
+from optimum_memopt.plans.table import PlanRow, PlanTable
 from optimum_memopt.predict.workload import Workload
 from tests.rotation import nightly
 from tests.saved_configs import save
@@ -31,7 +31,7 @@ def test_a_prediction_is_what_a_real_step_is_planned_with(tmp_path, name):
     model, changes, task, selection = CASES[name]
     workload = Workload(save(tmp_path, model, **changes), task, 32, 40)
     symbolic = name == "roberta"
-    found = estimate(workload, selection, symbolic)
+    found = estimate(workload, selection, symbolic=symbolic)
 
     real, batch = workload.build()
     engine = CompileEngine(selection, compiler="aot_eager")
@@ -62,7 +62,7 @@ def check_fixed_sizes(found: PlanTable, expected: PlanTable) -> None:
     assert rows.keys() <= {plan.config for plan in expected.plans}
     assert len(rows) > 3 and not any(plan.saving_symbolic for plan in found.plans)
     for plan in expected.plans:
-        row = rows.get(plan.config, Plan(plan.config, 0, 0, ""))
+        row = rows.get(plan.config, PlanRow(plan.config, 0, 0, ""))
         small = plan.frequency - row.frequency
         assert 0 <= plan.saving_bytes - row.saving_bytes < 4096 * small or (small, plan.saving_bytes) == (
             0,
@@ -105,20 +105,20 @@ def test_a_model_that_looks_into_its_data_says_so(tmp_path, monkeypatch):
         estimate(Workload(save(tmp_path, "roberta-mlm"), "fill-mask", 2, 8), Selection())
 
 
-def offload_row(table: PlanTable) -> Plan:
+def offload_row(table: PlanTable) -> PlanRow:
     return next(plan for plan in table.enabled if ":3:" in plan.config)
 
 
 def test_offload_counts_for_a_device_that_is_not_here(tmp_path):
     workload = Workload(save(tmp_path, "roberta-mlm", intermediate_size=512, num_hidden_layers=1), "fill-mask", 32, 40)
     kept, offloaded = (
-        estimate(workload, Selection(config=parse(config)), device="h100", compiler="aot_eager")
+        estimate(workload, Selection(config=parse(config)), StepSpec(device="h100", compiler="aot_eager"))
         for config in ("Gelu+:3:0", "Gelu+:3:-1")
     )
     row = offload_row(offloaded.table)
     assert row.applied_saving_bytes > 0
     assert offloaded.peak_mib < kept.peak_mib or "saves nothing at the peak" in row.note
     assert any(line.startswith("Predicted for the host: ") for line in offloaded.table.header)
-    here = estimate(workload, Selection(config=parse("Gelu+:3:-1")), compiler="aot_eager")
+    here = estimate(workload, Selection(config=parse("Gelu+:3:-1")), StepSpec(compiler="aot_eager"))
     assert offload_row(here.table).applied_saving_bytes == 0
     assert not any("for the host" in line for line in here.table.header)

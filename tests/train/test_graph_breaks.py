@@ -8,11 +8,11 @@ import torch
 from torch.nn import functional
 
 from optimum_memopt import plan
-from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.api.run import Selection, StepSpec
+from optimum_memopt.engines.compile.memory import step_context
 from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.compile.predict import step_predictor
 from optimum_memopt.engines.compile.predict.estimate import Estimate, estimate
-from optimum_memopt.engines.compile.train import step_context
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.errors import DoesNotFitError
 from optimum_memopt.predict.workload import ModuleWorkload
@@ -245,7 +245,7 @@ def estimated(budget: int | None = None) -> Estimate:
     selection = Selection(budget=None if budget is None else Budget(f"{budget} bytes", budget))
     # Ten budgets are solved in half the time.
     workload = ModuleWorkload.of(InPieces(1, layers=1), batch_of("one break"), None, ())
-    return estimate(workload, selection, device="h100", compiler="aot_eager", with_curve=True)
+    return estimate(workload, selection, StepSpec("h100", "aot_eager"), with_curve=True)
 
 
 @pytest.mark.nightly

@@ -7,7 +7,7 @@ import torch
 from allocations import allocated
 from transformers import Trainer, TrainingArguments
 
-from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.api.run import Selection, StepSpec
 from optimum_memopt.engines.compile.predict.estimate import estimate
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.errors import MemOptError
@@ -33,7 +33,7 @@ def folder(tmp_path_factory) -> str:
 def test_the_step_is_the_one_that_trains(name: str, folder: str, tmp_path) -> None:
     optim, micro_batches, patterns = RUNS[name]
     workload = Workload(folder, "text-generation", 4, 24, patterns)
-    found = estimate(workload, Selection(), optim=optim, gradient_accumulation_steps=micro_batches)
+    found = estimate(workload, Selection(), StepSpec(optim=optim, gradient_accumulation_steps=micro_batches))
     model, batch = workload.build()
     engine = CompileEngine(compiler="aot_eager", dynamic=False)
     engine.outputs_read_by = lambda: ""
@@ -86,8 +86,8 @@ def test_batch_sizes_are_predicted_from_one_trace(folder: str) -> None:
 
 def test_on_a_device_the_allocator_counts_too_and_the_step_is_foreachs(folder: str) -> None:
     workload = Workload(folder, "text-generation", 8, 24)
-    how = {"device": "h100", "compiler": "aot_eager", "batch_sizes": (4, 8)}
-    found = estimate(workload, Selection(), **how, optim="adamw_torch")
+    spec = StepSpec("h100", "aot_eager", optim="adamw_torch")
+    found = estimate(workload, Selection(), spec, batch_sizes=(4, 8))
     weights = found.parts["parameters"]
     assert 0.95 * weights < found.parts["step"] <= weights
     for point in found.batches:
@@ -98,7 +98,7 @@ def test_on_a_device_the_allocator_counts_too_and_the_step_is_foreachs(folder: s
 
 def test_an_optimizer_that_is_not_known(folder: str) -> None:
     with pytest.raises(MemOptError, match="--optim lomo: its memory is not known"):
-        estimate(Workload(folder, "text-generation", 2, 8), Selection(), optim="lomo")
+        estimate(Workload(folder, "text-generation", 2, 8), Selection(), StepSpec(optim="lomo"))
 
 
 def test_plain_names_of_sizes() -> None:

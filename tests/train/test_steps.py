@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from optimum_memopt.engines.api.predictions import COMPUTE, COPIES, LAUNCHES
-from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.api.run import Selection, StepSpec
 from optimum_memopt.engines.compile.costs import times
 from optimum_memopt.engines.compile.costs.costs import works
 from optimum_memopt.engines.compile.costs.devices import DEVICES
@@ -29,7 +29,7 @@ def folder(tmp_path_factory) -> str:
 @pytest.fixture(scope="module")
 def steps(folder):
     workload = Workload(folder, "text-generation", seq_len=LENGTH)
-    return build_steps.of_workload(workload, parse_budget("1GiB"), "h100", "aot_eager")
+    return build_steps.of_workload(workload, parse_budget("1GiB"), StepSpec("h100", "aot_eager"))
 
 
 def plan(steps, name: str, chunks_loss: bool = False):
@@ -37,7 +37,7 @@ def plan(steps, name: str, chunks_loss: bool = False):
 
 
 def estimated(folder: str, rows: int, selection: Selection) -> int:
-    found = estimate(Workload(folder, "text-generation", rows, LENGTH), selection, device="h100", compiler="aot_eager")
+    found = estimate(Workload(folder, "text-generation", rows, LENGTH), selection, StepSpec("h100", "aot_eager"))
     return sum(found.parts[part] for part in ("parameters", "buffers", "batch", "optimizer", "constant")) + max(
         found.parts["activations"], found.parts["gradients"]
     )
@@ -104,18 +104,18 @@ def test_what_a_step_takes_grows_with_the_rows(steps):
 
 def test_work_follows_from_that_of_two_batches(steps):
     for graph in steps._graphs.values():
-        traced = graph._traced
-        sizes = partial(traced.sizes, tokens=LENGTH)
-        found = times.estimated(traced.graph, sizes, DEVICES["H100"])(240)
-        exact = [times._on(DEVICES["H100"], work) for work in works(traced.graph.joint, sizes(240))]
+        traced = graph._graph
+        sizes = partial(traced.sizes_of, tokens=LENGTH)
+        found = times.estimated(traced.analyzed, sizes, DEVICES["H100"])(240)
+        exact = [times._on(DEVICES["H100"], work) for work in works(traced.analyzed.joint, sizes(240))]
         assert found.seconds == pytest.approx([seconds for seconds, _ in exact])
         assert list(found.bounds) == [bound for _, bound in exact]
 
 
 def test_operators_are_measured_on_this_machine(steps):
-    traced = steps._graphs[False]._traced
-    sizes = partial(traced.sizes, tokens=LENGTH)
-    measured = times.measured(traced.graph, sizes, torch.device("cpu"), False, 2**30, peak=lambda rows: rows)
+    traced = steps._graphs[False]._graph
+    sizes = partial(traced.sizes_of, tokens=LENGTH)
+    measured = times.measured(traced.analyzed, sizes, torch.device("cpu"), False, 2**30, peak=lambda rows: rows)
     one, many = measured(1), measured(64)
     assert sum(one.seconds) < sum(many.seconds)
     assert one.source == "measured"
@@ -124,8 +124,8 @@ def test_operators_are_measured_on_this_machine(steps):
 
 
 def test_operators_take_a_part_of_what_the_graph_takes(steps, monkeypatch):
-    traced = steps._graphs[False]._traced
-    sizes = partial(traced.sizes, tokens=LENGTH)
+    traced = steps._graphs[False]._graph
+    sizes = partial(traced.sizes_of, tokens=LENGTH)
     asked = []
 
     def whole(graph, batches):
@@ -134,7 +134,7 @@ def test_operators_take_a_part_of_what_the_graph_takes(steps, monkeypatch):
 
     def measured(within):
         return times.measured(
-            traced.graph, sizes, torch.device("cpu"), False, 2**30, lambda rows: 2**30 if rows <= within else 2**31
+            traced.analyzed, sizes, torch.device("cpu"), False, 2**30, lambda rows: 2**30 if rows <= within else 2**31
         )
 
     monkeypatch.setattr(times, "_LONG", 60.0)

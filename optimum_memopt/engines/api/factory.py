@@ -1,13 +1,11 @@
 """What is asked of an engine before it has a model."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from optimum_memopt.engines.api.explanations import Explanation, FailedStep
-from optimum_memopt.engines.api.predictions import Estimate, StepPredictor, Workload
+from optimum_memopt.engines.api.predictions import Estimate, ModelOfRun, StepPredictor, Workload
 from optimum_memopt.sizes import Budget
 
 if TYPE_CHECKING:
@@ -17,7 +15,7 @@ if TYPE_CHECKING:
 
 
 from optimum_memopt.engines.api.engine import Engine
-from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.api.run import Selection, StepSpec
 
 
 @dataclass(frozen=True)
@@ -117,16 +115,30 @@ class EngineFactory:
     def build(self) -> None:
         """Build what this engine can compile for itself ahead of use. Raises MemOptError."""
 
-    def estimate(self, workload: Workload, selection: Selection, **more: Any) -> Estimate:
+    def estimate(
+        self,
+        workload: Workload,
+        selection: Selection,
+        spec: StepSpec,
+        *,
+        symbolic: bool = False,
+        with_curve: bool = False,
+        batch_sizes: Sequence[int] = (),
+    ) -> Estimate:
         """Predict a training step without running it; only where `predicts`.
 
         Args:
             workload: the model and the size of its batch.
             selection: the plans that were asked for.
-            more: of the engine's own estimate, as `device` and `compiler`.
+            spec: how the step runs.
+            symbolic: sizes stay symbols, so that savings are formulas; several times slower.
+            with_curve: predict what budgets cost, too; with a plan selected, the model is traced a second time.
+            batch_sizes: predict a step of each, too, from one trace with the workload's, the largest of them; sizes
+                stay symbols.
 
         Raises:
-            MemOptError: bad sizes or plans, or a model that cannot be traced without data.
+            MemOptError: an unknown device or optimizer, bad sizes or plans, or a model that cannot be traced without
+                data.
         """
         raise NotImplementedError
 
@@ -137,14 +149,22 @@ class EngineFactory:
         """
         raise NotImplementedError
 
-    def predict_steps(self, model: "Workload | torch.nn.Module", **more: Any) -> StepPredictor:
+    def predict_steps(
+        self, workload: Workload | ModelOfRun, options: "MemOptOptions", spec: StepSpec
+    ) -> StepPredictor:
         """Predict steps with any micro-batch, of a `Workload` under several plans; only where `predicts`.
 
-        `more` is the engine's own. Raises MemOptError: as `estimate`, and where the graph is for one batch size only.
+        Args:
+            workload: the model; its batch size counts for nothing.
+            options: with a budget.
+            spec: how the steps run; of a run, its compiler, precision and optimizer alone.
+
+        Raises:
+            MemOptError: as `estimate`, and where the graph is for one batch size only.
         """
         raise NotImplementedError
 
-    def largest_batch(self, workload: Workload, selection: Selection, budget: Budget, **more: Any) -> int:
+    def largest_batch(self, workload: Workload, selection: Selection, spec: StepSpec, budget: Budget) -> int:
         """The most rows with which a step is predicted to be within a budget, 0 where one is too many; only where
         `predicts`. The search begins with the workload's; other arguments and errors are those of `estimate`.
         """

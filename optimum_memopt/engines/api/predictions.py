@@ -1,6 +1,6 @@
 """What a training step holds while each of its operators runs, by category. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
@@ -122,7 +122,7 @@ class StepTimeline:
 
 
 class Workload(Protocol):
-    """What is trained."""
+    """A model, and a batch of it, that are planned for before they are built."""
 
     @property
     def batch_size(self) -> int:
@@ -132,11 +132,32 @@ class Workload(Protocol):
         """The same with another batch size."""
 
     @property
-    def way_out(self) -> str:
+    def tokens(self) -> int:
+        """Tokens of a row; 0: as many as the batch has, if any."""
+
+    @property
+    def suggestion(self) -> str:
         """What to do about a model that cannot be traced; empty where nothing can be done."""
 
     def build(self) -> "tuple[torch.nn.Module, Mapping[str, Any]]":
         """A model in training mode and the keyword arguments of its forward, on fake tensors. Raises MemOptError."""
+
+
+@dataclass(frozen=True)
+class ModelOfRun:
+    """A model that is about to train, where it is; it is left as it is.
+
+    Attributes:
+        model: on the device that trains it.
+        make_batch: the arguments of its forward in a batch of so many rows.
+        tokens: of the longest row; 0: as many as the batches have.
+        reads_logits: more of the model's outputs is read than its loss.
+    """
+
+    model: "torch.nn.Module"
+    make_batch: "Callable[[int], Mapping[str, Any]]"
+    tokens: int
+    reads_logits: bool
 
 
 @dataclass(frozen=True)
@@ -257,7 +278,7 @@ COPIES = "copies to the host"
 
 
 @dataclass(frozen=True)
-class StepPlan:
+class Technique:
     """A way to train a model.
 
     Attributes:
@@ -336,9 +357,9 @@ class StepPredictor(Protocol):
     def tokens(self) -> int: ...
 
     @property
-    def plans(self) -> tuple[StepPlan, ...]: ...
+    def plans(self) -> tuple[Technique, ...]: ...
 
-    def fits(self, plan: StepPlan, rows: int, accumulates: bool) -> bool:
+    def fits(self, plan: Technique, rows: int, accumulates: bool) -> bool:
         """Whether the peak of a step is within the budget.
 
         Args:
@@ -347,10 +368,10 @@ class StepPredictor(Protocol):
             accumulates: gradients of several micro-batches add up.
         """
 
-    def step(self, plan: StepPlan, rows: int, accumulates: bool) -> PredictedStep:
+    def step(self, plan: Technique, rows: int, accumulates: bool) -> PredictedStep:
         """A step that fits; arguments as in `fits`."""
 
-    def lowest(self, plan: StepPlan, accumulates: bool) -> int:
+    def lowest(self, plan: Technique, accumulates: bool) -> int:
         """The peak with a micro-batch of one row, in bytes."""
 
     def evaluation(self, rows: int) -> int:

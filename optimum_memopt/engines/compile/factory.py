@@ -4,15 +4,15 @@ Its other modules import torch's compilers, of which private names change with e
 this torch is known to be new enough.
 """
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from optimum_memopt.engines.api.engine import Engine
 from optimum_memopt.engines.api.explanations import Explanation, FailedStep
 from optimum_memopt.engines.api.factory import Ability, EngineFactory, Report
-from optimum_memopt.engines.api.predictions import Estimate, StepPredictor, Workload
-from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.api.predictions import Estimate, ModelOfRun, StepPredictor, Workload
+from optimum_memopt.engines.api.run import Selection, StepSpec
 from optimum_memopt.engines.compile.installed import missing
-from optimum_memopt.engines.compile.loss.mode import mode_of
 from optimum_memopt.engines.compile.options import PLAIN
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.sizes import Budget
@@ -57,7 +57,9 @@ class CompileFactory(EngineFactory):
                 "within a budget; give one, or leave the flag out"
             )
         plans = Selection(config=options.plan_config, strict=options.memory_opt_strict, plan=options.plan_file)
-        mode_of(plans, options.memory_opt_loss)
+        from optimum_memopt.engines.compile.loss.decide import loss_mode
+
+        loss_mode(plans, options.memory_opt_loss)
 
     def prepare_trainer(self, trainer: "Trainer", engine: Engine, options: "MemOptOptions") -> None:
         """Label smoothing is computed with the loss, where the Trainer computes its loss as transformers does."""
@@ -79,29 +81,43 @@ class CompileFactory(EngineFactory):
 
         return report()
 
-    def estimate(self, workload: Workload, selection: Selection, **more: Any) -> Estimate:
-        """See `engines.compile.estimate`."""
+    def estimate(
+        self,
+        workload: Workload,
+        selection: Selection,
+        spec: StepSpec,
+        *,
+        symbolic: bool = False,
+        with_curve: bool = False,
+        batch_sizes: Sequence[int] = (),
+    ) -> Estimate:
+        """Predict a training step from a trace on fake tensors."""
         from optimum_memopt.engines.compile.predict.estimate import estimate
 
-        return estimate(workload, selection, **more)
+        return estimate(workload, selection, spec, symbolic=symbolic, with_curve=with_curve, batch_sizes=batch_sizes)
 
     def explain(self, failed: FailedStep) -> Explanation:
-        """See `engines.compile.explain`."""
+        """Trace the failed step on fake tensors, and find its place and what would have fit."""
         from optimum_memopt.engines.compile.predict.explain import explain
 
         return explain(failed)
 
-    def predict_steps(self, model: Any, **more: Any) -> StepPredictor:
-        """See `engines.compile.steps.build`."""
-        import torch
-
+    def predict_steps(
+        self, workload: Workload | ModelOfRun, options: "MemOptOptions", spec: StepSpec
+    ) -> StepPredictor:
+        """Predict steps with any micro-batch from one trace for each loss."""
         from optimum_memopt.engines.compile.predict.build_steps import of_model, of_workload
 
-        return of_model(model, **more) if isinstance(model, torch.nn.Module) else of_workload(model, **more)
+        budget = options.budget
+        assert budget is not None
+        if isinstance(workload, ModelOfRun):
+            may_chunk = options.memory_opt_loss != PLAIN and not workload.reads_logits
+            return of_model(workload.model, workload.make_batch, budget, spec, workload.tokens, may_chunk)
+        return of_workload(workload, budget, spec)
 
-    def largest_batch(self, workload: Workload, selection: Selection, budget: Budget, **more: Any) -> int:
-        """See `engines.compile.largest_batch`."""
+    def largest_batch(self, workload: Workload, selection: Selection, spec: StepSpec, budget: Budget) -> int:
+        """The most rows with which a step is predicted to be within a budget, from one trace or two."""
         from optimum_memopt.engines.compile.predict.largest_batch import largest_batch
         from optimum_memopt.engines.compile.predict.planned_step import PlannedStep
 
-        return largest_batch(PlannedStep(workload, selection, **more), budget)
+        return largest_batch(PlannedStep(workload, selection, spec), budget)

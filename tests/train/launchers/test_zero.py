@@ -10,7 +10,7 @@ import itertools
 
 import pytest
 
-from optimum_memopt.engines.compile.loss.mode import ROW
+from optimum_memopt.engines.compile.loss.decide import ROW
 from tests.train.launchers.launching import alone, launcher, needs_compiler, needs_deepspeed, run_jobs
 from tests.train.launchers.worker import Job
 from tests.trainer_runs import distance

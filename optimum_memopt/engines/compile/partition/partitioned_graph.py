@@ -1,6 +1,6 @@
 """Splits a joint graph so that the forward saves exactly what a choice says. The backward recomputes the rest."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,20 +22,18 @@ from optimum_memopt.engines.compile.graph.candidates import Candidate, find_cand
 from optimum_memopt.engines.compile.graph.joint import JointGraph, is_number, is_tensor, root, tensor_value, value
 from optimum_memopt.engines.compile.graph.saved_activations import find_saved_activations, note_layers, operator_name
 from optimum_memopt.engines.compile.graph.symbols import bound_symbols, compile_sizes, symbol_names
-from optimum_memopt.engines.compile.loss.decide import LossPlan
+from optimum_memopt.engines.compile.loss.decide import LossDecision
 from optimum_memopt.engines.compile.loss.operator import scale_in_place
 from optimum_memopt.engines.compile.memory.cuda_workspaces import Multiprocessors
 from optimum_memopt.engines.compile.memory.inductor_memory import InductorPrograms
 from optimum_memopt.engines.compile.memory.timeline import GraphTimeline, Prediction, graph_timeline
 from optimum_memopt.engines.compile.memory.workspaces import multiprocessors_of
 from optimum_memopt.engines.compile.partition import strategies
-from optimum_memopt.engines.compile.partition.choice import Choice
+from optimum_memopt.engines.compile.partition.choice import Choice, graph_plan
 from optimum_memopt.engines.compile.partition.passes import cse, dropout, place_copies
-from optimum_memopt.engines.compile.partition.producers.plan_file import graph_plan
-from optimum_memopt.engines.compile.partition.producers.producer import Producer
 from optimum_memopt.engines.compile.torch_compat import dynamo, fx_graph
 from optimum_memopt.logs import best_effort
-from optimum_memopt.plans.plan_file import GraphPlan
+from optimum_memopt.plans.plan_file import GraphEntry
 
 
 def partition(joint: JointGraph, nodes_to_save: Collection[fx.Node]) -> Modules:
@@ -77,13 +75,13 @@ class PartitionedGraph:
     names: Mapping[sympy.Symbol, str]
     timeline: GraphTimeline | None
     prediction: Prediction | None
-    plan: GraphPlan
+    plan: GraphEntry
     has_convolutions: bool = False
     has_half_products: bool = False
     attention: tuple[str, ...] = ()
     programs: InductorPrograms = field(default_factory=InductorPrograms)
     is_all_of_forward: bool = True
-    losses: tuple[LossPlan, ...] = ()
+    losses: tuple[LossDecision, ...] = ()
     is_for_cuda: bool = False
     bound: frozenset[sympy.Symbol] = frozenset()
     gradients: Mapping[str, bool] = field(default_factory=dict)
@@ -139,7 +137,12 @@ def analyze(
         candidates = tuple(replace(candidate, planned_for="cuda") for candidate in candidates)
 
     def partition_by_torch() -> Modules:
-        return fx_graph.default_partition(module, inputs, num_fwd_outputs=num_fwd_outputs, **others)
+        before = module.graph
+        try:
+            return fx_graph.default_partition(module, inputs, num_fwd_outputs=num_fwd_outputs, **others)
+        finally:
+            # torch's partitioner puts a graph of its own in the joint graph's place (CSE).
+            module.graph = before
 
     paths = node_paths(joint)
     signature = signature_of(paths, parameters)
@@ -149,39 +152,17 @@ def analyze(
     )
 
 
-def partition_joint(
-    module: fx.GraphModule,
-    inputs: Any,
-    num_fwd_outputs: int,
-    others: dict[str, Any],
-    producer: Producer,
-    earlier: Sequence[PartitionedGraph] = (),
-    refuses_mistakes: bool = False,
-    runs_operators: bool = True,
-    target: Device | None = None,
-    batch: Mapping[str, int] | None = None,
+def partitioned(
+    graph: AnalyzedGraph, choice: Choice, runs_operators: bool = True, target: Device | None = None
 ) -> tuple[PartitionedGraph, Modules]:
-    """Partition a joint graph as a producer chooses.
+    """A graph's forward and backward under a choice.
 
     Args:
-        module: see `analyze`.
-        inputs: see `analyze`.
-        num_fwd_outputs: see `analyze`.
-        others: see `analyze`.
-        producer: who chooses.
-        earlier: graphs of the same forward that were partitioned before this one.
-        refuses_mistakes: whatever is asked for has to be in this graph.
-        runs_operators: the graphs run as they are, operator by operator.
+        graph: read, not changed.
+        choice: made for this graph.
+        runs_operators: the two are run as they are, operator by operator.
         target: the device that the graph is planned for; None: that of its tensors.
-        batch: see `symbol_names`.
-
-    Raises:
-        ConfigError: `refuses_mistakes`, and the user asks for what the graph does not have.
     """
-    graph = analyze(module, inputs, num_fwd_outputs, others, target.cuda if target is not None else None, batch)
-    choice = producer.choose(graph, [partitioned.choice for partitioned in earlier])
-    if refuses_mistakes:
-        choice.matched.check()
     modules = choice.torchs_graphs
     if modules is None:
         modules = partition(graph.joint, choice.nodes_to_save)

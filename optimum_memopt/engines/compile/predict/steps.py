@@ -4,14 +4,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from optimum_memopt.engines.api.predictions import COPIES, LAUNCHES, PredictedStep, StepPlan
+from optimum_memopt.engines.api.predictions import COPIES, LAUNCHES, PredictedStep, Technique
 from optimum_memopt.engines.compile.costs.times import OperatorTimes, UpdateTimes
 from optimum_memopt.engines.compile.graph.problem import Problem
 from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.compile.memory.simulation import Simulation, simulate
-from optimum_memopt.engines.compile.predict.traced import Traced
-from optimum_memopt.engines.compile.solver.offload import Host, Mixed, cheapest, with_offload
-from optimum_memopt.engines.compile.solver.solver import Floor, Solution, Solver
+from optimum_memopt.engines.compile.memory.step_context import StepContext
+from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph
+from optimum_memopt.engines.compile.solver.offload import cheapest, with_offload
+from optimum_memopt.engines.compile.solver.plan import Plan
+from optimum_memopt.engines.compile.solver.solver import Solver
 
 
 def checkpointed(problem: Problem, every: int) -> Simulation:
@@ -56,54 +58,30 @@ _NO_PLAN, _LEVEL_1, _BUDGET = "no plan", "level 1", "budget"
 _REFERENCE = 8
 
 
-@dataclass(frozen=True)
-class Around:
-    """The step around a graph.
-
-    Attributes:
-        budget: bytes.
-        single: all that a step of one micro-batch holds beside the graph's activations.
-        accumulated: that of a step of several.
-        batch: bytes of a row of the forward's inputs.
-        link: between the device and the host, bytes a second in one direction; 0: nothing is offloaded.
-        host: bytes that offload may take of the host's memory.
-    """
-
-    budget: int
-    single: Footprint
-    accumulated: Footprint
-    batch: int
-    link: float = 0.0
-    host: int = 0
-
-    def footprint(self, rows: int, accumulates: bool, activations: int) -> Footprint:
-        """Of a step with micro-batches of so many rows."""
-        outside = self.accumulated if accumulates else self.single
-        return replace(outside, batch=self.batch * rows, activations=activations)
-
-
 class GraphSteps:
     """Steps of one traced graph.
 
     Args:
-        traced: with the loss as the model computes it, or in chunks.
-        around: the step around it.
+        graph: with the loss as the model computes it, or in chunks, with torch's own choice and that of level 1.
+        step: around it, with a batch of one row.
         tokens: of a row; 0: as many as were traced.
         times: seconds of the graph's operators for batches of so many rows.
     """
 
-    def __init__(self, traced: Traced, around: Around, tokens: int, times: Callable[[int], OperatorTimes]) -> None:
-        self._traced, self._around, self._tokens, self._times_at = traced, around, tokens, times
+    def __init__(
+        self, graph: CapturedGraph, step: StepContext, tokens: int, times: Callable[[int], OperatorTimes]
+    ) -> None:
+        self._graph, self._context, self._tokens, self._times_at = graph, step, tokens, times
         self._problems: dict[int, Problem] = {}
         self._times: dict[int, OperatorTimes] = {}
         self._solvers: dict[int, Solver] = {}
         self._found: dict[tuple[str, int], Simulation] = {}
         self._within_budget: Callable[[int, bool], _Run | None] = lru_cache(maxsize=None)(self._solve)
-        self._host = Host(around.link, around.host, traced.offloadable) if around.link else None
+        self._host = graph.host(step)
 
     def within(self, budget: int) -> "GraphSteps":
         """The same graph with another budget, in bytes."""
-        return GraphSteps(self._traced, replace(self._around, budget=budget), self._tokens, self._times_at)
+        return GraphSteps(self._graph, replace(self._context, limit=budget), self._tokens, self._times_at)
 
     @cached_property
     def layers(self) -> int:
@@ -149,7 +127,7 @@ class GraphSteps:
             if more:
                 seconds[bound] = seconds.get(bound, 0.0) + more
         return PredictedStep(
-            self._around.footprint(rows, accumulates, run.peak).peak,
+            self._footprint(rows, accumulates, run.peak).peak,
             seconds,
             update.accumulating,
             update.optimizer,
@@ -159,49 +137,50 @@ class GraphSteps:
 
     def evaluation(self, rows: int) -> int:
         """See `StepPredictor.evaluation`."""
-        outside = self._around.footprint(rows, False, without_gradients(self._problem(rows)))
+        outside = self._footprint(rows, False, without_gradients(self._problem(rows)))
         return replace(outside, gradients=0, step=0).peak
 
+    def _footprint(self, rows: int, accumulates: bool, activations: int) -> Footprint:
+        """The step with micro-batches of so many rows, of one or of several."""
+        step = self._context.accumulating() if accumulates else self._context
+        return replace(step.fixed, batch=step.fixed.batch * rows, activations=activations)
+
     def _is_within(self, found: Simulation, rows: int, accumulates: bool) -> bool:
-        return self._peak(found, rows, accumulates) <= self._around.budget
+        return self._peak(found, rows, accumulates) <= self._context.limit
 
     def _peak(self, found: Simulation, rows: int, accumulates: bool) -> int:
-        return self._around.footprint(rows, accumulates, found.peak).peak
+        return self._footprint(rows, accumulates, found.peak).peak
 
     def _solve(self, rows: int, accumulates: bool) -> "_Run | None":
         plain = self._simulation(_NO_PLAN, rows)
         if self._is_within(plain, rows, accumulates):
             return _of(plain)
         solver = self._solver(rows)
-        allowed = self._around.footprint(rows, accumulates, 0).activations_within(self._around.budget)
+        allowed = self._footprint(rows, accumulates, 0).activations_within(self._context.limit)
         # Not the long search for recompute that fits after all: most rows that are looked at do not fit.
-        floor = Floor(solver.lowest.peak, ())
-        found: Solution | Mixed | Floor = floor
+        plan: Plan | None = None
         if solver.lowest.peak <= allowed:
-            found = cheapest(solver, allowed, self._host)
+            plan = cheapest(solver, allowed, self._host)
         elif self._host is not None:
-            found = with_offload(solver, floor, allowed, self._host) or floor
-        if isinstance(found, Floor):
+            plan = with_offload(solver, None, allowed, self._host)
+        if plan is None:
             return None
-        run = _of(simulate(self._problem(rows), frozenset(found.saved)))
-        if isinstance(found, Mixed):
-            return replace(run, peak=found.peak, stall=found.stall, host_bytes=found.host_bytes)
-        return run
+        return _Run(simulate(self._problem(rows), frozenset(plan.saved)), plan.peak, plan.stall, plan.host_bytes)
 
     def _simulation(self, plan: str, rows: int) -> Simulation:
         key = plan, rows
         if key not in self._found:
             problem = self._problem(rows)
-            saved = {_NO_PLAN: self._traced.by_torch, _LEVEL_1: self._traced.by_level}.get(plan)
+            saved = dict(zip((_NO_PLAN, _LEVEL_1), self._graph.plans, strict=True)).get(plan)
             if saved is None:
                 self._found[key] = checkpointed(problem, _CHECKPOINTED[plan])
             else:
-                self._found[key] = simulate(problem, problem.saving(saved))
+                self._found[key] = simulate(problem, problem.saving(saved.saved))
         return self._found[key]
 
     def _problem(self, rows: int) -> Problem:
         if rows not in self._problems:
-            self._problems[rows] = self._traced.problem_at(self._traced.sizes(rows, self._tokens))
+            self._problems[rows] = self._graph.problem_at(self._graph.sizes_of(rows, self._tokens))
         return self._problems[rows]
 
     def _solver(self, rows: int) -> Solver:
@@ -284,10 +263,10 @@ class StepsOfModel:
         return self._graphs[False].costs
 
     @cached_property
-    def plans(self) -> tuple[StepPlan, ...]:
+    def plans(self) -> tuple[Technique, ...]:
         within_budget = _BUDGET, (f"--memory_opt_budget {self._budget_text}",)
         if not self._compares:
-            return (StepPlan(*within_budget, chunks_loss=True in self._graphs),)
+            return (Technique(*within_budget, chunks_loss=True in self._graphs),)
         has_layers = self._graphs[False].layers
         compared = [name for name, every in _CHECKPOINTED.items() if every <= self._graphs[False].layers]
         own: list[tuple[str, tuple[str, ...]]] = [
@@ -296,17 +275,17 @@ class StepsOfModel:
         ]
         own.append(within_budget)
         return (
-            *(StepPlan(name, flags, chunks) for name, flags in own for chunks in self._graphs),
-            *(StepPlan(name, is_own=False) for name in compared),
+            *(Technique(name, flags, chunks) for name, flags in own for chunks in self._graphs),
+            *(Technique(name, is_own=False) for name in compared),
         )
 
-    def fits(self, plan: StepPlan, rows: int, accumulates: bool) -> bool:
+    def fits(self, plan: Technique, rows: int, accumulates: bool) -> bool:
         return self._graphs[plan.chunks_loss].fits(plan.name, rows, accumulates)
 
-    def lowest(self, plan: StepPlan, accumulates: bool) -> int:
+    def lowest(self, plan: Technique, accumulates: bool) -> int:
         return self._graphs[plan.chunks_loss].lowest(plan.name, accumulates)
 
-    def step(self, plan: StepPlan, rows: int, accumulates: bool) -> PredictedStep:
+    def step(self, plan: Technique, rows: int, accumulates: bool) -> PredictedStep:
         return self._graphs[plan.chunks_loss].step(plan.name, rows, accumulates, self._update)
 
     def evaluation(self, rows: int) -> int:

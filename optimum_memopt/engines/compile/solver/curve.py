@@ -1,22 +1,16 @@
 """What budgets cost, from the plan with the lowest peak to everything saved. Pure."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from optimum_memopt.engines.api.predictions import CurvePoint
-from optimum_memopt.engines.compile.graph.problem import OtherGraphs
 from optimum_memopt.engines.compile.memory.footprint import Footprint
-from optimum_memopt.engines.compile.solver.multi_graph import Plans
-from optimum_memopt.engines.compile.solver.offload import Host, Mixed, is_within
-from optimum_memopt.engines.compile.solver.siblings import KnownGraph
-from optimum_memopt.engines.compile.solver.solver import Floor, Solution, Solver
+from optimum_memopt.engines.compile.solver.plan import Plan
 
 POINTS = 10
 
 
-def solved(
-    low: int, high: int, cheapest: Callable[[int], Solution | Mixed | Plans | Floor], count: int = POINTS
-) -> list[tuple[int, Solution | Mixed | Plans]]:
+def solved(low: int, high: int, cheapest: Callable[[int], Plan], count: int = POINTS) -> list[tuple[int, Plan]]:
     """The plans of `count` budgets at equal distances: of all that are found, the fastest within each.
 
     Args:
@@ -29,11 +23,7 @@ def solved(
         What the graphs may hold, in bytes, and the plan for it.
     """
     budgets = [low + (high - low) * number // (count - 1) for number in range(count)]
-    found = []
-    for allowed in budgets:
-        solution = cheapest(allowed)
-        assert not isinstance(solution, Floor)
-        found.append(solution)
+    found = list(map(cheapest, budgets))
     # The solver is no exact one: what it finds for a larger budget may fit a smaller one, and be faster.
     return [
         (
@@ -44,7 +34,7 @@ def solved(
     ]
 
 
-def points_of(plans: Iterable[tuple[int, Solution | Mixed | Plans]], outside: Footprint) -> tuple[CurvePoint, ...]:
+def points_of(plans: Iterable[tuple[int, Plan]], outside: Footprint) -> tuple[CurvePoint, ...]:
     """What `solved` found as a curve.
 
     Args:
@@ -54,7 +44,7 @@ def points_of(plans: Iterable[tuple[int, Solution | Mixed | Plans]], outside: Fo
     return tuple(point_of(found, outside, replace(outside, activations=allowed).peak) for allowed, found in plans)
 
 
-def point_of(found: Solution | Mixed | Plans, outside: Footprint, budget: int | None = None) -> CurvePoint:
+def point_of(found: Plan, outside: Footprint, budget: int | None = None) -> CurvePoint:
     """A plan on the curve.
 
     Args:
@@ -64,47 +54,3 @@ def point_of(found: Solution | Mixed | Plans, outside: Footprint, budget: int | 
     """
     peak = replace(outside, activations=found.peak).peak
     return CurvePoint(peak if budget is None else budget, peak, found.extra_seconds, found.seconds)
-
-
-@dataclass(frozen=True)
-class SmallerBatch:
-    """A micro-batch that fits.
-
-    Attributes:
-        rows: of the micro-batch.
-        times: gradient accumulation that keeps the rows of an optimizer step.
-    """
-
-    rows: int
-    times: int
-
-
-def smaller_batch(
-    graph: KnownGraph,
-    others_at: Callable[[int], OtherGraphs],
-    outside: Footprint,
-    budget: int,
-    host: Host | None,
-) -> SmallerBatch | None:
-    """The largest half, quarter and so on of a batch for which a plan fits; None where there is none for one row.
-
-    Args:
-        graph: that does not fit.
-        others_at: other graphs of the forward with one of so many parts of the rows.
-        outside: what the step holds beside its graphs.
-        budget: bytes that the step's peak must not pass.
-        host: where activations may wait; None: nowhere.
-    """
-    rows = set(graph.rows.values())
-    if len(rows) != 1:
-        return None
-    (whole,) = rows
-    times = 2
-    while whole % times == 0:
-        # Gradients of the earlier micro-batches are there while a later one runs.
-        step = replace(outside, batch=outside.batch // times, accumulated=outside.gradients)
-        allowed = step.activations_within(budget)
-        if is_within(Solver(graph.problem(times)).among(others_at(times)), allowed, host):
-            return SmallerBatch(whole // times, times)
-        times *= 2
-    return None

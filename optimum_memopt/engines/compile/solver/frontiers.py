@@ -1,4 +1,4 @@
-"""Plans for one unit: which of its results to save, at every price of a byte.
+"""Plans for one block: which of its results to save, at every price of a byte.
 
 Whether to recompute an operator or to save its result is a minimum cut, whose linear program has integral solutions.
 """
@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 
 from optimum_memopt.engines.compile.graph.problem import Problem
-from optimum_memopt.engines.compile.solver.blocks import Units, units_of
+from optimum_memopt.engines.compile.solver.blocks import Blocks, blocks_of
 from optimum_memopt.engines.compile.solver.cut import LOWEST_PRICE, MEGA, Cut, cut_of
 
 # Points of the convex hull of (bytes, seconds), and points between them, of which the hull has none.
@@ -20,56 +20,56 @@ _HIGHEST = 1e6
 
 
 @dataclass(frozen=True)
-class Menus:
-    """Plans for the units of a problem, which are the same whatever other graphs there are in the forward.
+class LayerFrontiers:
+    """Plans for the blocks of a problem, which are the same whatever other graphs there are in the forward.
 
     Attributes:
-        problem: of the units.
+        problem: of the blocks.
     """
 
     problem: Problem
 
     @cached_property
-    def units(self) -> Units:
-        return units_of(self.problem)
+    def blocks(self) -> Blocks:
+        return blocks_of(self.problem)
 
     @cached_property
     def with_borders(self) -> dict[int, tuple[frozenset[int], ...]]:
-        """What each plan keeps, for one unit of each class; see `menu`."""
-        return {index: menu(self.units, index) for index in self.units.representatives}
+        """What each plan keeps, for one block of each class; see `frontier`."""
+        return {index: frontier(self.blocks, index) for index in self.blocks.representatives}
 
     @cached_property
     def without_borders(self) -> dict[int, tuple[frozenset[int], ...]]:
-        """Further plans; see `menu_without_borders`."""
-        return {index: menu_without_borders(self.units, index) for index in self.units.representatives}
+        """Further plans; see `frontier_without_borders`."""
+        return {index: frontier_without_borders(self.blocks, index) for index in self.blocks.representatives}
 
 
-def menu(units: Units, index: int) -> tuple[frozenset[int], ...]:
-    """Sets of roots to save in a unit, from all activations to as few as possible, all with what leaves the unit.
+def frontier(blocks: Blocks, index: int) -> tuple[frozenset[int], ...]:
+    """Sets of roots to save in a block, from all activations to as few as possible, all with what leaves the block.
 
     Args:
-        units: of a problem.
-        index: of the unit.
+        blocks: of a problem.
+        index: of the block.
     """
-    problem, unit = units.problem, units.all[index]
-    leaving = units.leaving & unit.members
-    activations = frozenset(node for node in unit.nodes if node in problem.activations and node not in leaving)
+    problem, block = blocks.problem, blocks.all[index]
+    leaving = blocks.leaving & block.members
+    activations = frozenset(node for node in block.nodes if node in problem.activations and node not in leaving)
     statistics = frozenset(node for node in activations if problem.is_statistic[node] or problem.is_kept[node])
     found = dict.fromkeys((leaving | activations, leaving | statistics))
-    cut = cut_of(problem, unit.nodes, leaving)
+    cut = cut_of(problem, block.nodes, leaving)
     if cut is not None:
         most = sum(problem.bytes[node] for node in activations) / MEGA
         # Between the corners of the hull only for layers, which take most of the time and bytes.
-        between = _between(cut, most) if unit.layer else ()
+        between = _between(cut, most) if block.layer else ()
         for solution in (*_hull(cut), *between):
             found.setdefault(leaving | cut.saved(solution))
     return tuple(found)
 
 
-def menu_without_borders(units: Units, index: int) -> tuple[frozenset[int], ...]:
-    """As `menu`, where what leaves the unit may be recomputed too, such as a sum from its operands."""
-    unit = units.all[index]
-    cut = cut_of(units.problem, unit.nodes, wanted=units.leaving & unit.members)
+def frontier_without_borders(blocks: Blocks, index: int) -> tuple[frozenset[int], ...]:
+    """As `frontier`, where what leaves the block may be recomputed too, such as a sum from its operands."""
+    block = blocks.all[index]
+    cut = cut_of(blocks.problem, block.nodes, wanted=blocks.leaving & block.members)
     return () if cut is None else tuple(dict.fromkeys(map(cut.saved, _hull(cut))))
 
 

@@ -6,6 +6,7 @@ same seconds of each operator, with the bytes of a shorter batch. A batch is tak
 """
 
 import bisect
+import contextlib
 import itertools
 import math
 from collections import Counter
@@ -13,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from optimum_memopt.engines.compile.graph.problem import Problem
-from optimum_memopt.engines.compile.solver.offload import Mixed
-from optimum_memopt.engines.compile.solver.solver import Solution, Solver
+from optimum_memopt.engines.compile.solver.plan import Infeasible, Plan
+from optimum_memopt.engines.compile.solver.solver import Solver
 
 # Collators pad to multiples of it.
 _MULTIPLE = 8
@@ -25,47 +26,40 @@ _SOLVED = 6
 WORTH = 0.005
 
 
-@dataclass
-class TimesByLength:
-    """What plans for shorter batches would take, filled while the plan for the largest batch is made.
+@dataclass(frozen=True)
+class ExtraByLength:
+    """The extra time of plans for shorter batches.
 
     Attributes:
         batches: the longest row of each batch of an epoch; where they are not known, all lengths are as frequent.
         is_known: they are known.
         shares: extra time of the plan for each length, as a share of the time without; the last is the largest batch.
-        is_wanted: False: what is known stays as it is.
     """
 
     batches: Sequence[int] = ()
     is_known: bool = False
     shares: Mapping[int, float] = field(default_factory=dict)
-    is_wanted: bool = True
 
-    def fill(
-        self,
-        batches: Sequence[int],
-        longest: int,
-        found: Solution | Mixed,
-        problem_at: Callable[[int], Problem],
-        allowed: int,
-    ) -> None:
-        """Find what plans take.
 
-        Args:
-            batches: the longest row of each batch of an epoch; empty: they are not known.
-            longest: tokens of the largest batch.
-            found: its plan.
-            problem_at: the graph with batches of a length.
-            allowed: bytes that the graph may hold.
-        """
-        self.is_known = bool(batches)
-        self.batches = batches or range(min(_MULTIPLE, longest), longest + 1, _MULTIPLE)
-        lengths = candidate_lengths(self.batches, longest)
-        extra: tuple[float, ...] = (0.0,) * len(lengths)
-        if found.extra_seconds > 0:
-            shorter = extra_seconds(problem_at, lengths[:-1], allowed, found.extra_seconds)
-            extra = (*shorter, found.extra_seconds)
-        self.shares = {length: one / found.seconds if one else 0.0 for length, one in zip(lengths, extra, strict=True)}
+def extra_by_length(
+    batches: Sequence[int], longest: int, plan: Plan, problem_at: Callable[[int], Problem], allowed: int
+) -> ExtraByLength:
+    """The extra time of plans for shorter batches.
+
+    Args:
+        batches: the longest row of each batch of an epoch; empty: they are not known.
+        longest: tokens of the largest batch.
+        plan: for the largest batch.
+        problem_at: the graph with batches of a length.
+        allowed: bytes that the graph may hold.
+    """
+    rows = batches or range(min(_MULTIPLE, longest), longest + 1, _MULTIPLE)
+    lengths = candidate_lengths(rows, longest)
+    if plan.extra_seconds <= 0:
+        return ExtraByLength(rows, bool(batches), dict.fromkeys(lengths, 0.0))
+    shorter = extra_seconds(problem_at, lengths[:-1], allowed, plan.extra_seconds)
+    shares = (seconds / plan.seconds for seconds in (*shorter, plan.extra_seconds))
+    return ExtraByLength(rows, bool(batches), dict(zip(lengths, shares, strict=True)))
 
 
 def candidate_lengths(batches: Sequence[int], longest: int) -> tuple[int, ...]:
@@ -99,8 +93,8 @@ def extra_seconds(
     # A length that is not solved for has the plan of the next longer one.
     for index, length in enumerate(reversed(rest)):
         if index % every == 0:
-            solution = Solver(problem_at(length)).solve(allowed)
-            most = min(most, solution.extra_seconds) if isinstance(solution, Solution) else most
+            with contextlib.suppress(Infeasible):
+                most = min(most, Solver(problem_at(length)).solve(allowed).extra_seconds)
         found.append(most)
     return (*(0.0,) * free, *reversed(found))
 

@@ -1,37 +1,21 @@
 """The graphs that graph breaks split a training forward into, solved together. Pure."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, lru_cache
 
-from optimum_memopt.engines.compile.graph.problem import OtherGraphs, Problem
+from optimum_memopt.engines.compile.graph.problem import Problem, SiblingGraphs
 from optimum_memopt.engines.compile.memory.simulation import simulate
-from optimum_memopt.engines.compile.solver.offload import Host, Mixed, cheapest
-from optimum_memopt.engines.compile.solver.offload import is_within as is_within_alone
-from optimum_memopt.engines.compile.solver.solver import Floor, Solution, Solver
+from optimum_memopt.engines.compile.solver.offload import Host, cheapest
+from optimum_memopt.engines.compile.solver.offload import fits as fits_alone
+from optimum_memopt.engines.compile.solver.plan import Infeasible, Plan
+from optimum_memopt.engines.compile.solver.solver import Solver
 
 # What is left to later graphs, from their lowest peak to that of everything saved.
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
-@dataclass(frozen=True)
-class Plans:
-    """Of all graphs.
-
-    Attributes:
-        peak: bytes.
-        extra_seconds: of what is recomputed, and of waiting for copies.
-        seconds: of all graphs without.
-        host_bytes: of pinned memory.
-    """
-
-    peak: int
-    extra_seconds: float
-    seconds: float
-    host_bytes: int = 0
-
-
-class Together:
+class MultiGraphSolver:
     """What graphs that run one after the other may leave to each other.
 
     Args:
@@ -64,26 +48,26 @@ class Together:
         return self.saving([solver.everything.saved for solver in self._solvers]).peak
 
     @cached_property
-    def layers_recomputed(self) -> Plans:
+    def layers_recomputed(self) -> Plan:
         """Every layer recomputed from its input, as level 1 has it."""
         return self.saving([solver.layers_recomputed.saved for solver in self._solvers])
 
-    def others(self, share: float) -> tuple[OtherGraphs, ...]:
+    def siblings(self, share: float) -> tuple[SiblingGraphs, ...]:
         """What a forward holds around each graph if those behind it may take so much; see `_SHARES`."""
         given = [sum(problem.bytes[node] for node in problem.tangents) for problem in self._problems]
-        found: list[OtherGraphs] = []
+        found: list[SiblingGraphs] = []
         later, gradients = 0, 0
         for index in reversed(range(len(given))):
-            others = OtherGraphs(later, max(0, gradients), self._runs[index])
-            found.insert(0, others)
+            siblings = SiblingGraphs(later, max(0, gradients), self._runs[index])
+            found.insert(0, siblings)
             if index == 0:
                 break
-            solver = self._solver(index, others)
+            solver = self._solver(index, siblings)
             low, high = solver.lowest, solver.everything
             later = low.peak + int(share * (high.peak - low.peak)) + self._reserve
             # What a backward is given is what the one behind it has returned, and is counted there.
             own = low.backward.end - given[index]
-            gradients += others.runs * own + given[index] - given[index - 1]
+            gradients += siblings.runs * own + given[index] - given[index - 1]
         return tuple(found)
 
     def fastest_share(self, allowed: int) -> float:
@@ -94,82 +78,85 @@ class Together:
         """
 
         def extra_seconds(share: float) -> float:
-            found = self._solved(self.others(share), allowed, is_final=False)
-            if found is None:
+            try:
+                found = self._solved(self.siblings(share), allowed, is_final=False)
+            except Infeasible:
                 return float("inf")
             return sum(runs * plan.extra_seconds for runs, plan in zip(self._runs, found, strict=True))
 
         return min(_SHARES, key=extra_seconds)
 
-    def cheapest(self, allowed: int) -> Plans | Floor:
-        """The fastest plans.
+    def cheapest(self, allowed: int) -> Plan:
+        """The fastest plan.
 
         Args:
             allowed: bytes that all graphs may hold.
+
+        Raises:
+            Infeasible: no plan fits.
         """
         share = self.fastest_share(allowed) if len(self._problems) > 1 else 0.0
-        found = self._solved(self.others(share), allowed, is_final=True)
-        return Floor(self.lowest, ()) if found is None else self._together(found)
+        try:
+            return self._together(self._solved(self.siblings(share), allowed, is_final=True))
+        except Infeasible:
+            raise Infeasible(self.lowest) from None
 
-    def is_within(self, allowed: int) -> bool:
-        """Whether plans are found; `allowed` as in `cheapest`."""
+    def fits(self, allowed: int) -> bool:
+        """Whether a plan is found; `allowed` as in `cheapest`."""
         if len(self._problems) == 1:
-            return is_within_alone(self._solvers[0], allowed, self._hosts[0])
-        return self.lowest <= allowed or (any(self._hosts) and not isinstance(self.cheapest(allowed), Floor))
+            return fits_alone(self._solvers[0], allowed, self._hosts[0])
+        if self.lowest <= allowed or not any(self._hosts):
+            return self.lowest <= allowed
+        try:
+            self.cheapest(allowed)
+        except Infeasible:
+            return False
+        return True
 
-    def saving(self, saved: Sequence[Collection[int]]) -> Plans:
-        """What plans take.
+    def saving(self, saved: Sequence[Collection[int]]) -> Plan:
+        """The plan in which the forward of each graph saves these nodes."""
+        pairs = zip(self._solvers, saved, strict=True)
+        return self._together([solver.plan(simulate(solver.problem, frozenset(nodes))) for solver, nodes in pairs])
 
-        Args:
-            saved: nodes that the forward of each graph saves.
-        """
-        found = []
-        for solver, nodes in zip(self._solvers, saved, strict=True):
-            run = simulate(solver.problem, frozenset(nodes))
-            found.append(Solution(tuple(nodes), run.peak, solver.extra_seconds(run), solver.seconds, ""))
-        return self._together(found)
-
-    def _together(self, plans: Sequence[Solution | Mixed]) -> Plans:
+    def _together(self, plans: Sequence[Plan]) -> Plan:
         peak, left, host_bytes, extra_seconds, seconds = 0, 0, 0, 0.0, 0.0
-        for index, (others, plan) in enumerate(zip(self._least, plans, strict=True)):
-            problem = replace(self._problems[index], others=replace(others, later=0))
-            alone = plan.peak if isinstance(plan, Mixed) else simulate(problem, frozenset(plan.saved)).peak
+        for index, (siblings, plan) in enumerate(zip(self._least, plans, strict=True)):
+            problem = replace(self._problems[index], siblings=replace(siblings, later=0))
+            alone = plan.peak if plan.offloaded else simulate(problem, frozenset(plan.saved)).peak
             peak = max(peak, left + alone)
-            left += others.runs * _left(problem, plan)
-            host_bytes += others.runs * plan.host_bytes if isinstance(plan, Mixed) else 0
-            extra_seconds += others.runs * plan.extra_seconds
-            seconds += others.runs * plan.seconds
-        return Plans(peak, extra_seconds, seconds, host_bytes)
+            left += siblings.runs * _left(problem, plan)
+            host_bytes += siblings.runs * plan.host_bytes
+            extra_seconds += siblings.runs * plan.extra_seconds
+            seconds += siblings.runs * plan.seconds
+        return Plan((), peak, extra_seconds, seconds, host_bytes=host_bytes, graphs=tuple(plans))
 
     @cached_property
-    def _least(self) -> tuple[OtherGraphs, ...]:
-        return self.others(0.0)
+    def _least(self) -> tuple[SiblingGraphs, ...]:
+        return self.siblings(0.0)
 
     @property
     def _solvers(self) -> list[Solver]:
         """Of each graph, where those behind it take as little as they can."""
-        return [self._solver(index, others) for index, others in enumerate(self._least)]
+        return [self._solver(index, siblings) for index, siblings in enumerate(self._least)]
 
-    def _solved(self, others: Sequence[OtherGraphs], allowed: int, is_final: bool) -> list[Solution | Mixed] | None:
-        """Of each graph; None where one does not fit."""
-        plans: list[Solution | Mixed] = []
+    def _solved(self, siblings: Sequence[SiblingGraphs], allowed: int, is_final: bool) -> list[Plan]:
+        """Of each graph."""
+        plans: list[Plan] = []
         left = 0
-        for index, (around, host) in enumerate(zip(others, self._hosts, strict=True)):
+        for index, (around, host) in enumerate(zip(siblings, self._hosts, strict=True)):
             solver = self._solver(index, around)
             found = (
                 cheapest(solver, allowed - left, host) if is_final else solver.solve(allowed - left, is_final=False)
             )
-            if isinstance(found, Floor):
-                return None
             plans.append(found)
             left += around.runs * _left(solver.problem, found)
         return plans
 
-    def _new_solver(self, index: int, others: OtherGraphs) -> Solver:
-        return self._alone[index].among(others)
+    def _new_solver(self, index: int, siblings: SiblingGraphs) -> Solver:
+        return self._alone[index].with_siblings(siblings)
 
 
-def _left(problem: Problem, plan: Solution | Mixed) -> int:
+def _left(problem: Problem, plan: Plan) -> int:
     """Bytes that a forward leaves on the device."""
-    on_host = sum(problem.bytes[node] for node in plan.offloaded) if isinstance(plan, Mixed) else 0
+    on_host = sum(problem.bytes[node] for node in plan.offloaded)
     return simulate(problem, frozenset(plan.saved)).forward.end - on_host

@@ -5,7 +5,7 @@ Both directions are one problem: a reload is an offload with time running backwa
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
@@ -15,7 +15,8 @@ from optimum_memopt.engines.compile.graph.candidates import offloads
 from optimum_memopt.engines.compile.graph.problem import Problem
 from optimum_memopt.engines.compile.memory.simulation import simulate
 from optimum_memopt.engines.compile.partition.passes.host_copies import pinned_bytes
-from optimum_memopt.engines.compile.solver.solver import KEEPS_ALL, Floor, Solution, Solver
+from optimum_memopt.engines.compile.solver.plan import Infeasible, Plan
+from optimum_memopt.engines.compile.solver.solver import Solver
 
 
 class Copy(NamedTuple):
@@ -103,29 +104,6 @@ class Host:
     allowed: frozenset[int]
 
 
-@dataclass(frozen=True)
-class Mixed:
-    """A plan with both.
-
-    Attributes:
-        saved: nodes that the forward saves, on the device or the host, in order.
-        offloaded: those of them that wait on the host.
-        peak: bytes of the graph, exact as long as the device waits for no copy too late.
-        extra_seconds: of what is recomputed, and of waiting for copies.
-        stall: seconds of those that the device waits for copies.
-        seconds: of the graph without.
-        host_bytes: of pinned memory.
-    """
-
-    saved: tuple[int, ...]
-    offloaded: tuple[int, ...]
-    peak: int
-    extra_seconds: float
-    stall: float
-    seconds: float
-    host_bytes: int
-
-
 def host_of(graph: AnalyzedGraph, link: float, available: int) -> Host | None:
     """The host, as a graph may use it; None where there is no link to one.
 
@@ -142,59 +120,75 @@ def offloadable(graph: AnalyzedGraph) -> frozenset[int]:
     return frozenset(graph.joint.order[candidate.activation.root] for candidate in offloads(graph.candidates))
 
 
-def cheapest(solver: Solver, budget: int, host: Host | None) -> Solution | Mixed | Floor:
+def cheapest(solver: Solver, budget: int, host: Host | None) -> Plan:
     """The fastest plan within a budget, with offload where that is faster.
 
     Args:
         solver: of a graph.
         budget: bytes that the graph's forward and backward may hold.
         host: where activations may wait; None: nowhere.
+
+    Raises:
+        Infeasible: no plan fits.
     """
-    found = solver.solve(budget)
-    return (with_offload(solver, found, budget, host) if host is not None else None) or found
+    if host is None:
+        return solver.solve(budget)
+    try:
+        alone = solver.solve(budget)
+    except Infeasible:
+        if (offloading := with_offload(solver, None, budget, host)) is None:
+            raise
+        return offloading
+    return with_offload(solver, alone, budget, host) or alone
 
 
-def is_within(solver: Solver, budget: int, host: Host | None) -> bool:
+def fits(solver: Solver, budget: int, host: Host | None) -> bool:
     """Whether a plan is found within a budget; see `cheapest`."""
     # Whatever fits will do, so that the cheapest is not searched for where something does.
     if solver.everything.peak <= budget or solver.lowest.peak <= budget:
         return True
-    return not isinstance(cheapest(solver, budget, host), Floor)
+    try:
+        cheapest(solver, budget, host)
+    except Infeasible:
+        return False
+    return True
 
 
-def with_offload(solver: Solver, found: Solution | Floor, budget: int, host: Host) -> Mixed | None:
+def with_offload(solver: Solver, recompute: Plan | None, budget: int, host: Host) -> Plan | None:
     """The fastest plan with offload; None where it gains less than `_WORTH` over recompute alone, or fits no better.
 
     Args:
         solver: of a graph.
-        found: its answer for this budget.
+        recompute: its plan for this budget; None: none fits.
         budget: bytes that the graph's forward and backward may hold.
         host: where activations may wait.
     """
     problem, seconds = solver.problem, solver.seconds
-    alone = found.extra_seconds if isinstance(found, Solution) else float("inf")
-    lacking = found.peak - budget if isinstance(found, Floor) else 0
+    alone = float("inf") if recompute is None else recompute.extra_seconds
+    lacking = solver.lowest.peak - budget if recompute is None else 0
     moved = host.bandwidth * solver.everything.forward.seconds(problem)
-    best: Mixed | None = None
+    best: Plan | None = None
     if alone <= _WORTH * seconds:
         return None
     for share in _SHARES:
-        relaxed = solver.solve(budget + lacking + int(share * moved), is_final=False)
-        if isinstance(relaxed, Floor):
+        larger = budget + lacking + int(share * moved)
+        try:
+            relaxed = solver.solve(larger, is_final=False)
+        except Infeasible:
             continue
-        mixed = _offloading(problem, relaxed, budget, host)
-        if best is not None and (mixed is None or mixed.extra_seconds > best.extra_seconds):
+        offloading = _offloading(problem, relaxed, budget, host)
+        if best is not None and (offloading is None or offloading.extra_seconds > best.extra_seconds):
             # From here on the link is full.
             break
-        best = mixed or best
-        if relaxed.solver == KEEPS_ALL:
+        best = offloading or best
+        if solver.everything.peak <= larger:
             break
     if best is None or best.extra_seconds > alone - _WORTH * seconds:
         return None
     return best
 
 
-def _offloading(problem: Problem, relaxed: Solution, budget: int, host: Host) -> Mixed | None:
+def _offloading(problem: Problem, relaxed: Plan, budget: int, host: Host) -> Plan | None:
     """The fewest bytes offloaded with which a plan for a larger budget is within this one; None where none are."""
     found = simulate(problem, frozenset(relaxed.saved))
     sides = (
@@ -222,13 +216,12 @@ def _offloading(problem: Problem, relaxed: Solution, budget: int, host: Host) ->
     if not offloaded.nodes or host_bytes > host.available:
         return None
     stall = offloaded.stall(host.bandwidth)
-    return Mixed(
-        saved=relaxed.saved,
+    return replace(
+        relaxed,
         offloaded=offloaded.nodes,
         peak=offloaded.peak,
         extra_seconds=relaxed.extra_seconds + stall,
         stall=stall,
-        seconds=relaxed.seconds,
         host_bytes=host_bytes,
     )
 

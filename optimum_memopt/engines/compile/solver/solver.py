@@ -4,51 +4,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from optimum_memopt.engines.compile.graph.problem import ALONE, OtherGraphs, Problem
+from optimum_memopt.engines.compile.graph.problem import ALONE, Problem, SiblingGraphs
 from optimum_memopt.engines.compile.memory.simulation import (
     Simulation,
     held_at_peak,
     simulate,
     simulate_everything_saved,
 )
-from optimum_memopt.engines.compile.solver.dynamic_program import TwoLevel, two_level
-from optimum_memopt.engines.compile.solver.frontiers import Menus
+from optimum_memopt.engines.compile.solver.dynamic_program import DynamicProgram, dynamic_program
+from optimum_memopt.engines.compile.solver.frontiers import LayerFrontiers
+from optimum_memopt.engines.compile.solver.plan import Infeasible, Plan
 from optimum_memopt.engines.compile.solver.whole_graph import SMALL, improve, lowest_of_whole_graph, solve_whole_graph
-
-KEEPS_ALL, TWO_LEVEL, WHOLE_GRAPH = "everything is saved", "two-level", "whole graph"
-LAYERS = "every layer is recomputed"
-
-
-@dataclass(frozen=True)
-class Solution:
-    """What a graph saves under a budget.
-
-    Attributes:
-        saved: nodes of the problem, in order.
-        peak: bytes of the graph, exact.
-        extra_seconds: of what is recomputed.
-        seconds: of the graph without.
-        solver: who found it.
-    """
-
-    saved: tuple[int, ...]
-    peak: int
-    extra_seconds: float
-    seconds: float
-    solver: str
-
-
-@dataclass(frozen=True)
-class Floor:
-    """No plan fits.
-
-    Attributes:
-        peak: the lowest that was found, bytes.
-        holds: what is held at that moment, largest first: a few words, bytes.
-    """
-
-    peak: int
-    holds: tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True)
@@ -57,15 +23,15 @@ class Solver:
 
     Attributes:
         problem: the graph.
-        known_menus: its menus, where a solver of the same graph among others has made them.
+        known_frontiers: its frontiers, where a solver of the same graph among others has made them.
     """
 
     problem: Problem
-    known_menus: Menus | None = None
+    known_frontiers: LayerFrontiers | None = None
 
-    def among(self, others: OtherGraphs) -> "Solver":
+    def with_siblings(self, siblings: SiblingGraphs) -> "Solver":
         """Of the same graph with these around it; most of what a solver does is done once for all of them."""
-        return Solver(replace(self.problem, others=others), self._menus)
+        return Solver(replace(self.problem, siblings=siblings), self._frontiers)
 
     @cached_property
     def everything(self) -> Simulation:
@@ -75,7 +41,7 @@ class Solver:
     @cached_property
     def lowest(self) -> Simulation:
         """The plan with the lowest peak that is found; no budget below it is met."""
-        return lowest_of_whole_graph(self.problem, self._lowest_of_units)
+        return lowest_of_whole_graph(self.problem, self._lowest_of_blocks)
 
     @cached_property
     def seconds(self) -> float:
@@ -88,66 +54,66 @@ class Solver:
 
     def prepare(self) -> None:
         """Solve what is the same for every budget."""
-        _ = self._two_level.without_borders
+        _ = self._dynamic_program.without_borders
 
-    def solve(self, budget: int, is_final: bool = True) -> Solution | Floor:
+    def solve(self, budget: int, is_final: bool = True) -> Plan:
         """The plan with the least time for recompute of all whose peak fits; of equal ones that with the lowest peak.
 
         Args:
             budget: bytes that the graph's forward and backward may hold.
             is_final: False: without the last small changes, and in a large graph without the search over all of it
                 where something fits already; each takes as long as the rest.
+
+        Raises:
+            Infeasible: no plan fits.
         """
         if self.everything.peak <= budget:
-            return self._solution(KEEPS_ALL, self.everything)
-        fitting = [(solver, found) for solver, found in self._candidates(budget, is_final) if found.peak <= budget]
+            return self.plan(self.everything)
+        fitting = [found for found in self._candidates(budget, is_final) if found.peak <= budget]
         if not fitting:
-            return Floor(self.lowest.peak, _holders(self.problem, self.lowest))
-        solver, best = min(fitting, key=lambda pair: (pair[1].extra_seconds(self.problem), pair[1].peak))
-        return self._solution(solver, improve(self.problem, best, budget) if is_final else best)
+            raise Infeasible(self.lowest.peak, _holders(self.problem, self.lowest))
+        best = min(fitting, key=lambda found: (found.extra_seconds(self.problem), found.peak))
+        return self.plan(improve(self.problem, best, budget) if is_final else best)
 
-    def _candidates(self, budget: int, is_final: bool) -> Iterator[tuple[str, Simulation]]:
-        found = self._two_level.without_borders.solve(budget)
+    def plan(self, found: Simulation) -> Plan:
+        """The plan that saves what a simulation does."""
+        return Plan(tuple(sorted(found.saved)), found.peak, self.extra_seconds(found), self.seconds)
+
+    def _candidates(self, budget: int, is_final: bool) -> Iterator[Simulation]:
+        found = self._dynamic_program.without_borders.solve(budget)
         if found is None and budget < self.lowest.peak:
             return
         if found is None or found.backward.peak > found.forward.peak:
-            # What many units recompute before the backward of any of them is not in the measure of one unit's plan.
-            with_borders = self._two_level.solve(budget)
+            # What many blocks recompute before the backward of any of them is not in the measure of one block's plan.
+            with_borders = self._dynamic_program.solve(budget)
             if with_borders is not None:
-                yield TWO_LEVEL, with_borders
+                yield with_borders
         if found is None:
-            yield (TWO_LEVEL if self.lowest is self._lowest_of_units else WHOLE_GRAPH), self.lowest
+            yield self.lowest
         else:
-            yield TWO_LEVEL, found
-        yield LAYERS, self.layers_recomputed
+            yield found
+        yield self.layers_recomputed
         # It takes longer, and wins in small graphs and where the other one finds nothing.
         is_small = sum(self.problem.is_forward) < SMALL
         if is_small or (found is None and is_final):
             whole = solve_whole_graph(self.problem, budget, found or self.everything)
             if whole is not None:
-                yield WHOLE_GRAPH, whole
+                yield whole
 
-    def _solution(self, solver: str, found: Simulation) -> Solution:
-        return Solution(
-            saved=tuple(sorted(found.saved)),
-            peak=found.peak,
-            extra_seconds=self.extra_seconds(found),
-            seconds=self.seconds,
-            solver=solver,
+    @cached_property
+    def _lowest_of_blocks(self) -> Simulation:
+        of_frontiers = (
+            frontiers.lowest() for frontiers in (self._dynamic_program.without_borders, self._dynamic_program)
         )
+        return min(*of_frontiers, self.layers_recomputed, key=lambda found: found.peak)
 
     @cached_property
-    def _lowest_of_units(self) -> Simulation:
-        of_menus = (menus.lowest() for menus in (self._two_level.without_borders, self._two_level))
-        return min(*of_menus, self.layers_recomputed, key=lambda found: found.peak)
+    def _frontiers(self) -> LayerFrontiers:
+        return self.known_frontiers or LayerFrontiers(self.problem)
 
     @cached_property
-    def _menus(self) -> Menus:
-        return self.known_menus or Menus(self.problem)
-
-    @cached_property
-    def _two_level(self) -> TwoLevel:
-        return two_level(self.problem, self._menus)
+    def _dynamic_program(self) -> DynamicProgram:
+        return dynamic_program(self.problem, self._frontiers)
 
     @cached_property
     def layers_recomputed(self) -> Simulation:
@@ -163,7 +129,7 @@ def _holders(problem: Problem, found: Simulation, most: int = 4) -> tuple[tuple[
     in_backward = found.backward.peak > found.forward.peak
     held = held_at_peak(problem, found, in_backward)
     groups: dict[str, int] = {}
-    if problem.others != ALONE:
+    if problem.siblings != ALONE:
         groups["other graphs of the forward"] = max(0, found.peak - sum(held.values()))
     for node, size in held.items():
         where = "gradients of parameters" if node in gradients else _place(problem, node)

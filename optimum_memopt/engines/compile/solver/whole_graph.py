@@ -122,7 +122,7 @@ def _limit(
     row: dict[int, float] = {}
     # Without the workspace, and what other graphs hold.
     rest = budget - (run.peak - sum(held.values()))
-    other_runs = problem.others.runs - 1
+    other_runs = problem.siblings.runs - 1
     for node, size in held.items():
         source = problem.picks[node]
         is_saved = node in found.saved

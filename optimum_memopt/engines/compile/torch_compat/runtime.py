@@ -1,4 +1,4 @@
-"""What CUDA's libraries hold for as long as a process trains."""
+"""The state of torch while it trains: CUDA's libraries, autocast, the backward that runs, errors of its compilers."""
 
 import traceback
 
@@ -7,7 +7,7 @@ from torch import fx
 from torch._dynamo.exc import BackendCompilerFailed, InternalTorchDynamoError
 from torch.amp import autocast_mode
 
-from optimum_memopt.errors import line_of
+from optimum_memopt.errors import MemOptError, is_out_of_memory, line_of
 
 
 def start_libraries(device: torch.device) -> None:
@@ -75,3 +75,14 @@ def is_of_compiled_backward(error: BaseException) -> bool:
         frame.f_code.co_name == function and frame.f_code.co_filename.replace("\\", "/").endswith(file)
         for frame, _ in traceback.walk_tb(error.__traceback__)
     )
+
+
+def own_error(error: BaseException) -> BaseException | None:
+    """An error that is no fault of a compiler's: a refusal, a lack of memory, an interrupt; None for any other.
+
+    Args:
+        error: of a compiled forward or backward; what torch has wrapped is returned as it was.
+    """
+    inner = getattr(error, "inner_exception", None) or error
+    is_own = not isinstance(inner, Exception) or isinstance(inner, MemOptError) or is_out_of_memory(inner)
+    return inner if is_own else None
