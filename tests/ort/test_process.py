@@ -1,4 +1,4 @@
-"""State that the engine leaves alone in a process, in several threads, and tables that are the same in every process."""
+"""State that the engine leaves alone in a process and its threads; tables that are the same in every process."""
 
 import copy
 import importlib
