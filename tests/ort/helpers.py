@@ -1,4 +1,4 @@
-"""What the tests of the ort engine, and the scripts that they run in processes of their own, share."""
+"""Helpers that the tests of the ort engine, and the scripts that they run in processes of their own, share."""
 
 import os
 import subprocess
