@@ -16,8 +16,7 @@ from optimum_memopt.engines.compile.partition.producers.budget import FromBudget
 from optimum_memopt.engines.compile.partition.producers.recorded import RecordedForward
 from optimum_memopt.engines.compile.partition.producers.torch_default import TorchDefault
 from optimum_memopt.engines.compile.predict.planned_step import PlannedStep
-from optimum_memopt.engines.compile.solver.curve import point_of, points_of, solved
-from optimum_memopt.engines.compile.solver.plan import Infeasible
+from optimum_memopt.engines.compile.solver.plan import Infeasible, point_of, points_of, solved
 from optimum_memopt.errors import DoesNotFitError, MemOptError
 from optimum_memopt.memory.capacity import Capacity
 from optimum_memopt.memory.optimizers import DEFAULT

@@ -12,7 +12,10 @@ import sympy
 
 from optimum_memopt.engines.compile.graph.problem import ALONE, Problem, SiblingGraphs
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues, rows_of
+from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.compile.solver.multi_graph import MultiGraphSolver
+from optimum_memopt.engines.compile.solver.offload import Host, fits
+from optimum_memopt.engines.compile.solver.solver import Solver
 from optimum_memopt.plans.plan_file import GraphSignature
 
 
@@ -123,3 +126,47 @@ class GraphReservations:
     def _solver(self, times: int = 1) -> MultiGraphSolver:
         problems, runs = zip(*((graph.problem(times), graph.runs) for graph in self._learned), strict=True)
         return MultiGraphSolver(problems, runs, self._reserve)
+
+
+@dataclass(frozen=True)
+class SmallerBatch:
+    """A micro-batch that fits.
+
+    Attributes:
+        rows: of the micro-batch.
+        times: gradient accumulation that keeps the rows of an optimizer step.
+    """
+
+    rows: int
+    times: int
+
+
+def smaller_batch(
+    graph: KnownGraph,
+    siblings_at: Callable[[int], SiblingGraphs],
+    outside: Footprint,
+    budget: int,
+    host: Host | None,
+) -> SmallerBatch | None:
+    """The largest half, quarter and so on of a batch for which a plan fits; None where there is none for one row.
+
+    Args:
+        graph: that does not fit.
+        siblings_at: other graphs of the forward with one of so many parts of the rows.
+        outside: what the step holds beside its graphs.
+        budget: bytes that the step's peak must not pass.
+        host: where activations may wait; None: nowhere.
+    """
+    rows = set(graph.rows.values())
+    if len(rows) != 1:
+        return None
+    (whole,) = rows
+    times = 2
+    while whole % times == 0:
+        # Gradients of the earlier micro-batches are there while a later one runs.
+        step = replace(outside, batch=outside.batch // times, accumulated=outside.gradients)
+        allowed = step.activations_within(budget)
+        if fits(Solver(graph.problem(times)).with_siblings(siblings_at(times)), allowed, host):
+            return SmallerBatch(whole // times, times)
+        times *= 2
+    return None

@@ -15,11 +15,10 @@ from optimum_memopt.engines.compile.graph.symbols import SymbolValues, is_length
 from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.producers.torch_default import torchs_own
-from optimum_memopt.engines.compile.solver.curve import SmallerBatch, point_of, points_of, smaller_batch, solved
 from optimum_memopt.engines.compile.solver.length_buckets import ExtraByLength, extra_by_length
 from optimum_memopt.engines.compile.solver.offload import cheapest, host_of
-from optimum_memopt.engines.compile.solver.plan import Infeasible, Plan
-from optimum_memopt.engines.compile.solver.siblings import GraphReservations, KnownGraph
+from optimum_memopt.engines.compile.solver.plan import Infeasible, Plan, point_of, points_of, solved
+from optimum_memopt.engines.compile.solver.siblings import GraphReservations, KnownGraph, SmallerBatch, smaller_batch
 from optimum_memopt.engines.compile.solver.solver import Solver
 from optimum_memopt.engines.compile.train.step_context import Step
 from optimum_memopt.errors import DoesNotFitError
