@@ -91,7 +91,7 @@ class Cut:
         return frozenset(root for root, column in self.roots.items() if solution[column] > 0.5)
 
     def at_price(self, price: float) -> np.ndarray:
-        """The cheapest solution where a megabyte costs so many microseconds."""
+        """The cheapest solution at a price of a megabyte in microseconds."""
         from scipy.optimize import linprog
 
         solved = linprog(

@@ -53,7 +53,7 @@ class MultiGraphSolver:
         return self.saving([solver.layers_recomputed.saved for solver in self._solvers])
 
     def siblings(self, share: float) -> tuple[SiblingGraphs, ...]:
-        """What a forward holds around each graph if those behind it may take so much; see `_SHARES`."""
+        """The siblings of each graph where those behind it may take a share of what they can; see `_SHARES`."""
         given = [sum(problem.bytes[node] for node in problem.tangents) for problem in self._problems]
         around: list[SiblingGraphs] = []
         later, gradients = 0, 0
@@ -101,7 +101,7 @@ class MultiGraphSolver:
             raise Infeasible(self.lowest) from None
 
     def fits(self, allowed: int) -> bool:
-        """Whether a plan is found; `allowed` as in `cheapest`."""
+        """True where `cheapest` finds a plan."""
         if len(self._problems) == 1:
             return offload.fits(self._solvers[0], allowed, self._hosts[0])
         if self.lowest <= allowed or not any(self._hosts):

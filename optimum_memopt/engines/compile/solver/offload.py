@@ -137,7 +137,7 @@ def cheapest(solver: Solver, budget: int, host: Host | None) -> Plan:
 
 
 def fits(solver: Solver, budget: int, host: Host | None) -> bool:
-    """Whether a plan is found within a budget; see `cheapest`."""
+    """True where `cheapest` finds a plan."""
     # Whatever fits will do, so that the cheapest is not searched for where something does.
     if solver.everything.peak <= budget or solver.lowest.peak <= budget:
         return True
