@@ -57,7 +57,7 @@ __all__ = [
     "run_summary",
 ]
 
-# The imports above, for a running interpreter; tests/test_public_names.py compares the two.
+# The imports above, for a running interpreter; tests/train/test_public_names.py compares the two.
 _MODULES = {
     "Attachment": "trainer",
     "ConfigError": "plans.grammar",

@@ -138,7 +138,7 @@ class PlanOptions:
 
 if TYPE_CHECKING:
     from optimum_memopt.engines.compile.options import CompileOptions
-    from optimum_memopt.engines.ort.options import OrtOptions
+    from optimum_memopt.engines.ort.options.flags import OrtOptions
 
     @dataclass
     class _EngineOptions(OrtOptions, CompileOptions, PlanOptions):

@@ -12,33 +12,33 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from optimum_memopt.logs import get_logger
-from tests.tiers import is_end_to_end
+from tests.rotation import Share
 
 # Tests start where a newcomer does, without the built torch extensions; name a cache with them to test with them.
 os.environ.setdefault("OPTIMUM_MEMOPT_CACHE", os.path.join(tempfile.gettempdir(), "optimum_memopt-no-extensions"))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Models of one or two layers repeat too little for torch's cache of traced operators: without it tracing takes a
-# fifth less. `make test-all` leaves it on, as users have it.
+# fifth less. `make test-nightly` leaves it on, as users have it.
 os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
 # pytest (9.2) listens to loggers that pass nothing on, which makes torch write down every graph, tensor and guard for
 # its trace, for about a tenth of what tracing takes.
 logging.getLogger("torch.__trace").propagate = True
 
-# The same examples in every run, however slow the machine is; `make test-all` looks at many more, and new ones.
+# The same examples in every run, however slow the machine is; the nightly workflow looks at many more, and new ones.
 _ALIKE = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 settings.register_profile("fast", max_examples=50, derandomize=True, **_ALIKE)
 settings.register_profile("thorough", max_examples=1000, **_ALIKE)
 settings.load_profile("fast")
 
 
-def _is_end_to_end(path: Path) -> bool:
-    return is_end_to_end(path.relative_to(Path(__file__).parent).as_posix())
-
-
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """What the tier leaves out is not imported either, which takes longer than many a unit test."""
-    left_out = "not end_to_end" in config.option.markexpr and collection_path.suffix == ".py"
-    return True if left_out and _is_end_to_end(collection_path) else None
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--nightly",
+        type=Share,
+        default="all",
+        metavar="K/N",
+        help="of the nightly tests those whose hash is K modulo N",
+    )
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -57,13 +57,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    share, nightly = config.option.nightly, Path(__file__).parent / "nightly"
     for item in items:
-        if _is_end_to_end(item.path):
-            item.add_marker(pytest.mark.end_to_end)
         # Building them takes minutes.
-        if item.get_closest_marker("extensions"):
-            item.add_marker(pytest.mark.slow)
+        if nightly in item.path.parents or item.get_closest_marker("extensions"):
+            item.add_marker(pytest.mark.nightly)
+    left_out = [item for item in items if item.get_closest_marker("nightly") and not share.has(item.nodeid)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in set(left_out)]
 
 
 @pytest.fixture(autouse=True)

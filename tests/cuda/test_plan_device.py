@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from gpu_steps import MODELS, forward
+from gpu.steps import MODELS, forward
 
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.predict.estimate import Estimate, estimate

@@ -9,7 +9,7 @@ from optimum_memopt.engines.compile.torch_compat import dynamo
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from tests.compiled import selection
 from tests.model_zoo import ZOO
-from tests.tiers import tiered
+from tests.rotation import nightly
 
 
 def ancestors(node: fx.Node) -> set[str]:
@@ -23,7 +23,7 @@ def ancestors(node: fx.Node) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("name", tiered(["roberta", "gpt2", "albert"], fast=["roberta"]))
+@pytest.mark.parametrize("name", nightly(["roberta", "gpt2", "albert"], but=["roberta"]))
 @pytest.mark.parametrize("asked", ["level 1", "{gelu}+:1:-1"])
 def test_what_a_layer_is_recomputed_from_waits_for_the_layer_behind_it(name, asked, request):
     captured = request.getfixturevalue(name)
@@ -50,7 +50,7 @@ def test_what_a_layer_is_recomputed_from_waits_for_the_layer_behind_it(name, ask
     assert checked and len(gradients) > 10
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(not dynamo.inductor_works("cpu"), reason="there is no C++ compiler")
 def test_inductor_holds_what_the_graph_would():
     model = ZOO["deberta-v2-classification"].build(num_hidden_layers=4)

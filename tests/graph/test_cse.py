@@ -50,7 +50,6 @@ def test_draws_constants_and_outputs_stay(twice):
     assert count(twice, "exp") == 2, "the caller may write to the one that it gets"
 
 
-@pytest.mark.end_to_end
 def test_gradients_stay_bitwise():
     def gradients(model: torch.nn.Module) -> list[torch.Tensor]:
         torch.manual_seed(0)

@@ -148,7 +148,6 @@ def ort_rows(request: pytest.FixtureRequest) -> tuple[str, dict[str, int]]:
     return request.param, rows
 
 
-@pytest.mark.end_to_end
 def test_every_id_of_onnx_runtime_is_known_here(ort_rows, roberta, gpt2):
     name, rows = ort_rows
     here = {candidate.cluster_id for candidate in (gpt2 if name == "gpt2" else roberta).candidates}
@@ -170,7 +169,6 @@ def test_every_id_of_onnx_runtime_is_known_here(ort_rows, roberta, gpt2):
     assert len(set(filter(None, found.values()))) == len([meant for meant in found.values() if meant])
 
 
-@pytest.mark.end_to_end
 def test_the_same_id_occurs_as_often_in_both_engines(ort_rows, roberta, gpt2):
     name, rows = ort_rows
     here = ids(gpt2 if name == "gpt2" else roberta)

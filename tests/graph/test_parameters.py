@@ -116,7 +116,6 @@ def test_a_budget_may_save_them_and_a_plan_file_saves_what_it_has(adapted):
         assert FromPlanFile(file).choose(adapted.graph, ()).nodes_to_save == choice.nodes_to_save
 
 
-@pytest.mark.end_to_end
 @pytest.mark.parametrize("asked", PLANS)
 def test_gradients_stay_bitwise(asked):
     torch.manual_seed(0)

@@ -88,7 +88,6 @@ def test_saved_activations_are_the_storages_that_autograd_saves(stack):
     assert sorted([*found, *copies]) == saved_by_autograd(Stack(), IDS)
 
 
-@pytest.mark.end_to_end
 def test_a_real_models_saved_activations_are_the_storages_that_autograd_saves():
     """Numbers of tokens by numbers of features; small ones, of masks and positions, differ."""
     case = ZOO["gpt2"]

@@ -11,7 +11,7 @@ from optimum_memopt.engines.compile.partition import partitioned_graph
 from optimum_memopt.engines.compile.partition.partitioned_graph import partition
 from optimum_memopt.engines.compile.partition.passes import barriers
 from tests.captured import Captured
-from tests.tiers import tiered
+from tests.rotation import nightly
 
 
 def random_choice(problem: Problem, generator: random.Random) -> frozenset[int]:
@@ -36,7 +36,7 @@ def partitioned(captured: Captured, problem: Problem, saved: frozenset[int]) -> 
     return graph_timeline(*modules, captured.num_fwd_outputs).predict(graph.size_hints)
 
 
-@pytest.mark.parametrize("name", tiered(["roberta", "gpt2", "albert"], fast=["roberta"]))
+@pytest.mark.parametrize("name", nightly(["roberta", "gpt2", "albert"], but=["roberta"]))
 def test_every_choice_is_simulated_to_the_byte(name: str, request: pytest.FixtureRequest) -> None:
     captured = request.getfixturevalue(name)
     problem = problem_of(captured.graph, [0.0] * len(captured.joint.nodes))

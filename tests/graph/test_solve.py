@@ -16,7 +16,7 @@ from optimum_memopt.engines.compile.solver.offload import fits
 from optimum_memopt.engines.compile.solver.plan import Infeasible
 from optimum_memopt.engines.compile.solver.solver import Solver
 from tests.captured import Captured, capture
-from tests.tiers import tiered
+from tests.rotation import nightly
 
 
 class Block(torch.nn.Module):
@@ -116,7 +116,7 @@ def budgets(solver: Solver, count: int) -> list[int]:
     return [low + (high - low) * step // count for step in range(count + 1)]
 
 
-@pytest.mark.parametrize("seed", tiered(range(4), fast=[0]))
+@pytest.mark.parametrize("seed", nightly(range(4), but=[0]))
 def test_no_subset_of_a_layer_is_more_than_a_hundredth_cheaper(one_layer: Captured, seed: int) -> None:
     problem = priced(one_layer, seed)
     leaving = blocks_of(problem).leaving
@@ -133,7 +133,7 @@ def test_no_subset_of_a_layer_is_more_than_a_hundredth_cheaper(one_layer: Captur
         assert not fitting or plan.extra_seconds <= min(fitting) * 1.01 + 1e-9
 
 
-@pytest.mark.parametrize("name", tiered(["many_layers", "roberta", "albert"], fast=["many_layers"]))
+@pytest.mark.parametrize("name", nightly(["many_layers", "roberta", "albert"], but=["many_layers"]))
 def test_a_smaller_budget_has_no_higher_peak_and_no_less_time(name: str, request: pytest.FixtureRequest) -> None:
     problem = priced(request.getfixturevalue(name), 0)
     solver = Solver(problem)

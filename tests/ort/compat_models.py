@@ -2,8 +2,8 @@
 
 import torch
 
-from optimum_memopt.engines.ort.options import OrtOptions
-from optimum_memopt.engines.ort.session import Hooks, OrtSession
+from optimum_memopt.engines.ort.options.flags import OrtOptions
+from optimum_memopt.engines.ort.session.session import Hooks, OrtSession
 
 
 def train(model, batch):

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from optimum_memopt.engines.api.run import Selection
-from optimum_memopt.engines.ort import extensions
-from optimum_memopt.engines.ort.options import OrtOptions
+from optimum_memopt.engines.ort.compat import extensions, installation
+from optimum_memopt.engines.ort.options.flags import OrtOptions
 from optimum_memopt.errors import MemOptError
 from tests.ort.helpers import Attach, environment_variables
 
@@ -45,7 +45,7 @@ def lines() -> Iterator[list[str]]:
 def environment_with_extensions() -> dict[str, str]:
     """The environment of a process that finds the built extensions: those of the named cache, else of the user's own,
     where they are built if need be."""
-    if not extensions.onnxruntime_dir():
+    if not installation.onnxruntime_dir():
         pytest.skip("no onnxruntime-training")
     with pytest.MonkeyPatch.context() as environment:
         if extensions.find() is None:
@@ -69,5 +69,5 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def with_cuda(monkeypatch: pytest.MonkeyPatch, clean_environment: None) -> None:
     """A machine with a GPU, its build of onnxruntime-training and the built extensions, as far as arguments tell."""
-    monkeypatch.setattr(extensions, "cuda_missing", lambda: "")
+    monkeypatch.setattr(installation, "cuda_missing", lambda: "")
     monkeypatch.setattr(extensions, "find", lambda: {})

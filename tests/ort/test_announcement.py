@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from optimum_memopt.engines.ort.engine import OrtEngine
-from optimum_memopt.engines.ort.options import OrtOptions
+from optimum_memopt.engines.ort.options.flags import OrtOptions
 from optimum_memopt.errors import MemOptError
 from tests.model_zoo import ZOO
 from tests.ort.helpers import needs_ort

@@ -24,10 +24,11 @@ def test_gradients_are_the_plain_ones_in_two_engines_of_one_process():
 
 
 def test_an_arena_that_the_user_registered_stays():
-    from optimum_memopt.engines.ort import allocator, compat
+    from optimum_memopt.engines.ort.compat import ortmodule
+    from optimum_memopt.engines.ort.session import session
 
-    compat.load()
-    allocator.register_arena()
+    ortmodule.load()
+    session.register_arena()
     # To ORT a second registration is an error, whoever made the first.
-    allocator.register_arena.cache_clear()
-    allocator.register_arena()
+    session.register_arena.cache_clear()
+    session.register_arena()

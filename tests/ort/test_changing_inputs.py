@@ -17,7 +17,7 @@ from tests.ort.helpers import (
     inputs,
     needs_ort,
 )
-from tests.tiers import tiered
+from tests.rotation import nightly
 
 pytestmark = needs_ort
 
@@ -25,7 +25,7 @@ pytestmark = needs_ort
 LEVEL_1 = Selection(level=1)
 
 
-@pytest.mark.parametrize("selection", tiered([Selection(), LEVEL_1], fast=[LEVEL_1]), ids=["no plan", "level 1"])
+@pytest.mark.parametrize("selection", nightly([Selection(), LEVEL_1], but=[LEVEL_1]), ids=["no plan", "level 1"])
 def test_other_inputs_than_the_first_are_not_run_with_the_first_graph(attach: Attach, selection: Selection) -> None:
     model = MLM.build()
     plain = copy.deepcopy(model)

@@ -17,7 +17,7 @@ from tests.ort.helpers import (
     freeze,
     needs_ort,
 )
-from tests.tiers import tiered
+from tests.rotation import nightly
 
 pytestmark = needs_ort
 
@@ -58,7 +58,7 @@ FAST = ["freeze", "resize", "load"]
 
 
 @pytest.mark.parametrize(
-    "change", tiered([freeze, resize, new_layer, new_data, load, assign, through_float64], fast=FAST)
+    "change", nightly([freeze, resize, new_layer, new_data, load, assign, through_float64], but=FAST)
 )
 def test_changed_parameters_train(attach: Attach, change: Callable[[torch.nn.Module], None]) -> None:
     model = MLM.build()
@@ -81,7 +81,7 @@ def without_dropout(model: torch.nn.Module) -> None:
             module.eval()
 
 
-@pytest.mark.parametrize("when", tiered(["from the first step on", "later"], fast=["later"]))
+@pytest.mark.parametrize("when", nightly(["from the first step on", "later"], but=["later"]))
 def test_dropout_in_evaluation_mode_is_not_trained_as_if_it_were_not(attach: Attach, when: str) -> None:
     model = ROBERTA.build(**DROPOUT)
     plain = copy.deepcopy(model)

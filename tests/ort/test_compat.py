@@ -5,44 +5,44 @@ import os
 import pytest
 import torch
 
-from optimum_memopt.engines.ort import compat, compat_export
+from optimum_memopt.engines.ort.compat import internals, ortmodule, torch_modules
 from tests import fresh_process
 from tests.ort.helpers import needs_ort
-from tests.tiers import tiered
+from tests.rotation import nightly
 
 pytestmark = needs_ort
 
 SETUP = """
 import contextlib, importlib, os, sys, types
 import torch
-from optimum_memopt.engines.ort import compat, compat_export
+from optimum_memopt.engines.ort.compat import internals, ortmodule, torch_modules
 from tests.ort.compat_models import Words, custom, image, train, words
 """
 
 WITHOUT_SWITCH = """
-environment = compat.environment
-compat.environment = lambda variables: environment(
+environment = ortmodule.environment
+ortmodule.environment = lambda variables: environment(
     {name: value for name, value in variables.items() if name != "ORTMODULE_ENABLE_CUSTOM_AUTOGRAD"}
 )
 """
 # Applies the patch and then restores one of the things that it changed.
 WITHOUT_ATEN = """
-run = compat._run_without_extensions
+run = ortmodule._run_without_extensions
 def run_but_load_aten():
-    session = importlib.import_module(compat.ORTMODULE + "._graph_execution_manager")
+    session = importlib.import_module(ortmodule.ORTMODULE + "._graph_execution_manager")
     load = session.load_aten_op_executor_cpp_extension
     run()
     session.load_aten_op_executor_cpp_extension = load
-compat._run_without_extensions = run_but_load_aten
+ortmodule._run_without_extensions = run_but_load_aten
 """
 WITHOUT_GATHER = """
-run = compat._run_without_extensions
+run = ortmodule._run_without_extensions
 def run_but_keep_symbolics():
-    registry = importlib.import_module(compat.ORTMODULE + "._custom_op_symbolic_registry").CustomOpSymbolicRegistry
+    registry = importlib.import_module(ortmodule.ORTMODULE + "._custom_op_symbolic_registry").CustomOpSymbolicRegistry
     symbolics = dict(registry._SYMBOLICS)
     run()
     registry._SYMBOLICS.update(symbolics)
-compat._run_without_extensions = run_but_keep_symbolics
+ortmodule._run_without_extensions = run_but_keep_symbolics
 """
 WITHOUT_RESET = """
 class Keeping(types.ModuleType):
@@ -52,43 +52,43 @@ class Keeping(types.ModuleType):
 
 class Finder:
     def find_spec(self, name, path=None, target=None):
-        if name == compat.ORTMODULE + ".ortmodule":  # the last import of the package
-            sys.modules[compat.ORTMODULE].__class__ = Keeping
+        if name == ortmodule.ORTMODULE + ".ortmodule":  # the last import of the package
+            sys.modules[ortmodule.ORTMODULE].__class__ = Keeping
 
 sys.meta_path.insert(0, Finder())
 """
 
 BREAKS = {
     "jit_utils": (
-        "del compat.MOVED_MODULES['torch.onnx._internal.jit_utils']; words()",
+        "del ortmodule.MOVED_MODULES['torch.onnx._internal.jit_utils']; words()",
         "ImportError: cannot import name 'jit_utils' from 'torch.onnx._internal'",
     ),
     "nvtx": (
-        "compat._silence_missing_nvtx = lambda: None; words()",
+        "ortmodule._silence_missing_nvtx = lambda: None; words()",
         "RuntimeError: NVTX functions not installed",
     ),
     "export": (
-        "compat_export.export_arguments = lambda: {}; words()",
+        "internals.export_arguments = lambda: {}; words()",
         f"torch{os.sep}onnx{os.sep}_internal{os.sep}exporter{os.sep}",
     ),
     "type_utils": (
-        "del compat.MOVED_MODULES['torch.onnx._type_utils']; words()",
+        "del ortmodule.MOVED_MODULES['torch.onnx._type_utils']; words()",
         "ImportError: cannot import name '_type_utils' from 'torch.onnx'",
     ),
     "globals": (
-        f"{WITHOUT_SWITCH}del compat.MOVED_MODULES['torch.onnx._globals']; custom()",
+        f"{WITHOUT_SWITCH}del ortmodule.MOVED_MODULES['torch.onnx._globals']; custom()",
         "cannot import name '_globals' from 'torch.onnx'",
     ),
     "convolution": (
-        "compat.MOVED_NAMES = {'torch.onnx.symbolic_opset9': ('_convolution_mode',)}; image()",
+        "ortmodule.MOVED_NAMES = {'torch.onnx.symbolic_opset9': ('_convolution_mode',)}; image()",
         "ImportError: cannot import name '_convolution' from 'torch.onnx.symbolic_opset9'",
     ),
     "convolution_mode": (
-        "compat.MOVED_NAMES = {'torch.onnx.symbolic_opset9': ('_convolution',)}; image()",
+        "ortmodule.MOVED_NAMES = {'torch.onnx.symbolic_opset9': ('_convolution',)}; image()",
         "ImportError: cannot import name '_convolution_mode' from 'torch.onnx.symbolic_opset9'",
     ),
     "stub": (
-        "compat._provide_extensions = lambda: False; words()",
+        "ortmodule._provide_extensions = lambda: False; words()",
         "ImportError: cannot import name 'torch_interop_utils'",
     ),
     "autograd_switch": (f"{WITHOUT_SWITCH}custom()", "forward_runner_ was false"),
@@ -113,7 +113,7 @@ def succeed(tmp_path, body, **options):
 
 
 # That each patch is still needed; whether they do their work, the tests below say.
-@pytest.mark.parametrize("without, message", tiered(BREAKS.values(), fast=[BREAKS["jit_utils"]]), ids=BREAKS)
+@pytest.mark.parametrize("without, message", nightly(BREAKS.values(), but=[BREAKS["jit_utils"]]), ids=BREAKS)
 def test_what_breaks_without_the_patch(tmp_path, without, message):
     if "NVTX" in message and torch.cuda.is_available():
         pytest.skip("this torch has NVTX")
@@ -140,8 +140,8 @@ names = set(vars(torch.onnx)), set(vars(torch.onnx._internal)), set(vars(torch.o
 
 words(), image()
 assert custom().inlined_functions == ("Twice",)
-loaded = compat.load()
-assert loaded is compat.load()
+loaded = ortmodule.load()
+assert loaded is ortmodule.load()
 assert not loaded.has_extensions
 
 assert [vars(owner)[name] for owner, name in owners] == seen
@@ -160,34 +160,34 @@ def test_what_the_import_replaces_when_it_is_not_undone(tmp_path):
         tmp_path,
         """
 import torch.utils.checkpoint
-compat._undo_replacements = contextlib.nullcontext
+ortmodule._undo_replacements = contextlib.nullcontext
 before = torch.manual_seed, torch.cuda.manual_seed, torch.utils.checkpoint.checkpoint
-compat.load()
+ortmodule.load()
 now = torch.manual_seed, torch.cuda.manual_seed, torch.utils.checkpoint.checkpoint
 assert not any(old is new for old, new in zip(before, now))
         """,
     )
 
 
-@pytest.mark.parametrize("with_patch", tiered([True, False], fast=[True]))
+@pytest.mark.parametrize("with_patch", nightly([True, False], but=[True]))
 def test_deepspeed_is_imported_only_without_the_patch(tmp_path, with_patch):
     (tmp_path / "deepspeed.py").write_text("import sys; print('deepspeed was imported', file=sys.__stdout__)")
-    without = "" if with_patch else "compat._block_deepspeed_import = contextlib.nullcontext\n"
+    without = "" if with_patch else "ortmodule._block_deepspeed_import = contextlib.nullcontext\n"
     output = succeed(tmp_path, without + "words(); print('trained'); import deepspeed", first_on_path=tmp_path)
     before, after = output.split("trained")
     assert ("deepspeed was imported" in before) is not with_patch
     assert ("deepspeed was imported" in after) is with_patch, "a user's own import must still work"
 
 
-@pytest.mark.parametrize("with_patch", tiered([True, False], fast=[True]))
+@pytest.mark.parametrize("with_patch", nightly([True, False], but=[True]))
 def test_logging_and_the_path_are_the_user_s_with_the_patch(tmp_path, with_patch):
-    without = "" if with_patch else "compat._preserve_logging_and_path = contextlib.nullcontext\n"
+    without = "" if with_patch else "ortmodule._preserve_logging_and_path = contextlib.nullcontext\n"
     output = succeed(
         tmp_path,
         f"""
 {without}
 import logging
-compat.load()
+ortmodule.load()
 print("path", [entry for entry in sys.path if "onnxruntime" in entry] == [])
 logging.basicConfig(level=logging.INFO, format="mine: %(message)s", stream=sys.stdout)
 logging.getLogger("mine").info("said")
@@ -197,9 +197,9 @@ logging.getLogger("mine").info("said")
     assert (f"path {True}" in output) is with_patch
 
 
-@pytest.mark.parametrize("with_patch", tiered([True, False], fast=[True]))
+@pytest.mark.parametrize("with_patch", nightly([True, False], but=[True]))
 def test_output_during_an_export_is_seen_with_the_patch(tmp_path, with_patch):
-    without = "" if with_patch else "compat_export.keep_output_visible = contextlib.nullcontext\n"
+    without = "" if with_patch else "internals.keep_output_visible = contextlib.nullcontext\n"
     output = succeed(
         tmp_path,
         f"""
@@ -223,7 +223,7 @@ def test_checkpointing_of_a_deepspeed_in_use_is_restored(tmp_path):
         """
 import deepspeed
 module, before = sys.modules["deepspeed"], deepspeed.checkpointing.checkpoint
-compat.load()
+ortmodule.load()
 assert deepspeed.checkpointing.checkpoint is before
 assert sys.modules["deepspeed"] is module
         """,
@@ -238,7 +238,7 @@ import torch.onnx.symbolic_opset9 as symbolics
 theirs = types.ModuleType("torch.onnx._globals")
 sys.modules["torch.onnx._globals"] = torch.onnx._globals = theirs
 symbolics._convolution = mine = object()
-with compat.moved_torch_names():
+with ortmodule.moved_torch_names():
     assert sys.modules["torch.onnx._globals"] is torch.onnx._globals is theirs
     assert symbolics._convolution is mine
     from torch.onnx import _type_utils
@@ -256,9 +256,9 @@ assert "optimum_memopt" in pushed and len(pushed) > 1, "ORT's own calls reach an
 
 def test_the_exporter_s_argument_is_given_only_where_it_exists(monkeypatch):
     monkeypatch.setattr(torch.onnx, "export", lambda model, args, f, opset_version=None: None)
-    assert compat_export.export_arguments() == {}
+    assert internals.export_arguments() == {}
     monkeypatch.setattr(torch.onnx, "export", lambda model, args, f, dynamo=True: None)
-    assert compat_export.export_arguments() == {"dynamo": False}
+    assert internals.export_arguments() == {"dynamo": False}
 
 
 def test_a_users_own_export_stays_plain_onnx(tmp_path):
@@ -279,7 +279,7 @@ def domains():
 before = domains()
 words()
 assert domains() == before
-with compat_export.register_symbolics(17):
+with internals.register_symbolics(17):
     assert domains() - before == {"org.pytorch.aten"}, "or there is nothing to undo"
 assert domains() == before
         """,
@@ -289,7 +289,7 @@ assert domains() == before
 def test_environment_is_restored_even_after_an_error(monkeypatch):
     monkeypatch.setenv("MEMOPT_SET", "mine")
     monkeypatch.delenv("MEMOPT_UNSET", raising=False)
-    with pytest.raises(KeyError), compat.environment({"MEMOPT_SET": "theirs", "MEMOPT_UNSET": "1"}):
+    with pytest.raises(KeyError), ortmodule.environment({"MEMOPT_SET": "theirs", "MEMOPT_UNSET": "1"}):
         assert (os.environ["MEMOPT_SET"], os.environ["MEMOPT_UNSET"]) == ("theirs", "1")
         raise KeyError
     assert os.environ["MEMOPT_SET"] == "mine"
@@ -309,7 +309,7 @@ class Doubled(torch.autograd.Function):
 def test_autograd_functions_are_recorded_once_each_and_still_run():
     original = torch.autograd.Function.__dict__["apply"]
     x = torch.ones(2, requires_grad=True)
-    with pytest.raises(KeyError), compat_export.record_autograd_functions() as seen:
+    with pytest.raises(KeyError), torch_modules.record_autograd_functions() as seen:
         Doubled.apply(Doubled.apply(x)).sum().backward()
         raise KeyError
     assert seen == ["Doubled"]

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from optimum_memopt.engines.ort import compat, cuda_libraries, support_checks
+from optimum_memopt.engines.ort.compat import installation, ortmodule
+from optimum_memopt.engines.ort.support import checks
 from optimum_memopt.errors import UnsupportedModelError
 from tests import fresh_process
 
+PROVIDER = "onnxruntime/capi/libonnxruntime_providers_cuda.so"
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 
 
@@ -27,21 +29,21 @@ def packages(tmp_path, monkeypatch):
     """A folder of installed packages: a provider that needs cuBLAS, which needs cuBLASLt."""
     libraries = tmp_path / "nvidia/cublas/lib"
     light = make(libraries / "libcublasLt.so.11")
-    provider = make(tmp_path / "onnxruntime" / cuda_libraries._PROVIDER, make(libraries / "libcublas.so.11", light))
-    monkeypatch.setattr(cuda_libraries.site, "getsitepackages", lambda: [str(tmp_path)])
-    monkeypatch.setattr(cuda_libraries, "_provider", lambda: provider)
-    cuda_libraries.missing.cache_clear()
+    make(tmp_path / PROVIDER, make(libraries / "libcublas.so.11", light))
+    monkeypatch.setattr(installation.site, "getsitepackages", lambda: [str(tmp_path)])
+    monkeypatch.setattr(installation, "onnxruntime_dir", lambda: tmp_path / "onnxruntime")
+    installation.missing_library.cache_clear()
     yield tmp_path
-    cuda_libraries.missing.cache_clear()
+    installation.missing_library.cache_clear()
 
 
-def missing_in_a_fresh_process(packages: Path, provider: Path) -> str:
+def missing_in_a_fresh_process(packages: Path) -> str:
     """What is loaded stays loaded."""
     script = f"""
 import pathlib, site
-from optimum_memopt.engines.ort import cuda_libraries
+from optimum_memopt.engines.ort.compat import installation
 site.getsitepackages = lambda: [{str(packages)!r}]
-print(cuda_libraries.load(pathlib.Path({str(provider)!r})))
+print(installation.load_library(pathlib.Path({str(packages / PROVIDER)!r})))
 """
     done = fresh_process.run("-c", script)
     assert done.returncode == 0, done.stderr
@@ -49,28 +51,28 @@ print(cuda_libraries.load(pathlib.Path({str(provider)!r})))
 
 
 def test_libraries_in_wheels_are_found(packages):
-    assert missing_in_a_fresh_process(packages, cuda_libraries._provider()) == ""
+    assert missing_in_a_fresh_process(packages) == ""
 
 
 @pytest.mark.parametrize("lost", ["libcublas.so.11", "libcublasLt.so.11"])
 def test_the_library_that_is_not_there_is_named(packages, lost, monkeypatch):
     (packages / "nvidia/cublas/lib" / lost).unlink()
-    assert missing_in_a_fresh_process(packages, cuda_libraries._provider()) == lost
-    monkeypatch.setattr(compat, "runs_on_gpus", lambda: True)
+    assert missing_in_a_fresh_process(packages) == lost
+    monkeypatch.setattr(ortmodule, "runs_on_gpus", lambda: True)
     message = rf"Model is on cuda, and onnxruntime-training\S* \S+ does not find {lost} of CUDA 11.8; give .*"
     with pytest.raises(UnsupportedModelError, match=message + "pip install 'nvidia-cublas-cu11' ") as error:
-        support_checks.check_device("Model", "cuda")
+        checks.check_device("Model", "cuda")
     assert "\n" not in str(error.value) and "'nvidia-cudnn-cu11<9'" in str(error.value)
 
 
 def test_other_errors_name_no_library():
-    assert cuda_libraries.library_in("libonnxruntime.so: undefined symbol: Provider_GetHost") == ""
+    assert installation.library_in("libonnxruntime.so: undefined symbol: Provider_GetHost") == ""
     text = "libcudnn.so.8: cannot open shared object file: No such file or directory"
-    assert cuda_libraries.library_in(text) == "libcudnn.so.8"
-    assert cuda_libraries.command("libcudnn.so.8").startswith("pip install 'nvidia-cudnn-cu11<9'")
+    assert installation.library_in(text) == "libcudnn.so.8"
+    assert installation.library_command("libcudnn.so.8").startswith("pip install 'nvidia-cudnn-cu11<9'")
 
 
 def test_without_a_provider_nothing_is_missing(monkeypatch):
     """As with the CPU build, which the tests have."""
-    cuda_libraries.missing.cache_clear()
-    assert cuda_libraries.missing() == ""
+    installation.missing_library.cache_clear()
+    assert installation.missing() == ""

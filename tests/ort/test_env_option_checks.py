@@ -5,8 +5,10 @@ import torch
 
 import optimum_memopt
 from optimum_memopt import MemOptOptions, UnsupportedModelError
-from optimum_memopt.engines.ort import env_option_checks, extensions, missing
-from optimum_memopt.engines.ort.options import OrtOptions
+from optimum_memopt.engines.ort import missing
+from optimum_memopt.engines.ort.compat import extensions, installation
+from optimum_memopt.engines.ort.options import flags
+from optimum_memopt.engines.ort.options.flags import OrtOptions
 from tests.ort.helpers import MLM, needs_ort, refusal
 
 
@@ -44,7 +46,7 @@ def test_what_needs_cuda_is_refused_without_and_for_a_model_on_the_cpu(options, 
 @needs_ort
 def test_the_cpu_build_on_a_machine_with_a_gpu_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(extensions, "onnxruntime_build", lambda: {"package_name": "onnxruntime-training-cpu"})
+    monkeypatch.setattr(installation, "onnxruntime_build", lambda: {"package_name": "onnxruntime-training-cpu"})
     assert "the installed onnxruntime-training is its CPU build; leave it out" in refusal(ort_tuning=True)
 
 
@@ -99,7 +101,7 @@ def test_what_does_not_go_together_is_refused(options, message, with_cuda):
 )
 def test_stage_3_support_names_the_deepspeed_that_it_needs(version, message, monkeypatch, with_cuda):
     found = version and ("deepspeed", version)
-    monkeypatch.setattr(env_option_checks, "installed_version", lambda names: found)
+    monkeypatch.setattr(flags, "installed_version", lambda names: found)
     assert message in refusal(ort_zero_stage3=True)
-    monkeypatch.setattr(env_option_checks, "installed_version", lambda names: ("deepspeed", "0.13.1"))
+    monkeypatch.setattr(flags, "installed_version", lambda names: ("deepspeed", "0.13.1"))
     MemOptOptions(ort_zero_stage3=True).check()

@@ -5,8 +5,8 @@ import re
 import pytest
 
 from optimum_memopt import MemOptOptions
-from optimum_memopt.engines.ort import extensions
-from optimum_memopt.engines.ort.env_options import ENV_OPTIONS, KNOWN, from_environment
+from optimum_memopt.engines.ort.compat import extensions, installation
+from optimum_memopt.engines.ort.options.environment import ENV_OPTIONS, KNOWN, from_environment
 from tests.gradients import accumulate, assert_same_step
 from tests.ort.helpers import MLM, ROOT, environment_variables, needs_ort, optimize, refusal
 
@@ -117,7 +117,7 @@ def test_a_variable_without_a_value_is_not_set():
 
 @needs_ort
 def test_every_variable_that_onnxruntime_reads_is_known():
-    package = extensions.onnxruntime_dir() / "training"
+    package = installation.onnxruntime_dir() / "training"
     read = re.compile(r"""(?:getenv|environ|envvar|key|KEY)[^\n]*["'](ORTMODULE_[A-Z0-9_]+)["']""")
     found = {name for path in package.rglob("*.py") for name in read.findall(path.read_text())}
     assert len(found) > 25

@@ -31,7 +31,7 @@ from tests.ort.helpers import (
     needs_ort,
     run_script,
 )
-from tests.tiers import tiered
+from tests.rotation import nightly
 
 pytestmark = needs_ort
 
@@ -76,7 +76,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("which", tiered(MODELS, fast=["scale", "lora"]))
+@pytest.mark.parametrize("which", nightly(MODELS, but=["scale", "lora"]))
 def test_a_model_takes_its_own_graph_only(attach: Attach, tmp_path: Path, lines: list[str], which: str) -> None:
     models = MODELS[which]
     batch = ZOO["llama"].batch() if which == "lora" else {"values": torch.randn(3, 8)}
@@ -112,7 +112,7 @@ def test_another_process_uses_it(attach: Attach, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage", [lambda content: content[:-9], *tiered([lambda content: b"", lambda content: b"x" + content], fast=[])]
+    "damage", [lambda content: content[:-9], *nightly([lambda content: b"", lambda content: b"x" + content])]
 )
 def test_a_damaged_entry_is_replaced(
     attach: Attach, tmp_path: Path, lines: list[str], damage: Callable[[bytes], bytes]

@@ -11,12 +11,12 @@ import pytest
 import torch
 from filelock import FileLock
 
-from optimum_memopt.engines.ort import extensions
+from optimum_memopt.engines.ort.compat import extensions, installation
 from optimum_memopt.errors import MemOptError
 from tests import fresh_process
 from tests.ort.helpers import SCRIPTS, run_script
 
-needs_wheel = pytest.mark.skipif(extensions.onnxruntime_dir() is None, reason="no onnxruntime-training")
+needs_wheel = pytest.mark.skipif(installation.onnxruntime_dir() is None, reason="no onnxruntime-training")
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def put_built_files() -> dict[str, Path]:
 def test_importing_the_module_imports_nothing_of_onnxruntime():
     script = """
         import sys
-        from optimum_memopt.engines.ort import extensions
+        from optimum_memopt.engines.ort.compat import extensions
         extensions.find()
         assert not [name for name in sys.modules if name.startswith("onnxruntime")]
     """

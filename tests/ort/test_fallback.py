@@ -88,7 +88,7 @@ class Adversarial(torch.nn.Module):
 
 @pytest.mark.parametrize("fallback", [True, False])
 def test_a_backward_of_its_own_is_never_lost(attach: Attach, fallback: bool) -> None:
-    from optimum_memopt.engines.ort.extensions import BUILD_COMMAND, find
+    from optimum_memopt.engines.ort.compat.extensions import BUILD_COMMAND, find
 
     model = Adversarial()
     plain = copy.deepcopy(model)

@@ -24,7 +24,7 @@ def test_torch_and_its_exporter_are_left_as_they_were(tmp_path: Path) -> None:
     run_script("leave_torch_unchanged.py", cwd=tmp_path, run=fresh_process.run)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_table_is_the_same_in_every_process(tmp_path: Path) -> None:
     first = run_script("print_tables.py", cwd=tmp_path)
     assert first.count("saving_bytes") > 50

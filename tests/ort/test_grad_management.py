@@ -2,7 +2,7 @@
 
 import pytest
 
-from optimum_memopt.engines.ort import extensions
+from optimum_memopt.engines.ort.compat import extensions
 from tests.ort.helpers import needs_ort, run_script
 
 pytestmark = [needs_ort, pytest.mark.extensions, pytest.mark.timeout(1800)]

@@ -5,12 +5,12 @@ import copy
 import pytest
 import torch
 
-from optimum_memopt.engines.ort import session
-from optimum_memopt.engines.ort.index_checks import IndexCheck, as_index_error
+from optimum_memopt.engines.ort.graph_fixes.index_checks import IndexCheck, as_index_error
+from optimum_memopt.engines.ort.session import session
 from tests.gradients import accumulate, assert_same_step
 from tests.model_zoo import _BERT, IGNORE, ZOO, Case, tokens
 from tests.ort.helpers import needs_ort
-from tests.tiers import tiered
+from tests.rotation import nightly
 
 pytestmark = needs_ort
 
@@ -177,7 +177,7 @@ def test_other_losses(attach, kind):
 
 
 @pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("name", tiered(["roberta-mlm", "roberta-classification", "gpt2"], fast=["gpt2"]))
+@pytest.mark.parametrize("name", nightly(["roberta-mlm", "roberta-classification", "gpt2"], but=["gpt2"]))
 def test_a_batch_without_labels_has_pytorchs_loss(attach, name, inside):
     case = ZOO[name]
     model = case.build()

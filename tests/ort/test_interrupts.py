@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from optimum_memopt.engines.api.run import Selection
-from optimum_memopt.engines.ort import compat
+from optimum_memopt.engines.ort.compat import ortmodule
 from optimum_memopt.engines.ort.engine import OrtEngine
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.plans.grammar import parse
 from tests.gradients import assert_same_step
 from tests.model_zoo import ZOO
 from tests.ort.helpers import needs_ort
-from tests.tiers import tiered
+from tests.rotation import nightly
 
 pytestmark = needs_ort
 
@@ -54,8 +54,8 @@ def interrupt_in(model: torch.nn.Module, place: str, monkeypatch: pytest.MonkeyP
     if place == "export":
         layer = model.get_submodule("roberta.encoder.layer.1")
         return layer.register_forward_pre_hook(lambda *_: signal.raise_signal(signal.SIGINT)).remove
-    compat.load()
-    session = importlib.import_module(f"{compat.ORTMODULE}._training_manager").TrainingManager
+    ortmodule.load()
+    session = importlib.import_module(f"{ortmodule.ORTMODULE}._training_manager").TrainingManager
     original = getattr(session, place)
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
@@ -68,7 +68,7 @@ def interrupt_in(model: torch.nn.Module, place: str, monkeypatch: pytest.MonkeyP
     return lambda: context.__exit__(None, None, None)
 
 
-@pytest.mark.parametrize("place", tiered(["export", *PLACES], fast=["export", "_build_graph"]))
+@pytest.mark.parametrize("place", nightly(["export", *PLACES], but=["export", "_build_graph"]))
 def test_an_interrupted_first_forward(monkeypatch: Any, tmp_path: Path, place: str) -> None:
     model, plain, engine = attached(monkeypatch, tmp_path)
     variables, export = dict(os.environ), torch.onnx.export

@@ -17,7 +17,7 @@ from tests.ort.helpers import (
     Attach,
     needs_ort,
 )
-from tests.tiers import tiered
+from tests.rotation import nightly
 
 pytestmark = needs_ort
 
@@ -53,7 +53,7 @@ def through_torch_save(model: torch.nn.Module) -> torch.nn.Module:
     return torch.load(file, weights_only=False)
 
 
-@pytest.mark.parametrize("copied", tiered([copy.deepcopy, through_pickle, through_torch_save], fast=["deepcopy"]))
+@pytest.mark.parametrize("copied", nightly([copy.deepcopy, through_pickle, through_torch_save], but=["deepcopy"]))
 @pytest.mark.parametrize("attached", [True, False], ids=["attached", "detached"])
 def test_copies_of_every_kind_are_plain_models(attach: Attach, copied: Callable[..., Any], attached: bool) -> None:
     model = ROBERTA.build()

@@ -7,7 +7,7 @@ import numpy
 import pytest
 import torch
 
-from optimum_memopt.engines.ort.module_state import ModuleState, ReexportLimit, describe_changes
+from optimum_memopt.engines.ort.session.module_state import ModuleState, ReexportLimit, describe_changes
 from optimum_memopt.errors import UnsupportedModelError
 from tests.gradients import assert_same_step
 from tests.model_zoo import _BERT, _DEBERTA, ZOO, Case, masked_lm

@@ -13,14 +13,14 @@ from transformers.trainer_pt_utils import LabelSmoother
 from optimum_memopt import MemOptError, MemOptTrainer, MemOptTrainingArguments, attach
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.ort.engine import OrtEngine
-from optimum_memopt.engines.ort.options import OrtOptions
+from optimum_memopt.engines.ort.options.flags import OrtOptions
 from optimum_memopt.engines.shared.label_smoothing import LabelSmoothing
 from optimum_memopt.errors import UnsupportedModelError
 from optimum_memopt.plans.grammar import parse
 from tests.gradients import TOLERANCE, accumulate, assert_same_step
 from tests.model_zoo import IGNORE, UNTRAINABLE, ZOO
 from tests.ort.helpers import needs_ort
-from tests.tiers import tiered
+from tests.rotation import nightly
 from tests.trackers import numbers, tracked
 from tests.trainer_runs import arguments, build, collate, distance, log_lines, make, rows, weights
 
@@ -67,7 +67,7 @@ def projected_rows(engine: OrtEngine) -> str:
     return producers[node.input[0]].op_type
 
 
-@pytest.mark.parametrize("name", tiered([MLM, "gpt2", "t5", "deberta-v2-mlm"], fast=[MLM, "t5"]))
+@pytest.mark.parametrize("name", nightly([MLM, "gpt2", "t5", "deberta-v2-mlm"], but=[MLM, "t5"]))
 def test_the_same_step_from_the_labelled_rows(attached: Attached, name: str) -> None:
     case = ZOO[name]
     model = case.build()
@@ -83,7 +83,7 @@ def test_the_same_step_from_the_labelled_rows(attached: Attached, name: str) -> 
     assert projected_rows(engine) == "ShrunkenGather"
 
 
-@pytest.mark.parametrize("name", tiered([MLM, "gpt2"], fast=[MLM]))
+@pytest.mark.parametrize("name", nightly([MLM, "gpt2"], but=[MLM]))
 def test_a_batch_without_labels_and_one_after_it(attached: Attached, name: str) -> None:
     """Of a mean over nothing torch makes nan and gradients of zero; a sum over nothing is zero."""
     case = ZOO[name]
@@ -122,7 +122,7 @@ def test_without_the_flag_nothing_changes(attached: Attached) -> None:
     assert projected_rows(engine) != "ShrunkenGather"
 
 
-@pytest.mark.parametrize("plan", tiered(["Gelu+:1:-1", 1], fast=[1]))
+@pytest.mark.parametrize("plan", nightly(["Gelu+:1:-1", 1], but=[1]))
 def test_the_same_step_under_plans(attached: Attached, plan: str | int) -> None:
     model = ZOO[MLM].build()
     plain = copy.deepcopy(model)
@@ -178,7 +178,7 @@ def test_cross_entropy_comes_back_when_the_forward_fails(attached: Attached) -> 
     assert torch.nn.functional.cross_entropy is cross_entropy
 
 
-@pytest.mark.parametrize("name", tiered([MLM, "t5"], fast=[MLM]))
+@pytest.mark.parametrize("name", nightly([MLM, "t5"], but=[MLM]))
 def test_labels_that_stop_fitting_are_refused(attached: Attached, name: str) -> None:
     """The rows that are chosen would be there, and be those of other tokens."""
     case = ZOO[name]
@@ -223,10 +223,10 @@ def sparse_rows(name: str, **which: int) -> list[dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize(
     ("name", "setup"),
-    tiered(
+    nightly(
         [(MLM, "accumulation"), ("gpt2", "accumulation")]
         + [(name, "smoothing") for name in ("roberta-classification", MLM, "gpt2")],
-        fast=[("gpt2", "accumulation"), (MLM, "smoothing")],
+        but=[("gpt2", "accumulation"), (MLM, "smoothing")],
     ),
 )
 def test_the_trainer_ends_with_the_same_weights(tmp_path: Path, name: str, setup: str) -> None:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from optimum_memopt import MemOptError
-from optimum_memopt.engines.ort import compat_options
-from optimum_memopt.engines.ort.options import OrtOptions
+from optimum_memopt.engines.ort.compat import internals
+from optimum_memopt.engines.ort.options.flags import OrtOptions
 from tests.gradients import TOLERANCE, accumulate, assert_same_step
 from tests.ort.helpers import (
     MLM,
@@ -17,15 +17,15 @@ from tests.ort.helpers import (
     optimize,
     run_script,
 )
-from tests.tiers import tiered
+from tests.rotation import nightly
 
 
 @needs_ort
 @pytest.mark.parametrize(
     "option",
-    tiered(
+    nightly(
         ["ort_compute_optimizer", "ort_embedding_sparse_optimizer", "ort_label_sparse_optimizer"],
-        fast=["ort_label_sparse_optimizer"],
+        but=["ort_label_sparse_optimizer"],
     ),
 )
 def test_switches_that_crash_upstream_train(option):
@@ -139,7 +139,7 @@ def test_determinism_is_followed_when_it_is_turned_on_later(monkeypatch):
 
 @needs_ort
 def test_what_this_build_of_onnxruntime_ignores_is_refused():
-    from optimum_memopt.engines.ort.session import Hooks, OrtSession
+    from optimum_memopt.engines.ort.session.session import Hooks, OrtSession
 
     hooks = Hooks(choose=lambda text, rows: (), report=lambda text: None, phase=lambda phase: None)
     before = environment_variables()
@@ -150,18 +150,18 @@ def test_what_this_build_of_onnxruntime_ignores_is_refused():
 
 @needs_ort
 def test_graph_rewrites_belong_to_the_model_that_asked_for_them():
-    from optimum_memopt.engines.ort import compat
+    from optimum_memopt.engines.ort.compat import ortmodule
 
-    compat.load()
+    ortmodule.load()
     from onnxruntime.training.ortmodule.graph_optimizer_registry import GraphOptimizerRegistry
 
     def names():
         entries = (entry for entries in GraphOptimizerRegistry._OPTIMIZER_FUNCS.values() for entry in entries)
         return [function.__name__ for function, *_ in entries]
 
-    with compat_options.select_graph_optimizers(OrtOptions(ort_efficient_attention=True)):
+    with internals.select_graph_optimizers(efficient_attention=True, flash_attention=False, triton=False):
         assert names() == ["optimize_graph_for_aten_efficient_attention"]
-    with compat_options.select_graph_optimizers(OrtOptions()):
+    with internals.select_graph_optimizers(False, False, False):
         assert names() == []
 
 

@@ -18,7 +18,7 @@ from tests.ort.helpers import (
     count_lines,
     needs_ort,
 )
-from tests.tiers import tiered
+from tests.rotation import nightly
 
 pytestmark = needs_ort
 
@@ -79,8 +79,8 @@ def test_a_cluster_id_without_its_plus_says_what_was_meant() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    tiered(
-        ["Gelu+:1:0", "Gelu+:0:-1", "Gelu+:1:0,LayerNormalization+:0:0"], fast=["Gelu+:1:0,LayerNormalization+:0:0"]
+    nightly(
+        ["Gelu+:1:0", "Gelu+:0:-1", "Gelu+:1:0,LayerNormalization+:0:0"], but=["Gelu+:1:0,LayerNormalization+:0:0"]
     ),
 )
 def test_count_0_and_strategy_0_mean_off(attach: Attach, text: str) -> None:
@@ -115,7 +115,7 @@ def test_recipes_made_for_cuda_train_on_the_cpu(
 
 @pytest.mark.parametrize(
     "name",
-    tiered(["roberta-mlm", "bert-mlm", "deberta-v2-mlm", "gpt2", "llama", "vit"], fast=["roberta-mlm", "gpt2"]),
+    nightly(["roberta-mlm", "bert-mlm", "deberta-v2-mlm", "gpt2", "llama", "vit"], but=["roberta-mlm", "gpt2"]),
 )
 @pytest.mark.parametrize("level", [1, 2])
 def test_a_level_leaves_normalizations_out_where_they_make_the_residual_stream(

@@ -12,12 +12,12 @@ from tests.ort.helpers import (
     Attach,
     needs_ort,
 )
-from tests.tiers import tiered
+from tests.rotation import nightly
 
 pytestmark = needs_ort
 
 
-@pytest.mark.parametrize("dtype", tiered([torch.bfloat16, torch.float16, torch.float64], fast=[torch.bfloat16]))
+@pytest.mark.parametrize("dtype", nightly([torch.bfloat16, torch.float16, torch.float64], but=[torch.bfloat16]))
 def test_only_float32_trains_on_the_cpu(attach: Attach, dtype: torch.dtype) -> None:
     model = ROBERTA.build()
     with pytest.raises(UnsupportedModelError, match=r"float32 only; call model.float\(\)"):
@@ -31,7 +31,7 @@ def test_only_float32_trains_on_the_cpu(attach: Attach, dtype: torch.dtype) -> N
     assert_same_step(model.float(), plain, ROBERTA.batch())
 
 
-@pytest.mark.parametrize("when", tiered(["from the first step on", "later"], fast=["later"]))
+@pytest.mark.parametrize("when", nightly(["from the first step on", "later"], but=["later"]))
 def test_autocast_on_the_cpu_is_refused(attach: Attach, when: str) -> None:
     model = ROBERTA.build()
     plain = copy.deepcopy(model)

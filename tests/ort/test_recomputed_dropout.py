@@ -69,13 +69,13 @@ def test_recomputed_dropout_has_the_masks_of_the_forward(attach: Attach) -> None
     assert slope_error(attach, Selection(level=1), unpaired=False) < 0.01
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("unpaired", [False, True])
 def test_the_slope_is_right_without_a_plan(attach: Attach, unpaired: bool) -> None:
     assert slope_error(attach, Selection(), unpaired) < 0.01
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_recomputed_dropout_is_wrong_after_unpaired_forwards(attach: Attach) -> None:
     """Why the guard is there."""
     assert slope_error(attach, config(dropout_plans(attach)), unpaired=True) > 0.05

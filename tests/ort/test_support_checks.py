@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from optimum_memopt.engines.ort import support_checks
+from optimum_memopt.engines.ort.support import checks
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
 
 SIZES = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8, "vocab_size": 11}
@@ -24,14 +24,14 @@ def llama(**changes):
 
 def refused(model):
     with pytest.raises(UnsupportedModelError) as error:
-        support_checks.check(model)
+        checks.check(model)
     assert "\n" not in str(error.value)
     return str(error.value)
 
 
 @pytest.mark.parametrize("make", [roberta, llama, lambda: torch.nn.Linear(2, 2)])
 def test_ordinary_models_pass(make):
-    support_checks.check(make())
+    checks.check(make())
 
 
 def test_models_that_ort_would_train_wrongly_are_refused_with_a_way_out():
@@ -48,11 +48,11 @@ def test_models_that_ort_would_train_wrongly_are_refused_with_a_way_out():
 
 def test_autocast_on_the_cpu_is_refused():
     model = torch.nn.Linear(2, 2)
-    support_checks.check_autocast(model)
+    checks.check_autocast(model)
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(UnsupportedModelError, match="autocast"):
-        support_checks.check_autocast(model)
+        checks.check_autocast(model)
     with torch.autocast("cpu", torch.bfloat16):
-        support_checks.check_autocast(torch.nn.Linear(2, 2, device="meta"))
+        checks.check_autocast(torch.nn.Linear(2, 2, device="meta"))
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def arguments(tmp_path_factory):
 
 
 def test_ordinary_arguments_pass(arguments):
-    support_checks.check_arguments(arguments("bf16", False))
+    checks.check_arguments(arguments("bf16", False))
 
 
 @pytest.mark.parametrize(
@@ -85,14 +85,14 @@ def test_ordinary_arguments_pass(arguments):
 )
 def test_arguments_that_ort_cannot_train_with(arguments, name, value, named):
     with pytest.raises(MemOptError, match=re.escape(named)) as error:
-        support_checks.check_arguments(arguments(name, value))
+        checks.check_arguments(arguments(name, value))
     assert "\n" not in str(error.value)
 
 
 def test_fsdp_of_accelerates_launcher_is_seen_too(arguments, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(MemOptError, match="FSDP with the ort engine"):
-        support_checks.check_arguments(arguments("fsdp", None))
+        checks.check_arguments(arguments("fsdp", None))
 
 
 @pytest.mark.parametrize(
@@ -109,13 +109,13 @@ def test_fsdp_of_accelerates_launcher_is_seen_too(arguments, monkeypatch):
     ids=lambda value: getattr(value, "model_type", None),
 )
 def test_attention_dropout_by_each_of_its_names(config, dropout):
-    assert support_checks.attention_dropout(config) == dropout
+    assert checks.attention_dropout(config) == dropout
 
 
 @pytest.mark.parametrize("dropout, chosen", [(0.1, "eager"), (0.0, "sdpa")])
 def test_sdpa_is_kept_only_where_it_trains(dropout, chosen, capsys):
     model = roberta(dropout)
-    replaced = support_checks.choose_attention(model)
+    replaced = checks.choose_attention(model)
     assert model.config._attn_implementation == chosen
     assert replaced == (None if chosen == "sdpa" else "sdpa")
     assert ("attention sdpa -> eager" in capsys.readouterr().err) is (chosen == "eager")
@@ -123,24 +123,24 @@ def test_sdpa_is_kept_only_where_it_trains(dropout, chosen, capsys):
 
 def test_t5_trains_with_eager_attention_even_without_dropout():
     config = transformers.T5Config(dropout_rate=0.0, attn_implementation="sdpa")
-    assert "no gradient" in support_checks.needs_eager_attention(config)
+    assert "no gradient" in checks.needs_eager_attention(config)
     config._attn_implementation = "flash_attention_2"
-    assert "flash_attention_2" in support_checks.needs_eager_attention(config)
+    assert "flash_attention_2" in checks.needs_eager_attention(config)
 
 
 def test_eager_models_and_models_without_a_config_are_left_alone():
-    assert support_checks.choose_attention(roberta(0.1, attention="eager")) is None
-    assert support_checks.choose_attention(torch.nn.Linear(2, 2)) is None
+    assert checks.choose_attention(roberta(0.1, attention="eager")) is None
+    assert checks.choose_attention(torch.nn.Linear(2, 2)) is None
 
 
 def test_hooks_on_submodules_are_remarked_and_the_model_s_own_are_not():
     model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(5)))
     model.register_forward_hook(lambda *_: None)
-    assert support_checks.remarks(model) == ()
+    assert checks.remarks(model) == ()
     model[1].register_forward_pre_hook(lambda *_: None)
-    (remark,) = support_checks.remarks(model)
+    (remark,) = checks.remarks(model)
     assert "hooks on 1 submodules (1)" in remark
     for module in model:
         module.register_full_backward_hook(lambda *_: None)
-    (remark,) = support_checks.remarks(model)
+    (remark,) = checks.remarks(model)
     assert "hooks on 5 submodules (0, 1, 2, …)" in remark

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from optimum_memopt.engines.api.run import Selection
-from optimum_memopt.engines.ort import compat
+from optimum_memopt.engines.ort.compat import ortmodule
 from optimum_memopt.engines.ort.engine import OrtEngine
-from optimum_memopt.engines.ort.options import OrtOptions
+from optimum_memopt.engines.ort.options.flags import OrtOptions
 from tests.gradients import assert_same_step
 from tests.model_zoo import ZOO
 from tests.ort.helpers import needs_ort
@@ -25,7 +25,7 @@ STEPS = 3
 
 def state() -> dict[str, Any]:
     """What the engine changes for the time of a call."""
-    session = importlib.import_module(f"{compat.ORTMODULE}._graph_transition_manager").GraphTransitionManager
+    session = importlib.import_module(f"{ortmodule.ORTMODULE}._graph_transition_manager").GraphTransitionManager
     return {
         "environment": dict(os.environ),
         "warnings": list(warnings.filters),

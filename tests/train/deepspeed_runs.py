@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from optimum_memopt import MemOptError
-from optimum_memopt.engines.ort import fp16_optimizer
+from optimum_memopt.engines.ort.support import optimizers
 from tests.deepspeed_kernels import leave_out_shared_memory
 from tests.trainer_runs import log_lines, make, weights
 
@@ -69,9 +69,9 @@ def zero(folder):
         "lines": lines,
         "optimizer": f"{type(optimizer).__name__} {type(optimizer.optimizer).__name__} "
         f"{optimizer.optimizer.defaults['fused']}",
-        "reason": fp16_optimizer.modify(trainer.optimizer),
+        "reason": optimizers.modify_fp16_optimizer(trainer.optimizer),
         "untouched": vars(optimizer) == before,
-        "unknown": fp16_optimizer.modify(torch.optim.AdamW(trainer.model.parameters())),
+        "unknown": optimizers.modify_fp16_optimizer(torch.optim.AdamW(trainer.model.parameters())),
     }
 
 

@@ -7,7 +7,7 @@ from transformers import PreTrainedConfig
 
 from optimum_memopt import MemOptError, MemOptOptions, optimize
 from optimum_memopt.engines.api.run import Selection
-from optimum_memopt.engines.ort import support_checks
+from optimum_memopt.engines.ort.support import checks
 from optimum_memopt.engines.shared.auto import create
 from optimum_memopt.engines.shared.in_place import engine_of
 from optimum_memopt.errors import UnsupportedModelError
@@ -160,7 +160,7 @@ def test_parameters_where_onnx_runtime_does_not_run():
     """The CPU build reads the memory of a GPU as the host's, and dies."""
     message = r"is on cuda, where onnxruntime-training-cpu \S+ does not run; give --memory_opt_engine compile"
     with pytest.raises(UnsupportedModelError, match=message):
-        support_checks.check_device("Model", "cuda")
+        checks.check_device("Model", "cuda")
     with pytest.raises(UnsupportedModelError, match="RobertaForSequenceClassification is on meta"):
         optimize(build("roberta-classification").to("meta"), memory_opt_engine="ort")
 

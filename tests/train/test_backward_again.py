@@ -34,7 +34,7 @@ def test_a_backward_runs_as_often_as_it_is_asked_to(plan):
     assert_equal(*created)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_inductor_overwrites_saved_activations_unless_told_not_to():
     def twice(model):
         loss = model(x).loss

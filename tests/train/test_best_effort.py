@@ -8,7 +8,7 @@ from optimum_memopt.engines.compile.partition import partitioned_graph
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
 from optimum_memopt.engines.compile.train import planned_forward
 from tests.gradients import assert_bitwise_same_step
-from tests.tiers import tiered
+from tests.rotation import nightly
 from tests.train.test_hooks import Net
 from tests.trainer_runs import log_lines, make, weights
 
@@ -44,7 +44,7 @@ def test_a_failure_is_one_warning(monkeypatch, owner, name, left_out):
     assert engine.plans().header
 
 
-@pytest.mark.parametrize("name", tiered(["gpt2", "bert-classification", "llama"], fast=[]))
+@pytest.mark.parametrize("name", nightly(["gpt2", "bert-classification", "llama"]))
 def test_noisy_embeddings(tmp_path, name):
     """NEFTune draws noise within bounds that are data, which splits the graph: one backward has no operator."""
     found = []

@@ -26,12 +26,10 @@ from optimum_memopt.sizes import Budget, parse_budget
 from tests.compiled import DROPOUT, assert_bitwise_same
 from tests.gradients import accumulate
 from tests.model_zoo import SMALL, ZOO
-from tests.tiers import tiered
+from tests.rotation import nightly
 from tests.train.test_step_memory import measured
 from tests.train.tower import Tower, tower_batch
 from tests.trainer_runs import log_lines
-
-pytestmark = pytest.mark.end_to_end
 
 # What the allocator is asked for beside tensors: the loss, seeds, offsets.
 SLACK = 256
@@ -87,7 +85,7 @@ SHARES = (0.02, 0.3, 0.6, 0.9)
 
 @pytest.mark.parametrize(
     ("case", "shares"),
-    tiered([*((case, SHARES) for case in CASES), ("one layer", SHARES[1::2])], fast=[("one layer", SHARES[1::2])]),
+    nightly([*((case, SHARES) for case in CASES), ("one layer", SHARES[1::2])], but=[("one layer", SHARES[1::2])]),
 )
 def test_the_allocator_stays_within_the_budget(case: str, shares: tuple[float, ...]) -> None:
     name, changes = CASES[case]

@@ -9,7 +9,7 @@ from transformers import set_seed
 from optimum_memopt import attach, optimize
 from optimum_memopt.engines.shared.registry import engine_names
 from tests.model_zoo import ZOO
-from tests.tiers import tiered
+from tests.rotation import nightly
 from tests.train import test_callbacks_trl as test_trl
 from tests.trainer_runs import build, distance, log_lines, make, weights
 
@@ -32,7 +32,7 @@ def input_gradient_hooks(model):
     return sum(len(module._forward_hooks) for module in model.modules())
 
 
-@pytest.mark.parametrize("asked", tiered(["arguments", "model-before", "model-after"], fast=["arguments"]))
+@pytest.mark.parametrize("asked", nightly(["arguments", "model-before", "model-after"], but=["arguments"]))
 def test_a_trainer_recomputes_by_level_1_instead(tmp_path, engine, asked):
     """And finds everything again after train() as a plain Trainer leaves it."""
     changes = {"gradient_checkpointing": True} if asked == "arguments" else {}
@@ -85,7 +85,7 @@ def test_a_model_that_is_switched_on_in_the_middle(engine):
     assert input_gradient_hooks(model) == 0, "the handle still finds its hook"
 
 
-@pytest.mark.parametrize("name", tiered(["SFT", "SFT-LoRA", "DPO"], fast=["SFT-LoRA"]))
+@pytest.mark.parametrize("name", nightly(["SFT", "SFT-LoRA", "DPO"], but=["SFT-LoRA"]))
 def test_trl_with_its_own_defaults_under_auto(tmp_path, name):
     """TRL asks for activation checkpointing; ONNX Runtime cannot train what SFT and DPO do, compile can."""
     trainers = [trl_trainer(tmp_path / kind, name) for kind in ("plain", "ours")]

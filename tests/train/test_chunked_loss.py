@@ -18,7 +18,7 @@ from optimum_memopt.plans.grammar import ConfigError, parse
 from tests.compiled import recorded
 from tests.gradients import assert_same_step
 from tests.model_zoo import ZOO
-from tests.tiers import tiered
+from tests.rotation import nightly
 from tests.train.test_step_memory import measured
 from tests.trainer_runs import log_lines
 
@@ -43,8 +43,8 @@ def row_of(engine):
 @pytest.mark.parametrize(
     ("name", "level", "compiler"),
     [
-        *tiered([(name, 1, "aot_eager") for name in MODELS], fast=[(name, 1, "aot_eager") for name in ("gpt2",)]),
-        *tiered([(name, 0, "inductor") for name in ("roberta-mlm", "gemma")], fast=[]),
+        *nightly([(name, 1, "aot_eager") for name in MODELS], but=[(name, 1, "aot_eager") for name in ("gpt2",)]),
+        *nightly([(name, 0, "inductor") for name in ("roberta-mlm", "gemma")]),
     ],
 )
 def test_trains_as_plain_pytorch(name, level, compiler):

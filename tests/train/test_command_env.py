@@ -12,10 +12,10 @@ import pytest
 
 from optimum_memopt import MemOptError
 from optimum_memopt.commands.env import EnvCommand
-from optimum_memopt.engines import ort
 from optimum_memopt.engines.compile.capture.backend import check_compiler
-from optimum_memopt.engines.ort import extensions, missing
-from optimum_memopt.engines.ort.environment import clash, install_command
+from optimum_memopt.engines.ort import missing
+from optimum_memopt.engines.ort.compat import extensions, installation
+from optimum_memopt.engines.ort.compat.installation import clash, install_command
 from tests import fresh_process
 
 CLI = "import sys; from optimum.commands.optimum_cli import main; sys.argv[0] = 'optimum-cli'; main()"
@@ -82,11 +82,11 @@ def test_what_works_without_the_extensions_and_how_to_get_them(tmp_path):
         "what": "memory-efficient gradient management",
     }
     cuda_options = abilities["efficient and flash attention, Triton, tuning"]
-    assert cuda_options["works"] is not bool(extensions.cuda_missing())
+    assert cuda_options["works"] is not bool(installation.cuda_missing())
 
 
 @needs_ort
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_table_names_a_missing_compiler_and_the_command(tmp_path):
     done = cli(cache=tmp_path / "cache", CXX="no-such-compiler")
     assert done.returncode == 0, done.stderr
@@ -96,7 +96,7 @@ def test_the_table_names_a_missing_compiler_and_the_command(tmp_path):
 
 
 @needs_ort
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_packages_that_overwrite_each_other_are_told(tmp_path):
     pretend_installed(tmp_path / "second", "onnxruntime", "1.30.0")
     report = json.loads(cli("--json", cache=tmp_path / "cache", path=tmp_path / "second").stdout)
@@ -108,7 +108,7 @@ def test_two_packages_that_overwrite_each_other_are_told(tmp_path):
 
 
 @needs_ort
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_onnxruntime_that_cannot_be_imported_is_no_traceback(tmp_path):
     broken = tmp_path / "first" / "onnxruntime"
     broken.mkdir(parents=True)
@@ -145,7 +145,7 @@ def in_this_process(capsys, *arguments: str) -> str:
 
 
 def test_the_compile_engine_is_there_without_onnxruntime_and_recommended(monkeypatch, capsys):
-    monkeypatch.setattr(ort.installed, "installed_version", lambda names: None)
+    monkeypatch.setattr(installation, "installed_version", lambda names: None)
     report = json.loads(in_this_process(capsys, "--json"))
     abilities = works(report)
     assert not abilities["ort engine"]["works"]

@@ -184,7 +184,7 @@ def test_a_budget_for_a_named_device_its_plan_file_and_what_that_does(tmp_path, 
     assert sum(applied["parts"].values()) - applied["parts"]["gradients"] <= float(budget[:-3]) * 2**20
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_budget_for_which_nothing_fits_names_the_batch_that_does(folder, capsys):
     """Sizes are fixed at first; the model is traced again with symbols for the answer."""
     arguments = ["--model", folder, "--task", "fill-mask", "--batch_size", "64", "--seq_len", "60"]
@@ -206,7 +206,7 @@ def test_a_table_over_batch_sizes_of_the_run_that_is_meant(folder, capsys):
     assert all(point["activations"] < point["peak"] <= point["allocated"] <= point["reserved"] for point in points)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_budgets_cost(folder, tmp_path, capsys):
     picture, file = tmp_path / "curve.svg", tmp_path / "page.html"
     drawn = ["--budget_curve", str(picture), "--html", str(file)]
@@ -222,7 +222,7 @@ def test_what_budgets_cost(folder, tmp_path, capsys):
     assert page.by_id("frontier") and "this plan" not in page.root.text
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_page_of_a_plan(folder, tmp_path, capsys):
     file = tmp_path / "page.html"
     run("--model", folder, "--task", "fill-mask", "--seq_len", "60", "--level", "1", "--json", "--html", str(file))
@@ -236,7 +236,7 @@ def test_a_page_of_a_plan(folder, tmp_path, capsys):
     assert re.search(r"this plan: \+\d+\.\d% time", page.by_id("frontier").text)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_compile_engine_can_be_measured_too(deeper_folder):
     done = measure(deeper_folder, "32", "--engine", "compile")
     assert done.returncode == 0, done.stderr
@@ -247,7 +247,7 @@ def test_the_compile_engine_can_be_measured_too(deeper_folder):
     assert report["winner"]["peak_mib"] <= min(peaks) * 1.005
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @needs_ort
 def test_what_only_the_model_tells_wrong_is_one_line_too(folder):
     done = cli("--model", folder, "--task", "fill-mask", "--seq_len", "9", "--config", "Gellu+:1:-1")
@@ -270,7 +270,7 @@ def test_the_table_its_measured_peak_and_the_plans_that_are_on(folder, tmp_path,
     assert "Gelu+:1:-1" in str(parse_file(output)).split(",")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @needs_ort
 def test_measured_beside_claimed_and_the_winner_as_a_file(deeper_folder, tmp_path):
     output = Path(tmp_path / "plans.json")

@@ -21,8 +21,8 @@ from optimum_memopt.sizes import parse_budget
 from tests.compiled import DROPOUT, assert_bitwise_same, recorded, selection
 from tests.gradients import accumulate
 from tests.model_zoo import ZOO
+from tests.rotation import nightly
 from tests.saved_configs import save
-from tests.tiers import tiered
 
 CASES = {
     "roberta, a level": ("roberta-mlm", "level 1"),
@@ -35,7 +35,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", tiered(CASES, fast=["roberta, counts and offload"]))
+@pytest.mark.parametrize("name", nightly(CASES, but=["roberta, counts and offload"]))
 def test_a_file_does_what_its_plan_did(tmp_path: Path, name: str) -> None:
     """Made with sizes that are fixed, applied to symbols."""
     case, asked = CASES[name]
@@ -63,7 +63,7 @@ def test_a_file_does_what_its_plan_did(tmp_path: Path, name: str) -> None:
     engine.detach()
 
 
-@pytest.mark.parametrize("compiler", tiered(["aot_eager", "inductor"], fast=["aot_eager"]))
+@pytest.mark.parametrize("compiler", nightly(["aot_eager", "inductor"], but=["aot_eager"]))
 def test_what_was_planned_for_another_device_trains_here(tmp_path: Path, compiler: str) -> None:
     """Of a CUDA device the graph has other attention kernels, and the file is refused here."""
     folder = save(tmp_path, "roberta-mlm", **DROPOUT, num_hidden_layers=1)

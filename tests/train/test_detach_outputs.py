@@ -11,7 +11,7 @@ from optimum_memopt.engines.compile.loss.outputs import refusing_gradients
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from tests.gradients import Batch, assert_bitwise_same_step
 from tests.model_zoo import ZOO
-from tests.tiers import tiered
+from tests.rotation import nightly
 
 VOCABULARY = 999
 
@@ -25,7 +25,7 @@ def attached(model: torch.nn.Module, loss_only: bool) -> CompileEngine:
 
 @pytest.mark.parametrize(
     ("name", "return_dict"),
-    tiered([("roberta-mlm", True), ("roberta-mlm", False), ("gpt2", True)], fast=[("gpt2", True)]),
+    nightly([("roberta-mlm", True), ("roberta-mlm", False), ("gpt2", True)], but=[("gpt2", True)]),
 )
 def test_the_same_step_in_less_memory(name, return_dict):
     case = ZOO[name]

@@ -10,7 +10,7 @@ from optimum_memopt.engines.shared.model_settings import without_key_value_cache
 from tests.compiled import DROPOUT, GPT2_DROPOUT, assert_bitwise_same, run, selection
 from tests.gradients import accumulate
 from tests.model_zoo import ZOO
-from tests.tiers import tiered
+from tests.rotation import nightly
 
 CPU = torch.device("cpu")
 # Dropouts run again from their masks, masks from the generator's states.
@@ -143,7 +143,7 @@ def test_the_backward_has_the_masks_of_the_forward():
 
 @pytest.fixture(
     scope="module",
-    params=[("roberta-mlm", DROPOUT), pytest.param(("gpt2", GPT2_DROPOUT), marks=pytest.mark.slow)],
+    params=[("roberta-mlm", DROPOUT), pytest.param(("gpt2", GPT2_DROPOUT), marks=pytest.mark.nightly)],
     ids=lambda case: case[0],
 )
 def case(request):
@@ -156,8 +156,7 @@ def case(request):
     return model, batches, accumulate(model, batches), torch.get_rng_state()
 
 
-@pytest.mark.end_to_end
-@pytest.mark.parametrize("asked", ["", *tiered(PLANS, fast=PLANS[:1])])
+@pytest.mark.parametrize("asked", ["", *nightly(PLANS, but=PLANS[:1])])
 def test_a_plan_changes_no_random_number(case, asked):
     """Loss, gradients and what is drawn after the step are those of plain PyTorch."""
     model, batches, plain, state = case
@@ -180,7 +179,6 @@ def test_a_plan_changes_no_random_number(case, asked):
     assert recomputed and masks >= recomputed >= applied & masks
 
 
-@pytest.mark.end_to_end
 def test_another_seed_is_another_step(case):
     model, (batch, _), plain, _ = case
     engine = CompileEngine(selection("level 1"), "aot_eager", dynamic=False)

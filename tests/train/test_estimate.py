@@ -12,8 +12,8 @@ from optimum_memopt.errors import MemOptError
 from optimum_memopt.plans.grammar import parse
 from optimum_memopt.plans.table import PlanRow, PlanTable
 from optimum_memopt.predict.workload import Workload
+from tests.rotation import nightly
 from tests.saved_configs import save
-from tests.tiers import tiered
 
 DROPOUT = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
 # Model, changes to its config, task, plans. Attention is transformers' default, and changes with dropout.
@@ -26,7 +26,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", tiered(CASES, fast=["vit"]))
+@pytest.mark.parametrize("name", nightly(CASES, but=["vit"]))
 def test_a_prediction_is_what_a_real_step_is_planned_with(tmp_path, name):
     model, changes, task, selection = CASES[name]
     workload = Workload(save(tmp_path, model, **changes), task, 32, 40)

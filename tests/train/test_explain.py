@@ -21,11 +21,9 @@ from optimum_memopt.progress import TimeIsUpError
 from optimum_memopt.sizes import Budget
 from tests.limited_memory import LimitedTensors
 from tests.model_zoo import SDPA, ZOO
-from tests.tiers import tiered
+from tests.rotation import nightly
 from tests.train.test_caveat import BrokenLoop, Output
 from tests.trainer_runs import log_lines
-
-pytestmark = pytest.mark.end_to_end
 
 ROWS, LENGTH = 16, 40
 
@@ -93,7 +91,7 @@ IN_NO_GRAPH = {
 }
 
 
-@pytest.mark.parametrize(("name", "share"), tiered(CASES, fast=[("gpt2", 0.98)]))
+@pytest.mark.parametrize(("name", "share"), nightly(CASES, but=[("gpt2", 0.98)]))
 def test_the_parts_add_up_to_what_was_held(name, share):
     failed, limited = run_out(name, share, **({"num_hidden_layers": 1} if name in ONE_LAYER else {}))
     explained = explain(failed)

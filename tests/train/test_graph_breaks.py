@@ -17,7 +17,7 @@ from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.errors import DoesNotFitError
 from optimum_memopt.predict.workload import ModuleWorkload
 from optimum_memopt.sizes import Budget
-from tests.tiers import tiered
+from tests.rotation import nightly
 from tests.train.test_caveat import BrokenLoop, Output
 from tests.train.test_step_memory import measured
 from tests.trainer_runs import log_lines
@@ -132,14 +132,14 @@ TRIES = {
 # The last share is close to the floor.
 @pytest.mark.parametrize(
     ("name", "shares"),
-    tiered(
+    nightly(
         [
             ("one break", (0.7, 0.62)),
             ("two breaks", (0.6, 0.5)),
             ("five breaks", (0.6, 0.32)),
             ("a loop", (0.6, 0.4)),
         ],
-        fast=["two breaks", "a loop"],
+        but=["two breaks", "a loop"],
     ),
     ids=MODELS,
 )
@@ -162,7 +162,7 @@ def floor_in(error: DoesNotFitError) -> int:
     return int((float(number) + 0.1) * MIB)
 
 
-@pytest.mark.parametrize("name", tiered(list(MODELS), fast=["one break"]))
+@pytest.mark.parametrize("name", nightly(list(MODELS), but=["one break"]))
 def test_an_error_names_a_floor_that_is_enough_for_the_graphs_so_far(steady_process: None, name: str) -> None:
     expected, free = without_plan(name)
     # A plan of five breaks is found for as little as 0.32 of the activations.
@@ -229,7 +229,7 @@ def test_what_a_try_has_saved_is_gone_in_the_next_one(steady_process: None, monk
     engine.detach()
 
 
-@pytest.mark.parametrize("share", tiered([0.6, 0.42], fast=[0.42]))
+@pytest.mark.parametrize("share", nightly([0.6, 0.42], but=[0.42]))
 def test_a_step_that_is_only_planned_fits_in_all_graphs(share: float) -> None:
     """Nothing runs, so that what earlier graphs have saved is nowhere in memory."""
     how = {"example_inputs": batch_of("two breaks"), "device": "h100", "compiler": "aot_eager"}
@@ -248,7 +248,7 @@ def estimated(budget: int | None = None) -> Estimate:
     return estimate(workload, selection, device="h100", compiler="aot_eager", with_curve=True)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_curve_is_that_of_all_graphs() -> None:
     found = estimated()
     times = [point.extra_seconds for point in found.curve]
@@ -269,7 +269,7 @@ def test_a_run_has_no_curve_of_its_first_graph(steady_process: None) -> None:
     engine.detach()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_largest_batch_is_that_of_all_graphs() -> None:
     how = {"device": "h100", "compiler": "aot_eager"}
     most = plan(InPieces(1), example_inputs=batch_of("one break", 64), **how, budget="1GiB").largest_batch("1GiB")

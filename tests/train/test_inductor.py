@@ -109,7 +109,7 @@ def test_masks_are_recomputed_and_plans_are_not_mixed(batch):
     assert not torch.equal(another.losses, ours.losses)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("asked", ["", "Gelu+:1:-1", "level 1", "level 2", "LayerNormalization+:3:-1"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_transformer_without_dropout(name, asked):
@@ -124,7 +124,7 @@ def test_a_transformer_without_dropout(name, asked):
         assert ours.table.enabled
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", MODELS)
 def test_a_transformer_with_dropout(name):
     model = ZOO[name].build(**MODELS[name])

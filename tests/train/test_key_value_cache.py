@@ -16,7 +16,7 @@ from optimum_memopt.engines.ort import missing
 from optimum_memopt.engines.shared.model_settings import without_key_value_cache
 from tests.gradients import assert_same_step
 from tests.model_zoo import ZOO
-from tests.tiers import tiered
+from tests.rotation import nightly
 
 OFF = {"use_cache": False}
 
@@ -56,7 +56,7 @@ ENGINES = ("compile", "ort")
 
 @pytest.mark.parametrize(
     ("head", "engine"),
-    tiered(itertools.product((Classifier, Passing), ENGINES), fast=[(Classifier, "ort"), (Passing, "compile")]),
+    nightly(itertools.product((Classifier, Passing), ENGINES), but=[(Classifier, "ort"), (Passing, "compile")]),
 )
 def test_a_head_of_ones_own_trains(head: type[Classifier], engine: str) -> None:
     if engine == "ort" and (reason := missing()):

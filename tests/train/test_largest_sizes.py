@@ -69,7 +69,6 @@ def test_others_are_not_asked(dataset: object) -> None:
     assert largest_batch(trainer_on(dataset)) is None
 
 
-@pytest.mark.end_to_end
 def test_a_trainers_first_plan_holds_for_all_its_batches(tmp_path: Path) -> None:
     """The longest rows come last, and nothing is compiled for them."""
     ragged = sorted(rows("roberta-classification", 24), key=lambda row: len(row["input_ids"]))

@@ -13,7 +13,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from optimum_memopt import attach
 from tests.compiled import recorded
 from tests.model_zoo import VOCABULARY
-from tests.tiers import tiered
+from tests.rotation import nightly
 from tests.trainer_runs import log_lines, make, weights
 
 NAME = "roberta-classification"
@@ -153,7 +153,7 @@ def trained(folder, with_engine, kind=Trainer, change=None, when="before", **arg
 
 @pytest.mark.parametrize(
     ("kind", "change", "when", "arguments"),
-    tiered(CASES, fast=[case for case in CASES if is_fast(*case)]),
+    nightly(CASES, but=[case for case in CASES if is_fast(*case)]),
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_a_loss_of_other_outputs_trains_as_without_an_engine(tmp_path, kind, change, when, arguments):

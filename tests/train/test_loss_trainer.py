@@ -4,13 +4,13 @@ import pytest
 import torch
 from transformers import Trainer, TrainerCallback
 
-from tests.tiers import tiered
+from tests.rotation import nightly
 from tests.train.test_chunked_loss import ROW, VOCABULARY, Causal
 from tests.trainer_runs import collate, distance, log_lines, make, weights
 
 TINY = "tiny"
 COMPILE = {"memory_opt_engine": "compile"}
-NAMES = tiered([TINY, "gpt2", "bart"], fast=[TINY])
+NAMES = nightly([TINY, "gpt2", "bart"], but=[TINY])
 
 
 class Rows(list):

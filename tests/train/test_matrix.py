@@ -31,7 +31,7 @@ from optimum_memopt.plans.grammar import Strategy, parse
 from optimum_memopt.plans.table import PlanRow, PlanTable
 from tests.gradients import Batch, accumulate, assert_bitwise_same_step, assert_same_step
 from tests.model_zoo import COMPILE_ONLY, SDPA, UNTRAINABLE, ZOO, Case
-from tests.tiers import tiered
+from tests.rotation import nightly
 
 OPTIONS = {"ort": {"ort_fallback": False}, "compile": {"memory_opt_compiler": "aot_eager"}}
 # A compiled graph, and its forward and backward.
@@ -205,7 +205,7 @@ def cells(engine: str, attention: str, names: Collection[str], plans: Collection
     models = [(engine, *model) for model in MODELS if model[1] == attention and model[0] in names]
     return [
         pytest.param(
-            model, plan, id="-".join((*model, plan)), marks=[] if is_fast(*model, plan) else [pytest.mark.slow]
+            model, plan, id="-".join((*model, plan)), marks=[] if is_fast(*model, plan) else [pytest.mark.nightly]
         )
         for model in models
         for plan in plans
@@ -283,7 +283,7 @@ def check_one_row(pair: Pair) -> None:
 
 
 # One that cannot be exported and one that is exported and cannot run.
-REFUSED = tiered(UNTRAINABLE, fast=["mamba", "t5-sdpa"])
+REFUSED = nightly(UNTRAINABLE, but=["mamba", "t5-sdpa"])
 
 
 @pytest.mark.parametrize("name", REFUSED)

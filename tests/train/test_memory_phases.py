@@ -304,7 +304,7 @@ os._exit(0)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_ranks_write_once(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(DDP_SCRIPT)

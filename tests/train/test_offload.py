@@ -193,7 +193,7 @@ def transformer():
     return model, batch, run(model, "", batch, seed=3)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("plan", ["Add+:3:2,Gelu+:3:-1", "FusedMatMul+Add+Reshape+Transpose+:3:-1,Dropout+:3:-1"])
 def test_a_transformer(transformer, plan):
     model, batch, without_plan = transformer

@@ -11,7 +11,8 @@ import torch
 from transformers import HfArgumentParser
 
 from optimum_memopt import MemOptError, MemOptOptions, MemOptTrainer, MemOptTrainingArguments, attach, optimize
-from optimum_memopt.engines.ort import compat, fp16_optimizer
+from optimum_memopt.engines.ort.compat import ortmodule
+from optimum_memopt.engines.ort.support import optimizers
 from optimum_memopt.training.optimizers import OPTIMIZERS
 from tests import fresh_process
 from tests.train import deepspeed_runs
@@ -33,8 +34,8 @@ needs_compiler = pytest.mark.skipif(not can_build(), reason="DeepSpeed compiles 
 builds = pytest.mark.timeout(1800)
 EACH = [
     "torch_fused_adamw",
-    pytest.param("deepspeed_fused_adam", marks=(pytest.mark.slow, needs_deepspeed, needs_compiler, builds)),
-    pytest.param("deepspeed_cpu_adam", marks=(pytest.mark.slow, needs_deepspeed, needs_compiler, builds)),
+    pytest.param("deepspeed_fused_adam", marks=(pytest.mark.extensions, needs_deepspeed, needs_compiler, builds)),
+    pytest.param("deepspeed_cpu_adam", marks=(pytest.mark.extensions, needs_deepspeed, needs_compiler, builds)),
 ]
 CLASSES = {
     "torch_fused_adamw": "torch.optim.adamw.AdamW",
@@ -264,7 +265,7 @@ def test_zero_takes_the_optimizer_without_being_told_that_it_may(under_deepspeed
     assert distance(torch.load(folder / "weights.pt"), weights(reference.model)) < CLOSE
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @needs_deepspeed
 @needs_compiler
 @builds
@@ -302,8 +303,8 @@ MegatronsOptimizer.__module__, MegatronsOptimizer.__qualname__ = "megatron.fp16.
 
 @pytest.mark.parametrize("built", [False, True])
 def test_fp16_optimizer_modifies_what_it_knows_if_its_operators_are_there(monkeypatch, built):
-    monkeypatch.setattr(fp16_optimizer, "has_fused_ops", lambda: compat.load() is not None and built)
+    monkeypatch.setattr(optimizers, "has_fused_ops", lambda: ortmodule.load() is not None and built)
     optimizer = MegatronsOptimizer()
-    reason = fp16_optimizer.modify(optimizer)
+    reason = optimizers.modify_fp16_optimizer(optimizer)
     assert ("clip_master_grads" in vars(optimizer)) == ("_check_overflow" in vars(optimizer)) == built
     assert reason == "" if built else "fused_ops, which the new methods call, is not built here" in reason

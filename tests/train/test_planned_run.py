@@ -12,8 +12,8 @@ from optimum_memopt.engines.compile.predict.estimate import estimate
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.predict.workload import Workload
+from tests.rotation import nightly
 from tests.saved_configs import save
-from tests.tiers import tiered
 
 # Weights that take more than activations, so that the optimizer's step is a peak too.
 WIDE = {"n_embd": 128, "n_layer": 1}
@@ -29,7 +29,7 @@ def folder(tmp_path_factory) -> str:
     return save(tmp_path_factory.mktemp("model"), "gpt2", **WIDE)
 
 
-@pytest.mark.parametrize("name", tiered(RUNS, fast=["frozen"]))
+@pytest.mark.parametrize("name", nightly(RUNS, but=["frozen"]))
 def test_the_step_is_the_one_that_trains(name: str, folder: str, tmp_path) -> None:
     optim, micro_batches, patterns = RUNS[name]
     workload = Workload(folder, "text-generation", 4, 24, patterns)

@@ -104,7 +104,7 @@ def test_the_largest_batch_fits_and_the_next_one_does_not() -> None:
     assert small.largest_batch(budget // 100) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_largest_batch_of_a_level(config) -> None:
     small = plan(config, batch_size=4, seq_len=24, level=1, **ON_H100)
     rows = small.largest_batch(3 * small.peak)
@@ -122,7 +122,7 @@ def test_with_a_budget_the_largest_batch_is_the_last_that_has_a_plan() -> None:
         of_stack(round(1.1 * rows), budget=budget)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_budget_lets_larger_batches_fit_than_no_plan_does(config) -> None:
     unplanned = plan(config, batch_size=16, seq_len=24, **ON_H100)
     budget = f"{unplanned.peak / 2**20:.3f}MiB"
@@ -339,7 +339,7 @@ else:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_process_that_plans_holds_what_one_that_trains_does() -> None:
     def other(what: str) -> int:
         done = subprocess.run([sys.executable, "-c", PROCESS, what], capture_output=True, text=True, timeout=300)

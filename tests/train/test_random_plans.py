@@ -13,7 +13,7 @@ from optimum_memopt.plans.grammar import ALL, Strategy, parse
 from tests.compiled import Run, assert_bitwise_same, run
 from tests.gradients import Batch, Gradients, accumulate
 from tests.model_zoo import ZOO
-from tests.tiers import tiered
+from tests.rotation import nightly
 
 MODELS = ("roberta-classification", "deberta-v2-mlm", "gpt2")
 LENGTHS = {"batch_size": 8, "length": 24}
@@ -33,7 +33,7 @@ class Subject:
     rows: dict[str, dict[Strategy, int]]
 
 
-@pytest.fixture(scope="module", params=tiered(MODELS, fast=["roberta-classification"]))
+@pytest.fixture(scope="module", params=nightly(MODELS, but=["roberta-classification"]))
 def subject(request: pytest.FixtureRequest) -> Subject:
     case = ZOO[request.param]
     model = case.build()
@@ -88,7 +88,7 @@ def test_any_plan(subject: Subject, data: st.DataObject) -> None:
     check(subject, data.draw(configs(subject)))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @settings(max_examples=100, phases=PHASES)
 @given(data=st.data())

@@ -58,7 +58,7 @@ def rows(count: int = 32) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "isolates",
-    [dynamo._ISOLATES, pytest.param(False, marks=pytest.mark.slow)],
+    [dynamo._ISOLATES, pytest.param(False, marks=pytest.mark.nightly)],
     ids=["as here", "as before torch 2.13"],
 )
 def test_fresh_models_of_a_class_in_pieces(monkeypatch: pytest.MonkeyPatch, isolates: bool) -> None:

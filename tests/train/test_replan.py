@@ -11,10 +11,8 @@ import torch
 from optimum_memopt import MemOptError, MemOptTrainingArguments
 from optimum_memopt.engines.compile.train import step_budget, step_context
 from tests.limited_memory import RunsOut
-from tests.tiers import tiered
+from tests.rotation import nightly
 from tests.trainer_runs import CASES, arguments, build, collate, log_lines, make, weights
-
-pytestmark = pytest.mark.end_to_end
 
 PLAIN = {"memory_opt_engine": "compile", "memory_opt_loss": "plain"}
 REPLAN = {**PLAIN, "memory_opt_on_oom": "replan"}
@@ -64,14 +62,14 @@ DROPOUT = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
 
 @pytest.mark.parametrize(
     ("name", "changes", "where"),
-    tiered(
+    nightly(
         [
             ("small", {}, "backward"),
             ("roberta-classification", DROPOUT, "forward"),
             ("gpt2", {"resid_pdrop": 0.1}, "backward"),
             ("llama", {}, "forward"),
         ],
-        fast=["small"],
+        but=["small"],
     ),
 )
 def test_weights_are_bitwise_those_of_a_run_with_enough_memory(tmp_path, name, changes, where):
@@ -117,7 +115,7 @@ def test_at_most_three_times_and_then_the_first_error(tmp_path):
     assert (tmp_path / "memory_report.json").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_each_run_has_its_three_times(tmp_path):
     trainer, _, error = run_small(tmp_path, {2: "forward"}, max_steps=2)
     assert error is None and trainer.memopt.engine.selection.budget is not None

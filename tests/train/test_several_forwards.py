@@ -8,14 +8,14 @@ import torch
 
 from optimum_memopt.engines.compile.predict.pending import Forward, Pending, largest_shapes
 from tests.gradients import Batch
-from tests.tiers import tiered
+from tests.rotation import nightly
 from tests.train.test_step_memory import EXACT, Predicted, allocated, predicted
 
 # In the first model activations are most of a step, in the second weights are.
 MODELS = {"roberta": {}, "gpt2": {"n_embd": 128, "n_layer": 1}}
 
 
-@pytest.fixture(scope="module", params=tiered(MODELS, fast=["gpt2"]))
+@pytest.fixture(scope="module", params=nightly(MODELS, but=["gpt2"]))
 def subject(request: pytest.FixtureRequest) -> Iterator[Predicted]:
     model = predicted(request.param, "aot_eager", **MODELS[request.param])
     model.train("level 1" if request.param == "roberta" else "no plan")

@@ -19,7 +19,7 @@ from optimum_memopt.plans.table import PlanTable
 from tests.compiled import DROPOUT, selection
 from tests.gradients import Batch
 from tests.model_zoo import ZOO
-from tests.tiers import tiered
+from tests.rotation import nightly
 
 MODELS = {
     "roberta": ("roberta-classification", {**DROPOUT, "num_hidden_layers": 1}),
@@ -41,7 +41,7 @@ EXACT = {"rel": 5e-3, "abs": 64}
 
 def cases(compiled: dict[str, Any], by_default: set[tuple[str, str]]) -> list[Any]:
     return [
-        pytest.param(name, plan, marks=[] if (name, plan) in by_default else [pytest.mark.slow])
+        pytest.param(name, plan, marks=[] if (name, plan) in by_default else [pytest.mark.nightly])
         for name in compiled
         for plan in PLANS
     ]
@@ -121,7 +121,7 @@ def test_stashes_and_peak_of_any_batch_are_the_allocators(models: dict[str, Pred
     subject.check()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "plan"),
     [
@@ -177,7 +177,7 @@ def small_and_wide() -> Predicted:
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize(
-    "how", tiered([{"fused": True}, {"foreach": True}, {"foreach": False}], fast=[{"foreach": True}]), ids=str
+    "how", nightly([{"fused": True}, {"foreach": True}, {"foreach": False}], but=[{"foreach": True}]), ids=str
 )
 @pytest.mark.parametrize("size", [0, 1])
 def test_a_step_is_the_sum_of_its_parts(small_and_wide, micro_batches, how, size) -> None:

@@ -69,7 +69,7 @@ def test_the_first_deberta_is_one_graph_for_all_sizes():
     assert modeling_deberta.compute_attention_span is theirs
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_error_in_the_forward_leaves_transformers_as_it_was():
     model, _ = deberta()
     theirs = modeling_deberta.compute_attention_span
@@ -175,7 +175,7 @@ def test_what_reads_running_statistics_is_not_recomputed():
     assert engine.plans().plans, "nothing was planned"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("heads_of_keys", [4, 2])
 def test_a_batch_without_padding_is_bitwise_but_for_grouped_queries(heads_of_keys):
     """transformers gives attention no mask there, which a compiled forward cannot see."""

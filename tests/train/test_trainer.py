@@ -15,7 +15,7 @@ from optimum_memopt import MemOptError, MemOptTrainer, MemOptTrainingArguments, 
 from optimum_memopt.engines.shared.in_place import engine_of
 from optimum_memopt.engines.shared.registry import engine_names
 from tests.model_zoo import ZOO
-from tests.tiers import tiered
+from tests.rotation import nightly
 from tests.trainer_runs import ROWS, arguments, build, collate, distance, log_lines, make, rows, tables, weights
 
 MODELS = ("roberta-classification", "gpt2", "t5")
@@ -64,7 +64,7 @@ def plain_weights(tmp_path_factory):
     return final
 
 
-@pytest.mark.parametrize("engine, name, plan", tiered(UNDER_PLANS, fast=FAST_PLANS))
+@pytest.mark.parametrize("engine, name, plan", nightly(UNDER_PLANS, but=FAST_PLANS))
 def test_the_same_weights_under_every_plan(tmp_path, plain_weights, engine, name, plan):
     config = CONFIGS[name]
     asked = {"config": {"memory_opt_config": config}, "none": {}}.get(plan, {"memory_opt_level": plan})
@@ -114,7 +114,7 @@ FAST_SETUPS = [
 
 @pytest.mark.parametrize(
     "engine, name, setup",
-    tiered([*itertools.product(["ort"], ["roberta-classification"], SETUPS), *ON_GPT2], fast=FAST_SETUPS),
+    nightly([*itertools.product(["ort"], ["roberta-classification"], SETUPS), *ON_GPT2], but=FAST_SETUPS),
 )
 def test_the_same_weights_in_every_set_up(tmp_path, plain_weights, engine, name, setup):
     trainer = make(tmp_path, name, memory_opt_engine=engine, memory_opt_level=1, **SETUPS[setup])

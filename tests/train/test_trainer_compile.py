@@ -12,14 +12,14 @@ from safetensors.torch import load_file
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, TrainingArguments
 
 from optimum_memopt import MemOptError, MemOptOptions, MemOptTrainingArguments, attach, optimize, run_summary
-from optimum_memopt.engines.ort import installed
+from optimum_memopt.engines.ort.compat import installation
 from optimum_memopt.engines.shared.auto import create
 from optimum_memopt.engines.shared.in_place import engine_of
 from optimum_memopt.engines.shared.registry import choose_engines
 from optimum_memopt.errors import UnsupportedModelError
 from optimum_memopt.options import resolve
 from tests.gradients import assert_bitwise_same_step
-from tests.tiers import tiered
+from tests.rotation import nightly
 from tests.trackers import numbers, tracked
 from tests.trainer_runs import CASES, arguments, build, collate, distance, log_lines, make, rows, tables, weights
 
@@ -82,7 +82,7 @@ def test_counts_and_offload_are_no_errors_of_the_command_line(tmp_path):
 
 
 def test_auto_takes_it_where_onnx_runtime_is_not_installed(tmp_path, monkeypatch):
-    monkeypatch.setattr(installed, "missing", lambda: "onnxruntime-training is not installed")
+    monkeypatch.setattr(installation, "missing", lambda: "onnxruntime-training is not installed")
     assert choose_engines("auto") == (
         ("compile",),
         "auto: the first engine that works here; ort: onnxruntime-training is not installed",
@@ -95,7 +95,7 @@ def test_auto_takes_it_where_onnx_runtime_is_not_installed(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    "name", tiered(["small", "roberta-classification", "deberta-v2-classification"], fast=["small"])
+    "name", nightly(["small", "roberta-classification", "deberta-v2-classification"], but=["small"])
 )
 def test_checkpoints_are_the_plain_trainers(tmp_path, name):
     """To the bit, with dropout, also where a plain run is resumed under a plan. Both find out what problem they solve:
@@ -122,7 +122,7 @@ def test_checkpoints_are_the_plain_trainers(tmp_path, name):
     assert distance(weights(resumed.model), weights(trainer.model)) == 0
 
 
-@pytest.mark.parametrize("name", tiered(["small", "roberta-classification"], fast=["small"]))
+@pytest.mark.parametrize("name", nightly(["small", "roberta-classification"], but=["small"]))
 def test_autocast(tmp_path, name):
     plain = make(tmp_path, name, plain=True, bf16=True)
     ours = make(tmp_path, name, bf16=True, memory_opt_level=1, **ENGINE)
@@ -152,7 +152,7 @@ def test_a_recompile_says_its_reason_once():
 
 
 @pytest.mark.parametrize(
-    "name, own", tiered([("small", {"picks_labelled": True}), ("deberta-v2-classification", {})], fast=["small"])
+    "name, own", nightly([("small", {"picks_labelled": True}), ("deberta-v2-classification", {})], but=["small"])
 )
 def test_a_forward_in_pieces_is_planned_together_and_says_why(name, own):
     """DeBERTa with a row that has no label picks the others by an index."""
@@ -272,7 +272,7 @@ def test_a_model_that_breaks_torchs_tracer_has_no_budget():
     assert model.forwards == 0
 
 
-@pytest.mark.parametrize("name, own", tiered([("small", {"repeats": True}), ("deberta-v2-mlm", {})], fast=["small"]))
+@pytest.mark.parametrize("name, own", nightly([("small", {"repeats": True}), ("deberta-v2-mlm", {})], but=["small"]))
 def test_a_last_batch_of_one_row_has_fewer_plans_and_trains_on(name, own):
     """For one row DeBERTa repeats nothing, so that a plan of the config is not there."""
     model, plain = build(name, **own), build(name, **own)
@@ -293,7 +293,7 @@ def lora(name):
     return get_peft_model(build(name), config)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_lora(tmp_path):
     name = "roberta-classification"
     saved = {}

@@ -250,7 +250,7 @@ class MasksAgree(TrainerCallback):
         self.errors.append(abs((layer.weight * layer.weight.grad).sum() / expected - 1).item())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_dropout_plan_is_still_exact_after_running_out_of_memory(tmp_path):
     """A forward without its backward puts ONNX Runtime's recomputed masks out of step for good."""
     masks = MasksAgree()

@@ -23,9 +23,6 @@ from tests.train.test_step_memory import measured
 from tests.train.tower import Tower, tower_batch
 from tests.trainer_runs import log_lines, make, tables
 
-pytestmark = pytest.mark.end_to_end
-
-
 LONG, SHORT = tower_batch(64, 60), tower_batch(64, 24)
 # What the allocator is asked for beside tensors: the loss, seeds, offsets.
 SLACK = 256
@@ -201,7 +198,7 @@ def test_a_process_that_has_grown_goes_on_with_the_plan_it_has(
     assert not splits
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_was_compiled_is_checked_for_each_variant(attached, free, monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiler that takes more than the graph says, and more again for the second forward."""
     original = step_predictor.activations_of

@@ -1,9 +1,6 @@
 """benchmarks/frontier.py: the search under a cap, ratios, the page, and real processes."""
 
-import json
 import math
-import subprocess
-import sys
 from argparse import ArgumentTypeError
 from dataclasses import replace
 
@@ -144,26 +141,3 @@ def test_preparing_a_model(tmp_path):
         assert model._compiled_call_impl is not None
     finally:
         torch._functorch.config.activation_memory_budget = before
-
-
-@pytest.mark.slow
-def test_real_processes_fill_a_page_and_are_not_repeated(tmp_path):
-    pytest.importorskip("matplotlib")
-    (tmp_path / "frontier.md").write_text(
-        "<!-- conditions: begin -->\n<!-- conditions: end -->\n<!-- roberta: begin -->\n<!-- roberta: end -->\n"
-    )
-    found = tmp_path / "found.json"
-    sizes = "--layers 4 --hidden 64 --batch_size 16 --seq_len 64 --budgets 0.3 --every 1"
-    command = [sys.executable, frontier.__file__, "--models", "roberta", *sizes.split()]
-    command += ["--only", "all layers|budget|compile: level 1", "--json", str(found), "--docs", str(tmp_path)]
-    for _ in range(2):
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-    results = {one["baseline"]["name"]: one for one in json.loads(found.read_text())["models"]["roberta"]}
-    assert all(len(one["runs"]) == 1 and not one["error"] for one in results.values())
-    peaks = {name: one["runs"][0]["peak_mib"] - one["runs"][0]["held_mib"] for name, one in results.items()}
-    assert len(peaks) == 4
-    for name in ("checkpointing, all layers", "budget 0.3, aot_eager", "compile: level 1, aot_eager"):
-        assert peaks[name] < peaks["eager"]
-        assert f"| {name}" in (tmp_path / "frontier.md").read_text()
-    assert "eager" in (tmp_path / "frontier.svg").read_text()

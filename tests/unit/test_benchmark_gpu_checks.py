@@ -1,15 +1,12 @@
-"""What gpu_acceptance.py makes of its checks; `tests/cuda` runs the checks."""
+"""What gpu/acceptance.py makes of its checks; `tests/cuda` runs the checks."""
 
 import math
-import subprocess
-import sys
-from pathlib import Path
 
-import gpu_report
 import pytest
 import torch
-from gpu_checks import FAIL, PASS, SKIP, Check, Figure, Outcome, Setting, crash, heard, within
-from gpu_steps import error_of_all, largest_error, offload_config
+from gpu import report
+from gpu.checks import FAIL, PASS, SKIP, Check, Figure, Outcome, Setting, crash, heard, within
+from gpu.steps import error_of_all, largest_error, offload_config
 
 from optimum_memopt.plans.table import PlanRow
 
@@ -74,26 +71,8 @@ def test_all_rows_but_the_loss_are_offloaded():
 
 def test_the_report_is_a_table_of_the_page(tmp_path):
     found = [Outcome("a check", PASS, "a|b", "1 | 2", "3"), crash("another", "RuntimeError: no")]
-    gpu_report.save(tmp_path / "out", "right", "a device", found)
+    report.save(tmp_path / "out", "right", "a device", found)
     (tmp_path / "gpu.md").write_text("<!-- right: begin -->\n<!-- right: end -->\n")
-    gpu_report.fill_docs(tmp_path / "out", tmp_path)
+    report.fill_docs(tmp_path / "out", tmp_path)
     text = (tmp_path / "gpu.md").read_text()
     assert "a device" in text and "| FAIL | another" in text and "1 \\| 2" in text
-
-
-@pytest.mark.slow
-def test_a_machine_with_torch_transformers_and_accelerate_is_enough():
-    """Without optimum, scipy, ONNX Runtime and the plots' matplotlib, from a checkout that is not installed."""
-    script = """
-import sys
-for absent in ("matplotlib", "onnxruntime", "optimum", "peft", "scipy"):
-    sys.modules[absent] = None
-from gpu_acceptance import PARTS, checks_of
-checks = [check for part in PARTS for check in checks_of(part)]
-assert len({check.name for check in checks}) == len(checks) > 50
-print({check.name.split(",")[0] for check in checks if check.missing()})
-"""
-    folder = Path(gpu_report.__file__).parent
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=folder)
-    assert done.returncode == 0, done.stderr
-    assert "budgets" in done.stdout and "kernels" not in done.stdout

@@ -1,12 +1,8 @@
 """benchmarks/loss.py: ratios, the page, and real processes."""
 
-import json
-import subprocess
-import sys
 from dataclasses import replace
 
 import loss
-import pytest
 from loss_worker import PLAIN, is_chunked_by_auto
 
 FOUND = {
@@ -35,15 +31,3 @@ def test_the_report_says_what_failed_and_what_auto_does():
 def test_auto_leaves_few_tokens():
     assert not is_chunked_by_auto(replace(loss.CAUSAL, vocabulary=1_000, hidden=512))
     assert is_chunked_by_auto(replace(loss.CAUSAL, vocabulary=1_000, hidden=448))
-
-
-@pytest.mark.slow
-@pytest.mark.end_to_end
-def test_a_small_run(tmp_path):
-    page, found = tmp_path / "loss.md", tmp_path / "loss.json"
-    page.write_text("<!-- losses: begin -->\n<!-- losses: end -->\n")
-    command = [sys.executable, loss.__file__, "--quick", "--only", "masked", "--losses", "eager", "chunked"]
-    subprocess.run([*command, "--json", found, "--docs", tmp_path], check=True, capture_output=True)
-    measured = json.loads(found.read_text())["cases"]["masked LM, 15% labels"]
-    assert measured["chunked"]["peak"] < measured[PLAIN]["peak"] <= measured["eager"]["peak"]
-    assert "| chunked " in page.read_text()

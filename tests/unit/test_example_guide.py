@@ -1,8 +1,11 @@
-"""The commands of docs/guide.md can be read: their flags exist and their files are there."""
+"""The commands that the pages show can be read, blocks of one command are of one run, and every flag has its row."""
 
+import importlib.util
 import re
 import shlex
+import sys
 from argparse import ArgumentParser
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -17,12 +20,15 @@ from trl import SFTConfig
 from common.arguments import RowArguments
 from optimum_memopt import MemOptOptions
 from optimum_memopt.commands.advise import AdviseCommand
+from optimum_memopt.commands.env import EnvCommand
 from optimum_memopt.commands.plan import PlanCommand
 from run_glue import run_glue
 from sft import sft
 
 ROOT = Path(__file__).resolve().parents[2]
-GUIDE = ROOT / "docs" / "guide.md"
+DOCS = ROOT / "docs"
+GUIDE = DOCS / "guide.md"
+PAGES = (ROOT / "README.md", GUIDE, *(DOCS / f"{name}.md" for name in ("budget", "config", "plan")))
 QUESTIONS = (
     "I get CUDA out of memory",
     "I want a bigger batch",
@@ -36,9 +42,24 @@ KINDS = {
 
 
 def commands() -> list[list[str]]:
-    """Those behind a `$` in a block, with their line breaks joined."""
-    text = GUIDE.read_text(encoding="utf-8").replace("\\\n", " ")
-    return [shlex.split(line.removeprefix("$ ")) for line in text.splitlines() if line.startswith("$ ")]
+    """Those behind a `$` in a block, with their line breaks joined, each once."""
+    text = "\n".join(page.read_text(encoding="utf-8").replace("\\\n", " ") for page in PAGES)
+    lines = dict.fromkeys(line.removeprefix("$ ") for line in text.splitlines() if line.startswith("$ "))
+    return [shlex.split(line) for line in lines]
+
+
+def test_blocks_of_one_output_are_the_same_in_all_pages():
+    specification = importlib.util.spec_from_file_location("outputs", DOCS / "outputs.py")
+    outputs = importlib.util.module_from_spec(specification)
+    sys.modules["outputs"] = outputs  # Where dataclasses look their module up.
+    specification.loader.exec_module(outputs)
+    assert outputs.check() == []
+
+
+def test_every_flag_has_a_row():
+    text = (DOCS / "flags.md").read_text(encoding="utf-8") + (DOCS / "ort.md").read_text(encoding="utf-8")
+    missing = [field.name for field in fields(MemOptOptions) if not re.search(rf"^\|.*`--{field.name}\b", text, re.M)]
+    assert missing == []
 
 
 def test_every_question_has_a_command_and_its_output():
@@ -59,7 +80,7 @@ def test_a_command_can_be_read(words):
     elif words[0] == "optimum-cli":
         assert words[1] == "memopt"
         parser = ArgumentParser()
-        {"plan": PlanCommand, "advise": AdviseCommand}[words[2]].parse_args(parser)
+        {"plan": PlanCommand, "advise": AdviseCommand, "env": EnvCommand}[words[2]].parse_args(parser)
         parser.parse_args(words[3:])
     else:
         # Files that the other commands take.

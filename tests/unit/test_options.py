@@ -12,8 +12,8 @@ from transformers import HfArgumentParser, Trainer, TrainingArguments
 from optimum_memopt import MemOptError, MemOptOptions, MemOptTrainingArguments, attach
 from optimum_memopt.distributed.rank_consistency import facts
 from optimum_memopt.engines.compile.options import CompileOptions
-from optimum_memopt.engines.ort import installed
-from optimum_memopt.engines.ort.options import OrtOptions
+from optimum_memopt.engines.ort.compat import installation
+from optimum_memopt.engines.ort.options.flags import OrtOptions
 from optimum_memopt.engines.shared.auto import create
 from optimum_memopt.options import resolve
 from optimum_memopt.plans import grammar
@@ -227,7 +227,7 @@ def test_a_path_that_is_assigned_later_is_text_for_the_trainers_files(tmp_path):
 
 def test_options_are_resolved_once_and_say_so_when_asked(monkeypatch, capsys):
     options = MemOptOptions(memory_opt_engine="ort", ort_opset=16)
-    monkeypatch.setattr(installed, "missing", lambda: "")
+    monkeypatch.setattr(installation, "missing", lambda: "")
     environ = {"ORTMODULE_MEMORY_OPT_LEVEL": "1", "ORTMODULE_ONNX_OPSET_VERSION": "15"}
     resolved = resolve(options, environ)
     assert (resolved.engine, resolved.reason, resolved.config, resolved.then) == ("ort", "asked for", None, None)
@@ -244,7 +244,7 @@ def test_options_are_resolved_once_and_say_so_when_asked(monkeypatch, capsys):
 
 
 def test_auto_resolves_to_an_engine_and_the_one_behind_it(monkeypatch):
-    monkeypatch.setattr(installed, "missing", lambda: "")
+    monkeypatch.setattr(installation, "missing", lambda: "")
     resolved = resolve(MemOptOptions(memory_opt_config="Gelu+:1:-1", ort_arena=True), {})
     assert (resolved.engine, resolved.then.engine, resolved.given) == ("ort", "compile", ("--ort_arena",))
     assert str(resolved.config) == str(resolved.then.config) == "Gelu+:1:-1"

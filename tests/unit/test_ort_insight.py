@@ -9,7 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from optimum_memopt.engines.ort.insight import Opportunity, StashedOutput, applied_counts, parse_insight, to_plans
+from optimum_memopt.engines.ort.session.graph_plans import (
+    Opportunity,
+    StashedOutput,
+    applied_counts,
+    parse_insight,
+    to_plans,
+)
 from optimum_memopt.plans.table import canonical_symbols
 
 DATA = Path(__file__).parent / "data"

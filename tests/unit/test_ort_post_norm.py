@@ -1,6 +1,6 @@
 import pytest
 
-from optimum_memopt.engines.ort.post_norm import residual_normalizations
+from optimum_memopt.engines.ort.session.graph_plans import residual_normalizations
 
 onnx = pytest.importorskip("onnx")
 node = onnx.helper.make_node

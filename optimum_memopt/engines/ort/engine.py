@@ -9,14 +9,21 @@ import torch
 
 from optimum_memopt.compat import is_encoder_decoder
 from optimum_memopt.engines.api.run import Selection
-from optimum_memopt.engines.ort import compat_torch, env_option_checks, support_checks
-from optimum_memopt.engines.ort.failures import one_line
-from optimum_memopt.engines.ort.graph_plans import GraphPlans, applied_remarks, choose_plans
-from optimum_memopt.engines.ort.module_state import ModuleState, ReexportLimit, SharedCopy, describe_changes
-from optimum_memopt.engines.ort.module_with_loss import LabelShapes, return_loss_only, with_label_smoothing
-from optimum_memopt.engines.ort.options import OrtOptions
-from optimum_memopt.engines.ort.selection import check_supported
-from optimum_memopt.engines.ort.session import POST_BACKWARD, PRE_FORWARD, Hooks, OrtSession
+from optimum_memopt.engines.ort.compat import torch_modules
+from optimum_memopt.engines.ort.options import flags
+from optimum_memopt.engines.ort.options.flags import OrtOptions
+from optimum_memopt.engines.ort.session.graph_plans import (
+    GraphPlans,
+    applied_counts,
+    check_applied,
+    check_supported,
+    choose_plans,
+    parse_insight,
+)
+from optimum_memopt.engines.ort.session.module_state import ModuleState, ReexportLimit, SharedCopy, describe_changes
+from optimum_memopt.engines.ort.session.module_with_loss import LabelShapes, return_loss_only, with_label_smoothing
+from optimum_memopt.engines.ort.session.session import POST_BACKWARD, PRE_FORWARD, Hooks, OrtSession, one_line
+from optimum_memopt.engines.ort.support import checks
 from optimum_memopt.engines.shared import in_place
 from optimum_memopt.engines.shared.label_smoothing import LabelSmoothing
 from optimum_memopt.engines.shared.model_settings import without_key_value_cache
@@ -35,9 +42,6 @@ class OrtEngine(in_place.InPlaceEngine):
     """The `ort` engine.
 
     Training forwards (training mode, gradients enabled) run in ONNX Runtime, all others in the model's own forward.
-
-    Raises:
-        ConfigError: ONNX Runtime does not support the selection (a count other than -1 and 0, offload).
     """
 
     name = "ort"
@@ -58,35 +62,29 @@ class OrtEngine(in_place.InPlaceEngine):
         """Select other plans; the next training forward builds a new session with them.
 
         Raises:
-            ConfigError: see the class.
+            ConfigError: ONNX Runtime does not support the selection (a count other than -1 and 0, offload).
         """
         if selection.config is not None:
             check_supported(selection.config)
         super().apply(selection)
 
     def check_arguments(self, args: "TrainingArguments") -> None:
-        """Refuse Trainer arguments that ONNX Runtime cannot train with.
-
-        Raises:
-            MemOptError: half precision on the CPU, activation checkpointing, torch.compile, FSDP, DataParallel.
-        """
-        support_checks.check_arguments(
-            args, self._options.ort_allow_autograd_checkpoint, self._options.ort_zero_stage3
-        )
-        env_option_checks.check_arguments(self._options, args)
+        """Refuse Trainer arguments that ONNX Runtime cannot train with. Raises MemOptError."""
+        checks.check_arguments(args, self._options.ort_allow_autograd_checkpoint, self._options.ort_zero_stage3)
+        flags.check_arguments(self._options, args)
 
     def _enter(self) -> None:
         self._attention = None
         self._reexports = ReexportLimit()
         if not self._options.ort_arena:
             malloc.return_freed_memory()
-        self._attention = support_checks.choose_attention(self._model)
-        exported_with, self._exported_attention = self._exported_attention, support_checks.attention(self._model)
+        self._attention = checks.choose_attention(self._model)
+        exported_with, self._exported_attention = self._exported_attention, checks.attention(self._model)
         if exported_with != self._exported_attention:
             self._forget()
         for remark in filter(
             None,
-            (*support_checks.remarks(self._model), env_option_checks.skip_check_remark(self._options.ort_skip_check)),
+            (*checks.remarks(self._model), flags.skip_check_remark(self._options.ort_skip_check)),
         ):
             get_logger().warning(remark)
 
@@ -114,8 +112,8 @@ class OrtEngine(in_place.InPlaceEngine):
         return True
 
     def _check(self, model: torch.nn.Module) -> None:
-        support_checks.check(model, self._options.ort_allow_autograd_checkpoint)
-        env_option_checks.check_model(self._options, model)
+        checks.check(model, self._options.ort_allow_autograd_checkpoint)
+        flags.check_model(self._options, model)
 
     def plans(self) -> PlanTable | None:
         """The table of the current training graph, None before the first training forward."""
@@ -150,7 +148,7 @@ class OrtEngine(in_place.InPlaceEngine):
         self._drop_outdated_session()
         if self._fallback_reason:
             return self._run_fallback(*args, **kwargs)
-        support_checks.check_autocast(self._model)
+        checks.check_autocast(self._model)
         if self._plans.choice.redraws_random_numbers and self._backward_is_due:
             raise MemOptError(
                 "a training forward follows one whose backward has not run: ONNX Runtime draws recomputed dropout "
@@ -159,7 +157,7 @@ class OrtEngine(in_place.InPlaceEngine):
             )
         try:
             if self._session is None:
-                if reason := support_checks.unsupported_reason(self._model):
+                if reason := checks.unsupported_reason(self._model):
                     return self._fall_back(reason)(*args, **kwargs)
                 self._session = self._create_session()
                 self._label_shapes = LabelShapes(is_encoder_decoder(self._model))
@@ -168,12 +166,9 @@ class OrtEngine(in_place.InPlaceEngine):
             outputs = self._session.forward(*args, **without_key_value_cache(self._model, args, kwargs, forced=True))
             self._after_export()
             return outputs
-        except MemOptError:
-            # A caller may catch this and continue: do not leave a graph without a session behind.
-            self._forget()
-            raise
-        except torch.OutOfMemoryError:
-            # Not the model's fault: a smaller batch may follow, and must not find an unfinished forward.
+        except (MemOptError, torch.OutOfMemoryError):
+            # A caller may continue, with a smaller batch: leave neither a graph without a session behind, nor an
+            # unfinished forward.
             self._forget()
             raise
         except IndexError:
@@ -186,13 +181,13 @@ class OrtEngine(in_place.InPlaceEngine):
             if self._session is not None and not self._session.is_building:
                 reason = self._batch_failure(error, args, kwargs)
             else:
-                reason = str(error) if isinstance(error, support_checks.UnsupportedByOrt) else one_line(error)
+                reason = str(error) if isinstance(error, checks.UnsupportedByOrt) else one_line(error)
             if not reason:
                 self._forget()
                 raise
             fallback = self._fall_back(reason, error)
         except BaseException:
-            # Training may continue after Ctrl-C: leave neither a graph without a session nor an unfinished forward.
+            # Training may continue after Ctrl-C.
             self._forget()
             raise
         return fallback(*args, **kwargs)
@@ -294,7 +289,7 @@ class OrtEngine(in_place.InPlaceEngine):
         previous = self._attached.training_forward.previous
         if isinstance(previous, types.MethodType):
             module.forward = types.MethodType(previous.__func__, module)
-        for name in compat_torch.MODULE_HOOKS:
+        for name in torch_modules.MODULE_HOOKS:
             module.__dict__[name] = OrderedDict()
         if self._options.ort_module_with_loss:
             options = self._options
@@ -311,13 +306,13 @@ class OrtEngine(in_place.InPlaceEngine):
     def _choose(self, text: str, combinations: Mapping[str, int]) -> tuple[str, ...]:
         session = self._session
         assert session is not None
-        support_checks.check_operators(
+        checks.check_operators(
             type(self._model).__name__, session.inlined_functions, session.aten_operators, session.has_extensions
         )
         self._plans = choose_plans(
             text,
             combinations,
-            session.dimensions,
+            session.internals.dimensions,
             is_encoder_decoder(self._model),
             self._selection,
             session.graph,
@@ -327,18 +322,19 @@ class OrtEngine(in_place.InPlaceEngine):
         return self._plans.choice.configs
 
     def _report(self, text: str) -> None:
-        for remark in applied_remarks(self._plans, text, self._selection):
+        counts = applied_counts(parse_insight(text))
+        if remark := check_applied(self._plans.choice, counts, self._selection.strict and not self._selection.level):
             get_logger().warning(remark)
         is_rebuilt = self._table is not None
         self._was_exported = True
         self._insight = text
-        self._table = self._plans.to_table(self.name, text, self._header())
+        self._table = self._plans.to_table(self.name, counts, self._header())
         if is_rebuilt:
             get_logger().info("the inputs changed: ONNX Runtime built a new training graph")
 
     def _header(self) -> tuple[str, ...]:
         assert self._session is not None
-        provider = "CUDAExecutionProvider" if self._session.device.type == "cuda" else "CPUExecutionProvider"
+        provider = "CUDAExecutionProvider" if self._session.internals.device.type == "cuda" else "CPUExecutionProvider"
         selected = f"config {self._selection.config}" if self._selection.config else f"level {self._selection.level}"
         return (f"{type(self._model).__name__} on {provider}, {selected}",)
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from optimum_memopt.engines.ort import extensions
+from optimum_memopt.engines.ort.compat import extensions
 
 loaded = extensions.load(extensions.find())
 assert extensions.load(extensions.find()) == loaded

@@ -67,7 +67,7 @@ def resumed(folder, uninterrupted):
     return distance(done.weights("on"), uninterrupted.weights("steps"))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_under_torchrun(tmp_path, uninterrupted):
     command = [*launcher("torchrun"), WORKER, write_jobs(tmp_path, [DYING])]
     process = start_process(command, tmp_path / "log")
@@ -96,7 +96,7 @@ ZERO = {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage":
 
 @pytest.mark.parametrize(
     "deepspeed",
-    [None, pytest.param(ZERO, marks=[pytest.mark.slow, needs_deepspeed, needs_compiler])],
+    [None, pytest.param(ZERO, marks=[pytest.mark.nightly, needs_deepspeed, needs_compiler])],
     ids=["ddp", "zero_1"],
 )
 def test_without_an_agent(tmp_path, deepspeed):

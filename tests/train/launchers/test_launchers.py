@@ -10,7 +10,7 @@ import torch
 
 from optimum_memopt.callbacks.reporting import is_printed
 from optimum_memopt.memory.capacity import capacity
-from tests.tiers import tiered
+from tests.rotation import nightly
 from tests.train.launchers.launching import (
     PROGRAMS,
     launcher,
@@ -225,7 +225,7 @@ def test_one_process_resumes_from_two_ranks(two_ranks, one_rank):
     assert distance(one_rank.weights("resumed"), two_ranks.weights("steps")) < 1e-5
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_ranks_resume_from_two_and_from_one(two_ranks, one_rank, tmp_path):
     jobs = [
         Job("from-two", model=MODEL, rows=ROWS, arguments=TWO, resume=checkpoint(two_ranks)),
@@ -254,7 +254,7 @@ def trap(command, folder, **arguments):
 
 @pytest.mark.parametrize(
     "flags",
-    tiered([["--cpu", "--num_processes", "2"], ["--num_processes", "2"]], fast=[]),
+    nightly([["--cpu", "--num_processes", "2"], ["--num_processes", "2"]]),
     ids=" ".join,
 )
 def test_accelerate_that_starts_one_process_is_refused(tmp_path, flags):
@@ -263,20 +263,20 @@ def test_accelerate_that_starts_one_process_is_refused(tmp_path, flags):
     assert done.ranks("job")[0]["steps"] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_accelerate_with_a_config_file_for_several_cpus_is_refused(tmp_path):
     (tmp_path / "config.yaml").write_text(CONFIG)
     errors, _ = trap([*ACCELERATE, "--config_file", tmp_path / "config.yaml"], tmp_path)
     assert len(errors) == 1 and WRITE_MULTI_GPU in errors[0]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_one_process_of_accelerate_trains(tmp_path):
     errors, done = trap([*ACCELERATE, "--cpu", "--num_processes", "1"], tmp_path)
     assert not errors and done.trained("job")[0]["world_size"] == 1
 
 
-@pytest.mark.parametrize("name", tiered(["torchrun", "accelerate"], fast=[]))
+@pytest.mark.parametrize("name", nightly(["torchrun", "accelerate"]))
 def test_ranks_without_use_cpu_are_refused(tmp_path, name):
     errors, _ = trap(launcher(name), tmp_path, use_cpu=False)
     assert errors and all(ADD_USE_CPU in error for error in errors)
@@ -284,7 +284,7 @@ def test_ranks_without_use_cpu_are_refused(tmp_path, name):
 
 @needs_deepspeed
 @needs_compiler
-@pytest.mark.parametrize("name, stage", tiered([("deepspeed", None), ("deepspeed", 1), ("torchrun", 1)], fast=[]))
+@pytest.mark.parametrize("name, stage", nightly([("deepspeed", None), ("deepspeed", 1), ("torchrun", 1)]))
 def test_deepspeed_without_use_cpu_is_refused(tmp_path, name, stage):
     config = {"deepspeed": {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": stage}}}
     errors, _ = trap(launcher(name), tmp_path, use_cpu=False, **(config if stage else {}))

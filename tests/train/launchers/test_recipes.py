@@ -101,14 +101,14 @@ def test_the_commands_of_the_readmes_can_be_read(request, kinds):
         assert all(file.is_file() for file in files)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_processes_on_the_cpu(material, tmp_path):
     config = configs("run_glue") / "accelerate_cpu_2.yaml"
     command = [PROGRAMS / "accelerate", "launch", "--config_file", config, f"--main_process_port={free_port()}"]
     check_trained(run_glue(command, material, tmp_path, "--memory_opt_config", "BiasGelu+:1:-1"))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @needs_deepspeed
 @needs_compiler
 @pytest.mark.parametrize("stage", [2, 3])
@@ -123,7 +123,7 @@ def test_two_processes_of_deepspeed(material, tmp_path, stage):
         check_trained(done)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @needs_deepspeed
 @needs_compiler
 @pytest.mark.timeout(1200)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests import fresh_process
-from tests.tiers import tiered
+from tests.rotation import nightly
 
 ROOT = Path(__file__).parents[3]
 RUN_GLUE = ROOT / "examples" / "run_glue" / "run_glue.py"
@@ -79,7 +79,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", tiered(REFUSED, fast=["unknown-id"]))
+@pytest.mark.parametrize("case", nightly(REFUSED, but=["unknown-id"]))
 def test_refusals_end_in_one_line(material, tmp_path, case):
     flags, message = REFUSED[case]
     done = run_glue(material, tmp_path, "--memory_opt_engine", "ort", *flags)
@@ -119,7 +119,7 @@ print("trained on")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits a process's address space")
-@pytest.mark.parametrize("warm", tiered([True, False], fast=[False]), ids=["later", "first-forward"])
+@pytest.mark.parametrize("warm", nightly([True, False], but=[False]), ids=["later", "first-forward"])
 def test_out_of_memory_is_torchs_error_and_a_smaller_batch_trains_on(warm):
     done = fresh_process.run("-c", OUT_OF_MEMORY.format(warm=warm, fallback=not warm))
     assert done.returncode == 0, done.stderr

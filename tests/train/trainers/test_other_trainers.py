@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import BertModel, Trainer, TrainingArguments
 
-from tests.tiers import tiered
+from tests.rotation import nightly
 from tests.train.trainers.harness import (
     ORT_TOLERANCE,
     Memopt,
@@ -159,14 +159,14 @@ SCRIPTS = [contrastive, lightning, accelerate_loop, search]
 FAST = ["contrastive", "lightning", "accelerate_loop"]
 
 
-@pytest.mark.parametrize("script", tiered(SCRIPTS, fast=FAST))
+@pytest.mark.parametrize("script", nightly(SCRIPTS, but=FAST))
 def test_compiled_bitwise(script, stock, tmp_path):
     ours = run(script, tmp_path, "compile")
     assert ours.plans_on
     assert_equal(ours, stock(script.__name__, script))
 
 
-@pytest.mark.parametrize("script", tiered(SCRIPTS, fast=FAST))
+@pytest.mark.parametrize("script", nightly(SCRIPTS, but=FAST))
 def test_on_onnx_runtime(script, stock, tmp_path):
     ours = run(script, tmp_path, "ort")
     assert ours.plans_on

@@ -18,7 +18,7 @@ from transformers import (
 )
 from transformers.modeling_outputs import TokenClassifierOutput
 
-from tests.tiers import tiered
+from tests.rotation import nightly
 from tests.train.trainers.harness import ORT_TOLERANCE, Memopt, Outcome, arguments, assert_equal, outcome, run
 
 IGNORE = -100
@@ -359,7 +359,7 @@ COMPILED = {
 
 
 # tracemalloc, which measures there, makes compiling several times slower.
-@pytest.mark.parametrize("name", tiered(SCENARIOS, fast=COMPILED))
+@pytest.mark.parametrize("name", nightly(SCENARIOS, but=COMPILED))
 def test_compiled_as_stock(name, stock, tmp_path):
     done = script(SCENARIOS[name])
     assert_equal(run(done, tmp_path, "compile", memory_opt_level=0), stock(name, done))
@@ -381,7 +381,7 @@ ON_ORT = {
 
 
 @pytest.mark.parametrize(
-    "name", tiered([name for name, scenario in SCENARIOS.items() if not scenario.no_ort], fast=ON_ORT)
+    "name", nightly([name for name, scenario in SCENARIOS.items() if not scenario.no_ort], but=ON_ORT)
 )
 def test_on_onnx_runtime_as_stock(name, stock, tmp_path):
     done = script(SCENARIOS[name])

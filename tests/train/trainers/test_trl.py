@@ -14,7 +14,7 @@ from peft import LoraConfig
 from transformers import BertForSequenceClassification, LlamaForCausalLM
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
-from tests.tiers import tiered
+from tests.rotation import nightly
 from tests.train.trainers.harness import (
     ORT_TOLERANCE,
     Memopt,
@@ -98,7 +98,7 @@ def reward(folder: Path, memopt: Memopt) -> Outcome:
     return outcome(trainer)
 
 
-@pytest.mark.parametrize("script", tiered([sft, dpo, reward, sft_lora, dpo_lora], fast=[]))
+@pytest.mark.parametrize("script", nightly([sft, dpo, reward, sft_lora, dpo_lora]))
 def test_compiled_bitwise(script, stock, tmp_path):
     ours = run(script, tmp_path, "compile")
     assert ours.plans_on

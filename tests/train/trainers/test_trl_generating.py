@@ -24,7 +24,7 @@ from trl import (
 )
 
 from optimum_memopt import UnsupportedModelError
-from tests.tiers import tiered
+from tests.rotation import nightly
 from tests.train.trainers.harness import (
     Memopt,
     Outcome,
@@ -142,7 +142,7 @@ def test_a_part_that_is_called_alone_is_optimized_alone(stock, tmp_path):
     assert_equal(ours, stock("distillation", distillation))
 
 
-@pytest.mark.parametrize("script", tiered([grpo, grpo_again, grpo_lora_accumulated, rloo, kto], fast=[]))
+@pytest.mark.parametrize("script", nightly([grpo, grpo_again, grpo_lora_accumulated, rloo, kto]))
 def test_compiled_bitwise(script, stock, tmp_path):
     ours = run(script, tmp_path, "compile")
     assert ours.plans_on

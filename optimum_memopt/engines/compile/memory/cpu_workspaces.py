@@ -1,7 +1,7 @@
 """What PyTorch's CPU operators hold while they run beside their results, in bytes.
 
 From torch's sources (2.13, `aten/src/ATen/`), and compared with the allocator by
-`tests/engines/compile/test_cpu_workspaces.py`.
+`tests/unit/test_cpu_workspaces.py`.
 """
 
 import functools

@@ -1,7 +1,7 @@
 """What the forward and backward hold under any set of saved nodes, without partitioning the joint graph. Pure.
 
 The order is that of `passes.partition`: the forward in its own, and each recomputed operator in the backward just
-before the first of the backward's own operators that needs it. `tests/engines/compile/budget/test_simulation.py`
+before the first of the backward's own operators that needs it. `tests/graph/test_simulation.py`
 compares it with `memory.timeline` byte by byte.
 """
 
