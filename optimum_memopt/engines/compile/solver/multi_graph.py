@@ -123,12 +123,13 @@ class MultiGraphSolver:
             alone = replace(problem, siblings=replace(siblings, later=0))
             peak = max(peak, left + (plan.peak if plan.offloaded else simulate(alone, frozenset(plan.saved)).peak))
             left += siblings.runs * _bytes_left(alone, plan)
+        pairs = tuple(zip(self._runs, plans, strict=True))
         return Plan(
             saved=(),
             peak=peak,
-            extra_seconds=sum(runs * plan.extra_seconds for runs, plan in zip(self._runs, plans, strict=True)),
-            seconds=sum(runs * plan.seconds for runs, plan in zip(self._runs, plans, strict=True)),
-            host_bytes=sum(runs * plan.host_bytes for runs, plan in zip(self._runs, plans, strict=True)),
+            extra_seconds=sum(runs * plan.extra_seconds for runs, plan in pairs),
+            seconds=sum(runs * plan.seconds for runs, plan in pairs),
+            host_bytes=sum(runs * plan.host_bytes for runs, plan in pairs),
             graphs=tuple(plans),
         )
 
