@@ -1,4 +1,5 @@
-# make setup | demo | check | test | test-nightly | test-all | test-cuda | lint | docs | docs-outputs      PYTHON=… chooses the interpreter that .venv is made from
+# make setup | demo | check | test | test-nightly | test-all | test-times | test-cuda | lint | docs | docs-outputs
+# PYTHON=… chooses the interpreter that .venv is made from.
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -14,7 +15,7 @@ PYTHON := $(shell for p in python3.11 python3.12 python3.10 python3.13 python3; 
 	$$p -c 'import sys, venv; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 14))' 2>/dev/null && echo $$p && break; done)
 endif
 
-.PHONY: setup demo check test test-nightly test-all test-cuda lint docs docs-outputs
+.PHONY: setup demo check test test-nightly test-all test-times test-cuda lint docs docs-outputs
 
 setup: $(STAMP)
 
@@ -77,12 +78,16 @@ PYTEST = $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-l
 SHARES := 40
 COMMITS = $(shell git rev-list --count HEAD 2>/dev/null || echo 0)
 
-check test test-nightly test-all: export HF_HUB_OFFLINE := 1
+check test test-nightly test-all test-times: export HF_HUB_OFFLINE := 1
 check: lint
 	$(PYTEST) tests/graph tests/unit tests/test_architecture.py -m "not nightly" $(TEST_ARGS)
 
 test: lint
 	$(PYTEST) $(TESTS) -m "not extensions" --nightly $(COMMITS)/$(SHARES) $(TEST_ARGS)
+
+# Writes the times of the tests into docs/testing.md.
+test-times: TEST_ARGS += -p tests.times
+test-times: test
 
 # SHARD=K/N takes one of N parts.
 SHARD := all

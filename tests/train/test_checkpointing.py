@@ -2,18 +2,12 @@
 
 import pytest
 import torch
-from datasets import Dataset
-from peft import LoraConfig
-from transformers import set_seed
 
-from optimum_memopt import attach, optimize
+from optimum_memopt import optimize
 from optimum_memopt.engines.shared.registry import engine_names
 from tests.model_zoo import ZOO
 from tests.rotation import nightly
-from tests.train import test_callbacks_trl as test_trl
 from tests.trainer_runs import build, distance, log_lines, make, weights
-
-trl = pytest.importorskip("trl", reason="TRL is an extra of the tests")
 
 NAME = "roberta-classification"
 CLOSE = 1e-5
@@ -83,53 +77,3 @@ def test_a_model_that_is_switched_on_in_the_middle(engine):
     assert model.is_gradient_checkpointing and input_gradient_hooks(model) == input_gradient_hooks(plain)
     model.disable_input_require_grads()
     assert input_gradient_hooks(model) == 0, "the handle still finds its hook"
-
-
-@pytest.mark.parametrize("name", nightly(["SFT", "SFT-LoRA", "DPO"], but=["SFT-LoRA"]))
-def test_trl_with_its_own_defaults_under_auto(tmp_path, name):
-    """TRL asks for activation checkpointing; ONNX Runtime cannot train what SFT and DPO do, compile can."""
-    trainers = [trl_trainer(tmp_path / kind, name) for kind in ("plain", "ours")]
-    plain, ours = trainers
-    with log_lines() as lines:
-        attach(ours)
-        for trainer in trainers:
-            set_seed(0)
-            trainer.train()
-    assert ours.memopt.engine.name == ours.memopt.table.engine == "compile"
-    assert sum("training with the compile engine" in line for line in lines) == 1, lines
-    assert ours.memopt.table.enabled
-    assert not any("requires_grad_" in line for line in lines), "the embeddings' hooks split the graph"
-    assert distance(weights(ours.model), weights(plain.model)) < 1e-6
-    numbers = [
-        [{key: value for key, value in entry.items() if not key.endswith(test_trl.CLOCKED)} for entry in each]
-        for each in (ours.state.log_history, plain.state.log_history)
-    ]
-    assert [entry.keys() for entry in numbers[0]] == [entry.keys() for entry in numbers[1]]
-    for found, expected in zip(*numbers, strict=True):
-        assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
-
-
-def trl_trainer(folder, name):
-    set_seed(0)
-    kind = name.removesuffix("-LoRA")
-    data, arguments, others = test_trl.TRAINERS[kind]
-    lora = {"peft_config": LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")}
-    return getattr(trl, f"{kind}Trainer")(
-        model=test_trl.model(),
-        args=getattr(trl, f"{kind}Config")(
-            str(folder),
-            use_cpu=True,
-            bf16=False,
-            report_to="none",
-            save_strategy="no",
-            disable_tqdm=True,
-            per_device_train_batch_size=2,
-            max_steps=3,
-            logging_steps=1,
-            **arguments,
-        ),
-        train_dataset=Dataset.from_dict(data),
-        processing_class=test_trl.tokenizer(),
-        **others(),
-        **(lora if name.endswith("LoRA") else {}),
-    )

@@ -40,7 +40,7 @@ PLANS = ("none", "one", "level 1", "level 2", "random")
 # After "level 1", whose graph it goes on with.
 ONE_ROW = "one row"
 MODELS = [(name, "eager") for name in ZOO] + [(name, "sdpa") for name in SDPA]
-# What `make test` trains: an encoder, one with relative positions, and a decoder. The others are for `make test-all`.
+# What every run trains: an encoder, one with relative positions, and a decoder. The others are nightly.
 FAST = ("roberta-classification", "deberta-v2-mlm", "gpt2")
 # The compile engine traces a model anew for each plan, which takes nearly all of the time here: so only these models
 # get every plan there, the others two of them, and one of them for their second kind of attention.
@@ -146,7 +146,7 @@ def selection(pair: Pair, plan: str) -> Selection:
         return Selection()
     if plan == "one":
         return Selection(config=parse(next(row.config for row in pair.rows if row.config.endswith(":1:-1"))))
-    # The loss in chunks adds in another order, and has tests of its own (`engines/compile/loss`).
+    # The loss in chunks adds in another order, and has tests of its own (`test_chunked_loss.py`).
     rows = [row for row in pair.rows if row.config != ROW]
     chosen = random.Random(pair.name).sample(rows, k=(len(rows) + 1) // 2)
     parts = dict.fromkeys(part for row in chosen for part in row.config.split(","))

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import HfArgumentParser
 
-from optimum_memopt import MemOptError, MemOptOptions, MemOptTrainer, MemOptTrainingArguments, attach, optimize
+from optimum_memopt import MemOptError, MemOptTrainer, attach, optimize
 from optimum_memopt.engines.ort.compat import ortmodule
 from optimum_memopt.engines.ort.support import optimizers
 from optimum_memopt.training.optimizers import OPTIMIZERS
@@ -119,24 +118,9 @@ def refusal(folder, **changes):
     return message
 
 
-def test_an_unknown_name(tmp_path, capsys):
-    assert "adamw: allowed are deepspeed_fused_adam, deepspeed_cpu_adam, torch_fused_adamw, ort_fused_adam" in refusal(
-        tmp_path, memory_opt_optim="adamw"
-    )
-    with pytest.raises(MemOptError, match="--memory_opt_optim adamw: allowed are"):
-        MemOptOptions(memory_opt_optim="adamw").check()
-    parser = HfArgumentParser(MemOptTrainingArguments)
-    with pytest.raises(SystemExit):
-        parser.parse_args_into_dataclasses(["--output_dir", str(tmp_path), "--memory_opt_optim", "adamw"])
-    assert "invalid choice: 'adamw'" in capsys.readouterr().err
-    (args,) = parser.parse_args_into_dataclasses(
-        ["--output_dir", str(tmp_path), "--memory_opt_optim", "ort_fused_adam", "--group_by_complexity"]
-    )
-    assert (args.memory_opt_optim, args.group_by_complexity, args.ort_fp16_optimizer) == (
-        "ort_fused_adam",
-        True,
-        False,
-    )
+def test_an_unknown_name(tmp_path):
+    allowed = "deepspeed_fused_adam, deepspeed_cpu_adam, torch_fused_adamw, ort_fused_adam"
+    assert f"adamw: allowed are {allowed}" in refusal(tmp_path, memory_opt_optim="adamw")
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,10 @@ import json
 
 import pytest
 import torch
-from transformers import RobertaForSequenceClassification, TrainerCallback
+from transformers import TrainerCallback
 
 from optimum_memopt import PlanStatsCallback, optimize, run_summary
-from optimum_memopt.logs import LOG_LEVELS, get_logger, set_log_level
+from optimum_memopt.logs import get_logger
 from tests.trackers import Tracker, numbers, tracked
 from tests.trainer_runs import build, collate, log_lines, make, rows, tables
 
@@ -72,21 +72,6 @@ def test_log_levels(tmp_path, level, shown):
     assert numbers(trainer, "plans/available"), "trackers get the numbers on every level"
 
 
-def test_on_other_ranks_only_devinfo_speaks(monkeypatch, capsys):
-    """Through the package's own handler."""
-    before = get_logger().level
-    set_log_level("devinfo")
-    try:
-        for rank in ("1", "0"):
-            monkeypatch.setenv("RANK", rank)
-            get_logger().info(f"table of {rank}")
-            get_logger().log(LOG_LEVELS["devinfo"], f"insight of {rank}")
-    finally:
-        get_logger().setLevel(before)
-    shown = [line for line in capsys.readouterr().err.splitlines() if line.startswith("[memopt]")]
-    assert shown == ["[memopt] insight of 1", "[memopt] table of 0", "[memopt] insight of 0"]
-
-
 def test_a_new_graph_shows_a_new_table(tmp_path):
     """Rows with token types after rows without: other inputs, so ONNX Runtime trains another graph."""
     plain_rows = rows(NAME, 8)
@@ -125,13 +110,6 @@ def test_a_new_graph_shows_a_new_table(tmp_path):
     assert sum("the inputs changed" in line for line in lines) == 1
 
 
-def test_new_shapes_alone_show_no_new_table(tmp_path):
-    trainer = make(tmp_path, NAME, max_steps=9, num_train_epochs=2, per_device_train_batch_size=3)
-    with log_lines() as lines:
-        trainer.train()
-    assert len(tables(lines)) == 1
-
-
 def test_alone_with_a_stock_trainer_and_no_engine(tmp_path):
     file = tmp_path / "memopt.jsonl"
     callback = PlanStatsCallback(file)
@@ -165,33 +143,3 @@ def test_the_users_own_callback_is_the_one_that_is_used(tmp_path):
         trainer.train()
     assert len(tables(lines)) == 1
     assert (tmp_path / "mine.jsonl").exists()
-
-
-class Unexportable(RobertaForSequenceClassification):
-    """Has an output that no ONNX graph can have."""
-
-    def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
-        outputs = super().forward(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **kwargs)
-        return {"loss": outputs.loss, "logits": outputs.logits, "unknown": object()}
-
-
-def unexportable():
-    model = build(NAME)
-    model.__class__ = Unexportable
-    return model
-
-
-def test_fallback_trains_and_says_so_once(tmp_path):
-    plain = make(tmp_path, NAME, plain=True)
-    plain.train()
-    trainer = tracked(make(tmp_path, NAME, model=unexportable(), ort_fallback=True))
-    with log_lines() as lines:
-        trainer.train()
-    assert trainer.state.global_step == 5
-    assert sum(line.startswith("NOT on ONNX Runtime") for line in lines) == 1
-    (table,) = tables(lines)
-    assert "NOT on ONNX Runtime" in table and trainer.memopt.table.header[0].startswith("NOT on ONNX Runtime")
-    assert numbers(trainer, "plans/on") == [0]
-    assert "NOT on ONNX Runtime" in run_summary(trainer)
-    for name, tensor in plain.model.state_dict().items():
-        assert torch.equal(trainer.model.state_dict()[name], tensor), name

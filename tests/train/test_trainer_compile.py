@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, TrainingArguments
 
-from optimum_memopt import MemOptError, MemOptOptions, MemOptTrainingArguments, attach, optimize, run_summary
+from optimum_memopt import MemOptError, MemOptOptions, attach, optimize, run_summary
 from optimum_memopt.engines.ort.compat import installation
 from optimum_memopt.engines.shared.auto import create
 from optimum_memopt.engines.shared.in_place import engine_of
@@ -27,26 +27,6 @@ ENGINE = {"memory_opt_engine": "compile", "memory_opt_compiler": "aot_eager"}
 SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"ort_arena": True}, "--ort_arena with the compile engine: only the ort engine reads it"),
-        ({"ort_module_with_loss": True}, "--ort_module_with_loss with the compile engine"),
-        ({"ort_opset": 15, "ort_fallback": False}, "--ort_fallback, --ort_opset 15 with the compile engine"),
-        ({"memory_opt_compiler": "gcc"}, "--memory_opt_compiler gcc: allowed are inductor, aot_eager"),
-        (
-            {"memory_opt_engine": "ort", "memory_opt_compiler": "inductor", "ort_fallback": False},
-            "--memory_opt_compiler inductor with the ort engine",
-        ),
-    ],
-    ids=str,
-)
-def test_options_of_another_engine_are_refused(tmp_path, changes, message):
-    with pytest.raises(MemOptError) as caught:
-        arguments(MemOptTrainingArguments, tmp_path, **{**ENGINE, **changes})
-    assert message in str(caught.value) and "\n" not in str(caught.value)
-
-
 def test_a_default_of_a_subclass_is_nothing_that_the_user_gave():
     @dataclass
     class Recipe(MemOptOptions):
@@ -57,28 +37,11 @@ def test_a_default_of_a_subclass_is_nothing_that_the_user_gave():
         Recipe(memory_opt_engine="compile", ort_fallback=True).check()
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"torch_compile": True}, "--torch_compile with the compile engine"),
-    ],
-    ids=str,
-)
-def test_arguments_that_do_not_go_together(tmp_path, changes, message):
-    with pytest.raises(MemOptError) as caught:
-        make(tmp_path, "gpt2", **ENGINE, **changes)
-    assert message in str(caught.value) and "\n" not in str(caught.value)
-
-
 def test_fsdp_by_accelerate_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(MemOptError, match="FSDP with the compile engine.*use DDP or ZeRO 0, 1, 2"):
         engine = create(resolve(MemOptOptions(memory_opt_engine="compile")))
         engine.check_arguments(arguments(TrainingArguments, tmp_path))
-
-
-def test_counts_and_offload_are_no_errors_of_the_command_line(tmp_path):
-    arguments(MemOptTrainingArguments, tmp_path, **ENGINE, memory_opt_config="Gelu+:1:1,Add+:3:-1")
 
 
 def test_auto_takes_it_where_onnx_runtime_is_not_installed(tmp_path, monkeypatch):
@@ -120,18 +83,6 @@ def test_checkpoints_are_the_plain_trainers(tmp_path, name):
     )
     resumed.train(resume_from_checkpoint=str(tmp_path / "plain" / "checkpoint-2"))
     assert distance(weights(resumed.model), weights(trainer.model)) == 0
-
-
-@pytest.mark.parametrize("name", nightly(["small", "roberta-classification"], but=["small"]))
-def test_autocast(tmp_path, name):
-    plain = make(tmp_path, name, plain=True, bf16=True)
-    ours = make(tmp_path, name, bf16=True, memory_opt_level=1, **ENGINE)
-    single = make(tmp_path, name, plain=True)
-    for trainer in (plain, ours, single):
-        trainer.train()
-    assert distance(weights(ours.model), weights(plain.model)) < 1e-5
-    assert distance(weights(single.model), weights(plain.model)) > 1e-3, "bfloat16 changes nothing here"
-    assert len(ours.memopt.table.enabled) > 2
 
 
 def test_a_recompile_says_its_reason_once():

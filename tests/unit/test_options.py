@@ -1,21 +1,26 @@
+"""Options, as flags and from Python: what is wrong is one line that names the option and what is allowed."""
+
 import copy
 import json
 import pickle
 import re
 import shlex
 from dataclasses import FrozenInstanceError, fields
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import HfArgumentParser, Trainer, TrainingArguments
 
-from optimum_memopt import MemOptError, MemOptOptions, MemOptTrainingArguments, attach
+from optimum_memopt import MemOptError, MemOptOptions, MemOptTrainingArguments, PlanConfig, attach
 from optimum_memopt.distributed.rank_consistency import facts
 from optimum_memopt.engines.compile.options import CompileOptions
 from optimum_memopt.engines.ort.compat import installation
 from optimum_memopt.engines.ort.options.flags import OrtOptions
 from optimum_memopt.engines.shared.auto import create
-from optimum_memopt.options import resolve
+from optimum_memopt.errors import excerpt
+from optimum_memopt.options import from_keywords, resolve
 from optimum_memopt.plans import grammar
 from optimum_memopt.plans.grammar import ConfigError
 
@@ -34,7 +39,6 @@ def arguments(folder, **options):
     "options, message",
     [
         ({"memory_opt_level": 5}, "--memory_opt_level 5: allowed are 0 (the config), 1 "),
-        ({"memory_opt_level": -1}, "--memory_opt_level -1: allowed are 0"),
         (
             {"memory_opt_level": 1, "memory_opt_config": "Gelu+:1:-1"},
             "--memory_opt_level 1 together with --memory_opt_config: ",
@@ -77,8 +81,6 @@ def arguments(folder, **options):
             "--memory_opt_variants 2 with the ort engine: only the compile engine reads it",
         ),
         ({"memory_opt_config": "Gelu+:1"}, 'column 1: "Gelu+:1" has 2 fields instead of 3'),
-        ({"memory_opt_config": "Gelu+:1:-1,Add:1:-1"}, "column 12: "),
-        ({"memory_opt_config": ""}, "column 1: nothing here"),
         ({"memory_opt_config": "Gelu+:1:-1,Gelu+:2:-1"}, "contradicts"),
         ({"memory_opt_config": "missing.json"}, "config file missing.json: No such file"),
         ({"memory_opt_config": "Gelu+:1:3", "memory_opt_engine": "ort"}, "Gelu+:1:3: count 3 is not available on the"),
@@ -92,7 +94,18 @@ def arguments(folder, **options):
             {"memory_opt_log_level": "debug"},
             "--memory_opt_log_level debug: allowed are warning, info, devinfo, verbose",
         ),
-        ({"ort_opset": 3}, "--ort_opset 3: "),
+        (
+            {"memory_opt_engine": "compile", "ort_arena": True},
+            "--ort_arena with the compile engine: only the ort engine",
+        ),
+        (
+            {"memory_opt_engine": "compile", "ort_opset": 15, "ort_fallback": False},
+            "--ort_fallback, --ort_opset 15 with the compile engine",
+        ),
+        (
+            {"memory_opt_engine": "ort", "memory_opt_compiler": "inductor", "ort_fallback": False},
+            "--memory_opt_compiler inductor with the ort engine",
+        ),
         ({"ort_opset": 21}, "--ort_opset 21: "),
         ({"ort_save_onnx": "no/such/folder"}, "--ort_save_onnx no/such/folder: no such folder"),
     ],
@@ -120,6 +133,7 @@ def test_a_folder_or_a_bad_file_as_config(tmp_path):
         {"memory_opt_level": 2},
         {"memory_opt_config": "Gelu+:1:-1"},
         {"memory_opt_config": "Gelu+:1:0", "memory_opt_engine": "ort"},
+        {"memory_opt_config": "Gelu+:1:1,Add+:3:-1", "memory_opt_engine": "compile"},
         # Another engine than ort may take these, so `auto` cannot refuse them yet.
         {"memory_opt_config": "Gelu+:1:3,Add+:3:-1"},
         {"ort_opset": 17, "memory_opt_log_steps": 100},
@@ -261,3 +275,80 @@ def test_help_has_our_flags_first_and_those_of_an_engine_last():
     ]
     assert issubclass(MemOptTrainingArguments, (OrtOptions, CompileOptions, TrainingArguments))
     assert [field.name for field in fields(MemOptTrainingArguments)][-len(names) :] == names
+
+
+@pytest.mark.parametrize(
+    "name, value, allowed",
+    [
+        ("memory_opt_log_steps", "3", "'3': allowed are whole numbers from 0 on"),
+        ("memory_opt_log_steps", 2.0, "2.0: allowed are whole numbers from 0 on"),
+        ("memory_opt_log_steps", True, "True: allowed are whole numbers from 0 on"),
+        ("memory_opt_log_steps", 10**5000, "of type int: allowed are whole numbers from 0 on"),
+        ("ort_opset", "17", "'17': allowed are 12 to 20, the opsets that ONNX Runtime 1.19 trains"),
+        ("ort_tuning_duration_ms", 0, "0: allowed are whole numbers from 1 on"),
+        ("memory_opt_level", "1", "'1': allowed are 0 (the config), 1 (recompute in each layer) and 2 (also "),
+        ("memory_opt_strict", "false", "'false': allowed are true and false"),
+        ("log_memory_phases", 1, "1: allowed are true and false"),
+        ("ort_custom_autograd", "no", "'no': allowed are true and false"),
+        ("memory_opt_engine", None, "None: allowed are auto, ort, compile"),
+        ("memory_opt_engine", ["ort"], "['ort']: allowed are auto, ort, compile"),
+        ("memory_opt_compiler", torch.nn.ReLU(), "ReLU(): allowed are inductor, aot_eager"),
+        ("memory_opt_optim", "adam" * 50, "adamadam"),
+        ("memory_opt_log_file", "", "'': allowed are paths and strings"),
+        ("ort_cache_dir", "a\0b", r"a\x00b: allowed are paths and strings"),
+        ("ort_save_onnx", "x" * 300, "xxx"),
+        ("memory_opt_config", 5, "5: allowed are PlanConfig, dicts, lists, paths, strings and tuples"),
+        ("memory_opt_config", np.zeros(3), "array([0., 0., 0.]): allowed are PlanConfig, dicts, "),
+    ],
+    ids=lambda value: excerpt(value)[:30],
+)
+def test_a_wrong_value_names_the_option_and_what_is_allowed(name, value, allowed):
+    with pytest.raises(MemOptError, match=re.escape(f"--{name} {allowed}")) as caught:
+        MemOptOptions(**{name: value}).check()
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 500
+
+
+def test_integers_of_other_libraries_are_integers():
+    options = MemOptOptions(memory_opt_log_steps=np.int64(7), memory_opt_level=np.int32(2))
+    options.check()
+    assert (options.memory_opt_log_steps, options.memory_opt_level) == (7, 2)
+    assert type(options.memory_opt_log_steps) is int
+
+
+def test_a_subclass_s_own_fields_are_its_own_business(tmp_path):
+    MemOptTrainingArguments(str(tmp_path), report_to="none", use_cpu=True, logging_steps=0.5).check()
+
+
+@pytest.mark.parametrize(
+    "config, text",
+    [
+        (["Gelu+:1:-1", "Add+:2:0"], "Gelu+:1:-1,Add+:2:0"),
+        ({"Gelu+": 1, "Add+": "2:0"}, "Gelu+:1:-1,Add+:2:0"),
+        (PlanConfig.load("Gelu+:1:-1"), "Gelu+:1:-1"),
+        (Path("plans.json"), "plans.json"),
+        (Path("plans"), "./plans"),
+    ],
+    ids=str,
+)
+def test_arguments_with_any_form_of_a_config_stay_serialisable(tmp_path, monkeypatch, config, text):
+    monkeypatch.chdir(tmp_path)
+    Path("plans.json").write_text('["Gelu+:1:-1"]')
+    # A file that is there only when the config is read is a file all the same.
+    Path("plans").write_text('["Gelu+:1:-1"]')
+    arguments = MemOptTrainingArguments(
+        "out", report_to="none", use_cpu=True, memory_opt_config=config, memory_opt_log_file=Path("found.jsonl")
+    )
+    saved = json.loads(arguments.to_json_string())
+    assert saved["memory_opt_config"] == arguments.to_dict()["memory_opt_config"]
+    assert saved["memory_opt_config"] in (text, text.removeprefix("./"))
+    assert saved["memory_opt_log_file"] == "found.jsonl"
+    assert str(arguments.plan_config).startswith("Gelu+:1:-1")
+    arguments.memory_opt_config = config
+    assert str(arguments.plan_config).startswith("Gelu+:1:-1")
+
+
+def test_an_unknown_option_is_told_with_near_ones():
+    with pytest.raises(MemOptError, match="there is no option memory_opt_levl; did you mean memory_opt_level"):
+        from_keywords(memory_opt_levl=1)
+    with pytest.raises(MemOptError, match="there is no option zzz; see optimum_memopt.MemOptOptions"):
+        from_keywords(zzz=1)

@@ -18,7 +18,7 @@ from optimum_memopt import PlanTable, attach, optimize
 
 WORDS = ["<unk>", "<pad>", "<s>", "</s>", *(f"word{index}" for index in range(36))]
 ENGINES: dict[str, dict[str, Any]] = {
-    # With the plain loss, which is bitwise; `engines/compile/loss/test_trainer.py` has the chunked one.
+    # With the plain loss, which is bitwise; `test_loss_trainer.py` has the chunked one.
     "compile": {
         "memory_opt_engine": "compile",
         "memory_opt_compiler": "aot_eager",
@@ -30,7 +30,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "auto": {"memory_opt_engine": "auto", "ort_fallback": False, "memory_opt_level": 1},
 }
 # Of a log entry: what depends on the clock.
-_TIMES = ("_runtime", "_per_second", "_preparation_time", "step_time")
+TIMES = ("_runtime", "_per_second", "_preparation_time", "step_time")
 # Beside rounding, ONNX Runtime's fused operators compute the same.
 ORT_TOLERANCE = 2e-4
 
@@ -121,7 +121,7 @@ def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def without_times(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Log entries less what the clock decides."""
-    return [{key: value for key, value in entry.items() if not key.endswith(_TIMES)} for entry in entries]
+    return [{key: value for key, value in entry.items() if not key.endswith(TIMES)} for entry in entries]
 
 
 def outcome(trainer: Trainer, **extra: Any) -> Outcome:

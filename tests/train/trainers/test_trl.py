@@ -1,5 +1,6 @@
 """TRL's trainers with an engine against the same script without: losses, all that they log, and weights."""
 
+import functools
 import random
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from tests.train.trainers.harness import (
     sentence,
     tokenizer,
 )
+from tests.trainer_runs import log_lines
 
 # TRL asks for bf16 and activation checkpointing by default.
 QUIET = {"bf16": False, "gradient_checkpointing": False, "max_length": 32}
@@ -63,16 +65,16 @@ def sft(folder: Path, memopt: Memopt, peft_config: LoraConfig | None = None, **c
     return outcome(trainer)
 
 
-def sft_lora(folder: Path, memopt: Memopt) -> Outcome:
-    return sft(folder, memopt, lora())
+def sft_lora(folder: Path, memopt: Memopt, **changes: Any) -> Outcome:
+    return sft(folder, memopt, lora(), **changes)
 
 
-def dpo(folder: Path, memopt: Memopt, peft_config: LoraConfig | None = None) -> Outcome:
+def dpo(folder: Path, memopt: Memopt, peft_config: LoraConfig | None = None, **changes: Any) -> Outcome:
     # Without LoRA the reference model is loaded from where the model came from.
     LlamaForCausalLM(llama_config()).save_pretrained(folder / "model")
     trainer = DPOTrainer(
         model=LlamaForCausalLM.from_pretrained(folder / "model"),
-        args=arguments(DPOConfig, folder, **QUIET),
+        args=arguments(DPOConfig, folder, **{**QUIET, **changes}),
         train_dataset=preferences(24),
         processing_class=tokenizer(),
         peft_config=peft_config,
@@ -109,3 +111,15 @@ def test_reward_on_onnx_runtime(stock, tmp_path):
     ours = run(reward, tmp_path, "ort")
     assert ours.plans_on
     assert_equal(ours, stock("reward", reward), ORT_TOLERANCE)
+
+
+@pytest.mark.parametrize("script", nightly([sft, sft_lora, dpo], but=[sft_lora]))
+def test_its_own_defaults_under_auto(script, tmp_path):
+    """TRL asks for activation checkpointing; ONNX Runtime cannot train what SFT and DPO do, compile can."""
+    asked = functools.partial(script, gradient_checkpointing=True)
+    with log_lines() as lines:
+        ours = run(asked, tmp_path / "ours", "auto")
+    assert ours.engine == "compile" and ours.plans_on
+    assert sum("training with the compile engine" in line for line in lines) == 1, lines
+    assert not any("requires_grad_" in line for line in lines), "the embeddings' hooks split the graph"
+    assert_equal(ours, run(asked, tmp_path / "stock", "none"), ORT_TOLERANCE)

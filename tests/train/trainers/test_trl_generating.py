@@ -5,13 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("trl")
 pytest.importorskip("peft")
 
 from datasets import Dataset
 from peft import LoraConfig
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import LlamaForCausalLM, Trainer, set_seed
+from transformers.integrations import TensorBoardCallback
 from trl import (
     DistillationConfig,
     DistillationTrainer,
@@ -23,9 +26,10 @@ from trl import (
     RLOOTrainer,
 )
 
-from optimum_memopt import UnsupportedModelError
+from optimum_memopt import InputDensityCallback, MemoryPhasesCallback, PlanStatsCallback, UnsupportedModelError
 from tests.rotation import nightly
 from tests.train.trainers.harness import (
+    TIMES,
     Memopt,
     Outcome,
     arguments,
@@ -36,7 +40,7 @@ from tests.train.trainers.harness import (
     sentence,
     tokenizer,
 )
-from tests.train.trainers.test_trl import lora
+from tests.train.trainers.test_trl import dpo, lora, reward, sft
 
 # TRL asks for bf16 and activation checkpointing by default.
 QUIET = {"bf16": False, "gradient_checkpointing": False}
@@ -147,3 +151,42 @@ def test_compiled_bitwise(script, stock, tmp_path):
     ours = run(script, tmp_path, "compile")
     assert ours.plans_on
     assert_equal(ours, stock(script.__name__, script))
+
+
+class Observed:
+    """Gives a trainer callbacks where others give it an engine."""
+
+    def __init__(self, *callbacks: Any) -> None:
+        self.callbacks = callbacks
+
+    def attach(self, trainer: Trainer) -> None:
+        for callback in (TensorBoardCallback(), *self.callbacks):
+            trainer.add_callback(callback)
+
+
+def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """What TensorBoard has of a run, less times."""
+    (file,) = folder.rglob("events.*")
+    events = EventAccumulator(str(file))
+    events.Reload()
+    tags = [tag for tag in events.Tags()["scalars"] if not tag.replace("/", "_").endswith(TIMES)]
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
+
+
+@pytest.mark.parametrize("script", [sft, dpo, reward, grpo])
+def test_observers_leave_log_entries_as_they_are(tmp_path, monkeypatch, script):
+    """TRL's trainers average and clear counters of their own in `log`."""
+    observers = [InputDensityCallback(log_steps=1), MemoryPhasesCallback(log_steps=1), PlanStatsCallback()]
+    found = {}
+    for name, callbacks in (("plain", []), ("observed", observers)):
+        monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / name))
+        set_seed(0)
+        done = script(tmp_path / f"{name}-run", Observed(*callbacks))
+        found[name] = done.logs, curves(tmp_path / name)
+    (logs, plain), (logs_observed, observed) = found.values()
+    assert logs_observed == logs and "train_loss" in logs[-1] and len(logs[0]) > 6, "TRL's own numbers"
+    ours = {tag for tag in observed if tag.startswith("train/memopt/")}
+    assert {tag: curve for tag, curve in observed.items() if tag not in ours} == plain
+    steps = [step for step, _ in observed["train/memopt/post_backward/resident_mib"]]
+    assert steps == list(range(1, steps[-1] + 1)) and len(steps) >= 4
+    assert torch.isfinite(torch.tensor(observed["train/memopt/measured_peak_mib"])).all()
