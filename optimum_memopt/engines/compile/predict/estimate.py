@@ -14,9 +14,8 @@ from optimum_memopt.engines.api.run import THIS_MACHINE, Selection, StepSpec
 from optimum_memopt.engines.compile.graph.symbols import plain_sizes
 from optimum_memopt.engines.compile.partition.captured_graph import no_costs
 from optimum_memopt.engines.compile.predict.planned_step import PlannedStep, TracedStep
-from optimum_memopt.engines.compile.solver.curve import point_of, points_of, solved
 from optimum_memopt.engines.compile.solver.multi_graph import MultiGraphSolver
-from optimum_memopt.engines.compile.solver.plan import Infeasible
+from optimum_memopt.engines.compile.solver.plan import Infeasible, point_of, points_of, solved
 from optimum_memopt.errors import DoesNotFitError
 from optimum_memopt.memory.capacity import Capacity
 from optimum_memopt.memory.peak_monitor import MIB

@@ -1,15 +1,23 @@
-"""The forward in blocks that can be planned alone: transformer layers, and what stands before, between and after them.
+"""Blocks of the forward that can be planned alone, transformer layers and what stands between them, and what each may
+save at every price of a byte.
 
+Whether to recompute an operator or to save its result is a minimum cut, whose linear program has integral solutions.
 Pure.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from optimum_memopt.engines.compile.graph.problem import Problem
+from optimum_memopt.engines.compile.solver.cut import LOWEST_PRICE, MEGA, Cut, cut_of
+
+# Points of the convex hull of (bytes, seconds), and points between them, of which the hull has none.
+_HULL, _BETWEEN = 24, 16
+# Microseconds of a megabyte at which everything is recomputed that can be.
+_HIGHEST = 1e6
 
 
 @dataclass(frozen=True)
@@ -17,7 +25,7 @@ class Block:
     """Operators of the forward.
 
     Attributes:
-        layer: its path, "" for what is in none.
+        layer: path of the transformer layer, "" for what is in none.
         nodes: in order, numbers left out.
     """
 
@@ -30,7 +38,7 @@ class Block:
 
     @cached_property
     def places(self) -> dict[int, int]:
-        """Where each node stands in the block."""
+        """The place of each node in the block."""
         return {node: place for place, node in enumerate(self.nodes)}
 
 
@@ -50,13 +58,13 @@ class Blocks:
     leaving: frozenset[int]
     classes: tuple[int, ...]
 
-    @property
-    def representatives(self) -> tuple[int, ...]:
-        """One block of each class: the middle one, whose neighbours are most like those of the others."""
+    @cached_property
+    def representatives(self) -> dict[int, int]:
+        """One block of each class: the middle one, whose neighbours are most like those of the rest."""
         members: dict[int, list[int]] = {}
         for index, first in enumerate(self.classes):
             members.setdefault(first, []).append(index)
-        return tuple(found[len(found) // 2] for found in members.values())
+        return {first: indices[len(indices) // 2] for first, indices in members.items()}
 
     def translated(self, nodes: Collection[int], source: int, target: int) -> frozenset[int]:
         """The nodes of the block `target` that stand where `nodes` stand in `source`, a block of the same class."""
@@ -81,10 +89,6 @@ class Blocks:
         pairs = zip(self.problem.layers, self.problem.is_view, strict=True)
         return np.array([-1 if is_view else layers.get(layer, -1) for layer, is_view in pairs], dtype=np.intp)
 
-    @cached_property
-    def reads(self) -> frozenset[int]:
-        return frozenset(self.problem.backward_reads)
-
 
 def blocks_of(problem: Problem) -> Blocks:
     """The blocks of a problem."""
@@ -96,25 +100,21 @@ def blocks_of(problem: Problem) -> Blocks:
         own = problem.layers[node]
         layer = own or layer
         groups.setdefault((own, layer), []).append(node)
-    found = tuple(Block(own, tuple(nodes)) for (own, _), nodes in groups.items())
-    block_of = {node: index for index, block in enumerate(found) for node in block.nodes}
-    leaving = {
-        problem.roots[read]
-        for node in block_of
+    blocks = tuple(Block(own, tuple(nodes)) for (own, _), nodes in groups.items())
+    block_of = {node: index for index, block in enumerate(blocks) for node in block.nodes}
+    leaving = frozenset(
+        root
+        for node, index in block_of.items()
         if not problem.is_view[node]
-        for read in problem.reads[node]
-        if problem.roots[read] in block_of and block_of[problem.roots[read]] != block_of[node]
-    }
-    tensors = frozenset(root for root in leaving if problem.is_tensor[root])
-    return Blocks(problem, found, tensors, _classes(problem, found, tensors))
-
-
-def _classes(problem: Problem, blocks: Sequence[Block], leaving: frozenset[int]) -> tuple[int, ...]:
+        for root in (problem.roots[read] for read in problem.reads[node])
+        if block_of.get(root, index) != index and problem.is_tensor[root]
+    )
     reads = frozenset(problem.backward_reads)
     first: dict[object, int] = {}
-    return tuple(
+    classes = (
         first.setdefault(_signature(problem, block, leaving, reads), index) for index, block in enumerate(blocks)
     )
+    return Blocks(problem, blocks, leaving, tuple(classes))
 
 
 def _signature(problem: Problem, block: Block, leaving: frozenset[int], reads: frozenset[int]) -> object:
@@ -126,8 +126,77 @@ def _signature(problem: Problem, block: Block, leaving: frozenset[int], reads: f
             problem.workspaces[node],
             node in leaving,
             node in reads,
-            # Of other blocks only how many.
+            # Reads from another block count by their number alone.
             tuple(block.places.get(read, -1) for read in problem.reads[node] if not problem.is_number[read]),
         )
         for node in block.nodes
     )
+
+
+@dataclass(frozen=True)
+class LayerFrontiers:
+    """Sets of roots that one block of each class may save; the same whatever siblings a graph has in the forward."""
+
+    problem: Problem
+
+    @cached_property
+    def blocks(self) -> Blocks:
+        return blocks_of(self.problem)
+
+    @cached_property
+    def with_borders(self) -> dict[int, tuple[frozenset[int], ...]]:
+        """By block, from all activations to as few as possible, all with what leaves the block."""
+        return {index: self._with_borders(index) for index in self.blocks.representatives.values()}
+
+    @cached_property
+    def without_borders(self) -> dict[int, tuple[frozenset[int], ...]]:
+        """By block, where what leaves the block may be recomputed too, such as a sum from its operands."""
+        return {index: self._without_borders(index) for index in self.blocks.representatives.values()}
+
+    def _with_borders(self, index: int) -> tuple[frozenset[int], ...]:
+        problem, block = self.problem, self.blocks.all[index]
+        leaving = self.blocks.leaving & block.members
+        activations = (problem.activations & block.members) - leaving
+        statistics = frozenset(node for node in activations if problem.is_statistic[node] or problem.is_kept[node])
+        sets = dict.fromkeys((leaving | activations, leaving | statistics))
+        cut = cut_of(problem, block.nodes, leaving)
+        if cut is not None:
+            most = sum(problem.bytes[node] for node in activations) / MEGA
+            # Between the corners of the hull only for layers, which take most of the time and bytes.
+            between = _between(cut, most) if block.layer else ()
+            for solution in (*_hull(cut), *between):
+                sets.setdefault(leaving | cut.saved(solution))
+        return tuple(sets)
+
+    def _without_borders(self, index: int) -> tuple[frozenset[int], ...]:
+        block = self.blocks.all[index]
+        cut = cut_of(self.problem, block.nodes, wanted=self.blocks.leaving & block.members)
+        return () if cut is None else tuple(dict.fromkeys(map(cut.saved, _hull(cut))))
+
+
+def _hull(cut: Cut) -> Iterator[np.ndarray]:
+    """Corners of the convex hull, found between two corners by the price at which they cost the same."""
+    few, many = cut.at_price(_HIGHEST), cut.at_price(LOWEST_PRICE)
+    yield from (few, many)
+    todo = [(few, many)]
+    for _ in range(_HULL):
+        if not todo:
+            return
+        few, many = todo.pop(0)
+        bytes_between = cut.megabytes @ (many - few)
+        seconds_between = cut.microseconds @ (few - many)
+        if bytes_between < 1e-6 or seconds_between < 1e-6:
+            continue
+        price = seconds_between / bytes_between
+        middle = cut.at_price(price)
+        total = cut.microseconds + price * cut.megabytes
+        if total @ middle < total @ few - 1e-6 * max(1.0, total @ few):
+            yield middle
+            todo += [(few, middle), (middle, many)]
+
+
+def _between(cut: Cut, most: float) -> Iterator[np.ndarray]:
+    for step in range(1, _BETWEEN):
+        solution = cut.within(cut.megabytes[np.newaxis], np.array([most * step / _BETWEEN]))
+        if solution is not None:
+            yield solution

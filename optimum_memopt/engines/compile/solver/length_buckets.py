@@ -1,4 +1,4 @@
-"""For which lengths of batches a run's cheaper plans are made. Pure.
+"""The lengths of batches for which a run's cheaper plans are made. Pure.
 
 One plan has to hold for the longest batch, and every shorter batch pays for it too. A plan for batches up to some
 length recomputes less. What it takes is found while the plan for the longest batch is made: the same graph and the
@@ -22,7 +22,7 @@ _MULTIPLE = 8
 # Lengths that are compared, and those of them that are solved for.
 _CANDIDATES = 32
 _SOLVED = 6
-# A share of the step's time that is worth compiling another forward.
+# The share of a step's time that is worth compiling another forward.
 WORTH = 0.005
 
 
@@ -57,7 +57,7 @@ def extra_by_length(
     lengths = candidate_lengths(rows, longest)
     if plan.extra_seconds <= 0:
         return ExtraByLength(rows, bool(batches), dict.fromkeys(lengths, 0.0))
-    shorter = extra_seconds(problem_at, lengths[:-1], allowed, plan.extra_seconds)
+    shorter = _extra_seconds(problem_at, lengths[:-1], allowed, plan.extra_seconds)
     shares = (seconds / plan.seconds for seconds in (*shorter, plan.extra_seconds))
     return ExtraByLength(rows, bool(batches), dict(zip(lengths, shares, strict=True)))
 
@@ -75,28 +75,21 @@ def candidate_lengths(batches: Sequence[int], longest: int) -> tuple[int, ...]:
     return (*reversed(shorter[::-1][::every]), longest)
 
 
-def extra_seconds(
+def _extra_seconds(
     problem_at: Callable[[int], Problem], lengths: Sequence[int], allowed: int, most: float
 ) -> tuple[float, ...]:
-    """Seconds of recompute in the plan for each length.
-
-    Args:
-        problem_at: the graph with batches of a length.
-        lengths: ascending.
-        allowed: bytes that the graph may hold.
-        most: seconds of recompute in the plan for a longer batch.
-    """
+    """Seconds of recompute in the plan for each of some ascending lengths; `most` are those for a longer batch."""
     free = bisect.bisect_left(lengths, True, key=lambda length: Solver(problem_at(length)).everything.peak > allowed)
     rest = lengths[free:]
     every = math.ceil(len(rest) / _SOLVED) or 1
-    found: list[float] = []
+    extra: list[float] = []
     # A length that is not solved for has the plan of the next longer one.
     for index, length in enumerate(reversed(rest)):
         if index % every == 0:
             with contextlib.suppress(Infeasible):
                 most = min(most, Solver(problem_at(length)).solve(allowed).extra_seconds)
-        found.append(most)
-    return (*(0.0,) * free, *reversed(found))
+        extra.append(most)
+    return (*(0.0,) * free, *reversed(extra))
 
 
 def expected_extra(batches: Mapping[int, int], shares: Mapping[int, float], chosen: Sequence[int]) -> float:
@@ -132,11 +125,11 @@ def best_lengths(batches: Sequence[int], shares: Mapping[int, float], most: int)
     before = expected_extra(counts, shares, (longest,))
     for count in range(1, most + 1):
         options = itertools.combinations(shorter, count)
-        extra, found = min(
+        extra, lengths = min(
             ((expected_extra(counts, shares, (*option, longest)), option) for option in options),
             default=(before, ()),
         )
         if before - extra < WORTH:
             break
-        best, before = found, extra
+        best, before = lengths, extra
     return best

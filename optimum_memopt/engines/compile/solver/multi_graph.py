@@ -1,4 +1,4 @@
-"""The graphs that graph breaks split a training forward into, solved together. Pure."""
+"""The graphs that graph breaks split a training forward into, solved as one. Pure."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -6,8 +6,8 @@ from functools import cached_property, lru_cache
 
 from optimum_memopt.engines.compile.graph.problem import Problem, SiblingGraphs
 from optimum_memopt.engines.compile.memory.simulation import simulate
-from optimum_memopt.engines.compile.solver.offload import Host, cheapest
-from optimum_memopt.engines.compile.solver.offload import fits as fits_alone
+from optimum_memopt.engines.compile.solver import offload
+from optimum_memopt.engines.compile.solver.offload import Host
 from optimum_memopt.engines.compile.solver.plan import Infeasible, Plan
 from optimum_memopt.engines.compile.solver.solver import Solver
 
@@ -16,7 +16,7 @@ _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 class MultiGraphSolver:
-    """What graphs that run one after the other may leave to each other.
+    """Solves graphs that run one after the other under one budget.
 
     Args:
         problems: the graphs, in order.
@@ -35,7 +35,7 @@ class MultiGraphSolver:
         self._problems, self._runs, self._reserve = problems, runs, reserve
         self._hosts = hosts or (None,) * len(problems)
         self._alone = [Solver(problem) for problem in problems]
-        self._solver = lru_cache(None)(self._new_solver)
+        self._solver = lru_cache(None)(lambda index, siblings: self._alone[index].with_siblings(siblings))
 
     @cached_property
     def lowest(self) -> int:
@@ -53,22 +53,21 @@ class MultiGraphSolver:
         return self.saving([solver.layers_recomputed.saved for solver in self._solvers])
 
     def siblings(self, share: float) -> tuple[SiblingGraphs, ...]:
-        """What a forward holds around each graph if those behind it may take so much; see `_SHARES`."""
+        """The siblings of each graph where those behind it may take a share of what they can; see `_SHARES`."""
         given = [sum(problem.bytes[node] for node in problem.tangents) for problem in self._problems]
-        found: list[SiblingGraphs] = []
+        around: list[SiblingGraphs] = []
         later, gradients = 0, 0
         for index in reversed(range(len(given))):
             siblings = SiblingGraphs(later, max(0, gradients), self._runs[index])
-            found.insert(0, siblings)
+            around.insert(0, siblings)
             if index == 0:
                 break
             solver = self._solver(index, siblings)
             low, high = solver.lowest, solver.everything
             later = low.peak + int(share * (high.peak - low.peak)) + self._reserve
             # What a backward is given is what the one behind it has returned, and is counted there.
-            own = low.backward.end - given[index]
-            gradients += siblings.runs * own + given[index] - given[index - 1]
-        return tuple(found)
+            gradients += siblings.runs * (low.backward.end - given[index]) + given[index] - given[index - 1]
+        return tuple(around)
 
     def fastest_share(self, allowed: int) -> float:
         """The share with which the plans of all graphs take least time; the lowest where none fits.
@@ -79,10 +78,10 @@ class MultiGraphSolver:
 
         def extra_seconds(share: float) -> float:
             try:
-                found = self._solved(self.siblings(share), allowed, is_final=False)
+                plans = self._solve(share, allowed, is_final=False)
             except Infeasible:
                 return float("inf")
-            return sum(runs * plan.extra_seconds for runs, plan in zip(self._runs, found, strict=True))
+            return sum(runs * plan.extra_seconds for runs, plan in zip(self._runs, plans, strict=True))
 
         return min(_SHARES, key=extra_seconds)
 
@@ -97,14 +96,14 @@ class MultiGraphSolver:
         """
         share = self.fastest_share(allowed) if len(self._problems) > 1 else 0.0
         try:
-            return self._together(self._solved(self.siblings(share), allowed, is_final=True))
+            return self._combined(self._solve(share, allowed, is_final=True))
         except Infeasible:
             raise Infeasible(self.lowest) from None
 
     def fits(self, allowed: int) -> bool:
-        """Whether a plan is found; `allowed` as in `cheapest`."""
+        """True where `cheapest` finds a plan."""
         if len(self._problems) == 1:
-            return fits_alone(self._solvers[0], allowed, self._hosts[0])
+            return offload.fits(self._solvers[0], allowed, self._hosts[0])
         if self.lowest <= allowed or not any(self._hosts):
             return self.lowest <= allowed
         try:
@@ -116,47 +115,45 @@ class MultiGraphSolver:
     def saving(self, saved: Sequence[Collection[int]]) -> Plan:
         """The plan in which the forward of each graph saves these nodes."""
         pairs = zip(self._solvers, saved, strict=True)
-        return self._together([solver.plan(simulate(solver.problem, frozenset(nodes))) for solver, nodes in pairs])
+        return self._combined([solver.plan(simulate(solver.problem, frozenset(nodes))) for solver, nodes in pairs])
 
-    def _together(self, plans: Sequence[Plan]) -> Plan:
-        peak, left, host_bytes, extra_seconds, seconds = 0, 0, 0, 0.0, 0.0
-        for index, (siblings, plan) in enumerate(zip(self._least, plans, strict=True)):
-            problem = replace(self._problems[index], siblings=replace(siblings, later=0))
-            alone = plan.peak if plan.offloaded else simulate(problem, frozenset(plan.saved)).peak
-            peak = max(peak, left + alone)
-            left += siblings.runs * _left(problem, plan)
-            host_bytes += siblings.runs * plan.host_bytes
-            extra_seconds += siblings.runs * plan.extra_seconds
-            seconds += siblings.runs * plan.seconds
-        return Plan((), peak, extra_seconds, seconds, host_bytes=host_bytes, graphs=tuple(plans))
+    def _combined(self, plans: Sequence[Plan]) -> Plan:
+        peak, left = 0, 0
+        for siblings, problem, plan in zip(self._least, self._problems, plans, strict=True):
+            alone = replace(problem, siblings=replace(siblings, later=0))
+            peak = max(peak, left + (plan.peak if plan.offloaded else simulate(alone, frozenset(plan.saved)).peak))
+            left += siblings.runs * _bytes_left(alone, plan)
+        pairs = tuple(zip(self._runs, plans, strict=True))
+        return Plan(
+            saved=(),
+            peak=peak,
+            extra_seconds=sum(runs * plan.extra_seconds for runs, plan in pairs),
+            seconds=sum(runs * plan.seconds for runs, plan in pairs),
+            host_bytes=sum(runs * plan.host_bytes for runs, plan in pairs),
+            graphs=tuple(plans),
+        )
 
     @cached_property
     def _least(self) -> tuple[SiblingGraphs, ...]:
         return self.siblings(0.0)
 
-    @property
+    @cached_property
     def _solvers(self) -> list[Solver]:
-        """Of each graph, where those behind it take as little as they can."""
+        """For each graph, where those behind it take as little as they can."""
         return [self._solver(index, siblings) for index, siblings in enumerate(self._least)]
 
-    def _solved(self, siblings: Sequence[SiblingGraphs], allowed: int, is_final: bool) -> list[Plan]:
-        """Of each graph."""
+    def _solve(self, share: float, allowed: int, is_final: bool) -> list[Plan]:
         plans: list[Plan] = []
         left = 0
-        for index, (around, host) in enumerate(zip(siblings, self._hosts, strict=True)):
-            solver = self._solver(index, around)
-            found = (
-                cheapest(solver, allowed - left, host) if is_final else solver.solve(allowed - left, is_final=False)
-            )
-            plans.append(found)
-            left += around.runs * _left(solver.problem, found)
+        for index, (siblings, host) in enumerate(zip(self.siblings(share), self._hosts, strict=True)):
+            solver, budget = self._solver(index, siblings), allowed - left
+            plan = offload.cheapest(solver, budget, host) if is_final else solver.solve(budget, is_final=False)
+            plans.append(plan)
+            left += siblings.runs * _bytes_left(solver.problem, plan)
         return plans
 
-    def _new_solver(self, index: int, siblings: SiblingGraphs) -> Solver:
-        return self._alone[index].with_siblings(siblings)
 
-
-def _left(problem: Problem, plan: Plan) -> int:
+def _bytes_left(problem: Problem, plan: Plan) -> int:
     """Bytes that a forward leaves on the device."""
     on_host = sum(problem.bytes[node] for node in plan.offloaded)
     return simulate(problem, frozenset(plan.saved)).forward.end - on_host

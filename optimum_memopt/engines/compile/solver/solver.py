@@ -11,8 +11,8 @@ from optimum_memopt.engines.compile.memory.simulation import (
     simulate,
     simulate_everything_saved,
 )
-from optimum_memopt.engines.compile.solver.dynamic_program import DynamicProgram, dynamic_program
-from optimum_memopt.engines.compile.solver.frontiers import LayerFrontiers
+from optimum_memopt.engines.compile.solver.blocks import LayerFrontiers
+from optimum_memopt.engines.compile.solver.dynamic_program import DynamicProgram, dynamic_programs
 from optimum_memopt.engines.compile.solver.plan import Infeasible, Plan
 from optimum_memopt.engines.compile.solver.whole_graph import SMALL, improve, lowest_of_whole_graph, solve_whole_graph
 
@@ -23,14 +23,14 @@ class Solver:
 
     Attributes:
         problem: the graph.
-        known_frontiers: its frontiers, where a solver of the same graph among others has made them.
+        shared_frontiers: those that a solver of the same graph with other siblings has made.
     """
 
     problem: Problem
-    known_frontiers: LayerFrontiers | None = None
+    shared_frontiers: LayerFrontiers | None = None
 
     def with_siblings(self, siblings: SiblingGraphs) -> "Solver":
-        """Of the same graph with these around it; most of what a solver does is done once for all of them."""
+        """A solver of the same graph with these around it, which shares most of the work."""
         return Solver(replace(self.problem, siblings=siblings), self._frontiers)
 
     @cached_property
@@ -39,22 +39,32 @@ class Solver:
         return simulate_everything_saved(self.problem)
 
     @cached_property
+    def layers_recomputed(self) -> Simulation:
+        """Every layer recomputed from its input, as level 1 has it."""
+        problem = self.problem
+        outside = {node for node in problem.activations if not problem.layers[node] or problem.is_statistic[node]}
+        return simulate(problem, problem.closure((outside | problem.boundaries) - problem.constants))
+
+    @cached_property
     def lowest(self) -> Simulation:
         """The plan with the lowest peak that is found; no budget below it is met."""
-        return lowest_of_whole_graph(self.problem, self._lowest_of_blocks)
+        of_blocks = (program.lowest() for program in reversed(self._programs))
+        lowest = min(*of_blocks, self.layers_recomputed, key=lambda simulation: simulation.peak)
+        return lowest_of_whole_graph(self.problem, lowest)
 
     @cached_property
     def seconds(self) -> float:
-        """Of the forward and backward with all activations saved."""
+        """Seconds of the forward and backward with all activations saved."""
         return self.everything.forward.seconds(self.problem) + self.everything.backward.seconds(self.problem)
 
-    def extra_seconds(self, found: Simulation) -> float:
-        """Of what is recomputed, beyond what is so with all activations saved."""
-        return found.extra_seconds(self.problem) - self.everything.extra_seconds(self.problem)
+    def plan(self, simulation: Simulation) -> Plan:
+        """The plan that saves what a simulation does."""
+        extra = simulation.extra_seconds(self.problem) - self.everything.extra_seconds(self.problem)
+        return Plan(tuple(sorted(simulation.saved)), simulation.peak, extra, self.seconds)
 
     def prepare(self) -> None:
         """Solve what is the same for every budget."""
-        _ = self._dynamic_program.without_borders
+        _ = self._programs
 
     def solve(self, budget: int, is_final: bool = True) -> Plan:
         """The plan with the least time for recompute of all whose peak fits; of equal ones that with the lowest peak.
@@ -69,68 +79,47 @@ class Solver:
         """
         if self.everything.peak <= budget:
             return self.plan(self.everything)
-        fitting = [found for found in self._candidates(budget, is_final) if found.peak <= budget]
+        fitting = [candidate for candidate in self._candidates(budget, is_final) if candidate.peak <= budget]
         if not fitting:
             raise Infeasible(self.lowest.peak, _holders(self.problem, self.lowest))
-        best = min(fitting, key=lambda found: (found.extra_seconds(self.problem), found.peak))
+        best = min(fitting, key=lambda candidate: (candidate.extra_seconds(self.problem), candidate.peak))
         return self.plan(improve(self.problem, best, budget) if is_final else best)
 
-    def plan(self, found: Simulation) -> Plan:
-        """The plan that saves what a simulation does."""
-        return Plan(tuple(sorted(found.saved)), found.peak, self.extra_seconds(found), self.seconds)
-
     def _candidates(self, budget: int, is_final: bool) -> Iterator[Simulation]:
-        found = self._dynamic_program.without_borders.solve(budget)
-        if found is None and budget < self.lowest.peak:
+        with_borders, without_borders = self._programs
+        best = without_borders.solve(budget)
+        if best is None and budget < self.lowest.peak:
             return
-        if found is None or found.backward.peak > found.forward.peak:
+        if best is None or best.backward.peak > best.forward.peak:
             # What many blocks recompute before the backward of any of them is not in the measure of one block's plan.
-            with_borders = self._dynamic_program.solve(budget)
-            if with_borders is not None:
-                yield with_borders
-        if found is None:
-            yield self.lowest
-        else:
-            yield found
+            fallback = with_borders.solve(budget)
+            if fallback is not None:
+                yield fallback
+        yield self.lowest if best is None else best
         yield self.layers_recomputed
-        # It takes longer, and wins in small graphs and where the other one finds nothing.
+        # It takes longer, and wins in small graphs and where the dynamic program finds nothing.
         is_small = sum(self.problem.is_forward) < SMALL
-        if is_small or (found is None and is_final):
-            whole = solve_whole_graph(self.problem, budget, found or self.everything)
+        if is_small or (best is None and is_final):
+            whole = solve_whole_graph(self.problem, budget, best or self.everything)
             if whole is not None:
                 yield whole
 
     @cached_property
-    def _lowest_of_blocks(self) -> Simulation:
-        of_frontiers = (
-            frontiers.lowest() for frontiers in (self._dynamic_program.without_borders, self._dynamic_program)
-        )
-        return min(*of_frontiers, self.layers_recomputed, key=lambda found: found.peak)
-
-    @cached_property
     def _frontiers(self) -> LayerFrontiers:
-        return self.known_frontiers or LayerFrontiers(self.problem)
+        return self.shared_frontiers or LayerFrontiers(self.problem)
 
     @cached_property
-    def _dynamic_program(self) -> DynamicProgram:
-        return dynamic_program(self.problem, self._frontiers)
-
-    @cached_property
-    def layers_recomputed(self) -> Simulation:
-        """Every layer recomputed from its input, as level 1 has it."""
-        problem = self.problem
-        outside = {node for node in problem.activations if not problem.layers[node] or problem.is_statistic[node]}
-        return simulate(problem, problem.closure((outside | problem.boundaries) - problem.constants))
+    def _programs(self) -> tuple[DynamicProgram, DynamicProgram]:
+        return dynamic_programs(self.problem, self._frontiers)
 
 
-def _holders(problem: Problem, found: Simulation, most: int = 4) -> tuple[tuple[str, int], ...]:
-    """The largest groups of what is held at the peak: gradients, other graphs, others by where they are computed."""
+def _holders(problem: Problem, simulation: Simulation, most: int = 4) -> tuple[tuple[str, int], ...]:
+    """The largest groups of what is held at the peak: gradients, other graphs, else by where it is computed."""
     gradients = {problem.roots[node] for node in problem.backward_outputs}
-    in_backward = found.backward.peak > found.forward.peak
-    held = held_at_peak(problem, found, in_backward)
+    held = held_at_peak(problem, simulation, simulation.backward.peak > simulation.forward.peak)
     groups: dict[str, int] = {}
     if problem.siblings != ALONE:
-        groups["other graphs of the forward"] = max(0, found.peak - sum(held.values()))
+        groups["other graphs of the forward"] = max(0, simulation.peak - sum(held.values()))
     for node, size in held.items():
         where = "gradients of parameters" if node in gradients else _place(problem, node)
         groups[where] = groups.get(where, 0) + size
