@@ -172,6 +172,4 @@ def of_onnxruntime(module: Module) -> set[str]:
 
 
 def test_onnx_runtime_is_named_in_its_folder_only():
-    assert not in_modules(
-        lambda module: set() if engine(module.name) == "ort" or module.name == "options" else of_onnxruntime(module)
-    )
+    assert not in_modules(lambda module: set() if engine(module.name) == "ort" else of_onnxruntime(module))

@@ -1,4 +1,4 @@
-"""Which parameters of a model train, by patterns of their names."""
+"""Workloads: a model by its config or as a module, with a batch, and the parameters of it that train."""
 
 import bisect
 import contextlib
@@ -53,7 +53,7 @@ def freeze_others(model: "torch.nn.Module", patterns: Sequence[str]) -> None:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether a pattern is that of a parameter.
+    """True where a pattern is that of a parameter.
 
     Args:
         pattern: as PEFT's `target_modules`, one or more parts of the name next to each other, as `query` or
@@ -133,7 +133,7 @@ class Workload:
 
     @property
     def suggestion(self) -> str:
-        """What to do about a model that cannot be traced."""
+        """A way to get figures of a model that cannot be traced."""
         return "; --measure runs it"
 
     def check(self) -> None:

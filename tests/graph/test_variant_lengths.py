@@ -16,7 +16,7 @@ from optimum_memopt.engines.compile.solver.length_buckets import (
     extra_by_length,
 )
 from optimum_memopt.engines.compile.solver.solver import Solver
-from optimum_memopt.training.micro_batch import batch_lengths
+from optimum_memopt.training.batches import batch_lengths
 from tests.captured import Captured
 
 # Nothing up to 32 tokens, then more and more.

@@ -19,8 +19,8 @@ from optimum_memopt.engines.compile.partition.producers.torch_default import Tor
 from optimum_memopt.engines.compile.predict.planner import Planner, PlannerSpec
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.errors import MemOptError
+from optimum_memopt.logs import Progress
 from optimum_memopt.plans.table import PlanTable
-from optimum_memopt.progress import Progress
 from optimum_memopt.sizes import Budget, parse_budget
 from tests.captured import by_bytes
 from tests.compiled import DROPOUT, assert_bitwise_same

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from optimum_memopt import MemOptError
-from optimum_memopt.commands.env import EnvCommand
+from optimum_memopt.commands.memopt import EnvCommand
 from optimum_memopt.engines.compile.capture.backend import check_compiler
 from optimum_memopt.engines.ort import missing
 from optimum_memopt.engines.ort.compat import extensions, installation

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from optimum_memopt.commands.plan import PlanCommand
+from optimum_memopt.commands.memopt import PlanCommand
 from optimum_memopt.predict import workload
 from tests.saved_configs import save
 

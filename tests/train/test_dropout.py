@@ -6,7 +6,7 @@ import torch
 from optimum_memopt.engines.compile.partition.passes.dropout import draw_mask, drop, keep_mask, pure_dropout
 from optimum_memopt.engines.compile.torch_compat.fx_graph import is_random
 from optimum_memopt.engines.compile.train.engine import CompileEngine
-from optimum_memopt.engines.shared.model_settings import without_key_value_cache
+from optimum_memopt.engines.shared.forward_patch import without_key_value_cache
 from tests.compiled import DROPOUT, GPT2_DROPOUT, assert_bitwise_same, run, selection
 from tests.gradients import accumulate
 from tests.model_zoo import ZOO

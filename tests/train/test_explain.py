@@ -17,8 +17,8 @@ from optimum_memopt.engines.compile.predict.explain import capture_failed, expla
 from optimum_memopt.engines.compile.predict.suggestions import peak_of, plain_run
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.errors import DoesNotFitError
+from optimum_memopt.logs import TimeIsUpError
 from optimum_memopt.oom.failure import forward_call, free_step
-from optimum_memopt.progress import TimeIsUpError
 from optimum_memopt.sizes import Budget
 from tests.limited_memory import LimitedTensors
 from tests.model_zoo import SDPA, ZOO

@@ -7,7 +7,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from optimum_memopt.engines.compile.torch_compat import dynamo
 from optimum_memopt.engines.compile.torch_compat.fx_graph import is_random
-from optimum_memopt.engines.shared.model_settings import without_key_value_cache
+from optimum_memopt.engines.shared.forward_patch import without_key_value_cache
 from optimum_memopt.plans.grammar import Strategy
 from tests.compiled import DROPOUT, GPT2_DROPOUT, Run, assert_bitwise_same, run
 from tests.gradients import TOLERANCE, Batch, accumulate, wrong_gradients

@@ -9,7 +9,7 @@ from datasets import Dataset
 
 from optimum_memopt.engines.api.run import LargestBatch
 from optimum_memopt.engines.compile.graph.symbols import larger_sizes
-from optimum_memopt.training.micro_batch import largest_batch
+from optimum_memopt.training.batches import largest_batch
 from tests.trainer_runs import log_lines, make, rows
 
 NAMES = {"a": "input_ids_dim0", "b": "input_ids_dim1", "c": "labels_dim1", "d": "pixel_values_dim1"}

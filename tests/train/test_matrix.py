@@ -24,7 +24,7 @@ from optimum_memopt.engines.compile.capture import traced_forward
 from optimum_memopt.engines.compile.loss.decide import ROW
 from optimum_memopt.engines.compile.torch_compat.fx_graph import is_random
 from optimum_memopt.engines.shared.auto import create
-from optimum_memopt.engines.shared.model_settings import without_key_value_cache
+from optimum_memopt.engines.shared.forward_patch import without_key_value_cache
 from optimum_memopt.errors import UnsupportedModelError
 from optimum_memopt.options import MemOptOptions, resolve
 from optimum_memopt.plans.grammar import Strategy, parse

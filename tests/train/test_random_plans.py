@@ -8,7 +8,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from optimum_memopt.engines.shared.model_settings import without_key_value_cache
+from optimum_memopt.engines.shared.forward_patch import without_key_value_cache
 from optimum_memopt.plans.grammar import ALL, Strategy, parse
 from tests.compiled import Run, assert_bitwise_same, run
 from tests.gradients import Batch, Gradients, accumulate

@@ -4,7 +4,7 @@ import torch
 from transformers import HfArgumentParser, Trainer
 
 from optimum_memopt import MemOptTrainer, MemOptTrainingArguments, optimize
-from optimum_memopt.commands.env import advice
+from optimum_memopt.commands.memopt import advice
 from optimum_memopt.engines.shared.in_place import engine_of
 from optimum_memopt.engines.shared.registry import engine_names, factory
 

@@ -9,12 +9,12 @@ from optimum_memopt.engines.api.explanations import (
     PARAMETERS,
     SAVED,
     TEMPORARY,
-    MemoryReport,
     Moment,
     Part,
     Tensors,
     WayOut,
 )
+from optimum_memopt.oom.report import MemoryReport
 
 GIB, MIB = 2**30, 2**20
 REPORT = MemoryReport(

@@ -19,9 +19,7 @@ from trl import SFTConfig
 
 from common.arguments import RowArguments
 from optimum_memopt import MemOptOptions
-from optimum_memopt.commands.advise import AdviseCommand
-from optimum_memopt.commands.env import EnvCommand
-from optimum_memopt.commands.plan import PlanCommand
+from optimum_memopt.commands.memopt import AdviseCommand, EnvCommand, PlanCommand
 from run_glue import run_glue
 from sft import sft
 

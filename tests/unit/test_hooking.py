@@ -7,7 +7,7 @@ from transformers import TrainerCallback
 
 from optimum_memopt.callbacks.input_density import InputDensityCallback
 from optimum_memopt.callbacks.memory_phases import MemoryPhasesCallback
-from optimum_memopt.oom.callback import MemoryReportCallback
+from optimum_memopt.oom.guard import MemoryReportCallback
 
 KINDS = (MemoryReportCallback, MemoryPhasesCallback, InputDensityCallback)
 

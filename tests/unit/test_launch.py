@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from optimum_memopt.distributed import launch
+from optimum_memopt import distributed as launch
 from optimum_memopt.errors import MemOptError
 
 ONE_PROCESS_ONLY = {"ACCELERATE_USE_CPU": "True"}

@@ -14,7 +14,7 @@ import torch
 from transformers import HfArgumentParser, Trainer, TrainingArguments
 
 from optimum_memopt import MemOptError, MemOptOptions, MemOptTrainingArguments, PlanConfig, attach
-from optimum_memopt.distributed.rank_consistency import facts
+from optimum_memopt.distributed import facts
 from optimum_memopt.engines.compile.options import CompileOptions
 from optimum_memopt.engines.ort.compat import installation
 from optimum_memopt.engines.ort.options.flags import OrtOptions
@@ -244,10 +244,10 @@ def test_options_are_resolved_once_and_say_so_when_asked(monkeypatch, capsys):
     monkeypatch.setattr(installation, "missing", lambda: "")
     environ = {"ORTMODULE_MEMORY_OPT_LEVEL": "1", "ORTMODULE_ONNX_OPSET_VERSION": "15"}
     resolved = resolve(options, environ)
-    assert (resolved.engine, resolved.reason, resolved.config, resolved.then) == ("ort", "asked for", None, None)
+    assert (resolved.engine, resolved.reason, resolved.then) == ("ort", "asked for", None)
     assert (resolved.options.memory_opt_level, resolved.options.ort_opset) == (1, 15)
     assert (options.memory_opt_level, options.ort_opset) == (0, 16)
-    assert resolved.selection.level == 1
+    assert (resolved.selection.config, resolved.selection.level) == (None, 1)
     engine = create(resolved)
     assert engine.selection == resolved.selection
     assert capsys.readouterr().err == "", "nothing is logged while an engine is made"
@@ -261,7 +261,7 @@ def test_auto_resolves_to_an_engine_and_the_one_behind_it(monkeypatch):
     monkeypatch.setattr(installation, "missing", lambda: "")
     resolved = resolve(MemOptOptions(memory_opt_config="Gelu+:1:-1", ort_arena=True), {})
     assert (resolved.engine, resolved.then.engine, resolved.given) == ("ort", "compile", ("--ort_arena",))
-    assert str(resolved.config) == str(resolved.then.config) == "Gelu+:1:-1"
+    assert str(resolved.selection.config) == str(resolved.then.selection.config) == "Gelu+:1:-1"
     assert not resolved.options.ort_fallback, "the other engine is the fallback"
 
 

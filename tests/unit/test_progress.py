@@ -3,8 +3,7 @@ import threading
 
 import pytest
 
-from optimum_memopt.logs import get_logger
-from optimum_memopt.progress import Deadline, TimeIsUpError, announced
+from optimum_memopt.logs import Deadline, TimeIsUpError, announced, get_logger
 
 
 def test_a_line_at_the_beginning_and_one_with_the_seconds_at_the_end(capsys) -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from optimum_memopt import MemOptError, MemOptOptions, PlanRow, PlanTable
-from optimum_memopt.distributed.rank_consistency import describe_difference, digest, facts, failure
+from optimum_memopt.distributed import describe_difference, digest, facts, failure
 from optimum_memopt.engines.ort.compat.installation import DISTRIBUTIONS
 from optimum_memopt.installed import installed_version
 from optimum_memopt.plans.plan_file import PlanFile

@@ -151,6 +151,8 @@ def test_a_page_in_a_notebook_and_in_a_file(tmp_path):
     assert element.attributes["srcdoc"] == page.html
     page.save(tmp_path / "page.html")
     assert (tmp_path / "page.html").read_text(encoding="utf-8") == page.html
+    for name in ("predicted", "measured"):
+        assert (tmp_path / f"page.{name}.pickle").read_bytes() == page.snapshots[name]
     with pytest.raises(MemOptError, match="^report .*page.html: not written: No such file or directory$"):
         page.save(tmp_path / "nowhere" / "page.html")
 

@@ -9,7 +9,7 @@ from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import BatchSampler, IterableDataset
 
 from optimum_memopt import MemOptError, MemOptTrainer, optimize
-from optimum_memopt.training.sampling import ComplexitySampler, balance, complexities
+from optimum_memopt.training.batches import ComplexitySampler, balance, complexities
 from tests.train.sampling_runs import NAME
 from tests.trainer_runs import build, collate, make, rows
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optimum_memopt.measure.search import (
+from optimum_memopt.measure.sweep import (
     FAILED,
     NOTHING,
     PEAK_TOLERANCE,

@@ -52,7 +52,7 @@ class LargestBatch:
 
 @dataclass(frozen=True)
 class Run:
-    """What a training run holds beside a model.
+    """A training run beside its model.
 
     Attributes:
         optimizer: one that is planned where nothing is run; None before there is one.
@@ -67,7 +67,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Selection:
-    """What the user asked for: a config, a level from 1 on, a budget, or a plan file.
+    """The plan that was asked for: a config, a level from 1 on, a budget, or a plan file.
 
     `strict`: ids that do not exist are errors instead of remarks.
     """

@@ -4,27 +4,26 @@ Its other modules import torch's compilers, of which private names change with e
 this torch is known to be new enough.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from optimum_memopt.engines.api.engine import Engine
 from optimum_memopt.engines.api.explanations import Explanation, FailedStep
-from optimum_memopt.engines.api.factory import Ability, EngineFactory, Report
+from optimum_memopt.engines.api.factory import Ability, EngineFactory, Report, TrainerParts
 from optimum_memopt.engines.api.predictions import Estimate, ModelOfRun, StepPredictor, Workload
 from optimum_memopt.engines.api.run import Selection, StepSpec
 from optimum_memopt.engines.compile.installed import missing
-from optimum_memopt.engines.compile.options import PLAIN
+from optimum_memopt.engines.compile.options import PLAIN, CompileOptions
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.sizes import Budget
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
-    from optimum_memopt.options import MemOptOptions
 
-
-class CompileFactory(EngineFactory):
-    """See `EngineFactory`."""
+class CompileFactory(EngineFactory[CompileOptions]):
+    """Makes the compile engine, and predicts steps without one."""
 
     predicts = True
 
@@ -32,7 +31,7 @@ class CompileFactory(EngineFactory):
         """Why this engine cannot work here and how to get it; empty when it can."""
         return missing()
 
-    def create(self, options: "MemOptOptions", selection: Selection) -> Engine:
+    def create(self, options: CompileOptions, selection: Selection) -> Engine:
         """An engine, not yet attached."""
         from optimum_memopt.engines.compile.train.engine import CompileEngine
 
@@ -44,7 +43,7 @@ class CompileFactory(EngineFactory):
             with_frontier=options.memory_opt_report is not None,
         )
 
-    def check_options(self, options: "MemOptOptions") -> None:
+    def check_options(self, options: CompileOptions) -> None:
         """Variants are of a budget's plan, a micro-batch is chosen within a budget, and one flag names the loss."""
         if options.memory_opt_batch is not None and options.memory_opt_budget is None:
             raise MemOptError(
@@ -61,17 +60,18 @@ class CompileFactory(EngineFactory):
 
         loss_mode(plans, options.memory_opt_loss)
 
-    def prepare_trainer(self, trainer: "Trainer", engine: Engine, options: "MemOptOptions") -> None:
+    def trainer_parts(self, trainer: "Trainer", engine: Engine, options: CompileOptions) -> TrainerParts:
         """Label smoothing is computed with the loss, where the Trainer computes its loss as transformers does."""
         if trainer.label_smoother is None or options.memory_opt_loss == PLAIN or engine.name != "compile":
-            return
+            return TrainerParts()
         from transformers import Trainer
 
-        from optimum_memopt.engines.shared.label_smoothing import inside
+        from optimum_memopt.engines.shared.label_smoothing import smoothed_by_engine
 
         is_stock = type(trainer).compute_loss is Trainer.compute_loss and "compute_loss" not in vars(trainer)
         if is_stock and trainer.compute_loss_func is None:
-            trainer.compute_loss = inside(trainer, engine)
+            return TrainerParts(functools.partial(smoothed_by_engine, trainer, engine))
+        return TrainerParts()
 
     def environment_report(self) -> Report:
         """Compilers, devices, kernels, and what is missing."""
@@ -102,9 +102,7 @@ class CompileFactory(EngineFactory):
 
         return explain(failed)
 
-    def predict_steps(
-        self, workload: Workload | ModelOfRun, options: "MemOptOptions", spec: StepSpec
-    ) -> StepPredictor:
+    def predict_steps(self, workload: Workload | ModelOfRun, options: CompileOptions, spec: StepSpec) -> StepPredictor:
         """Predict steps with any micro-batch from one trace for each loss."""
         from optimum_memopt.engines.compile.predict.build_steps import of_model, of_workload
 

@@ -10,8 +10,7 @@ import torch
 from optimum_memopt.engines.api.factory import EngineFactory
 from optimum_memopt.engines.ort.compat.installation import DISTRIBUTIONS, missing
 from optimum_memopt.engines.ort.options.flags import FOR_ANY_ENGINE, NEED_TRAINER, PER_RANK, OrtOptions
-from optimum_memopt.engines.shared.registry import register_engine
-from optimum_memopt.training.optimizers import Provider, register_optimizer
+from optimum_memopt.engines.shared.registry import Provider, register_engine, register_optimizer
 
 __all__ = ["DISTRIBUTIONS", "OrtOptions", "missing"]
 

@@ -18,8 +18,8 @@ from optimum_memopt.engines.ort.session.module_with_loss import LabelShapes, ret
 from optimum_memopt.engines.ort.session.session import OrtSession, one_line
 from optimum_memopt.engines.ort.support import checks
 from optimum_memopt.engines.shared import in_place
+from optimum_memopt.engines.shared.forward_patch import without_key_value_cache
 from optimum_memopt.engines.shared.label_smoothing import LabelSmoothing
-from optimum_memopt.engines.shared.model_settings import without_key_value_cache
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
 from optimum_memopt.logs import get_logger
 from optimum_memopt.memory import malloc

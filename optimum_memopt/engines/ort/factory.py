@@ -1,5 +1,6 @@
 """Questions to the ort engine before it has a model."""
 
+import functools
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -7,11 +8,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from optimum_memopt.engines.api.engine import Engine
-from optimum_memopt.engines.api.factory import Ability, EngineFactory, Report
+from optimum_memopt.engines.api.factory import Ability, EngineFactory, Report, TrainerParts
+from optimum_memopt.engines.api.options import EXPLAIN
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.ort.compat import extensions, installation, ortmodule
 from optimum_memopt.engines.ort.compat.installation import clash, install_command
 from optimum_memopt.engines.ort.options import environment
+from optimum_memopt.engines.ort.options.flags import OrtOptions
 from optimum_memopt.engines.ort.session.graph_plans import check_supported
 from optimum_memopt.engines.shared.registry import engine_names, given_flags
 from optimum_memopt.errors import MemOptError
@@ -20,9 +23,6 @@ from optimum_memopt.plans.grammar import ConfigError
 
 if TYPE_CHECKING:
     from transformers import Trainer
-
-    from optimum_memopt.options import MemOptOptions
-
 
 NAME = "ort"
 # Abilities beside the engine itself; the first three need the torch extensions.
@@ -36,7 +36,7 @@ _NEED_ENGINE = (
 _PER_RANK_VARIABLES = frozenset({"ORTMODULE_CACHE_DIR"})
 
 
-class OrtFactory(EngineFactory):
+class OrtFactory(EngineFactory[OrtOptions]):
     """Works without onnx and onnxruntime."""
 
     allocates_outside_torch = True
@@ -46,12 +46,12 @@ class OrtFactory(EngineFactory):
         """Why this engine cannot work here and how to get it; empty when it can."""
         return installation.missing()
 
-    def declines(self, options: "MemOptOptions") -> str:
+    def declines(self, options: OrtOptions) -> str:
         """Flags of another engine, or a plan that ONNX Runtime cannot apply."""
         for other in engine_names():
             if other != NAME and (given := given_flags(options, other)):
                 return f"{', '.join(given)} {'is' if len(given) == 1 else 'are'} for the {other} engine"
-        if options.memory_opt_on_oom != "explain":
+        if options.memory_opt_on_oom != EXPLAIN:
             return f"--memory_opt_on_oom {options.memory_opt_on_oom} needs a plan for less memory"
         try:
             if (config := options.plan_config) is not None:
@@ -60,49 +60,47 @@ class OrtFactory(EngineFactory):
             return str(error)
         return ""
 
-    def check_options(self, options: "MemOptOptions") -> None:
+    def check_options(self, options: OrtOptions) -> None:
         """Refuse what cannot work here; under `auto` another engine may take a plan that this one cannot."""
         if options.memory_opt_engine == NAME and (config := options.plan_config) is not None:
             check_supported(config)
-        if options.memory_opt_engine == NAME and options.memory_opt_on_oom != "explain":
+        if options.memory_opt_engine == NAME and options.memory_opt_on_oom != EXPLAIN:
             raise MemOptError(
                 f"--memory_opt_on_oom {options.memory_opt_on_oom} with the {NAME} engine: it cannot plan within a "
                 "budget; leave out --memory_opt_engine, or give explain"
             )
         options.check_ort()
 
-    def in_force(
-        self, options: "MemOptOptions", environ: Mapping[str, str]
-    ) -> tuple["MemOptOptions", tuple[str, ...]]:
+    def in_force(self, options: OrtOptions, environ: Mapping[str, str]) -> tuple[OrtOptions, tuple[str, ...]]:
         """The options as ORT's variables change them; under `auto` another engine is the fallback."""
         chosen, remarks = environment.from_environment(options, environ)
         if options.memory_opt_engine != NAME:
             chosen.ort_fallback = False
         return chosen, remarks
 
-    def create(self, options: "MemOptOptions", selection: Selection) -> Engine:
+    def create(self, options: OrtOptions, selection: Selection) -> Engine:
         """An engine, not yet attached. Raises ConfigError for a plan that ONNX Runtime cannot apply."""
         from optimum_memopt.engines.ort.engine import OrtEngine
 
         return OrtEngine(selection, options, options.memory_opt_log_level)
 
-    def prepare_trainer(self, trainer: "Trainer", engine: Engine, options: "MemOptOptions") -> None:
+    def trainer_parts(self, trainer: "Trainer", engine: Engine, options: OrtOptions) -> TrainerParts:
         """`--ort_module_with_loss` and `--ort_fp16_optimizer`.
 
         Raises:
             MemOptError: a loss that the model does not know; no ONNX Runtime.
         """
         if not options.ort_module_with_loss and not options.ort_fp16_optimizer:
-            return
+            return TrainerParts()
         from optimum_memopt.engines.ort.support import checks, optimizers
-        from optimum_memopt.engines.shared import label_smoothing
+        from optimum_memopt.engines.shared.label_smoothing import smoothed_by_engine
 
         if options.ort_module_with_loss:
             checks.check_trainer_loss(trainer)
-        if options.ort_fp16_optimizer:
-            optimizers.add_fp16_optimizer(trainer)
-        if options.ort_module_with_loss:
-            trainer.compute_loss = label_smoothing.inside(trainer, engine)
+        return TrainerParts(
+            functools.partial(smoothed_by_engine, trainer, engine) if options.ort_module_with_loss else None,
+            optimizers.fp16_optimizer_callbacks(trainer) if options.ort_fp16_optimizer else (),
+        )
 
     def environment_report(self) -> Report:
         """Packages that clash, the torch extensions, devices; imports onnxruntime-training."""

@@ -24,8 +24,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from transformers import Trainer, TrainerCallback
 
 from optimum_memopt import MemOptError
+from optimum_memopt.engines.shared.registry import OPTIMIZERS as OWN_OPTIMIZERS
 from optimum_memopt.logs import rank
-from optimum_memopt.training.optimizers import OPTIMIZERS as OWN_OPTIMIZERS
 from tests.deepspeed_kernels import leave_out_shared_memory
 from tests.limited_memory import RunsOut
 from tests.trainer_runs import ROWS, log_lines, make, rows, weights

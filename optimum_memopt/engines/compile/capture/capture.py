@@ -26,8 +26,7 @@ from optimum_memopt.engines.compile.partition.captured_graph import (
 )
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.producers.producer import GraphContext, Producer
-from optimum_memopt.engines.shared.forward_patch import training_forward
-from optimum_memopt.engines.shared.model_settings import Checkpointing, without_key_value_cache
+from optimum_memopt.engines.shared.forward_patch import Checkpointing, training_forward, without_key_value_cache
 from optimum_memopt.errors import MemOptError
 
 

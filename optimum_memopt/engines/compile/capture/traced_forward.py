@@ -30,9 +30,8 @@ from optimum_memopt.engines.compile.torch_compat.runtime import own_error
 from optimum_memopt.engines.compile.torch_compat.trace_fixes import TraceFixes
 from optimum_memopt.engines.shared.forward_patch import ForwardState, weak_method
 from optimum_memopt.engines.shared.label_smoothing import LabelSmoothing, cross_entropy
-from optimum_memopt.logs import get_logger
+from optimum_memopt.logs import Progress, announced, get_logger
 from optimum_memopt.memory.peak_monitor import held_bytes
-from optimum_memopt.progress import Progress, announced
 
 
 @dataclass(frozen=True)

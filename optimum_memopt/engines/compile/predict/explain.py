@@ -45,11 +45,10 @@ from optimum_memopt.engines.compile.predict.suggestions import (
     within_budget,
 )
 from optimum_memopt.engines.compile.torch_compat import dynamo
-from optimum_memopt.engines.shared.model_settings import Checkpointing
-from optimum_memopt.logs import only_warnings
+from optimum_memopt.engines.shared.forward_patch import Checkpointing
+from optimum_memopt.logs import Deadline, Progress, TimeIsUpError, announced, only_warnings
 from optimum_memopt.memory.optimizers import DEFAULT, PlannedOptimizer, embeddings_of, smaller_optimizers
 from optimum_memopt.memory.peak_monitor import held_bytes
-from optimum_memopt.progress import Deadline, Progress, TimeIsUpError, announced
 from optimum_memopt.sizes import gib_text
 
 # Of plain PyTorch's activations what allocators waste: CUDA's, and on a CPU glibc's, which keeps blocks of up to 32

@@ -27,7 +27,7 @@ from optimum_memopt.engines.compile.predict.planner import Planner, PlannerSpec
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
 from optimum_memopt.engines.compile.predict.table import ShownPlan, show
 from optimum_memopt.engines.compile.torch_compat import dynamo
-from optimum_memopt.engines.shared.model_settings import Checkpointing
+from optimum_memopt.engines.shared.forward_patch import Checkpointing
 from optimum_memopt.errors import MemOptError, line_of
 from optimum_memopt.logs import get_logger
 from optimum_memopt.memory.capacity import Capacity, capacity, capacity_of

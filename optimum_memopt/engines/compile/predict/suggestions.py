@@ -13,7 +13,7 @@ from optimum_memopt.engines.compile.partition.captured_graph import CapturedGrap
 from optimum_memopt.engines.compile.predict.holdings import Simulate, Simulated
 from optimum_memopt.engines.compile.solver.multi_graph import MultiGraphSolver
 from optimum_memopt.engines.compile.solver.plan import Infeasible, Plan
-from optimum_memopt.progress import Deadline
+from optimum_memopt.logs import Deadline
 from optimum_memopt.sizes import gib_text
 
 # Of what was held: another run of the same step holds a little more or less.

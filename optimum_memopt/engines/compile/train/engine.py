@@ -24,9 +24,8 @@ from optimum_memopt.engines.compile.torch_compat.runtime import is_of_compiled_b
 from optimum_memopt.engines.compile.train.length_buckets import LengthBuckets
 from optimum_memopt.engines.compile.train.planned_forward import PlannedForward
 from optimum_memopt.engines.shared import in_place
-from optimum_memopt.engines.shared.forward_patch import weak_method
+from optimum_memopt.engines.shared.forward_patch import weak_method, without_key_value_cache
 from optimum_memopt.engines.shared.label_smoothing import LabelSmoothing
-from optimum_memopt.engines.shared.model_settings import without_key_value_cache
 from optimum_memopt.errors import line_of
 from optimum_memopt.memory import malloc
 from optimum_memopt.memory.peak_monitor import MIB

@@ -21,7 +21,7 @@ Options = TypeVar("Options", bound=OrtOptions)
 
 @dataclass(frozen=True)
 class EnvOption:
-    """One environment variable of ORT, without its prefix, and the corresponding field of `MemOptOptions`.
+    """One environment variable of ORT, without its prefix, and the corresponding field of `OrtOptions`.
 
     Attributes:
         read: converts the variable's text to the option's value; raises a ValueError that says what is allowed.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 
+from optimum_memopt.engines.api.options import EngineOptions
 from optimum_memopt.engines.ort.compat import extensions, installation
 from optimum_memopt.errors import MemOptError, UnsupportedModelError, excerpt, path_excerpt
 from optimum_memopt.installed import installed_version
@@ -65,7 +66,7 @@ def _flag(default: Any, text: str, **metadata: Any) -> Any:
 
 
 @dataclass
-class OrtOptions:
+class OrtOptions(EngineOptions):
     """How ORTModule runs the model."""
 
     ort_fallback: bool = _flag(

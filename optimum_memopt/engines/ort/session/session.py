@@ -43,9 +43,8 @@ from optimum_memopt.engines.ort.session.graph_plans import (
 from optimum_memopt.engines.ort.support.checks import check_operators, refuse_side_effects
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.installed import installed_version
-from optimum_memopt.logs import get_logger
+from optimum_memopt.logs import Progress, announced, get_logger
 from optimum_memopt.plans.table import PlanTable
-from optimum_memopt.progress import Progress, announced
 
 # A failed check in ORT's C++ code: path, line, signature, condition or status, and mostly a reason.
 _FAILED_CHECK = re.compile(

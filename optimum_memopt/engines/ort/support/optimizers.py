@@ -51,16 +51,16 @@ def fused_adam() -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     return optim.FusedAdam, {"adam_w_mode": optim.AdamWMode.ADAMW_TORCH}
 
 
-def add_fp16_optimizer(trainer: Trainer) -> None:
-    """Have `modify_fp16_optimizer` applied when a run of this Trainer begins.
+def fp16_optimizer_callbacks(trainer: Trainer) -> tuple[TrainerCallback, ...]:
+    """The callback that applies `modify_fp16_optimizer` when a run begins; none where the Trainer has it.
 
     Raises:
         MemOptError: onnxruntime-training is not installed.
     """
     if reason := missing():
         raise MemOptError(f"{FLAG}: {reason}")
-    if not any(isinstance(callback, Fp16OptimizerCallback) for callback in trainer.callback_handler.callbacks):
-        trainer.add_callback(Fp16OptimizerCallback())
+    has_one = any(isinstance(callback, Fp16OptimizerCallback) for callback in trainer.callback_handler.callbacks)
+    return () if has_one else (Fp16OptimizerCallback(),)
 
 
 def modify_fp16_optimizer(optimizer: torch.optim.Optimizer) -> str:

@@ -1,20 +1,33 @@
-"""Batches of samples of like length, dealt so that every rank has as much to do as the others in each step.
+"""The batches of a Trainer: dealt so that every rank has as much to do as the others in each step, their largest sizes
+read from the data, and the micro-batch that is chosen within a budget.
 
 ONNX Runtime brings a sampler for this, `LoadBalancingDistributedBatchSampler`. It is not used: it exists only where
 onnxruntime-training does, shards by itself where a Trainer leaves that to accelerate, and as released (1.19.2) raises
 ValueError at the second epoch (`if not self.sample_complexities` on an array), behind which it takes unsorted groups.
 """
 
-from collections.abc import Iterator, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch.utils.data import IterableDataset, Sampler
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
+from optimum_memopt import compat
 from optimum_memopt.callbacks.reporting import Reporter
+from optimum_memopt.distributed import gathered
+from optimum_memopt.engines.api.predictions import ModelOfRun, StepPredictor
+from optimum_memopt.engines.api.run import LargestBatch, StepSpec
+from optimum_memopt.engines.shared.forward_patch import ForwardState
+from optimum_memopt.engines.shared.registry import factory
 from optimum_memopt.errors import MemOptError
+from optimum_memopt.logs import get_logger
+from optimum_memopt.options import MemOptOptions
+from optimum_memopt.predict.advise import Row, advise, count_fitting
+from optimum_memopt.sizes import gib_text
 
 FLAG = "--group_by_complexity"
 # Trainer's own strategy that sorts samples by length within pools.
@@ -42,7 +55,7 @@ class Balance:
 
 
 def balance(order: np.ndarray, complexities: np.ndarray, batch_size: int, world_size: int) -> Balance | None:
-    """What an order of samples means for the ranks, when consecutive batches go to consecutive ranks.
+    """How evenly an order of samples loads the ranks, when consecutive batches go to consecutive ranks.
 
     Args:
         order: indices of samples; an incomplete last step is left out.
@@ -237,9 +250,7 @@ class ComplexityCallback(TrainerCallback):
         self.reporter = Reporter("complexity", path)
         self.sampler: ComplexitySampler | None = None
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         trainer = self.reporter.begin(state)
         sampler = self.sampler
         if sampler is None:
@@ -271,10 +282,214 @@ class ComplexityCallback(TrainerCallback):
         )
         self.reporter.records(state.global_step, [{"balance": asdict(ours), "at_random": asdict(before)}])
 
-    def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         # accelerate passes set_epoch on to a sampler, but not through the two wrappers of a sharded loader that skips
         # what a checkpoint has seen (`DataLoaderShard.set_epoch` in 1.15), so a resumed run would get epoch 0's order.
         if self.sampler is not None:
             self.sampler.set_epoch(int(state.epoch or 0))
+
+
+def sampler_of(trainer: Trainer, balanced: ComplexityCallback) -> Callable[..., ComplexitySampler]:
+    """Returns what the Trainer takes its sampler from: torch makes batches of it, and accelerate deals them to the
+    ranks. The callback notices a Trainer that takes it elsewhere."""
+
+    def get_train_sampler(dataset: Any = None) -> ComplexitySampler:
+        args, accelerator = trainer.args, trainer.accelerator
+        padding = padding_id(trainer)
+        # Not `dataset`, which lacks the columns that the model does not take, such as the length.
+        of_samples = complexities(trainer.train_dataset, args.length_column_name, padding)
+        # With split_batches accelerate cuts each batch for the ranks instead of giving each rank a batch.
+        parts = args.world_size if accelerator.split_batches else 1
+        balanced.sampler = ComplexitySampler(
+            of_samples,
+            batch_size=compat.train_batch_size(trainer) // parts,
+            world_size=args.world_size,
+            seed=args.seed if args.data_seed is None else args.data_seed,
+            fill_last=args.world_size > 1 and accelerator.even_batches and not args.dataloader_drop_last,
+        )
+        return balanced.sampler
+
+    return get_train_sampler
+
+
+# Rows whose lengths are read in a second or two.
+_MOST_ROWS = 100_000
+
+
+def largest_batch(trainer: Any, is_grouped: bool = False) -> LargestBatch | None:
+    """As many rows as a batch has, as long as the longest row; None where reading that would take long or run code.
+
+    Read are columns of a `datasets.Dataset` and lists of rows, as `group_by_complexity` reads them. Any other data set
+    may draw random numbers when it is asked for a row.
+
+    Args:
+        trainer: before or in its `train()`.
+        is_grouped: batches have rows of like length, whatever the Trainer's arguments say.
+    """
+    dataset = trainer.train_dataset
+    if not is_readable(dataset) or len(dataset) > _MOST_ROWS:
+        return None
+    try:
+        lengths = complexities(dataset, trainer.args.length_column_name)
+        longest = int(lengths.max())
+    except (MemOptError, TypeError, ValueError):
+        return None
+    rows = compat.train_batch_size(trainer)
+    strategy = GROUPED if is_grouped else strategy_of(trainer.args)
+    return LargestBatch(rows, longest, batch_lengths(lengths, rows, strategy))
+
+
+def is_readable(dataset: Any) -> bool:
+    """True where reading a row of a data set runs no code of its own, which may draw random numbers."""
+    is_stored = hasattr(dataset, "select_columns") and getattr(dataset, "format", {}).get("type") != "custom"
+    return (is_stored or isinstance(dataset, list)) and len(dataset) > 0
+
+
+def batch_lengths(lengths: np.ndarray, rows: int, strategy: str) -> tuple[int, ...]:
+    """The longest row of each batch of an epoch, as one order of the samples has them. Draws no random numbers of the
+    run, and is the same on all ranks.
+
+    Args:
+        lengths: tokens of each sample, shape (samples,).
+        rows: samples of a batch.
+        strategy: as in Trainer's arguments; one that is not known counts as random.
+    """
+    if strategy == "sequential":
+        order = np.arange(len(lengths))
+    elif strategy == GROUPED:
+        order = ComplexitySampler(lengths, rows).order()
+    else:
+        order = np.random.default_rng(0).permutation(len(lengths))
+    return tuple(int(lengths[order[start : start + rows]].max()) for start in range(0, len(order), rows))
+
+
+_AUTO_BATCH = "--memory_opt_batch auto"
+
+
+def check_micro_batch(trainer: Trainer) -> None:
+    """Refuse a Trainer whose batches something else decides on.
+
+    Raises:
+        MemOptError: DeepSpeed, split_batches, or training data that cannot be read before it trains.
+    """
+    if trainer.is_deepspeed_enabled:
+        raise MemOptError(f"{_AUTO_BATCH}: DeepSpeed's config has the batch sizes; leave it out")
+    if trainer.accelerator.split_batches:
+        raise MemOptError(f"{_AUTO_BATCH}: split_batches divides each batch among the ranks; leave one of the two out")
+    if not is_readable(trainer.train_dataset):
+        raise MemOptError(
+            f"{_AUTO_BATCH} needs training data that can be read beforehand: a datasets.Dataset without a transform, "
+            "or a list"
+        )
+
+
+def choosing_micro_batch(
+    trainer: Trainer, options: MemOptOptions, engine: str, train: Callable[..., Any]
+) -> Callable[..., Any]:
+    """`train`, within `chosen_micro_batch`."""
+
+    def choose_and_train(*args: Any, **kwargs: Any) -> Any:
+        with chosen_micro_batch(trainer, options, engine):
+            return train(*args, **kwargs)
+
+    return choose_and_train
+
+
+@contextlib.contextmanager
+def chosen_micro_batch(trainer: Trainer, options: MemOptOptions, engine: str) -> Iterator[None]:
+    """Within it the Trainer has the chosen micro-batch and gradient accumulation, afterwards the user's.
+
+    Args:
+        trainer: before its `train()`.
+        options: with a budget.
+        engine: the one that trains, by name.
+
+    Raises:
+        MemOptError: no micro-batch fits on some rank, or the model cannot be predicted for other batches.
+    """
+    args = trainer.args
+    before = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    rows = before[0] * before[1]
+    found = _agreed(trainer, options, engine, rows)
+    try:
+        _set(trainer, found, rows // found)
+        yield
+    finally:
+        _set(trainer, *before)
+
+
+def _set(trainer: Trainer, rows: int, accumulation: int) -> None:
+    trainer.args.per_device_train_batch_size = rows
+    trainer.args.gradient_accumulation_steps = accumulation
+    compat.reread_batch_size(trainer)
+
+
+def _agreed(trainer: Trainer, options: MemOptOptions, engine: str, rows: int) -> int:
+    """Rows of the micro-batch, the smallest that any rank chooses: costs and free memory differ from rank to rank.
+
+    Raises:
+        MemOptError: on all ranks, where one finds none.
+    """
+    row: Row | None = None
+    try:
+        predictor = _predictor(trainer, options, engine)
+        row = advise(predictor, rows).recommended
+        own: int | str = row.rows
+    except MemOptError as error:
+        own = str(error)
+    of_ranks = gathered(own) if trainer.args.world_size > 1 else [own]
+    for rank, found in enumerate(of_ranks):
+        if isinstance(found, str):
+            raise MemOptError(f"{_AUTO_BATCH}: {f'rank {rank}: ' if len(of_ranks) > 1 else ''}{found}")
+    smallest = min(found for found in of_ranks if isinstance(found, int))
+    assert row is not None
+    get_logger().info(
+        f"{_AUTO_BATCH}: micro-batches of {smallest} rows, {rows // smallest} to each optimizer step of {rows} rows a "
+        "rank; "
+        f"predicted on rank 0 for {row.rows}: {row.samples:.1f} samples a second, peak {gib_text(row.step.peak)} "
+        f"within {gib_text(predictor.budget)}, {row.recomputing:.1%} of the time for recompute"
+    )
+    _check_evaluation(trainer, predictor)
+    return smallest
+
+
+def _check_evaluation(trainer: Trainer, predictor: StepPredictor) -> None:
+    rows = trainer.args.per_device_eval_batch_size
+    if trainer.eval_dataset is None or (peak := predictor.evaluation(rows)) <= predictor.budget:
+        return
+    fits = count_fitting(range(1, rows), lambda size: predictor.evaluation(size) <= predictor.budget)
+    get_logger().warning(
+        f"--per_device_eval_batch_size {rows}: evaluating rows as long as the longest of the training data would take "
+        f"{gib_text(peak)}, over the budget of {gib_text(predictor.budget)}; "
+        + (f"{fits} rows fit" if fits else "not even one row fits")
+    )
+
+
+def _predictor(trainer: Trainer, options: MemOptOptions, engine: str) -> StepPredictor:
+    args, model = trainer.args, trainer.model
+    assert isinstance(model, torch.nn.Module)
+    collate = compat.training_collator(trainer)
+    data: Any = trainer.train_dataset
+
+    def make_batch(rows: int) -> Mapping[str, Any]:
+        return compat.prepared_inputs(trainer, collate([data[index % len(data)] for index in range(rows)]))
+
+    largest = largest_batch(trainer, options.group_by_complexity)
+    # A collator may draw random numbers, as that of masked language models does.
+    before = ForwardState.of(model, with_buffers=False)
+    try:
+        spec = StepSpec(
+            compiler=options.memory_opt_compiler,
+            autocast="bfloat16" if args.bf16 else "float16" if args.fp16 else "",
+            optim=str(getattr(args.optim, "value", args.optim)),
+        )
+        tokens = largest.length if largest is not None else 0
+        return factory(engine).predict_steps(ModelOfRun(model, make_batch, tokens, _is_read(trainer)), options, spec)
+    finally:
+        before.restore(model)
+
+
+def _is_read(trainer: Trainer) -> bool:
+    """True where more of the model's outputs may be read than its loss."""
+    is_stock = type(trainer).compute_loss is Trainer.compute_loss
+    return not is_stock or trainer.compute_loss_func is not None or trainer.label_smoother is not None
