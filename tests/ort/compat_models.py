@@ -1,14 +1,14 @@
-"""Models that need the patches of `compat.py`, trained one step without the engine."""
+"""Models that need the patches of `ort/compat`, trained one step without the engine."""
 
 import torch
 
+from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.ort.options.flags import OrtOptions
-from optimum_memopt.engines.ort.session.session import Hooks, OrtSession
+from optimum_memopt.engines.ort.session.session import OrtSession
 
 
 def train(model, batch):
-    hooks = Hooks(choose=lambda text, rows: (), report=lambda text: None, phase=lambda phase: None)
-    session = OrtSession(model, OrtOptions(ort_fallback=False), layerwise=False, recompute=False, hooks=hooks)
+    session = OrtSession(model, OrtOptions(ort_fallback=False), Selection())
     session.forward(batch).pow(2).sum().backward()
     assert all(parameter.grad.abs().sum() > 0 for parameter in model.parameters())
     return session

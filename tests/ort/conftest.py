@@ -1,5 +1,6 @@
 """Engines that are detached after the test, their log, and the built torch extensions."""
 
+import copy
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +12,7 @@ from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.ort.compat import extensions, installation
 from optimum_memopt.engines.ort.options.flags import OrtOptions
 from optimum_memopt.errors import MemOptError
-from tests.ort.helpers import Attach, environment_variables
+from tests.ort.helpers import Attach, Pair, environment_variables
 
 
 @pytest.fixture
@@ -30,6 +31,17 @@ def attach() -> Iterator[Attach]:
     yield attach
     for engine in engines:
         engine.detach()
+
+
+@pytest.fixture
+def pair(attach: Attach) -> Pair:
+    """Attaches an engine to a model of which it makes a plain copy before."""
+
+    def pair(model: torch.nn.Module, *args: Any, **options: Any) -> tuple[Any, Any, Any]:
+        plain = copy.deepcopy(model)
+        return model, plain, attach(model, *args, **options)
+
+    return pair
 
 
 @pytest.fixture

@@ -29,6 +29,8 @@ MLM = ZOO["roberta-mlm"]
 DROPOUT = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
 
 Attach = Callable[..., "OrtEngine"]
+# Takes the arguments of `attach`; returns the model, a plain copy and the engine.
+Pair = Callable[..., tuple[Any, Any, "OrtEngine"]]
 
 needs_ort = pytest.mark.skipif(bool(missing()), reason="no onnxruntime-training")
 

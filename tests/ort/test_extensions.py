@@ -153,12 +153,6 @@ def test_the_line_that_says_what_went_wrong(output, line):
 
 @pytest.mark.extensions
 @pytest.mark.timeout(1800)
-def test_loading_gives_onnxruntime_s_names_once(environment_with_extensions, tmp_path):
-    run_script("load_extensions.py", environment=environment_with_extensions, cwd=tmp_path)
-
-
-@pytest.mark.extensions
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("function", ["two_outputs", "in_place", "unused_output"])
 def test_custom_functions_train_with_their_own_backward(function, environment_with_extensions, tmp_path):
     run_script("train_custom_functions.py", function, environment=environment_with_extensions, cwd=tmp_path)

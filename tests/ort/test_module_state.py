@@ -28,11 +28,9 @@ def rebuilds(lines):
     return since_last
 
 
-def test_changed_settings_of_modules_train_as_in_pytorch(attach, rebuilds):
+def test_changed_settings_of_modules_train_as_in_pytorch(attach, pair, rebuilds):
     case = Case("RobertaForMaskedLM", "RobertaConfig", {**_BERT, "num_hidden_layers": 1}, masked_lm)
-    model = case.build()
-    plain = copy.deepcopy(model)
-    attach(model)
+    model, plain, _ = pair(case.build())
 
     def in_both(change):
         for trained in (model, plain):
@@ -166,11 +164,9 @@ def test_layerdrop_is_refused_with_the_line_that_sets_it(attach):
     assert_same_step(model, plain, batch)
 
 
-def test_a_second_shape_that_the_graph_does_not_take_is_a_line(attach):
+def test_a_second_shape_that_the_graph_does_not_take_is_a_line(pair):
     case = Case("DebertaForMaskedLM", "DebertaConfig", {**_DEBERTA, "max_relative_positions": 16}, masked_lm)
-    model = case.build()
-    plain = copy.deepcopy(model)
-    attach(model)
+    model, plain, _ = pair(case.build())
     assert_same_step(model, plain, case.batch())
     with pytest.raises(
         UnsupportedModelError, match="pad all batches to one shape.*--memory_opt_engine compile"

@@ -1,28 +1,27 @@
 """The loss inside ONNX Runtime: the same training as with it outside, from the rows that have a label."""
 
 import copy
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from transformers import Trainer
 from transformers.trainer_pt_utils import LabelSmoother
 
-from optimum_memopt import MemOptError, MemOptTrainer, MemOptTrainingArguments, attach
+from optimum_memopt import MemOptError, MemOptTrainer, attach
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.ort.engine import OrtEngine
-from optimum_memopt.engines.ort.options.flags import OrtOptions
 from optimum_memopt.engines.shared.label_smoothing import LabelSmoothing
 from optimum_memopt.errors import UnsupportedModelError
 from optimum_memopt.plans.grammar import parse
 from tests.gradients import TOLERANCE, accumulate, assert_same_step
 from tests.model_zoo import IGNORE, UNTRAINABLE, ZOO
-from tests.ort.helpers import needs_ort
+from tests.ort.helpers import Attach, needs_ort
 from tests.rotation import nightly
 from tests.trackers import numbers, tracked
-from tests.trainer_runs import arguments, build, collate, distance, log_lines, make, rows, weights
+from tests.trainer_runs import distance, log_lines, make, rows, weights
 
 pytestmark = needs_ort
 
@@ -33,20 +32,9 @@ Attached = Callable[..., OrtEngine]
 
 
 @pytest.fixture
-def attached() -> Iterator[Attached]:
+def attached(attach: Attach) -> Attached:
     """Attaches an engine with the loss inside, fallback off, and detaches it after the test."""
-    engines = []
-
-    def attached(model: torch.nn.Module, selection: Selection | None = None, **options: Any) -> OrtEngine:
-        defaults = {"ort_fallback": False, "ort_module_with_loss": True}
-        engine = OrtEngine(selection, OrtOptions(**{**defaults, **options}))
-        engine.attach(model)
-        engines.append(engine)
-        return engine
-
-    yield attached
-    for engine in engines:
-        engine.detach()
+    return functools.partial(attach, ort_module_with_loss=True)
 
 
 def sparse(batch: dict[str, torch.Tensor], part: float, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -83,23 +71,6 @@ def test_the_same_step_from_the_labelled_rows(attached: Attached, name: str) -> 
     assert projected_rows(engine) == "ShrunkenGather"
 
 
-@pytest.mark.parametrize("name", nightly([MLM, "gpt2"], but=[MLM]))
-def test_a_batch_without_labels_and_one_after_it(attached: Attached, name: str) -> None:
-    """Of a mean over nothing torch makes nan and gradients of zero; a sum over nothing is zero."""
-    case = ZOO[name]
-    model = case.build()
-    plain = copy.deepcopy(model)
-    attached(model)
-    items = {"num_items_in_batch": torch.tensor(11)} if name == "gpt2" else {}
-    nothing = {**sparse(case.batch(), 0.0), **items}
-    (ours, gradients), (expected, expected_gradients) = accumulate(model, [nothing]), accumulate(plain, [nothing])
-    torch.testing.assert_close(ours, expected, rtol=0, atol=0, equal_nan=True)
-    assert bool(expected.isnan()) == (not items)
-    for parameter, gradient in expected_gradients.items():
-        torch.testing.assert_close(gradients[parameter], gradient, rtol=0, atol=0)
-    assert_same_step(model, plain, {**sparse(case.batch(), 0.3), **items})
-
-
 @pytest.mark.parametrize("smoothing", [None, SMOOTHING], ids=["plain", "smoothed"])
 def test_all_rows_are_projected_when_label_sparsity_is_off(
     attached: Attached, smoothing: LabelSmoothing | None
@@ -113,13 +84,6 @@ def test_all_rows_are_projected_when_label_sparsity_is_off(
         assert (projected_rows(engine) == "ShrunkenGather") == on
         engine.detach()
     torch.testing.assert_close(*losses, rtol=TOLERANCE, atol=0)
-
-
-def test_without_the_flag_nothing_changes(attached: Attached) -> None:
-    model = ZOO[MLM].build()
-    engine = attached(model, ort_module_with_loss=False)
-    assert model(**sparse(ZOO[MLM].batch(), 0.15)).logits is not None
-    assert projected_rows(engine) != "ShrunkenGather"
 
 
 @pytest.mark.parametrize("plan", nightly(["Gelu+:1:-1", 1], but=[1]))
@@ -287,8 +251,3 @@ def test_a_loss_of_the_users_own_is_refused(tmp_path: Path, case: str) -> None:
             attach(plain, ort_module_with_loss=True)
     message = str(caught.value)
     assert ("compute_loss_func" if case == "function" else "own compute_loss") in message and "\n" not in message
-
-
-def test_a_loss_of_the_users_own_is_welcome_without_the_flag(tmp_path: Path) -> None:
-    args = arguments(MemOptTrainingArguments, tmp_path, max_steps=1)
-    OwnLoss(build(MLM), args, collate, rows(MLM)).train()

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from optimum_memopt import MemOptError
+from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.ort.compat import internals
 from optimum_memopt.engines.ort.options.flags import OrtOptions
 from tests.gradients import TOLERANCE, accumulate, assert_same_step
@@ -139,12 +140,11 @@ def test_determinism_is_followed_when_it_is_turned_on_later(monkeypatch):
 
 @needs_ort
 def test_what_this_build_of_onnxruntime_ignores_is_refused():
-    from optimum_memopt.engines.ort.session.session import Hooks, OrtSession
+    from optimum_memopt.engines.ort.session.session import OrtSession
 
-    hooks = Hooks(choose=lambda text, rows: (), report=lambda text: None, phase=lambda phase: None)
     before = environment_variables()
     with pytest.raises(MemOptError, match="this build of ONNX Runtime does not do --ort_triton True; leave it out"):
-        OrtSession(Counting(), OrtOptions(ort_triton=True), layerwise=False, recompute=False, hooks=hooks)
+        OrtSession(Counting(), OrtOptions(ort_triton=True), Selection())
     assert environment_variables() == before
 
 
@@ -167,6 +167,32 @@ def test_graph_rewrites_belong_to_the_model_that_asked_for_them():
 
 @pytest.mark.extensions
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("script", ["label_sparsity.py", "custom_autograd.py", "activation_checkpointing.py"])
+@pytest.mark.parametrize(
+    "script",
+    ["label_sparsity.py", "custom_autograd.py", "activation_checkpointing.py", "grad_management_hooks.py"],
+)
 def test_options_that_need_the_extensions(script, environment_with_extensions, tmp_path):
     run_script(script, environment=environment_with_extensions, cwd=tmp_path)
+
+
+@needs_ort
+@pytest.mark.extensions
+@pytest.mark.timeout(1800)
+def test_two_ranks_with_managed_gradients_stay_bitwise_equal(environment_with_extensions, tmp_path):
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    output = run_script(
+        "grad_management_ranks.py", tmp_path / "out", environment=environment_with_extensions, launcher=launcher
+    )
+    assert "rank 0 is done" in output and "rank 1 is done" in output
+
+
+@needs_ort
+@pytest.mark.extensions
+@pytest.mark.timeout(1800)
+def test_the_peak_is_lower_when_managed_gradients_accumulate(environment_with_extensions):
+    """128 MiB of parameters: without it a second set of gradients exists beside the first at the end of backward."""
+    plain, managed = (
+        float(run_script("grad_management_peak.py", case, environment=environment_with_extensions).split()[-1])
+        for case in ("plain", "managed")
+    )
+    assert managed < plain - 64

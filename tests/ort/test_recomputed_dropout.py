@@ -1,7 +1,5 @@
 """Recomputed dropout: ONNX Runtime draws the masks again, in the order of the forwards."""
 
-import copy
-
 import pytest
 import torch
 
@@ -12,6 +10,7 @@ from tests.ort.helpers import (
     DROPOUT,
     ROBERTA,
     Attach,
+    Pair,
     config,
     needs_ort,
 )
@@ -42,7 +41,7 @@ def step_with_dropout(
         accumulate(model, [ROBERTA.batch(seed=seed)])
         if unpaired:
             model(**ROBERTA.batch(seed=7))
-            engine._backward_is_due = False
+            engine._session.backward_is_due = False
     if move is not None:
         weights = torch.nn.utils.parameters_to_vector(model.parameters())
         torch.nn.utils.vector_to_parameters(weights + move, model.parameters())
@@ -93,10 +92,8 @@ def test_an_unpaired_forward_is_refused_with_recomputed_dropout(attach: Attach) 
     accumulate(model, [ROBERTA.batch(), ROBERTA.batch(3, 7, seed=1)])
 
 
-def test_unpaired_forwards_are_right_without_recomputed_dropout(attach: Attach) -> None:
-    model = ROBERTA.build()
-    plain = copy.deepcopy(model)
-    engine = attach(model, config("Gelu+:1:-1"))
+def test_unpaired_forwards_are_right_without_recomputed_dropout(pair: Pair) -> None:
+    model, plain, engine = pair(ROBERTA.build(), config("Gelu+:1:-1"))
     for trained in (model, plain):
         trained(**ROBERTA.batch(seed=5))
         first, second = trained(**ROBERTA.batch()).loss, trained(**ROBERTA.batch(3, 7, seed=1)).loss

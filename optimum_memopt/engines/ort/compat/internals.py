@@ -151,13 +151,13 @@ def _accept_buffers_and_numbers(transition_manager: type) -> Iterator[None]:
     from the user; inputs can also be buffers (BART) and numbers (num_items_in_batch)."""
     original = transition_manager.__dict__["_reprocess_check"]
 
-    def reprocess_check(flatten_module: Any, args: Any, kwargs: Mapping[str, Any], **others: Any) -> Any:
+    def reprocess_check(flatten_module: Any, args: Any, kwargs: Mapping[str, Any], **rest: Any) -> Any:
         tensors = [*flatten_module.named_parameters(), *flatten_module.named_buffers()]
         return original.__func__(
             flatten_module=types.SimpleNamespace(named_parameters=lambda: tensors),
             args=[_as_tensor(value) for value in args],
             kwargs={name: _as_tensor(value) for name, value in kwargs.items()},
-            **others,
+            **rest,
         )
 
     with patched(transition_manager, "_reprocess_check", staticmethod(reprocess_check)):
@@ -238,19 +238,14 @@ def observe_traced_graphs(observe: Callable[[object], None]) -> Iterator[None]:
         yield
 
 
-_EFFICIENT_ATTENTION = f"{ORTMODULE}.graph_optimizers._aten_attn"
-_TRITON = "onnxruntime.training.ort_triton"
-_FLASH_ATTENTION = f"{_TRITON}.kernel._flash_attn"
-
-
 @contextlib.contextmanager
 def fix_label_sparsity_switch(transition_manager: type, enabled: bool) -> Iterator[None]:
     """ORT reads the switch for embedding sparsity where it means label sparsity, and then iterates over the None that
     "off" returns (_graph_transition_manager.py, `_export_model`: `'NoneType' object is not iterable`)."""
     original = transition_manager.__dict__["_add_check_label_sparsity_hook"].__func__
 
-    def add_hooks(_: bool, *others: Any) -> list[Any]:
-        return original(enabled, *others) or []
+    def add_hooks(_: bool, *rest: Any) -> list[Any]:
+        return original(enabled, *rest) or []
 
     with patched(transition_manager, "_add_check_label_sparsity_hook", staticmethod(add_hooks)):
         yield
@@ -274,14 +269,13 @@ def fix_gradient_management_device(device: Callable[[], torch.device]) -> Iterat
 def select_graph_optimizers(efficient_attention: bool, flash_attention: bool, triton: bool) -> Iterator[None]:
     """Apply only the graph rewrites that the options of this model name, and those that other code registered: ORT
     registers a rewrite when its module is imported, for every model of the process."""
-    wanted = {
-        _EFFICIENT_ATTENTION: efficient_attention,
-        _FLASH_ATTENTION: flash_attention,
-        f"{_TRITON}.kernel._slice_scel": triton,
+    attention = {
+        f"{ORTMODULE}.graph_optimizers._aten_attn": efficient_attention,
+        "onnxruntime.training.ort_triton.kernel._flash_attn": flash_attention,
     }
-    for module in (_EFFICIENT_ATTENTION, _FLASH_ATTENTION):
-        if wanted[module]:
-            importlib.import_module(module)
+    wanted = {**attention, "onnxruntime.training.ort_triton.kernel._slice_scel": triton}
+    for module in filter(attention.get, attention):
+        importlib.import_module(module)
     registry = importlib.import_module(f"{ORTMODULE}.graph_optimizer_registry").GraphOptimizerRegistry
     chosen = {
         target: [entry for entry in entries if wanted.get(entry[0].__module__, True)]

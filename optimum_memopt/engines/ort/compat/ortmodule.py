@@ -72,7 +72,7 @@ def load() -> Imported:
 
 
 def runs_on_gpus() -> bool:
-    """Whether the installed ONNX Runtime has a provider for GPUs."""
+    """True where the installed ONNX Runtime has a provider for GPUs."""
     # The CPU build says so in its name, and needs no import for it.
     if installed_version(("onnxruntime-training-cpu",)) is not None:
         return False
@@ -137,36 +137,25 @@ def _set_environment(variables: Mapping[str, str | None]) -> None:
 @contextlib.contextmanager
 def moved_torch_names() -> Iterator[None]:
     """Make torch's moved names available at their old places while ORT imports or exports; only the missing ones."""
-    added: list[tuple[types.ModuleType, str]] = []
-    aliased: list[str] = []
-    for old, new in MOVED_MODULES.items():
-        if old in sys.modules or importlib.util.find_spec(new.rpartition(".")[0]) is None:
-            continue
-        sys.modules[old] = importlib.import_module(new)
-        aliased.append(old)
-        parent, _, leaf = old.rpartition(".")
-        added.extend(_add(importlib.import_module(parent), leaf, sys.modules[old]))
-    for module, names in MOVED_NAMES.items():
-        source = f"{TORCHSCRIPT}.{module.rpartition('.')[2]}"
-        if importlib.util.find_spec(TORCHSCRIPT) is not None:
-            for name in names:
-                added.extend(
-                    _add(importlib.import_module(module), name, getattr(importlib.import_module(source), name))
-                )
-    try:
+    with contextlib.ExitStack() as undo:
+        for old, new in MOVED_MODULES.items():
+            if old not in sys.modules and importlib.util.find_spec(new.rpartition(".")[0]) is not None:
+                sys.modules[old] = importlib.import_module(new)
+                undo.callback(sys.modules.pop, old)
+                parent, _, leaf = old.rpartition(".")
+                _add(importlib.import_module(parent), leaf, sys.modules[old], undo)
+        for module, names in MOVED_NAMES.items():
+            if importlib.util.find_spec(TORCHSCRIPT) is not None:
+                source = importlib.import_module(f"{TORCHSCRIPT}.{module.rpartition('.')[2]}")
+                for name in names:
+                    _add(importlib.import_module(module), name, getattr(source, name), undo)
         yield
-    finally:
-        for owner, name in added:
-            delattr(owner, name)
-        for old in aliased:
-            del sys.modules[old]
 
 
-def _add(owner: types.ModuleType, name: str, value: object) -> list[tuple[types.ModuleType, str]]:
-    if hasattr(owner, name):
-        return []
-    setattr(owner, name, value)
-    return [(owner, name)]
+def _add(owner: types.ModuleType, name: str, value: object, undo: contextlib.ExitStack) -> None:
+    if not hasattr(owner, name):
+        setattr(owner, name, value)
+        undo.callback(delattr, owner, name)
 
 
 def _silence_missing_nvtx() -> None:

@@ -51,12 +51,12 @@ def non_persistent_buffers(module: torch.nn.Module) -> set[str]:
 
 
 def has_hooks(module: torch.nn.Module) -> bool:
-    """Whether anything is called around this module's forward or backward."""
+    """True where something is called around this module's forward or backward."""
     return any(getattr(module, name, None) for name in MODULE_HOOKS)
 
 
 def checkpoint_function(module: torch.nn.Module) -> Any:
-    """What a module of transformers checkpoints its layers with (5.23): a partial of torch's function; else None."""
+    """The function that checkpoints a module's layers, of transformers (5.23): a partial of torch's; else None."""
     return getattr(module, "_gradient_checkpointing_func", None)
 
 
@@ -83,12 +83,9 @@ def record_autograd_functions() -> Iterator[list[str]]:
     thread = threading.get_ident()
 
     def apply(cls: type, *args: object, **kwargs: object) -> object:
-        if (
-            threading.get_ident() == thread
-            and not cls.__module__.startswith("onnxruntime.")
-            and cls.__qualname__ not in seen
-        ):
-            seen.append(cls.__qualname__)
+        name, is_own = cls.__qualname__, not cls.__module__.startswith("onnxruntime.")
+        if is_own and name not in seen and threading.get_ident() == thread:
+            seen.append(name)
         return original.__get__(None, cls)(*args, **kwargs)
 
     with patched(torch.autograd.Function, "apply", classmethod(apply)):

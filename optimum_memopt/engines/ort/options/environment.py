@@ -25,25 +25,36 @@ class EnvOption:
 
     Attributes:
         read: converts the variable's text to the option's value; raises a ValueError that says what is allowed.
-        passed: ORT itself reads the value from this variable; otherwise the engine implements the option.
         attribute: attribute of ORT's `_RuntimeOptions` that holds the parsed value, empty when there is none.
+        passed: ORT itself reads the value from this variable; otherwise the engine implements the option.
     """
 
     variable: str
     option: str
     read: Callable[[str], Any] = str
-    passed: bool = True
     attribute: str = ""
+    passed: bool = True
 
     @property
     def name(self) -> str:
         return PREFIX + self.variable
 
 
-def _switch(text: str) -> bool:
-    if text not in ("0", "1"):
-        raise ValueError("allowed are 0 and 1")
-    return text == "1"
+def _one_of(values: Mapping[str, Any], allowed: str) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        if text not in values:
+            raise ValueError(f"allowed are {allowed}")
+        return values[text]
+
+    return read
+
+
+_switch = _one_of({"0": False, "1": True}, "0 and 1")
+_level = _one_of({"0": 0, "1": 1, "2": 2}, "0, 1 and 2")
+# ORT's names to those of --memory_opt_log_level, which has nothing below a warning.
+_LOG_LEVELS = {"VERBOSE": "verbose", "DEVINFO": "devinfo", "INFO": "info"} | dict.fromkeys(
+    ("WARNING", "ERROR", "FATAL"), "warning"
+)
 
 
 def _number(text: str) -> int:
@@ -53,84 +64,50 @@ def _number(text: str) -> int:
         raise ValueError("allowed are whole numbers") from None
 
 
-def _level(text: str) -> int:
-    if text not in ("0", "1", "2"):
-        raise ValueError("allowed are 0, 1 and 2")
-    return int(text)
-
-
 def _fallback(text: str) -> bool:
-    falling = ("DEVICE", "DATA", "TORCH_MODEL", "ONNX_MODEL")
-    allowed = (
-        "FALLBACK_DISABLE",
-        *(f"FALLBACK_UNSUPPORTED_{what}" for what in falling),
-        "FALLBACK_BAD_INITIALIZATION",
-    )
+    unsupported = (f"FALLBACK_UNSUPPORTED_{what}" for what in ("DEVICE", "DATA", "TORCH_MODEL", "ONNX_MODEL"))
+    allowed = ("FALLBACK_DISABLE", *unsupported, "FALLBACK_BAD_INITIALIZATION")
     if text not in allowed:
         forced = "; the forced policies are for ONNX Runtime's own tests" if "FORCE_TORCH" in text else ""
         raise ValueError(f"allowed are {', '.join(allowed)}{forced}")
     return text != "FALLBACK_DISABLE"
 
 
-# ORT's names to those of --memory_opt_log_level, which has nothing below a warning.
-_LOG_LEVELS = {
-    "VERBOSE": "verbose",
-    "DEVINFO": "devinfo",
-    "INFO": "info",
-    "WARNING": "warning",
-    "ERROR": "warning",
-    "FATAL": "warning",
-}
-
-
-def _log_level(text: str) -> str:
-    if text not in _LOG_LEVELS:
-        raise ValueError(f"allowed are {', '.join(_LOG_LEVELS)}")
-    return _LOG_LEVELS[text]
-
-
 ENV_OPTIONS = (
     EnvOption("MEMORY_OPT_LEVEL", "memory_opt_level", _level, passed=False),
     EnvOption("MEMORY_OPT_CONFIG", "memory_opt_config", passed=False),
-    EnvOption("LOG_LEVEL", "memory_opt_log_level", _log_level, passed=False),
+    EnvOption("LOG_LEVEL", "memory_opt_log_level", _one_of(_LOG_LEVELS, ", ".join(_LOG_LEVELS)), passed=False),
     EnvOption("FALLBACK_POLICY", "ort_fallback", _fallback, passed=False),
     EnvOption("SAVE_ONNX_PATH", "ort_save_onnx", passed=False),
     EnvOption("CACHE_DIR", "ort_cache_dir", passed=False),
     EnvOption("ENABLE_CUSTOM_AUTOGRAD", "ort_custom_autograd", _switch, passed=False),
-    EnvOption("ONNX_OPSET_VERSION", "ort_opset", _number, attribute="onnx_opset_version"),
+    EnvOption("ONNX_OPSET_VERSION", "ort_opset", _number, "onnx_opset_version"),
     EnvOption("ALLOW_AUTOGRAD_CHECKPOINT", "ort_allow_autograd_checkpoint", _switch),
     EnvOption(
         "ENABLE_MEM_EFFICIENT_GRAD_MGMT",
         "ort_mem_efficient_grad_mgmt",
         _switch,
-        attribute="enable_mem_efficient_grad_management",
+        "enable_mem_efficient_grad_management",
     ),
-    EnvOption("ENABLE_COMPUTE_OPTIMIZER", "ort_compute_optimizer", _switch, attribute="enable_compute_optimizer"),
-    EnvOption(
-        "ENABLE_LABEL_SPARSE_OPTIMIZER",
-        "ort_label_sparse_optimizer",
-        _switch,
-        attribute="enable_label_sparse_optimizer",
-    ),
+    EnvOption("ENABLE_COMPUTE_OPTIMIZER", "ort_compute_optimizer", _switch, "enable_compute_optimizer"),
+    EnvOption("ENABLE_LABEL_SPARSE_OPTIMIZER", "ort_label_sparse_optimizer", _switch, "enable_label_sparse_optimizer"),
     EnvOption(
         "ENABLE_EMBEDDING_SPARSE_OPTIMIZER",
         "ort_embedding_sparse_optimizer",
         _switch,
-        attribute="enable_embedding_sparse_optimizer",
+        "enable_embedding_sparse_optimizer",
     ),
-    EnvOption(
-        "DEEPCOPY_BEFORE_MODEL_EXPORT", "ort_deepcopy_before_export", _switch, attribute="deepcopy_before_model_export"
-    ),
+    EnvOption("DEEPCOPY_BEFORE_MODEL_EXPORT", "ort_deepcopy_before_export", _switch, "deepcopy_before_model_export"),
     EnvOption("SKIPCHECK_POLICY", "ort_skip_check"),
     EnvOption("USE_EFFICIENT_ATTENTION", "ort_efficient_attention", _switch),
-    EnvOption("USE_TRITON", "ort_triton", _switch, attribute="enable_triton"),
+    EnvOption("USE_TRITON", "ort_triton", _switch, "enable_triton"),
     EnvOption("TRITON_CONFIG_FILE", "ort_triton_config"),
     EnvOption("USE_FLASH_ATTENTION", "ort_flash_attention", _switch),
-    EnvOption("ENABLE_TUNING", "ort_tuning", _switch, attribute="enable_tuning"),
-    EnvOption("MAX_TUNING_DURATION_MS", "ort_tuning_duration_ms", _number, attribute="max_tuning_duration_ms"),
+    EnvOption("ENABLE_TUNING", "ort_tuning", _switch, "enable_tuning"),
+    EnvOption("MAX_TUNING_DURATION_MS", "ort_tuning_duration_ms", _number, "max_tuning_duration_ms"),
     EnvOption("TUNING_RESULTS_PATH", "ort_tuning_results", attribute="tuning_results_path"),
     EnvOption("CONV_ALGO_SEARCH", "ort_conv_search", attribute="conv_algo_search"),
-    EnvOption("ENABLE_ZERO_STAGE3", "ort_zero_stage3", _switch, attribute="enable_zero_stage3_support"),
+    EnvOption("ENABLE_ZERO_STAGE3", "ort_zero_stage3", _switch, "enable_zero_stage3_support"),
 )
 
 # Other variables that ORT reads, or that are easily mistaken for one of them, with a remark for the user.

@@ -42,13 +42,13 @@ class ExportCache:
 
     Args:
         folder: may be shared between processes.
-        others: further dependencies of the export besides the traced graph and the arguments of `torch.onnx.export`:
+        dependencies: of the export, besides the traced graph and the arguments of `torch.onnx.export`:
             versions, symbolics.
     """
 
-    def __init__(self, folder: str, others: Sequence[str]) -> None:
+    def __init__(self, folder: str, dependencies: Sequence[str]) -> None:
         self._folder = Path(folder)
-        self._others = tuple(others)
+        self._dependencies = tuple(dependencies)
 
     @contextlib.contextmanager
     def enabled(self) -> Iterator[None]:
@@ -64,7 +64,7 @@ class ExportCache:
                 nonlocal key
                 try:
                     key = _hash(
-                        (*_graph_text(graph), *_tensors(model), repr(sorted(arguments.items())), *self._others)
+                        (*_graph_text(graph), *_tensors(model), repr(sorted(arguments.items())), *self._dependencies)
                     )
                 except _NotCacheable as reason:
                     get_logger().info(f"{FLAG}: {reason}, so this graph is exported in each run")
@@ -144,7 +144,7 @@ def _graph_text(graph: Any) -> Iterator[str]:
     Its `str` has operators, edges, shapes and dtypes, but truncates numbers and omits tensors.
 
     Raises:
-        _NotCacheable: see there.
+        _NotCacheable: it holds something whose value cannot be compared between processes.
     """
     yield graph.str(False)
     for node in graph.nodes():

@@ -111,22 +111,13 @@ def to_plans(
             config = opportunity.key
         if config in by_config:
             by_config[config].append(opportunity)
-    return sorted_plans(
-        _row(config, combinations[config], share, names, values) for config, share in by_config.items()
-    )
-
-
-def _row(
-    config: str, frequency: int, share: list[Opportunity], names: Mapping[str, str], values: Mapping[str, int]
-) -> Plan:
-    terms = [f"{part.frequency}*{output.formula}" for part in share for output in part.outputs]
-    saving = simplified(" + ".join(terms), names) if terms else sympy.Integer(0)
-    return Plan(
-        config=",".join(sorted(config.split(","))),
-        frequency=frequency,
-        saving_bytes=evaluated(saving, values),
-        saving_symbolic=str(saving),
-    )
+    rows = []
+    for config, parts in by_config.items():
+        terms = [f"{part.frequency}*{output.formula}" for part in parts for output in part.outputs]
+        saving = simplified(" + ".join(terms), names) if terms else sympy.Integer(0)
+        name = ",".join(sorted(config.split(",")))
+        rows.append(Plan(name, combinations[config], evaluated(saving, values), str(saving)))
+    return sorted_plans(rows)
 
 
 def applied_counts(opportunities: Iterable[Opportunity]) -> dict[str, tuple[int, int]]:
@@ -270,16 +261,10 @@ class GraphPlans:
     symbols: Mapping[str, int] = field(default_factory=dict)
     choice: Choice = field(default_factory=Choice)
 
-    def to_table(self, engine: str, counts: Mapping[str, tuple[int, int]], header: tuple[str, ...]) -> PlanTable:
-        """The table of this engine with the header's lines above it.
-
-        Args:
-            engine: its name.
-            counts: of `applied_counts`, from the insight text with what ORT applied.
-            header: lines above the table.
-        """
+    def to_table(self, counts: Mapping[str, tuple[int, int]], header: str) -> PlanTable:
+        """The table, with the counts that ORT applied (of `applied_counts`) and a line above it."""
         rows = tuple(_with_counts(row, self.choice, counts) for row in self.rows)
-        return PlanTable(engine=engine, plans=rows, symbols=self.symbols, header=header)
+        return PlanTable(engine="ort", plans=rows, symbols=self.symbols, header=(header,))
 
 
 def choose_plans(

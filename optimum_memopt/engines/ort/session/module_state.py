@@ -56,11 +56,11 @@ class ModuleState:
         self._parts = (*modules, *shared_once)
 
     def is_current(self) -> bool:
-        """Whether nothing has changed since the snapshot."""
+        """True while nothing has changed since the snapshot."""
         return all(part.is_current() for part in self._parts)
 
     def only_caches_changed(self) -> bool:
-        """Whether only caches of the forward have changed: attributes that were None and are set by the first call
+        """True where only caches of the forward have changed: attributes that were None and are set by the first call
         (`config.problem_type` of classifiers), and containers."""
         containers = {
             part.prefix + field
@@ -144,8 +144,8 @@ class ReexportLimit:
 
 def describe_changes(changes: Mapping[str, tuple[str, str]]) -> str:
     """One line about the changes."""
-    (name, (before, after)), *others = changes.items()
-    more = f" (and {len(others)} more)" if others else ""
+    (name, (before, after)), *rest = changes.items()
+    more = f" (and {len(rest)} more)" if rest else ""
     return f"{name} was {before[:40]}, is {after[:40]}{more}"
 
 
@@ -166,8 +166,7 @@ class _ObjectState:
             and not (root and field == "forward")
         ]
         self._size = len(fields)
-        plain = [field for field, value in compared if isinstance(value, _PLAIN + _FUNCTIONS)]
-        self._names = plain
+        self._names = plain = [field for field, value in compared if isinstance(value, _PLAIN + _FUNCTIONS)]
         self._read: Callable[[Mapping[str, Any]], Any] = itemgetter(*plain) if plain else lambda fields: ()
         self._values = self._read(fields)
         self.snapshots = {
@@ -212,9 +211,8 @@ class _ObjectState:
         named[f"class of {self.name or 'the model'}"] = self._type.__name__
         for name, module in self._children:
             named[f"module {prefix}{name}"] = _StateValue(module, type(module).__name__)
-        for name, *facts in self._tensors:
-            identity, *rest = facts
-            named[f"tensor {prefix}{name}"] = _StateValue((identity, *rest), " ".join(map(str, rest)) or "another")
+        for name, identity, *facts in self._tensors:
+            named[f"tensor {prefix}{name}"] = _StateValue((identity, *facts), " ".join(map(str, facts)))
         return named
 
 
@@ -227,9 +225,6 @@ class _StateValue:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _StateValue) and (self._value is other._value or self._value == other._value)
-
-    def __hash__(self) -> int:
-        return hash(self._text)
 
     def __str__(self) -> str:
         return self._text

@@ -31,12 +31,9 @@ _ROWS = "optimum_memopt::rows"
 def with_label_smoothing(
     forward: Callable[..., Any], smoothing: LabelSmoothing | None, sparse: bool = False
 ) -> Callable[..., Any]:
-    """See `LabelSmoothing.wrap`.
+    """A bound forward with the smoothed loss in its outputs; unchanged without a smoothing.
 
-    Args:
-        forward: a bound forward.
-        smoothing: None returns the forward unchanged.
-        sparse: compute the loss from the labelled rows only.
+    With `sparse` the loss is computed from the labelled rows only.
     """
     if smoothing is None:
         return forward

@@ -8,13 +8,14 @@ import os
 import re
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from optimum_memopt.compat import is_encoder_decoder
+from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.ort.compat import internals, ortmodule, torch_modules
 from optimum_memopt.engines.ort.compat.installation import DISTRIBUTIONS
 from optimum_memopt.engines.ort.graph_fixes.gradients import (
@@ -32,9 +33,18 @@ from optimum_memopt.engines.ort.options import environment
 from optimum_memopt.engines.ort.options.flags import OrtOptions
 from optimum_memopt.engines.ort.session import module_with_loss
 from optimum_memopt.engines.ort.session.export_cache import ExportCache
-from optimum_memopt.engines.ort.support.checks import refuse_side_effects
+from optimum_memopt.engines.ort.session.graph_plans import (
+    GraphPlans,
+    applied_counts,
+    check_applied,
+    choose_plans,
+    parse_insight,
+)
+from optimum_memopt.engines.ort.support.checks import check_operators, refuse_side_effects
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.installed import installed_version
+from optimum_memopt.logs import get_logger
+from optimum_memopt.plans.table import PlanTable
 from optimum_memopt.progress import Progress, announced
 
 # A failed check in ORT's C++ code: path, line, signature, condition or status, and mostly a reason.
@@ -44,25 +54,6 @@ _FAILED_CHECK = re.compile(
 )
 # What the CPU and CUDA allocators of ORT and torch say.
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "bad_alloc", "Failed to allocate memory")
-# First phase of a forward and last of its backward (`Phase` in _runtime_inspector.py).
-PRE_FORWARD = 0
-POST_BACKWARD = 3
-
-
-@dataclass(frozen=True)
-class Hooks:
-    """Callbacks of the engine, at moments for which ORT has no public hook.
-
-    Attributes:
-        choose: called between building the training graph and creating the session, with the insight text and ORT's
-            rows with their frequency; returns the `cluster_id:strategy:-1` to apply.
-        report: called after `choose`, with the insight text that holds the applied counts.
-        phase: called with PRE_FORWARD, POST_BACKWARD or a number between.
-    """
-
-    choose: Callable[[str, Mapping[str, int]], tuple[str, ...]]
-    report: Callable[[str], None]
-    phase: Callable[[int], None]
 
 
 class OrtSession:
@@ -71,40 +62,35 @@ class OrtSession:
     Args:
         module: float32 on the CPU, or any dtype that the CUDA provider knows.
         options: checked by `check_ort`.
-        layerwise: look for plans inside each transformer layer only (ORT's probe "1:1").
-        recompute: plans will be applied, which only save memory in ORT's memory-efficient execution order.
-        hooks: of the engine.
+        selection: the plans that were asked for; those of a level are looked for inside each transformer layer only
+            (ORT's probe "1:1").
         log_level: a key of `LOG_LEVELS`.
 
     Attributes:
         internals: the ORTModule's own objects.
-        has_extensions: the torch extensions are loaded.
+        plans: of the current training graph.
+        table: of the current training graph, another object for each; None before the first.
+        insight: ONNX Runtime's own per-node text of the current training graph.
         is_building: the last forward did not get past building the session.
-        inlined_functions: `torch.autograd.Function`s that the export inlined without the extensions.
+        backward_is_due: the last forward has not had its backward.
 
     Raises:
         MemOptError: ORT ignored one of the options.
     """
 
     def __init__(
-        self,
-        module: torch.nn.Module,
-        options: OrtOptions,
-        layerwise: bool,
-        recompute: bool,
-        hooks: Hooks,
-        log_level: str = "info",
+        self, module: torch.nn.Module, options: OrtOptions, selection: Selection, log_level: str = "info"
     ) -> None:
         imported = ortmodule.load()
-        self.has_extensions = imported.has_extensions
-        self._options = options
+        self.plans, self.insight = GraphPlans(), ""
+        self.table: PlanTable | None = None
+        self.is_building, self.backward_is_due = True, False
+        self._has_extensions = imported.has_extensions
+        self._options, self._selection = options, selection
         self._log_level = log_level
         self._environment = environment.variables(options)
-        self._hooks = hooks
-        self._recompute = recompute
         self._config_file: str = ""
-        self.inlined_functions: list[str] = []
-        self.is_building = True
+        self._inlined_functions: list[str] = []
         self._index_checks: dict[str, IndexCheck] = {}
         self._progress = Progress()
         with (
@@ -119,7 +105,7 @@ class OrtSession:
             self.internals = internals.SessionInternals(self._ort)
             if ignored := environment.ignored_options(options, self.internals.options):
                 raise MemOptError(f"this build of ONNX Runtime does not do {', '.join(ignored)}; leave it out")
-            self._patch_instance(layerwise)
+            self._patch_instance()
         # ORT's import replaces torch.manual_seed to forward every seed; compat undoes that, so forward it here.
         importlib.import_module("onnxruntime").set_seed(torch.initial_seed() % (2**63 - 1))
 
@@ -127,7 +113,7 @@ class OrtSession:
         """Run a training forward; the outputs carry a grad_fn whose backward runs in ORT.
 
         Raises:
-            MemOptError: from the hooks.
+            MemOptError: a plan that the graph does not have or ORT did not apply; operators that need the extensions.
             IndexError: a label or an id is out of range, as in PyTorch.
             torch.OutOfMemoryError: also from the backward of the outputs.
             Exception: whatever ORT raises for a graph that it cannot build or run.
@@ -136,6 +122,7 @@ class OrtSession:
             try:
                 return self._ort(*args, **kwargs)
             except Exception as error:
+                self.backward_is_due = False
                 if (index_error := as_index_error(error, self._index_checks)) is not None:
                     raise index_error from None
                 raise
@@ -144,16 +131,6 @@ class OrtSession:
     def graph(self) -> Any:
         """The training graph (`onnx.GraphProto`), forward and backward separated by a YieldOp."""
         return self.internals.graph
-
-    @property
-    def aten_operators(self) -> tuple[str, ...]:
-        """Operators of the graph that only the extensions can run."""
-        names = (
-            next((a.s.decode() for a in node.attribute if a.name == "operator"), node.op_type)
-            for node in self.graph.node
-            if node.op_type == "ATen"
-        )
-        return tuple(sorted(set(names)))
 
     def close(self) -> None:
         """Delete the temporary config file; a session that was dropped while it was built has not read it yet."""
@@ -168,20 +145,20 @@ class OrtSession:
         folder = self._options.ort_save_onnx
         return module.DebugOptions(level, save_onnx=bool(folder), onnx_prefix=name, save_path=folder or "")
 
-    def _patch_instance(self, layerwise: bool) -> None:
+    def _patch_instance(self) -> None:
         options = self.internals.options
         options.use_external_gpu_allocator = False
         if self._options.ort_custom_autograd is False:
             options.enable_custom_autograd_function = False
-        options.recompute_probe_config = "1:1" if layerwise else "1:0"
+        options.recompute_probe_config = "1:1" if self._selection.level else "1:0"
         self.internals.patch_export(
             self._during_forward, self._during_export, lambda: refuse_side_effects(self.internals.module)
         )
-        self.internals.patch_session_config(self._session_config)
-        self.internals.patch_build_graph(self._graph_builder)
+        self.internals.patch_session_config(lambda original: functools.partial(self._session_config, original))
+        self.internals.patch_build_graph(lambda original: functools.partial(self._build_graph, original))
         self.internals.patch_create_session(ortmodule.environment(self._environment))
         self.internals.patch_backward(lambda backward: single_backward(translate_out_of_memory()(backward)))
-        self.internals.set_callbacks(self._choose, lambda phase: self._hooks.phase(int(phase)), self._built)
+        self.internals.set_callbacks(self._choose, self._phase, self._built)
 
     @contextlib.contextmanager
     def _quiet(self) -> Iterator[None]:
@@ -203,7 +180,10 @@ class OrtSession:
     @contextlib.contextmanager
     def _during_export(self) -> Iterator[None]:
         self.is_building = True
-        self._announce()
+        session = f"the ONNX Runtime session of {type(self.internals.module).__name__}"
+        note = "exports the model and differentiates its graph; once for each kind of batch"
+        self._progress = self._announcement.enter_context(announced(f"building {session}", f"built {session}", note))
+        self._progress.stage = "exporting the model"
         options = self.internals.options
         # With the loss inside, the labelled rows are selected already; ORT's marker would stay in the graph and print.
         marks_labels = options.enable_label_sparse_optimizer and not self._options.ort_module_with_loss
@@ -219,56 +199,44 @@ class OrtSession:
                 stack.enter_context(torch_modules.check_checkpointed_functions())
             stack.enter_context(internals.fix_label_sparsity_switch(self.internals.transition_manager, marks_labels))
             if not options.enable_custom_autograd_function:
-                self.inlined_functions = stack.enter_context(torch_modules.record_autograd_functions())
+                self._inlined_functions = stack.enter_context(torch_modules.record_autograd_functions())
             stack.enter_context(self._export_cache())
             yield
-
-    def _announce(self) -> None:
-        session = f"the ONNX Runtime session of {type(self.internals.module).__name__}"
-        note = "exports the model and differentiates its graph; once for each kind of batch"
-        self._progress = self._announcement.enter_context(announced(f"building {session}", f"built {session}", note))
-        self._progress.stage = "exporting the model"
 
     def _export_cache(self) -> contextlib.AbstractContextManager[None]:
         if not self._options.ort_cache_dir:
             return contextlib.nullcontext()
         versions = (torch.__version__, installed_version(DISTRIBUTIONS), installed_version(("optimum-memopt",)))
-        others = (*map(str, versions), *internals.symbolic_names(), *map(str, sorted(self._environment.items())))
-        return ExportCache(os.fspath(self._options.ort_cache_dir), others).enabled()
+        dependencies = (*map(str, versions), *internals.symbolic_names(), *map(str, sorted(self._environment.items())))
+        return ExportCache(os.fspath(self._options.ort_cache_dir), dependencies).enabled()
 
-    def _graph_builder(self, original: Callable[[Any], None]) -> Callable[[Any], None]:
-        def build_graph(configuration: Any) -> None:
-            self._progress.stage = "building the training graph"
-            given = self._options
-            rewrites = (given.ort_efficient_attention, given.ort_flash_attention, given.ort_triton)
-            with ortmodule.environment(self._environment), internals.select_graph_optimizers(*rewrites):
-                original(configuration)
-            module = self.internals.module
-            self._index_checks = check_indices(self.graph, module)
-            nan_mean_without_labels(self.graph)
-            mask_padding_gradients(self.graph, module)
-            expand_indices_in_backward(self.graph)
-            unsqueeze_grouped_conv1d_gradients(self.graph)
+    def _build_graph(self, original: Callable[[Any], None], configuration: Any) -> None:
+        self._progress.stage = "building the training graph"
+        given = self._options
+        rewrites = (given.ort_efficient_attention, given.ort_flash_attention, given.ort_triton)
+        with ortmodule.environment(self._environment), internals.select_graph_optimizers(*rewrites):
+            original(configuration)
+        module = self.internals.module
+        self._index_checks = check_indices(self.graph, module)
+        nan_mean_without_labels(self.graph)
+        mask_padding_gradients(self.graph, module)
+        expand_indices_in_backward(self.graph)
+        unsqueeze_grouped_conv1d_gradients(self.graph)
 
-        return build_graph
-
-    def _session_config(self, original: Callable[[], Any]) -> Callable[[], Any]:
-        def get_session_config() -> Any:
-            session_options, providers, provider_options = original()
-            # The arena never shrinks: memory that a plan saves would not be available to the rest of the process.
-            session_options.enable_cpu_mem_arena = self._options.ort_arena
-            if self._options.ort_arena:
-                register_arena()
-                session_options.add_session_config_entry("session.use_env_allocators", "1")
-            # Same number of threads as torch: a launcher's OMP_NUM_THREADS applies to both.
-            session_options.intra_op_num_threads = torch.get_num_threads()
-            if self._recompute:
-                # The default order recomputes tensors early and keeps them alive, which saves nothing.
-                order = importlib.import_module("onnxruntime").ExecutionOrder
-                session_options.execution_order = order.MEMORY_EFFICIENT
-            return session_options, providers, provider_options
-
-        return get_session_config
+    def _session_config(self, original: Callable[[], Any]) -> Any:
+        session_options, providers, provider_options = original()
+        # The arena never shrinks: memory that a plan saves would not be available to the rest of the process.
+        session_options.enable_cpu_mem_arena = self._options.ort_arena
+        if self._options.ort_arena:
+            register_arena()
+            session_options.add_session_config_entry("session.use_env_allocators", "1")
+        # Same number of threads as torch: a launcher's OMP_NUM_THREADS applies to both.
+        session_options.intra_op_num_threads = torch.get_num_threads()
+        if self._selection.level or self._selection.config is not None:
+            # ORT's default order recomputes tensors early and keeps them alive, which saves nothing.
+            order = importlib.import_module("onnxruntime").ExecutionOrder
+            session_options.execution_order = order.MEMORY_EFFICIENT
+        return session_options, providers, provider_options
 
     def _choose(self, agent: Any, options: Any) -> None:
         """Choose plans with ORT's session without plans; ORT creates the final session next.
@@ -278,14 +246,28 @@ class OrtSession:
         """
         self.close()
         self._progress.stage = "creating the session"
+        module, selection = self.internals.module, self._selection
+        check_operators(type(module).__name__, self._inlined_functions, self.graph, self._has_extensions)
         probe = options.recompute_probe_config
         options.memory_optimizer_config_file_path = ""
         text, symbolics = agent.get_serialized_ortmodule_memory_stat("", probe, True)
-        configs = self._hooks.choose(text, {config: int(saving[1]) for config, saving in symbolics.items()})
-        if configs:
-            options.memory_optimizer_config_file_path = self._write_config(configs)
+        frequencies = {config: int(saving[1]) for config, saving in symbolics.items()}
+        kind = is_encoder_decoder(module)
+        self.plans = choose_plans(text, frequencies, self.internals.dimensions, kind, selection, self.graph)
+        for remark in self.plans.choice.remarks:
+            get_logger().warning(remark)
+        if self.plans.choice.configs:
+            options.memory_optimizer_config_file_path = self._write_config(self.plans.choice.configs)
             text, _ = agent.get_serialized_ortmodule_memory_stat(self._config_file, probe, True)
-        self._hooks.report(text)
+        counts = applied_counts(parse_insight(text))
+        if idle := check_applied(self.plans.choice, counts, selection.strict and not selection.level):
+            get_logger().warning(idle)
+        if self.table is not None:
+            get_logger().info("the inputs changed: ONNX Runtime built a new training graph")
+        provider = "CUDAExecutionProvider" if self.internals.device.type == "cuda" else "CPUExecutionProvider"
+        asked = f"config {selection.config}" if selection.config else f"level {selection.level}"
+        header = f"{type(module).__name__} on {provider}, {asked}"
+        self.insight, self.table = text, self.plans.to_table(counts, header)
 
     def _write_config(self, configs: Sequence[str]) -> str:
         try:
@@ -298,6 +280,11 @@ class OrtSession:
                 "space there or set TMPDIR to another folder"
             ) from error
         return self._config_file
+
+    def _phase(self, phase: Any) -> None:
+        # First phase of a forward and last of its backward (`Phase` in _runtime_inspector.py).
+        if int(phase) in (0, 3):
+            self.backward_is_due = int(phase) == 0
 
     def _built(self) -> None:
         self.is_building = False

@@ -50,8 +50,13 @@ def check(model: torch.nn.Module, checkpointing: bool = False) -> None:
     if isinstance(model, torch.nn.DataParallel):
         raise UnsupportedModelError(f"the ort engine under torch.nn.DataParallel: {_DATA_PARALLEL}")
     checkpointed = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
-    if checkpointed and checkpointing:
-        _check_reentrant(name, checkpointed)
+    functions = (torch_modules.checkpoint_function(module) for module in checkpointed)
+    if checkpointing and not all(getattr(function, "keywords", {}).get("use_reentrant") for function in functions):
+        # The exporter traces through checkpointing that is not re-entrant, so nothing would be checkpointed.
+        raise UnsupportedModelError(
+            f"{name} has activation checkpointing that is not re-entrant: the export would lose it; call "
+            'model.gradient_checkpointing_enable({"use_reentrant": True})'
+        )
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) > 1:
         placed = ", ".join(sorted(map(str, devices)))
@@ -89,25 +94,13 @@ def check_device(name: str, device_type: str) -> None:
     )
 
 
-def _check_reentrant(name: str, modules: Sequence[torch.nn.Module]) -> None:
-    """The exporter traces through non-re-entrant checkpointing, so nothing would be checkpointed."""
-    functions = (torch_modules.checkpoint_function(module) for module in modules)
-    if not all(getattr(function, "keywords", {}).get("use_reentrant") for function in functions):
-        raise UnsupportedModelError(
-            f"{name} has activation checkpointing that is not re-entrant: the export would lose it; call "
-            'model.gradient_checkpointing_enable({"use_reentrant": True})'
-        )
-
-
-def check_operators(
-    name: str, inlined_functions: Sequence[str], aten_operators: Sequence[str], has_extensions: bool
-) -> None:
+def check_operators(name: str, inlined_functions: Sequence[str], graph: Any, has_extensions: bool) -> None:
     """Refuse an exported graph that needs the torch extensions where they are missing or off.
 
     Args:
         name: of the model's class.
         inlined_functions: `torch.autograd.Function`s that the export inlined.
-        aten_operators: operators that run in torch.
+        graph: the training graph (`onnx.GraphProto`).
         has_extensions: the torch extensions are built and on.
 
     Raises:
@@ -120,9 +113,14 @@ def check_operators(
             "only run with the torch extensions",
             f"{suggestion}, or {_COMPILE}",
         )
-    if aten_operators and not has_extensions:
+    in_torch = {
+        next((attribute.s.decode() for attribute in node.attribute if attribute.name == "operator"), node.op_type)
+        for node in graph.node
+        if node.op_type == "ATen"
+    }
+    if in_torch and not has_extensions:
         raise UnsupportedModelError(
-            f"{name} needs torch's own {', '.join(aten_operators)}, which ONNX Runtime can only run with the torch "
+            f"{name} needs torch's own {', '.join(sorted(in_torch))}, which ONNX Runtime can only run with the torch "
             "extensions",
             f"build them with: {BUILD_COMMAND}, or {_COMPILE}",
         )

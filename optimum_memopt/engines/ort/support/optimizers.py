@@ -24,7 +24,7 @@ FLAG = "--ort_fp16_optimizer"
 
 
 def has_fused_ops() -> bool:
-    """Whether ONNX Runtime's CUDA extension for FusedAdam and FP16_Optimizer is built. Imports onnxruntime."""
+    """True where ONNX Runtime's CUDA extension for FusedAdam and FP16_Optimizer is built. Imports onnxruntime."""
     ortmodule.load()
     return importlib.util.find_spec(f"{ortmodule.EXTENSIONS_PACKAGE}.fused_ops") is not None
 
