@@ -20,7 +20,7 @@ from optimum_memopt.engines.compile.capture.traced_forward import (
 )
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.symbols import is_covered
-from optimum_memopt.engines.compile.loss.outputs import refusing_gradients
+from optimum_memopt.engines.compile.loss.decide import refusing_gradients
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.producers import matched_in
 from optimum_memopt.engines.compile.predict.planner import Planner
