@@ -16,7 +16,7 @@ from optimum_memopt.engines.compile.graph.analyzed_graph import Modules
 from optimum_memopt.engines.compile.memory.inductor_memory import InductorPrograms
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.passes import dropout
-from optimum_memopt.engines.compile.torch_compat import cudnn_attention, dynamo, kernels
+from optimum_memopt.engines.compile.torch_compat import dynamo, kernels
 from optimum_memopt.errors import MemOptError
 
 # Takes what will hold inductor's programs, the joint graph, its inputs, how many of its outputs are the forward's, and
@@ -98,10 +98,10 @@ class Backend:
 
     def __call__(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         self._prepare(module, inputs)
-        if not (line := cudnn_attention.warning(module.graph)):
+        if not (line := kernels.cudnn_attention_warning(module.graph)):
             return self._compile(module, inputs)
         self._say(line)
-        with cudnn_attention.avoided():
+        with kernels.without_cudnn_attention():
             return self._compile(module, inputs)
 
     def _compile(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from optimum_memopt.engines.compile.costs.devices import Device
-from optimum_memopt.engines.compile.torch_compat import autocast
+from optimum_memopt.engines.compile.torch_compat import kernels
 
 _HALVES = (torch.bfloat16, torch.float16)
 _HOPPER = (9, 0)
@@ -32,7 +32,7 @@ def traced_for(device: Device | None, dtype: torch.dtype | None, here: str = "cp
     with contextlib.ExitStack() as stack:
         if dtype is not None:
             if cuda is not None:
-                stack.enter_context(autocast.autocast_lists())
+                stack.enter_context(kernels.autocast_lists())
             stack.enter_context(torch.autocast(here, dtype))
         if cuda is not None:
             stack.callback(setattr, torch.nn.functional, "scaled_dot_product_attention", before)
@@ -41,7 +41,7 @@ def traced_for(device: Device | None, dtype: torch.dtype | None, here: str = "cp
 
 
 def _attention_of(capability: tuple[int, int]) -> Callable[..., torch.Tensor]:
-    operators = autocast.attention_operators()
+    operators = kernels.attention_operators()
 
     # dynamo traces it in the place of torch's, as it does no partial object.
     def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -53,7 +53,7 @@ def _attention_of(capability: tuple[int, int]) -> Callable[..., torch.Tensor]:
 def kernel(capability: tuple[int, int], is_half: bool, has_mask: bool, has_dropout: bool, shares_keys: bool) -> str:
     """The attention kernel that torch takes on CUDA (2.13, `transformers/cuda/sdp_utils.cpp`).
 
-    cuDNN is not taken with a mask: see `cudnn_attention`.
+    cuDNN is not taken with a mask (`kernels.cudnn_attention_warning`).
 
     Args:
         capability: of the device.
@@ -76,7 +76,7 @@ def kernel(capability: tuple[int, int], is_half: bool, has_mask: bool, has_dropo
 
 def _attention(
     capability: tuple[int, int],
-    operators: autocast.AttentionOperators,
+    operators: kernels.AttentionOperators,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

@@ -16,8 +16,8 @@ from torch import Tensor, fx
 from optimum_memopt.engines.compile.graph.analyzed_graph import Modules
 from optimum_memopt.engines.compile.graph.joint import elements, first_input, is_chunked_loss, tensor_value
 from optimum_memopt.engines.compile.graph.saved_activations import is_output
+from optimum_memopt.engines.compile.torch_compat.dynamo import backward_runs_once
 from optimum_memopt.engines.compile.torch_compat.fx_graph import LIBRARY
-from optimum_memopt.engines.compile.torch_compat.runtime import backward_runs_once
 
 # A number of rows or bytes: an integer, or an expression in the symbols of a graph.
 Size = Any
