@@ -1,5 +1,4 @@
-"""What a strategy of the compile engine is. A new one is a new file that registers itself and its number in the plan
-grammar."""
+"""The protocol of strategies. A new one is a new file that registers itself and its number in the plan grammar."""
 
 from collections.abc import Iterable, Sequence
 from typing import Protocol
@@ -12,51 +11,39 @@ from optimum_memopt.plans.grammar import Strategy
 
 
 class MemoryStrategy(FindsCandidate, Protocol):
-    """How one or several strategies of the plan grammar are carried out.
-
-    Attributes:
-        numbers: those of the plan grammar.
-    """
+    """Carries out one or several strategies of the plan grammar."""
 
     numbers: tuple[Strategy, ...]
 
     def rewrite(self, modules: Modules, candidates: tuple[Candidate, ...]) -> None:
-        """Change the partitioned forward and backward graphs in place.
-
-        Args:
-            modules: forward and backward.
-            candidates: those that are on; there may be none.
-        """
+        """Change the partitioned forward and backward graphs in place; there may be no candidates that are on."""
 
     def saves_on(self, device_type: str) -> bool:
-        """Whether candidates on such a device save anything of its memory."""
+        """True where candidates on such a device save any of its memory."""
+        return True
 
     def note(self, device_type: str) -> str:
-        """For the note of a row in the plan table."""
+        """For the note of a row in the plan table; empty where there is nothing to say."""
+        return ""
 
     def note_applied(self, candidates: Sequence[Candidate], prediction: Prediction, sizes: SymbolValues) -> str:
-        """For the note of a row that is on; empty where there is nothing to say.
-
-        Args:
-            candidates: those that are on in one graph.
-            prediction: of that graph.
-            sizes: value of each of its symbols.
-        """
+        """For the note of a row that is on, in one graph; empty where there is nothing to say."""
+        return ""
 
     def is_listed(self, device_type: str, is_recomputable: bool) -> bool:
-        """Whether the plan table lists a row that is off.
+        """True where the plan table lists a row that is off.
 
         Args:
             device_type: where the activation is.
             is_recomputable: there is a row of recompute for the same cluster id.
         """
+        return True
 
 
 _strategies: list[MemoryStrategy] = []
 
 
 def register_strategy(strategy: MemoryStrategy) -> None:
-    """Add a strategy."""
     _strategies.append(strategy)
     _strategies.sort(key=lambda strategy: strategy.numbers)
 
@@ -67,7 +54,7 @@ def registered() -> tuple[MemoryStrategy, ...]:
 
 
 def strategy_of(number: Strategy) -> MemoryStrategy:
-    """The strategy that carries out this number of the plan grammar."""
+    """The strategy that carries out a number of the plan grammar."""
     return next(strategy for strategy in _strategies if number in strategy.numbers)
 
 
