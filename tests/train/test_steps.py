@@ -10,8 +10,8 @@ from optimum_memopt.engines.api.run import Selection, StepSpec
 from optimum_memopt.engines.compile.costs import times
 from optimum_memopt.engines.compile.costs.costs import works
 from optimum_memopt.engines.compile.costs.devices import DEVICES
-from optimum_memopt.engines.compile.predict import build_steps
 from optimum_memopt.engines.compile.predict.estimate import estimate
+from optimum_memopt.engines.compile.predict.steps import of_workload
 from optimum_memopt.predict.advise import advise
 from optimum_memopt.predict.workload import Workload
 from optimum_memopt.sizes import parse_budget
@@ -29,7 +29,7 @@ def folder(tmp_path_factory) -> str:
 @pytest.fixture(scope="module")
 def steps(folder):
     workload = Workload(folder, "text-generation", seq_len=LENGTH)
-    return build_steps.of_workload(workload, parse_budget("1GiB"), StepSpec("h100", "aot_eager"))
+    return of_workload(workload, parse_budget("1GiB"), StepSpec("h100", "aot_eager"))
 
 
 def plan(steps, name: str, chunks_loss: bool = False):
@@ -104,18 +104,17 @@ def test_what_a_step_takes_grows_with_the_rows(steps):
 
 def test_work_follows_from_that_of_two_batches(steps):
     for graph in steps._graphs.values():
-        traced = graph._traced
-        sizes = partial(traced.sizes, tokens=LENGTH)
-        found = times.estimated(traced.graph, sizes, DEVICES["H100"])(240)
-        exact = [times._on(DEVICES["H100"], work) for work in works(traced.graph.joint, sizes(240))]
+        analyzed, sizes = graph._graph.analyzed, partial(graph._graph.sizes_of, tokens=LENGTH)
+        found = times.estimated(analyzed, sizes, DEVICES["H100"])(240)
+        exact = [times._on(DEVICES["H100"], work) for work in works(analyzed.joint, sizes(240))]
         assert found.seconds == pytest.approx([seconds for seconds, _ in exact])
         assert list(found.bounds) == [bound for _, bound in exact]
 
 
 def test_operators_are_measured_on_this_machine(steps):
-    traced = steps._graphs[False]._traced
-    sizes = partial(traced.sizes, tokens=LENGTH)
-    measured = times.measured(traced.graph, sizes, torch.device("cpu"), False, 2**30, peak=lambda rows: rows)
+    graph = steps._graphs[False]._graph
+    sizes = partial(graph.sizes_of, tokens=LENGTH)
+    measured = times.measured(graph.analyzed, sizes, torch.device("cpu"), False, 2**30, peak=lambda rows: rows)
     one, many = measured(1), measured(64)
     assert sum(one.seconds) < sum(many.seconds)
     assert one.source == "measured"
@@ -124,17 +123,17 @@ def test_operators_are_measured_on_this_machine(steps):
 
 
 def test_operators_take_a_part_of_what_the_graph_takes(steps, monkeypatch):
-    traced = steps._graphs[False]._traced
-    sizes = partial(traced.sizes, tokens=LENGTH)
+    graph = steps._graphs[False]._graph
+    sizes = partial(graph.sizes_of, tokens=LENGTH)
     asked = []
 
-    def whole(graph, batches):
+    def whole(analyzed, batches):
         asked.extend(batches)
         return [float(number) for number in range(1, len(batches) + 1)]
 
     def measured(within):
         return times.measured(
-            traced.graph, sizes, torch.device("cpu"), False, 2**30, lambda rows: 2**30 if rows <= within else 2**31
+            graph.analyzed, sizes, torch.device("cpu"), False, 2**30, lambda rows: 2**30 if rows <= within else 2**31
         )
 
     monkeypatch.setattr(times, "_LONG", 60.0)

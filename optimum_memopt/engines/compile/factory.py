@@ -106,7 +106,7 @@ class CompileFactory(EngineFactory):
         self, workload: Workload | ModelOfRun, options: "MemOptOptions", spec: StepSpec
     ) -> StepPredictor:
         """Predict steps with any micro-batch from one trace for each loss."""
-        from optimum_memopt.engines.compile.predict.build_steps import of_model, of_workload
+        from optimum_memopt.engines.compile.predict.steps import of_model, of_workload
 
         budget = options.budget
         assert budget is not None
