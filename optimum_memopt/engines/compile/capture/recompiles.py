@@ -15,18 +15,41 @@ _MODEL = re.compile(r"\bargs\[0\](?=\.)")
 _QUOTED = 3
 
 
-class FailedGuards:
-    """The guards that failed since a model's first training graph.
+class TooManyRecompilesError(MemOptError):
+    """torch's limit of recompiles is reached."""
+
+
+class Recompiles:
+    """The forwards that recompiled after a model's first, and the guards that failed.
 
     Guards that differ only in their numbers have one cause: batches of many sizes, or a number of the model that
     changes at every step.
     """
 
     def __init__(self) -> None:
+        self._count = 0
         self._guards: dict[str, None] = {}
         self._causes: Counter[str] = Counter()
 
-    def add(self, reason: str) -> str:
+    def add(self, reasons: Sequence[str], limit: int, model: str) -> list[str]:
+        """Note the reasons that torch gives for a forward's recompile, none where there was none.
+
+        Returns:
+            Lines to log.
+
+        Raises:
+            TooManyRecompilesError: as many forwards as the limit have recompiled.
+        """
+        lines = [line for reason in reasons if (line := self.note(reason))]
+        self._count += bool(reasons)
+        if reasons and self._count >= limit:
+            raise TooManyRecompilesError(
+                f"{model} was recompiled {limit} times, which is the limit; last failed guards: {self.last}; "
+                f"{self.advice}, or raise torch._dynamo.config.recompile_limit"
+            )
+        return lines
+
+    def note(self, reason: str) -> str:
         """Note a failed guard, as torch's recompile reason has it.
 
         Returns:
@@ -59,36 +82,6 @@ class FailedGuards:
         if changed:
             return "; ".join(map(_as_tensor, list(changed)[-_QUOTED:]))
         return "pad batches to fewer lengths (pad_to_multiple_of)"
-
-
-class TooManyRecompilesError(MemOptError):
-    """torch's limit of recompiles is reached."""
-
-
-class Recompiles:
-    """The forwards after a model's first that recompiled."""
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._guards = FailedGuards()
-
-    def add(self, reasons: Sequence[str], limit: int, model: str) -> list[str]:
-        """Note the reasons that torch gives for a forward's recompile, none where there was none.
-
-        Returns:
-            Lines to log.
-
-        Raises:
-            TooManyRecompilesError: as many forwards as the limit have recompiled.
-        """
-        lines = [line for reason in reasons if (line := self._guards.add(reason))]
-        self._count += bool(reasons)
-        if reasons and self._count >= limit:
-            raise TooManyRecompilesError(
-                f"{model} was recompiled {limit} times, which is the limit; last failed guards: {self._guards.last}; "
-                f"{self._guards.advice}, or raise torch._dynamo.config.recompile_limit"
-            )
-        return lines
 
 
 def _changed_number(guard: str) -> str:

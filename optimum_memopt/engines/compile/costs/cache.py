@@ -92,8 +92,7 @@ def _home() -> Path:
 @contextlib.contextmanager
 def known_costs(path: Path) -> Iterator[dict[str, Measured]]:
     """Costs by operator, to read and to add to; written back afterwards. What is no cost in a file is left out, and
-    measured again. Only one process has them at a time, where the file system has locks.
-    """
+    measured again. Only one process has them at a time, where the file system has locks."""
     with contextlib.ExitStack() as held:
         with contextlib.suppress(OSError, NotImplementedError, Timeout):
             path.parent.mkdir(parents=True, exist_ok=True)

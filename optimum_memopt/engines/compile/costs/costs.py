@@ -94,8 +94,7 @@ def works(joint: JointGraph, sizes: Mapping[sympy.Symbol, int]) -> tuple[Work | 
 
 def roofline(joint: JointGraph, sizes: Mapping[sympy.Symbol, int], device: Device, fused: bool) -> Costs:
     """Estimated: the longer one of computing at the device's rate and of moving all operands once. `fused`: a compiler
-    fuses what is bound by memory.
-    """
+    fuses what is bound by memory."""
     seconds = (0.0 if work is None else sum(rates(work, device, fused)) for work in works(joint, sizes))
     return Costs(tuple(seconds), f"roofline {device.name}")
 
@@ -317,8 +316,7 @@ def _taken(work: Work) -> float:
 
 def _measure_part(node: fx.Node, sizes: Mapping[sympy.Symbol, int], work: Work, room: int) -> Measured | None:
     """Costs scaled from the largest part of the sizes with which an operator takes no more than there is room for;
-    None where none does, as where sizes are constants.
-    """
+    None where none does, as where sizes are constants."""
     for parts in _PARTS:
         number = _Numbers({symbol: max(1, size // parts) for symbol, size in sizes.items()})
         with contextlib.suppress(Exception):

@@ -144,7 +144,7 @@ def measured(
     batches = next((rows for rows in _MEASURED_ROWS if largest(rows[-1]) <= budget // 4), _MEASURED_ROWS[-1])
     with _as_in_training(device):
         costs = [costs_of(replace(graph, size_hints=sizes(rows)), device, fused) for rows in batches]
-        launch, overhead = launch_seconds(device), Overhead() if fused else overhead_of(device)
+        launch, (operator_overhead, call) = launch_seconds(device), (0.0, 0.0) if fused else overheads(device)
     does_work = works(graph.joint, sizes(1))
     # A larger batch takes no less: what says so is noise.
     of_nodes = np.maximum.accumulate([cost.seconds for cost in costs]).T.tolist()
@@ -153,9 +153,9 @@ def measured(
     def of_node(rows: int, number: int) -> tuple[float, str]:
         work = does_work[number]
         if work is None:
-            return (overhead.operator, LAUNCHES) if is_called[number] else (0.0, "")
-        seconds = _between(batches, of_nodes[number], rows) + max(0.0, overhead.operator - launch)
-        if seconds < 2 * max(launch, overhead.operator):
+            return (operator_overhead, LAUNCHES) if is_called[number] else (0.0, "")
+        seconds = _between(batches, of_nodes[number], rows) + max(0.0, operator_overhead - launch)
+        if seconds < 2 * max(launch, operator_overhead):
             return seconds, LAUNCHES
         return seconds, COMPUTE if work.flops else BANDWIDTH
 
@@ -174,7 +174,7 @@ def measured(
     def times(rows: int) -> OperatorTimes:
         factor = float(np.interp(rows, *np.transpose(factors)))
         in_graph = [(factor * seconds, bound) for seconds, bound in alone(rows)]
-        return replace(_bounded(in_graph, costs[-1].source), call=overhead.call)
+        return replace(_bounded(in_graph, costs[-1].source), call=call)
 
     return times
 
@@ -223,23 +223,14 @@ def update_times(parameters: int, states: int, bandwidth: float) -> UpdateTimes:
     return UpdateTimes(_ADDING * parameters / bandwidth, (step + _CLIPPING * parameters) / bandwidth)
 
 
-@dataclass(frozen=True)
-class Overhead:
-    """Seconds of a graph that runs operator by operator.
-
-    Attributes:
-        operator: of each.
-        call: of a forward and its backward, guards and autograd's function among it.
-    """
-
-    operator: float = 0.0
-    call: float = 0.0
-
-
 @lru_cache
-def overhead_of(device: torch.device) -> Overhead:
-    """Measured on two compiled chains of small operators. In a graph each is called from Python, on tensors that are
-    not in a cache, so that it takes several times what it does in a loop."""
+def overheads(device: torch.device) -> tuple[float, float]:
+    """Seconds of each operator of a graph that runs operator by operator, and of a call of its forward and backward,
+    guards and autograd's function among it.
+
+    Measured on two compiled chains of small operators. In a graph each is called from Python, on tensors that are
+    not in a cache, so that it takes several times what it does in a loop.
+    """
 
     def seconds(length: int) -> float:
         def chain(x: torch.Tensor) -> torch.Tensor:
@@ -255,7 +246,7 @@ def overhead_of(device: torch.device) -> Overhead:
     short, long = (seconds(length) for length in _CHAINS)
     # Forward sine, backward cosine and product.
     operator = max(0.0, (long - short) / (3 * (_CHAINS[1] - _CHAINS[0])))
-    return Overhead(operator, max(0.0, short - 3 * _CHAINS[0] * operator))
+    return operator, max(0.0, short - 3 * _CHAINS[0] * operator)
 
 
 @lru_cache

@@ -98,15 +98,18 @@ class LossDecision:
         shape: in the symbols of the graph.
         first_rows: of the first batch.
         is_read_by_caller: it would be chunked, if nobody read the logits.
-        reason: why it is not chunked.
+        reason: why it is not chunked; empty where it is.
     """
 
     shape: LossShape
     first_rows: int
-    is_chunked: bool
     is_requested: bool
     is_read_by_caller: bool = False
     reason: str = ""
+
+    @property
+    def is_chunked(self) -> bool:
+        return not self.reason
 
     @property
     def saving(self) -> sympy.Expr:
@@ -132,16 +135,15 @@ class LossDecision:
 
 
 def decide(chain: LossChain, mode: LossMode, reader: str) -> LossDecision:
-    loss = LossDecision(chain.shape, chain.first_rows, is_chunked=True, is_requested=mode.must_chunk)
-    reason = ""
-    is_read = chain.is_returned and mode.may_chunk and loss.pays
+    loss = LossDecision(chain.shape, chain.first_rows, is_requested=mode.must_chunk)
     if not mode.may_chunk:
-        reason = "--memory_opt_loss plain"
-    elif chain.is_returned:
-        reason = f"{reader} may read the logits"
-    elif not mode.must_chunk and not loss.pays:
+        return replace(loss, reason="--memory_opt_loss plain")
+    if chain.is_returned:
+        return replace(loss, is_read_by_caller=loss.pays, reason=f"{reader} may read the logits")
+    if not mode.must_chunk and not loss.pays:
         reason = "the logits of so few tokens are smaller than the gradients that would be saved in their place"
-    return replace(loss, is_chunked=not reason, is_read_by_caller=is_read, reason=reason)
+        return replace(loss, reason=reason)
+    return loss
 
 
 def decide_losses(graph: fx.Graph, mode: LossMode, reader: str) -> tuple[tuple[LossDecision, ...], list[str]]:
@@ -205,25 +207,10 @@ def rewrite(graph: fx.Graph, chain: LossChain) -> None:
             adapter_weight = adapter.projection.weight
             adapter_rows = rows_with_logits(adapter.projection.hidden)
             adapter_hidden = graph.call_function(operator.mul, (adapter_rows, adapter.scale))
-        outputs = graph.call_function(
-            CHUNKED_LOSS,
-            (
-                hidden,
-                projection.weight,
-                bias,
-                adapter_hidden,
-                adapter_weight,
-                chain.labels,
-                chain.scaling.scale,
-                chain.scaling.softcap,
-                chain.ignore_index,
-                chain.mean,
-                chain.label_smoothing,
-                chain.shape.compute,
-                traced_tensor(loss).dtype,
-                _needs(chain),
-            ),
-        )
+        tensors = hidden, projection.weight, bias, adapter_hidden, adapter_weight, chain.labels
+        numbers = chain.scaling.scale, chain.scaling.softcap, chain.ignore_index, chain.mean, chain.label_smoothing
+        dtypes = chain.shape.compute, traced_tensor(loss).dtype
+        outputs = graph.call_function(CHUNKED_LOSS, (*tensors, *numbers, *dtypes, _needs(chain)))
         result = graph.call_function(operator.getitem, (outputs, 0))
     for node in (outputs, result):
         node.meta.update({key: loss.meta[key] for key in _ORIGIN if key in loss.meta})
@@ -233,13 +220,9 @@ def rewrite(graph: fx.Graph, chain: LossChain) -> None:
 
 def _needs(chain: LossChain) -> list[bool]:
     """The gradients that are wanted, of the operator's first arguments."""
-    in_adapter = (chain.adapter.projection.hidden, chain.adapter.projection.weight) if chain.adapter else (None, None)
-    arguments = (
-        (chain.projection.hidden,),
-        (chain.projection.weight,),
-        (chain.projection.bias, chain.offset),
-        *((node,) for node in in_adapter),
-    )
+    hidden, weight, bias = chain.projection.hidden, chain.projection.weight, chain.projection.bias
+    adapter = (chain.adapter.projection.hidden, chain.adapter.projection.weight) if chain.adapter else (None, None)
+    arguments = ((hidden,), (weight,), (bias, chain.offset), *((node,) for node in adapter))
     return [any(node is not None and traced_tensor(node).requires_grad for node in nodes) for nodes in arguments]
 
 

@@ -53,9 +53,8 @@ class LossShape:
     @property
     def saving(self) -> Size:
         """Bytes saved for backward: the logits, less the gradients that are saved in their place. The hidden states
-        would be saved for the projection's gradient too.
-        """
-        logits = self.rows * self.vocabulary * softmax_dtype(self.compute).itemsize
+        would be saved for the projection's gradient too."""
+        logits = self.rows * self.vocabulary * sum_dtype(self.compute).itemsize
         of_hidden = self.rows * self.hidden_size * gradient_dtype(self.hidden).itemsize if self.needs_hidden else 0
         if not self.needs_weight:
             return logits - of_hidden
@@ -66,8 +65,7 @@ class LossShape:
     def rows_per_chunk(self) -> Size:
         """As many that a chunk of logits is about as large as the projection's weight, whose gradient is in memory
         from then on in any case; more where all hidden states are larger still, since each chunk reads and writes that
-        gradient once. Liger Kernel takes the second bound alone (`ops/fused_linear_cross_entropy.py`).
-        """
+        gradient once. Liger Kernel takes the second bound alone (`ops/fused_linear_cross_entropy.py`)."""
         as_hidden_states = self.rows * self.hidden_size // self.vocabulary
         return _min(self.rows, _max(_max(self.hidden_size, as_hidden_states), 1))
 
@@ -75,7 +73,7 @@ class LossShape:
     def workspace(self) -> Size:
         """Bytes of tensors beside the operator's outputs at its peak, an upper bound: all rows have a label."""
         rows, vocabulary, width = self.rows_per_chunk, self.vocabulary, self.hidden_size
-        compute, softmax = self.compute.itemsize, softmax_dtype(self.compute).itemsize
+        compute, softmax = self.compute.itemsize, sum_dtype(self.compute).itemsize
         is_low = compute < softmax
         # Of int64, the indices of the rows that count.
         held = 8 * self.rows + rows * width * self.hidden.itemsize
@@ -91,8 +89,8 @@ class LossShape:
         products = rows * width * compute if self.needs_hidden else 0
         if self.needs_weight and is_low:
             products = _max(products, vocabulary * width * compute)
-        if self.needs_weight and accumulation_dtype(self.weight) != gradient_dtype(self.weight):
-            held += vocabulary * width * accumulation_dtype(self.weight).itemsize
+        if self.needs_weight and sum_dtype(self.weight) != gradient_dtype(self.weight):
+            held += vocabulary * width * sum_dtype(self.weight).itemsize
         return held + _max(logits, rows * vocabulary * compute + products)
 
 
@@ -102,33 +100,19 @@ def loss_shape(arguments: Sequence[Any]) -> LossShape:
     hidden, weight, _, _, adapter_weight, labels, _, softcap, *_ = arguments
     compute, _, needs = arguments[-3:]
     vocabulary, hidden_size = weight.shape
-    return LossShape(
-        elements(labels),
-        int(hidden_size),
-        int(vocabulary),
-        hidden.dtype,
-        weight.dtype,
-        compute,
-        bool(softcap),
-        needs[0],
-        needs[1],
-        int(adapter_weight.shape[1]) if adapter_weight is not None else 0,
-    )
+    rank = int(adapter_weight.shape[1]) if adapter_weight is not None else 0
+    sizes, dtypes = (elements(labels), int(hidden_size), int(vocabulary)), (hidden.dtype, weight.dtype, compute)
+    return LossShape(*sizes, *dtypes, bool(softcap), needs[0], needs[1], rank)
 
 
-def softmax_dtype(compute: torch.dtype) -> torch.dtype:
-    """The dtype of softmax and loss: at least float32, as transformers casts its logits."""
-    return torch.promote_types(compute, torch.float32)
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of softmax, loss and sums of the chunks' gradients: at least float32, as transformers casts logits."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def gradient_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which a gradient waits for the backward; float16 would lose it until a GradScaler multiplies it."""
     return torch.float32 if dtype == torch.float16 else dtype
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which the chunks' gradients of the projection are summed."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 def _min(left: Size, right: Size) -> Size:
@@ -175,7 +159,7 @@ def chunked_loss(
         adapter_hidden: (…, rank), the hidden states after the first matrix of a LoRA on the projection; None without.
         adapter_weight: (vocabulary, rank), its second matrix; None without.
         labels: (…), integers.
-        softcap: not 0: they become `softcap * tanh` of that.
+        softcap: not 0: the scaled logits become `softcap * tanh` of them.
         ignore_index: the label of rows that do not count.
         needs: of which of the first five arguments a gradient is wanted; empty tensors come for the others.
 
@@ -196,20 +180,21 @@ def chunked_loss(
     if adapter_hidden is not None and adapter_weight is not None:
         terms.append(_Term(adapter_hidden, adapter_weight, gradients[3], gradients[4], compute_dtype, total - count))
     step = LossShape(total, hidden.shape[-1], len(weight), hidden.dtype, weight.dtype, compute_dtype).rows_per_chunk
-    of_logits = _Loss(
-        bias if bias is None else bias.to(compute_dtype),
-        scale,
-        softcap,
-        label_smoothing,
-        before,
-        _logits_buffer(weight, compute_dtype, min(step, count)),
-    )
-    loss = hidden.new_zeros((), dtype=softmax_dtype(compute_dtype))
+    buffer = None
+    if compute_dtype == sum_dtype(compute_dtype):
+        # On a CPU, new pages for each chunk's logits would take a third of a projection's time; in a lower precision
+        # than the softmax's the buffer would be held beside the softmax.
+        buffer = weight.new_empty((min(step, count), len(weight)), dtype=compute_dtype)
+    logits_bias = bias if bias is None else bias.to(compute_dtype)
+    of_logits = _Loss(logits_bias, scale, softcap, label_smoothing, before, buffer)
+    loss = hidden.new_zeros((), dtype=sum_dtype(compute_dtype))
     of_bias = gradients[2].zero_()
     for start in range(0, count, max(step, 1)):
         rows: Any = slice(start, start + step) if count == total else counted[start : start + step]
         target = targets[rows]
-        _check_labels(target, len(weight))
+        # On CUDA `gather` asserts by itself, and reading the result would wait for the device.
+        if target.device.type == "cpu" and len(wrong := target[(target < 0) | (target >= len(weight))]):
+            raise IndexError(f"Target {int(wrong[0])} is out of bounds.")
         chunks = [term.rows(rows) for term in terms]
         chunk_loss, gradient = of_logits(terms, chunks, target)
         loss += chunk_loss
@@ -239,13 +224,7 @@ class _Term:
     """
 
     def __init__(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        of_hidden: Tensor,
-        of_weight: Tensor,
-        dtype: torch.dtype,
-        unread: int,
+        self, hidden: Tensor, weight: Tensor, of_hidden: Tensor, of_weight: Tensor, dtype: torch.dtype, unread: int
     ) -> None:
         self.weight = weight.to(dtype)
         self._hidden = hidden.reshape(-1, hidden.shape[-1])
@@ -255,7 +234,7 @@ class _Term:
         self._of_weight = of_weight
         self._sum = None
         if of_weight.dim() > 1:
-            summed = accumulation_dtype(weight.dtype)
+            summed = sum_dtype(weight.dtype)
             self._sum = of_weight.zero_() if of_weight.dtype == summed else torch.zeros_like(weight, dtype=summed)
 
     def rows(self, rows: Any) -> Tensor:
@@ -301,7 +280,7 @@ class _Loss:
         logits = self._product(hidden[0], terms[0].weight)
         for term, chunk in zip(terms[1:], hidden[1:], strict=True):
             logits.addmm_(chunk, term.weight.t())
-        logits = logits.to(softmax_dtype(logits.dtype))
+        logits = logits.to(sum_dtype(logits.dtype))
         capped = None
         if self.softcap:
             capped = logits.mul_(self.scale).tanh_()
@@ -332,19 +311,6 @@ class _Loss:
         if self.bias is None:
             return torch.mm(hidden, weight.t(), out=out)
         return torch.addmm(self.bias, hidden, weight.t(), out=out)
-
-
-def _logits_buffer(weight: Tensor, dtype: torch.dtype, rows: int) -> Tensor | None:
-    """All chunks write their logits to it: on a CPU, new pages would take a third of a projection's time. None in a
-    lower precision than the softmax's, where it would be held beside the softmax.
-    """
-    return weight.new_empty((rows, len(weight)), dtype=dtype) if dtype == softmax_dtype(dtype) else None
-
-
-def _check_labels(labels: Tensor, classes: int) -> None:
-    # On CUDA `gather` asserts by itself, and reading the result would wait for the device.
-    if labels.device.type == "cpu" and len(wrong := labels[(labels < 0) | (labels >= classes)]):
-        raise IndexError(f"Target {int(wrong[0])} is out of bounds.")
 
 
 def _empty_gradients(tensors: Sequence[Tensor | None], needs: Sequence[bool]) -> tuple[Tensor, ...]:

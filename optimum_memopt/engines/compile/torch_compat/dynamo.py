@@ -138,14 +138,12 @@ def _reinterpreted(tensor: torch.Tensor, size: Any, stride: Any, offset: int) ->
 
 
 def _mode_of_trace() -> FakeTensorMode | None:
-    context = TracingContext.try_get()
-    return None if context is None else context.fake_mode
+    return getattr(TracingContext.try_get(), "fake_mode", None)
 
 
 def _shapes_of_trace() -> ShapeEnv | None:
-    mode = _mode_of_trace()
-    # Without symbols where sizes stay the same.
-    return None if mode is None else mode.shape_env
+    # A mode has none where sizes stay the same.
+    return getattr(_mode_of_trace(), "shape_env", None)
 
 
 def of_trace(inputs: Sequence[Any]) -> list[Any]:
@@ -231,8 +229,7 @@ def global_hooks() -> tuple[int, ...]:
 
 def recompile_limit() -> int:
     """Recompiles that one model may have: more than torch's 8, which is too few where each padded length is a new
-    graph, and the user's where that is higher.
-    """
+    graph, and the user's where that is higher."""
     return max(_RECOMPILES, torch._dynamo.config.recompile_limit)
 
 
@@ -268,24 +265,23 @@ def is_all_of(function: Callable[..., Any]) -> bool:
     `GraphCompileReason` in `output_graph.py`). A function that it calls may be the first to be traced, where there was
     nothing before a graph break, and has no graph break itself.
     """
-    try:
-        translator = InstructionTranslator.current_tx()
-    # It is thread-local, and not there before the first one.
-    except AttributeError:
-        return False
-    return (
-        translator.f_code is getattr(function, "__code__", None)
-        and not translator.output.compile_subgraph_reason.graph_break
-    )
+    translator = _translator()
+    is_traced = translator is not None and translator.f_code is getattr(function, "__code__", None)
+    return is_traced and not translator.output.compile_subgraph_reason.graph_break
 
 
 def traced_module() -> torch.nn.Module | None:
     """While a graph is partitioned: the module whose forward, or the rest of it after a graph break, was traced."""
-    try:
-        traced = InstructionTranslator.current_tx().f_locals.get("self")
-    except AttributeError:
-        return None
+    translator = _translator()
+    traced = translator.f_locals.get("self") if translator is not None else None
     return traced if isinstance(traced, torch.nn.Module) else None
+
+
+def _translator() -> Any:
+    # It is thread-local, and not there before the first one.
+    with contextlib.suppress(AttributeError):
+        return InstructionTranslator.current_tx()
+    return None
 
 
 class Watch:
@@ -394,8 +390,7 @@ def backward_runs_once() -> bool:
 
 def failure_of_compiler(error: BaseException) -> str:
     """The place where torch gave up by a fault of its own, and its error (`torch/_dynamo/exc.py`, 2.13); empty for any
-    other error. What it knows that it cannot trace breaks the graph instead.
-    """
+    other error. What it knows that it cannot trace breaks the graph instead."""
     if isinstance(error, InternalTorchDynamoError):
         # Its text has the kind of error that it met.
         return f"torch cannot trace this model ({str(error).strip().splitlines()[0]})"

@@ -129,8 +129,7 @@ def decompositions() -> dict[torch._ops.OpOverload, Callable]:
 
 def take_drawn_masks(forward: fx.GraphModule) -> None:
     """Let a partitioned forward read the masks that it has drawn, instead of computing each once more from its state.
-    Names of nodes stay.
-    """
+    Names of nodes stay."""
     for node in forward.graph.find_nodes(op="call_function", target=torch.ops.optimum_memopt.keep_mask.default):
         state = cast(fx.Node, node.args[2])
         node.target, node.args = operator.getitem, (first_input(state), 1)

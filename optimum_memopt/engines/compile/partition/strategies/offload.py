@@ -26,7 +26,7 @@ from optimum_memopt.engines.compile.graph.saved_activations import RecomputeChai
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues, compile_sizes
 from optimum_memopt.engines.compile.memory.timeline import Prediction, Timeline
 from optimum_memopt.engines.compile.partition.passes import host_copies
-from optimum_memopt.engines.compile.partition.strategies.registry import MemoryStrategy, register_strategy
+from optimum_memopt.engines.compile.partition.strategies import MemoryStrategy, register_strategy
 from optimum_memopt.engines.compile.solver.offload import Copy, overlap
 from optimum_memopt.plans.grammar import Strategy
 

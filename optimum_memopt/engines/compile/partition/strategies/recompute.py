@@ -20,7 +20,7 @@ from optimum_memopt.engines.compile.graph.analyzed_graph import Modules
 from optimum_memopt.engines.compile.graph.candidates import Candidate
 from optimum_memopt.engines.compile.graph.joint import first_input, is_tensor, is_view, root, value
 from optimum_memopt.engines.compile.graph.saved_activations import RecomputeChain, SavedActivation, layer_of
-from optimum_memopt.engines.compile.partition.strategies.registry import MemoryStrategy, register_strategy
+from optimum_memopt.engines.compile.partition.strategies import MemoryStrategy, register_strategy
 from optimum_memopt.engines.compile.torch_compat.fx_graph import LIBRARY
 from optimum_memopt.plans.grammar import Strategy
 
