@@ -7,6 +7,7 @@ import hashlib
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -64,44 +65,40 @@ def _cannot_partition(*joint: Any) -> tuple[Choice, Modules]:
     raise NotImplementedError("a pickled partitioner only has the key of its choice")
 
 
+@dataclass(frozen=True, eq=False)
 class Backend:
     """A backend for `torch.compile` whose joint graphs go through `partition`.
 
-    Args:
+    Attributes:
         prepare: changes the graph that dynamo has traced; its inputs are those that the graph was traced with.
         ran: gets the programs of each graph that runs.
-        is_dry: inductor writes no programs; its graphs are only looked at.
+        is_run: inductor writes programs; False: its graphs are only looked at.
     """
 
-    def __init__(
-        self,
-        compiler: str,
-        partition: Partition,
-        prepare: Callable[[fx.GraphModule, Sequence[Any]], None],
-        say: Callable[[str], None],
-        ran: list[InductorPrograms],
-        is_dry: bool = False,
-    ) -> None:
-        self._compiler, self._partition, self._prepare = compiler, partition, prepare
-        self._say, self._ran, self._is_dry = say, ran, is_dry
+    compiler: str
+    partition: Partition
+    prepare: Callable[[fx.GraphModule, Sequence[Any]], None]
+    say: Callable[[str], None]
+    ran: list[InductorPrograms]
+    is_run: bool = True
 
     def __call__(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        self._prepare(module, inputs)
+        self.prepare(module, inputs)
         if not (line := kernels.cudnn_attention_warning(module.graph)):
             return self._compile(module, inputs)
-        self._say(line)
+        self.say(line)
         with kernels.without_cudnn_attention():
             return self._compile(module, inputs)
 
     def _compile(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         programs, inputs = InductorPrograms(), dynamo.of_trace(inputs)
-        partitioner = _Partitioner(functools.partial(self._partition, programs))
-        if self._compiler == "inductor":
-            saw = None if self._is_dry else programs.add
+        partitioner = _Partitioner(functools.partial(self.partition, programs))
+        if self.compiler == "inductor":
+            saw = programs.add if self.is_run else None
             compiled = dynamo.compile_with_inductor(module, inputs, partitioner, saw)
         else:
             compiled = dynamo.compile_without_compiler(module, inputs, partitioner, dropout.decompositions())
-        return programs.counted(compiled, self._ran)
+        return programs.counted(compiled, self.ran)
 
 
 @contextlib.contextmanager

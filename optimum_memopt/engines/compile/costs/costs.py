@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import sympy
@@ -39,6 +40,7 @@ _CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 FUSED = 0.5
 # Times that the chunked loss reads or writes its logits.
 _PASSES = 11
+_Number = Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ class Work:
 
 def works(joint: JointGraph, sizes: Mapping[sympy.Symbol, int]) -> tuple[Work | None, ...]:
     """The work of each node of a joint graph, in its order; None for views, for picks of outputs and for numbers."""
-    number = _Numbers(sizes)
+    number = _numbers(sizes)
 
     def runs(node: fx.Node) -> bool:
         has_schema = getattr(node.target, "_schema", None) is not None
@@ -144,7 +146,7 @@ def measured(
                 work = of_nodes[node]
                 if room is not None and _taken(work) > room:
                     cost = _measure_part(node, sizes, work, room)
-                elif (cost := _measure(node, _Numbers(sizes), work)) is not None:
+                elif (cost := _measure(node, _numbers(sizes), work)) is not None:
                     known[key] = cost
                 if cost is not None:
                     costs[key] = cost
@@ -188,23 +190,17 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in dynamo.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-class _Numbers:
+def _numbers(sizes: Mapping[sympy.Symbol, int]) -> _Number:
     """Symbolic numbers with values for their symbols; each expression, of which a graph has few, is computed once."""
 
-    def __init__(self, sizes: Mapping[sympy.Symbol, int]) -> None:
-        self._sizes = sizes
-        self._known: dict[sympy.Expr, int] = {}
+    @cache
+    def computed(expression: sympy.Expr) -> int:
+        return int(expression.subs(sizes))
 
-    def __call__(self, number: Any) -> Any:
-        if isinstance(number, int | float | bool):
-            return number
-        expression = symbolic(number)
-        if expression not in self._known:
-            self._known[expression] = int(expression.subs(self._sizes))
-        return self._known[expression]
+    return lambda number: number if isinstance(number, int | float) else computed(symbolic(number))
 
 
-def _concrete(given: Any, number: _Numbers, make: Callable[..., Any]) -> Any:
+def _concrete(given: Any, number: _Number, make: Callable[..., Any]) -> Any:
     """A node's argument or value with numbers for symbols and `make(shape, stride, dtype, device)` for tensors."""
     given = value(given) if isinstance(given, fx.Node) else given
     if isinstance(given, torch.Tensor):
@@ -214,7 +210,7 @@ def _concrete(given: Any, number: _Numbers, make: Callable[..., Any]) -> Any:
     return [_concrete(item, number, make) for item in given] if isinstance(given, tuple | list) else given
 
 
-def _arguments(node: fx.Node, number: _Numbers, make: Callable[..., Any]) -> tuple[list[Any], dict[str, Any]]:
+def _arguments(node: fx.Node, number: _Number, make: Callable[..., Any]) -> tuple[list[Any], dict[str, Any]]:
     positional = [_concrete(argument, number, make) for argument in node.args]
     return positional, {name: _concrete(argument, number, make) for name, argument in node.kwargs.items()}
 
@@ -233,11 +229,11 @@ def _ones(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, devic
 
 def arguments_of_ones(joint: JointGraph, sizes: Mapping[sympy.Symbol, int]) -> list[Any]:
     """Arguments that a joint graph can be run on: tensors of ones, of zeros where they may be indices, and numbers."""
-    number = _Numbers(sizes)
+    number = _numbers(sizes)
     return [_concrete(node, number, _ones) for node in joint.nodes if node.op == "placeholder"]
 
 
-def _work(node: fx.Node, number: _Numbers) -> Work:
+def _work(node: fx.Node, number: _Number) -> Work:
     with fx_graph.without_modes():
         positional, named = _arguments(node, number, _without_data)
         result = _concrete(node, number, _without_data)
@@ -283,7 +279,7 @@ def _text(argument: Any) -> str:
     return repr(argument)
 
 
-def _measure(node: fx.Node, number: _Numbers, work: Work) -> Measured | None:
+def _measure(node: fx.Node, number: _Number, work: Work) -> Measured | None:
     """The shortest of a few runs, which other processes disturb least; None where it does not run."""
     run: Any = node.target
     seconds: list[float] = []
@@ -318,7 +314,7 @@ def _measure_part(node: fx.Node, sizes: Mapping[sympy.Symbol, int], work: Work, 
     """Costs scaled from the largest part of the sizes with which an operator takes no more than there is room for;
     None where none does, as where sizes are constants."""
     for parts in _PARTS:
-        number = _Numbers({symbol: max(1, size // parts) for symbol, size in sizes.items()})
+        number = _numbers({symbol: max(1, size // parts) for symbol, size in sizes.items()})
         with contextlib.suppress(Exception):
             part = _work(node, number)
             if part.bytes and _taken(part) <= room and (cost := _measure(node, number, part)) is not None:

@@ -32,12 +32,8 @@ class _DoesNotFit(Exception):
 
 @dataclass(frozen=True)
 class Scaling:
-    """What is done to the output of a projection before the softmax.
-
-    Attributes:
-        scale: it is multiplied by this.
-        softcap: not 0: then it becomes `softcap * tanh` of it.
-    """
+    """The output of a projection, on its way to the softmax, is multiplied by `scale`, and becomes `softcap * tanh` of
+    that where this is not 0."""
 
     scale: float = 1.0
     softcap: float = 0.0
@@ -50,23 +46,20 @@ class Scaling:
 
 @dataclass(frozen=True, eq=False)
 class Projection:
-    """A call of `torch.nn.functional.linear`."""
+    """A call of `torch.nn.functional.linear`: (…, width), (vocabulary, width) and (vocabulary,) or None."""
 
     node: fx.Node
 
     @property
     def hidden(self) -> fx.Node:
-        """(…, width)."""
         return self._argument("input", 0)
 
     @property
     def weight(self) -> fx.Node:
-        """(vocabulary, width)."""
         return self._argument("weight", 1)
 
     @property
     def bias(self) -> fx.Node | None:
-        """(vocabulary,)."""
         return self._argument("bias", 2)
 
     def _argument(self, name: str, place: int) -> Any:
@@ -75,7 +68,7 @@ class Projection:
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """What a LoRA adds to a projection's output.
+    """The part of a LoRA in a projection's output.
 
     Attributes:
         projection: of its hidden states, (…, rank), by its second matrix, (vocabulary, rank).
@@ -117,17 +110,14 @@ class LossChain:
         """Sizes and dtypes, rows in the symbols of the graph."""
         hidden, weight = traced_tensor(self.projection.hidden), traced_tensor(self.projection.weight)
         vocabulary, hidden_size = map(int, weight.shape)
+        compute = autocast_dtype(self.projection.node, hidden.device.type) or hidden.dtype
+        rank = int(traced_tensor(self.adapter.projection.weight).shape[1]) if self.adapter else 0
         return LossShape(
-            rows=elements(traced_tensor(self.labels)),
-            hidden_size=hidden_size,
-            vocabulary=vocabulary,
-            hidden=hidden.dtype,
-            weight=weight.dtype,
-            compute=autocast_dtype(self.projection.node, hidden.device.type) or hidden.dtype,
+            *(elements(traced_tensor(self.labels)), hidden_size, vocabulary, hidden.dtype, weight.dtype, compute),
             has_softcap=bool(self.scaling.softcap),
             needs_hidden=hidden.requires_grad,
             needs_weight=weight.requires_grad,
-            rank=int(traced_tensor(self.adapter.projection.weight).shape[1]) if self.adapter else 0,
+            rank=rank,
         )
 
     @property
@@ -164,20 +154,16 @@ def _chain(loss: fx.Node) -> LossChain:
         raise _DoesNotFit("its label_smoothing is not a constant")
     if traced_tensor(call["target"]).is_floating_point():
         raise _DoesNotFit("its labels are probabilities")
-    projection, *steps = _path(call["input"], loss)
-    slices, offset, adapter, scaling = _read_steps(projection, steps)
+    projection, *steps = path = _path(call["input"], loss)
     return LossChain(
         loss,
         Projection(projection),
-        slices,
-        offset,
-        adapter,
-        scaling,
-        call["target"],
-        call["ignore_index"],
-        call["reduction"] == "mean",
-        float(call["label_smoothing"]),
-        any(_is_returned(node) for node in (projection, *steps)),
+        *_read_steps(projection, steps),
+        labels=call["target"],
+        ignore_index=call["ignore_index"],
+        mean=call["reduction"] == "mean",
+        label_smoothing=float(call["label_smoothing"]),
+        is_returned=any(map(_is_returned, path)),
     )
 
 

@@ -64,13 +64,10 @@ class Offload(MemoryStrategy):
     def note_applied(self, candidates: Sequence[Candidate], prediction: Prediction, sizes: SymbolValues) -> str:
         """Says so where the peak would be the same if all of them had stayed on the device."""
         bytes_of = compile_sizes(candidate.saving for candidate in candidates)(sizes)
-        names = [candidate.activation.root.name for candidate in candidates]
-        on_host, reloaded = (
-            dict(zip(map(name.format, names), bytes_of, strict=True)) for name in (_ON_HOST, _RELOADED)
-        )
+        sizes_by_name = dict(zip((candidate.activation.root.name for candidate in candidates), bytes_of, strict=True))
         held = max(
-            _most_if_kept(prediction.forward, on_host, is_forward=True),
-            _most_if_kept(prediction.backward, reloaded, is_forward=False),
+            _most_if_kept(prediction.forward, sizes_by_name, _ON_HOST, 1),
+            _most_if_kept(prediction.backward, sizes_by_name, _RELOADED, -1),
         )
         return "saves nothing at the peak" if held <= prediction.peak else ""
 
@@ -82,20 +79,14 @@ class Offload(MemoryStrategy):
 register_strategy(Offload())
 
 
-def _most_if_kept(run: Timeline, copies: Mapping[str, int], is_forward: bool) -> int:
-    """The most that a run would hold with what it offloads.
-
-    Args:
-        run: of the forward or the backward.
-        copies: bytes that are away behind an operator (of the forward) or before it (of the backward), by its name.
-    """
-    kept = 0 if is_forward else sum(copies.values())
-    most = 0
-    for name, held in zip(run.nodes, run.held, strict=True):
-        size = copies.get(name, 0)
-        kept -= 0 if is_forward else size
+def _most_if_kept(run: Timeline, sizes: Mapping[str, int], copy_name: str, step: int) -> int:
+    """The most that a run would hold with the activations that are away behind (forward) or before (backward) their
+    copies."""
+    copies = {copy_name.format(name): size for name, size in sizes.items()}
+    kept = most = 0
+    for name, held in zip(run.nodes[::step], run.held[::step], strict=True):
         most = max(most, held + kept)
-        kept += size if is_forward else 0
+        kept += copies.get(name, 0)
     return most
 
 
