@@ -1,4 +1,4 @@
-"""What can be asked of the compile engine before it has a model.
+"""The compile engine before it has a model: whether it can work here, predictions, the environment report.
 
 Its other modules import torch's compilers, of which private names change with each version: they are imported when
 this torch is known to be new enough.

@@ -41,8 +41,8 @@ class _Partitioner(dynamo.CustomPartitionerFn):
         self._partition = partition
         self._key = key
 
-    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **others: Any) -> Modules:
-        choice, modules = self._partition(gm, joint_inputs, others.pop("num_fwd_outputs"), others)
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **options: Any) -> Modules:
+        choice, modules = self._partition(gm, joint_inputs, options.pop("num_fwd_outputs"), options)
         self._key = choice.key
         return modules
 

@@ -126,7 +126,7 @@ def measured(
     On a CPU the workspaces of matrix products, convolutions and attention are measured too: oneDNN packs operands in
     half precision into buffers whose sizes depend on the processor.
 
-    Random numbers that are drawn are given back. What needs a seed, is left when the time is up, or cannot be run on
+    The state of random generators is restored. What needs a seed, is left when the time is up, or cannot be run on
     tensors of ones, is estimated by the bytes that it moves, at the median rate of what was measured.
 
     Args:
@@ -166,7 +166,7 @@ def measured(
 @contextlib.contextmanager
 def eager(joint: JointGraph) -> Iterator[None]:
     """Operators run as they are called: outside of the tracer's modes, and without autocast, whose casts the graph has
-    already. Random numbers that they draw are given back."""
+    already. The state of random generators is restored."""
     tensors = (tensor for node in joint.nodes for tensor in _tensors(value(node)))
     devices = sorted({tensor.device.index for tensor in tensors if tensor.is_cuda})
     with fx_graph.without_modes(), torch.no_grad(), torch.random.fork_rng(devices=devices):

@@ -81,11 +81,11 @@ def compile_with_inductor(
     """
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-    def compile_inner(module: fx.GraphModule, inputs: Any, **others: Any) -> Any:
+    def compile_inner(module: fx.GraphModule, inputs: Any, **options: Any) -> Any:
         if saw is None:
             return make_boxed_func(module.forward)
-        compiled = compile_fx_inner(module, inputs, **others)
-        saw(module.graph, getattr(compiled, "compiled_fn_runner", None), bool(others.get("is_backward")))
+        compiled = compile_fx_inner(module, inputs, **options)
+        saw(module.graph, getattr(compiled, "compiled_fn_runner", None), bool(options.get("is_backward")))
         return compiled
 
     patches = {"custom_partitioner_fn": partitioner, **inductor_patches()}

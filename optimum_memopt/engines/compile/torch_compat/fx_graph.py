@@ -154,10 +154,10 @@ def remove_copies(graph: fx.Graph, returned: Iterable[fx.Node]) -> None:
 
 
 def default_partition(
-    joint: fx.GraphModule, joint_inputs: Any, **others: Any
+    joint: fx.GraphModule, joint_inputs: Any, **options: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """torch.compile's own partition."""
-    return partitioners.min_cut_rematerialization_partition(joint, joint_inputs, **others)
+    return partitioners.min_cut_rematerialization_partition(joint, joint_inputs, **options)
 
 
 def run_operators(graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:

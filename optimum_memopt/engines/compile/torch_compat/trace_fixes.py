@@ -71,21 +71,19 @@ class TraceFixes:
     @contextlib.contextmanager
     def _problem_type(self, labels: Any) -> Iterator[None]:
         config = self._config
-        if config.problem_type is None and _each_row_has_one_label(config, labels):
-            config.problem_type = _ONE_LABEL
-            try:
-                yield
-            finally:
-                config.problem_type = None
-            return
-        # A problem type that the first forward has set would fail a guard at the second step: each one sets it again.
         before = config.problem_type
-        if before is not None and before == self._set_by_forward:
+        has_one_label = before is None and _each_row_has_one_label(config, labels)
+        if has_one_label:
+            config.problem_type = _ONE_LABEL
+        # A problem type that the first forward has set would fail a guard at the second step: each one sets it again.
+        elif before is not None and before == self._set_by_forward:
             config.problem_type = None
         try:
             yield
         finally:
-            if before is None:
+            if has_one_label:
+                config.problem_type = None
+            elif before is None:
                 self._set_by_forward = config.problem_type
             elif config.problem_type is None:
                 config.problem_type = before
