@@ -240,7 +240,10 @@ def _work(node: fx.Node, number: _Number) -> Work:
         operands = _tensors((positional, named))
         flops = _flops(node, positional, named, result)
     device = next((tensor.device for tensor in _tensors(value(node))), None)
-    texts = map(_text, dynamo.tree_leaves((positional, list(named.items()))))
+    texts = [
+        f"{leaf.dtype}{list(leaf.shape)}{list(leaf.stride())}" if isinstance(leaf, torch.Tensor) else repr(leaf)
+        for leaf in dynamo.tree_leaves((positional, list(named.items())))
+    ]
     moved = sum(tensor.nbytes for tensor in (*operands, *_tensors(result)))
     if is_loss := is_chunked_loss(node):
         dtype, logits = positional[-3], positional[5].numel() * len(positional[1])
@@ -271,12 +274,6 @@ def _flops(node: fx.Node, positional: list[Any], named: dict[str, Any], result: 
     is_backward = name.endswith("backward")
     shapes = [operand.shape for operand in positional[: 4 if is_backward else 3]]
     return float((sdpa_backward_flop_count if is_backward else sdpa_flop_count)(*shapes))
-
-
-def _text(argument: Any) -> str:
-    if isinstance(argument, torch.Tensor):
-        return f"{argument.dtype}{list(argument.shape)}{list(argument.stride())}"
-    return repr(argument)
 
 
 def _measure(node: fx.Node, number: _Number, work: Work) -> Measured | None:

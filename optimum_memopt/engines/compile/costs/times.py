@@ -154,7 +154,11 @@ def measured(
         work = does_work[number]
         if work is None:
             return (operator_overhead, LAUNCHES) if is_called[number] else (0.0, "")
-        seconds = _between(batches, of_nodes[number], rows) + max(0.0, operator_overhead - launch)
+        if rows <= batches[-1]:
+            seconds = float(np.interp(rows, batches, of_nodes[number]))
+        else:
+            seconds = _line((batches[-2], batches[-1]), *of_nodes[number][-2:], rows)
+        seconds += max(0.0, operator_overhead - launch)
         if seconds < 2 * max(launch, operator_overhead):
             return seconds, LAUNCHES
         return seconds, COMPUTE if work.flops else BANDWIDTH
@@ -177,13 +181,6 @@ def measured(
         return replace(_bounded(in_graph, costs[-1].source), call=call)
 
     return times
-
-
-def _between(batches: Sequence[int], seconds: Sequence[float], rows: int) -> float:
-    """On the lines from each batch to the next, and on the last one beyond it."""
-    if rows <= batches[-1]:
-        return float(np.interp(rows, batches, seconds))
-    return _line((batches[-2], batches[-1]), seconds[-2], seconds[-1], rows)
 
 
 @contextlib.contextmanager

@@ -163,7 +163,9 @@ def _chain(loss: fx.Node) -> LossChain:
         ignore_index=call["ignore_index"],
         mean=call["reduction"] == "mean",
         label_smoothing=float(call["label_smoothing"]),
-        is_returned=any(map(_is_returned, path)),
+        is_returned=any(
+            user.op == "output" or (_is_output(user) and user.users) for node in path for user in node.users
+        ),
     )
 
 
@@ -191,10 +193,6 @@ def _is_output(node: fx.Node) -> bool:
     return node.op == "output" or (_name(node) == "detach" and all(user.op == "output" for user in node.users))
 
 
-def _is_returned(node: fx.Node) -> bool:
-    return any(user.op == "output" or (_is_output(user) and user.users) for user in node.users)
-
-
 def _read_steps(
     projection: fx.Node, steps: Sequence[fx.Node]
 ) -> tuple[tuple[fx.Node, ...], fx.Node | None, Adapter | None, Scaling]:
@@ -206,7 +204,7 @@ def _read_steps(
         name, result = _name(node), traced_tensor(node)
         classes = traced_tensor(before).shape[-1]
         keeps_classes = result.dim() > 0 and _is_same(result.shape[-1], classes)
-        if name in _CASTS and _widens(traced_tensor(before), result):
+        if name in _CASTS and _is_cast(traced_tensor(before), result):
             continue
         if name in _FLATTENS and keeps_classes:
             is_flat = True
@@ -233,7 +231,8 @@ def _is_same(size: int | torch.SymInt, other: int | torch.SymInt) -> bool:
     return isinstance(size, int) and isinstance(other, int) and size == other
 
 
-def _widens(before: torch.Tensor, after: torch.Tensor) -> bool:
+def _is_cast(before: torch.Tensor, after: torch.Tensor) -> bool:
+    """True where nothing but the dtype changes, to one that holds all values."""
     is_wider = torch.promote_types(before.dtype, after.dtype) == after.dtype
     return is_wider and before.device == after.device and before.dim() == after.dim()
 

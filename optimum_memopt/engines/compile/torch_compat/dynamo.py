@@ -112,7 +112,11 @@ def silenced(runner: Any) -> Callable[..., Any]:
         if isinstance(value, types.BuiltinFunctionType) or type(value).__module__.startswith("torch._inductor.runtime")
     }
     memory = {name: _allocation(name) for name in names if name.startswith("empty_strided_")}
-    stand_ins = {**silent, **memory, "reinterpret_tensor": _reinterpreted}
+
+    def reinterpreted(tensor: torch.Tensor, size: Any, stride: Any, offset: int) -> torch.Tensor:
+        return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
+
+    stand_ins = {**silent, **memory, "reinterpret_tensor": reinterpreted}
     return types.FunctionType(program.__code__, {**names, **stand_ins}, program.__name__, program.__defaults__)
 
 
@@ -131,10 +135,6 @@ def _allocation(name: str) -> Callable[..., torch.Tensor]:
         return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
     return allocate
-
-
-def _reinterpreted(tensor: torch.Tensor, size: Any, stride: Any, offset: int) -> torch.Tensor:
-    return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
 
 
 def _mode_of_trace() -> FakeTensorMode | None:
