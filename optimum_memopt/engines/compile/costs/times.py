@@ -154,10 +154,11 @@ def measured(
         work = does_work[number]
         if work is None:
             return (operator_overhead, LAUNCHES) if is_called[number] else (0.0, "")
+        measured_seconds = of_nodes[number]
         if rows <= batches[-1]:
-            seconds = float(np.interp(rows, batches, of_nodes[number]))
+            seconds = float(np.interp(rows, batches, measured_seconds))
         else:
-            seconds = _line((batches[-2], batches[-1]), *of_nodes[number][-2:], rows)
+            seconds = _line((batches[-2], batches[-1]), measured_seconds[-2], measured_seconds[-1], rows)
         seconds += max(0.0, operator_overhead - launch)
         if seconds < 2 * max(launch, operator_overhead):
             return seconds, LAUNCHES
