@@ -5,8 +5,8 @@ import torch
 
 import optimum_memopt
 from optimum_memopt import MemOptOptions, UnsupportedModelError
+from optimum_memopt.engines.ort import missing
 from optimum_memopt.engines.ort.compat import extensions, installation
-from optimum_memopt.engines.ort.compat.installation import missing
 from optimum_memopt.engines.ort.options import flags
 from optimum_memopt.engines.ort.options.flags import OrtOptions
 from tests.ort.helpers import MLM, needs_ort, refusal
