@@ -62,7 +62,7 @@ def test_level_1_takes_what_its_own_trace_is_predicted_to_take(steps, folder):
 
 def test_without_a_plan_no_product_is_computed_twice(steps):
     """As torch's own partition has it, which saves views."""
-    for graph in steps._graphs.values():
+    for graph in steps.graphs.values():
         problem, found = graph._problem(24), graph._simulation("no plan", 24)
         assert not {problem.kinds[node] for node in found.recomputed} & {"aten.addmm.default", "aten.bmm.default"}
         assert found.peak <= graph._solver(24).everything.peak
@@ -103,7 +103,7 @@ def test_what_a_step_takes_grows_with_the_rows(steps):
 
 
 def test_work_follows_from_that_of_two_batches(steps):
-    for graph in steps._graphs.values():
+    for graph in steps.graphs.values():
         analyzed, sizes = graph._graph.analyzed, partial(graph._graph.sizes_of, tokens=LENGTH)
         found = times.estimated(analyzed, sizes, DEVICES["H100"])(240)
         exact = [times._on(DEVICES["H100"], work) for work in works(analyzed.joint, sizes(240))]
@@ -112,7 +112,7 @@ def test_work_follows_from_that_of_two_batches(steps):
 
 
 def test_operators_are_measured_on_this_machine(steps):
-    graph = steps._graphs[False]._graph
+    graph = steps.graphs[False]._graph
     sizes = partial(graph.sizes_of, tokens=LENGTH)
     measured = times.measured(graph.analyzed, sizes, torch.device("cpu"), False, 2**30, peak=lambda rows: rows)
     one, many = measured(1), measured(64)
@@ -123,7 +123,7 @@ def test_operators_are_measured_on_this_machine(steps):
 
 
 def test_operators_take_a_part_of_what_the_graph_takes(steps, monkeypatch):
-    graph = steps._graphs[False]._graph
+    graph = steps.graphs[False]._graph
     sizes = partial(graph.sizes_of, tokens=LENGTH)
     asked = []
 
@@ -151,7 +151,7 @@ def test_operators_take_a_part_of_what_the_graph_takes(steps, monkeypatch):
 
 def test_a_budget_below_level_1_takes_memory_of_the_host(steps):
     rows = 2000
-    graph = steps._graphs[False]
+    graph = steps.graphs[False]
     floor = graph._peak(graph._solver(rows).layers_recomputed, rows, False)
     within = steps.within(floor - 2**20)
     chosen = plan(within, "budget")

@@ -35,11 +35,11 @@ def traced_for(device: Device | None, dtype: torch.dtype | None, here: str = "cp
             stack.enter_context(torch.autocast(here, dtype))
         if cuda is not None:
             stack.callback(setattr, torch.nn.functional, "scaled_dot_product_attention", before)
-            capability, operators = cuda.capability, kernels.attention_operators()
+            capability = cuda.capability
 
             # dynamo traces it in the place of torch's, as it does no partial object.
             def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> torch.Tensor:
-                return _attention(capability, operators, *args, **kwargs)
+                return _attention(capability, *args, **kwargs)
 
             torch.nn.functional.scaled_dot_product_attention = scaled_dot_product_attention
         yield
@@ -63,7 +63,6 @@ def kernel(capability: tuple[int, int], is_half: bool, has_mask: bool, has_dropo
 
 def _attention(
     capability: tuple[int, int],
-    operators: kernels.AttentionOperators,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -79,14 +78,15 @@ def _attention(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     shares_keys = enable_gqa and query.size(1) != key.size(1)
     taken = kernel(capability, query.dtype in _HALVES, attn_mask is not None, dropout_p > 0, shares_keys)
+    operator = kernels.ATTENTION[taken]
     if taken == "math":
-        return operators.math(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return operator(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if taken == "flash":
-        return operators.flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+        return operator(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
     mask = None if attn_mask is None else _bias(attn_mask, query, key)
     if taken == "cudnn":
-        return operators.cudnn(query, key, value, mask, True, dropout_p, is_causal, False, scale=scale)[0]
-    return operators.efficient(query, key, value, mask, True, dropout_p, is_causal, scale=scale)[0]
+        return operator(query, key, value, mask, True, dropout_p, is_causal, False, scale=scale)[0]
+    return operator(query, key, value, mask, True, dropout_p, is_causal, scale=scale)[0]
 
 
 def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:

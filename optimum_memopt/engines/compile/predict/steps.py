@@ -210,68 +210,59 @@ def _checkpointed(problem: Problem, every: int) -> Simulation:
     return simulate(runs_again, runs_again.closure(saved | problem.boundaries))
 
 
+@dataclass(frozen=True, eq=False)
 class StepsOfModel:
     """A `StepPredictor`.
 
-    Args:
-        budget: bytes, and as the flag has it.
+    Attributes:
+        budget: bytes; as the flag has it in `budget_text`.
         tokens: of a row; 0 where rows have no tokens.
         graphs: by whether the loss is chunked.
         compares: there are other plans beside that of the budget, with either loss.
     """
 
-    def __init__(
-        self,
-        model: str,
-        device: str,
-        budget: tuple[int, str],
-        tokens: int,
-        graphs: Mapping[bool, GraphSteps],
-        update: UpdateTimes,
-        compares: bool = True,
-    ) -> None:
-        self.model, self.device, self.tokens = model, device, tokens
-        self.budget, self._budget_text = budget
-        self._graphs, self._update = graphs, update
-        self._compares = compares
+    model: str
+    device: str
+    budget: int
+    budget_text: str
+    tokens: int
+    graphs: Mapping[bool, GraphSteps]
+    update: UpdateTimes
+    compares: bool = True
 
     def within(self, budget: int) -> "StepsOfModel":
         """The same model with another budget, in bytes, from the same traces."""
-        graphs = {chunks: graph.within(budget) for chunks, graph in self._graphs.items()}
-        text = f"{budget // 2**20}MiB"
-        return StepsOfModel(self.model, self.device, (budget, text), self.tokens, graphs, self._update, self._compares)
+        graphs = {chunks: graph.within(budget) for chunks, graph in self.graphs.items()}
+        return replace(self, budget=budget, budget_text=f"{budget // 2**20}MiB", graphs=graphs)
 
     @property
     def costs(self) -> str:
-        return self._graphs[False].costs
+        return self.graphs[False].costs
 
     @cached_property
     def plans(self) -> tuple[Technique, ...]:
-        within_budget = _BUDGET, (f"--memory_opt_budget {self._budget_text}",)
-        if not self._compares:
-            return (Technique(*within_budget, chunks_loss=True in self._graphs),)
-        layers = self._graphs[False].layers
+        within_budget = _BUDGET, (f"--memory_opt_budget {self.budget_text}",)
+        if not self.compares:
+            return (Technique(*within_budget, chunks_loss=True in self.graphs),)
+        layers = self.graphs[False].layers
         level_1: list[tuple[str, tuple[str, ...]]] = [(_LEVEL_1, ("--memory_opt_level 1",))] if layers else []
+        own = (_NO_PLAN, ()), *level_1, within_budget
         return (
-            *(
-                Technique(name, flags, chunks)
-                for name, flags in ((_NO_PLAN, ()), *level_1, within_budget)
-                for chunks in self._graphs
-            ),
+            *(Technique(name, flags, chunks) for name, flags in own for chunks in self.graphs),
             *(Technique(name, is_own=False) for name, every in _CHECKPOINTING.items() if every <= layers),
         )
 
     def fits(self, plan: Technique, rows: int, accumulates: bool) -> bool:
-        return self._graphs[plan.chunks_loss].fits(plan.name, rows, accumulates)
+        return self.graphs[plan.chunks_loss].fits(plan.name, rows, accumulates)
 
     def lowest(self, plan: Technique, accumulates: bool) -> int:
-        return self._graphs[plan.chunks_loss].lowest(plan.name, accumulates)
+        return self.graphs[plan.chunks_loss].lowest(plan.name, accumulates)
 
     def step(self, plan: Technique, rows: int, accumulates: bool) -> PredictedStep:
-        return self._graphs[plan.chunks_loss].step(plan.name, rows, accumulates, self._update)
+        return self.graphs[plan.chunks_loss].step(plan.name, rows, accumulates, self.update)
 
     def evaluation(self, rows: int) -> int:
-        return self._graphs[False].evaluation(rows)
+        return self.graphs[False].evaluation(rows)
 
 
 @dataclass(frozen=True)
@@ -365,7 +356,8 @@ def _predictor(case: _Case, model: torch.nn.Module, batch: Mapping[str, Any], ma
     return StepsOfModel(
         type(model).__name__,
         device.type if target is None else target.name,
-        (step.limit, case.budget.text),
+        step.limit,
+        case.budget.text,
         case.tokens,
         graphs,
         times.update_times(tensor_bytes(trained), step.fixed.optimizer, bandwidth),

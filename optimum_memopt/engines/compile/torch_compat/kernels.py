@@ -8,7 +8,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx
@@ -157,23 +157,13 @@ def _example(argument: Any) -> torch.Tensor | None:
     return example if isinstance(example, torch.Tensor) else None
 
 
-class AttentionOperators(NamedTuple):
-    """The operators that `scaled_dot_product_attention` calls on CUDA; their meta functions take fake tensors."""
-
-    flash: Callable[..., Any]
-    efficient: Callable[..., Any]
-    cudnn: Callable[..., Any]
-    math: Callable[..., Any]
-
-
-def attention_operators() -> AttentionOperators:
-    aten = torch.ops.aten
-    return AttentionOperators(
-        aten._scaled_dot_product_flash_attention,
-        aten._scaled_dot_product_efficient_attention,
-        aten._scaled_dot_product_cudnn_attention,
-        torch._scaled_dot_product_attention_math,
-    )
+# The operators that `scaled_dot_product_attention` calls on CUDA; their meta functions take fake tensors.
+ATTENTION: dict[str, Callable[..., Any]] = {
+    "flash": torch.ops.aten._scaled_dot_product_flash_attention,
+    "efficient": torch.ops.aten._scaled_dot_product_efficient_attention,
+    "cudnn": torch.ops.aten._scaled_dot_product_cudnn_attention,
+    "math": torch._scaled_dot_product_attention_math,
+}
 
 
 # Operators that autocast runs in float32 on CUDA and leaves alone on a CPU (`aten/src/ATen/autocast_mode.h`, 2.13), as
