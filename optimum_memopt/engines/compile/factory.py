@@ -30,6 +30,8 @@ _TRITONS = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-windows")
 
 
 class CompileFactory(EngineFactory):
+    """Makes the compile engine."""
+
     predicts = True
 
     def missing(self) -> str:

@@ -86,6 +86,7 @@ class OperatorTimes:
     call: float = 0.0
 
     def by_bound(self, nodes: Iterable[int]) -> dict[str, float]:
+        """Seconds of these nodes, by what bounds them."""
         totals: defaultdict[str, float] = defaultdict(float)
         for node in nodes:
             totals[self.bounds[node]] += self.seconds[node]

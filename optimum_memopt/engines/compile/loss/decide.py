@@ -118,6 +118,7 @@ class LossDecision:
 
     @property
     def first_saving(self) -> int:
+        """Bytes, in the first batch."""
         return self.shape.with_rows(self.first_rows).saving
 
     @property
@@ -135,6 +136,7 @@ class LossDecision:
 
 
 def decide(chain: LossChain, mode: LossMode, reader: str) -> LossDecision:
+    """The decision on one loss; `reader` may read the logits that the forward returns."""
     loss = LossDecision(chain.shape, chain.first_rows, is_requested=mode.must_chunk)
     if not mode.may_chunk:
         return replace(loss, reason="--memory_opt_loss plain")

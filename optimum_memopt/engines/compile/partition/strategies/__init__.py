@@ -46,6 +46,7 @@ _strategies: list[MemoryStrategy] = []
 
 
 def register_strategy(strategy: MemoryStrategy) -> None:
+    """Add a strategy."""
     _strategies.append(strategy)
     _strategies.sort(key=lambda strategy: strategy.numbers)
 

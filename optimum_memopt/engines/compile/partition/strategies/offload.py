@@ -37,6 +37,8 @@ _Ends = Callable[[Sequence[fx.Node], Sequence[int], Sequence[fx.Node]], tuple[in
 
 
 class Offload(MemoryStrategy):
+    """Strategy 3."""
+
     numbers = (Strategy.OFFLOAD,)
 
     def candidate(
