@@ -13,7 +13,7 @@ import torch
 import optimum_memopt
 from optimum_memopt.engines.api.engine import Engine
 from optimum_memopt.engines.api.run import Selection
-from optimum_memopt.engines.ort import missing
+from optimum_memopt.engines.ort.compat.installation import missing
 from optimum_memopt.plans.grammar import parse
 from tests.gradients import TOLERANCE, accumulate, wrong_gradients
 from tests.model_zoo import ZOO

@@ -20,13 +20,18 @@ from optimum_memopt.engines.compile.graph.analyzed_graph import (
 )
 from optimum_memopt.engines.compile.graph.saved_activations import add_outer_modules
 from optimum_memopt.engines.compile.graph.symbols import input_sizes
-from optimum_memopt.engines.compile.loss.decide import LossDecision, LossMode, decide_losses
-from optimum_memopt.engines.compile.loss.outputs import with_detached_outputs, without_logits
+from optimum_memopt.engines.compile.loss.decide import (
+    LossDecision,
+    LossMode,
+    decide_losses,
+    with_detached_outputs,
+    without_logits,
+)
 from optimum_memopt.engines.compile.memory.inductor_memory import InductorPrograms
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph, analyze, partitioned
 from optimum_memopt.engines.compile.torch_compat import dynamo
-from optimum_memopt.engines.compile.torch_compat.runtime import own_error
+from optimum_memopt.engines.compile.torch_compat.dynamo import own_error
 from optimum_memopt.engines.compile.torch_compat.trace_fixes import TraceFixes
 from optimum_memopt.engines.shared.forward_patch import ForwardState, weak_method
 from optimum_memopt.engines.shared.label_smoothing import LabelSmoothing, cross_entropy

@@ -1,6 +1,7 @@
 """Splits a joint graph so that the forward saves exactly what a choice says. The backward recomputes the rest."""
 
-from collections.abc import Collection, Iterable, Mapping
+import operator
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,7 +31,8 @@ from optimum_memopt.engines.compile.memory.timeline import GraphTimeline, Predic
 from optimum_memopt.engines.compile.memory.workspaces import multiprocessors_of
 from optimum_memopt.engines.compile.partition import strategies
 from optimum_memopt.engines.compile.partition.choice import Choice, graph_plan
-from optimum_memopt.engines.compile.partition.passes import cse, dropout, place_copies
+from optimum_memopt.engines.compile.partition.passes import dropout
+from optimum_memopt.engines.compile.partition.strategies.offload import place_copies
 from optimum_memopt.engines.compile.torch_compat import dynamo, fx_graph
 from optimum_memopt.logs import best_effort
 from optimum_memopt.plans.plan_file import GraphEntry
@@ -43,6 +45,7 @@ def partition(joint: JointGraph, nodes_to_save: Collection[fx.Node]) -> Modules:
     return fx_graph.extract(joint.module, [*inputs, *nodes_to_save], numbers, joint.num_fwd_outputs)
 
 
+_DATA_DEPENDENT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 
 
@@ -122,7 +125,7 @@ def analyze(
     """
     module.graph.eliminate_dead_code()
     fx_graph.remove_copies(module.graph, map(root, JointGraph(module, num_fwd_outputs).forward_outputs))
-    cse.eliminate_duplicates(JointGraph(module, num_fwd_outputs))
+    eliminate_duplicates(JointGraph(module, num_fwd_outputs))
     note_layers(module.graph)
     joint = JointGraph(module, num_fwd_outputs)
     activations = find_saved_activations(joint)
@@ -150,6 +153,57 @@ def analyze(
     return AnalyzedGraph(
         joint, activations, candidates, sizes, names, parameters, constants, paths, signature, partition_by_torch, cuda
     )
+
+
+def eliminate_duplicates(joint: JointGraph) -> None:
+    """Replace each operator of the joint graph by an earlier one of the same pass that computes the same; nothing that
+    was read of the graph holds any more.
+
+    Under autocast a query, a key and a value projection each cast the same tensor, and each saves its cast. torch's
+    min-cut partitioner removes such duplicates too (`torch/_functorch/compile_utils.py`, `fx_graph_cse`), but not
+    before the analysis, and it lets the backward read a duplicate of the forward, which would be one more saved
+    activation. Here forward and backward are separate.
+
+    Left alone is what draws random numbers or reads what is written to; what the graph returns, since its caller may
+    write to it; and what reads no tensor (zeros, ranges): it costs next to nothing, and one for all would be held from
+    the first read to the last.
+    """
+    returned = {root(node) for node in joint.outputs if isinstance(node, fx.Node)}
+    computed: dict[Hashable, fx.Node] = {}
+    for node in joint.nodes:
+        if not _is_replaceable(joint, node) or root(node) in returned:
+            continue
+        first = computed.setdefault((node in joint.backward, node.target, _key((node.args, node.kwargs))), node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            joint.module.graph.erase_node(node)
+
+
+def _is_replaceable(joint: JointGraph, node: fx.Node) -> bool:
+    # Sizes that depend on data are new symbols at each call.
+    is_data_dependent = bool(_DATA_DEPENDENT & set(getattr(node.target, "tags", ())))
+    if node.op != "call_function" or is_data_dependent or joint.is_impure(node):
+        return False
+    if is_number(node) or node.target is operator.getitem:
+        return True
+    schema = getattr(node.target, "_schema", None)
+    # Operators without one run graphs of their own.
+    if schema is None or schema.is_mutable:
+        return False
+    return any(not is_number(read) for read in node.all_input_nodes)
+
+
+def _key(argument: Any) -> Hashable:
+    """Equal for arguments of the same type and value: 1 is not 1.0, and 0.0 is not -0.0."""
+    if isinstance(argument, fx.Node):
+        return argument
+    if isinstance(argument, tuple | list):
+        return tuple(map(_key, argument))
+    if isinstance(argument, dict):
+        return tuple((name, _key(value)) for name, value in argument.items())
+    if isinstance(argument, slice):
+        return (slice, _key((argument.start, argument.stop, argument.step)))
+    return (type(argument), repr(argument))
 
 
 def partitioned(
@@ -210,7 +264,7 @@ def _place_copies(graph: AnalyzedGraph, modules: Modules, device: Device, fused:
         prediction = _timeline(graph, modules).predict(graph.size_hints)
         nodes = (node.name for node in graph.joint.nodes)
         seconds = dict(zip(nodes, roofline(graph.joint, graph.size_hints, device, fused).seconds, strict=True))
-        place_copies.place_copies(modules, prediction, seconds, graph.size_hints, device.copy_rate)
+        place_copies(modules, prediction, seconds, graph.size_hints, device.copy_rate)
 
 
 def _timeline(graph: AnalyzedGraph, modules: Modules) -> GraphTimeline:

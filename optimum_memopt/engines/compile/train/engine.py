@@ -20,7 +20,8 @@ from optimum_memopt.engines.compile.partition.passes import host_copies
 from optimum_memopt.engines.compile.partition.producers import producer_for
 from optimum_memopt.engines.compile.predict.planner import Planner, PlannerSpec
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
-from optimum_memopt.engines.compile.torch_compat.runtime import is_of_compiled_backward, own_error, start_libraries
+from optimum_memopt.engines.compile.torch_compat.dynamo import is_of_compiled_backward, own_error
+from optimum_memopt.engines.compile.torch_compat.kernels import start_libraries
 from optimum_memopt.engines.compile.train.length_buckets import LengthBuckets
 from optimum_memopt.engines.compile.train.planned_forward import PlannedForward
 from optimum_memopt.engines.shared import in_place

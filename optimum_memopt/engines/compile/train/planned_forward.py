@@ -20,14 +20,14 @@ from optimum_memopt.engines.compile.capture.traced_forward import (
 )
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.symbols import is_covered
-from optimum_memopt.engines.compile.loss.outputs import refusing_gradients
+from optimum_memopt.engines.compile.loss.decide import refusing_gradients
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.producers import matched_in
 from optimum_memopt.engines.compile.predict.planner import Planner
 from optimum_memopt.engines.compile.predict.step_predictor import Predictors, StepMemoryPredictor
 from optimum_memopt.engines.compile.predict.table import mismatch_line, show
 from optimum_memopt.engines.compile.torch_compat import dynamo
-from optimum_memopt.engines.compile.torch_compat.runtime import failure_of_compiler, own_error
+from optimum_memopt.engines.compile.torch_compat.dynamo import failure_of_compiler, own_error
 from optimum_memopt.engines.shared.forward_patch import ForwardState, weak_method
 from optimum_memopt.errors import is_out_of_memory, line_of
 from optimum_memopt.logs import best_effort, get_logger
