@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from optimum_memopt.oom.report import MemoryReport
     from optimum_memopt.options import MemOptOptions
     from optimum_memopt.plans.grammar import ConfigError, PlanConfig, PlanRequest, Strategy
-    from optimum_memopt.plans.table import Plan, PlanTable
+    from optimum_memopt.plans.table import PlanRow, PlanTable
     from optimum_memopt.predict.plan import Estimate, plan
     from optimum_memopt.trainer import Attachment, MemOptTrainer, attach, run_summary
     from optimum_memopt.trainer_args import MemOptTrainingArguments
@@ -41,9 +41,9 @@ __all__ = [
     "MemoryPhasesCallback",
     "MemoryReport",
     "MemoryReportCallback",
-    "Plan",
     "PlanConfig",
     "PlanRequest",
+    "PlanRow",
     "PlanStatsCallback",
     "PlanTable",
     "Strategy",
@@ -70,7 +70,7 @@ _MODULES = {
     "MemoryPhasesCallback": "callbacks.memory_phases",
     "MemoryReport": "oom.report",
     "MemoryReportCallback": "oom.guard",
-    "Plan": "plans.table",
+    "PlanRow": "plans.table",
     "PlanConfig": "plans.grammar",
     "PlanRequest": "plans.grammar",
     "PlanStatsCallback": "callbacks.plan_stats",

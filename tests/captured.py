@@ -12,9 +12,12 @@ import torch
 from torch import fx
 
 from optimum_memopt.engines.compile.capture.backend import Backend, configured
+from optimum_memopt.engines.compile.costs.costs import Costs
+from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, Modules
 from optimum_memopt.engines.compile.graph.candidates import Candidate, by_row
 from optimum_memopt.engines.compile.graph.joint import JointGraph, symbolic, value
+from optimum_memopt.engines.compile.graph.problem import problem_of
 from optimum_memopt.engines.compile.graph.saved_activations import SavedActivation, operator_name
 from optimum_memopt.engines.compile.graph.symbols import symbol_names
 from optimum_memopt.engines.compile.memory.inductor_memory import InductorPrograms
@@ -22,6 +25,7 @@ from optimum_memopt.engines.compile.partition import partitioned_graph
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
 from optimum_memopt.engines.compile.partition.producers import producer_for
+from optimum_memopt.engines.compile.partition.producers.producer import GraphContext, Producer
 from optimum_memopt.engines.compile.torch_compat import dynamo, fx_graph
 from tests.compiled import selection
 
@@ -129,17 +133,22 @@ class Captured:
 
     def choose(self, asked: str, *earlier: Choice) -> Choice:
         """Under a config or `level 1`."""
-        return producer_for(selection(asked)).choose(self.graph, earlier)
+        return producer_for(selection(asked)).choose(self.graph, GraphContext(earlier))
 
     def split(self, asked: str = "") -> Parts:
         """Under a config, `level 1` or nothing; made once, and not to be changed."""
         if asked not in self._splits:
-            others = (self.inputs, self.num_fwd_outputs, self.others)
-            graph, modules = partitioned_graph.partition_joint(self.copied(), *others, producer_for(selection(asked)))
+            graph, modules = self.partitioned(producer_for(selection(asked)))
             # Names come from the tracer, which is gone.
             named = dataclasses.replace(graph, names=self.names)
             self._splits[asked] = Parts(named, *modules, self.num_fwd_outputs)
         return self._splits[asked]
+
+    def partitioned(self, producer: Producer, target: Device | None = None) -> tuple[PartitionedGraph, Modules]:
+        """A copy of the graph as a producer chooses for it, planned for a device."""
+        cuda = target.cuda if target is not None else None
+        graph = partitioned_graph.analyze(self.copied(), self.inputs, self.num_fwd_outputs, self.others, cuda)
+        return partitioned_graph.partitioned(graph, producer.choose(graph, GraphContext()), target=target)
 
     @cached_property
     def _splits(self) -> dict[str, Parts]:
@@ -169,3 +178,10 @@ def capture(function: Callable[..., Any], *args: Any, dynamic: bool = True, **kw
         compiled(*args, **kwargs)
     (one,) = found
     return one
+
+
+def by_bytes(graph: AnalyzedGraph) -> Costs:
+    """Each operator as long as what it allocates is large: without a device, the order of most of them."""
+    problem = problem_of(graph, [0.0] * len(graph.joint.nodes))
+    seconds = (sum(problem.bytes[node] for node in nodes) / 1e12 for nodes in problem.allocates)
+    return Costs((*seconds, 0.0), "no")

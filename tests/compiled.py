@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import inspect
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,8 +12,9 @@ import torch
 from torch import fx
 
 from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.compile.capture import traced_forward
+from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
-from optimum_memopt.engines.compile.train import planned_forward
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.plans.grammar import ALL, Strategy, parse
 from optimum_memopt.plans.table import PlanTable
@@ -80,15 +80,14 @@ def recorded() -> Iterator[list[Split]]:
     """What the engine partitions in the meantime."""
     found: list[Split] = []
 
-    def partition_joint(*args: Any, **kwargs: Any) -> Any:
-        graph, modules = original(*args, **kwargs)
+    def partitioned(graph: AnalyzedGraph, *args: Any, **kwargs: Any) -> Any:
+        known, modules = original(graph, *args, **kwargs)
         copies = (fx.GraphModule(one, copy.deepcopy(one.graph)) for one in modules)
-        given = inspect.signature(original).bind(*args, **kwargs).arguments
-        found.append(Split(graph, *copies, given["num_fwd_outputs"]))
-        return graph, modules
+        found.append(Split(known, *copies, graph.joint.num_fwd_outputs))
+        return known, modules
 
-    original = planned_forward.partition_joint
-    with mock.patch.object(planned_forward, "partition_joint", partition_joint):
+    original = traced_forward.partitioned
+    with mock.patch.object(traced_forward, "partitioned", partitioned):
         yield found
 
 

@@ -26,8 +26,8 @@ from gpu.steps import (
 
 from optimum_memopt.engines.api.run import Selection, StepSpec
 from optimum_memopt.engines.compile.predict.estimate import estimate
+from optimum_memopt.engines.compile.predict.planner import bounded_bytes
 from optimum_memopt.engines.compile.train.engine import CompileEngine
-from optimum_memopt.engines.compile.train.step_budget import bounded_bytes
 from optimum_memopt.predict.workload import Workload
 
 # Of the predicted peak; reserved has no limit of its own, it is what the allocator's fragmentation makes of it.

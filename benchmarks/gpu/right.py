@@ -31,7 +31,7 @@ from gpu.steps import (
 )
 
 from optimum_memopt.engines.compile.capture.backend import missing_for
-from optimum_memopt.engines.compile.torch_compat.cudnn_attention import avoided
+from optimum_memopt.engines.compile.torch_compat.kernels import without_cudnn_attention
 from optimum_memopt.installed import installed_version
 from optimum_memopt.memory.peak_monitor import PeakMonitor
 
@@ -214,7 +214,7 @@ def cudnn(setting: Setting) -> Iterator[Figure]:
         lost = sum(not bool(gradient.isfinite().all()) for gradient in gradients(trained, batch, "bf16").values())
         yield Figure("plain PyTorch, parameters with NaN", True, str(lost))
     before = torch.backends.cuda.cudnn_sdp_enabled()
-    with avoided():
+    with without_cudnn_attention():
         expected = gradients(trained, batch, "bf16")
     planned(trained, compiler="aot_eager", loss="plain")
     found = gradients(trained, batch, "bf16")

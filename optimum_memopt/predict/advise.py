@@ -12,7 +12,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from optimum_memopt.engines.api.predictions import PredictedStep, StepPlan, StepPredictor
+from optimum_memopt.engines.api.predictions import PredictedStep, StepPredictor, Technique
 from optimum_memopt.errors import DoesNotFitError
 from optimum_memopt.sizes import gib_text
 
@@ -92,7 +92,7 @@ class Row:
         samples_with_largest: samples a second with that.
     """
 
-    plan: StepPlan
+    plan: Technique
     rows: int
     accumulation: int
     step: PredictedStep
@@ -129,7 +129,7 @@ class Advice:
     """
 
     rows: tuple[Row, ...]
-    too_large: tuple[tuple[StepPlan, int], ...]
+    too_large: tuple[tuple[Technique, int], ...]
     recommended: Row
     best: float
 
@@ -185,7 +185,7 @@ class _Search:
         rows: see `advise`.
     """
 
-    def __init__(self, predictor: StepPredictor, plan: StepPlan, rows: int | None) -> None:
+    def __init__(self, predictor: StepPredictor, plan: Technique, rows: int | None) -> None:
         self._predictor, self.plan, self._all_rows = predictor, plan, rows
         self.sizes = fitting(lambda size, accumulates: predictor.fits(plan, size, accumulates), rows)
         self._steps: Callable[[int], PredictedStep] = lru_cache(maxsize=None)(self._step)

@@ -2,11 +2,13 @@
 
 from dataclasses import replace
 
-from optimum_memopt.engines.compile.graph.problem import OtherGraphs, problem_of, problems_of
+from optimum_memopt.engines.compile.costs.costs import Costs
+from optimum_memopt.engines.compile.graph.problem import SiblingGraphs, problem_of
 from optimum_memopt.engines.compile.memory.simulation import simulate
+from optimum_memopt.engines.compile.partition.captured_graph import captured_graph, no_costs
+from optimum_memopt.engines.compile.partition.reservations import GraphReservations
 from optimum_memopt.engines.compile.predict.step_predictor import activations_of
-from optimum_memopt.engines.compile.solver.siblings import KnownGraph, SeveralGraphs
-from optimum_memopt.engines.compile.solver.solver import Solution, Solver
+from optimum_memopt.engines.compile.solver.solver import Solver
 from optimum_memopt.plans.plan_file import GraphSignature
 from tests.captured import Captured
 from tests.graph.test_simulation import partitioned
@@ -22,30 +24,29 @@ def test_runs_of_a_graph_and_later_graphs_are_simulated(roberta: Captured) -> No
     # A loss, which the next graph is given.
     slack = sum(graph.returned for graph in graphs)
     for saved, graph in zip(kept, graphs, strict=True):
-        found = simulate(replace(problem, others=OtherGraphs(runs=4)), saved)
+        found = simulate(replace(problem, siblings=SiblingGraphs(runs=4)), saved)
         assert 0 <= found.peak - activations_of([graph] * 4) <= 4 * slack
     gradients = alone[1].backward.end - graphs[0].tangents
-    others = OtherGraphs(later=alone[1].peak, gradients=gradients)
-    found = simulate(replace(problem, others=others), kept[0])
+    others = SiblingGraphs(later=alone[1].peak, gradients=gradients)
+    found = simulate(replace(problem, siblings=others), kept[0])
     assert 0 <= found.peak - activations_of(graphs) <= 2 * slack
 
 
 def test_what_is_left_to_later_graphs(roberta: Captured) -> None:
     """The graph twice, one run behind the other."""
     seconds = [1e-6] * len(roberta.joint.nodes)
-    known = KnownGraph(roberta.graph.signature, problems_of(roberta.graph, seconds), roberta.graph.size_hints, {})
+    known = captured_graph(roberta.graph, Costs(tuple(seconds), "no"))
     alone = Solver(known.problem())
-    graphs = SeveralGraphs()
+    graphs = GraphReservations()
     graphs.note(0, known)
     assert not graphs.learn((1,), alone.lowest.peak)
     graphs.note(1, known)
     allowed = alone.lowest.peak + alone.everything.peak
     assert graphs.learn((1,), allowed)
-    first, second = (graphs.others(index, known.signature) for index in range(2))
-    assert second == OtherGraphs()
+    first, second = (graphs.siblings(index, known.signature) for index in range(2))
+    assert second == SiblingGraphs()
     # As fast as any split: with all of it for the first graph the second one would recompute all there is.
-    found = Solver(replace(known.problem(), others=first)).solve(allowed)
-    assert isinstance(found, Solution)
+    Solver(replace(known.problem(), siblings=first)).solve(allowed)
     assert alone.lowest.peak < graphs.reserved == first.later < alone.everything.peak
     # The process has grown.
     assert graphs.learn((), allowed, 100)
@@ -55,12 +56,15 @@ def test_what_is_left_to_later_graphs(roberta: Captured) -> None:
     assert graphs.reserved == alone.lowest.peak + 100
     # torch compiles the second one again, alone.
     other = replace(known.signature, digest="another")
-    assert graphs.others(0, other) == OtherGraphs()
+    assert graphs.siblings(0, other) == SiblingGraphs()
 
 
-def test_what_came_behind_another_graph_is_forgotten() -> None:
-    graphs = SeveralGraphs()
-    first, second, other = (KnownGraph(GraphSignature({}, {}, name), lambda sizes: None, {}, {}) for name in "abc")
+def test_what_came_behind_another_graph_is_forgotten(roberta: Captured) -> None:
+    graphs = GraphReservations()
+    first, second, other = (
+        replace(captured_graph(roberta.graph, no_costs(roberta.graph)), signature=GraphSignature({}, {}, name))
+        for name in "abc"
+    )
     for index, graph in enumerate((first, second)):
         graphs.note(index, graph)
     graphs.note(0, first)

@@ -9,7 +9,7 @@ from optimum_memopt.engines.compile.memory.simulation import simulate
 from optimum_memopt.engines.compile.memory.timeline import Prediction, graph_timeline
 from optimum_memopt.engines.compile.partition import partitioned_graph
 from optimum_memopt.engines.compile.partition.partitioned_graph import partition
-from optimum_memopt.engines.compile.partition.passes import barriers
+from optimum_memopt.engines.compile.partition.strategies.recompute import insert_barriers
 from tests.captured import Captured
 from tests.rotation import nightly
 
@@ -32,7 +32,7 @@ def partitioned(captured: Captured, problem: Problem, saved: frozenset[int]) -> 
     nodes = [graph.joint.nodes[node] for node in sorted(saved)]
     assert [node.name for node in nodes] == [problem.names[node] for node in sorted(saved)]
     modules = partition(graph.joint, nodes)
-    barriers.insert(*modules)
+    insert_barriers(*modules)
     return graph_timeline(*modules, captured.num_fwd_outputs).predict(graph.size_hints)
 
 

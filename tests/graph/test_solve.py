@@ -2,19 +2,19 @@
 
 import itertools
 import random
-import time
 from dataclasses import replace
 
 import pytest
 import torch
 from torch.nn import functional
 
-from optimum_memopt.engines.compile.graph.problem import OtherGraphs, Problem, problem_of
+from optimum_memopt.engines.compile.graph.problem import Problem, SiblingGraphs, problem_of
 from optimum_memopt.engines.compile.memory.simulation import held_at_peak, simulate
-from optimum_memopt.engines.compile.solver.blocks import units_of
-from optimum_memopt.engines.compile.solver.dynamic_program import TwoLevel, two_level
-from optimum_memopt.engines.compile.solver.offload import is_within
-from optimum_memopt.engines.compile.solver.solver import KEEPS_ALL, Floor, Solution, Solver
+from optimum_memopt.engines.compile.solver.blocks import LayerFrontiers, blocks_of
+from optimum_memopt.engines.compile.solver.dynamic_program import dynamic_programs
+from optimum_memopt.engines.compile.solver.offload import fits
+from optimum_memopt.engines.compile.solver.plan import Infeasible
+from optimum_memopt.engines.compile.solver.solver import Solver
 from tests.captured import Captured, capture
 from tests.rotation import nightly
 
@@ -111,74 +111,50 @@ def priced(captured: Captured, seed: int) -> Problem:
     )
 
 
-def budgets(problem: Problem, count: int) -> list[int]:
-    high = simulate(problem, problem.closure(problem.activations)).peak
-    floor = Solver(problem).solve(1)
-    assert isinstance(floor, Floor)
-    return [floor.peak + (high - floor.peak) * step // count for step in range(count + 1)]
+def budgets(solver: Solver, count: int) -> list[int]:
+    low, high = solver.lowest.peak, solver.everything.peak
+    return [low + (high - low) * step // count for step in range(count + 1)]
 
 
 @pytest.mark.parametrize("seed", nightly(range(4), but=[0]))
 def test_no_subset_of_a_layer_is_more_than_a_hundredth_cheaper(one_layer: Captured, seed: int) -> None:
     problem = priced(one_layer, seed)
-    units = units_of(problem)
-    fixed = units.leaving & problem.activations
-    free = sorted(problem.activations - fixed)
+    leaving = blocks_of(problem).leaving
+    free = sorted(problem.activations - leaving)
     assert 8 <= len(free) <= 13
     subsets = itertools.chain.from_iterable(itertools.combinations(free, count) for count in range(len(free) + 1))
-    closures = {problem.closure(units.leaving.union(subset)) for subset in subsets}
-    simulated = [simulate(problem, saved) for saved in closures]
-    everything = simulate(problem, problem.closure(problem.activations)).extra_seconds(problem)
+    simulated = [simulate(problem, saved) for saved in {problem.closure(leaving.union(subset)) for subset in subsets}]
     solver = Solver(problem)
-    # At the floor itself a plan may be 15% slower than the best.
-    for budget in budgets(problem, 12)[1:]:
-        found = solver.solve(budget)
-        fitting = [one.extra_seconds(problem) - everything for one in simulated if one.peak <= budget]
-        assert isinstance(found, Solution) and found.peak <= budget
-        assert not fitting or found.extra_seconds <= min(fitting) * 1.01 + 1e-9
+    # At the lowest peak itself a plan may be 15% slower than the best.
+    for budget in budgets(solver, 12)[1:]:
+        plan = solver.solve(budget)
+        fitting = [solver.plan(subset).extra_seconds for subset in simulated if subset.peak <= budget]
+        assert plan.peak <= budget
+        assert not fitting or plan.extra_seconds <= min(fitting) * 1.01 + 1e-9
 
 
 @pytest.mark.parametrize("name", nightly(["many_layers", "roberta", "albert"], but=["many_layers"]))
 def test_a_smaller_budget_has_no_higher_peak_and_no_less_time(name: str, request: pytest.FixtureRequest) -> None:
     problem = priced(request.getfixturevalue(name), 0)
-    begin, solver = time.process_time(), Solver(problem)
-    found = [solver.solve(budget) for budget in budgets(problem, 12)]
-    print(f"{name}: {len(found)} budgets in {time.process_time() - begin:.2f} CPU-s")
-    assert all(isinstance(one, Solution) for one in found)
-    assert [one.peak for one in found] == sorted(one.peak for one in found)
-    assert [one.extra_seconds for one in found] == sorted((one.extra_seconds for one in found), reverse=True)
-    assert found[-1].solver == KEEPS_ALL and found[-1].extra_seconds == 0
-    for one in found:
-        assert simulate(problem, frozenset(one.saved)).peak == one.peak
-
-
-def test_plans_that_pass_the_budget_again_and_again_are_left_behind(
-    many_layers: Captured, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Units share what the dynamic program does not see, so that a plan may hold a little more than was asked for."""
-    menus = two_level(priced(many_layers, 0))
-    low, high = menus.lowest().peak, menus.everything.peak
-    chosen = menus.choose((low + high) // 2)
-    budget = simulate(menus.units.problem, menus.closure(chosen)).peak - 1
-    original = TwoLevel.choose
-
-    def choose(self: TwoLevel, asked: int) -> tuple[frozenset[int], ...]:
-        return chosen if asked > budget - 50 else original(self, asked)
-
-    monkeypatch.setattr(TwoLevel, "choose", choose)
-    found = menus.solve(budget)
-    assert found is not None and low <= found.peak <= budget
+    solver = Solver(problem)
+    ladder = budgets(solver, 12)
+    plans = [solver.solve(budget) for budget in ladder]
+    assert [plan.peak for plan in plans] == sorted(plan.peak for plan in plans)
+    assert [plan.extra_seconds for plan in plans] == sorted((plan.extra_seconds for plan in plans), reverse=True)
+    assert plans[-1].extra_seconds == 0
+    for plan in plans:
+        assert simulate(problem, frozenset(plan.saved)).peak == plan.peak
+    # On another rank.
+    assert Solver(priced(request.getfixturevalue(name), 0)).solve(ladder[4]) == plans[4]
 
 
 def test_what_leaves_a_layer_counts_for_the_one_that_is_recomputed_from_it() -> None:
     problem = priced(capture(Spaced(5).forward, IDS, dynamic=False), 0)
-    menus = two_level(problem)
-    low, high = menus.lowest().peak, menus.everything.peak
+    program, _ = dynamic_programs(problem, LayerFrontiers(problem))
+    low, high = program.lowest().peak, program.everything.peak
     for budget in range(low, high, (high - low) // 8):
-        chosen = menus.choose(budget)
-        assert chosen
         # No plan is far from where the dynamic program expects it.
-        assert simulate(problem, menus.closure(chosen)).peak <= budget * 1.01
+        assert program.simulate(program.choose(budget)).peak <= budget * 1.01
 
 
 @pytest.fixture(scope="module")
@@ -190,35 +166,17 @@ def masked() -> Problem:
 
 
 def test_what_leaves_a_layer_is_recomputed_where_that_is_cheaper(masked: Problem) -> None:
-    menus, solver = two_level(masked), Solver(masked)
-    low, high = menus.lowest().peak, menus.everything.peak
-    cheaper = []
-    for step in range(1, 8):
-        budget = low + (high - low) * step // 8
-        with_borders, without = menus.solve(budget), menus.without_borders.solve(budget)
-        assert with_borders is not None
-        if without is not None and without.extra_seconds(masked) < 0.99 * with_borders.extra_seconds(masked):
-            assert without.peak <= budget
-            found = solver.solve(budget)
-            assert isinstance(found, Solution) and found.extra_seconds <= without.extra_seconds(masked)
-            cheaper.append(without)
-    assert any(masked.boundaries - found.saved for found in cheaper)
+    solver = Solver(masked)
+    assert any(masked.boundaries.difference(solver.solve(budget).saved) for budget in budgets(solver, 8)[1:-1])
 
 
 def test_no_kind_of_operator_alone_is_cheaper_to_recompute(masked: Problem) -> None:
     solver = Solver(masked)
     for kind in sorted({masked.kinds[node] for node in masked.activations}):
         kept = [node for node in masked.activations if masked.kinds[node] != kind]
-        alone = simulate(masked, masked.closure(kept))
-        found = solver.solve(alone.peak)
-        assert isinstance(found, Solution) and found.peak <= alone.peak
-        assert found.extra_seconds <= alone.extra_seconds(masked) + 1e-9, kind
-
-
-def test_the_same_problem_has_the_same_solution(many_layers: Captured) -> None:
-    first, second = (Solver(priced(many_layers, 1)).solve(budgets(priced(many_layers, 1), 3)[1]) for _ in range(2))
-    assert isinstance(first, Solution) and isinstance(second, Solution)
-    assert (first.saved, first.peak) == (second.saved, second.peak)
+        alone = solver.plan(simulate(masked, masked.closure(kept)))
+        plan = solver.solve(alone.peak)
+        assert plan.peak <= alone.peak and plan.extra_seconds <= alone.extra_seconds + 1e-9, kind
 
 
 @pytest.fixture(scope="module")
@@ -228,52 +186,40 @@ def chain() -> Captured:
     return capture(lambda x: model(x).square().sum(), torch.randn(400, 16), dynamic=False)
 
 
-@pytest.mark.parametrize("name", ["one_layer", "chain", "many_layers"])
-def test_the_lowest_peak_is_the_lowest_budget(name: str, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("name, share", [("one_layer", 0.99), ("chain", 0.7), ("many_layers", 1)])
+def test_the_lowest_peak_is_the_lowest_budget(name: str, share: float, request: pytest.FixtureRequest) -> None:
     """So that no smaller batch is advised than what fits, and every budget on the curve can be had."""
-    solver = Solver(priced(request.getfixturevalue(name), 1))
-    floor = solver.lowest.peak
-    found = solver.solve(floor)
-    assert isinstance(found, Solution) and found.peak == floor
-    assert is_within(solver, floor, None)
-    for budget in (floor - 1, *(int(share * floor) for share in (0.99, 0.97, 0.9, 0.8, 0.6, 0.3))):
-        refused = solver.solve(budget)
-        assert isinstance(refused, Floor) and refused.peak == floor, budget
-        assert not is_within(solver, budget, None)
-
-
-@pytest.mark.parametrize("name, share", [("one_layer", 0.99), ("chain", 0.7)])
-def test_the_lowest_peak_is_that_of_the_whole_graph(name: str, share: float, request: pytest.FixtureRequest) -> None:
-    """Below that of units, each of which is recomputed from what leaves the one before."""
     problem = priced(request.getfixturevalue(name), 1)
-    units = two_level(problem)
-    assert Solver(problem).lowest.peak <= share * min(units.lowest().peak, units.without_borders.lowest().peak)
+    solver = Solver(problem)
+    lowest = solver.lowest.peak
+    # Below that of blocks, each of which is recomputed from what leaves the one before.
+    programs = dynamic_programs(problem, LayerFrontiers(problem))
+    assert lowest <= share * min(program.lowest().peak for program in programs)
+    assert solver.solve(lowest).peak == lowest and fits(solver, lowest, None)
+    for budget in (1, lowest - 1, *(int(share * lowest) for share in (0.99, 0.97, 0.9, 0.8, 0.6, 0.3))):
+        with pytest.raises(Infeasible) as refused:
+            solver.solve(budget)
+        assert refused.value.peak == lowest and not fits(solver, budget, None), budget
+        assert refused.value.holds and sum(size for _, size in refused.value.holds) <= lowest
 
 
-def test_a_graph_among_others_has_the_menus_of_the_graph_alone(many_layers: Captured) -> None:
-    problem, others = priced(many_layers, 0), OtherGraphs(later=2000, gradients=1000, runs=2)
-    budget = Solver(problem).everything.peak * 2
-    among = Solver(problem).among(others)
-    assert among.solve(budget) == Solver(replace(problem, others=others)).solve(budget)
-    assert among.solve(budget) != Solver(problem).solve(budget)
+def test_siblings_share_what_is_solved(many_layers: Captured) -> None:
+    problem, siblings = priced(many_layers, 0), SiblingGraphs(later=2000, gradients=1000, runs=2)
+    solver = Solver(problem)
+    budget = solver.everything.peak * 2
+    plan = solver.with_siblings(siblings).solve(budget)
+    assert plan == Solver(replace(problem, siblings=siblings)).solve(budget) != solver.solve(budget)
 
 
 def test_identical_layers_are_solved_once(many_layers: Captured) -> None:
-    found = two_level(priced(many_layers, 0))
-    layers = [index for index, unit in enumerate(found.units.all) if unit.layer]
-    assert len(layers) == 5 and len({found.units.classes[index] for index in layers}) <= 3
-
-
-def test_a_floor_names_what_holds_it(many_layers: Captured) -> None:
-    problem = priced(many_layers, 0)
-    floor = Solver(problem).solve(1)
-    assert isinstance(floor, Floor) and isinstance(Solver(problem).solve(floor.peak), Solution)
-    assert floor.holds and sum(size for _, size in floor.holds) <= floor.peak
+    blocks = blocks_of(priced(many_layers, 0))
+    classes = [first for first, block in zip(blocks.classes, blocks.all, strict=True) if block.layer]
+    assert len(classes) == 5 and len(set(classes)) <= 3
 
 
 def test_what_is_held_at_the_peak_adds_up_to_it(many_layers: Captured) -> None:
     problem = priced(many_layers, 0)
-    found = simulate(problem, problem.closure(problem.activations))
-    top = found.backward.held.index(found.backward.peak)
-    workspace = problem.workspaces[found.backward.order[top]]
-    assert sum(held_at_peak(problem, found, in_backward=True).values()) + workspace == found.peak
+    everything = Solver(problem).everything
+    top = everything.backward.held.index(everything.backward.peak)
+    workspace = problem.workspaces[everything.backward.order[top]]
+    assert sum(held_at_peak(problem, everything, in_backward=True).values()) + workspace == everything.peak

@@ -4,9 +4,9 @@ import pytest
 
 from optimum_memopt.engines.compile.graph.candidates import Candidate
 from optimum_memopt.engines.compile.graph.symbols import SymbolNames
-from optimum_memopt.engines.compile.partition.strategies import offload, registry, strategy_of
-from optimum_memopt.engines.compile.partition.strategies.registry import registered
-from optimum_memopt.engines.compile.train.table import to_table
+from optimum_memopt.engines.compile.partition import strategies
+from optimum_memopt.engines.compile.partition.strategies import offload, registered, strategy_of
+from optimum_memopt.engines.compile.predict.table import to_table
 from optimum_memopt.plans.grammar import Strategy
 
 
@@ -48,7 +48,7 @@ def test_offload_saves_memory_of_accelerators_only(device_type, saves):
 def test_nothing_but_the_strategy_knows_how_it_saves(monkeypatch, roberta):
     """Another strategy in the place of offload: its candidates, its rewrite, its bytes and note in the table."""
     halve = Halve()
-    monkeypatch.setattr(registry, "_strategies", [strategy_of(Strategy.RECOMPUTE), halve])
+    monkeypatch.setattr(strategies, "_strategies", [strategy_of(Strategy.RECOMPUTE), halve])
     graph = roberta.split("Gelu+:3:-1,Dropout+:1:-1").graph
     assert {candidate.row for candidate in halve.rewritten} == {"Gelu+:3:-1"} and len(halve.rewritten) == 2
     names = {candidate.activation.root.name for candidate in halve.rewritten}

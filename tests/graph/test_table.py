@@ -5,7 +5,7 @@ import sympy
 import torch
 
 from optimum_memopt.engines.compile.graph.symbols import SymbolNames
-from optimum_memopt.engines.compile.train.table import to_table
+from optimum_memopt.engines.compile.predict.table import to_table
 from optimum_memopt.plans.table import PlanTable
 from tests.captured import Parts
 

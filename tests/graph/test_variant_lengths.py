@@ -10,12 +10,12 @@ import pytest
 from optimum_memopt.engines.compile.graph.problem import Problem, problems_of
 from optimum_memopt.engines.compile.graph.symbols import is_length
 from optimum_memopt.engines.compile.solver.length_buckets import (
-    TimesByLength,
     best_lengths,
     candidate_lengths,
     expected_extra,
+    extra_by_length,
 )
-from optimum_memopt.engines.compile.solver.solver import Solution, Solver
+from optimum_memopt.engines.compile.solver.solver import Solver
 from optimum_memopt.training.batches import batch_lengths
 from tests.captured import Captured
 
@@ -72,26 +72,21 @@ def test_the_lengths_of_batches_are_those_of_the_order() -> None:
 
 def test_shorter_batches_take_less_and_each_of_them_what_a_solver_finds(roberta: Captured) -> None:
     problem_at = problems_of(roberta.graph, [1e-3] * len(roberta.joint.nodes))
-    longest = 200
     tokens = {symbol for symbol in roberta.sizes if is_length(roberta.names.get(symbol, ""))}
     assert tokens
 
     def shorter(length: int) -> Problem:
         return problem_at({**roberta.sizes, **dict.fromkeys(tokens, length)})
 
-    largest = Solver(shorter(longest))
+    largest = Solver(shorter(200))
     allowed = (largest.lowest.peak + largest.everything.peak) // 2
-    found = largest.solve(allowed)
-    assert isinstance(found, Solution)
-    times = TimesByLength()
-    times.fill((), longest, found, shorter, allowed)
-    assert not times.is_known
-    shares = list(times.shares.values())
-    assert shares == sorted(shares) and shares[0] == 0 and shares[-1] == found.extra_seconds / found.seconds > 0
-    for length, share in times.shares.items():
-        own = Solver(shorter(length)).solve(allowed)
-        assert isinstance(own, Solution)
-        # Of the next longer one that was solved for.
-        assert own.extra_seconds / found.seconds <= share + 1e-9
-    free = max(length for length, share in times.shares.items() if not share)
+    plan = largest.solve(allowed)
+    extra = extra_by_length((), 200, plan, shorter, allowed)
+    assert not extra.is_known
+    shares = list(extra.shares.values())
+    assert shares == sorted(shares) and shares[0] == 0 and shares[-1] == plan.extra_seconds / plan.seconds > 0
+    for length, share in [*extra.shares.items()][1::3]:
+        # That of the next longer one that was solved for.
+        assert Solver(shorter(length)).solve(allowed).extra_seconds / plan.seconds <= share + 1e-9
+    free = max(length for length, share in extra.shares.items() if not share)
     assert Solver(shorter(free)).everything.peak <= allowed

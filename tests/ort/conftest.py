@@ -46,7 +46,7 @@ def pair(attach: Attach) -> Pair:
 
 @pytest.fixture
 def lines() -> Iterator[list[str]]:
-    """What the package logs during the test."""
+    """The package's log lines during the test."""
     from tests.trainer_runs import log_lines
 
     with log_lines() as lines:

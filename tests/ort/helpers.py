@@ -1,4 +1,4 @@
-"""What the tests of the ort engine, and the scripts that they run in processes of their own, share."""
+"""Helpers that the tests of the ort engine, and the scripts that they run in processes of their own, share."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ import torch
 import optimum_memopt
 from optimum_memopt.engines.api.engine import Engine
 from optimum_memopt.engines.api.run import Selection
-from optimum_memopt.engines.ort import missing
+from optimum_memopt.engines.ort.compat.installation import missing
 from optimum_memopt.plans.grammar import parse
 from tests.gradients import TOLERANCE, accumulate, wrong_gradients
 from tests.model_zoo import ZOO

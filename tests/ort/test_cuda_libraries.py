@@ -38,7 +38,7 @@ def packages(tmp_path, monkeypatch):
 
 
 def missing_in_a_fresh_process(packages: Path) -> str:
-    """What is loaded stays loaded."""
+    """A library that is loaded stays loaded."""
     script = f"""
 import pathlib, site
 from optimum_memopt.engines.ort.compat import installation

@@ -1,4 +1,4 @@
-"""What changes after the export is noticed; what a graph cannot follow is refused."""
+"""Changes after the export are noticed; those that a graph cannot follow are refused."""
 
 import copy
 import random

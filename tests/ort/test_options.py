@@ -7,8 +7,8 @@ import torch
 
 import optimum_memopt
 from optimum_memopt import MemOptOptions, UnsupportedModelError
-from optimum_memopt.engines.ort import missing
 from optimum_memopt.engines.ort.compat import extensions, installation
+from optimum_memopt.engines.ort.compat.installation import missing
 from optimum_memopt.engines.ort.options import flags
 from optimum_memopt.engines.ort.options.environment import ENV_OPTIONS, KNOWN, from_environment
 from optimum_memopt.engines.ort.options.flags import OrtOptions

@@ -1,4 +1,4 @@
-"""What the engine leaves alone in a process, in several threads, and what is the same in every process."""
+"""State that the engine leaves alone in a process and its threads; tables that are the same in every process."""
 
 import copy
 import importlib
@@ -40,7 +40,7 @@ STEPS = 3
 
 
 def state() -> dict[str, Any]:
-    """What the engine changes for the time of a call."""
+    """Everything that the engine changes for the time of a call."""
     session = importlib.import_module(f"{ortmodule.ORTMODULE}._graph_transition_manager").GraphTransitionManager
     return {
         "environment": dict(os.environ),

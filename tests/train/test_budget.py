@@ -1,28 +1,28 @@
 """Models trained under a budget: gradients are plain PyTorch's, and the allocator never passes the budget."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from allocations import allocated
+from budget_graphs import Within, attach
 
-from optimum_memopt.engines.api.engine import Run
-from optimum_memopt.engines.api.run import Selection
-from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
-from optimum_memopt.engines.compile.graph.candidates import Candidate
+from optimum_memopt.engines.api.run import Run, Selection
+from optimum_memopt.engines.compile.capture import traced_forward
+from optimum_memopt.engines.compile.capture.traced_forward import GraphInForward
+from optimum_memopt.engines.compile.memory import step_context
 from optimum_memopt.engines.compile.memory.footprint import Footprint
-from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.producers.budget import FromBudget
-from optimum_memopt.engines.compile.train import step_budget, step_context
+from optimum_memopt.engines.compile.partition.producers.torch_default import TorchDefault
+from optimum_memopt.engines.compile.predict.planner import Planner, PlannerSpec
 from optimum_memopt.engines.compile.train.engine import CompileEngine
-from optimum_memopt.engines.compile.train.step_budget import StepBudget
 from optimum_memopt.errors import MemOptError
-from optimum_memopt.plans.matching import Matched
+from optimum_memopt.logs import Progress
 from optimum_memopt.plans.table import PlanTable
 from optimum_memopt.sizes import Budget, parse_budget
+from tests.captured import by_bytes
 from tests.compiled import DROPOUT, assert_bitwise_same
 from tests.gradients import accumulate
 from tests.model_zoo import SMALL, ZOO
@@ -35,30 +35,10 @@ from tests.trainer_runs import log_lines
 SLACK = 256
 
 
-@dataclass(frozen=True)
-class Within:
-    """See `Producer`; so many bytes for the graph alone, whatever the step around it holds."""
-
-    bytes: int
-
-    def match(self, candidates: Sequence[Candidate]) -> Matched:
-        return Matched()
-
-    def choose(self, graph: AnalyzedGraph, earlier: Sequence[Choice]) -> Choice:
-        return FromBudget(Budget(f"{self.bytes} bytes", self.bytes)).choose(graph, earlier)
-
-
-def engine_within(budget: int | None) -> CompileEngine:
-    # Sizes that are fixed are traced in half the time; below, those of a step are symbols.
-    producer = None if budget is None else Within(budget)
-    return CompileEngine(compiler="aot_eager", dynamic=False, producer=producer)
-
-
 def trained(name: str, budget: int | None, changes: dict[str, Any], batch: dict[str, torch.Tensor]) -> Any:
     torch.manual_seed(0)
     model = ZOO[name].build(**changes)
-    engine = engine_within(budget)
-    engine.attach(model)
+    engine = attach(model, TorchDefault() if budget is None else Within(budget, by_bytes))
     try:
         torch.manual_seed(1)
         result = accumulate(model, [batch])
@@ -137,7 +117,7 @@ LARGE = tower_batch(64, 60)
 def steady_process() -> Iterator[None]:
     """The process itself grows and shrinks by more than a small model takes."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (step_context, step_budget):
+        for module in (step_context, traced_forward):
             patch.setattr(module, "held_bytes", lambda device: 2**29)
         patch.setattr(step_context, "_GROWTH", 0)
         patch.setattr(step_context, "_GROWTH_SHARE", 0)
@@ -170,19 +150,21 @@ def test_a_budget_bounds_the_whole_step(free: Footprint) -> None:
 
 def test_what_planning_leaves_behind_is_part_of_the_room_to_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the process holds is read before operators are measured, and again when the plan is chosen."""
-    room, budget = step_context.room_to_grow(torch.device("cpu"), 2**29), StepBudget(Run)
+    room, model = step_context.room_to_grow(torch.device("cpu"), 2**29), Tower()
+    spec = PlannerSpec(FromBudget(budget_of(2**30)), Run)
+    state = GraphInForward(tower_batch(2, 3), (), frozenset(), Progress(), is_all=True)
 
-    def constant(held: int) -> int:
+    def constant(planner: Planner, held: int) -> int:
         monkeypatch.setattr(step_context, "held_bytes", lambda device: held)
-        return budget.step(Tower(), tower_batch(2, 3), budget_of(2**30)).outside.constant
+        return planner.step(state).fixed.constant
 
-    first = constant(2**29)
-    assert constant(2**29 + room // 2) == constant(2**29 + room) == first
+    planner = Planner(model, spec)
+    first = constant(planner, 2**29)
+    assert constant(planner, 2**29 + room // 2) == constant(planner, 2**29 + room) == first
     # Grown by more than was expected, it may grow again; what it gives back it may take.
-    assert constant(2**29 + 2 * room) == first + 2 * room
-    assert constant(2**29 - room // 2) == first - room // 2
-    other = budget.for_another(None)
-    assert other.step(Tower(), tower_batch(2, 3), budget_of(2**30)).outside.constant == first - room // 2
+    assert constant(planner, 2**29 + 2 * room) == first + 2 * room
+    assert constant(planner, 2**29 - room // 2) == first - room // 2
+    assert constant(planner.for_another(None, spec), 2**29 - room // 2) == first - room // 2
 
 
 def test_a_larger_batch_is_solved_for_before_it_runs(free: Footprint) -> None:

@@ -13,9 +13,8 @@ import pytest
 from optimum_memopt import MemOptError
 from optimum_memopt.commands.memopt import EnvCommand
 from optimum_memopt.engines.compile.capture.backend import check_compiler
-from optimum_memopt.engines.ort import missing
 from optimum_memopt.engines.ort.compat import extensions, installation
-from optimum_memopt.engines.ort.compat.installation import clash, install_command
+from optimum_memopt.engines.ort.compat.installation import clash, install_command, missing
 from tests import fresh_process
 
 CLI = "import sys; from optimum.commands.optimum_cli import main; sys.argv[0] = 'optimum-cli'; main()"

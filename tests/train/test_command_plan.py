@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from optimum_memopt.commands.memopt import PlanCommand
-from optimum_memopt.engines.ort import missing
+from optimum_memopt.engines.ort.compat.installation import missing
 from optimum_memopt.plans.grammar import parse_file
 from tests.saved_configs import save
 from tests.unit.pages import cells, check_alone

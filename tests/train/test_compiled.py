@@ -7,8 +7,8 @@ import torch
 from torch.nn import functional
 
 from optimum_memopt.engines.api.run import Selection
-from optimum_memopt.engines.compile.predict import step_predictor
-from optimum_memopt.engines.compile.train import step_context, variant
+from optimum_memopt.engines.compile.memory import step_context
+from optimum_memopt.engines.compile.predict import planner, step_predictor
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.sizes import Budget
 from tests.trainer_runs import log_lines
@@ -37,7 +37,7 @@ def trained(
     # The process itself grows and shrinks by more than this model takes.
     for module in (step_context, step_predictor):
         monkeypatch.setattr(module, "constant_of", lambda *held: 2**29)
-    monkeypatch.setattr(variant, "_MOST_COMPILES", compiles)
+    monkeypatch.setattr(planner, "_MOST_COMPILES", compiles)
     torch.manual_seed(0)
     model = Layers()
     chosen = Selection(budget=None if budget is None else Budget(f"{budget} bytes", budget))

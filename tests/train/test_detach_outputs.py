@@ -7,7 +7,7 @@ import torch
 
 from optimum_memopt import MemOptError
 from optimum_memopt.engines.api.run import Selection
-from optimum_memopt.engines.compile.loss.outputs import refusing_gradients
+from optimum_memopt.engines.compile.loss.decide import refusing_gradients
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from tests.gradients import Batch, assert_bitwise_same_step
 from tests.model_zoo import ZOO

@@ -10,7 +10,7 @@ from optimum_memopt.engines.compile.predict.estimate import estimate
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.plans.grammar import parse
-from optimum_memopt.plans.table import Plan, PlanTable
+from optimum_memopt.plans.table import PlanRow, PlanTable
 from optimum_memopt.predict.workload import Workload
 from tests.rotation import nightly
 from tests.saved_configs import save
@@ -62,7 +62,7 @@ def check_fixed_sizes(found: PlanTable, expected: PlanTable) -> None:
     assert rows.keys() <= {plan.config for plan in expected.plans}
     assert len(rows) > 3 and not any(plan.saving_symbolic for plan in found.plans)
     for plan in expected.plans:
-        row = rows.get(plan.config, Plan(plan.config, 0, 0, ""))
+        row = rows.get(plan.config, PlanRow(plan.config, 0, 0, ""))
         small = plan.frequency - row.frequency
         assert 0 <= plan.saving_bytes - row.saving_bytes < 4096 * small or (small, plan.saving_bytes) == (
             0,
@@ -105,7 +105,7 @@ def test_a_model_that_looks_into_its_data_says_so(tmp_path, monkeypatch):
         estimate(Workload(save(tmp_path, "roberta-mlm"), "fill-mask", 2, 8), Selection())
 
 
-def offload_row(table: PlanTable) -> Plan:
+def offload_row(table: PlanTable) -> PlanRow:
     return next(plan for plan in table.enabled if ":3:" in plan.config)
 
 

@@ -14,11 +14,6 @@ def pairs():
     return verses.verse_pairs(0)
 
 
-@pytest.fixture(scope="module")
-def chapter_of():
-    return {verse.web: verse.chapter for verse in verses.aligned_verses()}
-
-
 def test_translations_are_aligned():
     """A known verse, cleaned of the packages' line breaks and backticks."""
     verse = next(v for v in verses.aligned_verses() if v.chapter == 19119 and v.web.startswith("Your word is a lamp"))

@@ -8,12 +8,13 @@ import torch
 from optimum_memopt.engines.api.engine import Run
 from optimum_memopt.engines.api.explanations import FORWARD, SAVED, FailedStep, place_of
 from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.compile.loss.decide import LossMode
+from optimum_memopt.engines.compile.memory import step_context
+from optimum_memopt.engines.compile.partition.captured_graph import no_costs
 from optimum_memopt.engines.compile.partition.producers.torch_default import TorchDefault
 from optimum_memopt.engines.compile.predict import step_predictor, suggestions
-from optimum_memopt.engines.compile.predict.captured import capture
-from optimum_memopt.engines.compile.predict.explain import _no_costs, explain
+from optimum_memopt.engines.compile.predict.explain import capture_failed, explain
 from optimum_memopt.engines.compile.predict.suggestions import peak_of, plain_run
-from optimum_memopt.engines.compile.train import step_context
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.errors import DoesNotFitError
 from optimum_memopt.logs import TimeIsUpError
@@ -114,7 +115,7 @@ def test_a_graph_that_runs_several_times_counts_as_often(frozen):
     model, batch = BrokenLoop(12), {"x": torch.randn(512, 64, requires_grad=frozen)}
     model.requires_grad_(not frozen)
     failed, limited = run_out_with(model, batch, 0.95, rows=512)
-    graphs = capture(model, failed.call, TorchDefault(), "plain", "aot_eager", None, _no_costs)
+    graphs = capture_failed(failed, TorchDefault(), LossMode("plain"), "aot_eager", no_costs)
     assert max(graph.runs for graph in graphs) >= 11
     with LimitedTensors() as free:
         step(model, batch)

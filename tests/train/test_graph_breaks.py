@@ -9,10 +9,10 @@ from torch.nn import functional
 
 from optimum_memopt import plan
 from optimum_memopt.engines.api.run import Selection, StepSpec
+from optimum_memopt.engines.compile.memory import step_context
 from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.compile.predict import step_predictor
 from optimum_memopt.engines.compile.predict.estimate import Estimate, estimate
-from optimum_memopt.engines.compile.train import step_context
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.errors import DoesNotFitError
 from optimum_memopt.predict.workload import ModuleWorkload

@@ -12,7 +12,7 @@ from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from transformers.modeling_outputs import SequenceClassifierOutput as Output
 
 from optimum_memopt import optimize
-from optimum_memopt.engines.ort import missing
+from optimum_memopt.engines.ort.compat.installation import missing
 from optimum_memopt.engines.shared.forward_patch import without_key_value_cache
 from tests.gradients import assert_same_step
 from tests.model_zoo import ZOO

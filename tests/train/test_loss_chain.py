@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from optimum_memopt.engines.compile.loss.decide import plan_losses
+from optimum_memopt.engines.compile.loss.decide import LossMode, decide_losses
 
 WIDTH, CLASSES, IGNORE = 8, 61, -100
 
@@ -65,7 +65,7 @@ def check(head, mode="chunked", reader="", batches=None):
     plain, found = copy.deepcopy(head), []
 
     def backend(module, _):
-        found.append(plan_losses(module.graph, mode, reader))
+        found.append(decide_losses(module.graph, LossMode(mode), reader))
         module.graph.lint()
         module.recompile()
         return module
@@ -171,7 +171,7 @@ def test_logits_that_the_caller_gets_are_computed():
     head, found = Returns(), []
 
     def backend(module, _):
-        found.append(plan_losses(module.graph, "auto", "a callback")[0])
+        found.append(decide_losses(module.graph, LossMode(), "a callback")[0])
         return module
 
     torch._dynamo.reset()
@@ -206,7 +206,7 @@ def test_autocast_around_and_inside(dtype, inside):
     exact = copy.deepcopy(head).double()
 
     def backend(module, _):
-        found.extend(plan_losses(module.graph, "chunked", "")[0])
+        found.extend(decide_losses(module.graph, LossMode("chunked"), "")[0])
         module.recompile()
         return module
 

@@ -20,15 +20,15 @@ import torch
 
 from optimum_memopt.engines.api.engine import Engine
 from optimum_memopt.engines.api.run import Selection
-from optimum_memopt.engines.compile.loss.mode import ROW
+from optimum_memopt.engines.compile.capture import traced_forward
+from optimum_memopt.engines.compile.loss.decide import ROW
 from optimum_memopt.engines.compile.torch_compat.fx_graph import is_random
-from optimum_memopt.engines.compile.train import planned_forward
 from optimum_memopt.engines.shared.auto import create
 from optimum_memopt.engines.shared.forward_patch import without_key_value_cache
 from optimum_memopt.errors import UnsupportedModelError
 from optimum_memopt.options import MemOptOptions, resolve
 from optimum_memopt.plans.grammar import Strategy, parse
-from optimum_memopt.plans.table import Plan, PlanTable
+from optimum_memopt.plans.table import PlanRow, PlanTable
 from tests.gradients import Batch, accumulate, assert_bitwise_same_step, assert_same_step
 from tests.model_zoo import COMPILE_ONLY, SDPA, UNTRAINABLE, ZOO, Case
 from tests.rotation import nightly
@@ -65,7 +65,7 @@ class Pair:
     partitions: list[Partition] = field(default_factory=list)
 
     @functools.cached_property
-    def rows(self) -> tuple[Plan, ...]:
+    def rows(self) -> tuple[PlanRow, ...]:
         """What there is to choose from, whatever is on."""
         if self.engine.plans() is None:
             # Both, which may have running statistics (SegFormer), by the same masks.
@@ -108,12 +108,12 @@ class Pair:
 def recorded(partitions: list[Partition]) -> Iterator[None]:
     """What the compile engine splits meanwhile goes into `partitions`."""
 
-    def partition_joint(*args: Any, **kwargs: Any) -> Partition:
+    def partitioned(*args: Any, **kwargs: Any) -> Partition:
         partitions.append(original(*args, **kwargs))
         return partitions[-1]
 
-    original = planned_forward.partition_joint
-    with mock.patch.object(planned_forward, "partition_joint", partition_joint):
+    original = traced_forward.partitioned
+    with mock.patch.object(traced_forward, "partitioned", partitioned):
         yield
 
 

@@ -9,12 +9,14 @@ import torch
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.measure import measure_case
 from optimum_memopt.measure.measure_case import Case, Measurement, spawn
-from optimum_memopt.plans.table import Plan, PlanTable
+from optimum_memopt.plans.table import PlanRow, PlanTable
 from optimum_memopt.predict.workload import Workload
 from tests.saved_configs import save
 
 CASE = Case(Workload("folder", "fill-mask"), {"memory_opt_level": 1}, steps=3)
-TABLE = PlanTable("ort", (Plan("A+:1:-1,B+:1:-1", 2, 9, "", -1, 2), Plan("C+:1:-1", 1, 5, "")), {"dim": 2}, ("line",))
+TABLE = PlanTable(
+    "ort", (PlanRow("A+:1:-1,B+:1:-1", 2, 9, "", -1, 2), PlanRow("C+:1:-1", 1, 5, "")), {"dim": 2}, ("line",)
+)
 
 
 @pytest.mark.parametrize("case", [CASE, replace(CASE, options=None, activation_checkpointing=True, bf16=True)])

@@ -11,7 +11,7 @@ import torch
 from transformers import RobertaConfig, RobertaForSequenceClassification, Trainer, TrainerCallback, TrainingArguments
 
 from optimum_memopt.callbacks.memory_phases import MemoryPhasesCallback, format_line, format_table, grad_tensors
-from optimum_memopt.logs import get_logger, set_log_level
+from optimum_memopt.logs import set_log_level
 from optimum_memopt.memory import peak_monitor
 from optimum_memopt.memory.peak_monitor import MIB, CpuMemory, CudaMemory
 from tests.trackers import numbers, tracked
@@ -175,12 +175,8 @@ def test_table_and_metrics(train, capsys):
 
 
 def test_devinfo_shows_all_reported_steps_in_the_shape_of_onnx_runtime(train, capsys):
-    before = get_logger().level
     set_log_level("devinfo")
-    try:
-        result = train(roberta(), token_data(), max_steps=4)
-    finally:
-        get_logger().setLevel(before)
+    result = train(roberta(), token_data(), max_steps=4)
     output = capsys.readouterr().err
     for step, phases in result.steps.items():
         for phase, found in phases.items():

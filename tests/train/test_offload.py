@@ -14,8 +14,8 @@ from optimum_memopt.engines.compile.graph.analyzed_graph import Modules
 from optimum_memopt.engines.compile.graph.joint import is_tensor, value
 from optimum_memopt.engines.compile.memory.timeline import graph_timeline
 from optimum_memopt.engines.compile.partition.passes import host_copies
-from optimum_memopt.engines.compile.partition.passes.place_copies import place_copies
 from optimum_memopt.engines.compile.partition.strategies import offload
+from optimum_memopt.engines.compile.partition.strategies.offload import place_copies
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.plans.grammar import Strategy

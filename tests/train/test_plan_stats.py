@@ -7,7 +7,6 @@ import torch
 from transformers import TrainerCallback
 
 from optimum_memopt import PlanStatsCallback, optimize, run_summary
-from optimum_memopt.logs import get_logger
 from tests.trackers import Tracker, numbers, tracked
 from tests.trainer_runs import build, collate, log_lines, make, rows, tables
 
@@ -58,13 +57,9 @@ def test_the_end_sets_the_measured_beside_the_claimed(tmp_path):
 
 @pytest.mark.parametrize(("level", "shown"), [("warning", 0), ("info", 1), ("devinfo", 1)])
 def test_log_levels(tmp_path, level, shown):
-    before = get_logger().level
     trainer = tracked(make(tmp_path, NAME, memory_opt_log_level=level, max_steps=2))
-    try:
-        with log_lines() as lines:
-            trainer.train()
-    finally:
-        get_logger().setLevel(before)
+    with log_lines() as lines:
+        trainer.train()
     assert len(tables(lines)) == shown
     insights = [line for line in lines if line.startswith("rank 0: ")]
     assert len(insights) == (level == "devinfo")

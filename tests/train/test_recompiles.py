@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from optimum_memopt.engines.api.run import Selection
-from optimum_memopt.engines.compile.capture.recompiles import FailedGuards
+from optimum_memopt.engines.compile.capture.recompiles import Recompiles
 from optimum_memopt.engines.compile.torch_compat import dynamo
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.errors import MemOptError
@@ -147,9 +147,9 @@ def test_a_number_that_changes_at_every_step_is_named_once_with_the_way_out() ->
     ],
 )
 def test_advice(guards: list[str], advice: str) -> None:
-    failed = FailedGuards()
-    assert failed.add(guards[0]) == f"recompiled the training graph; failed guard: {guards[0][5:]}"
+    failed = Recompiles()
+    assert failed.note(guards[0]) == f"recompiled the training graph; failed guard: {guards[0][5:]}"
     for guard in guards[1:] * 3:
-        failed.add(guard)
+        failed.note(guard)
     assert advice in failed.advice
     assert guards[-1][5:] in failed.last

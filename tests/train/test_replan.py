@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from optimum_memopt import MemOptError, MemOptTrainingArguments
-from optimum_memopt.engines.compile.train import step_budget, step_context
+from optimum_memopt.engines.compile.capture import traced_forward
+from optimum_memopt.engines.compile.memory import step_context
 from tests.limited_memory import RunsOut
 from tests.rotation import nightly
 from tests.trainer_runs import CASES, arguments, build, collate, log_lines, make, weights
@@ -21,7 +22,7 @@ REPLAN = {**PLAIN, "memory_opt_on_oom": "replan"}
 @pytest.fixture(autouse=True)
 def steady_process(monkeypatch):
     """The process itself takes a thousand times what such a small model does."""
-    for module in (step_context, step_budget):
+    for module in (step_context, traced_forward):
         monkeypatch.setattr(module, "held_bytes", lambda device: 0)
     monkeypatch.setattr(step_context, "_GROWTH", 0)
 

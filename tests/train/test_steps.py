@@ -10,8 +10,8 @@ from optimum_memopt.engines.api.run import Selection, StepSpec
 from optimum_memopt.engines.compile.costs import times
 from optimum_memopt.engines.compile.costs.costs import works
 from optimum_memopt.engines.compile.costs.devices import DEVICES
-from optimum_memopt.engines.compile.predict import build_steps
 from optimum_memopt.engines.compile.predict.estimate import estimate
+from optimum_memopt.engines.compile.predict.steps import of_workload
 from optimum_memopt.predict.advise import advise
 from optimum_memopt.predict.workload import Workload
 from optimum_memopt.sizes import parse_budget
@@ -29,7 +29,7 @@ def folder(tmp_path_factory) -> str:
 @pytest.fixture(scope="module")
 def steps(folder):
     workload = Workload(folder, "text-generation", seq_len=LENGTH)
-    return build_steps.of_workload(workload, parse_budget("1GiB"), StepSpec("h100", "aot_eager"))
+    return of_workload(workload, parse_budget("1GiB"), StepSpec("h100", "aot_eager"))
 
 
 def plan(steps, name: str, chunks_loss: bool = False):
@@ -62,7 +62,7 @@ def test_level_1_takes_what_its_own_trace_is_predicted_to_take(steps, folder):
 
 def test_without_a_plan_no_product_is_computed_twice(steps):
     """As torch's own partition has it, which saves views."""
-    for graph in steps._graphs.values():
+    for graph in steps.graphs.values():
         problem, found = graph._problem(24), graph._simulation("no plan", 24)
         assert not {problem.kinds[node] for node in found.recomputed} & {"aten.addmm.default", "aten.bmm.default"}
         assert found.peak <= graph._solver(24).everything.peak
@@ -103,19 +103,18 @@ def test_what_a_step_takes_grows_with_the_rows(steps):
 
 
 def test_work_follows_from_that_of_two_batches(steps):
-    for graph in steps._graphs.values():
-        traced = graph._traced
-        sizes = partial(traced.sizes, tokens=LENGTH)
-        found = times.estimated(traced.graph, sizes, DEVICES["H100"])(240)
-        exact = [times._on(DEVICES["H100"], work) for work in works(traced.graph.joint, sizes(240))]
+    for graph in steps.graphs.values():
+        analyzed, sizes = graph._graph.analyzed, partial(graph._graph.sizes_of, tokens=LENGTH)
+        found = times.estimated(analyzed, sizes, DEVICES["H100"])(240)
+        exact = [times._on(DEVICES["H100"], work) for work in works(analyzed.joint, sizes(240))]
         assert found.seconds == pytest.approx([seconds for seconds, _ in exact])
         assert list(found.bounds) == [bound for _, bound in exact]
 
 
 def test_operators_are_measured_on_this_machine(steps):
-    traced = steps._graphs[False]._traced
-    sizes = partial(traced.sizes, tokens=LENGTH)
-    measured = times.measured(traced.graph, sizes, torch.device("cpu"), False, 2**30, peak=lambda rows: rows)
+    graph = steps.graphs[False]._graph
+    sizes = partial(graph.sizes_of, tokens=LENGTH)
+    measured = times.measured(graph.analyzed, sizes, torch.device("cpu"), False, 2**30, peak=lambda rows: rows)
     one, many = measured(1), measured(64)
     assert sum(one.seconds) < sum(many.seconds)
     assert one.source == "measured"
@@ -124,17 +123,17 @@ def test_operators_are_measured_on_this_machine(steps):
 
 
 def test_operators_take_a_part_of_what_the_graph_takes(steps, monkeypatch):
-    traced = steps._graphs[False]._traced
-    sizes = partial(traced.sizes, tokens=LENGTH)
+    graph = steps.graphs[False]._graph
+    sizes = partial(graph.sizes_of, tokens=LENGTH)
     asked = []
 
-    def whole(graph, batches):
+    def whole(analyzed, batches):
         asked.extend(batches)
         return [float(number) for number in range(1, len(batches) + 1)]
 
     def measured(within):
         return times.measured(
-            traced.graph, sizes, torch.device("cpu"), False, 2**30, lambda rows: 2**30 if rows <= within else 2**31
+            graph.analyzed, sizes, torch.device("cpu"), False, 2**30, lambda rows: 2**30 if rows <= within else 2**31
         )
 
     monkeypatch.setattr(times, "_LONG", 60.0)
@@ -152,7 +151,7 @@ def test_operators_take_a_part_of_what_the_graph_takes(steps, monkeypatch):
 
 def test_a_budget_below_level_1_takes_memory_of_the_host(steps):
     rows = 2000
-    graph = steps._graphs[False]
+    graph = steps.graphs[False]
     floor = graph._peak(graph._solver(rows).layers_recomputed, rows, False)
     within = steps.within(floor - 2**20)
     chosen = plan(within, "budget")

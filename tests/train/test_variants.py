@@ -11,9 +11,10 @@ from transformers import default_data_collator
 
 from optimum_memopt.engines.api.engine import Run
 from optimum_memopt.engines.api.run import LargestBatch, Selection
+from optimum_memopt.engines.compile.capture import traced_forward
+from optimum_memopt.engines.compile.memory import step_context
 from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.compile.predict import step_predictor
-from optimum_memopt.engines.compile.train import step_budget, step_context
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.memory.peak_monitor import MIB
 from optimum_memopt.sizes import Budget
@@ -38,7 +39,7 @@ def _steady_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def hold(monkeypatch: pytest.MonkeyPatch, held: int) -> None:
-    for module in (step_context, step_budget):
+    for module in (step_context, traced_forward):
         monkeypatch.setattr(module, "held_bytes", lambda device: held)
 
 

@@ -3,16 +3,16 @@
 from dataclasses import replace
 
 from optimum_memopt.engines.api.predictions import CATEGORIES, CurvePoint, Frontier, Group, Phase, StepTimeline
-from optimum_memopt.plans.table import Plan, PlanTable
+from optimum_memopt.plans.table import PlanRow, PlanTable
 from optimum_memopt.report.data import MeasuredPhase, MeasuredStep, ReportData
 
 MIB = 2**20
 TABLE = PlanTable(
     "compile",
     (
-        Plan("Gelu+:1:-1", 6, 65_470_464, "36864*rows*length", -1, 6, applied_saving_bytes=65_470_464),
-        Plan("A<b>&c+:1:-1", 2, 1_234_567, "7*rows", 0, 0, note="<i>not</i> worth it"),
-        Plan("Where+:1:-1", 1, None, "", 0, 0),
+        PlanRow("Gelu+:1:-1", 6, 65_470_464, "36864*rows*length", -1, 6, applied_saving_bytes=65_470_464),
+        PlanRow("A<b>&c+:1:-1", 2, 1_234_567, "7*rows", 0, 0, note="<i>not</i> worth it"),
+        PlanRow("Where+:1:-1", 1, None, "", 0, 0),
     ),
     {"inputs_input_ids_dim0": 16, "inputs_input_ids_dim1": 111},
     ("Model<x> on cpu by aot_eager, level 1", "Predicted: a & b"),

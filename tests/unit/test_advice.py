@@ -10,15 +10,15 @@ from optimum_memopt.engines.api.predictions import (
     LAUNCHES,
     OPTIMIZER_PART,
     PredictedStep,
-    StepPlan,
+    Technique,
 )
 from optimum_memopt.errors import DoesNotFitError
 from optimum_memopt.predict.advise import advise, to_dict, to_text
 
 GIB = 2**30
-NO_PLAN = StepPlan("no plan")
-LEVEL_1 = StepPlan("level 1", ("--memory_opt_level 1",))
-THEIRS = StepPlan("Trainer's checkpointing, every layer", is_own=False)
+NO_PLAN = Technique("no plan")
+LEVEL_1 = Technique("level 1", ("--memory_opt_level 1",))
+THEIRS = Technique("Trainer's checkpointing, every layer", is_own=False)
 # Bytes of a row, and seconds over those of no plan.
 ROW = {NO_PLAN: 4 * GIB, LEVEL_1: GIB, THEIRS: GIB // 2}
 SLOWER = {NO_PLAN: 1.0, LEVEL_1: 1.3, THEIRS: 1.4}
@@ -32,23 +32,23 @@ class MadeUp:
     budget: int = 40 * GIB
     optimizer: float = 0.0
     slow: int = 10**9
-    plans: tuple[StepPlan, ...] = (NO_PLAN, LEVEL_1, THEIRS)
+    plans: tuple[Technique, ...] = (NO_PLAN, LEVEL_1, THEIRS)
     model = "MadeUpForCausalLM"
     device = "H100"
     costs = "made-up"
     tokens = 512
     looked: set[tuple[str, int]] = field(default_factory=set)
 
-    def _peak(self, plan: StepPlan, rows: int, accumulates: bool) -> int:
+    def _peak(self, plan: Technique, rows: int, accumulates: bool) -> int:
         return (8 + 2 * accumulates) * GIB + ROW[plan] * rows
 
-    def fits(self, plan: StepPlan, rows: int, accumulates: bool) -> bool:
+    def fits(self, plan: Technique, rows: int, accumulates: bool) -> bool:
         return self._peak(plan, rows, accumulates) <= self.budget
 
-    def lowest(self, plan: StepPlan, accumulates: bool) -> int:
+    def lowest(self, plan: Technique, accumulates: bool) -> int:
         return self._peak(plan, 1, accumulates)
 
-    def step(self, plan: StepPlan, rows: int, accumulates: bool) -> PredictedStep:
+    def step(self, plan: Technique, rows: int, accumulates: bool) -> PredictedStep:
         assert self.fits(plan, rows, accumulates)
         self.looked.add((plan.name, rows))
         computing = 0.01 * rows * SLOWER[plan] * (5 if rows >= self.slow else 1)
@@ -116,7 +116,7 @@ def test_what_does_not_fit_is_said():
 
 def test_memory_of_the_host_is_said():
     class Offloading(MadeUp):
-        def step(self, plan: StepPlan, rows: int, accumulates: bool) -> PredictedStep:
+        def step(self, plan: Technique, rows: int, accumulates: bool) -> PredictedStep:
             return replace(super().step(plan, rows, accumulates), host_bytes=3 * GIB)
 
     for predictor, said in ((MadeUp(), "24.00 GiB."), (Offloading(), "24.00 GiB and 3.00 GiB on the host.")):

@@ -24,7 +24,7 @@ from loss_worker import PLAIN, is_chunked_by_auto
 
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.measure.measure_case import Measurement
-from optimum_memopt.plans.table import Plan, PlanTable
+from optimum_memopt.plans.table import PlanRow, PlanTable
 from optimum_memopt.predict.workload import Workload
 from tests.saved_configs import save
 
@@ -201,7 +201,7 @@ def test_who_takes_part():
         "ort: level 2",
     ]
     assert {one.family for one in found} == set(frontier.MARKERS)
-    table = PlanTable("compile", (Plan("A+:1:-1", 1, 9, ""), Plan("B+:2:-1", 1, 5, "")))
+    table = PlanTable("compile", (PlanRow("A+:1:-1", 1, 9, ""), PlanRow("B+:2:-1", 1, 5, "")))
     none = Measurement(1, 1, 1, table=table)
     (row,) = baselines.rows(lambda **own: Baseline(workload, **own), "inductor", none, 1)
     assert row.name == "compile: A+, inductor" and row.options["memory_opt_config"] == "A+:1:-1"
@@ -323,7 +323,7 @@ def test_errors_of_gradients():
 
 def test_all_rows_but_the_loss_are_offloaded():
     rows = [
-        Plan(config=config, frequency=1, saving_bytes=1, saving_symbolic="")
+        PlanRow(config=config, frequency=1, saving_bytes=1, saving_symbolic="")
         for config in ("Gelu+:1:-1", "Gelu+:2:-1", "Loss+:1:-1", "Attention+:3:-1")
     ]
     assert offload_config(rows) == "Gelu+:3:-1,Attention+:3:-1"

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import TrainingArguments
 
-from optimum_memopt.engines.compile.train import support_checks
+from optimum_memopt.engines.compile.capture import support_checks
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
 
 

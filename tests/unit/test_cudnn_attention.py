@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import fx
 
-from optimum_memopt.engines.compile.torch_compat import cudnn_attention
+from optimum_memopt.engines.compile.torch_compat import kernels
 from optimum_memopt.engines.compile.torch_compat.dynamo import fake_tensors
 
 
@@ -39,16 +39,16 @@ def graph(
 @pytest.mark.parametrize("length", [64, 192, 704])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_mask_and_a_length_that_fails(length, dtype):
-    said = cudnn_attention.warning(graph(length, dtype=dtype))
+    said = kernels.cudnn_attention_warning(graph(length, dtype=dtype))
     assert "without cuDNN 9.20.0" in said and "issues/196678" in said and "\n" not in said
-    assert cudnn_attention.warning(graph(length, by_name=False)) == said
+    assert kernels.cudnn_attention_warning(graph(length, by_name=False)) == said
 
 
 def test_a_symbolic_length_may_become_one():
     made = graph()
     key = made.find_nodes(op="placeholder")[1]
     key.meta["example_value"] = _Symbolic(key.meta["example_value"])
-    assert cudnn_attention.warning(made)
+    assert kernels.cudnn_attention_warning(made)
 
 
 class _Symbolic(torch.Tensor):
@@ -72,7 +72,7 @@ class _Symbolic(torch.Tensor):
     ids=str,
 )
 def test_other_calls_keep_cudnn(harmless):
-    assert cudnn_attention.warning(graph(**harmless)) == ""
+    assert kernels.cudnn_attention_warning(graph(**harmless)) == ""
 
 
 @pytest.mark.parametrize(
@@ -87,14 +87,14 @@ def test_other_calls_keep_cudnn(harmless):
     ],
 )
 def test_elsewhere_cudnn_is_right_or_not_taken(monkeypatch, owner, name, value):
-    assert cudnn_attention.warning(graph())
+    assert kernels.cudnn_attention_warning(graph())
     monkeypatch.setattr(owner, name, value)
-    assert cudnn_attention.warning(graph()) == ""
+    assert kernels.cudnn_attention_warning(graph()) == ""
 
 
 def test_the_switch_is_given_back():
     before = torch.backends.cuda.cudnn_sdp_enabled()
-    with pytest.raises(KeyError), cudnn_attention.avoided():
+    with pytest.raises(KeyError), kernels.without_cudnn_attention():
         assert not torch.backends.cuda.cudnn_sdp_enabled()
         raise KeyError
     assert torch.backends.cuda.cudnn_sdp_enabled() == before

@@ -8,13 +8,6 @@ from tqdm.auto import tqdm
 from optimum_memopt.logs import LOG_LEVELS, LOGGER_NAME, get_logger, rank, set_log_level
 
 
-@pytest.fixture(autouse=True)
-def _level():
-    before = get_logger().level
-    yield
-    get_logger().setLevel(before)
-
-
 def say(level, message):
     get_logger().log(LOG_LEVELS[level], message)
 

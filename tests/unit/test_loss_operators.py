@@ -7,8 +7,7 @@ import torch
 from allocations import allocated
 from torch.nn import functional
 
-from optimum_memopt.engines.compile.loss.chunks import LossShape
-from optimum_memopt.engines.compile.loss.operator import chunked_loss
+from optimum_memopt.engines.compile.loss.operator import LossShape, chunked_loss
 from optimum_memopt.engines.compile.memory.inductor_memory import _StorageTracker
 
 WIDTH, CLASSES = 16, 53

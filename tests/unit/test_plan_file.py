@@ -9,11 +9,13 @@ import pytest
 
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.plans.grammar import ConfigError, parse_file
-from optimum_memopt.plans.plan_file import GraphPlan, GraphSignature, LayerPlan, PlanFile
+from optimum_memopt.plans.plan_file import GraphEntry, GraphSignature, LayerEntry, PlanFile
 
 SIGNATURE = GraphSignature({"float32": (12, 3400), "int64": (1, 8)}, {"addmm": 24, "gelu": 12}, "12ab")
-LAYERS = LayerPlan(("h.0", "h.1"), recompute=("mlp.act/gelu",), offload=("attn/addmm",), save=("attn/randint#2",))
-PLAN = PlanFile("budget 24.00 GiB", "chunked", {"model": "GPT2LMHeadModel"}, (GraphPlan(SIGNATURE, False, (LAYERS,)),))
+LAYERS = LayerEntry(("h.0", "h.1"), recompute=("mlp.act/gelu",), offload=("attn/addmm",), save=("attn/randint#2",))
+PLAN = PlanFile(
+    "budget 24.00 GiB", "chunked", {"model": "GPT2LMHeadModel"}, (GraphEntry(SIGNATURE, False, (LAYERS,)),)
+)
 
 
 def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optimum_memopt.plans.table import Plan, PlanTable, canonical_symbols, evaluated, simplified, sorted_plans
+from optimum_memopt.plans.table import PlanRow, PlanTable, canonical_symbols, evaluated, simplified, sorted_plans
 
 PLAN = st.builds(
-    Plan,
+    PlanRow,
     config=st.sampled_from(["Gelu+:1:-1", "Add+:1:-1", "Softmax+:2:-1", "A+:1:-1,B+:1:-1"]),
     frequency=st.integers(1, 100),
     saving_bytes=st.none() | st.integers(0, 3),
@@ -46,14 +46,14 @@ def test_order_is_the_same_whatever_order_the_rows_come_in(plans, generator):
 
 def test_largest_saving_first_unknown_last_ties_by_config():
     rows = [("B+:1:-1", 5), ("A+:1:-1", 5), ("D+:1:-1", None), ("C+:1:-1", 9), ("E+:1:-1", 0)]
-    plans = [Plan(config, 1, saving, "") for config, saving in rows]
+    plans = [PlanRow(config, 1, saving, "") for config, saving in rows]
     assert [plan.config[0] for plan in sorted_plans(plans)] == list("CABED")
 
 
 def test_what_is_on_and_claimed():
-    on = Plan("A+:1:-1,B+:1:-1", 2, 100, "100", requested_count=-1, applied_count=1)
-    unknown = Plan("C+:1:-1", 2, None, "x", requested_count=-1, applied_count=2)
-    idle = Plan("D+:1:-1", 2, 1000, "1000", requested_count=-1, applied_count=0)
+    on = PlanRow("A+:1:-1,B+:1:-1", 2, 100, "100", requested_count=-1, applied_count=1)
+    unknown = PlanRow("C+:1:-1", 2, None, "x", requested_count=-1, applied_count=2)
+    idle = PlanRow("D+:1:-1", 2, 1000, "1000", requested_count=-1, applied_count=0)
     table = PlanTable("ort", (on, unknown, idle))
     assert table.enabled == (on, unknown)
     assert table.claimed_saving_bytes == 100
@@ -122,7 +122,7 @@ class Cells(HTMLParser):
 
 
 def test_a_notebook_shows_the_same_cells_and_no_markup_of_the_model():
-    plan = Plan("A+:1:-1", 2, 1000, "4*s<b>", requested_count=-1, applied_count=2)
+    plan = PlanRow("A+:1:-1", 2, 1000, "4*s<b>", requested_count=-1, applied_count=2)
     table = PlanTable("ort", (plan,), {"inputs_x_dim0": 3}, ("<script>Model</script> on cpu",))
     cells = Cells(table._repr_html_())
     text = table.to_text().splitlines()
@@ -134,13 +134,13 @@ def test_a_notebook_shows_the_same_cells_and_no_markup_of_the_model():
 
 
 def test_large_numbers_are_readable():
-    text = PlanTable("ort", (Plan("A+:1:-1", 1, 1234567890, "", applied_count=1),)).to_text()
+    text = PlanTable("ort", (PlanRow("A+:1:-1", 1, 1234567890, "", applied_count=1),)).to_text()
     assert "1,234,567,890" in text
     assert "1177.4 MiB" in text
 
 
 def test_measured_savings_stand_beside_the_claimed():
-    table = PlanTable("ort", (Plan("A+:1:-1", 1, 5000, ""), Plan("B+:1:-1,C+:1:-1", 1, 4000, "")))
+    table = PlanTable("ort", (PlanRow("A+:1:-1", 1, 5000, ""), PlanRow("B+:1:-1,C+:1:-1", 1, 4000, "")))
     measured = table.with_measured({"A+:1:-1": -1234567})
     assert [plan.measured_saving_bytes for plan in measured.plans] == [-1234567, None]
     assert "-1,234,567" in measured.to_text()

@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from optimum_memopt import MemOptError, MemOptOptions, Plan, PlanTable
+from optimum_memopt import MemOptError, MemOptOptions, PlanRow, PlanTable
 from optimum_memopt.distributed import describe_difference, digest, facts, failure
 from optimum_memopt.engines.ort.compat.installation import DISTRIBUTIONS
 from optimum_memopt.installed import installed_version
 from optimum_memopt.plans.plan_file import PlanFile
 
-PLAN = Plan("Gelu+:1:-1", 2, 1024, "8*inputs_input_ids_dim0", requested_count=-1, applied_count=2)
-OTHER = Plan("Dropout+:1:-1", 3, 512, "4*inputs_input_ids_dim0")
+PLAN = PlanRow("Gelu+:1:-1", 2, 1024, "8*inputs_input_ids_dim0", requested_count=-1, applied_count=2)
+OTHER = PlanRow("Dropout+:1:-1", 3, 512, "4*inputs_input_ids_dim0")
 TABLE = PlanTable("ort", (PLAN, OTHER), {"inputs_input_ids_dim0": 4}, ("Model on CPUExecutionProvider",))
 OPTIONS = MemOptOptions(memory_opt_config="Gelu+:1:-1")
 OWN = facts("ort", OPTIONS, TABLE)
@@ -30,7 +30,7 @@ def test_another_first_batch_is_no_difference():
 
 def test_what_the_first_batch_decides_is_no_difference():
     """The chunked loss, which few tokens are not worth, and what a budget recomputes."""
-    loss = Plan("Loss+:1:-1", 1, 4096, "", applied_count=1, depends_on_batch=True)
+    loss = PlanRow("Loss+:1:-1", 1, 4096, "", applied_count=1, depends_on_batch=True)
     assert facts("ort", OPTIONS, replace(TABLE, plans=(*TABLE.plans, loss))) == OWN
     budget = MemOptOptions(memory_opt_engine="compile", memory_opt_budget="24GiB")
     fewer = replace(TABLE, plans=(replace(PLAN, applied_count=1), OTHER))

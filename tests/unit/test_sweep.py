@@ -5,7 +5,7 @@ import pytest
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.measure.measure_case import Case, Measurement
 from optimum_memopt.measure.sweep import sweep
-from optimum_memopt.plans.table import Plan, PlanTable
+from optimum_memopt.plans.table import PlanRow, PlanTable
 from optimum_memopt.predict.workload import Workload
 
 MIB = 2**20
@@ -29,7 +29,7 @@ class Machine:
             raise MemOptError(f"ONNX Runtime fails on {config or level}")
         on = {row for row in SAVINGS if set(row.split(",")) <= set(asked)}
         plans = tuple(
-            Plan(row, 2, round(CLAIMS[row] * MIB), "", requested_count=-(row in on), applied_count=2 * (row in on))
+            PlanRow(row, 2, round(CLAIMS[row] * MIB), "", requested_count=-(row in on), applied_count=2 * (row in on))
             for row in SAVINGS
         )
         peak = 1000 - sum(SAVINGS[row] for row in on) - (self.layered if level else 0)

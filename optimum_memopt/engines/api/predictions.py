@@ -278,7 +278,7 @@ COPIES = "copies to the host"
 
 
 @dataclass(frozen=True)
-class StepPlan:
+class Technique:
     """A way to train a model.
 
     Attributes:
@@ -357,9 +357,9 @@ class StepPredictor(Protocol):
     def tokens(self) -> int: ...
 
     @property
-    def plans(self) -> tuple[StepPlan, ...]: ...
+    def plans(self) -> tuple[Technique, ...]: ...
 
-    def fits(self, plan: StepPlan, rows: int, accumulates: bool) -> bool:
+    def fits(self, plan: Technique, rows: int, accumulates: bool) -> bool:
         """True where the peak of a step is within the budget.
 
         Args:
@@ -368,10 +368,10 @@ class StepPredictor(Protocol):
             accumulates: gradients of several micro-batches add up.
         """
 
-    def step(self, plan: StepPlan, rows: int, accumulates: bool) -> PredictedStep:
+    def step(self, plan: Technique, rows: int, accumulates: bool) -> PredictedStep:
         """A step that fits; arguments as in `fits`."""
 
-    def lowest(self, plan: StepPlan, accumulates: bool) -> int:
+    def lowest(self, plan: Technique, accumulates: bool) -> int:
         """The peak with a micro-batch of one row, in bytes."""
 
     def evaluation(self, rows: int) -> int:

@@ -108,7 +108,7 @@ def test_two_processes_on_the_cpu(material, tmp_path):
     check_trained(run_glue(command, material, tmp_path, "--memory_opt_config", "BiasGelu+:1:-1"))
 
 
-@pytest.mark.nightly
+@pytest.mark.extensions
 @needs_deepspeed
 @needs_compiler
 @pytest.mark.parametrize("stage", [2, 3])
@@ -123,7 +123,7 @@ def test_two_processes_of_deepspeed(material, tmp_path, stage):
         check_trained(done)
 
 
-@pytest.mark.nightly
+@pytest.mark.extensions
 @needs_deepspeed
 @needs_compiler
 @pytest.mark.timeout(1200)

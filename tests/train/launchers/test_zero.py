@@ -10,7 +10,7 @@ import itertools
 
 import pytest
 
-from optimum_memopt.engines.compile.loss.mode import ROW
+from optimum_memopt.engines.compile.loss.decide import ROW
 from tests.train.launchers.launching import alone, launcher, needs_compiler, needs_deepspeed, run_jobs
 from tests.train.launchers.worker import Job
 from tests.trainer_runs import distance
@@ -31,7 +31,9 @@ def cells() -> list:
     found = []
     for cell in itertools.product(LAUNCHERS, STAGES, (OF_TORCH, OF_DEEPSPEED)):
         name, stage, optimizers = cell
-        marks = [] if cell in QUICK else [pytest.mark.nightly]
+        marks = (
+            [] if cell in QUICK else [pytest.mark.extensions if optimizers is OF_DEEPSPEED else pytest.mark.nightly]
+        )
         if stage is not None or name == "deepspeed" or optimizers is OF_DEEPSPEED:
             marks += [needs_deepspeed, needs_compiler]
         kind = "torch" if optimizers is OF_TORCH else "deepspeed"

@@ -1,8 +1,4 @@
-"""What one rank computes for all of them.
-
-By the key-value store of the process group, not by a collective operation: that every rank would have to reach, also
-where only one of them compiles again.
-"""
+"""Costs of operators: from the machine's cache, from another rank, or measured now."""
 
 import contextlib
 import hashlib
@@ -11,6 +7,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,21 +15,37 @@ import psutil
 import torch
 from filelock import FileLock, Timeout
 
-from optimum_memopt.engines.compile.costs.costs import Measured
+from optimum_memopt.compat import store_of_ranks
+from optimum_memopt.engines.compile.costs.costs import Costs, Measured, measured, roofline, works
+from optimum_memopt.engines.compile.costs.devices import Device
+from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
+from optimum_memopt.memory.peak_monitor import held_bytes
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 
+# Bytes that operators are measured with however little is left of a budget: without any measured rate all plans would
+# seem to take no time.
+_LEAST_MEASURED = 4 * 2**20
+# Seconds that a rank waits for what another one measures, which takes two at most, behind the lock of a cache.
+_RANK_WAIT = 60.0
 # Seconds between two looks into the store.
 _LOOK = 0.05
+# Seconds that a process waits for the lock: those that start together measure one after the other, the later ones what
+# is new to them, two seconds each at most (`measured`).
+_LOCK_WAIT = 30.0
+# No operator takes an hour, nor a buffer of 256 TiB.
+_MOST_SECONDS, _MOST_BYTES = 3600, 2**48
 
 
 def computed_once(store: "Store", name: str, compute: Callable[[], str], wait: float) -> str:
-    """What the first rank that asks for `name` computes, and all others take from it.
+    """The text that the first rank that asks for `name` computes, and all others take from it.
+
+    By the key-value store of the process group, not by a collective operation: that every rank would have to reach,
+    also where only one of them compiles again.
 
     Args:
-        store: of the process group.
         name: all that the result depends on.
         compute: called on the first rank; on another one, if the first has failed or has not answered in time.
         wait: seconds that another rank waits.
@@ -44,25 +57,18 @@ def computed_once(store: "Store", name: str, compute: Callable[[], str], wait: f
     except RuntimeError:
         return compute()
     if is_first:
-        found = ""
+        text = ""
         try:
-            found = compute()
+            text = compute()
         finally:
-            store.set(key, found)
-        return found
+            store.set(key, text)
+        return text
     end = time.monotonic() + wait
     while not store.check([key]):
         if time.monotonic() > end:
             return compute()
         time.sleep(_LOOK)
     return store.get(key).decode() or compute()
-
-
-# Ranks that start together measure one after the other, the later ones what is new to them: two seconds each at most
-# (`costs.measured`). Longer than that, a lock is not worth waiting for.
-_WAIT = 30.0
-# No operator takes an hour, nor a buffer of 256 TiB.
-_MOST_SECONDS, _MOST_BYTES = 3600, 2**48
 
 
 def cache_path(device: torch.device) -> Path:
@@ -76,7 +82,6 @@ def cache_path(device: torch.device) -> Path:
 
 
 def _home() -> Path:
-    """The user's, else a folder for temporary files, as torch's own compiler takes one."""
     try:
         return Path.home()
     # Neither HOME nor an entry for the user, as in a container that runs under any number.
@@ -87,48 +92,74 @@ def _home() -> Path:
 @contextlib.contextmanager
 def known_costs(path: Path) -> Iterator[dict[str, Measured]]:
     """Costs by operator, to read and to add to; written back afterwards. What is no cost in a file is left out, and
-    measured again.
-
-    Only one process has them at a time, where the file system has locks.
-
-    Args:
-        path: see `cache_path`.
-    """
+    measured again. Only one process has them at a time, where the file system has locks."""
     with contextlib.ExitStack() as held:
         with contextlib.suppress(OSError, NotImplementedError, Timeout):
             path.parent.mkdir(parents=True, exist_ok=True)
-            held.enter_context(FileLock(path.with_suffix(".lock"), timeout=_WAIT))
+            held.enter_context(FileLock(path.with_suffix(".lock"), timeout=_LOCK_WAIT))
         known = _read(path)
         before = len(known)
         yield known
         if len(known) > before:
-            _write(path, known)
+            # Whole, for a reader that has not got the lock; a folder that cannot be written to has no cache.
+            # In a folder that goes whatever fails, as on a full disk.
+            with contextlib.suppress(OSError), tempfile.TemporaryDirectory(dir=path.parent) as folder:
+                written = Path(folder) / path.name
+                written.write_text(json.dumps(known), encoding="utf-8")
+                written.replace(path)
 
 
 def _read(path: Path) -> dict[str, Measured]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        entries = json.loads(path.read_text(encoding="utf-8"))
     # RecursionError: nested too deeply.
     except (OSError, ValueError, RecursionError):
         return {}
-    if not isinstance(found, dict):
+    if not isinstance(entries, dict):
         return {}
-    return {key: Measured(float(one[0]), one[1]) for key, one in found.items() if _is_cost(one)}
+    return {key: Measured(float(entry[0]), entry[1]) for key, entry in entries.items() if _is_cost(entry)}
 
 
-def _is_cost(found: Any) -> bool:
-    if not isinstance(found, list) or len(found) != 2:
+def _is_cost(entry: Any) -> bool:
+    if not isinstance(entry, list) or len(entry) != 2:
         return False
-    seconds, workspace = found
+    seconds, workspace = entry
     # Exact types, since true is a number of Python's; NaN compares as false.
     is_time = type(seconds) in (int, float) and 0 < seconds <= _MOST_SECONDS
     return is_time and type(workspace) is int and 0 <= workspace <= _MOST_BYTES
 
 
-def _write(path: Path, known: dict[str, Measured]) -> None:
-    # Whole, for a reader that has not got the lock; a folder that cannot be written to has no cache.
-    # In a folder that goes whatever fails, as on a full disk.
-    with contextlib.suppress(OSError), tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        written = Path(folder) / path.name
-        written.write_text(json.dumps(known), encoding="utf-8")
-        written.replace(path)
+def costs_of(
+    graph: AnalyzedGraph,
+    device: torch.device,
+    fused: bool,
+    target: Device | None = None,
+    most: int | None = None,
+) -> Costs:
+    """The costs of all operators of a graph.
+
+    Ranks with the same device plan with what one of them has measured, also on several machines: two measurements are
+    never equal, and two plans may have different peaks.
+
+    Args:
+        fused: a compiler fuses what is bound by memory.
+        target: estimate for this device instead, where inductor is the default.
+        most: bytes that the process may hold while it measures; None: all that is available.
+    """
+    if target is not None:
+        return roofline(graph.joint, graph.size_hints, target, fused=True)
+    path, of_joint = cache_path(device), works(graph.joint, graph.size_hints)
+    room = None if most is None else max(_LEAST_MEASURED, most - held_bytes(device))
+    costs = partial(measured, graph.joint, graph.size_hints, of_joint, fused, room=room)
+    if (store := store_of_ranks()) is None:
+        with known_costs(path) as known:
+            return costs(known)
+    operators = sorted({work.key for work in of_joint if work is not None})
+
+    def measure() -> str:
+        with known_costs(path) as known:
+            costs(known)
+            return json.dumps({operator: known[operator] for operator in operators if operator in known})
+
+    of_ranks = json.loads(computed_once(store, "\n".join((path.name, *operators)), measure, _RANK_WAIT))
+    return costs({operator: Measured(*cost) for operator, cost in of_ranks.items()}, limit=0)

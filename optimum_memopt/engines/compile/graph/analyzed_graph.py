@@ -145,7 +145,7 @@ class AnalyzedGraph:
         constants: see `find_constants`.
         paths: see `node_paths`.
         signature: see `signature_of`.
-        partition_by_torch: torch's own forward and backward graphs; changes the joint graph (CSE).
+        partition_by_torch: makes torch's own forward and backward graphs.
         cuda: the CUDA device that the graph is for; None: its tensors are elsewhere.
     """
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class OtherGraphs:
+class SiblingGraphs:
     """What a forward holds around one of its graphs, where graph breaks split it.
 
     Attributes:
@@ -67,7 +67,7 @@ class OtherGraphs:
         return max(self.in_forward(left), (self.runs - 1) * gradients) + self.gradients
 
 
-ALONE = OtherGraphs()
+ALONE = SiblingGraphs()
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Problem:
         activations: roots of the saved activations.
         boundaries: roots computed in one layer and read in another.
         constants: saved activations that no plan by name saves.
-        others: graphs of the same forward.
+        siblings: graphs of the same forward.
     """
 
     names: tuple[str, ...]
@@ -128,7 +128,7 @@ class Problem:
     activations: frozenset[int]
     boundaries: frozenset[int]
     constants: frozenset[int] = frozenset()
-    others: OtherGraphs = ALONE
+    siblings: SiblingGraphs = ALONE
 
     @cached_property
     def users(self) -> tuple[tuple[int, ...], ...]:

@@ -86,17 +86,17 @@ def simulate(problem: Problem, saved: frozenset[int]) -> Simulation:
     backward = _run(problem, _raise_picks(problem, order), problem.backward_outputs, owned, stashed + given)
     is_forward = problem.is_forward
     recomputed = tuple(node for node in backward.order if is_forward[node])
-    if problem.others != ALONE:
-        forward, backward = _among_others(problem, forward, backward, given)
+    if problem.siblings != ALONE:
+        forward, backward = _with_siblings(problem, forward, backward, given)
     return Simulation(saved, forward, backward, stashed, recomputed)
 
 
-def _among_others(problem: Problem, forward: Run, backward: Run, given: int) -> tuple[Run, Run]:
+def _with_siblings(problem: Problem, forward: Run, backward: Run, given: int) -> tuple[Run, Run]:
     """Both runs with what other graphs of the forward hold meanwhile; `given` are the bytes of its tangents."""
-    others, left = problem.others, forward.end
-    during = [size + others.in_forward(left) for size in forward.held]
-    during[-1:] = [max(size, others.between(left)) for size in during[-1:]]
-    beside = others.in_backward(left, backward.end - given)
+    siblings, left = problem.siblings, forward.end
+    during = [size + siblings.in_forward(left) for size in forward.held]
+    during[-1:] = [max(size, siblings.between(left)) for size in during[-1:]]
+    beside = siblings.in_backward(left, backward.end - given)
     return (
         replace(forward, held=tuple(during)),
         replace(backward, held=tuple(size + beside for size in backward.held)),

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from optimum_memopt.engines.compile.graph.joint import is_chunked_loss_operator, value
-from optimum_memopt.engines.compile.loss.chunks import loss_shape
+from optimum_memopt.engines.compile.loss.operator import loss_shape
 from optimum_memopt.engines.compile.memory import cpu_workspaces, cuda_workspaces
 from optimum_memopt.engines.compile.memory.cuda_workspaces import Multiprocessors
 from optimum_memopt.engines.compile.torch_compat import dynamo

@@ -7,7 +7,7 @@ from functools import cached_property
 from optimum_memopt.engines.api.explanations import BACKWARD, GRADIENTS, SAVED, TEMPORARY, Moment, Part, Place, Tensors
 from optimum_memopt.engines.compile.graph.problem import Problem
 from optimum_memopt.engines.compile.memory.simulation import Run, Simulation, held_before
-from optimum_memopt.engines.compile.predict.captured import CapturedGraph
+from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph
 
 _OF_GRAPH_BEFORE = "outputs of the graph before"
 Simulate = Callable[[CapturedGraph, Problem], Simulation]
@@ -35,7 +35,7 @@ class Simulated:
     def _offloaded(self) -> dict[int, int]:
         """Of each storage that is kept on the host, by its root."""
         problem = self.problem
-        roots = {problem.roots[n] for n, name in enumerate(problem.names) if name in self.graph.offloaded}
+        roots = {problem.roots[node] for node in self.graph.plans[0].offloaded}
         return {root: problem.bytes[root] for root in roots & {problem.roots[n] for n in self.found.saved}}
 
     def held(self, in_backward: bool, step: int) -> dict[int, int]:

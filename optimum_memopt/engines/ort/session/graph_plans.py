@@ -18,7 +18,7 @@ from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.errors import MemOptError, excerpt
 from optimum_memopt.plans.grammar import ALL, ConfigError, PlanConfig, Strategy
 from optimum_memopt.plans.matching import match, operators
-from optimum_memopt.plans.table import Plan, PlanTable, canonical_symbols, evaluated, simplified, sorted_plans
+from optimum_memopt.plans.table import PlanRow, PlanTable, canonical_symbols, evaluated, simplified, sorted_plans
 
 NORMALIZATIONS = frozenset({"LayerNormalization", "SimplifiedLayerNormalization"})
 POST_NORM_REASON = (
@@ -89,7 +89,7 @@ def to_plans(
     combinations: Mapping[str, int],
     names: Mapping[str, str],
     values: Mapping[str, int],
-) -> tuple[Plan, ...]:
+) -> tuple[PlanRow, ...]:
     """The rows of the plan table.
 
     Args:
@@ -116,7 +116,7 @@ def to_plans(
         terms = [f"{part.frequency}*{output.formula}" for part in parts for output in part.outputs]
         saving = simplified(" + ".join(terms), names) if terms else sympy.Integer(0)
         name = ",".join(sorted(config.split(",")))
-        rows.append(Plan(name, combinations[config], evaluated(saving, values), str(saving)))
+        rows.append(PlanRow(name, combinations[config], evaluated(saving, values), str(saving)))
     return sorted_plans(rows)
 
 
@@ -257,7 +257,7 @@ class GraphPlans:
         choice: what ORT is asked to apply.
     """
 
-    rows: tuple[Plan, ...] = ()
+    rows: tuple[PlanRow, ...] = ()
     symbols: Mapping[str, int] = field(default_factory=dict)
     choice: Choice = field(default_factory=Choice)
 
@@ -300,7 +300,7 @@ def choose_plans(
     return GraphPlans(rows, symbols, choice)
 
 
-def _with_counts(row: Plan, choice: Choice, counts: Mapping[str, tuple[int, int]]) -> Plan:
+def _with_counts(row: PlanRow, choice: Choice, counts: Mapping[str, tuple[int, int]]) -> PlanRow:
     """The row with requested and applied counts; a joint row is on when all of its parts are."""
     parts = row.config.split(",")
     requested = -1 if all(part in choice.configs for part in parts) else 0

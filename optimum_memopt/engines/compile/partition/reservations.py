@@ -5,54 +5,23 @@ followed. Where that leaves a later graph too little, the forward is compiled ag
 behind it what they take at least, or more where all together are faster then. Pure.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
-import sympy
-
-from optimum_memopt.engines.compile.graph.problem import ALONE, OtherGraphs, Problem
-from optimum_memopt.engines.compile.graph.symbols import SymbolValues, rows_of
-from optimum_memopt.engines.compile.solver.multi_graph import Together
+from optimum_memopt.engines.compile.graph.problem import ALONE, SiblingGraphs
+from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph
+from optimum_memopt.engines.compile.solver.multi_graph import MultiGraphSolver
 from optimum_memopt.plans.plan_file import GraphSignature
 
 
-@dataclass(frozen=True)
-class KnownGraph:
-    """A graph that a plan was asked for.
-
-    Attributes:
-        signature: tells it from others.
-        problem_at: the graph as numbers, for any sizes.
-        sizes: that it is planned for.
-        names: of the symbols that are sizes of inputs, `input_ids_dim0`.
-        runs: how often it ran in a forward.
-    """
-
-    signature: GraphSignature
-    problem_at: Callable[[SymbolValues], Problem]
-    sizes: SymbolValues
-    names: Mapping[sympy.Symbol, str]
-    runs: int = 1
-
-    def problem(self, times: int = 1) -> Problem:
-        """Of its sizes, or of one of `times` parts of their rows."""
-        rows = {symbol: max(1, size // times) for symbol, size in self.rows.items()}
-        return self.problem_at({**self.sizes, **rows})
-
-    @property
-    def rows(self) -> dict[sympy.Symbol, int]:
-        """Its sizes that are rows of the batch."""
-        return rows_of(self.sizes, self.names)
-
-
-class SeveralGraphs:
+class GraphReservations:
     """The graphs of one forward, as far as compiling it has shown them."""
 
     def __init__(self) -> None:
-        self._known: list[KnownGraph] = []
+        self._known: list[CapturedGraph] = []
         # Of the last time that something was learned.
-        self._learned: tuple[KnownGraph, ...] = ()
-        self._others: tuple[OtherGraphs, ...] = ()
+        self._learned: tuple[CapturedGraph, ...] = ()
+        self._siblings: tuple[SiblingGraphs, ...] = ()
         self._share = 0.0
         self._reserve = 0
 
@@ -64,9 +33,9 @@ class SeveralGraphs:
     @property
     def reserved(self) -> int:
         """Bytes that the first one leaves to those behind it."""
-        return self._others[0].later if self._others else 0
+        return self._siblings[0].later if self._siblings else 0
 
-    def note(self, index: int, graph: KnownGraph) -> None:
+    def note(self, index: int, graph: CapturedGraph) -> None:
         """A graph is planned.
 
         Args:
@@ -79,7 +48,7 @@ class SeveralGraphs:
             # What came behind another graph is not known to come behind this one.
             self._known[index:] = [graph]
 
-    def others(self, index: int, signature: GraphSignature, times: int = 1) -> OtherGraphs:
+    def siblings(self, index: int, signature: GraphSignature, times: int = 1) -> SiblingGraphs:
         """What the forward holds around a graph, as was learned.
 
         Args:
@@ -89,7 +58,7 @@ class SeveralGraphs:
         """
         if index >= len(self._learned) or self._learned[index].signature != signature:
             return ALONE
-        return self._others[index] if times == 1 else self._together(times).others(0)[index]
+        return self._siblings[index] if times == 1 else self._solver(times).siblings(0)[index]
 
     def learn(self, runs: Sequence[int], allowed: int, lacking: int = 0) -> bool:
         """Take in a forward whose plans did not fit together.
@@ -105,21 +74,21 @@ class SeveralGraphs:
         """
         for index, count in enumerate(runs):
             self._known[index] = replace(self._known[index], runs=count)
-        before = tuple(self.others(index, graph.signature) for index, graph in enumerate(self._known))
+        before = tuple(self.siblings(index, graph.signature) for index, graph in enumerate(self._known))
         is_new = [(graph.signature, graph.runs) for graph in self._learned] != [
             (graph.signature, graph.runs) for graph in self._known
         ]
         if runs and not is_new and not self._share:
             self._reserve += lacking
         self._learned = tuple(self._known)
-        together = self._together()
+        solver = self._solver()
         if is_new:
-            self._share = together.fastest_share(allowed)
+            self._share = solver.fastest_share(allowed)
         elif lacking:
             self._share = 0.0
-        self._others = together.others(self._share)
-        return self._others != before
+        self._siblings = solver.siblings(self._share)
+        return self._siblings != before
 
-    def _together(self, times: int = 1) -> Together:
+    def _solver(self, times: int = 1) -> MultiGraphSolver:
         problems, runs = zip(*((graph.problem(times), graph.runs) for graph in self._learned), strict=True)
-        return Together(problems, runs, self._reserve)
+        return MultiGraphSolver(problems, runs, self._reserve)

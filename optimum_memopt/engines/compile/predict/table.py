@@ -1,26 +1,36 @@
-"""The lines above the plan table."""
+"""What is shown of a plan: the table with the lines above it, and the plan as a file."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import sympy
 import torch
 
-from optimum_memopt.compat import attention_implementation
-from optimum_memopt.engines.api.engine import Run
+from optimum_memopt.compat import attention_implementation, is_encoder_decoder
+from optimum_memopt.engines.api.run import Run
+from optimum_memopt.engines.compile.capture.traced_forward import TraceSpec
 from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.graph.candidates import Candidate, by_row
 from optimum_memopt.engines.compile.graph.symbols import SymbolNames, compile_sizes
-from optimum_memopt.engines.compile.loss.mode import ROW
+from optimum_memopt.engines.compile.loss.decide import ROW, check_row
+from optimum_memopt.engines.compile.memory.footprint import Footprint
+from optimum_memopt.engines.compile.options import CHUNKED, PLAIN
+from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
 from optimum_memopt.engines.compile.partition.passes.host_copies import pinned_bytes
+from optimum_memopt.engines.compile.partition.producers import matched_in
+from optimum_memopt.engines.compile.partition.producers.producer import Producer
 from optimum_memopt.engines.compile.partition.strategies import strategy_of
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
+from optimum_memopt.errors import MemOptError
+from optimum_memopt.installed import installed_version
+from optimum_memopt.logs import best_effort
 from optimum_memopt.memory.optimizers import PlannedOptimizer
 from optimum_memopt.memory.peak_monitor import MIB
 from optimum_memopt.plans.grammar import ALL
 from optimum_memopt.plans.matching import Matched
-from optimum_memopt.plans.table import Plan, PlanTable, sorted_plans
+from optimum_memopt.plans.plan_file import PlanFile
+from optimum_memopt.plans.table import PlanRow, PlanTable, sorted_plans
 
 
 def plan_line(
@@ -153,7 +163,7 @@ def to_table(
     return PlanTable(engine="compile", plans=sorted_plans(plans), symbols=dict(names.first), header=tuple(header))
 
 
-def _loss_plans(graphs: Sequence[PartitionedGraph], names: SymbolNames) -> list[Plan]:
+def _loss_plans(graphs: Sequence[PartitionedGraph], names: SymbolNames) -> list[PlanRow]:
     """The row of the losses: none where all logits are smaller than what a chunked loss saves, and nobody asked."""
     losses = [loss for graph in graphs for loss in graph.losses if loss.is_requested or loss.pays]
     if not losses:
@@ -164,7 +174,7 @@ def _loss_plans(graphs: Sequence[PartitionedGraph], names: SymbolNames) -> list[
     notes = dict.fromkeys(loss.note for loss in losses)
     saving = sympy.Add(*(loss.saving for loss in losses)).subs(symbols)
     return [
-        Plan(
+        PlanRow(
             config=ROW,
             frequency=len(losses),
             saving_bytes=sum(loss.first_saving for loss in losses),
@@ -189,7 +199,7 @@ def _device_type(part: _Part) -> str:
     return min(types, key=lambda device_type: device_type == "cpu")
 
 
-def _plan(row: str, parts: Sequence[_Part], matched: Matched) -> Plan:
+def _plan(row: str, parts: Sequence[_Part], matched: Matched) -> PlanRow:
     strategy = strategy_of(parts[0].candidates[0].strategy)
     device_type = _device_type(parts[0])
     saves = strategy.saves_on(device_type)
@@ -204,7 +214,7 @@ def _plan(row: str, parts: Sequence[_Part], matched: Matched) -> Plan:
     }
     # Of several graphs, what is true of all of them.
     applied = notes if len(notes) == 1 else ()
-    return Plan(
+    return PlanRow(
         config=row,
         frequency=frequency,
         saving_bytes=sum(part.bytes(part.candidates) for part in parts) if saves else 0,
@@ -214,3 +224,127 @@ def _plan(row: str, parts: Sequence[_Part], matched: Matched) -> Plan:
         note="; ".join(filter(None, (matched.note(row), strategy.note(device_type), *applied, auto))),
         applied_saving_bytes=sum(part.bytes(part.chosen) for part in parts) if saves else 0,
     )
+
+
+_SOFTWARE = ("optimum-memopt", "torch", "transformers")
+
+
+def mismatch_line(choice: Choice, refuses: bool) -> str:
+    """A line about a graph that a plan file was not made for; empty where it was.
+
+    Args:
+        choice: for the graph.
+        refuses: it is an error.
+
+    Raises:
+        MemOptError: `refuses`, and there is a difference.
+    """
+    if not choice.mismatch:
+        return ""
+    line = f"--memory_opt_plan: the file was made for another graph: {choice.mismatch}"
+    if refuses:
+        raise MemOptError(f"{line}; make one for this model with --memory_opt_budget")
+    return f"{line}; applied where it fits"
+
+
+def plan_file_of(
+    model: torch.nn.Module,
+    compiler: str,
+    graphs: Sequence[PartitionedGraph],
+    sizes: Mapping[str, int],
+    predicted: Footprint | None,
+) -> PlanFile:
+    """The plan of a forward's graphs.
+
+    Args:
+        model: that was compiled.
+        compiler: one of `options.COMPILERS`.
+        graphs: of its training forward, in their order.
+        sizes: of the first batch.
+        predicted: of a step with that batch; None: it is not known.
+    """
+    versions = (installed_version((distribution,)) for distribution in _SOFTWARE)
+    return PlanFile(
+        why=graphs[0].choice.why,
+        loss=CHUNKED if any(graph.chunks_loss for graph in graphs) else PLAIN,
+        solved_for={
+            "model": type(model).__name__,
+            "device": next(model.parameters()).device.type,
+            "compiler": compiler,
+            "sizes": dict(sizes),
+            "predicted_bytes": {}
+            if predicted is None
+            else {"peak": predicted.peak, "activations": predicted.activations},
+            "versions": dict(filter(None, versions)),
+        },
+        graphs=tuple(graph.plan for graph in graphs),
+    )
+
+
+@dataclass(frozen=True)
+class ShownPlan:
+    """What is shown of a plan.
+
+    Attributes:
+        table: of the graphs.
+        plan_file: to apply the plan again.
+        predictor: of steps under it; None where nothing is predicted.
+        is_one_graph: the forward was one graph, which ran once and has all of it.
+        remarks: lines for the user about what was asked for and is not there.
+    """
+
+    table: PlanTable
+    plan_file: PlanFile
+    predictor: StepMemoryPredictor | None
+    is_one_graph: bool
+    remarks: tuple[str, ...] = ()
+
+
+def show(
+    model: torch.nn.Module,
+    graphs: Sequence[PartitionedGraph],
+    inputs: Mapping[str, object],
+    resident: int,
+    producer: Producer,
+    spec: TraceSpec,
+    run: Run | None = None,
+) -> ShownPlan:
+    """The plan of a forward's graphs.
+
+    Args:
+        model: that was compiled.
+        graphs: of its first training forward, in order, right after it.
+        inputs: the forward's keyword arguments.
+        resident: bytes that the process held when the last graph was partitioned.
+        producer: that chose.
+        spec: how the forward was traced.
+        run: that is planned where none trains; None: one that trains, whose optimizer must not be kept.
+
+    Raises:
+        ConfigError: the user asks for what none of the graphs has.
+    """
+    matched = matched_in(producer, [(graph.choice, graph.candidates) for graph in graphs])
+    losses = [loss for graph in graphs for loss in graph.losses]
+    remarks = (*matched.remarks, *check_row(losses, spec.loss, spec.strict))
+    if spec.strict:
+        matched.check()
+    names = SymbolNames()
+    with best_effort("the names of sizes"):
+        names = SymbolNames.of(graphs, is_encoder_decoder(model))
+    predictor, footprint = None, None
+    if all(graph.prediction for graph in graphs):
+        with best_effort("the predicted peak"):
+            predictor = StepMemoryPredictor(model, graphs, inputs, resident, names, run)
+            header, footprint = prediction_lines(predictor), predictor.footprint()
+    predictor = predictor if footprint is not None else None
+    lines = (
+        plan_line(model, spec.compiler, graphs, spec.target),
+        *(header if footprint is not None else ()),
+        *host_line(graphs),
+    )
+    table = PlanTable(engine="compile", plans=(), header=lines)
+    with best_effort("the plan table"):
+        table = to_table(graphs, matched, names, lines)
+    plan_file = plan_file_of(model, spec.compiler, graphs, names.first, footprint)
+    is_one_graph = len(graphs) == 1 and graphs[0].is_all_of_forward and graphs[0].programs.runs <= 1
+    return ShownPlan(table, plan_file, predictor, is_one_graph, remarks)
