@@ -31,9 +31,8 @@ def cells() -> list:
     found = []
     for cell in itertools.product(LAUNCHERS, STAGES, (OF_TORCH, OF_DEEPSPEED)):
         name, stage, optimizers = cell
-        marks = (
-            [] if cell in QUICK else [pytest.mark.extensions if optimizers is OF_DEEPSPEED else pytest.mark.nightly]
-        )
+        slow = pytest.mark.extensions if optimizers is OF_DEEPSPEED else pytest.mark.nightly
+        marks = [] if cell in QUICK else [slow]
         if stage is not None or name == "deepspeed" or optimizers is OF_DEEPSPEED:
             marks += [needs_deepspeed, needs_compiler]
         kind = "torch" if optimizers is OF_TORCH else "deepspeed"
