@@ -1,4 +1,4 @@
-"""What one rank computes for all of them.
+"""Measured costs of operators: the machine's cache, and what one rank computes for all of them.
 
 By the key-value store of the process group, not by a collective operation: that every rank would have to reach, also
 where only one of them compiles again.
@@ -11,6 +11,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,14 +19,22 @@ import psutil
 import torch
 from filelock import FileLock, Timeout
 
-from optimum_memopt.engines.compile.costs.costs import Measured
+from optimum_memopt.compat import store_of_ranks
+from optimum_memopt.engines.compile.costs.costs import Costs, Measured, measured, roofline, works
+from optimum_memopt.engines.compile.costs.devices import Device
+from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
+from optimum_memopt.memory.peak_monitor import held_bytes
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 
-# Seconds between two looks into the store.
-_LOOK = 0.05
+# Seconds between two looks into the store, and those that a rank waits for what another one measures: that takes two
+# at most, behind the lock of a cache.
+_LOOK, _WAIT_FOR_RANK = 0.05, 60.0
+# Bytes that operators are measured with however little is left of a budget: without any measured rate all plans would
+# seem to take no time.
+_LEAST_MEASURED = 4 * 2**20
 
 
 def computed_once(store: "Store", name: str, compute: Callable[[], str], wait: float) -> str:
@@ -132,3 +141,42 @@ def _write(path: Path, known: dict[str, Measured]) -> None:
         written = Path(folder) / path.name
         written.write_text(json.dumps(known), encoding="utf-8")
         written.replace(path)
+
+
+def costs_of(
+    graph: AnalyzedGraph,
+    device: torch.device,
+    fused: bool,
+    target: Device | None = None,
+    most: int | None = None,
+) -> Costs:
+    """Of all operators of a graph, from the machine's cache or measured now.
+
+    Ranks with the same device plan with what one of them has measured, also on several machines: two measurements are
+    never equal, and two plans may have different peaks.
+
+    Args:
+        graph: read, not changed.
+        device: where the graph's tensors are.
+        fused: a compiler fuses what is bound by memory.
+        target: estimate for this device instead, where inductor is the default.
+        most: bytes that the process may hold while it measures; None: as many as there are.
+    """
+    if target is not None:
+        return roofline(graph.joint, graph.size_hints, target, fused=True)
+    path, of_joint = cache_path(device), works(graph.joint, graph.size_hints)
+    room = None if most is None else max(_LEAST_MEASURED, most - held_bytes(device))
+    costs = partial(measured, graph.joint, graph.size_hints, of_joint, fused, room=room)
+    if (store := store_of_ranks()) is None:
+        with known_costs(path) as known:
+            return costs(known)
+    operators = sorted({work.key for work in of_joint if work is not None})
+
+    def measure() -> str:
+        with known_costs(path) as known:
+            costs(known)
+            return json.dumps({operator: known[operator] for operator in operators if operator in known})
+
+    found = json.loads(computed_once(store, "\n".join((path.name, *operators)), measure, _WAIT_FOR_RANK))
+    of_ranks = {operator: Measured(*one) for operator, one in found.items()}
+    return costs(of_ranks, limit=0)

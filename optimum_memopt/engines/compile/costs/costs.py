@@ -19,8 +19,8 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.graph.joint import JointGraph, is_chunked_loss, is_number, is_view, symbolic, value
-from optimum_memopt.engines.compile.partition.passes import dropout
 from optimum_memopt.engines.compile.torch_compat import dynamo, fx_graph, kernels
+from optimum_memopt.engines.compile.torch_compat.runtime import generator_state
 
 # Of a data sheet's rates, what matrix products and operators that are bound by memory get; not tuned.
 EFFICIENCY = 0.6
@@ -345,7 +345,7 @@ def _measure(node: fx.Node, number: _Numbers, work: Work) -> Measured | None:
         positional, named = _arguments(node, number, _ones)
         # A generator takes no other bytes for a state.
         if node.target is torch.ops.optimum_memopt.keep_mask.default:
-            positional[2] = dropout.generator_state(positional[4])
+            positional[2] = generator_state(positional[4])
         is_on_cuda = any(one.is_cuda for one in dynamo.tree_leaves(positional) if isinstance(one, torch.Tensor))
         is_cleared = not is_on_cuda and _SMALL < work.bytes < _LARGE
         other = torch.ones(_CLEARED // 4 if is_cleared else 0)

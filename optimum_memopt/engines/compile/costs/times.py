@@ -18,12 +18,12 @@ import torch
 from torch import fx
 
 from optimum_memopt.engines.api.predictions import BANDWIDTH, COMPUTE, LAUNCHES
+from optimum_memopt.engines.compile.costs.cache import costs_of
 from optimum_memopt.engines.compile.costs.costs import FUSED, Work, arguments_of_ones, eager, rates, timed, works
 from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.joint import is_view
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues
-from optimum_memopt.engines.compile.train.step_context import costs_of
 from optimum_memopt.memory import malloc
 
 # Times that each batch is run.

@@ -4,7 +4,6 @@ import operator
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 import sympy
@@ -16,6 +15,7 @@ from optimum_memopt.engines.compile.graph.joint import (
     first_input,
     is_chunked_loss,
     is_number,
+    is_scaling,
     is_tensor,
     is_view,
     root,
@@ -24,11 +24,6 @@ from optimum_memopt.engines.compile.graph.joint import (
 )
 from optimum_memopt.engines.compile.graph.saved_activations import is_statistic, layer_of
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues, compile_sizes
-from optimum_memopt.engines.compile.loss.operator import is_scaling
-from optimum_memopt.engines.compile.memory.workspaces import workspace
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)
@@ -219,7 +214,7 @@ class Problem:
 
 
 def _scaled_in_place(joint: JointGraph) -> dict[fx.Node, fx.Node]:
-    """What multiplies a gradient of the chunked loss in place, with that gradient; see `loss.scale_in_place`."""
+    """Products that scale a gradient of the chunked loss in place (`loss.operator.scale_in_place`), with it."""
     found = {}
     for gradient in joint.forward:
         if gradient.target is operator.getitem and is_chunked_loss(first_input(gradient)) and gradient.args[1] != 0:
@@ -253,7 +248,7 @@ def problems_of(
         storage_bytes(node) if is_tensor(node) and of is node else sympy.Integer(0)
         for node, of in zip(nodes, roots, strict=True)
     ]
-    workspaces = [workspace(node, graph.cuda) for node in nodes]
+    workspaces = [graph.workspaces.get(node, sympy.Integer(0)) for node in nodes]
     bytes_of, workspaces_of = compile_sizes(sizes), compile_sizes(workspaces)
 
     def all_of(found: Iterable[object]) -> tuple[int, ...]:

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from optimum_memopt.engines.compile.graph.analyzed_graph import Modules
-from optimum_memopt.engines.compile.graph.joint import first_input, is_chunked_loss, tensor_value
+from optimum_memopt.engines.compile.graph.joint import first_input, is_chunked_loss, is_scaling
 from optimum_memopt.engines.compile.graph.saved_activations import is_output
 from optimum_memopt.engines.compile.loss.chunks import LossShape, accumulation_dtype, gradient_dtype, softmax_dtype
 from optimum_memopt.engines.compile.torch_compat.fx_graph import LIBRARY
@@ -314,9 +314,3 @@ def scale_in_place(modules: Modules) -> None:
         if node.name in saved and len(node.users) == 1 and is_scaling(reader := next(iter(node.users)), node):
             reader.target = SCALED
     backward.recompile()
-
-
-def is_scaling(node: fx.Node, gradient: fx.Node) -> bool:
-    """Whether the operator multiplies a gradient of the chunked loss: as its only reader, it may do so in place."""
-    is_product = node.target is torch.ops.aten.mul.Tensor and node.args[0] is gradient
-    return is_product and tensor_value(node).dtype == tensor_value(gradient).dtype

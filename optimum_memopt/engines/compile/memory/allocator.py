@@ -7,6 +7,7 @@ real one returns unused segments first; this one knows no such limit.
 
 import bisect
 import itertools
+import mmap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -113,6 +114,11 @@ def _order(entry: tuple[int, ...] | tuple[int, int, Block]) -> tuple[int, int]:
 
 def _up(size: int, granule: int) -> int:
     return -(-size // granule) * granule
+
+
+def pinned_bytes(size: int) -> int:
+    """Bytes of the host that a tensor takes in pinned memory, whole pages (`partition/passes/host_copies.py`)."""
+    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,13 @@ From torch's sources (2.13, `aten/src/ATen/native/`), and compared with the cach
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import sympy
 import torch
 
 from optimum_memopt.engines.compile.graph.joint import elements, symbolic
+from optimum_memopt.engines.compile.torch_compat.kernels import Multiprocessors
 
 _ZERO = sympy.Integer(0)
 _HALVES = (torch.float16, torch.bfloat16)
@@ -22,19 +22,6 @@ _ROWS_PER_PARTIAL_SUM = 10
 # Rows and columns of a block of the memory-efficient kernel, and the lock and counter of each.
 _BLOCK = 64
 _LOCK_BYTES = 16
-
-
-@dataclass(frozen=True)
-class Multiprocessors:
-    """What decides how a kernel is split.
-
-    Attributes:
-        count: of the device.
-        threads: that are resident on each.
-    """
-
-    count: int
-    threads: int
 
 
 def workspace(name: str, arguments: Sequence[Any], result: Any, device: Multiprocessors) -> sympy.Expr:

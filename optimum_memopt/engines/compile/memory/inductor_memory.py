@@ -19,8 +19,9 @@ from optimum_memopt.engines.compile.graph.joint import Number, symbolic, value
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues
 from optimum_memopt.engines.compile.memory.requests import Request
 from optimum_memopt.engines.compile.memory.timeline import Prediction, SavedForBackward, SavedStorage, Timeline
-from optimum_memopt.engines.compile.memory.workspaces import multiprocessors_of, operator_workspace
+from optimum_memopt.engines.compile.memory.workspaces import operator_workspace
 from optimum_memopt.engines.compile.torch_compat import dynamo
+from optimum_memopt.engines.compile.torch_compat.kernels import multiprocessors_of
 
 _COUNTED = "_memopt_counted"
 

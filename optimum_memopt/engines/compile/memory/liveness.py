@@ -10,8 +10,8 @@ from torch import fx
 
 from optimum_memopt.engines.compile.graph.joint import is_on_host, is_tensor, is_view, root, storage_bytes, value
 from optimum_memopt.engines.compile.graph.saved_activations import layer_of, operator_name
-from optimum_memopt.engines.compile.memory.cuda_workspaces import Multiprocessors
 from optimum_memopt.engines.compile.memory.workspaces import workspace
+from optimum_memopt.engines.compile.torch_compat.kernels import Multiprocessors
 
 
 class Operator(NamedTuple):

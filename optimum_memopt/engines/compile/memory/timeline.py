@@ -12,9 +12,9 @@ from torch import fx
 
 from optimum_memopt.engines.compile.graph.joint import is_tensor, root
 from optimum_memopt.engines.compile.graph.symbols import CompiledSizes, SymbolValues, compile_sizes
-from optimum_memopt.engines.compile.memory.cuda_workspaces import Multiprocessors
 from optimum_memopt.engines.compile.memory.liveness import Schedule, SizeTable, schedule
 from optimum_memopt.engines.compile.memory.requests import Request, requests_of
+from optimum_memopt.engines.compile.torch_compat.kernels import Multiprocessors
 
 
 class Moment(NamedTuple):

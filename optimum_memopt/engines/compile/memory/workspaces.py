@@ -4,22 +4,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import sympy
-import torch
 from torch import fx
 
 from optimum_memopt.engines.compile.graph.joint import is_chunked_loss_operator, value
 from optimum_memopt.engines.compile.loss.chunks import loss_shape
 from optimum_memopt.engines.compile.memory import cpu_workspaces, cuda_workspaces
-from optimum_memopt.engines.compile.memory.cuda_workspaces import Multiprocessors
 from optimum_memopt.engines.compile.torch_compat import dynamo
-
-
-def multiprocessors_of(device: torch.device) -> Multiprocessors | None:
-    """Of a CUDA device of this machine; None of another one, and of one that only fake tensors have."""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return None
-    found = torch.cuda.get_device_properties(device)
-    return Multiprocessors(found.multi_processor_count, found.max_threads_per_multi_processor)
+from optimum_memopt.engines.compile.torch_compat.kernels import Multiprocessors
 
 
 def workspace(node: fx.Node, cuda: Multiprocessors | None) -> sympy.Expr:

@@ -24,16 +24,16 @@ from optimum_memopt.engines.compile.graph.saved_activations import find_saved_ac
 from optimum_memopt.engines.compile.graph.symbols import bound_symbols, compile_sizes, symbol_names
 from optimum_memopt.engines.compile.loss.decide import LossPlan
 from optimum_memopt.engines.compile.loss.operator import scale_in_place
-from optimum_memopt.engines.compile.memory.cuda_workspaces import Multiprocessors
 from optimum_memopt.engines.compile.memory.inductor_memory import InductorPrograms
 from optimum_memopt.engines.compile.memory.timeline import GraphTimeline, Prediction, graph_timeline
-from optimum_memopt.engines.compile.memory.workspaces import multiprocessors_of
+from optimum_memopt.engines.compile.memory.workspaces import workspace
 from optimum_memopt.engines.compile.partition import strategies
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.passes import cse, dropout, place_copies
 from optimum_memopt.engines.compile.partition.producers.plan_file import graph_plan
 from optimum_memopt.engines.compile.partition.producers.producer import Producer
 from optimum_memopt.engines.compile.torch_compat import dynamo, fx_graph
+from optimum_memopt.engines.compile.torch_compat.kernels import Multiprocessors, multiprocessors_of
 from optimum_memopt.logs import best_effort
 from optimum_memopt.plans.plan_file import GraphPlan
 
@@ -144,8 +144,20 @@ def analyze(
     paths = node_paths(joint)
     signature = signature_of(paths, parameters)
     cuda = cuda or multiprocessors_of(_device(joint))
+    workspaces = {node: size for node in joint.nodes if node.op != "output" and (size := workspace(node, cuda))}
     return AnalyzedGraph(
-        joint, activations, candidates, sizes, names, parameters, constants, paths, signature, partition_by_torch, cuda
+        joint,
+        activations,
+        candidates,
+        sizes,
+        names,
+        parameters,
+        constants,
+        paths,
+        signature,
+        workspaces,
+        partition_by_torch,
+        cuda,
     )
 
 

@@ -17,6 +17,7 @@ from optimum_memopt.engines.api.explanations import (
 )
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.capture.backend import default_compiler
+from optimum_memopt.engines.compile.costs.cache import costs_of
 from optimum_memopt.engines.compile.costs.costs import Costs
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.loss.mode import may_have_vocabulary
@@ -37,7 +38,7 @@ from optimum_memopt.engines.compile.predict.suggestions import (
     ways_out,
     within_budget,
 )
-from optimum_memopt.engines.compile.train.step_context import costs_of, link_of, room_to_grow
+from optimum_memopt.engines.compile.train.step_context import link_of, room_to_grow
 from optimum_memopt.engines.shared.model_settings import Checkpointing
 from optimum_memopt.memory.optimizers import DEFAULT, PlannedOptimizer, embeddings_of, smaller_optimizers
 from optimum_memopt.memory.peak_monitor import held_bytes

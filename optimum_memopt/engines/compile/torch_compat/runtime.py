@@ -1,4 +1,4 @@
-"""What CUDA's libraries hold for as long as a process trains."""
+"""State of the process that trains: libraries of CUDA, autocast, random generators, backwards."""
 
 import traceback
 
@@ -25,6 +25,14 @@ def start_libraries(device: torch.device) -> None:
         weight = torch.ones(8, 8, device=device, requires_grad=True)
         bias = torch.ones(8, device=device)
         torch.nn.functional.linear(weight, weight, bias).sum().backward()
+
+
+def generator_state(device: torch.device) -> torch.Tensor:
+    """A copy of the state of a device's default generator: bytes, on the CPU."""
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    state: torch.Tensor = torch.get_device_module(device).get_rng_state(device)
+    return state
 
 
 # `CompiledFunction.backward`, for which torch traces and compiles the backward too, where the forward has not.

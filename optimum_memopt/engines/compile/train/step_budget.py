@@ -7,6 +7,7 @@ import torch
 
 from optimum_memopt.engines.api.engine import Run
 from optimum_memopt.engines.api.run import LargestBatch
+from optimum_memopt.engines.compile.costs.cache import costs_of
 from optimum_memopt.engines.compile.costs.costs import Costs
 from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
@@ -15,7 +16,7 @@ from optimum_memopt.engines.compile.memory.timeline import Prediction
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor, left_by
 from optimum_memopt.engines.compile.solver.siblings import SeveralGraphs
-from optimum_memopt.engines.compile.train.step_context import Step, costs_of, step_around
+from optimum_memopt.engines.compile.train.step_context import Step, step_around
 from optimum_memopt.errors import DoesNotFitError
 from optimum_memopt.memory.optimizers import Optimizer
 from optimum_memopt.memory.peak_monitor import held_bytes

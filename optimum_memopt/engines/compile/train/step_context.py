@@ -1,20 +1,14 @@
 """What a graph may hold within a training step, and what its operators cost where it trains."""
 
-import json
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
-from optimum_memopt.compat import store_of_ranks
 from optimum_memopt.engines.api.engine import Run
 from optimum_memopt.engines.api.run import LargestBatch
-from optimum_memopt.engines.compile.costs.cache import cache_path, computed_once, known_costs
-from optimum_memopt.engines.compile.costs.costs import Costs, Measured, measured, roofline, works
 from optimum_memopt.engines.compile.costs.devices import Device, device_at
-from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.memory.footprint import (
     Footprint,
     constant_of,
@@ -32,11 +26,6 @@ from optimum_memopt.sizes import Budget
 # plan, by 23 to 26 under a budget (RoBERTa, Llama, LoRA of 480 to 750 MiB). Bytes, and a share of what it held.
 _GROWTH = 32 * 2**20
 _GROWTH_SHARE = 0.02
-# Bytes that operators are measured with however little is left of a budget: without any measured rate all plans would
-# seem to take no time.
-_LEAST_MEASURED = 4 * 2**20
-# Seconds that a rank waits for what another one measures, which takes two at most, behind the lock of a cache.
-_WAIT = 60.0
 
 
 @dataclass(frozen=True)
@@ -131,42 +120,3 @@ def room_to_grow(device: torch.device, held: int) -> int:
         held: bytes that it holds.
     """
     return max(_GROWTH, int(_GROWTH_SHARE * held)) if device.type == "cpu" else 0
-
-
-def costs_of(
-    graph: AnalyzedGraph,
-    device: torch.device,
-    fused: bool,
-    target: Device | None = None,
-    most: int | None = None,
-) -> Costs:
-    """Of all operators of a graph, from the machine's cache or measured now.
-
-    Ranks with the same device plan with what one of them has measured, also on several machines: two measurements are
-    never equal, and two plans may have different peaks.
-
-    Args:
-        graph: read, not changed.
-        device: where the graph's tensors are.
-        fused: a compiler fuses what is bound by memory.
-        target: estimate for this device instead, where inductor is the default.
-        most: bytes that the process may hold while it measures; None: as many as there are.
-    """
-    if target is not None:
-        return roofline(graph.joint, graph.size_hints, target, fused=True)
-    path, of_joint = cache_path(device), works(graph.joint, graph.size_hints)
-    room = None if most is None else max(_LEAST_MEASURED, most - held_bytes(device))
-    costs = partial(measured, graph.joint, graph.size_hints, of_joint, fused, room=room)
-    if (store := store_of_ranks()) is None:
-        with known_costs(path) as known:
-            return costs(known)
-    operators = sorted({work.key for work in of_joint if work is not None})
-
-    def measure() -> str:
-        with known_costs(path) as known:
-            costs(known)
-            return json.dumps({operator: known[operator] for operator in operators if operator in known})
-
-    found = json.loads(computed_once(store, "\n".join((path.name, *operators)), measure, _WAIT))
-    of_ranks = {operator: Measured(*one) for operator, one in found.items()}
-    return costs(of_ranks, limit=0)

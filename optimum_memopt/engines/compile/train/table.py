@@ -12,8 +12,8 @@ from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.graph.candidates import Candidate, by_row
 from optimum_memopt.engines.compile.graph.symbols import SymbolNames, compile_sizes
 from optimum_memopt.engines.compile.loss.mode import ROW
+from optimum_memopt.engines.compile.memory.allocator import pinned_bytes
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
-from optimum_memopt.engines.compile.partition.passes.host_copies import pinned_bytes
 from optimum_memopt.engines.compile.partition.strategies import strategy_of
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
 from optimum_memopt.memory.optimizers import PlannedOptimizer
