@@ -13,7 +13,8 @@ from typing import Any
 from torch import fx
 
 from optimum_memopt.engines.compile.graph.analyzed_graph import Modules
-from optimum_memopt.engines.compile.memory.inductor_memory import InductorPrograms
+from optimum_memopt.engines.compile.memory.inductor_programs import InductorPrograms
+from optimum_memopt.engines.compile.memory.tape import TapeRecorder
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.passes import dropout
 from optimum_memopt.engines.compile.torch_compat import cudnn_attention, dynamo, kernels
@@ -76,7 +77,7 @@ class Backend:
         partition: splits a joint graph into forward and backward.
         prepare: changes the graph that dynamo has traced; its inputs are what the graph was traced with.
         say: logs a line.
-        ran: gets the programs of each graph that runs.
+        tape: gets the runs of all graphs.
         is_dry: inductor writes no programs; its graphs are only looked at.
     """
 
@@ -86,14 +87,14 @@ class Backend:
         partition: Partition,
         prepare: Callable[[fx.GraphModule, Sequence[Any]], None],
         say: Callable[[str], None],
-        ran: list[InductorPrograms],
+        tape: TapeRecorder,
         is_dry: bool = False,
     ) -> None:
         self._compiler = compiler
         self._partition = partition
         self._prepare = prepare
         self._say = say
-        self._ran = ran
+        self._tape = tape
         self._is_dry = is_dry
 
     def __call__(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -113,7 +114,7 @@ class Backend:
             )
         else:
             compiled = dynamo.compile_without_compiler(module, inputs, partitioner, dropout.decompositions())
-        return programs.counted(compiled, self._ran)
+        return programs.recorded(compiled, self._tape)
 
 
 @contextlib.contextmanager

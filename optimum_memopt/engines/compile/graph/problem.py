@@ -1,8 +1,8 @@
 """A joint graph as numbers: what a solver and an exact simulation of its choices read. Pure."""
 
 import operator
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -24,6 +24,7 @@ from optimum_memopt.engines.compile.graph.joint import (
 )
 from optimum_memopt.engines.compile.graph.saved_activations import is_statistic, layer_of
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues, compile_sizes
+from optimum_memopt.engines.compile.torch_compat import fx_graph
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,23 @@ ALONE = OtherGraphs()
 
 
 @dataclass(frozen=True)
+class Positions:
+    """Where nodes stand among the arguments and results of the compiled graph; None: nowhere.
+
+    Attributes:
+        inputs: of the forward's inputs that are tensors and no parameters, by node.
+        outputs: of each of `Problem.forward_outputs`.
+        tangents: of the output that each of `Problem.tangents` belongs to.
+        gradients: of the input that each of `Problem.backward_outputs` is the gradient of.
+    """
+
+    inputs: Mapping[int, int] = field(default_factory=dict)
+    outputs: tuple[int | None, ...] = ()
+    tangents: tuple[int | None, ...] = ()
+    gradients: tuple[int | None, ...] = ()
+
+
+@dataclass(frozen=True)
 class Problem:
     """A joint graph whose nodes are numbered in its order; tuples have an entry a node.
 
@@ -96,6 +114,7 @@ class Problem:
         boundaries: roots computed in one layer and read in another.
         constants: saved activations that no plan by name saves.
         others: graphs of the same forward.
+        positions: of its inputs and outputs.
     """
 
     names: tuple[str, ...]
@@ -124,6 +143,7 @@ class Problem:
     boundaries: frozenset[int]
     constants: frozenset[int] = frozenset()
     others: OtherGraphs = ALONE
+    positions: Positions = field(default_factory=Positions)
 
     @cached_property
     def users(self) -> tuple[tuple[int, ...], ...]:
@@ -224,6 +244,23 @@ def _scaled_in_place(joint: JointGraph) -> dict[fx.Node, fx.Node]:
     return found
 
 
+def _positions(graph: AnalyzedGraph, number: Mapping[fx.Node, int]) -> Positions:
+    joint, count = graph.joint, graph.joint.num_fwd_outputs
+    outputs = fx_graph.output_positions(joint.module.graph)[:count]
+    gradients = fx_graph.gradient_positions(joint.module.graph)[count:]
+    inputs = {node: fx_graph.input_position(node) for node in joint.inputs if is_tensor(node)}
+    return Positions(
+        {number[node]: at for node, at in inputs.items() if at is not None and node not in graph.static_inputs},
+        tuple(at for at, node in zip(outputs, joint.outputs[:count], strict=True) if isinstance(node, fx.Node)),
+        tuple(
+            fx_graph.tangent_position(node)
+            for node in number
+            if node.op == "placeholder" and node in joint.backward and is_tensor(node)
+        ),
+        tuple(at for at, node in zip(gradients, joint.outputs[count:], strict=True) if isinstance(node, fx.Node)),
+    )
+
+
 def problem_of(graph: AnalyzedGraph, seconds: Sequence[float], workspaces: Sequence[int] = ()) -> Problem:
     """The numbers of a joint graph for the sizes of its first batch.
 
@@ -282,6 +319,7 @@ def problems_of(
         activations=frozenset(number[activation.root] for activation in graph.activations),
         boundaries=frozenset(number[node] for node in layer_boundaries(graph)),
         constants=frozenset(number[one.root] for one in graph.activations if one.root in graph.constants),
+        positions=_positions(graph, number),
     )
 
     def at(values: SymbolValues) -> Problem:

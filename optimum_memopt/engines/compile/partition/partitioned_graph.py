@@ -24,8 +24,8 @@ from optimum_memopt.engines.compile.graph.saved_activations import find_saved_ac
 from optimum_memopt.engines.compile.graph.symbols import bound_symbols, compile_sizes, symbol_names
 from optimum_memopt.engines.compile.loss.decide import LossPlan
 from optimum_memopt.engines.compile.loss.operator import scale_in_place
-from optimum_memopt.engines.compile.memory.inductor_memory import InductorPrograms
-from optimum_memopt.engines.compile.memory.timeline import GraphTimeline, Prediction, graph_timeline
+from optimum_memopt.engines.compile.memory.events import Prediction, Schedule, schedule
+from optimum_memopt.engines.compile.memory.inductor_programs import InductorPrograms
 from optimum_memopt.engines.compile.memory.workspaces import workspace
 from optimum_memopt.engines.compile.partition import strategies
 from optimum_memopt.engines.compile.partition.choice import Choice
@@ -75,7 +75,7 @@ class PartitionedGraph:
     choice: Choice
     sizes: Mapping[sympy.Symbol, int]
     names: Mapping[sympy.Symbol, str]
-    timeline: GraphTimeline | None
+    timeline: Schedule | None
     prediction: Prediction | None
     plan: GraphPlan
     has_convolutions: bool = False
@@ -244,9 +244,10 @@ def _place_copies(graph: AnalyzedGraph, modules: Modules, device: Device, fused:
         place_copies.place_copies(modules, prediction, seconds, graph.size_hints, device.copy_rate)
 
 
-def _timeline(graph: AnalyzedGraph, modules: Modules) -> GraphTimeline:
+def _timeline(graph: AnalyzedGraph, modules: Modules) -> Schedule:
     parameters = frozenset(node.name for node in graph.static_inputs)
-    return graph_timeline(*modules, graph.joint.num_fwd_outputs, static_inputs=parameters, cuda=graph.cuda)
+    rows = {candidate.activation.root.name: candidate.cluster_id for candidate in graph.candidates}
+    return schedule(*modules, graph.joint.num_fwd_outputs, parameters, graph.cuda, rows)
 
 
 def _device(joint: JointGraph) -> torch.device:

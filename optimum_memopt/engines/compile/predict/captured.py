@@ -7,18 +7,18 @@ from typing import Any
 
 import sympy
 import torch
-from torch import fx
 
 from optimum_memopt.engines.api.explanations import ForwardCall, TensorLike
 from optimum_memopt.engines.api.run import LargestBatch, Selection
 from optimum_memopt.engines.compile.costs.costs import Costs
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.candidates import Candidate, offloads
-from optimum_memopt.engines.compile.graph.joint import is_chunked_loss_operator, root
+from optimum_memopt.engines.compile.graph.joint import is_chunked_loss_operator
 from optimum_memopt.engines.compile.graph.problem import Problem, problems_of
 from optimum_memopt.engines.compile.graph.saved_activations import module_path
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues, larger_sizes
 from optimum_memopt.engines.compile.memory.simulation import Simulation, simulate
+from optimum_memopt.engines.compile.memory.tape import Call, Tape
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.producers.producer import InternalProducer, Producer
 from optimum_memopt.engines.compile.solver.offload import offloadable
@@ -43,9 +43,8 @@ class CapturedGraph:
         modules: paths of the modules that call the operators, by node.
         costs: of its operators.
         offloadable: numbers of the nodes that may wait on the host.
-        inputs: numbers of the inputs that are neither parameters nor buffers.
-        passed_back: numbers of the gradients of those, which the backward before it is given.
         runs: how often it runs in a forward.
+        tape: the runs of all graphs of the forward.
         untrained: parameters of the model that get no gradient, see `without_gradient`.
     """
 
@@ -58,9 +57,8 @@ class CapturedGraph:
     modules: Mapping[str, str]
     costs: Costs
     offloadable: frozenset[int]
-    inputs: frozenset[int] = frozenset()
-    passed_back: frozenset[int] = frozenset()
     runs: int = 1
+    tape: Tape = field(default_factory=lambda: Tape(()))
     untrained: frozenset[str] = frozenset()
 
     @property
@@ -105,21 +103,14 @@ class Recorder(InternalProducer):
         rows: dict[str, str] = {}
         for candidate in graph.candidates:
             rows.setdefault(candidate.activation.root.name, candidate.row)
-        on_host, joint = offloadable(graph), graph.joint
         # Else what passes between graphs is not known, and nor is what was held.
-        assert len(joint.gradients) == len(joint.inputs)
-        given = {node: gradient for node, gradient in joint.gradients.items() if node not in graph.static_inputs}
-        inputs = frozenset(joint.order[node] for node in given)
-        passed_back = frozenset(joint.order[root(node)] for node in given.values() if isinstance(node, fx.Node))
+        assert len(graph.joint.gradients) == len(graph.joint.inputs)
+        on_host = offloadable(graph)
         choice = self.inner.choose(graph, earlier)
         offloaded = _names(c.activation.root for c in offloads(choice.candidates))
         saved = _names(choice.nodes_to_save)
         sizes, names = graph.size_hints, graph.names
-        self.graphs.append(
-            CapturedGraph(
-                problem_at, sizes, names, saved, offloaded, rows, modules, costs, on_host, inputs, passed_back
-            )
-        )
+        self.graphs.append(CapturedGraph(problem_at, sizes, names, saved, offloaded, rows, modules, costs, on_host))
         return choice
 
 
@@ -167,13 +158,14 @@ def capture(
         engine.attach(fake)
         try:
             fake(*_made(call.args), **_made(call.kwargs))
-            runs, untrained = (1,) * len(recorder.graphs), frozenset[str]()
+            tape, untrained = Tape(tuple(map(Call, range(len(recorder.graphs))))), frozenset[str]()
             if (predictor := engine.predictor) is not None:
-                runs, untrained = predictor.runs, predictor.untrained
+                tape, untrained = predictor.tape, predictor.untrained
         finally:
             engine.detach()
     return [
-        replace(graph, runs=count, untrained=untrained) for graph, count in zip(recorder.graphs, runs, strict=True)
+        replace(graph, runs=count, untrained=untrained, tape=tape)
+        for graph, count in zip(recorder.graphs, tape.runs, strict=True)
     ]
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from optimum_memopt.engines.api.explanations import (
-    BACKWARD,
     OPTIMIZER_STEP,
     Explanation,
     FailedStep,
@@ -27,7 +26,7 @@ from optimum_memopt.engines.compile.partition.producers import producer_for
 from optimum_memopt.engines.compile.partition.producers.producer import Producer
 from optimum_memopt.engines.compile.partition.producers.torch_default import TorchDefault
 from optimum_memopt.engines.compile.predict.captured import CapturedGraph, capture
-from optimum_memopt.engines.compile.predict.holdings import Simulate, Simulated, moment_of, parts_at
+from optimum_memopt.engines.compile.predict.holdings import FailedRun, Simulate, step_of
 from optimum_memopt.engines.compile.predict.suggestions import (
     Settings,
     peak_of,
@@ -187,11 +186,11 @@ def _look(failed: FailedStep, found: _Found, progress: Progress, deadline: Deadl
         graphs = planned()
     else:
         graphs = captured(ran.producer, PLAIN, _AS_WRITTEN, _no_costs)
-    simulated = [run for graph in graphs for run in (Simulated.of(graph, ran.simulate),) * graph.runs]
-    if not simulated:
+    if not graphs:
         raise RuntimeError("the forward has no training graph")
     # What a caller computes from the logits, and what runs between graphs, is in none of them.
-    is_exact = len(simulated) == 1 and not failed.call.reader
+    runs = sum(graph.runs for graph in graphs)
+    is_exact = runs == 1 and not failed.call.reader
     model, untrained = failed.model, graphs[0].untrained
     found.is_traced, found.remarks = True, ran.remarks
     settings = _settings(failed, ran.is_planned, is_exact, untrained)
@@ -208,10 +207,11 @@ def _look(failed: FailedStep, found: _Found, progress: Progress, deadline: Deadl
         for place, way in enumerate(other_optimizers(planned, graphs, ran.simulate, others, same, deadline)):
             found.ways_out.append((place, way))
         return
-    found.moment, point = moment_of(simulated, failed.place, _of_graphs(failed), failed.requested)
-    found.parts = tuple(parts_at(simulated, failed.place.phase == BACKWARD, point))
-    if len(simulated) > 1:
-        found.remarks += (f"the forward is {len(simulated)} graphs, and what runs between them is not known",)
+    run = FailedRun(graphs, step_of(graphs, ran.simulate))
+    found.moment, point = run.moment(failed.place, _of_graphs(failed), failed.requested)
+    found.parts = tuple(run.parts(point))
+    if runs > 1:
+        found.remarks += (f"the forward is {runs} graphs, and what runs between them is not known",)
     for place, way in ways_out(planned, graphs, ran.simulate, settings, deadline):
         found.ways_out.append((place, way))
 

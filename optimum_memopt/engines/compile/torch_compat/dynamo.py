@@ -26,12 +26,13 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMo
 from torch.fx.experimental import _config as symbolic_config
 from torch.fx.experimental.proxy_tensor import py_sym_types
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from optimum_memopt.engines.compile.torch_compat import fx_graph
 from optimum_memopt.engines.compile.torch_compat.kernels import inductor_patches
 
-__all__ = ["CustomPartitionerFn", "FakeTensor", "FakeTensorMode", "SymbolicNumber"]
+__all__ = ["CustomPartitionerFn", "FakeTensor", "FakeTensorMode", "StorageWeakRef", "SymbolicNumber"]
 
 SymbolicNumber = py_sym_types
 _RECOMPILES = 32

@@ -1,6 +1,9 @@
 """State of the process that trains: libraries of CUDA, autocast, random generators, backwards."""
 
+import contextlib
 import traceback
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import fx
@@ -36,6 +39,7 @@ def generator_state(device: torch.device) -> torch.Tensor:
 
 
 # `CompiledFunction.backward`, for which torch traces and compiles the backward too, where the forward has not.
+_COMPILED = "CompiledFunctionBackward"
 _BACKWARD = ("torch/_functorch/_aot_autograd/runtime_wrappers.py", "backward")
 
 
@@ -83,3 +87,39 @@ def is_of_compiled_backward(error: BaseException) -> bool:
         frame.f_code.co_name == function and frame.f_code.co_filename.replace("\\", "/").endswith(file)
         for frame, _ in traceback.walk_tb(error.__traceback__)
     )
+
+
+def order_of(results: Iterable[object]) -> int:
+    """The place in the order of autograd's operators of the one that returned these; -1: none that it knows."""
+    nodes = (result.grad_fn for result in results if isinstance(result, torch.Tensor))
+    return max((node._sequence_nr() for node in nodes if node is not None), default=-1)
+
+
+def saved_by_operators(outputs: Iterable[object]) -> list[tuple[int, torch.Tensor]]:
+    """What autograd has saved for operators that are in no compiled graph, with the place of each in their order.
+
+    Args:
+        outputs: of a forward; what they do not depend on is not found.
+    """
+    found: list[tuple[int, torch.Tensor]] = []
+    todo: list[Any] = [output.grad_fn for output in outputs if isinstance(output, torch.Tensor) and output.grad_fn]
+    seen = set(todo)
+    while todo:
+        node = todo.pop()
+        if type(node).__name__ != _COMPILED:
+            found += [(node._sequence_nr(), tensor) for tensor in _saved_tensors(node)]
+        new = {following for following, _ in node.next_functions if following is not None} - seen
+        seen |= new
+        todo += new
+    return found
+
+
+def _saved_tensors(node: Any) -> list[torch.Tensor]:
+    """Of a node of autograd: what a `torch.autograd.Function` has saved, or one of torch's own (`_saved_self`)."""
+    found: list[Any] = []
+    for name in ("saved_tensors", *(name for name in dir(node) if name.startswith("_saved_"))):
+        # One that was written to since.
+        with contextlib.suppress(AttributeError, RuntimeError):
+            value = getattr(node, name)
+            found += value if isinstance(value, tuple | list) else [value]
+    return [value for value in found if isinstance(value, torch.Tensor)]

@@ -20,7 +20,8 @@ from optimum_memopt.engines.compile.graph.symbols import SymbolNames, input_size
 from optimum_memopt.engines.compile.loss.decide import LossPlan, check_row, plan_losses
 from optimum_memopt.engines.compile.loss.outputs import refusing_gradients, with_detached_outputs, without_logits
 from optimum_memopt.engines.compile.memory.footprint import Footprint
-from optimum_memopt.engines.compile.memory.inductor_memory import InductorPrograms
+from optimum_memopt.engines.compile.memory.inductor_programs import InductorPrograms
+from optimum_memopt.engines.compile.memory.tape import Tape, TapeRecorder
 from optimum_memopt.engines.compile.options import CHUNKED, PLAIN
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph, partition_joint
@@ -113,8 +114,8 @@ class PlannedForward:
         # Of the current forward's graphs, the one that is partitioned included.
         self._gradients: list[Mapping[str, bool]] = []
         # All that were compiled, and what ran in the current forward.
-        self._of_programs: dict[int, PartitionedGraph] = {}
-        self._ran: list[InductorPrograms] = []
+        self._of_programs: dict[object, PartitionedGraph] = {}
+        self._tape = TapeRecorder()
         self._resident = 0
         self._recompiles = Recompiles()
         self._said: set[str] = set()
@@ -149,7 +150,7 @@ class PlannedForward:
         hooks = None if self.table is not None or self._has_started_again else forward_hook_ids(self._model)
         failed: Exception | None = None
         outputs, self._inputs = None, kwargs
-        self._ran.clear()
+        self._tape.begin(dynamo.tree_leaves((args, kwargs)))
         try:
             with (
                 configured(compiles=is_first),
@@ -183,26 +184,33 @@ class PlannedForward:
             plain = self._wrapped(loss_only, drops_logits)
             outputs, self.table = outputs_instead(failed, lambda: plain(*args, **kwargs), self._producer)
             self._compiled[variant] = plain
+        self._tape.end(dynamo.tree_leaves(outputs))
         if not is_first:
             for line in self._recompiles.add(watch.recompiles(), dynamo.recompile_limit(), self._name):
                 self._say(line)
         if self._graphs:
             graphs, self._graphs = self._graphs, []
-            self._of_programs.update((id(graph.programs), graph) for graph in graphs)
+            self._of_programs.update((graph.programs, graph) for graph in graphs)
             self._show(graphs, watch, kwargs)
         elif self.table is None:
             reasons = "; ".join(watch.graph_breaks()) or "nothing in it can be trained"
             self.give_up(f"torch compiled no training graph of this model ({reasons})")
         if self.predictors is not None:
             with self.predicting():
-                ran = [self._of_programs[id(one)] for one in self._ran if id(one) in self._of_programs]
-                self.predictors.note_forward(ran, kwargs, outputs)
+                ran = [programs for programs in dict.fromkeys(self._tape.graphs) if programs in self._of_programs]
+                graphs = [self._of_programs[programs] for programs in ran]
+                self.predictors.note_forward(graphs, self._tape.tape(ran), kwargs, outputs)
         return refusing_gradients(outputs) if loss_only else outputs
 
     @property
     def graphs(self) -> tuple[PartitionedGraph, ...]:
         """Those of the current forward that are compiled, and have run."""
         return tuple(self._graphs)
+
+    @property
+    def tape(self) -> Tape:
+        """The runs of `graphs` so far."""
+        return self._tape.tape([graph.programs for graph in self._graphs])
 
     @property
     def untrained(self) -> frozenset[str]:
@@ -244,7 +252,7 @@ class PlannedForward:
             partition,
             lambda module, inputs: prepare(module, inputs, reader),
             say,
-            self._ran,
+            self._tape,
             settings.is_dry,
         )
         forward = dynamo.with_own_code(self._wrapped(loss_only, drops_logits))
@@ -352,7 +360,10 @@ class PlannedForward:
             names = SymbolNames.of(graphs, is_encoder_decoder(self._model))
         if all(graph.prediction for graph in graphs):
             with self.predicting():
-                first = StepMemoryPredictor(self._model, graphs, inputs, self._resident, names, self._settings.run)
+                tape = self._tape.tape([graph.programs for graph in graphs])
+                first = StepMemoryPredictor(
+                    self._model, graphs, inputs, self._resident, names, self._settings.run, tape=tape
+                )
                 self.predictors = Predictors(first)
         header, footprint = self._predicted(graphs)
         self.plan_file = plan_file_of(self._model, self._settings.compiler, graphs, names.first, footprint)

@@ -12,9 +12,9 @@ from optimum_memopt.engines.compile.costs.costs import Costs
 from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.symbols import larger_sizes
-from optimum_memopt.engines.compile.memory.timeline import Prediction
+from optimum_memopt.engines.compile.memory.tape import Tape, bytes_left_by
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
-from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor, left_by
+from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
 from optimum_memopt.engines.compile.solver.siblings import SeveralGraphs
 from optimum_memopt.engines.compile.train.step_context import Step, step_around
 from optimum_memopt.errors import DoesNotFitError
@@ -76,6 +76,7 @@ class StepBudget:
         inputs: Mapping[str, object],
         budget: Budget,
         earlier: Sequence[PartitionedGraph] = (),
+        tape: Tape | None = None,
         untrained: Collection[str] = (),
     ) -> Step:
         """See `step_around`; the budget's bytes are those of the first time.
@@ -85,11 +86,12 @@ class StepBudget:
             inputs: see `step_around`.
             budget: see `step_around`.
             earlier: graphs of the same forward that have run.
+            tape: their runs.
             untrained: see `step_around`.
         """
         self._earlier = tuple(earlier)
         first = self._constant if earlier else self._first_constant
-        left, left_by_largest = (left_by(_predictions(earlier, batch)) for batch in (None, self.largest))
+        left, left_by_largest = (_bytes_left_by(earlier, tape, batch) for batch in (None, self.largest))
         around = step_around(model, inputs, budget, self._run(), self._target, left, untrained)
         found = _without_second_room(around, first)
         found = replace(found, outside=replace(found.outside, other_forwards=left_by_largest))
@@ -222,13 +224,14 @@ def _without_second_room(step: Step, first: int | None) -> Step:
     return replace(step, outside=replace(step.outside, constant=first), resident=step.resident - grown)
 
 
-def _predictions(graphs: Sequence[PartitionedGraph], largest: LargestBatch | None) -> list[Prediction]:
-    """Of each run, with the first batch, or the largest; those that cannot be known are left out."""
-    found: list[Prediction] = []
-    for graph, count in zip(graphs, _runs(graphs), strict=True):
-        if graph.timeline is not None:
-            found += [graph.timeline.predict(larger_sizes(graph.sizes, graph.names, largest))] * count
-    return found
+def _bytes_left_by(graphs: Sequence[PartitionedGraph], tape: Tape | None, largest: LargestBatch | None) -> int:
+    """What the runs of graphs have left, with the first batch or the largest; 0 where that is not known."""
+    schedules = [graph.timeline for graph in graphs if graph.timeline is not None]
+    if tape is None or len(schedules) < len(graphs):
+        return 0
+    sizes = [larger_sizes(graph.sizes, graph.names, largest) for graph in graphs]
+    events = [schedule.at(values) for schedule, values in zip(schedules, sizes, strict=True)]
+    return bytes_left_by(tape, [events[call.graph] for call in tape.calls])
 
 
 def _runs(graphs: Sequence[PartitionedGraph]) -> tuple[int, ...]:

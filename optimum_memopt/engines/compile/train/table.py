@@ -66,7 +66,7 @@ def prediction_lines(predictor: StepMemoryPredictor) -> tuple[str, ...]:
     footprint = predictor.footprint()
     caveat = predictor.caveat and f" ({predictor.caveat})"
     return (
-        f"Predicted for the first batch: {predictor.stashed / MIB:.1f} MiB saved for backward, peak of "
+        f"Predicted for the first batch: {predictor.saved_bytes / MIB:.1f} MiB saved for backward, peak of "
         f"activations and gradients {footprint.activations / MIB:.1f} MiB{caveat}",
         f"Predicted peak of a step with {_optimizer(predictor.run)}: {footprint.peak / MIB:.1f} MiB = {footprint}",
         *_allocator_line(predictor, footprint.peak),

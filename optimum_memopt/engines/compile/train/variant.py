@@ -176,8 +176,10 @@ class Variant:
         return self.budget.resident(self._device)
 
     def _step(self, budget: Budget) -> Step:
-        earlier, untrained = (self.planned.graphs, self.planned.untrained) if self.planned is not None else ((), ())
-        return self.budget.step(self._model, self._inputs, budget, earlier, untrained)
+        if self.planned is None:
+            return self.budget.step(self._model, self._inputs, budget)
+        earlier, tape, untrained = self.planned.graphs, self.planned.tape, self.planned.untrained
+        return self.budget.step(self._model, self._inputs, budget, earlier, tape, untrained)
 
     def _costs(self, graph: AnalyzedGraph) -> Costs:
         if self.planned is not None:

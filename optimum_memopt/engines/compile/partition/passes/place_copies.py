@@ -13,7 +13,7 @@ from torch import fx
 from optimum_memopt.engines.compile.graph.analyzed_graph import Modules
 from optimum_memopt.engines.compile.graph.joint import is_tensor, root, storage_bytes
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues, compile_sizes
-from optimum_memopt.engines.compile.memory.timeline import Prediction
+from optimum_memopt.engines.compile.memory.events import Prediction
 from optimum_memopt.engines.compile.solver.offload import Copy, overlap
 
 
@@ -95,7 +95,7 @@ def _place_reloads(
 
 
 def _operators(graph: fx.Graph) -> list[fx.Node]:
-    """As `memory.timeline` counts them."""
+    """As `memory.events` counts them."""
     return [node for node in graph.nodes if node.op not in ("placeholder", "output")]
 
 

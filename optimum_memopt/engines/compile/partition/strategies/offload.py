@@ -15,7 +15,7 @@ from optimum_memopt.engines.compile.graph.candidates import Candidate
 from optimum_memopt.engines.compile.graph.joint import ON_HOST, is_on_host, root, tensor_value, value
 from optimum_memopt.engines.compile.graph.saved_activations import RecomputeChain, SavedActivation
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues, compile_sizes
-from optimum_memopt.engines.compile.memory.timeline import Prediction, Timeline
+from optimum_memopt.engines.compile.memory.events import Prediction, Timeline
 from optimum_memopt.engines.compile.partition.passes import host_copies
 from optimum_memopt.engines.compile.partition.strategies.registry import register_strategy
 from optimum_memopt.plans.grammar import Strategy

@@ -11,7 +11,7 @@ from optimum_memopt.engines.compile.graph.analyzed_graph import Modules
 from optimum_memopt.engines.compile.graph.candidates import Candidate
 from optimum_memopt.engines.compile.graph.saved_activations import RecomputeChain, SavedActivation
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues
-from optimum_memopt.engines.compile.memory.timeline import Prediction
+from optimum_memopt.engines.compile.memory.events import Prediction
 from optimum_memopt.engines.compile.partition.passes import barriers
 from optimum_memopt.engines.compile.partition.strategies.registry import register_strategy
 from optimum_memopt.plans.grammar import Strategy
