@@ -8,11 +8,12 @@ stream of all graphs of a step.
 import itertools
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple, cast
 
 import sympy
+import torch
 from torch import fx
 
 from optimum_memopt.engines.api.predictions import CATEGORIES, GRADIENTS, RECOMPUTED, SAVED, TEMPORARY
@@ -248,12 +249,14 @@ class Schedule:
         events: their bytes are places in `sizes`.
         inputs: shapes of the compiled graph's arguments that are tensors, by their positions.
         outputs: shapes of its results.
+        numbers: arguments that are symbolic sizes.
     """
 
     sizes: CompiledSizes
     events: GraphEvents
     inputs: Mapping[int, tuple[sympy.Expr, ...]]
     outputs: Mapping[int, tuple[sympy.Expr, ...]]
+    numbers: Mapping[int, sympy.Expr] = field(default_factory=dict)
 
     @cached_property
     def _shapes(self) -> CompiledSizes:
@@ -295,6 +298,17 @@ class Schedule:
             saved=tuple(map(sized, known.saved)),
             tangents=tuple((position, sized(storage)) for position, storage in known.tangents),
         )
+
+    def values(self, sizes: Mapping[int, tuple[int, ...]]) -> dict[sympy.Symbol, int]:
+        """The symbols' values with arguments of these shapes, by their positions; a number is a shape of one size."""
+        symbols = {**self.inputs, **{position: (number,) for position, number in self.numbers.items()}}
+        return {
+            symbol: size
+            for position, shape in symbols.items()
+            if len(shape) == len(sizes.get(position, ()))
+            for symbol, size in zip(shape, sizes.get(position, ()), strict=True)
+            if symbol.is_Symbol
+        }
 
     def predict(self, values: SymbolValues) -> Prediction:
         """The runs of both graphs alone; see `at`."""
@@ -392,7 +406,7 @@ def schedule(
             if is_tensor(node)
         ),
     )
-    given = ((fx_graph.input_position(node), node) for node in forward.graph.find_nodes(op="placeholder"))
+    given = [(fx_graph.input_position(node), node) for node in forward.graph.find_nodes(op="placeholder")]
     return Schedule(
         sizes.compiled(),
         events,
@@ -401,6 +415,11 @@ def schedule(
             position: _shape(node)
             for position, node in zip(positions, returned, strict=False)
             if position is not None and node is not None and is_tensor(node)
+        },
+        {
+            position: symbolic(cast(torch.SymInt, value(node)))
+            for position, node in given
+            if position is not None and isinstance(value(node), torch.SymInt)
         },
     )
 

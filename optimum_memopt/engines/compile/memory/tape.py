@@ -11,15 +11,16 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import sympy
 import torch
 
-from optimum_memopt.engines.api.predictions import SAVED
+from optimum_memopt.engines.api.predictions import SAVED, TEMPORARY
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues
 from optimum_memopt.engines.compile.memory.events import Event, GraphEvents, Schedule, Storage, bytes_during
 from optimum_memopt.engines.compile.torch_compat import dynamo
-from optimum_memopt.engines.compile.torch_compat.runtime import order_of, saved_by_operators
+from optimum_memopt.engines.compile.torch_compat.runtime import OutsideOperator, order_of, outside_operators
 
 
 @dataclass(frozen=True)
@@ -31,29 +32,49 @@ class Call:
         inputs: the storage of each argument that is a tensor, by its position.
         outputs: that of each result.
         released: storages that nobody holds any more when the next graph runs.
+        sizes: shapes of the arguments that are tensors and no parameters, and of a number itself.
     """
 
     graph: int
     inputs: Mapping[int, int] = field(default_factory=dict)
     outputs: Mapping[int, int] = field(default_factory=dict)
     released: frozenset[int] = frozenset()
+    sizes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class SavedOutside:
-    """A tensor that autograd saves for an operator outside of all graphs.
+class Tensor(NamedTuple):
+    """A tensor outside of all graphs.
 
     Attributes:
-        storage: its number.
-        call: the last one before the operator; -1: none.
+        storage: its number, of a gradient one among the gradients.
         shape: of the tensor.
         bytes: of the storage.
     """
 
     storage: int
-    call: int
     shape: tuple[int, ...]
     bytes: int
+
+
+@dataclass(frozen=True)
+class Outside:
+    """An operator that autograd runs outside of all graphs.
+
+    Attributes:
+        name: of its backward.
+        call: the last one before it in the forward; -1: none.
+        saved: what it saves.
+        allocates: gradients that its backward computes.
+        frees: gradients that nothing reads behind it.
+        passed: gradients that are those of a graph's result, with the storage of that.
+    """
+
+    name: str
+    call: int
+    saved: tuple[Tensor, ...]
+    allocates: tuple[Tensor, ...]
+    frees: tuple[int, ...]
+    passed: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -63,12 +84,12 @@ class Tape:
     Attributes:
         calls: in order.
         given: storages that were there before: the forward's own arguments, and parameters.
-        outside: what is saved outside of all graphs.
+        outside: what runs outside of all graphs, in the order of the backward.
     """
 
     calls: tuple[Call, ...]
     given: frozenset[int] = frozenset()
-    outside: tuple[SavedOutside, ...] = ()
+    outside: tuple[Outside, ...] = ()
 
     @classmethod
     def of_one(cls) -> "Tape":
@@ -93,7 +114,7 @@ class TapeRecorder:
         self._calls: list[tuple[Hashable, Call]] = []
         # Of the calls, and of what is saved outside, the place in the order of autograd's operators.
         self._orders: list[int] = []
-        self._outside: list[tuple[int, SavedOutside]] = []
+        self._outside: list[tuple[OutsideOperator, tuple[Tensor, ...]]] = []
         self._numbers = itertools.count()
         # By address, which a storage that is gone may have left to another one.
         self._storages: dict[int, tuple[dynamo.StorageWeakRef, int]] = {}
@@ -103,7 +124,13 @@ class TapeRecorder:
     def before(self, graph: Hashable, arguments: Sequence[object]) -> None:
         """A graph is about to run."""
         self._note_released()
-        self._calls.append((graph, Call(0, self._numbered(arguments))))
+        sizes: dict[int, tuple[int, ...]] = {}
+        for place, argument in enumerate(arguments):
+            if isinstance(argument, torch.Tensor) and not isinstance(argument, torch.nn.Parameter):
+                sizes[place] = tuple(map(int, argument.shape))
+            elif type(argument) is int:
+                sizes[place] = (argument,)
+        self._calls.append((graph, Call(0, self._numbered(arguments), sizes=sizes)))
 
     def after(self, results: Sequence[object]) -> None:
         """The graph that was last about to run has returned."""
@@ -114,10 +141,12 @@ class TapeRecorder:
     def end(self, outputs: Iterable[object]) -> None:
         """The forward has returned."""
         self._note_released()
-        self._outside = [
-            (order, SavedOutside(self._number(tensor), -1, tuple(tensor.shape), tensor.untyped_storage().nbytes()))
-            for order, tensor in saved_by_operators(outputs)
-        ]
+        for operator in outside_operators(outputs):
+            saved = (
+                Tensor(self._number(tensor), tuple(map(int, tensor.shape)), tensor.untyped_storage().nbytes())
+                for tensor in operator.saved
+            )
+            self._outside.append((replace(operator, saved=()), tuple(saved)))
 
     @property
     def graphs(self) -> tuple[Hashable, ...]:
@@ -137,12 +166,8 @@ class TapeRecorder:
             elif calls:
                 calls[-1] = replace(calls[-1], released=calls[-1].released | call.released)
         given = frozenset({*self._given, *self._parameters.values()})
-        outside = {
-            saved.storage: replace(saved, call=sum(0 <= earlier < order for earlier in orders) - 1)
-            for order, saved in sorted(self._outside, key=lambda one: -one[0])
-            if saved.storage not in given
-        }
-        return Tape(tuple(calls), given, tuple(outside.values()))
+        outside = tuple(_outside(operator, saved, calls, orders, given) for operator, saved in self._outside)
+        return Tape(tuple(calls), given, outside)
 
     def _note_released(self) -> None:
         gone = [address for address, (storage, _) in self._storages.items() if storage.expired()]
@@ -165,6 +190,25 @@ class TapeRecorder:
         return known[1]
 
 
+def _outside(
+    operator: OutsideOperator,
+    saved: Iterable[Tensor],
+    calls: Sequence[Call],
+    orders: Sequence[int],
+    given: frozenset[int],
+) -> Outside:
+    of_call = {order: call for order, call in zip(orders, calls, strict=True) if order >= 0}
+    results = ((number, of_call[order].outputs.get(at)) for number, order, at in operator.passed if order in of_call)
+    return Outside(
+        operator.name,
+        sum(0 <= order < operator.order for order in orders) - 1,
+        tuple(tensor for tensor in saved if tensor.storage not in given),
+        tuple(Tensor(one.number, one.shape, one.bytes) for one in operator.allocates),
+        operator.frees,
+        tuple((number, result) for number, result in results if result is not None),
+    )
+
+
 def resized(
     tape: Tape, schedules: Sequence[Schedule], first: Sequence[SymbolValues], named: Sequence[SymbolValues]
 ) -> tuple[Tape, list[dict[sympy.Symbol, int]]]:
@@ -180,43 +224,79 @@ def resized(
         named: those of the symbols that have names, in this batch.
     """
     sizes: list[dict[sympy.Symbol, int]] = []
-    # Results so far: storage, shape in the first batch, in this one.
-    results: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []
+    results: list[_Shape] = []
     for call in tape.calls:
-        schedule, before = schedules[call.graph], first[call.graph]
-        inputs, outputs = schedule.shapes(before)
-        found: dict[sympy.Symbol, int] = {}
-        for position, number in call.inputs.items():
-            if (shape := inputs.get(position)) is None:
-                continue
-            same = [new for storage, old, new in results if storage == number and old == shape]
-            found.update(zip(schedule.inputs[position], same[-1], strict=True) if same else ())
+        schedule, traced = schedules[call.graph], first[call.graph]
+        before = {**traced, **schedule.values(call.sizes)}
+        passed: dict[sympy.Symbol, int] = {}
+        old = schedule.shapes(before)[0]
+        for position in old.keys() & call.inputs.keys():
+            same = [shape.now for shape in results if shape.is_of(call.inputs[position], old[position])]
+            passed.update(zip(schedule.inputs[position], same[-1], strict=True) if same else ())
         values = {symbol: _grown(size, results) for symbol, size in before.items()}
-        values.update(named[call.graph])
-        values.update((symbol, size) for symbol, size in found.items() if symbol in before)
+        # The graph may run for another length, too, than the one that its sizes are named by.
+        values |= {symbol: size for symbol, size in named[call.graph].items() if before[symbol] == traced[symbol]}
+        values |= {symbol: size for symbol, size in passed.items() if symbol in before}
         sizes.append(values)
-        inputs_now, outputs_now = schedule.shapes(values)
-        pairs = ((call.inputs, inputs, inputs_now), (call.outputs, outputs, outputs_now))
-        results += [
-            (numbers[position], old[position], now[position])
-            for numbers, old, now in pairs
-            for position in old
-            if position in numbers
-        ]
-    outside = [replace(saved, bytes=_grown_bytes(saved, results)) for saved in tape.outside]
+        for numbers, shapes, now in zip(
+            (call.inputs, call.outputs), schedule.shapes(before), schedule.shapes(values), strict=True
+        ):
+            results += [_Shape(numbers[at], shapes[at], now[at]) for at in shapes if at in numbers]
+
+    def grown(tensor: Tensor) -> Tensor:
+        return tensor._replace(bytes=_grown_bytes(tensor, results))
+
+    outside = (
+        replace(
+            operator,
+            saved=tuple(map(grown, operator.saved)),
+            allocates=tuple(map(grown, operator.allocates)),
+        )
+        for operator in tape.outside
+    )
     return replace(tape, outside=tuple(outside)), sizes
 
 
-def _grown(size: int, results: Sequence[tuple[int, tuple[int, ...], tuple[int, ...]]]) -> int:
-    """A size that nothing names, by one that was equal to it and is another now."""
-    equal = (new for _, old, now in reversed(results) for one, new in zip(old, now, strict=True) if one == size != new)
-    return next(equal, size)
+class _Shape(NamedTuple):
+    """A tensor that a graph was given, or returned.
+
+    Attributes:
+        storage: its number.
+        before: its shape on the tape.
+        now: that in another batch.
+    """
+
+    storage: int
+    before: tuple[int, ...]
+    now: tuple[int, ...]
+
+    def is_of(self, storage: int, shape: tuple[int, ...]) -> bool:
+        """True for this storage and shape."""
+        return self.storage == storage and self.before == shape
 
 
-def _grown_bytes(saved: SavedOutside, results: Sequence[tuple[int, tuple[int, ...], tuple[int, ...]]]) -> int:
-    now = next((new for _, old, new in results if old == saved.shape), None)
-    shape = now or tuple(_grown(size, results) for size in saved.shape)
-    return saved.bytes * math.prod(shape) // max(1, math.prod(saved.shape))
+def _grown(size: int, known: Sequence[_Shape], place: int | None = None) -> int:
+    """A size without a name, by one that was equal to it and is another now, if any in the same place of a shape."""
+    equal = [
+        (at != place, new)
+        for shape in known
+        for at, (old, new) in enumerate(zip(shape.before, shape.now, strict=True))
+        if old == size != new
+    ]
+    return min(equal, key=lambda one: one[0], default=(False, size))[1]
+
+
+def _grown_bytes(tensor: Tensor, known: Sequence[_Shape]) -> int:
+    """The size of what is outside of all graphs, by the shape that begins as its own does."""
+
+    def common(shape: _Shape) -> int:
+        pairs = zip(shape.before, tensor.shape, strict=False)
+        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    nearest = max(known, key=common, default=None)
+    kept = nearest.now[: common(nearest)] if nearest is not None else ()
+    rest = (_grown(size, known, place) for place, size in enumerate(tensor.shape) if place >= len(kept))
+    return tensor.bytes * math.prod((*kept, *rest)) // max(1, math.prod(tensor.shape))
 
 
 @dataclass(frozen=True)
@@ -286,12 +366,11 @@ class _Composition:
             for local in (*(storage.name for storage in graph.saved), *graph.saved_inputs):
                 if local in names:
                     self._readers.setdefault(names[local], set()).add(index)
-        # Between graphs, those whose backward is an operator's outside of them.
-        self._outside: dict[int, list[Storage]] = {}
-        for saved in tape.outside:
-            name = _shared(saved.storage)
-            self._readers.setdefault(name, set()).add(_OUTSIDE)
-            self._outside.setdefault(saved.call, []).append(Storage(name, saved.bytes, SAVED, "outside of graphs"))
+        # What runs between graphs; in the place of a call that reads a storage its number from -1 down.
+        self._outside = [(-1 - number, operator) for number, operator in enumerate(tape.outside)]
+        for reader, operator in self._outside:
+            for tensor in operator.saved:
+                self._readers.setdefault(_shared(tensor.storage), set()).add(reader)
         self._held: set[str] = set()
         # The caller's, until it drops them, in order.
         self._of_caller: dict[str, None] = {}
@@ -308,8 +387,8 @@ class _Composition:
             number = call.inputs.get(position)
             if number is not None and number not in self._given:
                 found[storage.name] = _shared(number)
-        for position, name in graph.outputs:
-            returned = None if position is None else call.outputs.get(position)
+        for place, name in graph.outputs:
+            returned = None if place is None else call.outputs.get(place)
             if name and returned is not None and returned not in self._given:
                 found.setdefault(name, _shared(returned))
         return found
@@ -343,10 +422,12 @@ class _Composition:
 
     def _saved_outside(self, call: int) -> Iterator[Event]:
         """What operators behind a call save, where no graph has allocated it."""
-        new = [storage for storage in self._outside.get(call, ()) if storage.name not in self._held]
+        behind = (operator for _, operator in self._outside if operator.call == call)
+        saved = {_shared(tensor.storage): tensor.bytes for operator in behind for tensor in operator.saved}
+        new = tuple(Storage(name, size, SAVED, _BETWEEN) for name, size in saved.items() if name not in self._held)
+        self._held |= saved.keys()
         if new:
-            self._held |= {storage.name for storage in new}
-            yield Event("", allocates=tuple(new))
+            yield Event("", allocates=new)
 
     def drop_results(self) -> Event:
         """What the caller of the forward drops: Trainer keeps the loss alone."""
@@ -358,18 +439,20 @@ class _Composition:
         names = {storage.name: self._name(index, storage.name) for storage in graph.saved}
         names |= {name: self._names[index].get(name, "") for name in graph.saved_inputs}
         needed = [name for name in names.values() if index in self._readers.get(name, ())]
+        behind = [one for one in self._outside if one[1].call == index]
+        if behind:
+            yield Event("")
+            yield from self._backward_outside(behind)
         tangents = []
         for position, storage in graph.tangents:
-            number = None if position is None else call.outputs.get(position)
-            if number is not None and number in self._gradients:
+            number = -1 if position is None else call.outputs.get(position, -1)
+            if number in self._gradients:
                 names[storage.name] = self._gradients.pop(number)
                 self._waiting[names[storage.name]] -= 1
             else:
                 names[storage.name] = f"{index} {storage.name}"
                 tangents.append(storage._replace(name=names[storage.name]))
-        behind = [storage.name for storage in self._outside.get(index, ())]
-        done = tuple(name for name in behind if self._is_last(_OUTSIDE, name))
-        yield Event("", allocates=tuple(tangents), frees=(*self._passed, *done))
+        yield Event("", allocates=tuple(tangents), frees=tuple(self._passed))
         self._passed = []
         for event in graph.backward:
             allocates = tuple(storage._replace(name=f"{index} {storage.name}") for storage in event.allocates)
@@ -380,6 +463,20 @@ class _Composition:
         frees = [name for name in unread if self._is_last(index, name)]
         if frees := [*frees, *self._summed(index, names)]:
             yield Event("", frees=tuple(frees))
+
+    def _backward_outside(self, operators: Iterable[tuple[int, Outside]]) -> Iterator[Event]:
+        """The backwards of operators between two calls."""
+        for reader, operator in operators:
+            allocates = tuple(
+                Storage(_gradient(tensor.storage), tensor.bytes, TEMPORARY, _BETWEEN) for tensor in operator.allocates
+            )
+            done = [_shared(tensor.storage) for tensor in operator.saved]
+            done = [name for name in dict.fromkeys(done) if self._is_last(reader, name)]
+            frees = (*map(_gradient, operator.frees), *done)
+            yield Event(operator.name, operator.name, allocates=allocates, frees=frees)
+            for number, result in operator.passed:
+                self._gradients.setdefault(result, _gradient(number))
+                self._waiting[_gradient(number)] += 1
 
     def _summed(self, index: int, names: Mapping[str, str]) -> Iterator[str]:
         """Gradients that autograd adds to another one of the same tensor, which came before."""
@@ -420,9 +517,13 @@ class _Composition:
         return storage._replace(name=name, category=SAVED if self._readers.get(name) else storage.category)
 
 
-# In the place of a call that reads a storage: an operator outside of all graphs.
-_OUTSIDE = -1
+# Kind of what operators outside of all graphs hold.
+_BETWEEN = "between graphs"
 
 
 def _shared(number: int) -> str:
     return f"storage {number}"
+
+
+def _gradient(number: int) -> str:
+    return f"gradient {number}"

@@ -119,6 +119,12 @@ def _attention_backward(arguments: Sequence[Any]) -> sympy.Expr:
     return torch.get_num_threads() * held + copied
 
 
+def _softmax_backward_copies(arguments: Sequence[Any]) -> sympy.Expr:
+    """The output's gradient and the output, where they are not contiguous (`native/SoftMax.cpp`)."""
+    copied = (tensor for tensor in arguments[:2] if tensor.device.type == "cpu" and not _is_contiguous(tensor))
+    return sympy.Add(*(elements(tensor) * tensor.dtype.itemsize for tensor in copied))
+
+
 def _blocks(query: torch.Tensor, key: torch.Tensor) -> tuple[sympy.Expr, sympy.Expr]:
     """Rows and elements of a block of the attention matrix."""
     length = symbolic(query.shape[2])
@@ -176,6 +182,7 @@ _CPU_RULES_OF_RESULT: dict[str, Callable[[Sequence[Any], Any], sympy.Expr]] = {
     "mean": _mean_cast,
 }
 _CPU_RULES: dict[str, Callable[[Sequence[Any]], sympy.Expr]] = {
+    **dict.fromkeys(("_log_softmax_backward_data", "_softmax_backward_data"), _softmax_backward_copies),
     "_scaled_dot_product_flash_attention_for_cpu": _attention,
     "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
 }

@@ -32,6 +32,9 @@ from optimum_memopt.engines.compile.predict.pending import BatchSizes, Forward, 
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.memory.optimizers import Optimizer
 
+# Batches of different sizes whose tapes are kept.
+_MOST_TAPES = 256
+
 
 def caveat_of(graphs: Sequence[PartitionedGraph], runs: int, bound: Mapping[str, int], programs: str = "") -> str:
     """Empty where it is exact.
@@ -142,6 +145,8 @@ class StepMemoryPredictor:
             _Part(graph, graph.timeline) for graph in graphs if graph.timeline is not None and graph.prediction
         ]
         self.tape = tape or Tape(tuple(map(Call, range(len(self._parts)))))
+        # Of batches that have run: in several graphs not all sizes follow from those of the first.
+        self._tapes: dict[frozenset[tuple[str, int]], Tape] = {}
         self.untrained = without_gradient(graph.gradients for graph in graphs)
         self._is_on_cuda = any(part.graph.is_for_cuda for part in self._parts)
         self._names = names
@@ -191,13 +196,21 @@ class StepMemoryPredictor:
         }
         return {**self.first, **sizes}
 
-    def note_forward(self, inputs: Mapping[str, object], outputs: object = None) -> None:
+    def note_forward(
+        self, graphs: Sequence[PartitionedGraph], tape: Tape, inputs: Mapping[str, object], outputs: object = None
+    ) -> None:
         """Count a training forward among those of the run.
 
         Args:
+            graphs: those that ran.
+            tape: their runs.
             inputs: its keyword arguments.
             outputs: what it returned; its backward has run once their autograd graph has.
         """
+        places = {part.graph: place for place, part in enumerate(self._parts)}
+        if len(tape.calls) > 1 and len(self._tapes) < _MOST_TAPES and places.keys() == set(graphs):
+            calls = tuple(replace(call, graph=places[graphs[call.graph]]) for call in tape.calls)
+            self._tapes.setdefault(frozenset(self.sizes_of(inputs).items()), replace(tape, calls=calls))
         earlier = list(self._pending)
         saved = sum(noted.predictor.saved(noted.forward.sizes) for noted in earlier)
         new = Forward(self.sizes_of(inputs), saved)
@@ -348,7 +361,8 @@ class StepMemoryPredictor:
         """The tape for a batch, and the events of each of its calls: of inductor's programs, where there are any."""
         schedules = [part.schedule for part in self._parts]
         first = [part.graph.sizes for part in self._parts]
-        tape, values = resized(self.tape, schedules, first, [self._named(part.graph, sizes) for part in self._parts])
+        known = self._tapes.get(frozenset(sizes.items()), self.tape)
+        tape, values = resized(known, schedules, first, [self._named(part.graph, sizes) for part in self._parts])
         found: dict[object, GraphEvents] = {}
         runs: list[GraphEvents] = []
         for call, of_call in zip(tape.calls, values, strict=True):
@@ -425,7 +439,7 @@ class Predictors:
         predictor = self._by_graphs[key]
         if predictor is not self.first:
             self._by_sizes[_sizes(inputs)] = predictor
-        predictor.note_forward(inputs, outputs)
+        predictor.note_forward(graphs, tape, inputs, outputs)
 
 
 def _sizes(inputs: Mapping[str, object]) -> frozenset[tuple[str, int]]:
