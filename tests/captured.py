@@ -20,7 +20,8 @@ from optimum_memopt.engines.compile.graph.joint import JointGraph, symbolic, val
 from optimum_memopt.engines.compile.graph.problem import problem_of
 from optimum_memopt.engines.compile.graph.saved_activations import SavedActivation, operator_name
 from optimum_memopt.engines.compile.graph.symbols import symbol_names
-from optimum_memopt.engines.compile.memory.inductor_memory import InductorPrograms
+from optimum_memopt.engines.compile.memory.inductor_programs import InductorPrograms
+from optimum_memopt.engines.compile.memory.tape import TapeRecorder
 from optimum_memopt.engines.compile.partition import partitioned_graph
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
@@ -172,7 +173,7 @@ def capture(function: Callable[..., Any], *args: Any, dynamic: bool = True, **kw
         return Choice((), "torch's own partition", torchs_graphs=modules), modules
 
     torch._dynamo.reset()
-    backend = Backend("aot_eager", record, prepare=lambda module, inputs: None, say=print, ran=[])
+    backend = Backend("aot_eager", record, prepare=lambda module, inputs: None, say=print, tape=TapeRecorder())
     compiled = torch.compile(dynamo.with_own_code(function), backend=backend, dynamic=dynamic)
     with configured(compiles=True):
         compiled(*args, **kwargs)

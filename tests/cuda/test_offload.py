@@ -14,7 +14,7 @@ import torch
 from gpu.steps import forward
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from optimum_memopt.engines.compile.memory.inductor_memory import InductorProgram, _sized
+from optimum_memopt.engines.compile.memory.inductor_programs import InductorProgram, _sized
 from optimum_memopt.engines.compile.partition.passes import host_copies
 from optimum_memopt.engines.compile.partition.passes.host_copies import PinnedPool
 from optimum_memopt.engines.compile.torch_compat import dynamo
@@ -57,7 +57,7 @@ def test_the_prediction_knows_where_copies_are(compiler: str) -> None:
     kept.step()
     # Two layers and the head, in float32.
     gelus = (2 * 3072 + 768) * 8 * 256 * 4
-    assert kept.engine.predictor.stashed - offloaded.engine.predictor.stashed == gelus
+    assert kept.engine.predictor.saved_bytes - offloaded.engine.predictor.saved_bytes == gelus
 
 
 def pool() -> PinnedPool:

@@ -6,7 +6,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from optimum_memopt.engines.compile.memory.workspaces import multiprocessors_of, operator_workspace
+from optimum_memopt.engines.compile.memory.workspaces import operator_workspace
+from optimum_memopt.engines.compile.torch_compat.kernels import multiprocessors_of
 
 aten = torch.ops.aten
 

@@ -15,7 +15,7 @@ from optimum_memopt.engines.compile.graph.joint import (
     symbolic,
     value,
 )
-from optimum_memopt.engines.compile.memory.timeline import Prediction, Timeline
+from optimum_memopt.engines.compile.memory.events import Prediction, Timeline
 
 Sizes = Mapping[sympy.Symbol, int]
 
@@ -27,31 +27,20 @@ def size_of(node: fx.Node, sizes: Sizes) -> int:
     return 0 if is_on_host(node) else int(storage_bytes(node).subs(sizes))
 
 
-def predict(
-    forward: fx.GraphModule,
-    backward: fx.GraphModule,
-    num_fwd_outputs: int,
-    sizes: Sizes,
-    holds_outputs: bool = False,
-    static_inputs: Collection[str] = (),
-) -> Prediction:
-    """Simulate both graphs as AOTAutograd runs them.
+def predict(forward: fx.GraphModule, backward: fx.GraphModule, num_fwd_outputs: int, sizes: Sizes) -> Prediction:
+    """Simulate both graphs as AOTAutograd runs them; the caller drops the outputs in between.
 
     Args:
         num_fwd_outputs: outputs of the forward that its caller gets; the others are handed to the backward.
         sizes: value of every symbol.
-        holds_outputs: the caller keeps those outputs until after the backward; Trainer drops all but the loss.
-        static_inputs: names of parameters and buffers.
     """
     run = simulate(forward.graph, sizes)
     (output,) = forward.graph.find_nodes(op="output")
     returned = {root(node) for node in output.args[0][:num_fwd_outputs] if isinstance(node, fx.Node)}
     saved = {node.name: node for node in output.args[0][num_fwd_outputs:] if isinstance(node, fx.Node)}
     saved_roots = {root(node) for node in saved.values()}
-    dropped = set() if holds_outputs else {node for node in returned - saved_roots if node.op == "call_function"}
-    dropped_bytes = sum(size_of(node, sizes) for node in dropped if is_tensor(node))
-    stashed = run.end - dropped_bytes
-    inputs = {made for made in saved_roots if made.op == "placeholder" and made.name not in static_inputs}
+    dropped = {node for node in returned - saved_roots if node.op == "call_function"}
+    saved_bytes = run.end - sum(size_of(node, sizes) for node in dropped if is_tensor(node))
     owned, counted, gradients = [], set(), 0
     for node in backward.graph.find_nodes(op="placeholder"):
         if not is_tensor(node):
@@ -61,17 +50,10 @@ def predict(
             gradients += size_of(node, sizes)
             continue
         made = root(saved[node.name])
-        if made.op != "placeholder" and made not in counted and not (holds_outputs and made in returned):
+        if made.op != "placeholder" and made not in counted:
             counted.add(made)
             owned.append(node)
-    return Prediction(
-        run,
-        simulate(backward.graph, sizes, owned, stashed + gradients),
-        stashed,
-        tangents=gradients,
-        returned=dropped_bytes,
-        saved_inputs=sum(size_of(node, sizes) for node in inputs if is_tensor(node)),
-    )
+    return Prediction(run, simulate(backward.graph, sizes, owned, saved_bytes + gradients), saved_bytes, gradients)
 
 
 def simulate(graph: fx.Graph, sizes: Sizes, owned: Collection[fx.Node] = (), start: int = 0) -> Timeline:

@@ -86,7 +86,7 @@ def test_checkpointing_recomputes_its_layers_and_the_solver_takes_no_longer():
 
     assert layers(every) == {layer for layer in problem.layers if layer}
     assert layers(second) == {min(layers(every))}
-    assert every.stashed < second.stashed < solver.everything.stashed
+    assert every.saved_bytes < second.saved_bytes < solver.everything.saved_bytes
     compared = compare(solver, "checkpointing", checkpointed(problem, 1))
     assert compared.solver_peak <= compared.peak == every.peak < solver.everything.peak
     assert 0 < compared.ratio <= 1

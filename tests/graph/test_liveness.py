@@ -1,16 +1,13 @@
 """What running a graph is said to hold, against what the allocator gives and takes while it runs."""
 
-from collections.abc import Collection
-
 import pytest
 import torch
 from torch import fx
 from torch.profiler import ProfilerActivity, profile
 
-from optimum_memopt.engines.compile.graph.joint import is_tensor, value
-from optimum_memopt.engines.compile.graph.symbols import SymbolValues, compile_sizes
-from optimum_memopt.engines.compile.memory.liveness import SizeTable, schedule
-from optimum_memopt.engines.compile.memory.timeline import Timeline, graph_timeline, simulate
+from optimum_memopt.engines.compile.graph.joint import value
+from optimum_memopt.engines.compile.graph.symbols import SymbolValues
+from optimum_memopt.engines.compile.memory.events import GraphEvents, bytes_during, prediction_of, schedule
 from tests.captured import Captured, capture, real
 
 # What operators take while they run, in bytes: a tensor of each number that they are given, and two rows of a layer
@@ -18,11 +15,9 @@ from tests.captured import Captured, capture, real
 SCRATCH = 256
 
 
-def timeline(graph: fx.Graph, values: SymbolValues, owned: Collection[fx.Node] = (), start: int = 0) -> Timeline:
-    """A run of one graph."""
-    sizes = SizeTable()
-    operators = schedule(graph, sizes, owned)
-    return simulate(operators, compile_sizes(sizes.expressions)(values), start)
+def events_of(captured: Captured, asked: str, sizes: SymbolValues) -> GraphEvents:
+    parts = captured.split(asked)
+    return schedule(parts.forward, parts.backward, parts.num_fwd_outputs).at(sizes)
 
 
 def measured(module: fx.GraphModule, sizes: dict) -> tuple[int, int]:
@@ -43,12 +38,13 @@ def measured(module: fx.GraphModule, sizes: dict) -> tuple[int, int]:
 
 def check(captured: Captured, asked: str, grown: int = 0) -> None:
     sizes = {symbol: size + grown for symbol, size in captured.sizes.items()}
-    parts = captured.split(asked)
-    for half in (parts.forward, parts.backward):
-        run = timeline(half.graph, sizes)
+    parts, events = captured.split(asked), events_of(captured, asked, sizes)
+    # Alone, neither half frees what it is given.
+    for half, run in ((parts.forward, events.forward), (parts.backward, events.backward)):
+        during, left = bytes_during(run)
         peak, end = measured(half, sizes)
-        assert run.end == end
-        assert 0 <= peak - run.peak.held <= SCRATCH
+        assert left == end
+        assert 0 <= peak - max(during) <= SCRATCH
 
 
 @pytest.mark.parametrize("grown", [0, 3])
@@ -88,44 +84,37 @@ def test_statistics_of_a_norm_in_half_precision_are_in_float32():
     norm = torch.nn.functional.layer_norm
     captured = capture(lambda x: norm(x.bfloat16(), (16,), x[0], x[1]).exp().sum(), x, dynamic=False)
     forward = captured.split().forward
-    run, (peak, end) = timeline(forward.graph, {}), measured(forward, {})
-    assert run.end == end
-    assert 0 <= peak - run.peak.held <= SCRATCH
+    (during, left), (peak, end) = bytes_during(events_of(captured, "", {}).forward), measured(forward, {})
+    assert left == end
+    assert 0 <= peak - max(during) <= SCRATCH
 
 
 def test_what_is_owned_is_freed_after_its_last_use():
     captured = capture(lambda x: x.exp().sin().exp().sum(), torch.randn(LENGTH, requires_grad=True), dynamic=False)
-    backward = captured.split("level 1").backward.graph
-    owned = [node for node in backward.find_nodes(op="placeholder") if is_tensor(node)]
-    there = sum(value(node).nbytes for node in owned)
-    run = timeline(backward, {}, owned, there)
-    assert run.held[0] >= there
+    events = events_of(captured, "level 1", {})
+    run = prediction_of(events).backward
+    assert run.held[0] >= events.saved_bytes + 4
     assert run.end == LENGTH * 4, "nothing but the gradient of x is left"
-    assert timeline(backward, {}).end == run.end, "of others' nothing is freed"
+    assert bytes_during(events.backward)[1] == run.end, "of others' nothing is freed"
 
 
-def test_what_waits_between_the_halves_is_the_stashes():
+def test_what_waits_between_the_halves_is_what_is_saved():
     captured = capture(lambda x: x.exp().sin().exp().sum(), torch.randn(LENGTH, requires_grad=True), dynamic=False)
-    parts = captured.split("level 1")
-    prediction = graph_timeline(parts.forward, parts.backward, 1).predict({})
-    assert prediction.stashed == sum(int(stash.bytes) for stash in captured.activations) == 2 * LENGTH * 4
-    # The loss, too, where its holder keeps it.
-    holding = graph_timeline(parts.forward, parts.backward, 1, holds_outputs=True).predict({})
-    assert holding.stashed == prediction.stashed + 4
+    prediction = prediction_of(events_of(captured, "level 1", {}))
+    assert prediction.saved_bytes == sum(int(saved.bytes) for saved in captured.activations) == 2 * LENGTH * 4
     assert prediction.peak == max(prediction.forward.peak.held, prediction.backward.peak.held)
-    again = captured.split("Exp+:1:1")
-    assert graph_timeline(again.forward, again.backward, 1).predict({}).stashed == LENGTH * 4
+    assert events_of(captured, "Exp+:1:1", {}).saved_bytes == LENGTH * 4
 
 
 def test_a_peak_names_its_operator(roberta):
     parts = roberta.split("level 1")
-    prediction = graph_timeline(parts.forward, parts.backward, 2).predict(roberta.sizes)
+    prediction = prediction_of(events_of(roberta, "level 1", roberta.sizes))
     for half, run in ((parts.forward, prediction.forward), (parts.backward, prediction.backward)):
         assert run.peak.node in {node.name for node in half.graph.nodes}
         assert run.peak.held == max(run.held)
 
 
-def test_a_level_lowers_the_peak_and_what_is_stashed(roberta):
+def test_a_level_lowers_the_peak_and_what_is_saved(roberta):
     without, with_level = (roberta.split(asked).graph.prediction for asked in ("Gelu+:1:0", "level 1"))
-    assert with_level.stashed < 0.6 * without.stashed
+    assert with_level.saved_bytes < 0.6 * without.saved_bytes
     assert with_level.peak < without.peak

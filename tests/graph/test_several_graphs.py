@@ -4,10 +4,10 @@ from dataclasses import replace
 
 from optimum_memopt.engines.compile.costs.costs import Costs
 from optimum_memopt.engines.compile.graph.problem import SiblingGraphs, problem_of
-from optimum_memopt.engines.compile.memory.simulation import simulate
+from optimum_memopt.engines.compile.memory.simulation import problem_events, simulate
+from optimum_memopt.engines.compile.memory.tape import Call, Tape, compose
 from optimum_memopt.engines.compile.partition.captured_graph import captured_graph, no_costs
 from optimum_memopt.engines.compile.partition.reservations import GraphReservations
-from optimum_memopt.engines.compile.predict.step_predictor import activations_of
 from optimum_memopt.engines.compile.solver.solver import Solver
 from optimum_memopt.plans.plan_file import GraphSignature
 from tests.captured import Captured
@@ -22,14 +22,15 @@ def test_runs_of_a_graph_and_later_graphs_are_simulated(roberta: Captured) -> No
     alone = [simulate(problem, saved) for saved in kept]
     graphs = [partitioned(captured, problem, saved) for saved in kept]
     # A loss, which the next graph is given.
-    slack = sum(graph.returned for graph in graphs)
-    for saved, graph in zip(kept, graphs, strict=True):
-        found = simulate(replace(problem, siblings=SiblingGraphs(runs=4)), saved)
-        assert 0 <= found.peak - activations_of([graph] * 4) <= 4 * slack
+    slack = sum(graph.forward.end - graph.saved_bytes for graph in graphs)
+    events = [problem_events(problem, saved) for saved in kept]
+    for saved, run in zip(kept, events, strict=True):
+        simulated = simulate(replace(problem, siblings=SiblingGraphs(runs=4)), saved)
+        assert 0 <= simulated.peak - compose(Tape((Call(0),) * 4), [run] * 4).peak() <= 4 * slack
     gradients = alone[1].backward.end - graphs[0].tangents
-    others = SiblingGraphs(later=alone[1].peak, gradients=gradients)
-    found = simulate(replace(problem, siblings=others), kept[0])
-    assert 0 <= found.peak - activations_of(graphs) <= 2 * slack
+    siblings = SiblingGraphs(later=alone[1].peak, gradients=gradients)
+    simulated = simulate(replace(problem, siblings=siblings), kept[0])
+    assert 0 <= simulated.peak - compose(Tape((Call(0), Call(1))), events).peak() <= 2 * slack
 
 
 def test_what_is_left_to_later_graphs(roberta: Captured) -> None:

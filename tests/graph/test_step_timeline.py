@@ -15,11 +15,9 @@ from optimum_memopt.engines.api.predictions import (
     SAVED,
     TEMPORARY,
 )
-from optimum_memopt.engines.compile.memory.footprint import Footprint
-from optimum_memopt.engines.compile.memory.graph_run import run_of_graphs, run_of_requests
-from optimum_memopt.engines.compile.memory.step_timeline import PredictedRun, step_timeline
-from optimum_memopt.engines.compile.predict import step_predictor
-from optimum_memopt.engines.compile.predict.step_predictor import activations_of
+from optimum_memopt.engines.compile.memory.events import prediction_of
+from optimum_memopt.engines.compile.memory.footprint import Footprint, step_timeline
+from optimum_memopt.engines.compile.memory.tape import Call, Tape, compose
 
 PLANS = ("", "level 1", "Gelu+:1:-1,Dropout+:3:2")
 AROUND = Footprint(0, parameters=1000, buffers=24, batch=30, optimizer=2000, gradients=1000, constant=5000)
@@ -27,16 +25,15 @@ ALWAYS = 1000 + 24 + 30 + 2000 + 5000
 
 
 def predicted(captured, asked):
-    parts = captured.split(asked)
-    cluster_ids = {one.activation.root.name: one.cluster_id for one in parts.graph.candidates}
-    timeline = parts.graph.timeline
-    return timeline, timeline.predict(captured.sizes), run_of_graphs(timeline, captured.sizes, cluster_ids)
+    """The prediction of the graph alone, and its step."""
+    events = captured.split(asked).graph.timeline.at(captured.sizes)
+    return prediction_of(events), compose(Tape.of_one(), [events])
 
 
 @pytest.fixture(scope="module", params=PLANS)
 def roberta_step(request, roberta):
-    _, prediction, run = predicted(roberta, request.param)
-    return prediction, step_timeline([PredictedRun(run, prediction)], replace(AROUND, activations=prediction.peak), {})
+    prediction, step = predicted(roberta, request.param)
+    return prediction, step_timeline(step, replace(AROUND, activations=prediction.peak), {})
 
 
 def test_every_operator_holds_what_is_predicted(roberta_step):
@@ -59,9 +56,9 @@ def test_the_highest_operator_is_the_predicted_peak(roberta_step):
 
 
 def test_an_optimizers_step_may_be_the_peak(roberta):
-    _, prediction, run = predicted(roberta, "")
+    prediction, step = predicted(roberta, "")
     around = replace(AROUND, activations=prediction.peak, step=2 * prediction.peak)
-    found = step_timeline([PredictedRun(run, prediction)], around, {})
+    found = step_timeline(step, around, {})
     assert found.peak == around.peak == ALWAYS + 1000 + 2 * prediction.peak
     assert (found.peak_phase, found.peak_at) == ("optimizer", found.optimizer_at)
     assert {group.category: group.bytes for group in found.alive}[TEMPORARY] == 2 * prediction.peak
@@ -70,7 +67,7 @@ def test_an_optimizers_step_may_be_the_peak(roberta):
 def test_between_the_graphs_is_what_is_saved(roberta_step):
     prediction, found = roberta_step
     saved = found.held[SAVED]
-    assert saved[found.backward_at - 1] == prediction.stashed == max(saved)
+    assert saved[found.backward_at - 1] == prediction.saved_bytes == max(saved)
     phases = {phase.name: phase for phase in found.phases}
     assert phases[POST_FORWARD].held == ALWAYS + prediction.forward.end
     assert phases[POST_FORWARD].peak == ALWAYS + prediction.forward.peak.held
@@ -87,8 +84,8 @@ def test_what_the_backward_returns_are_gradients(roberta_step):
 
 def test_a_level_recomputes_and_no_plan_does_not(roberta):
     for asked, recomputes in (("Gelu+:1:0", False), ("level 1", True)):
-        _, prediction, run = predicted(roberta, asked)
-        found = step_timeline([PredictedRun(run, prediction)], AROUND, {})
+        _, step = predicted(roberta, asked)
+        found = step_timeline(step, AROUND, {})
         assert bool(max(found.held[RECOMPUTED])) == recomputes
         assert not any(found.held[RECOMPUTED][: found.backward_at])
 
@@ -104,31 +101,18 @@ def test_layers_are_those_of_the_model(roberta_step):
 
 
 def test_saved_activations_have_the_names_of_their_rows(roberta):
-    _, prediction, run = predicted(roberta, "Gelu+:1:0")
-    found = step_timeline([PredictedRun(run, prediction)], replace(AROUND, activations=prediction.peak), {})
+    prediction, step = predicted(roberta, "Gelu+:1:0")
+    found = step_timeline(step, replace(AROUND, activations=prediction.peak), {})
     names = {group.name for group in found.alive if group.category == SAVED}
     assert {"Gelu+", "Dropout+"} & names
     counted = [group for group in found.alive if group.category == SAVED]
     assert all(group.count > 0 and len(group.layers) <= 2 for group in counted)
 
 
-def test_requests_of_a_program_are_a_timeline_too(roberta):
-    timeline, prediction, of_graphs = predicted(roberta, "level 1")
-    run = run_of_requests(timeline.requests(roberta.sizes), timeline, {})
-    around = replace(AROUND, activations=prediction.peak)
-    found, exact = (step_timeline([PredictedRun(one, prediction)], around, {}) for one in (run, of_graphs))
-    assert found.counts == "allocations" and exact.counts == "operators"
-    assert found.peak == exact.peak
-    assert max(found.held[SAVED]) == max(exact.held[SAVED])
-    assert found.held[GRADIENTS][-2] == exact.held[GRADIENTS][-2]
-
-
-def test_several_graphs_peak_where_their_prediction_does(roberta, gpt2):
-    pairs = [predicted(roberta, "level 1")[1:], predicted(gpt2, "")[1:], predicted(roberta, "")[1:]]
-    peak = activations_of([prediction for prediction, _ in pairs], 77)
-    around = replace(AROUND, activations=peak)
-    kept = step_predictor._kept_inputs([prediction for prediction, _ in pairs])
-    runs = [PredictedRun(run, prediction, one) for (prediction, run), one in zip(pairs, kept, strict=True)]
-    assert step_timeline(runs, around, {}, 77).peak == around.peak
-    assert max(step_timeline(runs, around, {}, 77).held[PARAMETERS]) == 1024
-    assert set(step_timeline(runs, around, {}).held[OPTIMIZER]) == {2000}
+def test_several_graphs_peak_where_their_step_does(roberta, gpt2):
+    graphs = [roberta.split("level 1").graph, gpt2.split("").graph, roberta.split("").graph]
+    step = compose(Tape((Call(0), Call(1), Call(2))), [graph.timeline.at(graph.sizes) for graph in graphs])
+    around = replace(AROUND, activations=step.peak(77))
+    assert step_timeline(step, around, {}, 77).peak == around.peak
+    assert max(step_timeline(step, around, {}, 77).held[PARAMETERS]) == 1024
+    assert set(step_timeline(step, around, {}).held[OPTIMIZER]) == {2000}

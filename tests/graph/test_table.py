@@ -53,9 +53,9 @@ def test_what_is_on_is_shown_with_what_it_saves(roberta):
 
 def test_a_claimed_saving_is_no_longer_saved_for_backward(gpt2):
     """A claim is the difference of what is saved for the backward, but for the generator's states of masks."""
-    nothing = gpt2.split("Dropout+:1:0").graph.prediction.stashed
+    nothing = gpt2.split("Dropout+:1:0").graph.prediction.saved_bytes
     for plan in table_of(gpt2.split()).plans[:10]:
-        less = nothing - gpt2.split(plan.config).graph.prediction.stashed
+        less = nothing - gpt2.split(plan.config).graph.prediction.saved_bytes
         assert 0 <= plan.saving_bytes - less <= torch.get_rng_state().nbytes * plan.frequency, plan.config
 
 

@@ -1,4 +1,4 @@
-"""The compiled timeline against plain liveness with sympy, equal to the byte."""
+"""The events of a graph against plain liveness with sympy, equal to the byte."""
 
 import pytest
 import sympy
@@ -6,7 +6,8 @@ from torch.utils._sympy.functions import CleanDiv, FloorDiv, IntTrueDiv, Max, Mi
 
 from optimum_memopt.engines.compile.graph.joint import root, storage_bytes
 from optimum_memopt.engines.compile.graph.symbols import compile_sizes
-from optimum_memopt.engines.compile.memory.timeline import graph_timeline
+from optimum_memopt.engines.compile.memory.events import bytes_during, schedule
+from optimum_memopt.engines.compile.memory.tape import Tape, compose
 from tests.graph import reference_liveness
 
 PLANS = {
@@ -19,49 +20,46 @@ LARGE = 2**53 + 1
 
 
 @pytest.mark.parametrize(("model", "asked"), [(model, asked) for model, plans in PLANS.items() for asked in plans])
-@pytest.mark.parametrize("holds_outputs", [False, True])
-def test_every_operator_holds_what_the_reference_says(request, model, asked, holds_outputs):
+def test_every_operator_holds_what_the_reference_says(request, model, asked):
     captured = request.getfixturevalue(model)
     parts = captured.split(asked)
     graphs = parts.forward, parts.backward, parts.num_fwd_outputs
     inputs = {node.name for node in parts.forward.graph.find_nodes(op="placeholder")}
     static = {name for name in inputs if "primals_1" not in name}
-    timeline = graph_timeline(*graphs, holds_outputs, static)
+    events = schedule(*graphs, static)
     for grown in (0, 2**20 + 1):
         sizes = {symbol: size + grown for symbol, size in captured.sizes.items()}
-        prediction = timeline.predict(sizes)
-        assert prediction == reference_liveness.predict(*graphs, sizes, holds_outputs, static)
+        prediction = events.predict(sizes)
+        assert prediction == reference_liveness.predict(*graphs, sizes)
         assert prediction.forward.peak.held == max(prediction.forward.held)
 
 
 @pytest.mark.parametrize("model", PLANS)
 @pytest.mark.parametrize("asked", ["", "level 1"])
-def test_requests_have_the_peak_of_the_prediction(request, model, asked):
+def test_a_tape_of_one_graph_has_its_prediction(request, model, asked):
     captured = request.getfixturevalue(model)
     parts = captured.split(asked)
-    timeline = graph_timeline(parts.forward, parts.backward, parts.num_fwd_outputs)
-    held, peak = {}, 0
-    for storage, size in timeline.requests(captured.sizes):
-        if size:
-            assert storage not in held
-            held[storage] = size
-        else:
-            held.pop(storage, None)
-        peak = max(peak, sum(held.values()))
-    prediction = timeline.predict(captured.sizes)
-    assert peak == prediction.peak and sum(held.values()) == prediction.backward.end
+    events = schedule(parts.forward, parts.backward, parts.num_fwd_outputs)
+    step, prediction = compose(Tape.of_one(), [events.at(captured.sizes)]), events.predict(captured.sizes)
+    held: dict[str, int] = {}
+    for event in step.events:
+        assert not held.keys() & {storage.name for storage in event.allocates}
+        held.update((storage.name, storage.bytes) for storage in event.allocates)
+        for name in event.frees:
+            held.pop(name, None)
+    assert step.peak() == prediction.peak and sum(held.values()) == prediction.backward.end
+    assert step.saved_bytes == prediction.saved_bytes
+    assert bytes_during(step.events)[1] == prediction.backward.end
 
 
 @pytest.mark.parametrize("asked", ["", "level 1"])
 def test_saved_bytes_are_those_of_the_distinct_storages(roberta, asked):
     parts = roberta.split(asked)
-    timeline = graph_timeline(parts.forward, parts.backward, parts.num_fwd_outputs)
+    events = schedule(parts.forward, parts.backward, parts.num_fwd_outputs).at(roberta.sizes)
     saved = {root(node) for node in parts.saved_for_backward if root(node).op != "placeholder"}
     tensors = [node for node in saved if hasattr(node.meta["val"], "shape")]
-    expected = sum(int(storage_bytes(node).subs(roberta.sizes)) for node in tensors)
-    assert timeline.saved_bytes(roberta.sizes) == expected
-    storages = timeline.saved_for_backward(roberta.sizes).values()
-    assert {storage.root for storage in storages if storage} == {node.name for node in tensors}
+    assert events.saved_bytes == sum(int(storage_bytes(node).subs(roberta.sizes)) for node in tensors)
+    assert {storage.name for storage in events.saved} == {node.name for node in tensors}
 
 
 EXPRESSIONS = [

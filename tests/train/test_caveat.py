@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from optimum_memopt.engines.compile.predict.step_predictor import stashed_of
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from tests.compiled import selection
 from tests.train.test_step_memory import EXACT, measured
@@ -107,8 +106,8 @@ def test_graphs_that_pass_on_to_one_another_are_exact_and_say_what_could_be_miss
     model = Chain()
     engine = trained(model, asked, torch.randn(rows, 128))
     predictor = engine.predictor
-    stashed, peak = measured(model, {"x": torch.randn(rows, 128)})
-    assert stashed_of(predictor.graphs()) == predictor.saved() == pytest.approx(stashed, **EXACT)
+    saved, peak = measured(model, {"x": torch.randn(rows, 128)})
+    assert predictor.saved_bytes == predictor.saved() == pytest.approx(saved, **EXACT)
     assert predictor.activations() == pytest.approx(peak, **EXACT)
     assert predictor.caveat == "not exact: 3 graphs, and what runs outside of them is not counted"
     assert f"({predictor.caveat})" in engine.plans().header[1]
@@ -132,9 +131,9 @@ def test_a_graph_that_layers_share_counts_as_often_as_it_runs(asked: str) -> Non
     model = BrokenLoop(5)
     engine = trained(model, asked, torch.randn(200, 64))
     predictor = engine.predictor
-    stashed, peak = measured(model, {"x": torch.randn(200, 64)})
+    saved, peak = measured(model, {"x": torch.randn(200, 64)})
     assert predictor.caveat == "not exact: 2 graphs in 5 runs, and what runs outside of them is not counted"
-    assert predictor.saved() == predictor.stashed == pytest.approx(stashed, **EXACT)
+    assert predictor.saved() == predictor.saved_bytes == pytest.approx(saved, **EXACT)
     assert predictor.activations() == pytest.approx(peak, **EXACT)
 
 

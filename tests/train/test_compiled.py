@@ -54,8 +54,8 @@ def trained(
 @pytest.fixture
 def compiler_takes_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """More than the graph says."""
-    original = step_predictor.activations_of
-    monkeypatch.setattr(step_predictor, "activations_of", lambda *args: original(*args) + 2**16)
+    original = step_predictor.StepMemoryPredictor.activations
+    monkeypatch.setattr(step_predictor.StepMemoryPredictor, "activations", lambda *args: original(*args) + 2**16)
 
 
 def test_what_was_compiled_takes_more_than_was_solved_for(

@@ -12,7 +12,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from optimum_memopt.engines.compile.graph.analyzed_graph import Modules
 from optimum_memopt.engines.compile.graph.joint import is_tensor, value
-from optimum_memopt.engines.compile.memory.timeline import graph_timeline
+from optimum_memopt.engines.compile.memory.events import schedule
 from optimum_memopt.engines.compile.partition.passes import host_copies
 from optimum_memopt.engines.compile.partition.strategies import offload
 from optimum_memopt.engines.compile.partition.strategies.offload import place_copies
@@ -256,7 +256,7 @@ def gpu_graphs(blocks, batch, gelus) -> GpuGraphs:
         together, placed = offloaded(), {}
         for name, link in LINKS.items():
             placed[name] = offloaded()
-            prediction = graph_timeline(*placed[name], 1).predict({})
+            prediction = schedule(*placed[name], 1).predict({})
             seconds = {
                 node.name: 1.0 for half in placed[name] for node in half.graph.nodes if node.op == "call_function"
             }
@@ -310,14 +310,14 @@ def test_nothing_reads_a_copy_that_is_not_complete(gpu_graphs) -> None:
 
 def test_copies_take_no_graph_beyond_its_peak(gpu_graphs) -> None:
     activation = ROWS * HIDDEN * 4
-    kept, together = (graph_timeline(*pair, 1).predict({}) for pair in (gpu_graphs.kept, gpu_graphs.together))
-    assert together.stashed == kept.stashed - 5 * activation
+    kept, together = (schedule(*pair, 1).predict({}) for pair in (gpu_graphs.kept, gpu_graphs.together))
+    assert together.saved_bytes == kept.saved_bytes - 5 * activation
     for pair in gpu_graphs.placed.values():
-        placed = graph_timeline(*pair, 1).predict({})
-        assert placed.stashed == together.stashed
+        placed = schedule(*pair, 1).predict({})
+        assert placed.saved_bytes == together.saved_bytes
         assert placed.peak == together.peak <= kept.peak
         assert placed.backward.end == kept.backward.end
-    held = [graph_timeline(*pair, 1).predict({}).forward.held for pair in gpu_graphs.placed.values()]
+    held = [schedule(*pair, 1).predict({}).forward.held for pair in gpu_graphs.placed.values()]
     # What is under way longer is held longer.
     assert sum(held[0]) < sum(held[1]) < sum(held[2])
 
@@ -333,5 +333,5 @@ def test_on_a_gpu(compiler):
     torch.testing.assert_close(ours.losses, expected.losses)
     for name, gradient in expected.gradients.items():
         torch.testing.assert_close(ours.gradients[name], gradient, rtol=1e-4, atol=1e-6)
-    assert ours.split.graph.prediction.stashed < expected.split.graph.prediction.stashed
+    assert ours.split.graph.prediction.saved_bytes < expected.split.graph.prediction.saved_bytes
     assert not host_copies._under_way

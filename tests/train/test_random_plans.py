@@ -75,11 +75,11 @@ def check(subject: Subject, config: str) -> None:
             on = f"{request.cluster_id}:{int(request.strategy)}:{ALL}"
             asked[on] = frequency if request.count == ALL else min(request.count, frequency)
     assert {row.config: row.applied_count for row in ours.table.enabled} == asked
-    stashed = ours.split.graph.prediction.stashed
-    assert stashed <= subject.kept.split.graph.prediction.stashed
+    saved = ours.split.graph.prediction.saved_bytes
+    assert saved <= subject.kept.split.graph.prediction.saved_bytes
     # Offload on a CPU moves from its memory to its memory.
     recomputed = sum(row.applied_saving_bytes for row in ours.table.enabled)
-    assert stashed == subject.kept.split.graph.prediction.stashed - recomputed
+    assert saved == subject.kept.split.graph.prediction.saved_bytes - recomputed
 
 
 @settings(max_examples=2, phases=PHASES, derandomize=True)

@@ -67,13 +67,6 @@ def test_the_peak_of_a_step_is_the_allocators(subject: Predicted, step, picked: 
     assert (max(part.other_forwards for part in footprints) > 0) == (step is contrast and len(picked) > 1)
 
 
-def test_what_a_forward_saves_is_what_its_graph_hands_over(subject: Predicted) -> None:
-    predictor = subject.engine.predictor
-    for rows in (1, 3, 8):
-        sizes = {next(iter(predictor.first)): rows}
-        assert predictor.saved(sizes) == sum(graph.stashed for graph in predictor.graphs(sizes))
-
-
 def test_a_forward_is_pending_until_its_backward_has_run_or_its_graph_is_dropped() -> None:
     weight = torch.ones(3, requires_grad=True)
     pending, forward = Pending(), Forward({"rows": 3})

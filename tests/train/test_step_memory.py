@@ -11,7 +11,6 @@ from allocations import allocated
 from torch._dynamo.utils import counters
 
 from optimum_memopt.engines.compile.memory.footprint import Footprint, optimizer_bytes, step_bytes
-from optimum_memopt.engines.compile.predict import step_predictor
 from optimum_memopt.engines.compile.torch_compat import dynamo
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.errors import MemOptError
@@ -48,11 +47,11 @@ def cases(compiled: dict[str, Any], by_default: set[tuple[str, str]]) -> list[An
 
 
 def measured(model: torch.nn.Module, batch: Batch) -> tuple[int, int]:
-    """Bytes stashed between forward and backward, and the peak of both, as in Trainer: only the loss is kept."""
+    """Bytes held between forward and backward, and the peak of both, as in Trainer: only the loss is kept."""
     model.zero_grad(set_to_none=True)
-    forward, stashed, loss = allocated(lambda: model(**batch).loss)
+    forward, saved, loss = allocated(lambda: model(**batch).loss)
     backward, _, _ = allocated(loss.backward)
-    return stashed, max(forward, stashed + backward)
+    return saved, max(forward, saved + backward)
 
 
 def sizes_of(batch: Batch, known: Any) -> dict[str, int]:
@@ -88,10 +87,10 @@ class Predicted:
     def check(self) -> None:
         predictor = self.engine.predictor
         for batch in self.batches:
-            (graph,) = predictor.graphs(sizes_of(batch, predictor.first))
-            stashed, peak = measured(self.model, batch)
-            assert graph.stashed == pytest.approx(stashed, **EXACT)
-            assert graph.peak == pytest.approx(peak, **EXACT)
+            sizes = sizes_of(batch, predictor.first)
+            saved, peak = measured(self.model, batch)
+            assert predictor.saved(sizes) == pytest.approx(saved, **EXACT)
+            assert predictor.activations(sizes) == pytest.approx(peak, **EXACT)
         assert predictor.caveat == ""
 
 
@@ -113,7 +112,7 @@ def models() -> Iterator[dict[str, Predicted]]:
 
 
 @pytest.mark.parametrize(("name", "plan"), cases(MODELS, BY_DEFAULT))
-def test_stashes_and_peak_of_any_batch_are_the_allocators(models: dict[str, Predicted], name: str, plan: str) -> None:
+def test_saved_bytes_and_peak_are_the_allocators(models: dict[str, Predicted], name: str, plan: str) -> None:
     if name not in models:
         models[name] = predicted(name, "aot_eager")
     subject = models[name]
@@ -140,9 +139,8 @@ def test_inductors_peak_is_read_from_its_program(name: str, plan: str, monkeypat
     subject.check()
     predictor = subject.engine.predictor
     ours = predictor.activations()
-    assert abs(ours / step_predictor.activations_of([part.prediction for part in predictor._parts]) - 1) > 0.02, (
-        "inductor changes nothing here"
-    )
+    (graph,) = subject.engine._planned._of_programs.values()
+    assert abs(ours / graph.prediction.peak - 1) > 0.02, "inductor changes nothing here"
     # The last sizes are remembered.
     assert predictor.activations({name: size + 1 for name, size in predictor.first.items()}) > ours
     with monkeypatch.context() as patched:

@@ -202,10 +202,10 @@ def test_a_process_that_has_grown_goes_on_with_the_plan_it_has(
 @pytest.mark.nightly
 def test_what_was_compiled_is_checked_for_each_variant(attached, free, monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiler that takes more than the graph says, and more again for the second forward."""
-    original = step_predictor.activations_of
+    original = step_predictor.StepMemoryPredictor.activations
 
     def takes_more(size: int) -> None:
-        monkeypatch.setattr(step_predictor, "activations_of", lambda *args: original(*args) + size)
+        monkeypatch.setattr(step_predictor.StepMemoryPredictor, "activations", lambda *args: original(*args) + size)
 
     takes_more(2**20)
     one = attached(free.peak - free.activations // 4, 2, lengths=(60, 48))

@@ -5,7 +5,8 @@ import mmap
 import pytest
 import torch
 
-from optimum_memopt.engines.compile.partition.passes.host_copies import PinnedPool, pinned_bytes
+from optimum_memopt.engines.compile.memory.allocator import pinned_bytes
+from optimum_memopt.engines.compile.partition.passes.host_copies import PinnedPool
 
 PAGE = mmap.PAGESIZE
 

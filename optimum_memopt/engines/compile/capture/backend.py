@@ -14,7 +14,8 @@ from typing import Any
 from torch import fx
 
 from optimum_memopt.engines.compile.graph.analyzed_graph import Modules
-from optimum_memopt.engines.compile.memory.inductor_memory import InductorPrograms
+from optimum_memopt.engines.compile.memory.inductor_programs import InductorPrograms
+from optimum_memopt.engines.compile.memory.tape import TapeRecorder
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.passes import dropout
 from optimum_memopt.engines.compile.torch_compat import dynamo, kernels
@@ -71,7 +72,7 @@ class Backend:
 
     Attributes:
         prepare: changes the graph that dynamo has traced; its inputs are those that the graph was traced with.
-        ran: gets the programs of each graph that runs.
+        tape: gets the runs of all graphs.
         is_run: inductor writes programs; False: its graphs are only looked at.
     """
 
@@ -79,7 +80,7 @@ class Backend:
     partition: Partition
     prepare: Callable[[fx.GraphModule, Sequence[Any]], None]
     say: Callable[[str], None]
-    ran: list[InductorPrograms]
+    tape: TapeRecorder
     is_run: bool = True
 
     def __call__(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -98,7 +99,7 @@ class Backend:
             compiled = dynamo.compile_with_inductor(module, inputs, partitioner, saw)
         else:
             compiled = dynamo.compile_without_compiler(module, inputs, partitioner, dropout.decompositions())
-        return programs.counted(compiled, self.ran)
+        return programs.recorded(compiled, self.tape)
 
 
 @contextlib.contextmanager

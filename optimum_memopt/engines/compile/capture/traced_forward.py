@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,7 +27,8 @@ from optimum_memopt.engines.compile.loss.decide import (
     with_detached_outputs,
     without_logits,
 )
-from optimum_memopt.engines.compile.memory.inductor_memory import InductorPrograms
+from optimum_memopt.engines.compile.memory.inductor_programs import InductorPrograms
+from optimum_memopt.engines.compile.memory.tape import Tape, TapeRecorder
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph, analyze, partitioned
 from optimum_memopt.engines.compile.torch_compat import dynamo
@@ -88,6 +89,7 @@ class GraphInForward:
     Attributes:
         inputs: the forward's keyword arguments.
         earlier: graphs of the same forward that were partitioned, and have run.
+        tape: their runs.
         untrained: see `without_gradient`, of the graphs so far.
         progress: of the call.
         is_all: nothing of the model's forward runs outside of the graph.
@@ -95,6 +97,7 @@ class GraphInForward:
 
     inputs: Mapping[str, Any]
     earlier: tuple[PartitionedGraph, ...]
+    tape: Tape
     untrained: frozenset[str]
     progress: Progress
     is_all: bool
@@ -111,14 +114,18 @@ class TracedCall:
     Attributes:
         outputs: of the forward.
         graphs: those that were compiled in it.
-        ran: all that ran, in order.
+        tape: the runs of those that were compiled in it.
+        ran: all that ran.
+        ran_tape: their runs.
         graph_breaks: reasons, one line each, where graphs were compiled.
         recompiles: reasons, one line each, where an earlier call had compiled graphs for it.
     """
 
     outputs: Any
     graphs: tuple[PartitionedGraph, ...]
+    tape: Tape
     ran: tuple[PartitionedGraph, ...]
+    ran_tape: Tape
     graph_breaks: tuple[str, ...]
     recompiles: tuple[str, ...]
 
@@ -152,8 +159,8 @@ class TracedForward:
         self._losses: tuple[LossDecision, ...] = ()
         self._parameters: tuple[str, ...] = ()
         # All that were compiled, and what ran in the current call.
-        self._of_programs: dict[int, PartitionedGraph] = {}
-        self._ran: list[InductorPrograms] = []
+        self._of_programs: dict[Hashable, PartitionedGraph] = {}
+        self._tape = TapeRecorder()
         self._progress = Progress()
         self._said: set[str] = set()
         self._has_run = False
@@ -188,8 +195,8 @@ class TracedForward:
         before = ForwardState.of(self._model, with_buffers=True) if is_first else None
         hooks = None if self._has_run else forward_hook_ids(self._model)
         outputs, self._inputs = None, call.inputs
-        self._graphs, self._ran = [], self._ran
-        self._ran.clear()
+        self._graphs = []
+        self._tape.begin(dynamo.tree_leaves((call.args, call.inputs)))
         try:
             with (
                 configured(compiles=is_first),
@@ -212,10 +219,18 @@ class TracedForward:
             before.restore(self._model)
             return None
         graphs, self._graphs = tuple(self._graphs), []
-        self._of_programs.update((id(graph.programs), graph) for graph in graphs)
-        ran = tuple(self._of_programs[id(one)] for one in self._ran if id(one) in self._of_programs)
-        breaks = tuple(watch.graph_breaks()) if is_first or graphs else ()
-        return TracedCall(outputs, graphs, ran, breaks, () if is_first else tuple(watch.recompiles()))
+        self._tape.end(dynamo.tree_leaves(outputs))
+        self._of_programs.update((graph.programs, graph) for graph in graphs)
+        ran = [programs for programs in dict.fromkeys(self._tape.graphs) if programs in self._of_programs]
+        return TracedCall(
+            outputs,
+            graphs,
+            self._tape.tape([graph.programs for graph in graphs]),
+            tuple(self._of_programs[programs] for programs in ran),
+            self._tape.tape(ran),
+            tuple(watch.graph_breaks()) if is_first or graphs else (),
+            () if is_first else tuple(watch.recompiles()),
+        )
 
     def plainly(self, call: ForwardArgs) -> Any:
         """The outputs of the model's own forward, changed as those of the compiled one."""
@@ -244,7 +259,7 @@ class TracedForward:
             partition,
             lambda module, inputs: prepare(module, inputs, reader),
             say,
-            self._ran,
+            self._tape,
             self._spec.is_run,
         )
         forward = dynamo.with_own_code(self._wrapped(call))
@@ -285,7 +300,9 @@ class TracedForward:
         untrained = without_gradient([*(graph.gradients for graph in self._graphs), gradients])
         cuda = spec.target.cuda if spec.target is not None else None
         graph = analyze(module, inputs, num_fwd_outputs, others, cuda, input_sizes(self._inputs))
-        state = GraphInForward(self._inputs, tuple(self._graphs), untrained, self._progress, is_all)
+        earlier = tuple(self._graphs)
+        tape = self._tape.tape([known.programs for known in earlier])
+        state = GraphInForward(self._inputs, earlier, tape, untrained, self._progress, is_all)
         choice = self._choose(graph, state)
         known, modules = partitioned(graph, choice, runs_operators=spec.compiler != "inductor", target=spec.target)
         known = replace(known, programs=programs, is_all_of_forward=is_all, losses=self._losses, gradients=gradients)

@@ -20,8 +20,8 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.graph.joint import JointGraph, is_chunked_loss, is_number, is_view, symbolic, value
-from optimum_memopt.engines.compile.partition.passes import dropout
 from optimum_memopt.engines.compile.torch_compat import dynamo, fx_graph, kernels
+from optimum_memopt.engines.compile.torch_compat.autograd import generator_state
 
 # Of a data sheet's rates, what matrix products and operators that are bound by memory get; not tuned.
 EFFICIENCY = 0.6
@@ -285,7 +285,7 @@ def _measure(node: fx.Node, number: _Number, work: Work) -> Measured | None:
         positional, named = _arguments(node, number, _ones)
         # A generator takes no other bytes for a state.
         if node.target is torch.ops.optimum_memopt.keep_mask.default:
-            positional[2] = dropout.generator_state(positional[4])
+            positional[2] = generator_state(positional[4])
         is_on_cuda = any(tensor.is_cuda for tensor in _tensors(positional))
         is_cleared = not is_on_cuda and _SMALL < work.bytes < _LARGE
         cache = torch.ones(_CLEARED // 4 if is_cleared else 0)

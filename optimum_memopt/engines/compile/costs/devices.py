@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from optimum_memopt.engines.compile.memory.cuda_workspaces import Multiprocessors
+from optimum_memopt.engines.compile.torch_compat.kernels import Multiprocessors
 from optimum_memopt.errors import MemOptError, excerpt, path_excerpt
 from optimum_memopt.plans.plan_file import read_json
 

@@ -19,7 +19,7 @@ from optimum_memopt.engines.compile.graph.saved_activations import (
     module_path,
     operator_name,
 )
-from optimum_memopt.engines.compile.memory.cuda_workspaces import Multiprocessors
+from optimum_memopt.engines.compile.torch_compat.kernels import Multiprocessors
 from optimum_memopt.plans.plan_file import GraphSignature
 
 # The layer, "" outside of all, and the path in it.
@@ -145,6 +145,7 @@ class AnalyzedGraph:
         constants: see `find_constants`.
         paths: see `node_paths`.
         signature: see `signature_of`.
+        workspaces: bytes that operators hold beside their results while they run, of those that hold any.
         partition_by_torch: makes torch's own forward and backward graphs.
         cuda: the CUDA device that the graph is for; None: its tensors are elsewhere.
     """
@@ -158,6 +159,7 @@ class AnalyzedGraph:
     constants: frozenset[fx.Node]
     paths: Mapping[fx.Node, Path]
     signature: GraphSignature
+    workspaces: Mapping[fx.Node, sympy.Expr]
     partition_by_torch: Callable[[], Modules]
     cuda: Multiprocessors | None = None
 

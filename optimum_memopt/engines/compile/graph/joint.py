@@ -84,6 +84,12 @@ def is_chunked_loss(node: fx.Node) -> bool:
     return is_chunked_loss_operator(node.target)
 
 
+def is_scaling(node: fx.Node, gradient: fx.Node) -> bool:
+    """Whether the operator multiplies a gradient of the chunked loss: as its only reader, it may do so in place."""
+    is_product = node.target is torch.ops.aten.mul.Tensor and node.args[0] is gradient
+    return is_product and tensor_value(node).dtype == tensor_value(gradient).dtype
+
+
 def symbolic(number: Number) -> sympy.Expr:
     return number.node.expr if isinstance(number, torch.SymInt) else sympy.Integer(int(number))
 

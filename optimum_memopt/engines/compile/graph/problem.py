@@ -1,10 +1,9 @@
 """A joint graph as numbers: what a solver and an exact simulation of its choices read. Pure."""
 
 import operator
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 import sympy
@@ -16,6 +15,7 @@ from optimum_memopt.engines.compile.graph.joint import (
     first_input,
     is_chunked_loss,
     is_number,
+    is_scaling,
     is_tensor,
     is_view,
     root,
@@ -24,11 +24,7 @@ from optimum_memopt.engines.compile.graph.joint import (
 )
 from optimum_memopt.engines.compile.graph.saved_activations import is_statistic, layer_of
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues, compile_sizes
-from optimum_memopt.engines.compile.loss.operator import is_scaling
-from optimum_memopt.engines.compile.memory.workspaces import workspace
-
-if TYPE_CHECKING:
-    pass
+from optimum_memopt.engines.compile.torch_compat import fx_graph
 
 
 @dataclass(frozen=True)
@@ -71,6 +67,23 @@ ALONE = SiblingGraphs()
 
 
 @dataclass(frozen=True)
+class Positions:
+    """Where nodes stand among the arguments and results of the compiled graph; None: nowhere.
+
+    Attributes:
+        inputs: of the forward's inputs that are tensors and no parameters, by node.
+        outputs: of each of `Problem.forward_outputs`.
+        tangents: of the output that each of `Problem.tangents` belongs to.
+        gradients: of the input that each of `Problem.backward_outputs` is the gradient of.
+    """
+
+    inputs: Mapping[int, int] = field(default_factory=dict)
+    outputs: tuple[int | None, ...] = ()
+    tangents: tuple[int | None, ...] = ()
+    gradients: tuple[int | None, ...] = ()
+
+
+@dataclass(frozen=True)
 class Problem:
     """A joint graph whose nodes are numbered in its order; tuples have an entry a node.
 
@@ -101,6 +114,7 @@ class Problem:
         boundaries: roots computed in one layer and read in another.
         constants: saved activations that no plan by name saves.
         siblings: graphs of the same forward.
+        positions: of its inputs and outputs.
     """
 
     names: tuple[str, ...]
@@ -129,6 +143,7 @@ class Problem:
     boundaries: frozenset[int]
     constants: frozenset[int] = frozenset()
     siblings: SiblingGraphs = ALONE
+    positions: Positions = field(default_factory=Positions)
 
     @cached_property
     def users(self) -> tuple[tuple[int, ...], ...]:
@@ -219,7 +234,7 @@ class Problem:
 
 
 def _scaled_in_place(joint: JointGraph) -> dict[fx.Node, fx.Node]:
-    """What multiplies a gradient of the chunked loss in place, with that gradient; see `loss.scale_in_place`."""
+    """Products that scale a gradient of the chunked loss in place (`loss.operator.scale_in_place`), with it."""
     found = {}
     for gradient in joint.forward:
         if gradient.target is operator.getitem and is_chunked_loss(first_input(gradient)) and gradient.args[1] != 0:
@@ -227,6 +242,23 @@ def _scaled_in_place(joint: JointGraph) -> dict[fx.Node, fx.Node]:
             if len(readers) == 1 and is_scaling(readers[0], gradient):
                 found[readers[0]] = gradient
     return found
+
+
+def _positions(graph: AnalyzedGraph, number: Mapping[fx.Node, int]) -> Positions:
+    joint, count = graph.joint, graph.joint.num_fwd_outputs
+    outputs = fx_graph.output_positions(joint.module.graph)[:count]
+    gradients = fx_graph.gradient_positions(joint.module.graph)[count:]
+    inputs = {node: fx_graph.input_position(node) for node in joint.inputs if is_tensor(node)}
+    return Positions(
+        {number[node]: at for node, at in inputs.items() if at is not None and node not in graph.static_inputs},
+        tuple(at for at, node in zip(outputs, joint.outputs[:count], strict=True) if isinstance(node, fx.Node)),
+        tuple(
+            fx_graph.tangent_position(node)
+            for node in number
+            if node.op == "placeholder" and node in joint.backward and is_tensor(node)
+        ),
+        tuple(at for at, node in zip(gradients, joint.outputs[count:], strict=True) if isinstance(node, fx.Node)),
+    )
 
 
 def problem_of(graph: AnalyzedGraph, seconds: Sequence[float], workspaces: Sequence[int] = ()) -> Problem:
@@ -253,7 +285,7 @@ def problems_of(
         storage_bytes(node) if is_tensor(node) and of is node else sympy.Integer(0)
         for node, of in zip(nodes, roots, strict=True)
     ]
-    workspaces = [workspace(node, graph.cuda) for node in nodes]
+    workspaces = [graph.workspaces.get(node, sympy.Integer(0)) for node in nodes]
     bytes_of, workspaces_of = compile_sizes(sizes), compile_sizes(workspaces)
 
     def all_of(found: Iterable[object]) -> tuple[int, ...]:
@@ -287,6 +319,7 @@ def problems_of(
         activations=frozenset(number[activation.root] for activation in graph.activations),
         boundaries=frozenset(number[node] for node in layer_boundaries(graph)),
         constants=frozenset(number[one.root] for one in graph.activations if one.root in graph.constants),
+        positions=_positions(graph, number),
     )
 
     def at(values: SymbolValues) -> Problem:

@@ -14,7 +14,13 @@ import torch
 from torch import Tensor, fx
 
 from optimum_memopt.engines.compile.graph.analyzed_graph import Modules
-from optimum_memopt.engines.compile.graph.joint import elements, first_input, is_chunked_loss, tensor_value
+from optimum_memopt.engines.compile.graph.joint import (
+    elements,
+    first_input,
+    is_chunked_loss,
+    is_scaling,
+    tensor_value,
+)
 from optimum_memopt.engines.compile.graph.saved_activations import is_output
 from optimum_memopt.engines.compile.torch_compat.dynamo import backward_runs_once
 from optimum_memopt.engines.compile.torch_compat.fx_graph import LIBRARY
@@ -382,9 +388,3 @@ def scale_in_place(modules: Modules) -> None:
         if node.name in saved and len(node.users) == 1 and is_scaling(reader := next(iter(node.users)), node):
             reader.target = SCALED
     backward.recompile()
-
-
-def is_scaling(node: fx.Node, gradient: fx.Node) -> bool:
-    """True where the operator multiplies a gradient of the chunked loss: as its only reader, it may do so in place."""
-    is_product = node.target is torch.ops.aten.mul.Tensor and node.args[0] is gradient
-    return is_product and tensor_value(node).dtype == tensor_value(gradient).dtype

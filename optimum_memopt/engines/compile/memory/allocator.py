@@ -7,10 +7,11 @@ real one returns unused segments first; this one knows no such limit.
 
 import bisect
 import itertools
+import mmap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from optimum_memopt.engines.compile.memory.requests import Request
+from optimum_memopt.engines.compile.memory.events import Event
 
 MIB = 2**20
 _GRANULE = 512
@@ -59,7 +60,7 @@ class CachingAllocator:
         self._free: dict[bool, list[tuple[int, int, Block]]] = {True: [], False: []}
 
     def allocate(self, size: int) -> Block:
-        """A block for so many bytes."""
+        """A block of at least `size` bytes."""
         size = max(_GRANULE, _up(size, _GRANULE))
         block = self._best_fit(size) or self._new_segment(size)
         remaining = block.size - size
@@ -71,7 +72,7 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block) -> None:
-        """Take a block back."""
+        """Release a block."""
         self.allocated -= block.size
         block.is_free = True
         for left, right in ((block.before, block), (block, block.after)):
@@ -115,6 +116,11 @@ def _up(size: int, granule: int) -> int:
     return -(-size // granule) * granule
 
 
+def pinned_bytes(size: int) -> int:
+    """Bytes of the host that a tensor takes in pinned memory, whole pages (`partition/passes/host_copies.py`)."""
+    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
 @dataclass(frozen=True)
 class AllocatorPeak:
     """Bytes at the peak of training.
@@ -129,7 +135,7 @@ class AllocatorPeak:
 
 
 @dataclass(frozen=True)
-class StepRequests:
+class StepBlocks:
     """What training steps ask for, in bytes.
 
     Attributes:
@@ -141,14 +147,14 @@ class StepRequests:
     """
 
     always: Sequence[int]
-    graphs: Sequence[Request]
+    graphs: Sequence[Event]
     states: Sequence[int]
     temporary: int
     accumulates: bool
 
 
-def allocator_peak(step: StepRequests) -> AllocatorPeak:
-    """Of two steps: the first one leaves the optimizer's states and cached blocks to the second."""
+def allocator_peak(step: StepBlocks) -> AllocatorPeak:
+    """The peak of two steps: the first one leaves the optimizer's states and cached blocks to the second."""
     allocator = CachingAllocator()
     for size in step.always:
         allocator.allocate(size)
@@ -167,12 +173,16 @@ def allocator_peak(step: StepRequests) -> AllocatorPeak:
     return AllocatorPeak(allocator.most_allocated, allocator.reserved)
 
 
-def _run(allocator: CachingAllocator, requests: Iterable[Request]) -> list[Block]:
+def _run(allocator: CachingAllocator, events: Iterable[Event]) -> list[Block]:
     """The blocks that are left."""
     blocks: dict[str, Block] = {}
-    for storage, size in requests:
-        if size:
-            blocks[storage] = allocator.allocate(size)
-        elif storage in blocks:
-            allocator.free(blocks.pop(storage))
+    for event in events:
+        for storage in event.allocates:
+            if storage.bytes:
+                blocks[storage.name] = allocator.allocate(storage.bytes)
+        if event.workspace:
+            allocator.free(allocator.allocate(event.workspace))
+        for name in event.frees:
+            if name in blocks:
+                allocator.free(blocks.pop(name))
     return list(blocks.values())

@@ -1,10 +1,30 @@
 """The parts of a training step's memory: activations, and all that is held beside them."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
+from optimum_memopt.engines.api.predictions import (
+    BATCH,
+    CATEGORIES,
+    GRADIENTS,
+    OPTIMIZER,
+    OTHER,
+    PARAMETERS,
+    POST_BACKWARD,
+    POST_FORWARD,
+    POST_OPTIMIZER_STEP,
+    PRE_BACKWARD,
+    PRE_FORWARD,
+    SAVED,
+    TEMPORARY,
+    Group,
+    Phase,
+    StepTimeline,
+)
+from optimum_memopt.engines.compile.memory.events import Storage, bytes_by_category, held_before
+from optimum_memopt.engines.compile.memory.tape import StepEvents
 from optimum_memopt.engines.compile.torch_compat import dynamo
 from optimum_memopt.memory.optimizers import Optimizer, PlannedOptimizer
 from optimum_memopt.memory.peak_monitor import MIB
@@ -129,18 +149,18 @@ def trainable_of(model: torch.nn.Module, untrained: Collection[str] = ()) -> lis
     return [one for name, one in model.named_parameters() if one.requires_grad and name not in untrained]
 
 
-def constant_of(model: torch.nn.Module, batch: int, resident: int, stashed: int = 0) -> int:
+def constant_of(model: torch.nn.Module, batch: int, resident: int, saved_bytes: int = 0) -> int:
     """What a process holds beside a model and its batch, in bytes.
 
     Args:
         model: its parameters, buffers and gradients may be fake tensors, which have no memory.
         batch: bytes of the batch.
         resident: bytes that the process holds.
-        stashed: bytes of saved activations among them.
+        saved_bytes: of saved activations among them.
     """
     if any(dynamo.is_fake(parameter) for parameter in model.parameters()):
         return resident
-    there = tensor_bytes([*model.parameters(), *model.buffers()]) + batch + stashed
+    there = tensor_bytes([*model.parameters(), *model.buffers()]) + batch + saved_bytes
     there += tensor_bytes(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
     return max(0, resident - there)
 
@@ -187,3 +207,88 @@ def step_bytes(optimizer: Optimizer | None, parameters: Sequence[torch.Tensor]) 
     if group.get("foreach") or (group.get("foreach") is None and parameters[0].is_cuda):
         return tensor_bytes(parameters)
     return 2 * max(tensor.nbytes for tensor in parameters)
+
+
+def step_timeline(
+    step: StepEvents, around: Footprint, sizes: Mapping[str, int], gradients: int = 0, counts: str = "operators"
+) -> StepTimeline:
+    """A step by category, operator by operator; its peak is that of `around`.
+
+    Args:
+        step: its events.
+        around: the parts of the step, with the activations of its events.
+        sizes: of the batch.
+        gradients: there when the backward begins, and not yet in the forward.
+        counts: what an event is, see `StepTimeline`.
+    """
+    always = {
+        OTHER: around.constant,
+        PARAMETERS: around.parameters + around.buffers,
+        OPTIMIZER: around.optimizer,
+        BATCH: around.batch,
+    }
+    in_graphs = {**always, GRADIENTS: around.accumulated, SAVED: around.other_forwards}
+    in_optimizer = {**always, GRADIENTS: around.gradients, TEMPORARY: around.step}
+    in_backward = {**in_graphs, GRADIENTS: around.accumulated + gradients}
+    # What is held during each event, those between operators included.
+    first = len(step.forward)
+    during = [
+        {name: size + (in_graphs if index <= first else in_backward).get(name, 0) for name, size in held.items()}
+        for index, held in enumerate(bytes_by_category(step.events))
+    ]
+    operators = [index for index, event in enumerate(step.events) if event.operator]
+    totals = [sum(now.values()) for now in during]
+    shown = [*(during[index] for index in operators), {name: in_optimizer.get(name, 0) for name in CATEGORIES}]
+    peaks = [sum(now.values()) for now in shown]
+    at = peaks.index(max(peaks))
+    base = in_optimizer if at == len(operators) else in_graphs if operators[at] <= first else in_backward
+    held_at_peak = _held_during(step, operators[at]) if at < len(operators) else ()
+    alive = [*(Group(name, "", 0, size) for name, size in base.items() if size), *_groups(held_at_peak)]
+    before, count = sum(in_graphs.values()), sum(index < first for index in operators)
+    # Gradients are added to those of earlier micro-batches, whose memory is theirs.
+    after = before - in_graphs[GRADIENTS] - in_graphs[SAVED] + in_optimizer[GRADIENTS]
+    forward, given = totals[first] if first else before, totals[first + 1] - gradients
+    in_forward, later = peaks[:count], peaks[count:-1]
+    return StepTimeline(
+        operators=(*(step.events[index].operator for index in operators), "optimizer step"),
+        layers=(*(step.events[index].layer for index in operators), ""),
+        held={name: tuple(now[name] for now in shown) for name in CATEGORIES},
+        backward_at=count,
+        alive=tuple(sorted(alive, key=lambda group: -group.bytes)),
+        phases=(
+            Phase(PRE_FORWARD, before, before),
+            Phase(POST_FORWARD, forward, max(in_forward, default=before)),
+            Phase(PRE_BACKWARD, given, max(forward, given)),
+            Phase(POST_BACKWARD, after, max(later, default=before)),
+            Phase(POST_OPTIMIZER_STEP, after, sum(in_optimizer.values())),
+        ),
+        sizes=dict(sizes),
+        counts=counts,
+    )
+
+
+def _held_during(step: StepEvents, index: int) -> tuple[Storage, ...]:
+    """What is held during an event, its workspace as a storage of its own."""
+    event = step.events[index]
+    workspace = Storage("", event.workspace, TEMPORARY, f"{event.kind} workspace", event.layer)
+    held = held_before(step.events[:index])
+    held.update((storage.name, storage) for storage in event.allocates)
+    return (*held.values(), *([workspace] if event.workspace else []))
+
+
+def _groups(storages: Iterable[Storage]) -> list[Group]:
+    """Tensors of one kind together; gradients are all of one."""
+    found: dict[tuple[str, str], list[Storage]] = {}
+    for storage in storages:
+        found.setdefault((storage.category, storage.kind if storage.category != GRADIENTS else ""), []).append(storage)
+    return [
+        Group(
+            category,
+            kind,
+            len(of_kind),
+            sum(storage.bytes for storage in of_kind),
+            tuple(dict.fromkeys(storage.layer for storage in of_kind if storage.layer)),
+        )
+        for (category, kind), of_kind in found.items()
+        if any(storage.bytes for storage in of_kind)
+    ]

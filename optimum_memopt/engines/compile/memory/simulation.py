@@ -1,18 +1,20 @@
 """What the forward and backward hold under any set of saved nodes, without partitioning the joint graph. Pure.
 
-The order is that of `passes.partition`: the forward in its own, and each recomputed operator in the backward just
-before the first of the backward's own operators that needs it. `tests/graph/test_simulation.py`
-compares it with `memory.timeline` byte by byte.
+The order is that of the partitioned graphs: the forward in its own, and each recomputed operator in the backward just
+before the first of the backward's own operators that needs it. `tests/graph/test_simulation.py` compares it with
+`events.schedule` byte by byte.
 """
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
+from optimum_memopt.engines.api.predictions import GRADIENTS, RECOMPUTED, SAVED, TEMPORARY
 from optimum_memopt.engines.compile.graph.problem import ALONE, Problem
+from optimum_memopt.engines.compile.memory.events import BACKWARD, Event, GraphEvents, Storage
 
 
 @dataclass(frozen=True)
@@ -47,14 +49,14 @@ class Simulation:
         saved: nodes that the forward saves for the backward.
         forward: its run.
         backward: its run.
-        stashed: bytes held between the two.
+        saved_bytes: held between the two.
         recomputed: operators of the forward that the backward runs again, in its order.
     """
 
     saved: frozenset[int]
     forward: Run
     backward: Run
-    stashed: int
+    saved_bytes: int
     recomputed: tuple[int, ...]
 
     @property
@@ -80,15 +82,15 @@ def simulate(problem: Problem, saved: frozenset[int]) -> Simulation:
     forward = _run(problem, _raise_picks(problem, _forward_order(problem, ends)), ends, set(), 0)
     roots = {problem.roots[node] for node in saved}
     dropped = {problem.roots[node] for node in problem.forward_outputs} - roots
-    stashed = forward.end - sum(problem.bytes[node] for node in dropped if problem.is_operator[node])
+    saved_bytes = forward.end - sum(problem.bytes[node] for node in dropped if problem.is_operator[node])
     given = sum(problem.bytes[node] for node in problem.tangents)
     owned = {node for node in roots if not problem.is_input[node]} | set(problem.tangents)
-    backward = _run(problem, _raise_picks(problem, order), problem.backward_outputs, owned, stashed + given)
+    backward = _run(problem, _raise_picks(problem, order), problem.backward_outputs, owned, saved_bytes + given)
     is_forward = problem.is_forward
     recomputed = tuple(node for node in backward.order if is_forward[node])
     if problem.siblings != ALONE:
         forward, backward = _with_siblings(problem, forward, backward, given)
-    return Simulation(saved, forward, backward, stashed, recomputed)
+    return Simulation(saved, forward, backward, saved_bytes, recomputed)
 
 
 def _with_siblings(problem: Problem, forward: Run, backward: Run, given: int) -> tuple[Run, Run]:
@@ -161,7 +163,7 @@ def _raise_picks(problem: Problem, order: Sequence[int]) -> np.ndarray:
 
 
 def _run(problem: Problem, ran: np.ndarray, ends: Iterable[int], owned: set[int], start: int) -> Run:
-    """Allocate and free as `memory.timeline.simulate` does.
+    """Allocate and free as `_events` does.
 
     Args:
         problem: the joint graph.
@@ -195,30 +197,115 @@ def _run(problem: Problem, ran: np.ndarray, ends: Iterable[int], owned: set[int]
     return Run(tuple(ran.tolist()), tuple(during.tolist()), int(after[-1]))
 
 
+def problem_events(
+    problem: Problem,
+    saved: frozenset[int],
+    rows: Mapping[str, str] | None = None,
+    offloaded: Collection[int] = (),
+) -> GraphEvents:
+    """What both graphs allocate and free, operator by operator; `simulate` folds the same in arrays.
+
+    Args:
+        problem: see `simulate`.
+        saved: see `simulate`.
+        rows: names of saved activations, by their nodes'.
+        offloaded: saved nodes that wait on the host, and are left out altogether.
+    """
+    order = backward_order(problem, saved)
+    names, roots, at, rows = problem.names, problem.roots, problem.positions, rows or {}
+    ends = [*problem.forward_outputs, *saved, *(n for user in order for n in problem.tables.read_numbers[user])]
+    first, second = (_raise_picks(problem, run).tolist() for run in (_forward_order(problem, ends), order))
+    saved_roots = {roots[node] for node in saved}
+    away = {roots[node] for node in offloaded} & saved_roots
+    read = {roots[node] for user in second for node in problem.reads[user]}
+    of_forward, gradients = set(first), {roots[node] for node in problem.backward_outputs}
+
+    def size(node: int) -> int:
+        return 0 if node in away else problem.bytes[node]
+
+    def in_forward(node: int) -> Storage:
+        kind = operator_of(problem, node)
+        if node not in saved_roots:
+            return Storage(names[node], size(node), TEMPORARY, kind, problem.layers[node])
+        return Storage(names[node], size(node), SAVED, rows.get(names[node]) or kind, problem.layers[node])
+
+    def in_backward(node: int) -> Storage:
+        category = RECOMPUTED if node in of_forward else GRADIENTS if node in gradients else TEMPORARY
+        return Storage(BACKWARD + names[node], size(node), category, operator_of(problem, node), problem.layers[node])
+
+    here = set(second)
+
+    def name_in_backward(node: int) -> str:
+        return BACKWARD + names[node] if node in here else names[node]
+
+    inputs = {
+        position: Storage(names[node], problem.bytes[node], SAVED if node in read else TEMPORARY, "input")
+        for node, position in at.inputs.items()
+    }
+    owned = {*(saved_roots - {node for node in saved_roots if problem.is_input[node]}), *problem.tangents}
+    owned |= {node for node in at.inputs if node in read}
+    outputs = zip(at.outputs or (None,) * len(problem.forward_outputs), problem.forward_outputs, strict=True)
+    tangents = zip(at.tangents or (None,) * len(problem.tangents), problem.tangents, strict=True)
+    returned_gradients = zip(
+        at.gradients or (None,) * len(problem.backward_outputs), problem.backward_outputs, strict=True
+    )
+    return GraphEvents(
+        tuple(_events(problem, first, ends, set(), in_forward, lambda node: names[node])),
+        tuple(_events(problem, second, problem.backward_outputs, owned, in_backward, name_in_backward)),
+        inputs,
+        tuple((position, names[roots[node]]) for position, node in outputs),
+        tuple(in_forward(node) for node in sorted(saved_roots) if not problem.is_input[node]),
+        frozenset(names[node] for node in at.inputs if node in read),
+        tuple((position, Storage(names[node], size(node), TEMPORARY, "tangent")) for position, node in tangents),
+        tuple((position, name_in_backward(roots[node])) for position, node in returned_gradients),
+    )
+
+
+def _events(
+    problem: Problem,
+    order: Sequence[int],
+    ends: Iterable[int],
+    owned: Collection[int],
+    storage_of: Callable[[int], Storage],
+    name_of: Callable[[int], str],
+) -> Iterator[Event]:
+    """Arguments as in `_run`, with the storage of a root that is allocated, and its name."""
+    here = set(order)
+    last = {problem.roots[read]: step for step, node in enumerate(order) for read in problem.reads[node]}
+    last.update({problem.roots[node]: len(order) for node in ends})
+    freed: dict[int, list[int]] = {}
+    for node in (*order, *sorted(owned)):
+        if node in last:
+            freed.setdefault(last[node], []).append(node)
+    for step, node in enumerate(order):
+        is_unread = node not in last and problem.tables.owns[node]
+        yield Event(
+            problem.names[node],
+            operator_of(problem, node),
+            problem.layers[node],
+            tuple(storage_of(root) for root in problem.allocates[node] if root in here),
+            problem.workspaces[node],
+            tuple(name_of(root) for root in (*freed.get(step, ()), *([node] if is_unread else ()))),
+        )
+
+
+def operator_of(problem: Problem, node: int) -> str:
+    """`gelu` of `aten.gelu.default`, of the pick of an output that of its operator."""
+    source = problem.picks[node]
+    parts = problem.kinds[node if source is None else source].split(".")
+    return parts[min(1, len(parts) - 1)]
+
+
 def held_at_peak(problem: Problem, found: Simulation, in_backward: bool) -> dict[int, int]:
     """Bytes of each storage, by its root, that is held at the first operator of a run at which most is held."""
     run = found.backward if in_backward else found.forward
     peak = run.held.index(run.peak) if run.held else 0
-    held = held_before(problem, found, in_backward, peak)
-    here = set(run.order)
-    new = (storage for node in run.order[peak : peak + 1] for storage in problem.allocates[node] if storage in here)
-    return dict(sorted({**held, **{storage: problem.bytes[storage] for storage in new}}.items()))
-
-
-def held_before(problem: Problem, found: Simulation, in_backward: bool, step: int) -> dict[int, int]:
-    """Bytes of each storage, by its root, that is held when an operator of a run is about to allocate its outputs.
-
-    Args:
-        problem: the joint graph.
-        found: both runs.
-        in_backward: the backward's run.
-        step: the operator's place in its order.
-    """
-    run = found.backward if in_backward else found.forward
     ends = problem.backward_outputs if in_backward else (*problem.forward_outputs, *found.saved)
     last = {problem.roots[read]: at for at, node in enumerate(run.order) for read in problem.reads[node]}
     last.update({problem.roots[node]: len(run.order) for node in ends})
     given = {problem.roots[node] for node in (*found.saved, *problem.tangents)} if in_backward else set()
     here = set(run.order)
-    allocated = {storage for node in run.order[:step] for storage in problem.allocates[node] if storage in here}
-    return {node: problem.bytes[node] for node in sorted(allocated | given) if last.get(node, -1) >= step}
+    allocated = {storage for node in run.order[:peak] for storage in problem.allocates[node] if storage in here}
+    new = {storage for node in run.order[peak : peak + 1] for storage in problem.allocates[node] if storage in here}
+    held = {node for node in allocated | given if last.get(node, -1) >= peak}
+    return {node: problem.bytes[node] for node in sorted(held | new)}

@@ -1,35 +1,50 @@
-"""What an operator holds while it runs beside its results, in bytes."""
+"""Bytes that an operator holds while it runs, beside its results.
 
-from collections.abc import Sequence
+From torch's sources (2.13, `aten/src/ATen/`), and compared with its allocators by
+`tests/engines/compile/test_cpu_workspaces.py` and `tests/cuda/test_workspaces.py`. CUDA's operators that are not here
+take less than a percent of what they return.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
 
-from optimum_memopt.engines.compile.graph.joint import is_chunked_loss_operator, value
+from optimum_memopt.engines.compile.graph.joint import elements, is_chunked_loss_operator, symbolic, value
 from optimum_memopt.engines.compile.loss.operator import loss_shape
-from optimum_memopt.engines.compile.memory import cpu_workspaces, cuda_workspaces
-from optimum_memopt.engines.compile.memory.cuda_workspaces import Multiprocessors
-from optimum_memopt.engines.compile.torch_compat import dynamo
+from optimum_memopt.engines.compile.torch_compat import dynamo, kernels
+from optimum_memopt.engines.compile.torch_compat.kernels import Multiprocessors
 
-
-def multiprocessors_of(device: torch.device) -> Multiprocessors | None:
-    """Of a CUDA device of this machine; None of another one, and of one that only fake tensors have."""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return None
-    found = torch.cuda.get_device_properties(device)
-    return Multiprocessors(found.multi_processor_count, found.max_threads_per_multi_processor)
+_ZERO = sympy.Integer(0)
+_HALVES = frozenset({torch.bfloat16, torch.float16})
+_FLOAT_BYTES = 4
+# Columns of a block of the attention matrix; of its rows, how many from which length on.
+_KEY_BLOCK = 512
+_SHORT, _MEDIUM, _LONG = 32, 64, 256
+_MEDIUM_FROM, _LONG_FROM = 192, 768
+# oneDNN packs a factor in blocks of 32 rows and 64 columns; its tables take 1,152 bytes, the scale of a product 4.
+_ONEDNN_ROWS, _ONEDNN_COLUMNS = 32, 64
+_ONEDNN_OVERHEAD = 1152 + 4
+_WARP = 32
+# Sorting pays from then on (`cuda/Embedding.cu`).
+_SORTED_INDICES = 3072
+_ROWS_PER_PARTIAL_SUM = 10
+# Rows and columns of a block of the memory-efficient kernel, and the lock and counter of each.
+_BLOCK = 64
+_LOCK_BYTES = 16
 
 
 def workspace(node: fx.Node, cuda: Multiprocessors | None) -> sympy.Expr:
-    """Of a graph's node; see `operator_workspace`."""
+    """That of a graph's node; `cuda` as in `operator_workspace`."""
     arguments = [value(argument) if isinstance(argument, fx.Node) else argument for argument in node.args]
     return operator_workspace(node.target, arguments, value(node), cuda)
 
 
 def operator_workspace(target: Any, arguments: Sequence[Any], result: Any, cuda: Multiprocessors | None) -> sympy.Expr:
-    """Of a call.
+    """That of a call.
 
     Args:
         target: the operator.
@@ -40,6 +55,271 @@ def operator_workspace(target: Any, arguments: Sequence[Any], result: Any, cuda:
     if is_chunked_loss_operator(target):
         return sympy.sympify(loss_shape(arguments).workspace)
     name = dynamo.operator_name(target)
-    if cuda is not None:
-        return cuda_workspaces.workspace(name, arguments, result, cuda)
-    return cpu_workspaces.workspace(name, arguments, result)
+    if cuda is not None and name in _REDUCTIONS:
+        return _reduction(arguments[0], arguments[1:], result, cuda)
+    if cuda is None and (rule_of_result := _CPU_RULES_OF_RESULT.get(name)) is not None:
+        is_on_cpu = isinstance(result, torch.Tensor) and result.device.type == "cpu"
+        return rule_of_result(arguments, result) if is_on_cpu else _ZERO
+    rule = (_CPU_RULES if cuda is None else _CUDA_RULES).get(name)
+    return rule(arguments) if rule is not None else _ZERO
+
+
+def _casts(arguments: Sequence[Any], result: Any) -> sympy.Expr:
+    """Operands of another dtype, which an operator casts before it computes (`native/TensorIterator.cpp`; on other
+    devices the kernel casts each element)."""
+    operands = [operand for operand in arguments if isinstance(operand, torch.Tensor) and operand.dim()]
+    dtype = result.dtype
+    if dtype == torch.bool and operands:
+        # A comparison computes in what its operands are promoted to.
+        dtype = functools.reduce(torch.promote_types, (operand.dtype for operand in operands))
+    return sympy.Add(*(elements(operand) for operand in operands if operand.dtype != dtype)) * dtype.itemsize
+
+
+def _choice_casts(arguments: Sequence[Any], result: Any) -> sympy.Expr:
+    """The same of `where`, without its condition."""
+    return _casts(arguments[1:], result)
+
+
+def _accumulated(arguments: Sequence[Any], result: Any) -> sympy.Expr:
+    """A half-precision result in float32 (`native/cpu/ScatterGatherKernel.cpp`)."""
+    return elements(result) * _FLOAT_BYTES if result.dtype in _HALVES else _ZERO
+
+
+def _sum_cast(arguments: Sequence[Any], result: Any) -> sympy.Expr:
+    """The input in the result's dtype (`native/ReduceOps.cpp`)."""
+    operand = arguments[0]
+    return elements(operand) * result.dtype.itemsize if operand.dtype != result.dtype else _ZERO
+
+
+def _mean_cast(arguments: Sequence[Any], result: Any) -> sympy.Expr:
+    """A half-precision input in float32, and its mean (`native/ReduceOps.cpp`)."""
+    operand = arguments[0]
+    if operand.dtype not in _HALVES:
+        return _ZERO
+    return (elements(operand) + (elements(result) if result.dtype in _HALVES else 0)) * _FLOAT_BYTES
+
+
+def _attention(arguments: Sequence[Any]) -> sympy.Expr:
+    """A block of the attention matrix with the maxima and sums of its rows, and its output, for each thread
+    (`native/cpu/FlashAttentionKernel.cpp`). Without the packed keys of float16, which are not torch's allocator's."""
+    query, key = arguments[:2]
+    rows, block = _blocks(query, key)
+    held = block * _accumulated_bytes(query) + rows * (2 + symbolic(query.shape[3])) * _FLOAT_BYTES
+    return torch.get_num_threads() * held
+
+
+def _attention_backward(arguments: Sequence[Any]) -> sympy.Expr:
+    """A block of the attention matrix and of its gradient, a sum for each of its rows, and what oneDNN multiplies
+    blocks with, for each thread; the output's gradient, where each token's heads do not lie one after the other."""
+    gradient, query, key = arguments[:3]
+    rows, block = _blocks(query, key)
+    held = 2 * block * _accumulated_bytes(query) + rows * _FLOAT_BYTES
+    held += _onednn_buffers(query.dtype, rows, sympy.Min(_KEY_BLOCK, symbolic(key.shape[2])), symbolic(query.shape[3]))
+    copied = _ZERO if _is_contiguous(gradient.transpose(1, 2)) else elements(gradient) * gradient.dtype.itemsize
+    return torch.get_num_threads() * held + copied
+
+
+def _softmax_backward_copies(arguments: Sequence[Any]) -> sympy.Expr:
+    """The output's gradient and the output, where they are not contiguous (`native/SoftMax.cpp`)."""
+    copied = (tensor for tensor in arguments[:2] if tensor.device.type == "cpu" and not _is_contiguous(tensor))
+    return sympy.Add(*(elements(tensor) * tensor.dtype.itemsize for tensor in copied))
+
+
+def _blocks(query: torch.Tensor, key: torch.Tensor) -> tuple[sympy.Expr, sympy.Expr]:
+    """Rows and elements of a block of the attention matrix."""
+    length = symbolic(query.shape[2])
+    most = sympy.Piecewise((_LONG, length >= _LONG_FROM), (_MEDIUM, length >= _MEDIUM_FROM), (_SHORT, True))
+    rows = sympy.Min(most, length)
+    return rows, rows * sympy.Min(_KEY_BLOCK, symbolic(key.shape[2]))
+
+
+def _onednn_buffers(dtype: torch.dtype, rows: sympy.Expr, keys: sympy.Expr, head: sympy.Expr) -> sympy.Expr:
+    """Buffers of oneDNN's products of blocks whose result is in half precision: the gradients of queries, keys and
+    values (`mkldnn_bf16_gemm` in `native/CPUBlas.cpp`). 0 where oneDNN does not multiply this dtype.
+
+    With AVX512-BF16: both factors, packed, and a part of the result in float32. Exact where the keys of a block are at
+    most 256 or even in number; elsewhere oneDNN may cut them into smaller parts, and holds up to 96 KiB less. With
+    AVX512 alone: the result in float32 and up to 4 KiB. Compared for 2,850 shapes with each (torch 2.13, oneDNN by
+    `ONEDNN_MAX_CPU_ISA`); on processors with AMX not seen.
+    """
+    if not kernels.onednn_multiplies(dtype):
+        return _ZERO
+    if not kernels.has_instructions_for(dtype):
+        return sympy.Max(keys, rows) * head * _FLOAT_BYTES + _ONEDNN_OVERHEAD
+    columns = sympy.Min(_ONEDNN_COLUMNS, head)
+    part = sympy.Piecewise((keys, keys <= _LONG), (sympy.ceiling(keys / 2), True))
+    padded_rows, padded_keys = (_ONEDNN_ROWS * sympy.ceiling(size / _ONEDNN_ROWS) for size in (rows, keys))
+    of_keys = (
+        padded_rows * _ONEDNN_COLUMNS * dtype.itemsize
+        + part * (padded_rows * dtype.itemsize + columns * _FLOAT_BYTES)
+        + _ONEDNN_OVERHEAD
+    )
+    of_queries = padded_keys * _ONEDNN_COLUMNS * dtype.itemsize + rows * columns * _FLOAT_BYTES + _ONEDNN_OVERHEAD
+    return sympy.Max(of_keys, of_queries)
+
+
+def _accumulated_bytes(query: torch.Tensor) -> int:
+    """Of an element of a block: in float32, and a copy in half precision where the query has it."""
+    return _FLOAT_BYTES + (query.dtype.itemsize if query.dtype.itemsize < _FLOAT_BYTES else 0)
+
+
+def _is_contiguous(tensor: torch.Tensor) -> bool:
+    """Asked of expressions, so that a symbol gets no guard."""
+    step = sympy.Integer(1)
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if symbolic(size) != 1 and symbolic(stride) != step:
+            return False
+        step *= symbolic(size)
+    return True
+
+
+_POINTWISE = ("add", "div", "mul", "rsub", "sub", "maximum", "minimum", "eq", "ne", "lt", "le", "gt", "ge")
+_CPU_RULES_OF_RESULT: dict[str, Callable[[Sequence[Any], Any], sympy.Expr]] = {
+    **dict.fromkeys(_POINTWISE, _casts),
+    "where": _choice_casts,
+    **dict.fromkeys(("gather", "scatter", "scatter_add", "scatter_reduce"), _accumulated),
+    "sum": _sum_cast,
+    "mean": _mean_cast,
+}
+_CPU_RULES: dict[str, Callable[[Sequence[Any]], sympy.Expr]] = {
+    **dict.fromkeys(("_log_softmax_backward_data", "_softmax_backward_data"), _softmax_backward_copies),
+    "_scaled_dot_product_flash_attention_for_cpu": _attention,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+}
+
+
+def _reduction(source: torch.Tensor, options: Sequence[Any], result: Any, device: Multiprocessors) -> sympy.Expr:
+    dims = next((option for option in options if isinstance(option, list | tuple)), None)
+    reduced = {dim % source.dim() for dim in dims} if dims else set(range(source.dim()))
+    if not source.dim() or not isinstance(result, torch.Tensor):
+        return _ZERO
+    sizes, strides = [symbolic(size) for size in source.shape], [symbolic(step) for step in source.stride()]
+    outputs = sympy.Mul(*(size for dim, size in enumerate(sizes) if dim not in reduced))
+    inputs = sympy.Mul(*(size for dim, size in enumerate(sizes) if dim in reduced))
+    fastest = [dim for dim, step in enumerate(strides) if step == 1 and sizes[dim] != 1]
+    along_fastest = not fastest or fastest[-1] in reduced
+    # The innermost dimension that stays, with those that are one with it in memory.
+    innermost = sympy.Integer(1)
+    for dim in reversed(range(source.dim())):
+        if dim in reduced:
+            break
+        innermost *= sizes[dim]
+    accumulated = torch.promote_types(result.dtype, torch.float32) if result.dtype.is_floating_point else torch.int64
+    return ReductionBuffer(
+        outputs, inputs, innermost, int(along_fastest), accumulated.itemsize, device.count, device.threads
+    )
+
+
+class ReductionBuffer(sympy.Function):  # type: ignore[misc]
+    """Partial results of a reduction whose inputs are split across blocks: `setReduceConfig` and
+    `ReduceConfig::global_memory_size` of `cuda/Reduce.cuh`.
+
+    Args:
+        outputs: results.
+        inputs: of each of them.
+        innermost: size of the fastest dimension that stays.
+        along_fastest: 1 where the dimension with stride 1 is reduced.
+        itemsize: bytes of an accumulated value.
+        multiprocessors: of the device.
+        threads: that are resident on each.
+    """
+
+    @classmethod
+    def eval(cls, *arguments: sympy.Expr) -> sympy.Integer | None:
+        if not all(argument.is_Integer for argument in arguments):
+            return None
+        return sympy.Integer(_reduction_buffer(*map(int, arguments)))
+
+
+def _reduction_buffer(
+    outputs: int, inputs: int, innermost: int, along_fastest: int, itemsize: int, multiprocessors: int, threads: int
+) -> int:
+    if not outputs or not inputs:
+        return 0
+    per_load = 1 if along_fastest else next(size for size in (4, 2, 1) if innermost % size == 0)
+    width, height = (inputs, outputs) if along_fastest else (outputs // per_load, inputs)
+    if along_fastest and outputs == 1 and width >= 128:
+        width //= 4
+    block_threads = 512 // per_load
+    width_power, height_power = (min(_last_power(size), block_threads) for size in (width, height))
+    block_width = min(width_power, _WARP)
+    block_height = min(height_power, block_threads // block_width)
+    block_width = min(width_power, block_threads // block_height)
+    split = block_width if along_fastest else 1
+    outputs_per_block = 1 if along_fastest else block_width
+    per_thread = _parts(inputs, split)
+    is_split_in_block = per_thread >= block_height * 16 or per_thread >= 256
+    if is_split_in_block:
+        split *= block_height
+    else:
+        outputs_per_block *= block_height
+    per_thread = _parts(inputs, split)
+    most_blocks = multiprocessors * (threads // (block_width * block_height))
+    grid = _parts(outputs // per_load, outputs_per_block)
+    if not is_split_in_block or per_thread < 256 or grid > most_blocks:
+        return 0
+    blocks_per_output = max(min(_parts(most_blocks, grid), _parts(per_thread, 16)), _parts(per_thread, 256))
+    if blocks_per_output <= 1:
+        return 0
+    partial = outputs * blocks_per_output * (1 if along_fastest else block_width * per_load)
+    semaphores = 4 * grid
+    return partial * itemsize + semaphores
+
+
+def _last_power(size: int) -> int:
+    return 1 << max(0, size.bit_length() - 1)
+
+
+def _parts(size: int, block: int) -> int:
+    return -(-size // block)
+
+
+def _softmax_backward(arguments: Sequence[Any]) -> sympy.Expr:
+    """The gradient times the output (`softmax_backward_cuda` of `cuda/SoftMax.cu`)."""
+    return elements(arguments[0]) * arguments[0].dtype.itemsize
+
+
+def _embedding_backward(arguments: Sequence[Any]) -> sympy.Expr:
+    """Sorted indices, and partial sums of rows (`cuda/EmbeddingBackwardKernel.cu`)."""
+    gradient, indices, rows = arguments[0], arguments[1], symbolic(arguments[2])
+    count = elements(indices)
+    segments = sympy.Min(count, rows)
+    partials = sympy.floor(count / _ROWS_PER_PARTIAL_SUM) + segments
+    bookkeeping = 8 * (3 * count + 2 * segments + partials)
+    held = bookkeeping + 4 * partials * symbolic(gradient.shape[-1])
+    return sympy.Piecewise((held, count > _SORTED_INDICES), (_ZERO, True))
+
+
+def _efficient_backward(arguments: Sequence[Any]) -> sympy.Expr:
+    """The sum of output times gradient, and the query's gradient in float32 (`transformers/cuda/mem_eff_attention`);
+    above a head of 128 in half precision those of key and value, too."""
+    query, key = arguments[1], arguments[2]
+    batch, heads, length, width = map(symbolic, query.shape)
+    blocks = sympy.ceiling(length / _BLOCK) * sympy.ceiling(width / _BLOCK)
+    held = batch * heads * (blocks * (4 * _BLOCK**2 + _LOCK_BYTES) + 4 * length)
+    if query.dtype in _HALVES and width > 2 * _BLOCK:
+        keys = sympy.ceiling(symbolic(key.shape[2]) / _BLOCK) * _BLOCK
+        held += 2 * batch * heads * keys * sympy.ceiling(width / _BLOCK) * _BLOCK * 4
+    return held
+
+
+def _flash_backward(arguments: Sequence[Any]) -> sympy.Expr:
+    """The query's gradient in float32, the softmax's sums, and copies of output and gradient; with fewer heads of keys
+    than of queries, key and value gradients of all heads (`transformers/cuda/flash_attn/flash_api.cpp`)."""
+    query, key = arguments[1], arguments[2]
+    batch, heads, length, width = map(symbolic, query.shape)
+    rounded = sympy.ceiling(length / 128) * 128
+    head = sympy.ceiling(width / 32) * 32
+    held = batch * heads * (rounded * (head * 4 + 4) + 2 * length * width * query.dtype.itemsize)
+    if symbolic(key.shape[1]) != heads:
+        held += 2 * batch * heads * symbolic(key.shape[2]) * width * key.dtype.itemsize
+    return held
+
+
+_REDUCTIONS = frozenset({"sum", "mean", "amax", "amin", "linalg_vector_norm"})
+_CUDA_RULES: dict[str, Callable[[Sequence[Any]], sympy.Expr]] = {
+    "_softmax_backward_data": _softmax_backward,
+    "embedding_dense_backward": _embedding_backward,
+    "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
+    "_scaled_dot_product_flash_attention_backward": _flash_backward,
+}

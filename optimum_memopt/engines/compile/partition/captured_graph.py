@@ -1,21 +1,21 @@
 """A joint graph as numbers: whoever asks about other plans, batches or budgets than those of the run asks this."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import sympy
-from torch import fx
 
 from optimum_memopt.engines.api.run import LargestBatch
 from optimum_memopt.engines.compile.costs.costs import Costs
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.candidates import offloads
-from optimum_memopt.engines.compile.graph.joint import is_chunked_loss, root
+from optimum_memopt.engines.compile.graph.joint import is_chunked_loss
 from optimum_memopt.engines.compile.graph.problem import Problem, problems_of
 from optimum_memopt.engines.compile.graph.saved_activations import module_path
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues, is_length, larger_sizes, rows_of
 from optimum_memopt.engines.compile.memory.simulation import Simulation, simulate
 from optimum_memopt.engines.compile.memory.step_context import StepContext
+from optimum_memopt.engines.compile.memory.tape import Tape
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
 from optimum_memopt.engines.compile.solver.offload import Host
@@ -56,13 +56,12 @@ class CapturedGraph:
         offloadable: numbers of the nodes that may wait on the host.
         rows: of the plan table, by the name of the node that makes an activation.
         modules: paths of the modules that call the operators, by node.
-        inputs: numbers of the inputs that are neither parameters nor buffers.
-        passed_back: numbers of the gradients of those, which the backward before it is given.
         chunks_loss: a loss is computed without its logits.
         plans: what was chosen for it, the choice that was applied first; empty before there is one.
         partitioned: its forward and backward under that choice; None before there is one.
         analyzed: None once only numbers are kept.
         runs: how often it runs in a forward.
+        tape: the runs of all graphs of the forward.
         untrained: parameters of the model that get no gradient, see `without_gradient`.
     """
 
@@ -74,13 +73,12 @@ class CapturedGraph:
     offloadable: frozenset[int]
     rows: Mapping[str, str]
     modules: Mapping[str, str]
-    inputs: frozenset[int]
-    passed_back: frozenset[int]
     chunks_loss: bool
     plans: tuple[SavedNodes, ...] = ()
     partitioned: PartitionedGraph | None = None
     analyzed: AnalyzedGraph | None = None
     runs: int = 1
+    tape: Tape = field(default_factory=lambda: Tape(()))
     untrained: frozenset[str] = frozenset()
 
     @property
@@ -135,7 +133,6 @@ def captured_graph(graph: AnalyzedGraph, costs: Costs) -> CapturedGraph:
     rows: dict[str, str] = {}
     for candidate in graph.candidates:
         rows.setdefault(candidate.activation.root.name, candidate.row)
-    given = {node: gradient for node, gradient in joint.gradients.items() if node not in graph.static_inputs}
     return CapturedGraph(
         graph.signature,
         problems_of(graph, costs.seconds, costs.workspaces),
@@ -145,8 +142,6 @@ def captured_graph(graph: AnalyzedGraph, costs: Costs) -> CapturedGraph:
         offloadable=frozenset(joint.order[candidate.activation.root] for candidate in offloads(graph.candidates)),
         rows=rows,
         modules={node.name: module_path(node) for node in joint.nodes if node.op == "call_function"},
-        inputs=frozenset(joint.order[node] for node in given),
-        passed_back=frozenset(joint.order[root(node)] for node in given.values() if isinstance(node, fx.Node)),
         chunks_loss=any(map(is_chunked_loss, joint.nodes)),
         analyzed=graph,
     )

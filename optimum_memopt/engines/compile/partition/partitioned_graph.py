@@ -25,15 +25,15 @@ from optimum_memopt.engines.compile.graph.saved_activations import find_saved_ac
 from optimum_memopt.engines.compile.graph.symbols import bound_symbols, compile_sizes, symbol_names
 from optimum_memopt.engines.compile.loss.decide import LossDecision
 from optimum_memopt.engines.compile.loss.operator import scale_in_place
-from optimum_memopt.engines.compile.memory.cuda_workspaces import Multiprocessors
-from optimum_memopt.engines.compile.memory.inductor_memory import InductorPrograms
-from optimum_memopt.engines.compile.memory.timeline import GraphTimeline, Prediction, graph_timeline
-from optimum_memopt.engines.compile.memory.workspaces import multiprocessors_of
+from optimum_memopt.engines.compile.memory.events import Prediction, Schedule, schedule
+from optimum_memopt.engines.compile.memory.inductor_programs import InductorPrograms
+from optimum_memopt.engines.compile.memory.workspaces import workspace
 from optimum_memopt.engines.compile.partition import strategies
 from optimum_memopt.engines.compile.partition.choice import Choice, graph_plan
 from optimum_memopt.engines.compile.partition.passes import dropout
 from optimum_memopt.engines.compile.partition.strategies.offload import place_copies
 from optimum_memopt.engines.compile.torch_compat import dynamo, fx_graph
+from optimum_memopt.engines.compile.torch_compat.kernels import Multiprocessors, multiprocessors_of
 from optimum_memopt.logs import best_effort
 from optimum_memopt.plans.plan_file import GraphEntry
 
@@ -76,7 +76,7 @@ class PartitionedGraph:
     choice: Choice
     sizes: Mapping[sympy.Symbol, int]
     names: Mapping[sympy.Symbol, str]
-    timeline: GraphTimeline | None
+    timeline: Schedule | None
     prediction: Prediction | None
     plan: GraphEntry
     has_convolutions: bool = False
@@ -150,8 +150,20 @@ def analyze(
     paths = node_paths(joint)
     signature = signature_of(paths, parameters)
     cuda = cuda or multiprocessors_of(_device(joint))
+    workspaces = {node: size for node in joint.nodes if node.op != "output" and (size := workspace(node, cuda))}
     return AnalyzedGraph(
-        joint, activations, candidates, sizes, names, parameters, constants, paths, signature, partition_by_torch, cuda
+        joint,
+        activations,
+        candidates,
+        sizes,
+        names,
+        parameters,
+        constants,
+        paths,
+        signature,
+        workspaces,
+        partition_by_torch,
+        cuda,
     )
 
 
@@ -267,9 +279,10 @@ def _place_copies(graph: AnalyzedGraph, modules: Modules, device: Device, fused:
         place_copies(modules, prediction, seconds, graph.size_hints, device.copy_rate)
 
 
-def _timeline(graph: AnalyzedGraph, modules: Modules) -> GraphTimeline:
+def _timeline(graph: AnalyzedGraph, modules: Modules) -> Schedule:
     parameters = frozenset(node.name for node in graph.static_inputs)
-    return graph_timeline(*modules, graph.joint.num_fwd_outputs, static_inputs=parameters, cuda=graph.cuda)
+    rows = {candidate.activation.root.name: candidate.cluster_id for candidate in graph.candidates}
+    return schedule(*modules, graph.joint.num_fwd_outputs, parameters, graph.cuda, rows)
 
 
 def _device(joint: JointGraph) -> torch.device:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from optimum_memopt.engines.api.explanations import (
-    BACKWARD,
     OPTIMIZER_STEP,
     Explanation,
     FailedStep,
@@ -33,7 +32,7 @@ from optimum_memopt.engines.compile.partition.captured_graph import CapturedGrap
 from optimum_memopt.engines.compile.partition.producers import producer_for
 from optimum_memopt.engines.compile.partition.producers.producer import Producer
 from optimum_memopt.engines.compile.partition.producers.torch_default import TorchDefault
-from optimum_memopt.engines.compile.predict.holdings import Simulate, Simulated, moment_of, parts_at
+from optimum_memopt.engines.compile.predict.holdings import Simulate, StepHoldings, step_of
 from optimum_memopt.engines.compile.predict.suggestions import (
     FailedRun,
     peak_of,
@@ -155,28 +154,29 @@ def _look(failed: FailedStep, found: _Found, progress: Progress, deadline: Deadl
         graphs = planned()
     else:
         graphs = captured(ran.producer, PLAIN, _AS_WRITTEN, no_costs)
-    simulated = [run for graph in graphs for run in (Simulated.of(graph, ran.simulate),) * graph.runs]
     # What a caller computes from the logits, and what runs between graphs, is in none of them.
-    is_exact = len(simulated) == 1 and not failed.call.reader
+    runs = sum(graph.runs for graph in graphs)
+    is_exact = runs == 1 and not failed.call.reader
     model, untrained = failed.model, graphs[0].untrained
     found.is_traced, found.remarks = True, ran.remarks
     run = _failed_run(failed, ran.is_planned, is_exact, untrained)
     if failed.place.phase == OPTIMIZER_STEP:
         # What recompute saves is free by then.
         found.moment, trainable = Moment(OPTIMIZER_STEP), trainable_of(model, untrained)
-        runs = {
+        by_optimizer = {
             name: _with_optimizer(run, model, trainable, name) for name in smaller_optimizers(device.type == "cuda")
         }
         # accelerate's wraps the run's own.
         is_adamw = isinstance(getattr(failed.run.optimizer, "optimizer", failed.run.optimizer), torch.optim.AdamW)
         same = DEFAULT if is_adamw else ""
-        for place, way in enumerate(other_optimizers(planned, graphs, ran.simulate, runs, same, deadline)):
+        for place, way in enumerate(other_optimizers(planned, graphs, ran.simulate, by_optimizer, same, deadline)):
             found.ways_out.append((place, way))
         return
-    found.moment, point = moment_of(simulated, failed.place, _of_graphs(failed), failed.requested)
-    found.parts = tuple(parts_at(simulated, failed.place.phase == BACKWARD, point))
-    if len(simulated) > 1:
-        found.remarks += (f"the forward is {len(simulated)} graphs, and what runs between them is not known",)
+    holdings = StepHoldings(graphs, step_of(graphs, ran.simulate))
+    found.moment, point = holdings.moment(failed.place, _of_graphs(failed), failed.requested)
+    found.parts = tuple(holdings.parts(point))
+    if runs > 1:
+        found.remarks += (f"the forward is {runs} graphs, and what runs between them is not known",)
     for place, way in ways_out(planned, graphs, ran.simulate, run, deadline):
         found.ways_out.append((place, way))
 

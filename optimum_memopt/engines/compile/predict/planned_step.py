@@ -162,7 +162,11 @@ class PlannedStep:
                 partitioned = [graph.partitioned for graph in graphs if graph.partitioned is not None]
                 resident = planner.resident(held_bytes(self.here))
                 return TracedStep(
-                    model, batch, graphs, show(model, partitioned, batch, resident, producer, spec, run), run
+                    model,
+                    batch,
+                    graphs,
+                    show(model, partitioned, graphs[0].tape, batch, resident, producer, spec, run),
+                    run,
                 )
 
             try:

@@ -16,13 +16,13 @@ from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.symbols import larger_sizes
 from optimum_memopt.engines.compile.memory.step_context import StepContext, step_around
-from optimum_memopt.engines.compile.memory.timeline import Prediction
+from optimum_memopt.engines.compile.memory.tape import Tape, bytes_left_by
 from optimum_memopt.engines.compile.partition.captured_graph import captured_graph
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
 from optimum_memopt.engines.compile.partition.producers.producer import GraphContext, Producer, Solvable
 from optimum_memopt.engines.compile.partition.reservations import GraphReservations
-from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor, left_by
+from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
 from optimum_memopt.engines.compile.solver.solver import Solver
 from optimum_memopt.errors import DoesNotFitError
 from optimum_memopt.logs import best_effort, get_logger
@@ -215,7 +215,7 @@ class Planner(Generic[_P]):
         """The step around the graph that is being partitioned; the limit is that of the first time."""
         self._earlier = state.earlier
         first = self._constant if state.earlier else self._first_constant
-        left, left_by_largest = (left_by(_predictions(state.earlier, batch)) for batch in (None, self.largest))
+        left, left_by_largest = (_bytes_left_by(state.earlier, state.tape, batch) for batch in (None, self.largest))
         spec, budget = self._spec, self._spec.producer.bound
         assert budget is not None
         around = step_around(self._model, state.inputs, budget, spec.run(), spec.target, left, state.untrained)
@@ -325,11 +325,11 @@ def _without_second_room(step: StepContext, first: int | None) -> StepContext:
     return replace(step, fixed=replace(step.fixed, constant=first), resident=step.resident - grown)
 
 
-def _predictions(graphs: Sequence[PartitionedGraph], largest: LargestBatch | None) -> list[Prediction]:
-    """Each run with the first batch, or the largest; those that cannot be known are left out."""
-    return [
-        graph.timeline.predict(larger_sizes(graph.sizes, graph.names, largest))
-        for graph in graphs
-        if graph.timeline is not None
-        for _ in range(graph.runs)
-    ]
+def _bytes_left_by(graphs: Sequence[PartitionedGraph], tape: Tape, largest: LargestBatch | None) -> int:
+    """What the runs of graphs have left, with the first batch or the largest; 0 where that is not known."""
+    schedules = [graph.timeline for graph in graphs if graph.timeline is not None]
+    if len(schedules) < len(graphs):
+        return 0
+    sizes = [larger_sizes(graph.sizes, graph.names, largest) for graph in graphs]
+    events = [schedule.at(values) for schedule, values in zip(schedules, sizes, strict=True)]
+    return bytes_left_by(tape, [events[call.graph] for call in tape.calls])

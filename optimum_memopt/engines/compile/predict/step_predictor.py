@@ -1,8 +1,7 @@
-"""Why a prediction is not exact, in words. Pure."""
+"""Predictions of a model's training steps, and why one is not exact, in words."""
 
 import math
 import weakref
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -14,24 +13,27 @@ from optimum_memopt.compat import is_encoder_decoder
 from optimum_memopt.engines.api.engine import Run
 from optimum_memopt.engines.api.predictions import StepTimeline
 from optimum_memopt.engines.compile.graph.analyzed_graph import without_gradient
-from optimum_memopt.engines.compile.graph.symbols import SymbolNames, input_sizes, plain_sizes
-from optimum_memopt.engines.compile.memory.allocator import AllocatorPeak, StepRequests, allocator_peak
+from optimum_memopt.engines.compile.graph.symbols import SymbolNames, SymbolValues, input_sizes, plain_sizes
+from optimum_memopt.engines.compile.memory.allocator import AllocatorPeak, StepBlocks, allocator_peak
+from optimum_memopt.engines.compile.memory.events import GraphEvents, Schedule
 from optimum_memopt.engines.compile.memory.footprint import (
     Footprint,
     constant_of,
     footprint_of,
     state_sizes,
+    step_timeline,
     tensor_bytes,
     trainable_of,
 )
-from optimum_memopt.engines.compile.memory.graph_run import GraphRun, run_of_graphs, run_of_requests
-from optimum_memopt.engines.compile.memory.inductor_memory import simulate_programs
-from optimum_memopt.engines.compile.memory.step_timeline import PredictedRun, step_timeline
-from optimum_memopt.engines.compile.memory.timeline import GraphTimeline, Prediction
+from optimum_memopt.engines.compile.memory.inductor_programs import program_events
+from optimum_memopt.engines.compile.memory.tape import Call, StepEvents, Tape, bytes_left_by, compose, resized
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
 from optimum_memopt.engines.compile.predict.pending import BatchSizes, Forward, Pending, largest_shapes
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.memory.optimizers import Optimizer
+
+# Batches of different sizes whose tapes are kept.
+_MOST_TAPES = 256
 
 
 def caveat_of(graphs: Sequence[PartitionedGraph], runs: int, bound: Mapping[str, int], programs: str = "") -> str:
@@ -71,66 +73,16 @@ def _outside_of(graphs: Sequence[PartitionedGraph], runs: int) -> str:
     return f"not exact: {count} graph{several}{in_runs}, and what runs outside of {them} is not counted"
 
 
-def stashed_of(graphs: Sequence[Prediction]) -> int:
-    """Bytes that graphs which run one after the other hold between forward and backward."""
-    return sum(graph.stashed for graph in graphs) + sum(_kept_inputs(graphs))
-
-
-def left_by(graphs: Sequence[Prediction]) -> int:
-    """Bytes that the forwards of graphs have left when the next graph's begins: also what that one is given."""
-    return stashed_of(graphs) + sum(graph.returned for graph in graphs[-1:])
-
-
-def _kept_inputs(graphs: Sequence[Prediction]) -> list[int]:
-    """Bytes of what the graph before has returned and only the backward of this one reads, for each graph."""
-    before = (0, *(graph.returned for graph in graphs))
-    return [min(passed, graph.saved_inputs) for passed, graph in zip(before, graphs, strict=False)]
-
-
-def activations_of(graphs: Sequence[Prediction], gradients: int = 0) -> int:
-    """The peak of one forward and backward through graphs that run one after the other, in bytes.
-
-    Exact for one graph, and for several where each reads what the one before returned and nothing runs between them.
-
-    Args:
-        graphs: in the order of the forward.
-        gradients: there when the backward begins, and not yet in the forward.
-    """
-    peaks = []
-    before = 0
-    # What later backwards have returned: tangents of the one before each, which are counted there, and gradients.
-    returned = sum(graph.backward.end for graph in graphs) - sum(graph.tangents for graph in graphs[:-1])
-    for index, (graph, kept) in enumerate(zip(graphs, _kept_inputs(graphs), strict=True)):
-        passed = graphs[index - 1].returned if index else 0
-        returned -= graph.backward.end
-        peaks.append(before + passed + graph.forward.peak.held)
-        peaks.append(before + kept + graph.backward.peak.held + max(0, returned) + gradients)
-        returned += graph.tangents
-        before += graph.stashed + kept
-    return max(peaks)
-
-
 @dataclass(frozen=True)
 class _Part:
     """A graph of a forward.
 
     Attributes:
-        prediction: of the first batch.
-        runs: how often it ran in the first forward.
+        schedule: its events for any sizes.
     """
 
     graph: PartitionedGraph
-    timeline: GraphTimeline
-    prediction: Prediction
-    runs: int
-
-
-class _ProgramRun(NamedTuple):
-    """What running a graph's programs without data gave, which takes up to a second."""
-
-    graph: PartitionedGraph
-    values: dict[sympy.Symbol, int]
-    prediction: Prediction
+    schedule: Schedule
 
 
 class _Noted(NamedTuple):
@@ -157,13 +109,12 @@ class StepMemoryPredictor:
 
     Args:
         model: whose parameters and buffers count.
-        graphs: of one training forward, in order, right after it, each with a prediction. One that has run several
-            times counts as often, as if all its runs came one after the other.
+        graphs: of one training forward, in order, right after it, each with a prediction.
         inputs: the forward's keyword arguments in the first batch.
         resident: what the process held when the last graph was partitioned, in bytes.
         names: of the graphs' symbols, as in the plan table.
         run: the one that steps are predicted for where nothing else is said.
-        runs: how often each graph ran; None: as often as it has so far.
+        tape: the runs of the graphs; None: one of each, none of which reads what another one returns.
         shared: with a predictor from other graphs of the model.
 
     Attributes:
@@ -182,20 +133,20 @@ class StepMemoryPredictor:
         names: SymbolNames,
         run: Run | None = None,
         *,
-        runs: Sequence[int] | None = None,
+        tape: Tape | None = None,
         shared: "_Shared | None" = None,
     ) -> None:
         self.run = run or Run()
         self._programs_caveat = ""
-        # A step's tensors and its blocks are asked for one after the other.
-        self._last_run: _ProgramRun | None = None
+        # A step's tensors and its blocks are asked for one after the other; programs take up to a second to run.
+        self._last: tuple[object, StepEvents] | None = None
         self._model = weakref.ref(model)
         self._parts = [
-            _Part(graph, graph.timeline, graph.prediction, count)
-            for graph, count in zip(graphs, runs or [graph.runs for graph in graphs], strict=True)
-            if graph.timeline is not None and graph.prediction is not None
+            _Part(graph, graph.timeline) for graph in graphs if graph.timeline is not None and graph.prediction
         ]
-        self._runs = sum(part.runs for part in self._parts)
+        self.tape = tape or Tape(tuple(map(Call, range(len(self._parts)))))
+        # Of batches that have run: in several graphs not all sizes follow from those of the first.
+        self._tapes: dict[frozenset[tuple[str, int]], Tape] = {}
         self.untrained = without_gradient(graph.gradients for graph in graphs)
         self._is_on_cuda = any(part.graph.is_for_cuda for part in self._parts)
         self._names = names
@@ -203,9 +154,14 @@ class StepMemoryPredictor:
         self.largest_shapes: tuple[Forward, ...] = (Forward(self.first),)
         self._pending: Pending[_Noted] = Pending() if shared is None else shared.pending
         self._batch = tensor_bytes(value for value in inputs.values() if isinstance(value, torch.Tensor))
-        # Graphs before the last have run by then.
-        left = left_by([part.prediction for part in self._parts[:-1] for _ in range(part.runs)])
-        self._constant = constant_of(model, self._batch, resident, left) if shared is None else shared.constant
+        self._constant = constant_of(model, self._batch, resident, self._left()) if shared is None else shared.constant
+
+    def _left(self) -> int:
+        """Bytes that the runs before the last graph's first one had left, when that graph was partitioned."""
+        first = next(n for n, call in enumerate(self.tape.calls) if call.graph == len(self._parts) - 1)
+        earlier = replace(self.tape, calls=self.tape.calls[:first])
+        parts = [self._parts[call.graph] for call in earlier.calls]
+        return bytes_left_by(earlier, [part.schedule.at(part.graph.sizes) for part in parts])
 
     @property
     def caveat(self) -> str:
@@ -213,17 +169,17 @@ class StepMemoryPredictor:
         graphs = [part.graph for part in self._parts]
         named = {self._names.of_symbols(graph).get(symbol, "") for graph in graphs for symbol in graph.bound}
         bound = {name: size for name, size in self.first.items() if name in named}
-        return caveat_of(graphs, self._runs, bound, self._programs_caveat)
+        return caveat_of(graphs, len(self.tape.calls), bound, self._programs_caveat)
 
     @property
     def runs(self) -> tuple[int, ...]:
         """How often each graph ran in the first forward."""
-        return tuple(part.runs for part in self._parts)
+        return self.tape.runs
 
     @property
-    def stashed(self) -> int:
-        """Bytes that the first batch's forward saves for its backward, by the graphs' own timelines."""
-        return stashed_of([part.prediction for part in self._parts for _ in range(part.runs)])
+    def saved_bytes(self) -> int:
+        """Bytes that the first batch's forward saves for its backward."""
+        return self.saved()
 
     def sizes_of(self, inputs: Mapping[str, object]) -> BatchSizes:
         """Sizes of a batch by the plan table's names.
@@ -240,13 +196,21 @@ class StepMemoryPredictor:
         }
         return {**self.first, **sizes}
 
-    def note_forward(self, inputs: Mapping[str, object], outputs: object = None) -> None:
+    def note_forward(
+        self, graphs: Sequence[PartitionedGraph], tape: Tape, inputs: Mapping[str, object], outputs: object = None
+    ) -> None:
         """Count a training forward among those of the run.
 
         Args:
+            graphs: those that ran.
+            tape: their runs.
             inputs: its keyword arguments.
             outputs: what it returned; its backward has run once their autograd graph has.
         """
+        places = {part.graph: place for place, part in enumerate(self._parts)}
+        if len(tape.calls) > 1 and len(self._tapes) < _MOST_TAPES and places.keys() == set(graphs):
+            calls = tuple(replace(call, graph=places[graphs[call.graph]]) for call in tape.calls)
+            self._tapes.setdefault(frozenset(self.sizes_of(inputs).items()), replace(tape, calls=calls))
         earlier = list(self._pending)
         saved = sum(noted.predictor.saved(noted.forward.sizes) for noted in earlier)
         new = Forward(self.sizes_of(inputs), saved)
@@ -256,13 +220,14 @@ class StepMemoryPredictor:
             last.largest_shapes = largest_shapes(last.largest_shapes, replace(forward, is_followed=True))
         self._pending.add(_Noted(self, new), outputs)
 
-    def of_others(
-        self, graphs: Mapping[PartitionedGraph, int], inputs: Mapping[str, object]
+    def with_graphs(
+        self, graphs: Sequence[PartitionedGraph], tape: Tape, inputs: Mapping[str, object]
     ) -> "StepMemoryPredictor | None":
         """Predicts from other graphs of the same model; None where they cannot be predicted.
 
         Args:
-            graphs: of one forward, with how often each ran.
+            graphs: of one forward.
+            tape: their runs.
             inputs: its keyword arguments.
         """
         model = self._model()
@@ -270,27 +235,20 @@ class StepMemoryPredictor:
             return None
         names = SymbolNames.of(graphs, is_encoder_decoder(model))
         shared = _Shared(self._pending, self._constant)
-        return StepMemoryPredictor(
-            model, [*graphs], inputs, 0, names, self.run, runs=[*graphs.values()], shared=shared
-        )
+        return StepMemoryPredictor(model, graphs, inputs, 0, names, self.run, tape=tape, shared=shared)
 
     def saved(self, sizes: BatchSizes | None = None) -> int:
-        """Bytes that a forward saves for its backward; sizes as in `footprint`."""
-        wanted = {**self.first, **(sizes or {})}
-        if self._runs > 1:
-            return stashed_of(self.graphs(wanted))
-        return sum(part.timeline.saved_bytes(self._values(part.graph, wanted)) for part in self._parts)
+        """Bytes that a forward saves for its backward, by the graphs' own events; sizes as in `footprint`."""
+        return compose(*self._runs({**self.first, **(sizes or {})}, compiled=False)).saved_bytes
 
-    def activations(self, sizes: BatchSizes | None = None) -> int:
-        """The peak of a forward and its backward, in bytes; see `footprint`."""
-        return activations_of(self.graphs(sizes))
+    def activations(self, sizes: BatchSizes | None = None, gradients: int = 0) -> int:
+        """The peak of a forward and its backward, in bytes.
 
-    def graphs(self, sizes: BatchSizes | None = None) -> list[Prediction]:
-        """Each run of a graph alone; see `footprint`."""
-        wanted = {**self.first, **(sizes or {})}
-        predictions = [self._predict(part, wanted) for part in self._parts]
-        pairs = zip(predictions, self._parts, strict=True)
-        return [prediction for prediction, part in pairs for _ in range(part.runs)]
+        Args:
+            sizes: see `footprint`.
+            gradients: there when the backward begins, and not yet in the forward.
+        """
+        return self._step({**self.first, **(sizes or {})}).peak(gradients)
 
     def footprint(
         self,
@@ -331,7 +289,7 @@ class StepMemoryPredictor:
             model,
             optimizer or self.run.optimizer,
             self.run.gradient_accumulation if gradient_accumulation is None else gradient_accumulation,
-            activations=activations_of(self.graphs(wanted), weights if is_followed else 0),
+            activations=self.activations(wanted, weights if is_followed else 0),
             batch=round(self._batch * growth),
             constant=self._constant,
             other_forwards=saved_before,
@@ -346,12 +304,9 @@ class StepMemoryPredictor:
         """What the step with the highest peak so far holds, operator by operator; arguments as in `footprint`."""
         forward, around = self._highest(optimizer, gradient_accumulation)
         sizes = {**self.first, **forward.sizes}
-        pairs = [
-            (self._run(part, sizes), self._predict(part, sizes)) for part in self._parts for _ in range(part.runs)
-        ]
-        kept = _kept_inputs([prediction for _, prediction in pairs])
-        runs = [PredictedRun(*pair, bytes_kept) for pair, bytes_kept in zip(pairs, kept, strict=True)]
-        return step_timeline(runs, around, sizes, around.gradients if forward.is_followed else 0)
+        step, gradients = self._step(sizes), around.gradients if forward.is_followed else 0
+        is_compiled = any(part.graph.programs.both for part in self._parts) and not self._programs_caveat
+        return step_timeline(step, around, sizes, gradients, "allocations" if is_compiled else "operators")
 
     def _highest(self, optimizer: Optimizer | None, gradient_accumulation: bool | None) -> tuple[Forward, Footprint]:
         """The forward of the run so far whose step has the highest peak."""
@@ -366,12 +321,6 @@ class StepMemoryPredictor:
         ]
         return max(found, key=lambda pair: pair[1].peak)
 
-    def _run(self, part: _Part, sizes: BatchSizes) -> GraphRun:
-        names = {candidate.activation.root.name: candidate.cluster_id for candidate in part.graph.candidates}
-        if requests := self._predict(part, sizes).requests:
-            return run_of_requests(requests, part.timeline, names)
-        return run_of_graphs(part.timeline, self._values(part.graph, sizes), names)
-
     def allocator_peak(
         self,
         sizes: BatchSizes | None = None,
@@ -383,54 +332,64 @@ class StepMemoryPredictor:
     ) -> AllocatorPeak | None:
         """What torch's allocator takes on CUDA for the step of `footprint`, whose tensors lie in larger blocks.
 
-        None elsewhere, and where a forward is several graphs. Arguments as in `footprint`.
+        None elsewhere. Arguments as in `footprint`.
         """
-        if not self._is_on_cuda or self._runs > 1:
+        if not self._is_on_cuda:
             return None
-        model, (part,) = self._model(), self._parts
+        model = self._model()
         if model is None:
             raise ReferenceError("the model whose steps are predicted was deleted")
         wanted = {**self.first, **(sizes or {}), **plain_sizes(self.first, batch_size, seq_len)}
         around = self.footprint(wanted, optimizer, gradient_accumulation)
         tensors = [*model.parameters(), *model.buffers()]
-        step = StepRequests(
+        step = StepBlocks(
             always=[*filter(None, (around.constant, around.batch)), *(tensor.nbytes for tensor in tensors)],
-            graphs=self._predict(part, wanted).requests or part.timeline.requests(self._values(part.graph, wanted)),
+            graphs=self._step(wanted).events,
             states=state_sizes(optimizer or self.run.optimizer, trainable_of(model, self.untrained)),
             temporary=around.step,
             accumulates=around.accumulated > 0,
         )
         return allocator_peak(step)
 
-    def _predict(self, part: _Part, sizes: BatchSizes) -> Prediction:
-        values = self._values(part.graph, sizes)
-        prediction = part.prediction if values == part.graph.sizes else part.timeline.predict(values)
-        programs = part.graph.programs.both
-        if programs is None:
-            return prediction
-        if self._last_run is not None and self._last_run.graph is part.graph and self._last_run.values == values:
-            return self._last_run.prediction
+    def _step(self, sizes: BatchSizes) -> StepEvents:
+        key = frozenset(sizes.items()), tuple(part.graph.programs.both is None for part in self._parts)
+        if self._last is None or self._last[0] != key:
+            self._last = key, compose(*self._runs(sizes))
+        return self._last[1]
+
+    def _runs(self, sizes: BatchSizes, compiled: bool = True) -> tuple[Tape, list[GraphEvents]]:
+        """The tape for a batch, and the events of each of its calls: of inductor's programs, where there are any."""
+        schedules = [part.schedule for part in self._parts]
+        first = [part.graph.sizes for part in self._parts]
+        known = self._tapes.get(frozenset(sizes.items()), self.tape)
+        tape, values = resized(known, schedules, first, [self._named(part.graph, sizes) for part in self._parts])
+        found: dict[object, GraphEvents] = {}
+        runs: list[GraphEvents] = []
+        for call, of_call in zip(tape.calls, values, strict=True):
+            key, part = (call.graph, *of_call.values()), self._parts[call.graph]
+            if key not in found:
+                events = part.schedule.at(of_call)
+                found[key] = self._compiled(part, events, of_call) if compiled else events
+            runs.append(found[key])
+        return tape, runs
+
+    def _compiled(self, part: _Part, events: GraphEvents, values: SymbolValues) -> GraphEvents:
+        """The events of inductor's programs, where there are any."""
+        if (programs := part.graph.programs.both) is None:
+            return events
         try:
-            saved = part.timeline.saved_for_backward(values)
-            simulated = simulate_programs(*programs, saved, prediction.stashed, values)
-            found = replace(
-                prediction,
-                forward=simulated.forward,
-                backward=simulated.backward,
-                requests=simulated.requests,
-            )
-            self._last_run = _ProgramRun(part.graph, values, found)
-            return found
+            return program_events(*programs, events, values)
         except Exception as error:
             # The form of inductor's programs is private and may change; training goes on without the prediction.
             self._programs_caveat = (
                 f"without inductor's fusions, whose program cannot be read ({type(error).__name__})"
             )
-            return prediction
+            return events
 
-    def _values(self, graph: PartitionedGraph, sizes: BatchSizes) -> dict[sympy.Symbol, int]:
-        named = self._names.of_symbols(graph)
-        return {symbol: sizes.get(named.get(symbol, ""), first) for symbol, first in graph.sizes.items()}
+    def _named(self, graph: PartitionedGraph, sizes: BatchSizes) -> dict[sympy.Symbol, int]:
+        """The values of the symbols that have names."""
+        names = self._names.of_symbols(graph)
+        return {symbol: sizes[name] for symbol, name in names.items() if symbol in graph.sizes and name in sizes}
 
 
 class Predictors:
@@ -462,27 +421,25 @@ class Predictors:
         return self._by_sizes.get(_sizes(inputs), self.first)
 
     def note_forward(
-        self, ran: Sequence[PartitionedGraph], inputs: Mapping[str, object], outputs: object = None
+        self, graphs: Sequence[PartitionedGraph], tape: Tape, inputs: Mapping[str, object], outputs: object = None
     ) -> None:
         """Count a training forward among those of the run.
 
         Args:
-            ran: its graphs, in the order that they ran, one that has run several times as often.
+            graphs: those that ran.
+            tape: their runs.
             inputs: its keyword arguments.
             outputs: what it returned.
         """
-        predictor = self._predictor(Counter(ran), inputs)
+        # How often a graph runs may differ at every step, as where layers are dropped.
+        key = frozenset(graphs)
+        if key not in self._by_graphs:
+            found = self.first.with_graphs(graphs, tape, inputs) if self._by_graphs and graphs else None
+            self._by_graphs[key] = found or self.first
+        predictor = self._by_graphs[key]
         if predictor is not self.first:
             self._by_sizes[_sizes(inputs)] = predictor
-        predictor.note_forward(inputs, outputs)
-
-    def _predictor(self, ran: Mapping[PartitionedGraph, int], inputs: Mapping[str, object]) -> StepMemoryPredictor:
-        # How often a graph runs may differ at every step, as where layers are dropped.
-        key = frozenset(ran)
-        if key not in self._by_graphs:
-            found = self.first.of_others(ran, inputs) if self._by_graphs and ran else None
-            self._by_graphs[key] = found or self.first
-        return self._by_graphs[key]
+        predictor.note_forward(graphs, tape, inputs, outputs)
 
 
 def _sizes(inputs: Mapping[str, object]) -> frozenset[tuple[str, int]]:

@@ -10,7 +10,7 @@ from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.compile.memory.simulation import Simulation, simulate_everything_saved
 from optimum_memopt.engines.compile.memory.step_context import StepContext
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph
-from optimum_memopt.engines.compile.predict.holdings import Simulate, Simulated
+from optimum_memopt.engines.compile.predict.holdings import Simulate, step_of
 from optimum_memopt.engines.compile.solver.multi_graph import MultiGraphSolver
 from optimum_memopt.engines.compile.solver.plan import Infeasible, Plan
 from optimum_memopt.logs import Deadline
@@ -53,25 +53,14 @@ class FailedRun:
 
 
 def peak_of(graphs: Sequence[CapturedGraph], simulate: Simulate, problems: Sequence[Problem]) -> int:
-    """Bytes of graphs that run one after the other, each as often as it did; as `activations_of` has it.
+    """Bytes of a step's activations.
 
     Args:
         graphs: in the order of the forward.
-        simulate: what each holds alone.
+        simulate: what each saves.
         problems: the graphs as numbers.
     """
-    pairs = zip(graphs, problems, strict=True)
-    alone = [(graph.runs, Simulated(graph, problem, simulate(graph, problem))) for graph, problem in pairs]
-    runs = [run for count, simulated in alone for run in (simulated,) * count]
-    gradients = [sum(run.returned.values()) for run in runs]
-    waiting, passed, peak = 0, 0, 0
-    for number, run in enumerate(runs):
-        kept, forward, backward = min(passed, sum(run.read.values())), run.found.forward, run.found.backward
-        in_backward = kept + backward.peak + sum(gradients[number + 1 :])
-        peak = max(peak, waiting + passed + forward.peak, waiting + in_backward)
-        waiting += run.stashed + kept
-        passed = forward.end - run.found.stashed
-    return peak
+    return step_of(graphs, simulate, problems).peak()
 
 
 def ways_out(

@@ -13,11 +13,12 @@ from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.graph.candidates import Candidate, by_row
 from optimum_memopt.engines.compile.graph.symbols import SymbolNames, compile_sizes
 from optimum_memopt.engines.compile.loss.decide import ROW, check_row
+from optimum_memopt.engines.compile.memory.allocator import pinned_bytes
 from optimum_memopt.engines.compile.memory.footprint import Footprint
+from optimum_memopt.engines.compile.memory.tape import Tape
 from optimum_memopt.engines.compile.options import CHUNKED, PLAIN
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
-from optimum_memopt.engines.compile.partition.passes.host_copies import pinned_bytes
 from optimum_memopt.engines.compile.partition.producers import matched_in
 from optimum_memopt.engines.compile.partition.producers.producer import Producer
 from optimum_memopt.engines.compile.partition.strategies import strategy_of
@@ -76,7 +77,7 @@ def prediction_lines(predictor: StepMemoryPredictor) -> tuple[str, ...]:
     footprint = predictor.footprint()
     caveat = predictor.caveat and f" ({predictor.caveat})"
     return (
-        f"Predicted for the first batch: {predictor.stashed / MIB:.1f} MiB saved for backward, peak of "
+        f"Predicted for the first batch: {predictor.saved_bytes / MIB:.1f} MiB saved for backward, peak of "
         f"activations and gradients {footprint.activations / MIB:.1f} MiB{caveat}",
         f"Predicted peak of a step with {_optimizer(predictor.run)}: {footprint.peak / MIB:.1f} MiB = {footprint}",
         *_allocator_line(predictor, footprint.peak),
@@ -303,6 +304,7 @@ class ShownPlan:
 def show(
     model: torch.nn.Module,
     graphs: Sequence[PartitionedGraph],
+    tape: Tape,
     inputs: Mapping[str, object],
     resident: int,
     producer: Producer,
@@ -314,6 +316,7 @@ def show(
     Args:
         model: that was compiled.
         graphs: of its first training forward, in order, right after it.
+        tape: their runs.
         inputs: the forward's keyword arguments.
         resident: bytes that the process held when the last graph was partitioned.
         producer: that chose.
@@ -334,7 +337,7 @@ def show(
     predictor, footprint = None, None
     if all(graph.prediction for graph in graphs):
         with best_effort("the predicted peak"):
-            predictor = StepMemoryPredictor(model, graphs, inputs, resident, names, run)
+            predictor = StepMemoryPredictor(model, graphs, inputs, resident, names, run, tape=tape)
             header, footprint = prediction_lines(predictor), predictor.footprint()
     predictor = predictor if footprint is not None else None
     lines = (

@@ -27,13 +27,14 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMo
 from torch.fx.experimental import _config as symbolic_config
 from torch.fx.experimental.proxy_tensor import py_sym_types
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from optimum_memopt.engines.compile.torch_compat import fx_graph
 from optimum_memopt.engines.compile.torch_compat.kernels import inductor_patches
 from optimum_memopt.errors import MemOptError, is_out_of_memory, line_of
 
-__all__ = ["CustomPartitionerFn", "FakeTensor", "FakeTensorMode", "SymbolicNumber"]
+__all__ = ["CustomPartitionerFn", "FakeTensor", "FakeTensorMode", "StorageWeakRef", "SymbolicNumber"]
 
 SymbolicNumber = py_sym_types
 # Tags of operators that no CUDA graph can hold; the tag came with torch 2.9.

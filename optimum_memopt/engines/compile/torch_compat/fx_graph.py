@@ -2,13 +2,19 @@
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, cast
 
 import torch
 from torch import fx
 from torch._functorch import partitioners
-from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
+from torch._functorch._aot_autograd.descriptors import (
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    TangentAOTInput,
+)
 from torch.amp import autocast_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -114,6 +120,38 @@ def mutated_inputs(graph: fx.Graph) -> frozenset[fx.Node]:
     (output,) = graph.find_nodes(op="output")
     written = {desc.mutated_input for desc in output.meta["desc"] if isinstance(desc, InputMutationAOTOutput)}
     return frozenset(node for node in graph.find_nodes(op="placeholder") if node.meta.get("desc") in written)
+
+
+def input_position(node: fx.Node) -> int | None:
+    """Which argument of the compiled graph a placeholder is."""
+    return _position(node.meta.get("desc"), PlainAOTInput)
+
+
+def output_positions(graph: fx.Graph) -> list[int | None]:
+    """Which result of the compiled graph each output of a forward is; None: one that its caller does not get."""
+    (output,) = graph.find_nodes(op="output")
+    return [_position(desc, PlainAOTOutput) for desc in _descriptors(output)]
+
+
+def tangent_position(node: fx.Node) -> int | None:
+    """Which result of the compiled graph a gradient that the backward is given belongs to."""
+    desc = node.meta.get("desc")
+    return _position(desc.output, PlainAOTOutput) if isinstance(desc, TangentAOTInput) else None
+
+
+def gradient_positions(graph: fx.Graph) -> list[int | None]:
+    """Which argument of the compiled graph each output of a backward is the gradient of."""
+    (output,) = graph.find_nodes(op="output")
+    found = (desc.grad_of if isinstance(desc, GradAOTOutput) else None for desc in _descriptors(output))
+    return [_position(desc, PlainAOTInput) for desc in found]
+
+
+def _descriptors(output: fx.Node) -> list[Any]:
+    return output.meta.get("desc") or [None] * len(cast(Sequence[object], output.args[0]))
+
+
+def _position(desc: Any, kind: type) -> int | None:
+    return desc.idx if isinstance(desc, kind) else None
 
 
 def extract(

@@ -8,10 +8,32 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
+
+
+@dataclass(frozen=True)
+class Multiprocessors:
+    """What decides how a kernel is split.
+
+    Attributes:
+        count: of the device.
+        threads: that are resident on each.
+    """
+
+    count: int
+    threads: int
+
+
+def multiprocessors_of(device: torch.device) -> Multiprocessors | None:
+    """Those of a CUDA device of this machine; None for another device, and for one that only fake tensors have."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    found = torch.cuda.get_device_properties(device)
+    return Multiprocessors(found.multi_processor_count, found.max_threads_per_multi_processor)
 
 
 def inductor_patches() -> dict[str, Any]:

@@ -15,19 +15,12 @@ from torch import fx
 
 from optimum_memopt.engines.compile.graph.joint import first_input
 from optimum_memopt.engines.compile.torch_compat import fx_graph
+from optimum_memopt.engines.compile.torch_compat.autograd import generator_state
 from optimum_memopt.engines.compile.torch_compat.fx_graph import LIBRARY
 
 # Bytes of a generator's state; that of a CUDA generator is its seed and its offset
 # (`aten/src/ATen/cuda/CUDAGeneratorImpl.cpp`, 2.13).
 _CPU_STATE, _CUDA_STATE = torch.get_rng_state().numel(), 16
-
-
-def generator_state(device: torch.device) -> torch.Tensor:
-    """A copy of the state of a device's default generator: bytes, on the CPU."""
-    if device.type == "cpu":
-        return torch.get_rng_state()
-    state: torch.Tensor = torch.get_device_module(device).get_rng_state(device)
-    return state
 
 
 def _empty_mask(size: Sequence[int], order: Sequence[int], device: torch.device) -> torch.Tensor:

@@ -13,13 +13,9 @@ from typing import NamedTuple
 
 import torch
 
+from optimum_memopt.engines.compile.memory.allocator import pinned_bytes
 from optimum_memopt.engines.compile.torch_compat import dynamo
 from optimum_memopt.engines.compile.torch_compat.fx_graph import LIBRARY
-
-
-def pinned_bytes(size: int) -> int:
-    """Bytes of the host that a tensor of this size takes."""
-    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 @dataclass(eq=False)

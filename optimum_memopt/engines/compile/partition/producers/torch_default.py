@@ -5,7 +5,7 @@ from torch import fx
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.joint import is_tensor, root
-from optimum_memopt.engines.compile.memory.timeline import Prediction, graph_timeline
+from optimum_memopt.engines.compile.memory.events import Prediction, schedule
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.producers.producer import GraphContext, Producer
 
@@ -39,5 +39,5 @@ def torchs_own(graph: AnalyzedGraph) -> tuple[Choice, Prediction]:
     """
     choice = TorchDefault().choose(graph, GraphContext())
     assert choice.torchs_graphs is not None
-    timeline = graph_timeline(*choice.torchs_graphs, graph.joint.num_fwd_outputs, cuda=graph.cuda)
-    return choice, timeline.predict(graph.size_hints)
+    events = schedule(*choice.torchs_graphs, graph.joint.num_fwd_outputs, cuda=graph.cuda)
+    return choice, events.predict(graph.size_hints)

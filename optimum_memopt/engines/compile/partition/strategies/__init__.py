@@ -8,7 +8,7 @@ from typing import Protocol
 from optimum_memopt.engines.compile.graph.analyzed_graph import Modules
 from optimum_memopt.engines.compile.graph.candidates import Candidate, FindsCandidate
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues
-from optimum_memopt.engines.compile.memory.timeline import Prediction
+from optimum_memopt.engines.compile.memory.events import Prediction
 from optimum_memopt.plans.grammar import Strategy
 
 

@@ -1,4 +1,4 @@
-"""Peak memory of inductor's programs, found by running each on fake tensors with kernels that do nothing.
+"""The events of inductor's programs, found by running each on fake tensors with kernels that do nothing.
 
 inductor fuses and reorders operators and reuses buffers, so that its peak is up to 40% off the liveness of the graphs
 that it is given. Its scheduler's own estimate (`torch/_inductor/memory.py`) covers the first batch only, and is
@@ -7,21 +7,24 @@ allocates buffers, calls kernels and deletes buffers, for whatever sizes it is c
 """
 
 import weakref
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from optimum_memopt.engines.api.predictions import GRADIENTS, TEMPORARY
 from optimum_memopt.engines.compile.graph.joint import Number, symbolic, value
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues
-from optimum_memopt.engines.compile.memory.requests import Request
-from optimum_memopt.engines.compile.memory.timeline import Prediction, SavedForBackward, SavedStorage, Timeline
-from optimum_memopt.engines.compile.memory.workspaces import multiprocessors_of, operator_workspace
+from optimum_memopt.engines.compile.memory.events import Event, GraphEvents, Storage
+from optimum_memopt.engines.compile.memory.tape import TapeRecorder
+from optimum_memopt.engines.compile.memory.workspaces import operator_workspace
 from optimum_memopt.engines.compile.torch_compat import dynamo
+from optimum_memopt.engines.compile.torch_compat.kernels import multiprocessors_of
 
+_WORKSPACE = "workspace"
 _COUNTED = "_memopt_counted"
 
 
@@ -38,7 +41,7 @@ class InductorProgram:
     inputs: tuple[tuple[str, Any], ...]
 
 
-@dataclass
+@dataclass(eq=False)
 class InductorPrograms:
     """The programs of one training graph, as far as they are known.
 
@@ -57,14 +60,16 @@ class InductorPrograms:
         """Forward and backward, once inductor has compiled them."""
         return (self.forward, self.backward) if self.forward and self.backward else None
 
-    def counted(self, compiled: Callable[..., Any], ran: list["InductorPrograms"]) -> Callable[..., Any]:
-        """`compiled`, each call of which is one of `runs`, and adds these programs to `ran`."""
+    def recorded(self, compiled: Callable[..., Any], tape: TapeRecorder) -> Callable[..., Any]:
+        """`compiled`, each call of which is one of `runs`, and one on the tape."""
 
         # Not `functools.wraps`: dynamo unwraps what is marked as its own.
         def run(*args: Any, **kwargs: Any) -> Any:
             self.runs += 1
-            ran.append(self)
-            return compiled(*args, **kwargs)
+            tape.before(self, args)
+            results = compiled(*args, **kwargs)
+            tape.after(results if isinstance(results, tuple | list) else [results])
+            return results
 
         return run
 
@@ -78,60 +83,126 @@ class InductorPrograms:
             self.forward = program
 
 
-def simulate_programs(
-    forward: InductorProgram, backward: InductorProgram, saved: SavedForBackward, stashed: int, values: SymbolValues
-) -> Prediction:
-    """What both programs hold when AOTAutograd runs them, as `GraphTimeline.predict` has it for graphs.
+def program_events(
+    forward: InductorProgram, backward: InductorProgram, graph: GraphEvents, values: SymbolValues
+) -> GraphEvents:
+    """What both programs allocate and free when AOTAutograd runs them: an event for each allocation.
 
     Args:
         forward: its program.
         backward: its program.
-        saved: storages that the forward saves for the backward.
-        stashed: bytes held between the two.
+        graph: the events of the graphs that they were compiled from, for the same values.
         values: of every symbol.
 
     Raises:
         Exception: of any kind, from a program that needs more than shapes.
     """
-    inputs = {
-        name: SavedStorage(name, _extent(tensor, values))
-        for name, tensor in backward.inputs
-        if isinstance(tensor, torch.Tensor)
-    }
-    tangents = sum(storage.bytes for name, storage in inputs.items() if name not in saved)
-    storages = {name: saved.get(name, storage) for name, storage in inputs.items()}
-    owned = {name: storage for name, storage in storages.items() if storage is not None}
-    in_forward, of_forward = _run(forward, {}, saved, 0, values)
-    in_backward, of_backward = _run(backward, owned, None, stashed + tangents, values)
-    given = [Request(name, storage.bytes) for name, storage in inputs.items() if name not in saved]
-    return Prediction(in_forward, in_backward, stashed, requests=(*of_forward, *given, *of_backward))
+    saved = {storage.name: storage for storage in graph.saved}
+    places = {name: saved[storage] if storage else None for name, storage in graph.saved_values}
+    inputs = {name: _extent(tensor, values) for name, tensor in backward.inputs if isinstance(tensor, torch.Tensor)}
+    owned = {name: places.get(name, Storage(name, size)) for name, size in inputs.items()}
+    tangents = {name: size for name, size in inputs.items() if name not in places}
+    ran, again = _run(forward, {}, values), _run(backward, {k: v for k, v in owned.items() if v}, values)
+    # The tensors that a forward returns last are saved.
+    returned = [key for key in ran.returned if not isinstance(key, _Number)]
+    kept = returned[len(returned) - len(places) :]
+    names = {key: place.name for key, place in zip(kept, places.values(), strict=True) if place}
+    of_forward, of_backward = _Names("forward", names), _Names("backward", {name: name for name in again.owned})
+    results = ran.returned[: len(graph.outputs)]
+    freed = {key for key, size in again.log if not size}
+    return replace(
+        graph,
+        forward=_events(ran.log, lambda key, size: saved_as(saved, of_forward(key), size), of_forward),
+        backward=_events(
+            again.log,
+            lambda key, size: Storage(of_backward(key), size, TEMPORARY if key in freed else GRADIENTS),
+            of_backward,
+        ),
+        outputs=_named(graph.outputs, results, of_forward),
+        tangents=tuple(
+            (position, storage._replace(bytes=tangents[storage.name])) for position, storage in graph.tangents
+        ),
+        gradients=_named(graph.gradients, again.returned, of_backward),
+    )
 
 
-def _run(
-    program: InductorProgram,
-    owned: Mapping[str, SavedStorage],
-    saved: SavedForBackward | None,
-    start: int,
-    values: SymbolValues,
-) -> tuple[Timeline, list[Request]]:
+def saved_as(saved: Mapping[str, Storage], name: str, size: int) -> Storage:
+    """A storage of a forward's program: as the graph's, where that saves it."""
+    return saved[name]._replace(bytes=size) if name in saved else Storage(name, size)
+
+
+class _Number(int):
+    """A result of a program that is no tensor."""
+
+
+class _Names:
+    """Names for the storages of one program."""
+
+    def __init__(self, prefix: str, known: Mapping[Any, str]) -> None:
+        self._prefix = prefix
+        self._names: dict[Any, str] = dict(known)
+
+    def __call__(self, key: Any) -> str:
+        return self._names.setdefault(key, f"{self._prefix} {len(self._names)}")
+
+
+def _named(
+    places: Sequence[tuple[int | None, str]], keys: Sequence[Any], name: Callable[[Any], str]
+) -> tuple[tuple[int | None, str], ...]:
+    """The graph's results with the names of the program's."""
+    return tuple(
+        (position, name(key) if graph_name and key is not None and not isinstance(key, _Number) else "")
+        for (position, graph_name), key in zip(places, keys, strict=True)
+    )
+
+
+def _events(
+    log: Sequence[tuple[Any, int]], storage_of: Callable[[Any, int], Storage], name: Callable[[Any], str]
+) -> tuple[Event, ...]:
+    events: list[Event] = []
+    for key, size in log:
+        if key == _WORKSPACE:
+            if size:
+                events.append(Event(_WORKSPACE, _WORKSPACE, workspace=size))
+        elif size:
+            storage = storage_of(key, size)
+            events.append(Event(storage.name, storage.kind, storage.layer, (storage,)))
+        else:
+            last = events.pop() if events else Event("")
+            events.append(last._replace(frees=(*last.frees, name(key))))
+    return tuple(events)
+
+
+class _Run(NamedTuple):
+    """What a program did.
+
+    Attributes:
+        log: keys of storages with their bytes where they are allocated, with 0 where they are freed.
+        returned: keys of what it returns; None for an input that it returns as it is.
+        owned: names of the storages that it was given to free.
+    """
+
+    log: list[tuple[Any, int]]
+    returned: list[Any]
+    owned: tuple[str, ...]
+
+
+def _run(program: InductorProgram, owned: Mapping[str, Storage], values: SymbolValues) -> _Run:
     """Run one program.
 
     Args:
         program: the one to run.
-        owned: storages of the inputs that nobody else holds, by the input's name. Counted in `start`.
-        saved: the tensors that a forward returns last, in their order; None: of a backward.
-        start: bytes held before it.
+        owned: storages of the inputs that nobody else holds, by the input's name.
         values: of every symbol.
     """
     tensors = [tensor for _, tensor in program.inputs if isinstance(tensor, torch.Tensor)]
     device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))
-    tracker, others = _StorageTracker(device, start), []
+    tracker, others = _StorageTracker(device), []
     with dynamo.fake_tensors(), torch.no_grad():
         arguments = [_sized(argument, values) for _, argument in program.inputs]
         for (name, _), argument in zip(program.inputs, arguments, strict=True):
             if name in owned:
-                storage, size = owned[name]
-                tracker.add(argument, storage, size, counted_before=True)
+                tracker.add(argument, owned[name].name, owned[name].bytes, is_given=True)
             elif isinstance(argument, torch.Tensor):
                 others.append(argument)
                 tracker.ignore(argument)
@@ -139,31 +210,14 @@ def _run(
         argument = None
         with tracker:
             outputs = dynamo.silenced(program.runner)(program.runner, arguments)
-        end = tracker.held
         log = list(tracker.log)
         # None stands for an input that is saved.
-        returned = [tracker.name_of(value) for value in outputs if value is None or isinstance(value, torch.Tensor)]
+        returned = [
+            tracker.name_of(value) if value is None or isinstance(value, torch.Tensor) else _Number()
+            for value in outputs
+        ]
     del outputs, others
-    return Timeline(("inductor",), (tracker.peak,), end), _requests(log, owned, returned, saved)
-
-
-def _requests(
-    log: list[tuple[Any, int]],
-    owned: Mapping[str, SavedStorage],
-    returned: list[Any],
-    saved: SavedForBackward | None,
-) -> list[Request]:
-    """What a program asked for, with names; what it returns and nobody saves is given back."""
-    graph = "backward" if saved is None else "forward"
-    names: dict[Any, str] = {storage.root: storage.root for storage in owned.values()}
-    if saved:
-        stays = zip(returned[-len(saved) :], saved.values(), strict=True)
-        names |= {key: storage.root for key, storage in stays if storage is not None}
-    for key in (*returned, *(key for key, _ in log)):
-        names.setdefault(key, f"{graph} {len(names)}")
-    requests = [Request(names[key], size) for key, size in log]
-    dropped = returned[: len(returned) - len(saved)] if saved is not None else []
-    return [*requests, *(Request(names[key], 0) for key in dropped)]
+    return _Run(log, returned, tuple(storage.name for storage in owned.values()))
 
 
 def _sized(argument: Any, values: SymbolValues) -> Any:
@@ -189,18 +243,15 @@ def _extent(tensor: torch.Tensor, values: SymbolValues) -> int:
 
 
 class _StorageTracker(TorchDispatchMode):
-    """Counts the bytes of the storages that operators allocate on one device while it is active, each storage until
-    the last tensor that uses it is gone.
+    """Logs the storages that operators allocate on one device while it is active, each until the last tensor that uses
+    it is gone.
 
     Attributes:
-        held: bytes now.
-        peak: highest `held` so far.
         log: names of storages with their bytes where they are allocated, with 0 where they are freed.
     """
 
-    def __init__(self, device: torch.device, start: int) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self.held = self.peak = start
         self._device = device.type
         self._cuda = multiprocessors_of(device)
         # Names of storages by address; bytes, and how many tensors use each, by name.
@@ -220,44 +271,39 @@ class _StorageTracker(TorchDispatchMode):
                 on_device = tensor.device.type == self._device
                 self.add(tensor, object(), storage.nbytes() if on_device else 0)
         if workspace := int(operator_workspace(func, args, outputs, self._cuda)):
-            self.peak = max(self.peak, self.held + workspace)
-            self.log += [("workspace", workspace), ("workspace", 0)]
+            self.log += [(_WORKSPACE, workspace), (_WORKSPACE, 0)]
         return outputs
 
     def ignore(self, tensor: torch.Tensor) -> None:
         """Leave out a tensor that others keep alive."""
         self.add(tensor, object(), 0)
 
-    def add(self, tensor: torch.Tensor, name: Any, size: int, counted_before: bool = False) -> None:
-        """Count a tensor's storage, unless it is counted already, until its last tensor is gone.
+    def add(self, tensor: torch.Tensor, name: Any, size: int, is_given: bool = False) -> None:
+        """Log a tensor's storage, unless that was done already, until its last tensor is gone.
 
         Args:
             tensor: on the device.
             name: of its storage, where that has none yet.
             size: of its storage, in bytes.
-            counted_before: `held` includes it.
+            is_given: it was there before.
         """
         setattr(tensor, _COUNTED, True)
         name = self._names.setdefault(dynamo.storage_id(tensor), name)
         if name not in self._bytes:
             self._bytes[name], self._users[name] = size, 0
-            if size and not counted_before:
-                self.held += size
+            if size and not is_given:
                 self.log.append((name, size))
-            self.peak = max(self.peak, self.held)
         self._users[name] += 1
         weakref.finalize(tensor, self._release, name).atexit = False
 
     def name_of(self, tensor: torch.Tensor | None) -> Any:
-        """Of the storage of a tensor that was added."""
+        """That of the storage of a tensor that was added."""
         return None if tensor is None else self._names[dynamo.storage_id(tensor)]
 
     def _release(self, name: Any) -> None:
         self._users[name] -= 1
         if self._users[name]:
             return
-        size = self._bytes.pop(name)
-        self.held -= size
-        if size:
+        if self._bytes.pop(name):
             self.log.append((name, 0))
         self._names = {address: other for address, other in self._names.items() if other != name}

@@ -1,0 +1,501 @@
+"""The storages that a graph's forward and backward allocate and free, as a stream of events, and folds over it. Pure.
+
+Three sources write the stream: the graphs that a joint graph was partitioned into (here), a problem with a set of
+saved nodes (`simulation.py`), and the programs that inductor wrote (`inductor_programs.py`). `tape.py` makes one
+stream of all graphs of a step.
+"""
+
+import itertools
+import operator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple, cast
+
+import sympy
+import torch
+from torch import fx
+
+from optimum_memopt.engines.api.predictions import CATEGORIES, GRADIENTS, RECOMPUTED, SAVED, TEMPORARY
+from optimum_memopt.engines.compile.graph.joint import (
+    is_on_host,
+    is_tensor,
+    is_view,
+    root,
+    storage_bytes,
+    symbolic,
+    tensor_value,
+    value,
+)
+from optimum_memopt.engines.compile.graph.saved_activations import layer_of, operator_name
+from optimum_memopt.engines.compile.graph.symbols import CompiledSizes, SymbolValues, compile_sizes
+from optimum_memopt.engines.compile.memory.workspaces import workspace
+from optimum_memopt.engines.compile.torch_compat import fx_graph
+from optimum_memopt.engines.compile.torch_compat.kernels import Multiprocessors
+
+# Before the names of storages that a backward allocates: recomputed operators have the names of the forward's.
+BACKWARD = "backward "
+
+
+class Storage(NamedTuple):
+    """Memory that tensors lie in.
+
+    Attributes:
+        name: unique among those that are held.
+        bytes: its size.
+        category: one of `predictions.CATEGORIES`.
+        kind: cluster id of a saved activation that has one, else the operator that allocates it, `gelu`.
+        layer: path of the transformer layer, empty outside of all.
+    """
+
+    name: str
+    bytes: int
+    category: str = TEMPORARY
+    kind: str = ""
+    layer: str = ""
+
+
+class Event(NamedTuple):
+    """What an operator does to memory, or what happens between two of them.
+
+    Attributes:
+        operator: the name of its node, or of the storage that a compiled program allocates; empty between operators.
+        kind: of the operator, `gelu`.
+        layer: path of the transformer layer, empty outside of all.
+        allocates: before it runs.
+        workspace: bytes that it holds while it runs, beside its results.
+        frees: names of storages, after it has run.
+    """
+
+    operator: str
+    kind: str = ""
+    layer: str = ""
+    allocates: tuple[Storage, ...] = ()
+    workspace: int = 0
+    frees: tuple[str, ...] = ()
+
+
+def held_before(events: Iterable[Event]) -> dict[str, Storage]:
+    """What is held after events, by name, and so before the next one allocates."""
+    held: dict[str, Storage] = {}
+    for event in events:
+        held.update((storage.name, storage) for storage in event.allocates)
+        for name in event.frees:
+            held.pop(name, None)
+    return held
+
+
+def bytes_during(events: Iterable[Event]) -> tuple[list[int], int]:
+    """Bytes held during each event, and after the last."""
+    sizes: dict[str, int] = {}
+    held, during = 0, []
+    for event in events:
+        for storage in event.allocates:
+            sizes[storage.name] = storage.bytes
+            held += storage.bytes
+        during.append(held + event.workspace)
+        for name in event.frees:
+            held -= sizes.pop(name, 0)
+    return during, held
+
+
+def bytes_by_category(events: Iterable[Event]) -> Iterator[dict[str, int]]:
+    """Bytes held during each event; a workspace is temporary."""
+    now = dict.fromkeys(CATEGORIES, 0)
+    sizes: dict[str, tuple[str, int]] = {}
+    for event in events:
+        for storage in event.allocates:
+            sizes[storage.name] = storage.category, storage.bytes
+            now[storage.category] += storage.bytes
+        yield {**now, TEMPORARY: now[TEMPORARY] + event.workspace}
+        for category, size in (sizes.pop(name) for name in event.frees if name in sizes):
+            now[category] -= size
+
+
+@dataclass(frozen=True)
+class GraphEvents:
+    """The forward and backward of one graph. A position is that of an argument, or result, of the compiled graph.
+
+    Attributes:
+        forward: in order.
+        backward: in order; it frees saved inputs, too, which whoever holds them may ignore.
+        inputs: tensors that the forward is given, by position; parameters are not among them.
+        outputs: position, None where its caller does not get it, and the storage of each that the forward returns and
+            does not save; empty where it has none of its own.
+        saved: what the forward saves for the backward, each storage once; inputs are not among them.
+        saved_inputs: names of `inputs` that the backward reads.
+        saved_values: each tensor that is saved, by its name as an input of the backward, with its storage's; empty for
+            an input of the forward.
+        tangents: gradients that the backward is given, with the position of the output that each belongs to.
+        gradients: position of an input, and the storage of each gradient that the backward returns, in its order.
+    """
+
+    forward: tuple[Event, ...]
+    backward: tuple[Event, ...]
+    inputs: Mapping[int, Storage]
+    outputs: tuple[tuple[int | None, str], ...]
+    saved: tuple[Storage, ...]
+    saved_inputs: frozenset[str]
+    tangents: tuple[tuple[int | None, Storage], ...]
+    gradients: tuple[tuple[int | None, str], ...]
+    saved_values: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def returned(self) -> tuple[str, ...]:
+        """Storages that nobody but the forward's caller holds."""
+        saved = {storage.name for storage in self.saved}
+        return tuple(dict.fromkeys(name for _, name in self.outputs if name and name not in saved))
+
+    @property
+    def saved_bytes(self) -> int:
+        return sum(storage.bytes for storage in self.saved)
+
+
+class Moment(NamedTuple):
+    """What is held while an operator runs, in bytes."""
+
+    node: str
+    held: int
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A graph's run.
+
+    Attributes:
+        nodes: names of its operators.
+        held: bytes while each of them runs.
+        end: bytes after the last.
+    """
+
+    nodes: tuple[str, ...]
+    held: tuple[int, ...]
+    end: int
+
+    @property
+    def peak(self) -> Moment:
+        """The first operator at which most is held."""
+        # A backward that returns the gradient it is given has no operator.
+        if not self.held:
+            return Moment("", self.end)
+        held = max(self.held)
+        return Moment(self.nodes[self.held.index(held)], held)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What one graph's forward and backward hold, in bytes over parameters, inputs and gradients that were there.
+
+    Attributes:
+        forward: the forward's run.
+        backward: the backward's, which begins with what the forward has saved for it.
+        saved_bytes: held between the two.
+        tangents: bytes of the gradients that the backward is given.
+    """
+
+    forward: Timeline
+    backward: Timeline
+    saved_bytes: int
+    tangents: int
+
+    @property
+    def peak(self) -> int:
+        return max(self.forward.peak.held, self.backward.peak.held)
+
+
+def prediction_of(graph: GraphEvents) -> Prediction:
+    """The two runs of a graph that is all of a forward."""
+    before = Event("", frees=graph.returned)
+    given = Event("", allocates=tuple(storage for _, storage in graph.tangents))
+    during, end = bytes_during((*graph.forward, before, given, *graph.backward))
+    count = len(graph.forward)
+    _, left = bytes_during(graph.forward)
+    _, saved = bytes_during((*graph.forward, before))
+    forward, backward = (tuple(event.operator for event in events) for events in (graph.forward, graph.backward))
+    return Prediction(
+        Timeline(forward, tuple(during[:count]), left),
+        Timeline(backward, tuple(during[count + 2 :]), end),
+        saved,
+        sum(storage.bytes for storage in given.allocates),
+    )
+
+
+class _Sizes:
+    """Distinct byte expressions, numbered."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[sympy.Expr, int] = {}
+
+    def add(self, size: sympy.Expr) -> int:
+        return self._numbers.setdefault(size, len(self._numbers))
+
+    def storage(self, node: fx.Node) -> int:
+        """That of a root; it takes nothing where it lies in the host's memory."""
+        return self.add(sympy.Integer(0) if is_on_host(node) else storage_bytes(node))
+
+    def compiled(self) -> CompiledSizes:
+        return compile_sizes(self._numbers)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The events of a graph for any sizes of its batch.
+
+    A simulation is a loop over integers, a few milliseconds for a thousand operators, so that the table, the
+    prediction of a step and a search over batches can all afford it.
+
+    Attributes:
+        sizes: byte expressions.
+        events: their bytes are places in `sizes`.
+        inputs: shapes of the compiled graph's arguments that are tensors, by their positions.
+        outputs: shapes of its results.
+        numbers: arguments that are symbolic sizes.
+    """
+
+    sizes: CompiledSizes
+    events: GraphEvents
+    inputs: Mapping[int, tuple[sympy.Expr, ...]]
+    outputs: Mapping[int, tuple[sympy.Expr, ...]]
+    numbers: Mapping[int, sympy.Expr] = field(default_factory=dict)
+
+    @cached_property
+    def _shapes(self) -> CompiledSizes:
+        return compile_sizes(
+            size for shapes in (self.inputs, self.outputs) for shape in shapes.values() for size in shape
+        )
+
+    def shapes(self, values: SymbolValues) -> tuple[dict[int, tuple[int, ...]], dict[int, tuple[int, ...]]]:
+        """`inputs` and `outputs` for these values of the symbols."""
+        sizes = iter(self._shapes(values))
+        inputs, outputs = (
+            {position: tuple(itertools.islice(sizes, len(shape))) for position, shape in shapes.items()}
+            for shapes in (self.inputs, self.outputs)
+        )
+        return inputs, outputs
+
+    def at(self, values: SymbolValues) -> GraphEvents:
+        """The events for these values of the symbols.
+
+        Raises:
+            KeyError: a symbol without a value, as where a size depends on data.
+        """
+        sizes, known = self.sizes(values), self.events
+
+        def sized(storage: Storage) -> Storage:
+            return storage._replace(bytes=sizes[storage.bytes])
+
+        def run(events: Iterable[Event]) -> tuple[Event, ...]:
+            return tuple(
+                event._replace(allocates=tuple(map(sized, event.allocates)), workspace=sizes[event.workspace])
+                for event in events
+            )
+
+        return replace(
+            known,
+            forward=run(known.forward),
+            backward=run(known.backward),
+            inputs={position: sized(storage) for position, storage in known.inputs.items()},
+            saved=tuple(map(sized, known.saved)),
+            tangents=tuple((position, sized(storage)) for position, storage in known.tangents),
+        )
+
+    def values(self, sizes: Mapping[int, tuple[int, ...]]) -> dict[sympy.Symbol, int]:
+        """The symbols' values with arguments of these shapes, by their positions; a number is a shape of one size."""
+        symbols = {**self.inputs, **{position: (number,) for position, number in self.numbers.items()}}
+        return {
+            symbol: size
+            for position, shape in symbols.items()
+            if len(shape) == len(sizes.get(position, ()))
+            for symbol, size in zip(shape, sizes.get(position, ()), strict=True)
+            if symbol.is_Symbol
+        }
+
+    def predict(self, values: SymbolValues) -> Prediction:
+        """The runs of both graphs alone; see `at`."""
+        return prediction_of(self.at(values))
+
+
+def schedule(
+    forward: fx.GraphModule,
+    backward: fx.GraphModule,
+    num_fwd_outputs: int,
+    static_inputs: Collection[str] = (),
+    cuda: Multiprocessors | None = None,
+    rows: Mapping[str, str] | None = None,
+) -> Schedule:
+    """Read a partitioned graph, which may be changed afterwards.
+
+    Args:
+        forward: the partitioned forward graph.
+        backward: the partitioned backward graph.
+        num_fwd_outputs: outputs of the forward that its caller gets; the others are saved for backward.
+        static_inputs: names of parameters and buffers.
+        cuda: see `operator_workspace`.
+        rows: cluster ids of saved activations, by the names of their roots.
+    """
+    sizes, rows = _Sizes(), rows or {}
+    outputs = _results(forward.graph)
+    returned, saved = outputs[:num_fwd_outputs], {node.name: node for node in outputs[num_fwd_outputs:] if node}
+    kept = [root(node) for node in saved.values() if is_tensor(node)]
+    saved_roots = {node for node in kept if node.op != "placeholder"}
+    inputs = [
+        node
+        for node in forward.graph.find_nodes(op="placeholder")
+        if is_tensor(node) and node.name not in static_inputs
+    ]
+    saved_inputs = {node.name for node in kept if node.op == "placeholder" and node.name not in static_inputs}
+    tangents, owned = _owned_inputs(backward.graph, saved)
+    known = {node.name: root(saved[node.name]).name for node in owned}
+    of_forward = {allocated.name for node in forward.graph.nodes for allocated in _allocations(node)}
+
+    def in_forward(node: fx.Node, kind: str, layer: str) -> Storage:
+        if node not in saved_roots:
+            return Storage(node.name, sizes.storage(node), TEMPORARY, kind, layer)
+        return Storage(node.name, sizes.storage(node), SAVED, rows.get(node.name, kind), layer)
+
+    in_backward = _last_uses(backward.graph)
+    (ends,) = backward.graph.find_nodes(op="output")
+
+    def of_backward(node: fx.Node, kind: str, layer: str) -> Storage:
+        stays = in_backward.get(node) is ends
+        category = RECOMPUTED if node.name in of_forward else GRADIENTS if stays else TEMPORARY
+        return Storage(f"{BACKWARD}{node.name}", sizes.storage(node), category, kind, layer)
+
+    def name_in_backward(node: fx.Node) -> str:
+        if node.op != "placeholder":
+            return f"{BACKWARD}{node.name}"
+        return known.get(node.name, root(saved[node.name]).name if node.name in saved else node.name)
+
+    placeholders = backward.graph.find_nodes(op="placeholder")
+    freed = [*tangents, *owned, *(node for node in placeholders if name_in_backward(node) in saved_inputs)]
+    first, second = (
+        tuple(_events(forward.graph, sizes, (), in_forward, lambda node: node.name, cuda)),
+        tuple(_events(backward.graph, sizes, freed, of_backward, name_in_backward, cuda)),
+    )
+    positions = fx_graph.output_positions(forward.graph)
+    gradients = zip(fx_graph.gradient_positions(backward.graph), _results(backward.graph), strict=True)
+    events = GraphEvents(
+        first,
+        second,
+        {
+            position: Storage(node.name, sizes.storage(node), SAVED if node.name in saved_inputs else TEMPORARY)
+            for node in inputs
+            if (position := fx_graph.input_position(node)) is not None
+        },
+        tuple(
+            (position, root(node).name if node is not None and is_tensor(node) else "")
+            for position, node in zip(positions, returned, strict=False)
+        ),
+        tuple(
+            in_forward(node, operator_name(node), layer_of(node))
+            for node in dict.fromkeys(kept)
+            if node in saved_roots
+        ),
+        frozenset(saved_inputs),
+        tuple(
+            (fx_graph.tangent_position(node), Storage(node.name, sizes.storage(node), TEMPORARY, "tangent"))
+            for node in tangents
+        ),
+        tuple(
+            (position, name_in_backward(root(node)) if node is not None and is_tensor(node) else "")
+            for position, node in gradients
+        ),
+        tuple(
+            (name, root(node).name if root(node) in saved_roots else "")
+            for name, node in saved.items()
+            if is_tensor(node)
+        ),
+    )
+    given = [(fx_graph.input_position(node), node) for node in forward.graph.find_nodes(op="placeholder")]
+    return Schedule(
+        sizes.compiled(),
+        events,
+        {position: _shape(node) for position, node in given if position is not None and is_tensor(node)},
+        {
+            position: _shape(node)
+            for position, node in zip(positions, returned, strict=False)
+            if position is not None and node is not None and is_tensor(node)
+        },
+        {
+            position: symbolic(cast(torch.SymInt, value(node)))
+            for position, node in given
+            if position is not None and isinstance(value(node), torch.SymInt)
+        },
+    )
+
+
+def _shape(node: fx.Node) -> tuple[sympy.Expr, ...]:
+    return tuple(map(symbolic, tensor_value(node).shape))
+
+
+def _results(graph: fx.Graph) -> list[fx.Node | None]:
+    """What a graph returns, None for what is no node."""
+    (output,) = graph.find_nodes(op="output")
+    return [node if isinstance(node, fx.Node) else None for node in cast("Sequence[object]", output.args[0])]
+
+
+def _owned_inputs(backward: fx.Graph, saved: Mapping[str, fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Tensors that the backward frees after their last use: its tangents, and one for each storage saved for it."""
+    tangents: list[fx.Node] = []
+    owned: dict[fx.Node, fx.Node] = {}
+    for node in backward.find_nodes(op="placeholder"):
+        if is_tensor(node) and node.name not in saved:
+            tangents.append(node)
+        elif is_tensor(node) and (storage := root(saved[node.name])).op != "placeholder":
+            owned.setdefault(storage, node)
+    return tangents, list(owned.values())
+
+
+def _events(
+    graph: fx.Graph,
+    sizes: _Sizes,
+    owned: Collection[fx.Node],
+    storage_of: Callable[[fx.Node, str, str], Storage],
+    name_of: Callable[[fx.Node], str],
+    cuda: Multiprocessors | None,
+) -> Iterator[Event]:
+    """A graph in its order, with every storage freed after its last use, as torch.fx's generated code does.
+
+    Args:
+        graph: functional but for copies back into inputs.
+        sizes: gets the sizes of its storages.
+        owned: placeholders that nobody else holds: freed after their last use.
+        storage_of: that of a root, of the operator that allocates it, and of its layer.
+        name_of: the name of a root's storage.
+        cuda: see `operator_workspace`.
+    """
+    last_use = _last_uses(graph)
+    freed: dict[fx.Node, list[fx.Node]] = {}
+    for storage, node in last_use.items():
+        if is_tensor(storage) and (storage.op != "placeholder" or storage in owned):
+            freed.setdefault(node, []).append(storage)
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        kind, layer = operator_name(node), layer_of(node)
+        # Outputs that nobody reads go with the tuple that holds them, when its last output has been picked.
+        is_unread = node not in last_use and node.op == "call_function" and not is_view(node) and is_tensor(node)
+        yield Event(
+            node.name,
+            kind,
+            layer,
+            tuple(storage_of(allocated, kind, layer) for allocated in _allocations(node)),
+            sizes.add(workspace(node, cuda)),
+            tuple(map(name_of, [*([node] if is_unread else []), *freed.get(node, ())])),
+        )
+
+
+def _last_uses(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """The last reader of each storage, by its root."""
+    return {root(read): node for node in graph.nodes for read in node.all_input_nodes}
+
+
+def _allocations(node: fx.Node) -> list[fx.Node]:
+    """The roots that an operator allocates: itself, or the outputs of it that are picked."""
+    if node.op != "call_function" or is_view(node):
+        return []
+    if isinstance(value(node), tuple | list):
+        return [user for user in node.users if user.target is operator.getitem and is_tensor(user)]
+    if node.target is operator.getitem or not is_tensor(node):
+        return []
+    return [node]

@@ -1,0 +1,529 @@
+"""A forward as the runs of its graphs, one after the other, and the storages that pass between them. Pure.
+
+Each graph's events are exact by themselves. Composed over the tape a storage that one graph returns and others read
+or save is held once, until the last of them is done, and a gradient that a backward returns is the one that the
+backward before it is given. One graph is a tape of one.
+"""
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import sympy
+import torch
+
+from optimum_memopt.engines.api.predictions import SAVED, TEMPORARY
+from optimum_memopt.engines.compile.graph.symbols import SymbolValues
+from optimum_memopt.engines.compile.memory.events import Event, GraphEvents, Schedule, Storage, bytes_during
+from optimum_memopt.engines.compile.torch_compat import dynamo
+from optimum_memopt.engines.compile.torch_compat.autograd import OutsideOperator, order_of, outside_operators
+
+
+@dataclass(frozen=True)
+class Call:
+    """One run of a graph. Storages are numbered.
+
+    Attributes:
+        graph: which of the forward's graphs runs.
+        inputs: the storage of each argument that is a tensor, by its position.
+        outputs: that of each result.
+        released: storages that nobody holds any more when the next graph runs.
+        sizes: shapes of the arguments that are tensors and no parameters, and of a number itself.
+    """
+
+    graph: int
+    inputs: Mapping[int, int] = field(default_factory=dict)
+    outputs: Mapping[int, int] = field(default_factory=dict)
+    released: frozenset[int] = frozenset()
+    sizes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+
+
+class Tensor(NamedTuple):
+    """A tensor outside of all graphs.
+
+    Attributes:
+        storage: its number, of a gradient one among the gradients.
+        shape: of the tensor.
+        bytes: of the storage.
+    """
+
+    storage: int
+    shape: tuple[int, ...]
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Outside:
+    """An operator that autograd runs outside of all graphs.
+
+    Attributes:
+        name: of its backward.
+        call: the last one before it in the forward; -1: none.
+        saved: what it saves.
+        allocates: gradients that its backward computes.
+        frees: gradients that nothing reads behind it.
+        passed: gradients that are those of a graph's result, with the storage of that.
+    """
+
+    name: str
+    call: int
+    saved: tuple[Tensor, ...]
+    allocates: tuple[Tensor, ...]
+    frees: tuple[int, ...]
+    passed: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Tape:
+    """The runs of a forward.
+
+    Attributes:
+        calls: in order.
+        given: storages that were there before: the forward's own arguments, and parameters.
+        outside: what runs outside of all graphs, in the order of the backward.
+    """
+
+    calls: tuple[Call, ...]
+    given: frozenset[int] = frozenset()
+    outside: tuple[Outside, ...] = ()
+
+    @classmethod
+    def of_one(cls) -> "Tape":
+        """One graph that is all of a forward."""
+        return cls((Call(0),))
+
+    @property
+    def runs(self) -> tuple[int, ...]:
+        """How often each graph runs."""
+        counts = Counter(call.graph for call in self.calls)
+        return tuple(counts[graph] for graph in range(len(counts)))
+
+
+class TapeRecorder:
+    """Notes the runs of a forward's graphs while it runs."""
+
+    def __init__(self) -> None:
+        self.begin(())
+
+    def begin(self, arguments: Iterable[object]) -> None:
+        """A forward with these arguments begins; what was noted of another one is forgotten."""
+        self._calls: list[tuple[Hashable, Call]] = []
+        # Of the calls, and of what is saved outside, the place in the order of autograd's operators.
+        self._orders: list[int] = []
+        self._outside: list[tuple[OutsideOperator, tuple[Tensor, ...]]] = []
+        self._numbers = itertools.count()
+        # By address, which a storage that is gone may have left to another one.
+        self._storages: dict[int, tuple[dynamo.StorageWeakRef, int]] = {}
+        self._parameters: dict[int, int] = {}
+        self._given = set(self._numbered(list(arguments)).values())
+
+    def before(self, graph: Hashable, arguments: Sequence[object]) -> None:
+        """A graph is about to run."""
+        self._note_released()
+        sizes: dict[int, tuple[int, ...]] = {}
+        for place, argument in enumerate(arguments):
+            if isinstance(argument, torch.Tensor) and not isinstance(argument, torch.nn.Parameter):
+                sizes[place] = tuple(map(int, argument.shape))
+            elif type(argument) is int:
+                sizes[place] = (argument,)
+        self._calls.append((graph, Call(0, self._numbered(arguments), sizes=sizes)))
+
+    def after(self, results: Sequence[object]) -> None:
+        """The graph that was last about to run has returned."""
+        graph, call = self._calls[-1]
+        self._calls[-1] = graph, replace(call, outputs=self._numbered(results))
+        self._orders.append(order_of(results))
+
+    def end(self, outputs: Iterable[object]) -> None:
+        """The forward has returned."""
+        self._note_released()
+        for operator in outside_operators(outputs):
+            saved = (
+                Tensor(self._number(tensor), tuple(map(int, tensor.shape)), tensor.untyped_storage().nbytes())
+                for tensor in operator.saved
+            )
+            self._outside.append((replace(operator, saved=()), tuple(saved)))
+
+    @property
+    def graphs(self) -> tuple[Hashable, ...]:
+        """Those that ran, in the order of their runs."""
+        return tuple(graph for graph, _ in self._calls)
+
+    def tape(self, graphs: Sequence[Hashable]) -> Tape:
+        """The runs of these graphs so far; what others have returned comes from outside."""
+        self._note_released()
+        numbers = {graph: number for number, graph in enumerate(graphs)}
+        calls: list[Call] = []
+        orders: list[int] = []
+        for (graph, call), order in zip(self._calls, self._orders, strict=False):
+            if graph in numbers:
+                calls.append(replace(call, graph=numbers[graph]))
+                orders.append(order)
+            elif calls:
+                calls[-1] = replace(calls[-1], released=calls[-1].released | call.released)
+        given = frozenset({*self._given, *self._parameters.values()})
+        outside = tuple(_outside(operator, saved, calls, orders, given) for operator, saved in self._outside)
+        return Tape(tuple(calls), given, outside)
+
+    def _note_released(self) -> None:
+        gone = [address for address, (storage, _) in self._storages.items() if storage.expired()]
+        numbers = {self._storages.pop(address)[1] for address in gone}
+        if self._calls and numbers:
+            graph, call = self._calls[-1]
+            self._calls[-1] = graph, replace(call, released=call.released | numbers)
+
+    def _numbered(self, values: Sequence[object]) -> dict[int, int]:
+        return {place: self._number(tensor) for place, tensor in enumerate(values) if isinstance(tensor, torch.Tensor)}
+
+    def _number(self, tensor: torch.Tensor) -> int:
+        if isinstance(tensor, torch.nn.Parameter):
+            return self._parameters.setdefault(id(tensor), next(self._numbers))
+        address = dynamo.storage_id(tensor)
+        known = self._storages.get(address)
+        if known is None or known[0].expired():
+            known = dynamo.StorageWeakRef(tensor.untyped_storage()), next(self._numbers)
+            self._storages[address] = known
+        return known[1]
+
+
+def _outside(
+    operator: OutsideOperator,
+    saved: Iterable[Tensor],
+    calls: Sequence[Call],
+    orders: Sequence[int],
+    given: frozenset[int],
+) -> Outside:
+    of_call = {order: call for order, call in zip(orders, calls, strict=True) if order >= 0}
+    results = ((number, of_call[order].outputs.get(at)) for number, order, at in operator.passed if order in of_call)
+    return Outside(
+        operator.name,
+        sum(0 <= order < operator.order for order in orders) - 1,
+        tuple(tensor for tensor in saved if tensor.storage not in given),
+        tuple(Tensor(one.number, one.shape, one.bytes) for one in operator.allocates),
+        operator.frees,
+        tuple((number, result) for number, result in results if result is not None),
+    )
+
+
+def resized(
+    tape: Tape, schedules: Sequence[Schedule], first: Sequence[SymbolValues], named: Sequence[SymbolValues]
+) -> tuple[Tape, list[dict[sympy.Symbol, int]]]:
+    """The tape for another batch, and the sizes of each call.
+
+    A size of an argument is that of the result that it was, which follows from the sizes of the graph that returned
+    it. Else it has a name; else it is as many times as large as a size that was equal in the first batch.
+
+    Args:
+        tape: of the first batch.
+        schedules: of its graphs.
+        first: the symbols' values in the first batch, of each graph.
+        named: those of the symbols that have names, in this batch.
+    """
+    sizes: list[dict[sympy.Symbol, int]] = []
+    results: list[_Shape] = []
+    for call in tape.calls:
+        schedule, traced = schedules[call.graph], first[call.graph]
+        before = {**traced, **schedule.values(call.sizes)}
+        passed: dict[sympy.Symbol, int] = {}
+        old = schedule.shapes(before)[0]
+        for position in old.keys() & call.inputs.keys():
+            same = [shape.now for shape in results if shape.is_of(call.inputs[position], old[position])]
+            passed.update(zip(schedule.inputs[position], same[-1], strict=True) if same else ())
+        values = {symbol: _grown(size, results) for symbol, size in before.items()}
+        # The graph may run for another length, too, than the one that its sizes are named by.
+        values |= {symbol: size for symbol, size in named[call.graph].items() if before[symbol] == traced[symbol]}
+        values |= {symbol: size for symbol, size in passed.items() if symbol in before}
+        sizes.append(values)
+        for numbers, shapes, now in zip(
+            (call.inputs, call.outputs), schedule.shapes(before), schedule.shapes(values), strict=True
+        ):
+            results += [_Shape(numbers[at], shapes[at], now[at]) for at in shapes if at in numbers]
+
+    def grown(tensor: Tensor) -> Tensor:
+        return tensor._replace(bytes=_grown_bytes(tensor, results))
+
+    outside = (
+        replace(
+            operator,
+            saved=tuple(map(grown, operator.saved)),
+            allocates=tuple(map(grown, operator.allocates)),
+        )
+        for operator in tape.outside
+    )
+    return replace(tape, outside=tuple(outside)), sizes
+
+
+class _Shape(NamedTuple):
+    """A tensor that a graph was given, or returned.
+
+    Attributes:
+        storage: its number.
+        before: its shape on the tape.
+        now: that in another batch.
+    """
+
+    storage: int
+    before: tuple[int, ...]
+    now: tuple[int, ...]
+
+    def is_of(self, storage: int, shape: tuple[int, ...]) -> bool:
+        """True for this storage and shape."""
+        return self.storage == storage and self.before == shape
+
+
+def _grown(size: int, known: Sequence[_Shape], place: int | None = None) -> int:
+    """A size without a name, by one that was equal to it and is another now, if any in the same place of a shape."""
+    equal = [
+        (at != place, new)
+        for shape in known
+        for at, (old, new) in enumerate(zip(shape.before, shape.now, strict=True))
+        if old == size != new
+    ]
+    return min(equal, key=lambda one: one[0], default=(False, size))[1]
+
+
+def _grown_bytes(tensor: Tensor, known: Sequence[_Shape]) -> int:
+    """The size of what is outside of all graphs, by the shape that begins as its own does."""
+
+    def common(shape: _Shape) -> int:
+        pairs = zip(shape.before, tensor.shape, strict=False)
+        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    nearest = max(known, key=common, default=None)
+    kept = nearest.now[: common(nearest)] if nearest is not None else ()
+    rest = (_grown(size, known, place) for place, size in enumerate(tensor.shape) if place >= len(kept))
+    return tensor.bytes * math.prod((*kept, *rest)) // max(1, math.prod(tensor.shape))
+
+
+@dataclass(frozen=True)
+class StepEvents:
+    """The events of a forward and its backward; those without an operator are what happens between two.
+
+    Attributes:
+        forward: of all graphs.
+        between: what the caller drops, and the gradients that it hands back.
+        backward: of all graphs.
+    """
+
+    forward: tuple[Event, ...]
+    between: tuple[Event, Event]
+    backward: tuple[Event, ...]
+
+    @cached_property
+    def events(self) -> tuple[Event, ...]:
+        return (*self.forward, *self.between, *self.backward)
+
+    @property
+    def saved_bytes(self) -> int:
+        """Held between forward and backward."""
+        return bytes_during((*self.forward, self.between[0]))[1]
+
+    def peak(self, gradients: int = 0) -> int:
+        """The most that is held.
+
+        Args:
+            gradients: bytes that are there when the backward begins, and not yet in the forward.
+        """
+        during, _ = bytes_during(self.events)
+        count = len(self.forward) + 1
+        return max(*during[:count], *(size + gradients for size in during[count:]))
+
+
+def compose(tape: Tape, runs: Sequence[GraphEvents]) -> StepEvents:
+    """The events of a step whose forward is the tape; `runs` are those of each call."""
+    composition = _Composition(tape, runs)
+    count = len(tape.calls)
+    forward = tuple(event for index in range(count) for event in composition.forward(index))
+    dropped = composition.drop_results()
+    backward = list(composition.backward(count - 1))
+    given = backward.pop(0)
+    for index in reversed(range(count - 1)):
+        backward += composition.backward(index)
+    return StepEvents(forward, (dropped, given), tuple(backward))
+
+
+def bytes_left_by(tape: Tape, runs: Sequence[GraphEvents]) -> int:
+    """Bytes that the forwards of a tape, the first calls of a longer one, have left when the next graph begins."""
+    composition = _Composition(tape, runs)
+    events = [event for index in range(len(tape.calls)) for event in composition.forward(index)]
+    return bytes_during(events)[1]
+
+
+class _Composition:
+    """The names of storages in a step, and who holds those that pass between graphs."""
+
+    def __init__(self, tape: Tape, runs: Sequence[GraphEvents]) -> None:
+        self._calls, self._given, self._graphs = tape.calls, tape.given, runs
+        # By run: names in the step of what its forward is given, returns and saves.
+        self._names = [self._names_of(index) for index in range(len(self._calls))]
+        # Of storages that pass between graphs: runs whose backward needs them.
+        self._readers: dict[str, set[int]] = {}
+        for index, (graph, names) in enumerate(zip(self._graphs, self._names, strict=True)):
+            for local in (*(storage.name for storage in graph.saved), *graph.saved_inputs):
+                if local in names:
+                    self._readers.setdefault(names[local], set()).add(index)
+        # What runs between graphs; in the place of a call that reads a storage its number from -1 down.
+        self._outside = [(-1 - number, operator) for number, operator in enumerate(tape.outside)]
+        for reader, operator in self._outside:
+            for tensor in operator.saved:
+                self._readers.setdefault(_shared(tensor.storage), set()).add(reader)
+        self._held: set[str] = set()
+        # The caller's, until it drops them, in order.
+        self._of_caller: dict[str, None] = {}
+        # By number of a storage or parameter its gradient, and for how many backwards a gradient still waits.
+        self._gradients: dict[int, str] = {}
+        self._waiting: Counter[str] = Counter()
+        # Gradients that only an operator outside of all graphs reads.
+        self._passed: list[str] = []
+
+    def _names_of(self, index: int) -> dict[str, str]:
+        graph, call = self._graphs[index], self._calls[index]
+        found: dict[str, str] = {}
+        for position, storage in graph.inputs.items():
+            number = call.inputs.get(position)
+            if number is not None and number not in self._given:
+                found[storage.name] = _shared(number)
+        for place, name in graph.outputs:
+            returned = None if place is None else call.outputs.get(place)
+            if name and returned is not None and returned not in self._given:
+                found.setdefault(name, _shared(returned))
+        return found
+
+    def forward(self, index: int) -> Iterator[Event]:
+        """The events of a run; before it what comes from outside of all graphs, behind it what is released."""
+        graph, names = self._graphs[index], self._names[index]
+        given = [self._renamed(index, storage) for storage in graph.inputs.values() if storage.name in names]
+        if not index:
+            # What else was there before the first graph is not theirs.
+            self._held |= {storage.name for storage in given}
+            yield from self._saved_outside(-1)
+        outside = {storage.name: storage for storage in given if storage.name not in self._held}
+        if outside:
+            yield Event("", allocates=tuple(outside.values()))
+        self._held |= outside.keys()
+        for event in graph.forward:
+            allocates = tuple(self._renamed(index, storage) for storage in event.allocates)
+            self._held.update(storage.name for storage in allocates)
+            yield event._replace(allocates=allocates, frees=tuple(self._name(index, name) for name in event.frees))
+        returned = [self._name(index, name) for name in graph.returned]
+        self._of_caller.update((name, None) for name in (*names.values(), *returned) if name in self._held)
+        yield from self._saved_outside(index)
+        if index < len(self._calls) - 1:
+            passed = set(names.values())
+            # What the caller does not get was written back to an input.
+            dropped = [name for name in returned if name not in passed]
+            released = [_shared(number) for number in sorted(self._calls[index].released)]
+            if frees := self._dropped([*dropped, *released]):
+                yield Event("", frees=frees)
+
+    def _saved_outside(self, call: int) -> Iterator[Event]:
+        """What operators behind a call save, where no graph has allocated it."""
+        behind = (operator for _, operator in self._outside if operator.call == call)
+        saved = {_shared(tensor.storage): tensor.bytes for operator in behind for tensor in operator.saved}
+        new = tuple(Storage(name, size, SAVED, _BETWEEN) for name, size in saved.items() if name not in self._held)
+        self._held |= saved.keys()
+        if new:
+            yield Event("", allocates=new)
+
+    def drop_results(self) -> Event:
+        """What the caller of the forward drops: Trainer keeps the loss alone."""
+        return Event("", frees=self._dropped([*self._of_caller]))
+
+    def backward(self, index: int) -> Iterator[Event]:
+        """The events of a run's backward; before it gradients that no graph returns, behind it what is summed."""
+        graph, call = self._graphs[index], self._calls[index]
+        names = {storage.name: self._name(index, storage.name) for storage in graph.saved}
+        names |= {name: self._names[index].get(name, "") for name in graph.saved_inputs}
+        needed = [name for name in names.values() if index in self._readers.get(name, ())]
+        behind = [one for one in self._outside if one[1].call == index]
+        if behind:
+            yield Event("")
+            yield from self._backward_outside(behind)
+        tangents = []
+        for position, storage in graph.tangents:
+            number = -1 if position is None else call.outputs.get(position, -1)
+            if number in self._gradients:
+                names[storage.name] = self._gradients.pop(number)
+                self._waiting[names[storage.name]] -= 1
+            else:
+                names[storage.name] = f"{index} {storage.name}"
+                tangents.append(storage._replace(name=names[storage.name]))
+        yield Event("", allocates=tuple(tangents), frees=tuple(self._passed))
+        self._passed = []
+        for event in graph.backward:
+            allocates = tuple(storage._replace(name=f"{index} {storage.name}") for storage in event.allocates)
+            frees = [names.get(name, f"{index} {name}") for name in event.frees]
+            yield event._replace(allocates=allocates, frees=tuple(n for n in frees if self._is_last(index, n)))
+        returned = {names.get(name, f"{index} {name}") for _, name in graph.gradients}
+        unread = [name for name in needed if name not in returned and index in self._readers[name]]
+        frees = [name for name in unread if self._is_last(index, name)]
+        if frees := [*frees, *self._summed(index, names)]:
+            yield Event("", frees=tuple(frees))
+
+    def _backward_outside(self, operators: Iterable[tuple[int, Outside]]) -> Iterator[Event]:
+        """The backwards of operators between two calls."""
+        for reader, operator in operators:
+            allocates = tuple(
+                Storage(_gradient(tensor.storage), tensor.bytes, TEMPORARY, _BETWEEN) for tensor in operator.allocates
+            )
+            done = [_shared(tensor.storage) for tensor in operator.saved]
+            done = [name for name in dict.fromkeys(done) if self._is_last(reader, name)]
+            frees = (*map(_gradient, operator.frees), *done)
+            yield Event(operator.name, operator.name, allocates=allocates, frees=frees)
+            for number, result in operator.passed:
+                self._gradients.setdefault(result, _gradient(number))
+                self._waiting[_gradient(number)] += 1
+
+    def _summed(self, index: int, names: Mapping[str, str]) -> Iterator[str]:
+        """Gradients that autograd adds to another one of the same tensor, which came before."""
+        call, graph = self._calls[index], self._graphs[index]
+        returned = {number for earlier in self._calls[:index] for number in earlier.outputs.values()}
+        for position, local in graph.gradients:
+            number = None if position is None else call.inputs.get(position)
+            if not local or number is None:
+                continue
+            name = names.get(local, f"{index} {local}")
+            if number not in self._gradients:
+                self._gradients[number] = name
+                if number in returned or number in self._given:
+                    self._waiting[name] += 1
+                elif index:
+                    self._passed.append(name)
+            elif self._gradients[number] != name and not self._waiting[name]:
+                yield name
+
+    def _is_last(self, index: int, name: str) -> bool:
+        """True where nobody holds a storage any more when a run's backward is done with it."""
+        if (readers := self._readers.get(name)) is not None:
+            readers.discard(index)
+            return not readers
+        return bool(name) and not self._waiting[name]
+
+    def _dropped(self, names: Iterable[str]) -> tuple[str, ...]:
+        found = [name for name in names if name in self._of_caller]
+        for name in found:
+            del self._of_caller[name]
+        return tuple(name for name in found if not self._readers.get(name))
+
+    def _name(self, index: int, local: str) -> str:
+        return self._names[index].get(local, f"{index} {local}")
+
+    def _renamed(self, index: int, storage: Storage) -> Storage:
+        name = self._name(index, storage.name)
+        return storage._replace(name=name, category=SAVED if self._readers.get(name) else storage.category)
+
+
+# Kind of what operators outside of all graphs hold.
+_BETWEEN = "between graphs"
+
+
+def _shared(number: int) -> str:
+    return f"storage {number}"
+
+
+def _gradient(number: int) -> str:
+    return f"gradient {number}"
