@@ -69,6 +69,7 @@ lint: $(TEST_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
 
 # docs/testing.md has the tiers. Each test computes on one thread, so two at a time on two cores; a worker takes up to
 # 2 GiB. A file stays on one worker, which traces and launches what its tests share once.
