@@ -68,8 +68,8 @@ class Offload(MemoryStrategy):
         bytes_of = compile_sizes(candidate.saving for candidate in candidates)(sizes)
         sizes_by_name = dict(zip((candidate.activation.root.name for candidate in candidates), bytes_of, strict=True))
         held = max(
-            _most_if_kept(prediction.forward, sizes_by_name, _ON_HOST, 1),
-            _most_if_kept(prediction.backward, sizes_by_name, _RELOADED, -1),
+            _most_if_kept(prediction.forward, sizes_by_name, _ON_HOST, is_forward=True),
+            _most_if_kept(prediction.backward, sizes_by_name, _RELOADED, is_forward=False),
         )
         return "saves nothing at the peak" if held <= prediction.peak else ""
 
@@ -81,14 +81,17 @@ class Offload(MemoryStrategy):
 register_strategy(Offload())
 
 
-def _most_if_kept(run: Timeline, sizes: Mapping[str, int], copy_name: str, step: int) -> int:
+def _most_if_kept(run: Timeline, sizes: Mapping[str, int], copy_name: str, is_forward: bool) -> int:
     """The most that a run would hold with the activations that are away behind (forward) or before (backward) their
     copies."""
     copies = {copy_name.format(name): size for name, size in sizes.items()}
-    kept = most = 0
-    for name, held in zip(run.nodes[::step], run.held[::step], strict=True):
+    kept = 0 if is_forward else sum(copies.values())
+    most = 0
+    for name, held in zip(run.nodes, run.held, strict=True):
+        size = copies.get(name, 0)
+        kept -= 0 if is_forward else size
         most = max(most, held + kept)
-        kept += copies.get(name, 0)
+        kept += size if is_forward else 0
     return most
 
 
