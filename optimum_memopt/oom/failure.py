@@ -12,20 +12,23 @@ import torch.distributed
 from transformers import Trainer
 
 from optimum_memopt.engines.api.explanations import (
-    BATCH,
-    GRADIENTS,
-    OPTIMIZER,
     OPTIMIZER_STEP,
-    OUTSIDE,
-    PARAMETERS,
-    SAVED,
-    TEMPORARY,
     ForwardCall,
     Part,
     Place,
     TensorLike,
     Tensors,
     place_of,
+)
+from optimum_memopt.engines.api.predictions import (
+    BATCH,
+    GRADIENTS,
+    OPTIMIZER,
+    OTHER,
+    PARAMETERS,
+    RECOMPUTED,
+    SAVED,
+    TEMPORARY,
 )
 from optimum_memopt.errors import is_out_of_memory, line_of, shortage, with_causes
 from optimum_memopt.memory import malloc
@@ -160,10 +163,10 @@ def parts_of(
     else:
         outside += min(-excess, failure.kept)
     parts = []
-    for category in (PARAMETERS, GRADIENTS, OPTIMIZER, BATCH, SAVED, TEMPORARY):
+    for category in (PARAMETERS, GRADIENTS, OPTIMIZER, BATCH, SAVED, RECOMPUTED, TEMPORARY):
         part = found.get(category, Part(category, 0))
         parts.append(Part(category, part.bytes + there.get(category, 0), part.tensors))
-    return (*parts, Part(OUTSIDE, outside))
+    return (*parts, Part(OTHER, outside))
 
 
 def free_step(error: BaseException) -> None:

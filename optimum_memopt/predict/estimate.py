@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from tabulate import tabulate
 
 from optimum_memopt.engines.api import predictions
-from optimum_memopt.engines.api.predictions import OPTIMIZER, SAVED, TEMPORARY, CurvePoint
+from optimum_memopt.engines.api.predictions import OPTIMIZER, SAVED, CurvePoint
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.shared.registry import factory
 from optimum_memopt.errors import MemOptError
@@ -21,7 +21,7 @@ from optimum_memopt.plans.table import PlanTable
 from optimum_memopt.sizes import AUTO, LARGEST, Budget, gib_text, parse_budget
 
 # Short names of categories.
-_NAMES = {OPTIMIZER: "optimizer", SAVED: "activations", TEMPORARY: "temporaries"}
+_NAMES = {OPTIMIZER: "optimizer", SAVED: "activations"}
 _BYTES = Numbers(0, LARGEST, "sizes as 24GiB, shares as 90%, auto, and whole numbers of bytes")
 
 

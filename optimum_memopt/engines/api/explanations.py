@@ -20,9 +20,6 @@ if TYPE_CHECKING:
 
 
 FORWARD, BACKWARD, OPTIMIZER_STEP = "forward", "backward", "optimizer's step"
-PARAMETERS, GRADIENTS, OPTIMIZER = "parameters and buffers", "gradients", "optimizer states"
-BATCH, SAVED, TEMPORARY = "batch", "saved activations", "temporaries"
-OUTSIDE = "outside of the model"
 NAME = "memory_report"
 # Rows of saved activations and temporaries on the screen; the files have all.
 _SHOWN = 5
@@ -48,7 +45,7 @@ class Part:
     """A category of what was held.
 
     Attributes:
-        category: one of the names above.
+        category: one of `predictions.CATEGORIES`.
         bytes: of the device's memory, of a CPU's process resident.
         tensors: what it is made of, largest first; empty where that is not known.
     """

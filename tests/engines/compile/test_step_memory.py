@@ -112,9 +112,7 @@ def models() -> Iterator[dict[str, Predicted]]:
 
 
 @pytest.mark.parametrize(("name", "plan"), cases(MODELS, BY_DEFAULT))
-def test_saved_bytes_and_peak_are_the_allocators(
-    models: dict[str, Predicted], name: str, plan: str
-) -> None:
+def test_saved_bytes_and_peak_are_the_allocators(models: dict[str, Predicted], name: str, plan: str) -> None:
     if name not in models:
         models[name] = predicted(name, "aot_eager")
     subject = models[name]
