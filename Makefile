@@ -1,10 +1,11 @@
-# make setup | demo | check | test | test-all | test-cuda | lint | docs      PYTHON=… chooses the interpreter that .venv is made from
+# make setup | demo | check | test | test-nightly | test-all | test-times | test-cuda | lint | docs | docs-outputs
+# PYTHON=… chooses the interpreter that .venv is made from.
 
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 EXTRAS := ort,deepspeed,examples,report,test
-# What only tests train with.
+# What only tests train with, and look at pages with.
 TEST_STAMP := $(VENV)/.installed-test
 
 # ONNX Runtime Training has wheels up to 3.12 and the constraints are those of 3.11; asking each interpreter to run
@@ -14,7 +15,7 @@ PYTHON := $(shell for p in python3.11 python3.12 python3.10 python3.13 python3; 
 	$$p -c 'import sys, venv; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 14))' 2>/dev/null && echo $$p && break; done)
 endif
 
-.PHONY: setup demo check test test-all test-cuda lint docs
+.PHONY: setup demo check test test-nightly test-all test-times test-cuda lint docs docs-outputs
 
 setup: $(STAMP)
 
@@ -34,6 +35,7 @@ $(STAMP): setup.cfg constraints.txt | $(BIN)/pip
 
 $(TEST_STAMP): setup.cfg constraints.txt | $(STAMP)
 	$(BIN)/pip install -e ".[quantized]" -c constraints.txt
+	$(BIN)/python tests/browser.py
 	@touch $@
 
 DEMO = $(BIN)/python examples/run_glue/run_glue.py --max_train_samples 1600 --max_eval_samples 500 \
@@ -72,19 +74,33 @@ lint: $(TEST_STAMP)
 # 2 GiB. A file stays on one worker, which traces and launches what its tests share once.
 PYTEST = $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-check test test-all: export HF_HUB_OFFLINE := 1
+# Of the nightly tests each commit takes another of so many shares: a minute and a half on two cores.
+SHARES := 40
+COMMITS = $(shell git rev-list --count HEAD 2>/dev/null || echo 0)
+
+check test test-nightly test-all test-times: export HF_HUB_OFFLINE := 1
 check: lint
-	$(PYTEST) -m "not slow and not end_to_end" $(TEST_ARGS)
+	$(PYTEST) tests/graph tests/unit tests/test_architecture.py -m "not nightly" $(TEST_ARGS)
 
 test: lint
-	$(PYTEST) -m "not slow" $(TEST_ARGS)
+	$(PYTEST) $(TESTS) -m "not extensions" --nightly $(COMMITS)/$(SHARES) $(TEST_ARGS)
 
-test-all: export TORCH_FAKE_TENSOR_DISPATCH_CACHE := 1
+# Writes the times of the tests into docs/testing.md.
+test-times: TEST_ARGS += -p tests.times
+test-times: test
+
+# SHARD=K/N takes one of N parts.
+SHARD := all
+TESTS := tests
+test-nightly test-all: export TORCH_FAKE_TENSOR_DISPATCH_CACHE := 1
+test-nightly: $(TEST_STAMP)
+	$(PYTEST) $(TESTS) -m nightly --nightly $(SHARD) $(TEST_ARGS)
+
 test-all: lint
-	$(PYTEST) --hypothesis-profile thorough $(TEST_ARGS)
+	$(PYTEST) $(TESTS) --hypothesis-profile thorough $(TEST_ARGS)
 
 # The CUDA build of torch on a stand-in for the device, or on a GPU: GPU=1. `===` takes no build with a local version,
-# such as 2.13.0+cpu. TEST_ARGS="-m slow": every check of benchmarks/gpu_acceptance.py, for half an hour.
+# such as 2.13.0+cpu. TEST_ARGS="-m nightly": every check of benchmarks/gpu/acceptance.py, for half an hour.
 CUDA_TORCH := 2.13.0
 CUDA_VENV := .venv-cuda-$(CUDA_TORCH)
 CUDA_STAMP := $(CUDA_VENV)/.installed
@@ -105,7 +121,7 @@ test-cuda: export OMP_NUM_THREADS := 1
 test-cuda: export TORCHINDUCTOR_COMPILE_THREADS := 1
 test-cuda: $(CUDA_STAMP)
 	$(if $(GPU),,$(CUDA_VENV)/bin/python tests/cuda/standin/build.py $(STANDIN))
-	$(if $(GPU),,$(ON_STANDIN)) $(CUDA_VENV)/bin/python -m pytest tests/cuda -m "not slow" -n auto --maxprocesses 2 \
+	$(if $(GPU),,$(ON_STANDIN)) $(CUDA_VENV)/bin/python -m pytest tests/cuda -m "not nightly" -n auto --maxprocesses 2 \
 		--dist loadfile $(TEST_ARGS)
 
 # The pages' own packages come on demand: tests do not need them.
@@ -118,3 +134,7 @@ $(DOCS_STAMP): setup.cfg constraints.txt | $(STAMP)
 docs: $(DOCS_STAMP)
 	$(BIN)/mkdocs build --strict
 	@echo "==> open site/index.html"
+
+# Runs the commands that the pages show and writes their output into them: OUTPUTS="fits level-1" for these alone.
+docs-outputs: $(STAMP)
+	$(BIN)/python docs/outputs.py $(OUTPUTS)

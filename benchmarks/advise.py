@@ -101,11 +101,12 @@ Runner = tuple[str, bool, int]
 
 def print_advice(folder: Path, name: str) -> None:
     """The advice within each budget."""
-    from optimum_memopt.engines.compile.predict.build_steps import of_workload
+    from optimum_memopt.engines.api.run import StepSpec
+    from optimum_memopt.engines.compile.predict.steps import of_workload
     from optimum_memopt.predict.advise import advise, to_dict
     from optimum_memopt.sizes import parse_budget
 
-    free = of_workload(workload(folder, name), parse_budget("auto"))
+    free = of_workload(workload(folder, name), parse_budget("auto"), StepSpec())
     plans = {plan.name: plan for plan in free.plans if not plan.chunks_loss}
     low, high = free.lowest(plans[BUDGET], True), free.step(plans[NO_PLAN], ROWS, False).peak
     for share in SHARES:

@@ -19,7 +19,9 @@ from optimum_memopt.engines.compile.graph.candidates import by_row
 from optimum_memopt.engines.compile.graph.problem import Problem
 from optimum_memopt.engines.compile.memory.simulation import Simulation, simulate
 from optimum_memopt.engines.compile.partition.producers import producer_for
-from optimum_memopt.engines.compile.solver.solver import Solution, Solver
+from optimum_memopt.engines.compile.partition.producers.producer import GraphContext
+from optimum_memopt.engines.compile.solver.plan import Infeasible
+from optimum_memopt.engines.compile.solver.solver import Solver
 from optimum_memopt.memory.peak_monitor import MIB
 from optimum_memopt.plans.grammar import parse
 
@@ -85,12 +87,12 @@ def baselines(graph: AnalyzedGraph, problem: Problem) -> Iterator[tuple[str, fro
         yield f"torch's budget {budget}", roots_of(problem, saved_by_torch(graph, budget))
     for every in EVERY:
         yield f"checkpointing, {'all layers' if every == 1 else f'1 of {every} layers'}", checkpointed(problem, every)
-    level = producer_for(Selection(level=1)).choose(graph, ())
+    level = producer_for(Selection(level=1)).choose(graph, GraphContext())
     yield "level 1", roots_of(problem, saved_by_choice(level))
     for candidates in by_row(graph.candidates).values():
         if int(candidates[0].strategy) == 1:
             config = f"{candidates[0].cluster_id}:1:-1"
-            row = producer_for(Selection(config=parse(config))).choose(graph, ())
+            row = producer_for(Selection(config=parse(config))).choose(graph, GraphContext())
             yield f"row {config}", roots_of(problem, saved_by_choice(row))
 
 
@@ -98,10 +100,11 @@ def compare(solver: Solver, name: str, roots: frozenset[int]) -> Compared:
     """A baseline with the plan that the solver finds within its peak."""
     problem = solver.problem
     found: Simulation = simulate(problem, problem.closure(roots))
-    plan = solver.solve(found.peak)
     own = found.extra_seconds(problem)
-    if not isinstance(plan, Solution):
-        return Compared(name, found.peak, own, plan.peak, float("inf"))
+    try:
+        plan = solver.solve(found.peak)
+    except Infeasible as error:
+        return Compared(name, found.peak, own, error.peak, float("inf"))
     return Compared(name, found.peak, own, plan.peak, plan.extra_seconds + solver.everything.extra_seconds(problem))
 
 
@@ -121,7 +124,7 @@ def run(saved: dict[str, Any], keep: Callable[[], None], arguments: argparse.Nam
             "seconds": sum(problem.seconds[node] for node in _ran(solver.everything)),
             "everything": high,
             "lowest": low,
-            "curve": [(plan.peak, plan.extra_seconds) for plan in plans if isinstance(plan, Solution)],
+            "curve": [(plan.peak, plan.extra_seconds) for plan in plans],
             "compared": [vars(compare(solver, *baseline)) for baseline in sets.items()],
             "solving": time.process_time() - begin,
         }

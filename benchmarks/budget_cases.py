@@ -11,20 +11,16 @@ from typing import Any
 
 import torch
 from allocations import allocated
+from budget_graphs import Within, attach
 from shared import to_markdown
 from tqdm import tqdm
 
-from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.compile.costs.cache import costs_of
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
-from optimum_memopt.engines.compile.graph.candidates import Candidate
 from optimum_memopt.engines.compile.graph.problem import problem_of
 from optimum_memopt.engines.compile.partition.choice import Choice
-from optimum_memopt.engines.compile.partition.producers.budget import FromBudget
-from optimum_memopt.engines.compile.solver.solver import Solution, Solver
-from optimum_memopt.engines.compile.train.engine import CompileEngine
-from optimum_memopt.engines.compile.train.step_context import costs_of
-from optimum_memopt.plans.matching import Matched
-from optimum_memopt.sizes import Budget
+from optimum_memopt.engines.compile.partition.producers.producer import GraphContext, Producer
+from optimum_memopt.engines.compile.solver.solver import Solver
 from tests.model_zoo import ZOO
 
 MODELS = (
@@ -132,21 +128,14 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class _Within:
-    """See `Producer`; a budget by its share. `found` gets the solver, the budget and the peaks of the ladder."""
+class _ByShare(Producer):
+    """A budget by its share. `found` gets the lowest peak, the highest, the budget and the peaks of the ladder."""
 
     share: float
     found: dict[str, Any] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, selection: Selection) -> None:
-        """Nobody selects it."""
-
-    def match(self, candidates: Sequence[Candidate]) -> Matched:
-        return Matched()
-
-    def choose(self, graph: AnalyzedGraph, earlier: Sequence[Choice]) -> Choice:
-        assert not earlier, "the model's forward is in several graphs"
+    def choose(self, graph: AnalyzedGraph, context: GraphContext) -> Choice:
+        assert not context.earlier, "the model's forward is in several graphs"
         costs = costs_of(graph, torch.device("cpu"), fused=False)
         solver = Solver(problem_of(graph, costs.seconds, costs.workspaces))
         low, high = solver.lowest.peak, solver.everything.peak
@@ -155,10 +144,9 @@ class _Within:
             return low + int(share * (high - low))
 
         solved = [solver.solve(at(share)) for share in sorted((*_LADDER, self.share))]
-        ladder = tuple(one.peak for one in solved if isinstance(one, Solution))
-        assert len(ladder) == len(solved)
+        ladder = tuple(plan.peak for plan in solved)
         self.found.update(lowest=low, everything=high, budget=at(self.share), ladder=ladder)
-        return FromBudget(Budget("", at(self.share)), costs=lambda graph: costs).choose(graph, earlier)
+        return Within(at(self.share), lambda graph: costs).choose(graph, context)
 
 
 def measure(case: Case) -> Measured:
@@ -168,9 +156,8 @@ def measure(case: Case) -> Measured:
     torch._dynamo.reset()
     model = known.build(**(known.dropout if case.dropout else {}))
     batch = known.batch(case.batch_size, case.length)
-    within = _Within(case.share)
-    engine = CompileEngine(None, "aot_eager", dynamic=False, producer=within)
-    engine.attach(model)
+    within = _ByShare(case.share)
+    engine = attach(model, within)
     try:
         # Compiles, which takes several times as long while a profiler looks on.
         _forward(model, batch, case.bf16).backward()

@@ -1,25 +1,33 @@
 """Joint graphs of models that are too large for this machine, traced on fake tensors, for budget.py."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import fx
 from torch._functorch import config as functorch_config
 from transformers.initialization import no_init_weights
 
-from optimum_memopt.engines.api.run import Selection
-from optimum_memopt.engines.compile.costs.costs import roofline
+from optimum_memopt.engines.compile.capture.capture import capture
+from optimum_memopt.engines.compile.capture.traced_forward import GraphInForward, TraceSpec
+from optimum_memopt.engines.compile.costs.costs import Costs, roofline
 from optimum_memopt.engines.compile.costs.devices import DEVICES
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, nodes_to_save
-from optimum_memopt.engines.compile.graph.candidates import Candidate
-from optimum_memopt.engines.compile.graph.problem import Problem, problem_of
+from optimum_memopt.engines.compile.graph.problem import ALONE, Problem, problem_of
+from optimum_memopt.engines.compile.memory.footprint import Footprint
+from optimum_memopt.engines.compile.memory.step_context import StepContext
+from optimum_memopt.engines.compile.partition.captured_graph import captured_graph
 from optimum_memopt.engines.compile.partition.choice import Choice
+from optimum_memopt.engines.compile.partition.producers.budget import FromBudget
+from optimum_memopt.engines.compile.partition.producers.producer import GraphContext, Producer, Solvable
+from optimum_memopt.engines.compile.solver.solver import Solver
 from optimum_memopt.engines.compile.torch_compat import dynamo
+from optimum_memopt.engines.compile.train import engine as engine_module
 from optimum_memopt.engines.compile.train.engine import CompileEngine
-from optimum_memopt.plans.matching import Matched
+from optimum_memopt.sizes import Budget
 
 DEVICE = DEVICES["H100"]
 
@@ -97,21 +105,32 @@ def make_config(shape: Shape) -> Any:
 
 
 @dataclass(frozen=True)
-class _Looking:
-    """See `Producer`; everything is saved, after a look at the graph."""
+class Within(Producer):
+    """The plan of a budget for the graph alone, whatever the step around it holds.
 
-    look: Callable[[AnalyzedGraph], None]
+    Attributes:
+        bytes: of the graph.
+        costs: of its operators.
+        step: around it; None: nothing, and no host.
+    """
 
-    @classmethod
-    def of(cls, selection: Selection) -> None:
-        """Nobody selects it."""
+    bytes: int
+    costs: Callable[[AnalyzedGraph], Costs]
+    step: StepContext | None = None
 
-    def match(self, candidates: Sequence[Candidate]) -> Matched:
-        return Matched()
+    def choose(self, graph: AnalyzedGraph, context: GraphContext) -> Choice:
+        captured = captured_graph(graph, self.costs(graph))
+        step = self.step or StepContext(self.bytes, Footprint(0, 0))
+        solvable = Solvable(captured, Solver(captured.problem()), lambda times: ALONE, step)
+        return FromBudget(Budget(f"{self.bytes} bytes", self.bytes)).choose(graph, GraphContext(solvable=solvable))
 
-    def choose(self, graph: AnalyzedGraph, earlier: Sequence[Choice]) -> Choice:
-        self.look(graph)
-        return Choice(nodes_to_save(graph, ()), "everything is saved")
+
+def attach(model: torch.nn.Module, producer: Producer) -> CompileEngine:
+    """An engine whose choices a producer makes that no option selects; sizes are fixed, which is traced faster."""
+    engine = CompileEngine(None, "aot_eager", dynamic=False)
+    with mock.patch.object(engine_module, "producer_for", return_value=producer):
+        engine.attach(model)
+    return engine
 
 
 def trace(
@@ -121,26 +140,22 @@ def trace(
 
     Args:
         shape: of the model.
-        look: called once, while torch traces.
+        look: called once.
         dynamic: sizes of the batch stay symbols.
         dtype: of autocast; float32: without.
     """
-    found: list[Any] = []
-    producer = _Looking(lambda graph: found.append(look(graph)))
-    engine = CompileEngine(None, "aot_eager", dynamic, producer=producer, is_dry=True)
-    engine.outputs_read_by = lambda: ""
+
+    def everything_saved(graph: AnalyzedGraph, state: GraphInForward) -> Choice:
+        return Choice(nodes_to_save(graph, ()), "everything is saved")
+
     torch._dynamo.reset()
     autocast = torch.autocast("cpu", dtype, enabled=dtype != torch.float32)
     with dynamo.fake_tensors(), no_init_weights(), autocast:
         model, batch = build(shape)
         model.tie_weights()
-        engine.attach(model)
-        try:
-            model(**batch)
-        finally:
-            engine.detach()
-    (one,) = found
-    return one
+        (graph,) = capture(model, (), batch, TraceSpec("aot_eager", dynamic), everything_saved)
+        assert graph.analyzed is not None
+        return look(graph.analyzed)
 
 
 def estimated(graph: AnalyzedGraph) -> Problem:

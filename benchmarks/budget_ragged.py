@@ -13,8 +13,8 @@ from shared import to_markdown
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.problem import Problem
 from optimum_memopt.engines.compile.memory.simulation import simulate
-from optimum_memopt.engines.compile.solver.length_buckets import TimesByLength, best_lengths
-from optimum_memopt.engines.compile.solver.solver import Solution, Solver
+from optimum_memopt.engines.compile.solver.length_buckets import ExtraByLength, best_lengths, extra_by_length
+from optimum_memopt.engines.compile.solver.solver import Solver
 
 ORDERS = ("random", "grouped by length")
 SHARES = (0.75, 0.5, 0.25, 0.1)
@@ -78,7 +78,7 @@ def _problem_at(graph: AnalyzedGraph, of: int, length: int) -> Problem:
     return estimated(replace(graph, size_hints=hints))
 
 
-def times_by_length(problems: Mapping[int, Problem], counts: Counter[int], budget: int) -> TimesByLength:
+def times_by_length(problems: Mapping[int, Problem], counts: Counter[int], budget: int) -> ExtraByLength:
     """What plans take, as a run finds out: with the seconds of the longest batch.
 
     Args:
@@ -88,20 +88,15 @@ def times_by_length(problems: Mapping[int, Problem], counts: Counter[int], budge
     """
     longest = max(problems)
     plan = Solver(problems[longest]).solve(budget)
-    assert isinstance(plan, Solution)
-    times = TimesByLength()
 
     def shortened(length: int) -> Problem:
         return replace(problems[length], seconds=problems[longest].seconds)
 
-    times.fill(list(counts.elements()), longest, plan, shortened, budget)
-    return times
+    return extra_by_length(list(counts.elements()), longest, plan, shortened, budget)
 
 
 def _plan(problem: Problem, budget: int) -> frozenset[int]:
-    plan = Solver(problem).solve(budget)
-    assert isinstance(plan, Solution)
-    return frozenset(plan.saved)
+    return frozenset(Solver(problem).solve(budget).saved)
 
 
 def _cheapest(problem: Problem, plans: Sequence[frozenset[int]], budget: int) -> tuple[int, float]:

@@ -13,8 +13,8 @@ from shared import to_markdown
 
 from optimum_memopt.engines.compile.graph.problem import Problem
 from optimum_memopt.engines.compile.memory.simulation import simulate
-from optimum_memopt.engines.compile.solver.blocks import units_of
-from optimum_memopt.engines.compile.solver.solver import Solution, Solver
+from optimum_memopt.engines.compile.solver.blocks import blocks_of
+from optimum_memopt.engines.compile.solver.solver import Solver
 
 LAYERS = {
     "RoBERTa": Shape("roberta", 1, 768, 16, 512),
@@ -39,10 +39,10 @@ def gaps(problem: Problem, most: int) -> dict[str, Any]:
         problem: of a model of one layer.
         most: activations of the layer of which all subsets are tried, the largest; others stay saved.
     """
-    units = units_of(problem)
-    free = [node for node in problem.activations - units.leaving if problem.layers[node]]
+    blocks = blocks_of(problem)
+    free = [node for node in problem.activations - blocks.leaving if problem.layers[node]]
     tried = sorted(free, key=lambda node: (-problem.bytes[node], node))[:most]
-    fixed = units.leaving | problem.activations.difference(tried)
+    fixed = blocks.leaving | problem.activations.difference(tried)
     subsets = itertools.chain.from_iterable(itertools.combinations(tried, count) for count in range(len(tried) + 1))
     plans = [simulate(problem, saved) for saved in {problem.closure(fixed.union(subset)) for subset in subsets}]
     times = [(plan.peak, plan.extra_seconds(problem)) for plan in plans]
@@ -54,7 +54,7 @@ def gaps(problem: Problem, most: int) -> dict[str, Any]:
         budget = low + (high - low) * number // _BUDGETS
         plan = solver.solve(budget)
         fitting = [seconds for peak, seconds in times if peak <= budget]
-        if isinstance(plan, Solution) and fitting:
+        if fitting:
             found.append(gap(plan.extra_seconds + base, min(fitting)))
         else:
             found.append(None)

@@ -11,20 +11,16 @@ from typing import Any
 
 import torch
 from allocations import allocated
+from budget_graphs import Within, attach
 from shared import make_config, to_markdown
 from torch._functorch import config as functorch_config
 
 from optimum_memopt.engines.api.run import Selection
-from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
-from optimum_memopt.engines.compile.partition.choice import Choice
-from optimum_memopt.engines.compile.partition.producers.budget import FromBudget
+from optimum_memopt.engines.compile.costs.cache import costs_of
 from optimum_memopt.engines.compile.train.engine import CompileEngine
-from optimum_memopt.engines.compile.train.step_context import costs_of
 from optimum_memopt.errors import DoesNotFitError
 from optimum_memopt.memory import malloc
 from optimum_memopt.memory.peak_monitor import MIB
-from optimum_memopt.plans.matching import Matched
-from optimum_memopt.sizes import Budget
 
 MODELS = ("roberta", "deberta-v2")
 NO_PLAN = "no plan"
@@ -44,34 +40,24 @@ class Size:
 FULL, QUICK = Size(512, 6, 4, 256), Size(64, 2, 2, 16)
 
 
-@dataclass(frozen=True)
-class _Within:
-    """See `Producer`; so many bytes for the graph alone, at the costs that this machine measures."""
-
-    bytes: int
-
-    @classmethod
-    def of(cls, selection: Selection) -> None:
-        """Nobody selects it."""
-
-    def match(self, candidates: Any) -> Matched:
-        return Matched()
-
-    def choose(self, graph: AnalyzedGraph, earlier: Any) -> Choice:
-        costs = costs_of(graph, torch.device("cpu"), fused=False)
-        return FromBudget(Budget(f"{self.bytes} bytes", self.bytes), costs=lambda graph: costs).choose(graph, earlier)
+def _within(budget: int) -> Within:
+    """A plan for the graph alone, at the costs that this machine measures."""
+    return Within(budget, lambda graph: costs_of(graph, torch.device("cpu"), fused=False))
 
 
 # Each makes a model train its own way, and returns torch's settings while it is compiled.
 _Prepare = Callable[[torch.nn.Module], "contextlib.AbstractContextManager[Any]"]
 
 
-def _engine(selection: Selection | None = None, producer: _Within | None = None) -> _Prepare:
+def _engine(selection: Selection | None = None, producer: Within | None = None) -> _Prepare:
     def prepare(model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
-        # Sizes are fixed: it is traced several times as fast.
-        engine = CompileEngine(selection, "aot_eager", dynamic=False, producer=producer)
+        if producer is not None:
+            engine = attach(model, producer)
+        else:
+            # Sizes are fixed: it is traced several times as fast.
+            engine = CompileEngine(selection, "aot_eager", dynamic=False)
+            engine.attach(model)
         engine.outputs_read_by = lambda: ""
-        engine.attach(model)
         return contextlib.nullcontext()
 
     return prepare
@@ -148,7 +134,7 @@ def measure(name: str, size: Size, rounds: int) -> dict[str, Any]:
     for baseline, prepare in BASELINES.items():
         ways[baseline] = trained(name, size, prepare)
         try:
-            ways[f"solver for {baseline}"] = trained(name, size, _engine(producer=_Within(ways[baseline].peak)))
+            ways[f"solver for {baseline}"] = trained(name, size, _engine(producer=_within(ways[baseline].peak)))
         except DoesNotFitError as error:
             errors[baseline] = str(error)
     seconds: dict[str, list[float]] = {way: [] for way in ways}

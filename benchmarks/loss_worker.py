@@ -50,7 +50,7 @@ def is_chunked_by_auto(case: Case) -> bool:
     """What `--memory_opt_loss auto` does in a Trainer."""
     import torch
 
-    from optimum_memopt.engines.compile.loss.chunks import LossShape
+    from optimum_memopt.engines.compile.loss.operator import LossShape
 
     rows, dtype = case.batch_size * case.seq_len, torch.float32
     return bool(LossShape(rows, case.hidden, case.vocabulary, dtype, dtype, dtype).saving > 0)

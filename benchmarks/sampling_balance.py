@@ -19,7 +19,7 @@ from tabulate import tabulate
 from torch.utils.data import BatchSampler, RandomSampler
 from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
 
-from optimum_memopt.training.sampling import ComplexitySampler
+from optimum_memopt.training.batches import ComplexitySampler
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 

@@ -13,17 +13,15 @@ if TYPE_CHECKING:
     from optimum_memopt.callbacks.memory_phases import MemoryPhasesCallback
     from optimum_memopt.callbacks.plan_stats import PlanStatsCallback
     from optimum_memopt.engines.api.engine import Engine
-    from optimum_memopt.engines.api.explanations import MemoryReport
     from optimum_memopt.engines.compile.memory.footprint import Footprint
-    from optimum_memopt.errors import MemOptError, UnsupportedModelError
+    from optimum_memopt.errors import MemOptError, UnsupportedModelError, run
     from optimum_memopt.loop import optimize
-    from optimum_memopt.oom.callback import MemoryReportCallback
+    from optimum_memopt.oom.guard import MemoryReportCallback
+    from optimum_memopt.oom.report import MemoryReport
     from optimum_memopt.options import MemOptOptions
     from optimum_memopt.plans.grammar import ConfigError, PlanConfig, PlanRequest, Strategy
-    from optimum_memopt.plans.table import Plan, PlanTable
-    from optimum_memopt.predict.estimate import Estimate
-    from optimum_memopt.predict.plan import plan
-    from optimum_memopt.script import run
+    from optimum_memopt.plans.table import PlanRow, PlanTable
+    from optimum_memopt.predict.plan import Estimate, plan
     from optimum_memopt.trainer import Attachment, MemOptTrainer, attach, run_summary
     from optimum_memopt.trainer_args import MemOptTrainingArguments
 
@@ -43,9 +41,9 @@ __all__ = [
     "MemoryPhasesCallback",
     "MemoryReport",
     "MemoryReportCallback",
-    "Plan",
     "PlanConfig",
     "PlanRequest",
+    "PlanRow",
     "PlanStatsCallback",
     "PlanTable",
     "Strategy",
@@ -57,12 +55,12 @@ __all__ = [
     "run_summary",
 ]
 
-# The imports above, for a running interpreter; tests/test_public_names.py compares the two.
+# The imports above, for a running interpreter; tests/train/test_public_names.py compares the two.
 _MODULES = {
     "Attachment": "trainer",
     "ConfigError": "plans.grammar",
     "Engine": "engines.api.engine",
-    "Estimate": "predict.estimate",
+    "Estimate": "predict.plan",
     "Footprint": "engines.compile.memory.footprint",
     "InputDensityCallback": "callbacks.input_density",
     "MemOptError": "errors",
@@ -70,9 +68,9 @@ _MODULES = {
     "MemOptTrainer": "trainer",
     "MemOptTrainingArguments": "trainer_args",
     "MemoryPhasesCallback": "callbacks.memory_phases",
-    "MemoryReport": "engines.api.explanations",
-    "MemoryReportCallback": "oom.callback",
-    "Plan": "plans.table",
+    "MemoryReport": "oom.report",
+    "MemoryReportCallback": "oom.guard",
+    "PlanRow": "plans.table",
     "PlanConfig": "plans.grammar",
     "PlanRequest": "plans.grammar",
     "PlanStatsCallback": "callbacks.plan_stats",
@@ -82,7 +80,7 @@ _MODULES = {
     "attach": "trainer",
     "optimize": "loop",
     "plan": "predict.plan",
-    "run": "script",
+    "run": "errors",
     "run_summary": "trainer",
 }
 

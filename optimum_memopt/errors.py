@@ -1,8 +1,10 @@
-"""The errors that this package raises for its users."""
+"""The errors that this package raises for its users, and how a script ends in one."""
 
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 
 class MemOptError(ValueError):
@@ -14,11 +16,11 @@ class UnsupportedModelError(MemOptError):
 
     Args:
         why: the reason.
-        way_out: what to do about it; appended to the message.
+        suggestion: what to do about it; appended to the message.
     """
 
-    def __init__(self, why: str, way_out: str = "") -> None:
-        super().__init__(f"{why}; {way_out}" if way_out else why)
+    def __init__(self, why: str, suggestion: str = "") -> None:
+        super().__init__(f"{why}; {suggestion}" if suggestion else why)
         self.why = why
 
 
@@ -101,7 +103,7 @@ _ALLOCATED = re.compile(rf"{_AMOUNT} is allocated by PyTorch")
 
 @dataclass(frozen=True)
 class Shortage:
-    """What an error says.
+    """The amounts of memory in an error.
 
     Attributes:
         requested: bytes of the allocation that failed; None: it does not say.
@@ -113,7 +115,7 @@ class Shortage:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out, on whichever device."""
+    """True for an error of memory that ran out, on whichever device."""
     if isinstance(error, MemoryError):
         return True
     # torch.OutOfMemoryError is one; what a compiler or a launcher has wrapped is not.
@@ -128,3 +130,35 @@ def shortage(error: BaseException) -> Shortage:
 def _amount(pattern: re.Pattern[str], text: str) -> int | None:
     match = pattern.search(text)
     return None if match is None else int(float(match[1]) * _UNITS[match[2]])
+
+
+Result = TypeVar("Result")
+
+
+def run(main: Callable[[], Result]) -> Result:
+    """Run a script's `main`: a `MemOptError` ends it in one line on stderr and exit code 2, without a traceback.
+
+    Every other exception is raised as ever.
+
+    Returns:
+        What `main` returns.
+
+    Raises:
+        SystemExit: `main` ended in a `MemOptError`, which is its cause.
+    """
+    try:
+        return main()
+    except MemOptError as error:
+        _close_progress_bars()
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
+
+
+def _close_progress_bars() -> None:
+    """A bar that is still open would be drawn once more at exit, over and after the error."""
+    from tqdm.auto import tqdm
+
+    # tqdm's own list (4.64 to 4.67); there before the first bar is, except under other kinds of bars.
+    for bar in tuple(getattr(tqdm, "_instances", ())):
+        bar.leave = False
+        bar.close()

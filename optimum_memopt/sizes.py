@@ -20,7 +20,7 @@ _ALLOWED = "allowed are sizes as 24GiB, 800MiB or 24GB (1000-based), a share of 
 
 @dataclass(frozen=True)
 class Budget:
-    """What the peak of a training step must not pass.
+    """The bytes that the peak of a training step must not pass.
 
     Attributes:
         text: as it was written.

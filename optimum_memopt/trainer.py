@@ -1,4 +1,4 @@
-"""Puts an engine and the callbacks into a Trainer. The only file that knows the Trainer's private order of calls.
+"""A Trainer with an engine: its options are checked, and an engine and callbacks are put on it.
 
 The engine is attached inside `create_optimizer`: after `model_init` has built the model and a checkpoint is loaded
 into it, and before DDP, DeepSpeed and autocast wrap it (transformers 5.23, `Trainer._prepare_for_training`); DeepSpeed
@@ -6,46 +6,57 @@ calls it twice, every `train()` once. Earlier, `model_init` silently replaces th
 silently bypassed or ranks go separate ways. The engine is suspended when `train()` is over, however it ends.
 """
 
-import contextlib
 import copy
-import functools
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from transformers import Trainer, TrainerState
+from transformers import Trainer
 
-from optimum_memopt import compat
+from optimum_memopt import distributed
 from optimum_memopt.callbacks.input_density import InputDensityCallback
 from optimum_memopt.callbacks.memory_phases import MemoryPhasesCallback
 from optimum_memopt.callbacks.plan_stats import PlanStatsCallback
 from optimum_memopt.callbacks.reporting import removing_hooks
-from optimum_memopt.distributed import rank_consistency
-from optimum_memopt.distributed.launch import check_world
+from optimum_memopt.compat import outputs_read_by
 from optimum_memopt.engines.api.engine import Engine, Run
+from optimum_memopt.engines.api.factory import TrainerParts
+from optimum_memopt.engines.api.options import REPLAN
 from optimum_memopt.engines.shared.auto import create
 from optimum_memopt.engines.shared.registry import factory, registrations
 from optimum_memopt.errors import MemOptError, excerpt
 from optimum_memopt.logs import get_logger
 from optimum_memopt.memory.peak_monitor import MIB
-from optimum_memopt.oom import failure, replan
-from optimum_memopt.oom.callback import MemoryReportCallback
-from optimum_memopt.options import REPLAN, MemOptOptions, from_keywords, resolve
+from optimum_memopt.oom import guard, replan
+from optimum_memopt.oom.guard import MemoryReportCallback
+from optimum_memopt.options import MemOptOptions, from_keywords, resolve
 from optimum_memopt.plans.table import PlanTable
 from optimum_memopt.report.data import CollectingCallback, failure_text
 from optimum_memopt.report.page import Page, TrainingReport
-from optimum_memopt.training import micro_batch, optimizers, sampling
-from optimum_memopt.training.loss_only import outputs_read_by
-from optimum_memopt.training.micro_batch import largest_batch
+from optimum_memopt.trainer_patches import (
+    AGREED_FAILURE,
+    ATTACHED_ENGINE,
+    CHOSEN_MICRO_BATCH,
+    COMPARED_RANKS,
+    FALLBACK,
+    GROUPED_ROWS,
+    RELEASED_MODEL,
+    REMOVED_HOOKS,
+    SMOOTHED_LOSS,
+    TrainerPatches,
+)
+from optimum_memopt.training import batches, optimizers
+from optimum_memopt.training.batches import largest_batch
 
 
 @dataclass(frozen=True)
 class Attachment:
-    """What `attach` put into a Trainer; `trainer.memopt`.
+    """The engine of a Trainer, and the results of its runs; `trainer.memopt`.
 
     Attributes:
         options: those in force: of the flags, the keywords and the environment.
@@ -153,7 +164,7 @@ def attach(trainer: Trainer, options: MemOptOptions | None = None, **overrides: 
         raise MemOptError("this Trainer has an engine already; use its trainer.memopt")
     given = _options(trainer.args, options, overrides)
     given.check()
-    check_world(trainer.args.world_size)
+    distributed.check_world(trainer.args.world_size)
     resolved = resolve(given)
     resolved.log()
     chosen = resolved.options
@@ -164,31 +175,64 @@ def attach(trainer: Trainer, options: MemOptOptions | None = None, **overrides: 
     if chosen.memory_opt_optim is not None:
         optimizers.check(chosen.memory_opt_optim, trainer)
     if chosen.group_by_complexity:
-        sampling.check(trainer.args, trainer.train_dataset)
-    train = micro_batch.choosing(trainer, chosen, engine.name)
-    # Whatever may fail comes before the Trainer is changed.
+        batches.check(trainer.args, trainer.train_dataset)
+    if chosen.memory_opt_batch is not None:
+        batches.check_micro_batch(trainer)
+    # Whatever is likely to fail comes before the Trainer is changed.
     callbacks = _callbacks(trainer, chosen)
-    replanner = replan.Replanner(engine, trainer) if chosen.memory_opt_on_oom == REPLAN else None
-    for registration in registrations():
-        factory(registration.name).prepare_trainer(trainer, engine, chosen)
+    if chosen.memory_opt_on_oom == REPLAN:
+        callbacks[MemoryReportCallback].replanner = replan.Replanner(engine, trainer)
+    parts = [factory(each.name).trainer_parts(trainer, engine, chosen) for each in registrations()]
     get_logger().info(f"engine {engine.name} ({engine.reason})")
     _keep_serialisable(trainer.args, given, overrides)
-    for callback in callbacks.values():
-        _add_callback(trainer, callback)
-    trainer.create_optimizer = _attaching(trainer, engine, chosen.memory_opt_optim)
-    trainer.training_step = replan.falling_back(trainer, engine)
-    if chosen.group_by_complexity:
-        compat.replace_train_sampler(trainer, _sampling(trainer, callbacks[sampling.ComplexityCallback]))
-    callbacks[MemoryReportCallback].replanner = replanner
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        if replanner is not None:
-            trainer.compute_loss = failure.agreeing(trainer.compute_loss, trainer)
-        trainer.compute_loss = _comparing(trainer, engine, chosen)
     reporter = TrainingReport(trainer, engine, callbacks[PlanStatsCallback], callbacks[CollectingCallback])
-    trainer.train = _releasing(removing_hooks(trainer, train), engine, reporter, chosen.memory_opt_report)
+    patches = TrainerPatches()
+    try:
+        _put_on(patches, trainer, engine, chosen, callbacks, parts, reporter)
+    except BaseException:
+        patches.undo()
+        raise
     attachment = Attachment(chosen, engine, callbacks[PlanStatsCallback], reporter)
     trainer.memopt = attachment  # type: ignore[attr-defined]
     return attachment
+
+
+def _put_on(
+    patches: TrainerPatches,
+    trainer: Trainer,
+    engine: Engine,
+    options: MemOptOptions,
+    callbacks: Mapping[type, Any],
+    parts: Sequence[TrainerParts],
+    reporter: TrainingReport,
+) -> None:
+    """Put callbacks and wrappers on a Trainer; `trainer_patches` has the order of the wrappers."""
+    for part in parts:
+        for callback in part.callbacks:
+            patches.add_callback(trainer, callback)
+        if part.wrap_loss is not None:
+            patches.put(trainer, SMOOTHED_LOSS, part.wrap_loss)
+    for callback in callbacks.values():
+        patches.add_callback(trainer, callback)
+        if not isinstance(callback, CollectingCallback):
+            callback.reporter.belongs_to(trainer)
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        if options.memory_opt_on_oom == REPLAN:
+            patches.put(trainer, AGREED_FAILURE, partial(guard.agreeing, trainer))
+
+        def facts() -> dict[str, str]:
+            return distributed.facts(engine.name, options, engine.plans())
+
+        patches.put(trainer, COMPARED_RANKS, partial(distributed.comparing, trainer, facts))
+    patches.put(trainer, FALLBACK, partial(replan.falling_back, trainer, engine))
+    patches.put(trainer, ATTACHED_ENGINE, partial(_attaching, trainer, engine, options.memory_opt_optim))
+    if options.group_by_complexity:
+        grouped = batches.sampler_of(trainer, callbacks[batches.ComplexityCallback])
+        patches.put(trainer, GROUPED_ROWS, lambda _: grouped)
+    if options.memory_opt_batch is not None:
+        patches.put(trainer, CHOSEN_MICRO_BATCH, partial(batches.choosing_micro_batch, trainer, options, engine.name))
+    patches.put(trainer, REMOVED_HOOKS, partial(removing_hooks, trainer))
+    patches.put(trainer, RELEASED_MODEL, partial(_releasing, engine, reporter, options.memory_opt_report))
 
 
 def run_summary(trainer: Trainer) -> str:
@@ -216,7 +260,7 @@ def run_summary(trainer: Trainer) -> str:
 
 
 def _options(args: Any, options: MemOptOptions | None, overrides: Mapping[str, Any]) -> MemOptOptions:
-    """What `attach` was asked for.
+    """The options that `attach` was asked for.
 
     Raises:
         MemOptError: options in two places, or of another type; an override that is no field of `MemOptOptions`.
@@ -272,7 +316,7 @@ def _callbacks(trainer: Trainer, options: MemOptOptions) -> dict[type, Any]:
         (True, MemoryReportCallback, {}),
         (options.log_input_density, InputDensityCallback, {"log_steps": log_steps, "path": path}),
         (measures_phases, MemoryPhasesCallback, {"log_steps": log_steps, "path": path}),
-        (options.group_by_complexity, sampling.ComplexityCallback, {"path": path}),
+        (options.group_by_complexity, batches.ComplexityCallback, {"path": path}),
         (True, CollectingCallback, {}),
     ]
     present = trainer.callback_handler.callbacks
@@ -283,17 +327,11 @@ def _callbacks(trainer: Trainer, options: MemOptOptions) -> dict[type, Any]:
     }
 
 
-def _add_callback(trainer: Trainer, callback: Any) -> None:
-    if callback not in trainer.callback_handler.callbacks:
-        trainer.add_callback(callback)
-    if not isinstance(callback, CollectingCallback):
-        callback.reporter.belongs_to(trainer)
-
-
-def _releasing(train: Any, engine: Engine, reporter: TrainingReport, report: os.PathLike | str | None) -> Any:
+def _releasing(
+    engine: Engine, reporter: TrainingReport, report: os.PathLike | str | None, train: Callable[..., Any]
+) -> Callable[..., Any]:
     """`train` that suspends the engine when it is over, and writes the page that was asked for."""
 
-    @functools.wraps(train)
     def train_and_release(*args: Any, **kwargs: Any) -> Any:
         failure = ""
         try:
@@ -309,10 +347,11 @@ def _releasing(train: Any, engine: Engine, reporter: TrainingReport, report: os.
     return train_and_release
 
 
-def _attaching(trainer: Trainer, engine: Engine, optimizer: str | None) -> Any:
-    create_optimizer = trainer.create_optimizer
+def _attaching(
+    trainer: Trainer, engine: Engine, optimizer: str | None, create_optimizer: Callable[..., Any]
+) -> Callable[..., Any]:
+    """`create_optimizer` that attaches the engine, and makes the optimizer that was asked for."""
 
-    @functools.wraps(create_optimizer)
     def attach_and_create(*args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         # Else a user calls this before `train`, which calls it again.
         if trainer.is_in_train:
@@ -324,69 +363,15 @@ def _attaching(trainer: Trainer, engine: Engine, optimizer: str | None) -> Any:
     return attach_and_create
 
 
-def _sampling(trainer: Trainer, balanced: sampling.ComplexityCallback) -> Any:
-    """What the Trainer is to take its sampler from: torch makes batches of what it returns, and accelerate deals them
-    to the ranks. The callback notices a Trainer that takes it elsewhere."""
-
-    def get_train_sampler(dataset: Any = None) -> sampling.ComplexitySampler:
-        args, accelerator = trainer.args, trainer.accelerator
-        padding = sampling.padding_id(trainer)
-        # Not `dataset`, which lacks the columns that the model does not take, such as the length.
-        complexities = sampling.complexities(trainer.train_dataset, args.length_column_name, padding)
-        # With split_batches accelerate cuts each batch for the ranks instead of giving each rank a batch.
-        parts = args.world_size if accelerator.split_batches else 1
-        balanced.sampler = sampling.ComplexitySampler(
-            complexities,
-            batch_size=compat.train_batch_size(trainer) // parts,
-            world_size=args.world_size,
-            seed=args.seed if args.data_seed is None else args.data_seed,
-            fill_last=args.world_size > 1 and accelerator.even_batches and not args.dataloader_drop_last,
-        )
-        return balanced.sampler
-
-    return get_train_sampler
-
-
 def _run_of(trainer: Trainer, is_grouped: bool) -> Callable[[], Run]:
-    """What the Trainer's run holds; the engine must not keep the Trainer alive."""
+    """Returns what asks for the Trainer's run; the engine must not keep the Trainer alive."""
     held = weakref.ref(trainer)
 
     def run() -> Run:
         alive = held()
         if alive is None:
             return Run()
-        read = functools.partial(largest_batch, alive, is_grouped)
+        read = partial(largest_batch, alive, is_grouped)
         return Run(alive.optimizer, alive.args.gradient_accumulation_steps > 1, read)
 
     return run
-
-
-def _comparing(trainer: Trainer, engine: Engine, options: MemOptOptions) -> Any:
-    """`compute_loss` that compares the ranks after the first training forward of each run.
-
-    Then the plan table exists and no gradient does: DDP averages during the backward, and under DeepSpeed even the
-    optimizer steps there (accelerate, `DeepSpeedEngineWrapper.backward`).
-    """
-    compute_loss = trainer.compute_loss
-    compared: TrainerState | None = None
-
-    @functools.wraps(compute_loss)
-    def compute_and_compare(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        nonlocal compared
-        # Each train() makes a new state.
-        if not model.training or compared is trainer.state:
-            return compute_loss(model, *args, **kwargs)
-        compared = trainer.state
-        try:
-            result = compute_loss(model, *args, **kwargs)
-            own = rank_consistency.facts(engine.name, options, engine.plans())
-        except Exception as error:
-            compared = None
-            # The others wait for this rank; it ends in its own error in any case.
-            with contextlib.suppress(Exception):
-                rank_consistency.check_ranks_agree(rank_consistency.failure(error))
-            raise
-        rank_consistency.check_ranks_agree(own)
-        return result
-
-    return compute_and_compare

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from transformers import TrainingArguments
 
-from optimum_memopt.distributed.launch import check_world
+from optimum_memopt.distributed import check_world
 from optimum_memopt.engines.shared.auto import create
 from optimum_memopt.options import MemOptOptions, resolve
 

@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,58 +12,45 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from optimum_memopt.logs import get_logger
-from tests.tiers import OF_CAPTURED_GRAPHS, is_end_to_end
+from tests.rotation import Share
 
 # Tests start where a newcomer does, without the built torch extensions; name a cache with them to test with them.
 os.environ.setdefault("OPTIMUM_MEMOPT_CACHE", os.path.join(tempfile.gettempdir(), "optimum_memopt-no-extensions"))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Models of one or two layers repeat too little for torch's cache of traced operators: without it tracing takes a
-# fifth less. `make test-all` leaves it on, as users have it.
+# fifth less. `make test-nightly` leaves it on, as users have it.
 os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
 # pytest (9.2) listens to loggers that pass nothing on, which makes torch write down every graph, tensor and guard for
 # its trace, for about a tenth of what tracing takes.
 logging.getLogger("torch.__trace").propagate = True
 
-# The same examples in every run, however slow the machine is; `make test-all` looks at many more, and new ones.
+# The same examples in every run, however slow the machine is; the nightly workflow looks at many more, and new ones.
 _ALIKE = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 settings.register_profile("fast", max_examples=50, derandomize=True, **_ALIKE)
 settings.register_profile("thorough", max_examples=1000, **_ALIKE)
 settings.load_profile("fast")
 
 
-def _is_end_to_end(path: Path) -> bool:
-    return is_end_to_end(path.relative_to(Path(__file__).parent).as_posix())
-
-
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """What the tier leaves out is not imported either, which takes longer than many a unit test."""
-    left_out = "not end_to_end" in config.option.markexpr and collection_path.suffix == ".py"
-    return True if left_out and _is_end_to_end(collection_path) else None
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A file's tests stay on one worker, and so do the files that look at the same traced graphs."""
-    if config.option.dist != "loadfile":
-        return None
-    from xdist.scheduler import LoadFileScheduling
-
-    class ByWhatIsShared(LoadFileScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            file = super()._split_scope(nodeid)
-            return "captured graphs" if file.removeprefix("tests/").startswith(OF_CAPTURED_GRAPHS) else file
-
-    return ByWhatIsShared(config, log)
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--nightly",
+        type=Share,
+        default="all",
+        metavar="K/N",
+        help="of the nightly tests those whose hash is K modulo N",
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    share, nightly = config.option.nightly, Path(__file__).parent / "nightly"
     for item in items:
-        if _is_end_to_end(item.path):
-            item.add_marker(pytest.mark.end_to_end)
         # Building them takes minutes.
-        if item.get_closest_marker("extensions"):
-            item.add_marker(pytest.mark.slow)
+        if nightly in item.path.parents or item.get_closest_marker("extensions"):
+            item.add_marker(pytest.mark.nightly)
+    left_out = [item for item in items if item.get_closest_marker("nightly") and not share.has(item.nodeid)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in set(left_out)]
 
 
 @pytest.fixture(autouse=True)
@@ -111,3 +99,31 @@ def _one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def trainer_of(tmp_path: Path) -> Callable[..., Any]:
+    """A tiny Trainer for the tests of the callbacks."""
+    import torch
+    from transformers import RobertaConfig, RobertaForMaskedLM, Trainer, TrainingArguments
+
+    def build(callbacks: list[Any], trainer_class: type = Trainer, **arguments: Any) -> Trainer:
+        torch.manual_seed(0)
+        config = RobertaConfig(
+            vocab_size=50,
+            hidden_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            intermediate_size=32,
+            max_position_embeddings=20,
+        )
+        ids = torch.randint(3, 50, (8, 10))
+        arguments = {"report_to": "none", "max_steps": 3, "save_strategy": "no", **arguments}
+        return trainer_class(
+            model=RobertaForMaskedLM(config),
+            args=TrainingArguments(str(tmp_path / "run"), use_cpu=True, per_device_train_batch_size=2, **arguments),
+            train_dataset=[{"input_ids": row, "labels": row} for row in ids],
+            callbacks=callbacks,
+        )
+
+    return build

@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1] / "optimum_memopt"
 PACKAGE = "optimum_memopt"
 FOREIGN = ("torch", "onnxruntime", "transformers", "deepspeed")
-# Pieces of the package's own texts and attributes, a documented function of Python, a list of tqdm (see script.py).
+# Pieces of the package's own texts and attributes, documented functions of Python, a list of tqdm (see `errors.run`).
 NOT_OF_A_LIBRARY = {
     "_dim",
     "_mib",
@@ -21,6 +21,7 @@ NOT_OF_A_LIBRARY = {
     "_on_host",
     "_getframe",
     "_instances",
+    "_replace",
 }
 # By module, or folder with all that is in it.
 PRIVATE_NAMES_ALLOWED = {
@@ -29,13 +30,11 @@ PRIVATE_NAMES_ALLOWED = {
     "engines.compile": {"_opname", "_schema", "_ops", "_python_dispatch"},
     "engines.compile.costs.costs": {"_scaled_dot_product_flash_attention_for_cpu"},
     # Names of ATen's operators, as strings.
-    "engines.compile.memory.cpu_workspaces": {
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_flash_attention_for_cpu_backward",
-    },
-    "engines.compile.memory.cuda_workspaces": {
+    "engines.compile.memory.workspaces": {
         "_scaled_dot_product_efficient_attention_backward",
         "_scaled_dot_product_flash_attention_backward",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention_for_cpu_backward",
         "_softmax_backward_data",
     },
     "engines.compile.graph": {
@@ -172,4 +171,4 @@ def of_onnxruntime(module: Module) -> set[str]:
 
 
 def test_onnx_runtime_is_named_in_its_folder_only():
-    assert not in_modules(lambda module: set() if engine(module.name) == "ort" or module.name == "options" else of_onnxruntime(module))
+    assert not in_modules(lambda module: set() if engine(module.name) == "ort" else of_onnxruntime(module))

@@ -11,6 +11,7 @@ import torch
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
 from optimum_memopt.callbacks.reporting import HookingCallback, Reporter, check_log_steps, is_due, is_final, is_printed
+from optimum_memopt.trainer_patches import COUNTED_TOKENS, TrainerPatches
 
 # What torch's losses, and with them transformers' models and label smoother, leave out by default.
 IGNORE_INDEX = -100
@@ -72,7 +73,7 @@ def density(tensor: torch.Tensor, padding_index: int | None) -> Density:
 
 @dataclass(frozen=True)
 class Padding:
-    """What marks padding in one input: `index` in the ids, or zeros in the input `mask`, or (neither) nothing."""
+    """The mark of padding in one input: `index` in the ids, or zeros in the input `mask`, or (neither) nothing."""
 
     index: int | None = None
     mask: str | None = None
@@ -112,7 +113,7 @@ def label_inputs(batch: Mapping[str, Any], label_names: list[str]) -> list[str]:
 
 
 def padding_of(name: str, batch: Mapping[str, Any], processing_class: Any, model: torch.nn.Module | None) -> Padding:
-    """What marks padding in the embedding input `name` of this batch.
+    """The mark of padding in the embedding input `name` of this batch.
 
     The index is the tokenizer's, else the input embedding's, else the config's. Where there is none, or where it is
     also a real token (the end of text in GPT-2 style set-ups, the first decoder token of T5), the attention mask that
@@ -205,28 +206,22 @@ class InputDensityCallback(HookingCallback):
         self._tallies: dict[str, _Tally] = {}
         self._first_step = 0
         self._due = False
-        self._unwrap: Callable[[], None] = _nothing
+        self._patches = TrainerPatches()
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self._unwrap()  # a run that died left it wrapped
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        self.remove_hooks()  # of a run that died
         self._tallies = {}
         self._first_step = state.global_step
         trainer = self.reporter.begin(state)
         if self.reporter.active:
-            self._wrap(trainer)
+            self._patches.put(trainer, COUNTED_TOKENS, functools.partial(self._counting, trainer))
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self._due = self.reporter.active and is_due(state.global_step - self._first_step, self._log_steps)
         for tally in self._tallies.values() if self._due else ():
             tally.step_rows, tally.step_total = [], 0
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if not self._due:
             return
         self._due = False
@@ -247,8 +242,8 @@ class InputDensityCallback(HookingCallback):
             self._report(state.global_step, {name: tally.run() for name, tally in self._tallies.items()}, "run_")
 
     def remove_hooks(self) -> None:
-        """See `HookingCallback`."""
-        self._unwrap()
+        """Take the wrapper off the Trainer's `training_step`."""
+        self._patches.undo()
 
     def _report(self, step: int, densities: Mapping[str, Density], scope: str, level: str = "info") -> None:
         """Report a step (`scope` empty) or, with scope `run_`, the run, for which single rows say nothing."""
@@ -299,29 +294,9 @@ class InputDensityCallback(HookingCallback):
         for name in labels:
             self._tallies.setdefault(name, _Tally("LABEL", Padding(index=IGNORE_INDEX))).add(batch, name, self._due)
 
-    def _wrap(self, trainer: Trainer) -> None:
-        before, inner = vars(trainer).get("training_step"), trainer.training_step
-        counts = [functools.partial(self._count, trainer=trainer)]
+    def _counting(self, trainer: Trainer, training_step: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def count_and_step(model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+            self._count(inputs, trainer)
+            return training_step(model, inputs, *args, **kwargs)
 
-        @functools.wraps(inner)
-        def training_step(model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-            for count in counts:
-                count(inputs)
-            return inner(model, inputs, *args, **kwargs)
-
-        def unwrap() -> None:
-            # Where somebody has wrapped ours meanwhile, it stays inside theirs and only calls through.
-            counts.clear()
-            self._unwrap = _nothing
-            if vars(trainer).get("training_step") is training_step:
-                if before is None:
-                    del trainer.training_step
-                else:
-                    trainer.training_step = before
-
-        trainer.training_step = training_step
-        self._unwrap = unwrap
-
-
-def _nothing() -> None:
-    pass
+        return count_and_step

@@ -102,22 +102,16 @@ class MemoryPhasesCallback(HookingCallback):
         self._monitor = PeakMonitor(args.device)
         self._monitor.start_run()
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self._readings = {}
         self._due = self.reporter.active and is_due(state.global_step - self._first_step, self._log_steps)
         if self._due and self._monitor is not None:
             self._monitor.start_phase()
 
-    def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self._observe("post_optimizer_step")
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if not self._due or self._monitor is None:
             return
         self._due = False
@@ -163,7 +157,7 @@ class MemoryPhasesCallback(HookingCallback):
         self.reporter.metrics({"measured_peak_mib": run_peak})
 
     def _is_peak_shown(self) -> bool:
-        """Whether another callback shows the peak of the run, beside the plans' saving."""
+        """True where another callback shows the peak of the run, beside the plans' saving."""
         trainer = self.reporter.trainer
         callbacks = trainer.callback_handler.callbacks if trainer is not None else ()
         return any(isinstance(callback, PlanStatsCallback) and callback.table is not None for callback in callbacks)
@@ -210,7 +204,7 @@ class MemoryPhasesCallback(HookingCallback):
         self._observe("post_backward")
 
     def remove_hooks(self) -> None:
-        """See `HookingCallback`."""
+        """Remove the hooks of the model."""
         for handle in self._handles:
             handle.remove()
         self._handles = []

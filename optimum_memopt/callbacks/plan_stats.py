@@ -51,9 +51,7 @@ class PlanStatsCallback(TrainerCallback):
         """Peak of the run so far in MiB: resident on the CPU, allocated on CUDA; 0 before the run."""
         return self._monitor.run_peak if self._monitor else 0.0
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.table, self.predicted_peak_mib, self._is_checked = None, None, False
         self.reporter.begin(state)
         self._monitor = PeakMonitor(args.device)
@@ -61,18 +59,14 @@ class PlanStatsCallback(TrainerCallback):
         if engine_of(kwargs["model"]) is None:
             self.reporter.lines("no engine holds this model, so there is no plan table; see optimum_memopt.attach")
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """See `Engine.check_used`: before the first optimizer step has changed a weight."""
+    def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        # Before the first optimizer step has changed a weight.
         if not self._is_checked:
             self._is_checked = True
             if (engine := engine_of(kwargs["model"])) is not None:
                 engine.check_used()
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         engine = engine_of(kwargs["model"])
         if engine is None or (table := engine.plans()) is None:
             return
@@ -135,8 +129,6 @@ class PlanStatsCallback(TrainerCallback):
         )
         return {"predicted_peak_mib": predicted, "measured_of_predicted": measured / predicted}
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if self._monitor is not None:
             self._monitor.end_run()

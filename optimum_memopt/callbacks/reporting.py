@@ -1,4 +1,4 @@
-"""The file of `--memory_opt_log_file`: one JSON object a line."""
+"""Where callbacks report to: the log, the file of `--memory_opt_log_file`, the trackers of a Trainer."""
 
 import contextlib
 import copy
@@ -12,11 +12,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.integrations import integration_utils
 
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.logs import LOG_LEVELS, get_logger, rank
+from optimum_memopt.trainer_patches import REMOVED_HOOKS, TrainerPatches
 
 
 class JsonLines:
@@ -139,7 +140,7 @@ def check_log_steps(log_steps: int) -> int:
 
 
 def is_due(step: int, log_steps: int) -> bool:
-    """Whether step `step` (from 0) is reported: every `log_steps`, or with 0 steps 0-9 and then powers of two, as
+    """True where step `step` (from 0) is reported: every `log_steps`, or with 0 steps 0-9 and then powers of two, as
     ONNX Runtime's memory observer does (ortmodule/_runtime_inspector.py).
     """
     if log_steps:
@@ -148,13 +149,13 @@ def is_due(step: int, log_steps: int) -> bool:
 
 
 def is_printed(step: int, log_steps: int) -> bool:
-    """Whether step `step`, which is due, is also shown at info: with `log_steps` 0 steps 0, 1, 2, 4, 8, …, since ten
-    steps that are alike bury the lines that tell something."""
+    """True where step `step`, which is due, is also shown at info: with `log_steps` 0 steps 0, 1, 2, 4, 8, …, since
+    ten steps that are alike bury the lines that tell something."""
     return bool(log_steps) or step & (step - 1) == 0
 
 
 def is_final(logs: Mapping[str, Any] | None) -> bool:
-    """Whether these are the last logs of a training run, which Trainer writes just before `on_train_end`.
+    """True for the last logs of a training run, which Trainer writes just before `on_train_end`.
 
     What sums up a run is reported then: at `on_train_end` the trackers, called before us, have closed their runs, and
     a late number would make them open a new one. (`train_runtime` is no sign of it: with
@@ -220,7 +221,7 @@ class Reporter:
         return trainer
 
     def shows(self, level: str = "info") -> bool:
-        """Whether `lines` at this level (a key of `LOG_LEVELS`) come to anything."""
+        """True where `lines` at this level (a key of `LOG_LEVELS`) come to anything."""
         return self.active and get_logger().isEnabledFor(LOG_LEVELS[level])
 
     def lines(self, text: str, level: str = "info") -> None:
@@ -248,29 +249,19 @@ class HookingCallback(TrainerCallback):
         """Leave the model and the Trainer as they were; a second call does nothing."""
         raise NotImplementedError
 
-    def on_init_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         trainer = find_trainer(state)
         # A method of the class: no other callback has done it, and no subclass.
         if "train" not in vars(trainer):
-            trainer.train = removing_hooks(trainer, trainer.train)
+            TrainerPatches().put(trainer, REMOVED_HOOKS, functools.partial(removing_hooks, trainer))
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.remove_hooks()
 
 
 def removing_hooks(trainer: Trainer, train: Callable[..., Any]) -> Any:
-    """`train` that removes the hooks of all callbacks when it is over: after an error a Trainer has no event.
+    """`train` that removes the hooks of all callbacks when it is over."""
 
-    Args:
-        trainer: whose callbacks they are.
-        train: its method.
-    """
-
-    @functools.wraps(train)
     def train_and_remove_hooks(*args: Any, **kwargs: Any) -> Any:
         try:
             return train(*args, **kwargs)

@@ -1,10 +1,288 @@
-"""`optimum-cli memopt`: the group of this package's commands."""
+"""`optimum-cli memopt`: the group of commands, and their arguments.
+
+Nothing heavy is imported before `run()`: optimum imports this module whenever any of its commands starts.
+"""
+
+import json
+import platform
+import sys
+from argparse import ArgumentParser
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 
-from optimum_memopt.commands.advise import AdviseCommand
-from optimum_memopt.commands.env import EnvCommand
-from optimum_memopt.commands.plan import PlanCommand
+if TYPE_CHECKING:
+    from optimum_memopt.engines.api.factory import Report
+
+_ADVISE_DESCRIPTION = (
+    "Predicts samples a second and the peak of a training step for several plans, each at its best micro-batch, and "
+    "recommends one. The model is traced from its config; no training step is run. Without --device the speed of "
+    "single operators is measured on this machine; with it, it is estimated from the device's data sheet."
+)
+_HERE = "here"
+
+
+class AdviseCommand(BaseOptimumCLICommand):
+    @staticmethod
+    def parse_args(parser: ArgumentParser) -> None:
+        parser.description = _ADVISE_DESCRIPTION
+        parser.add_argument(
+            "--model", required=True, help="Folder with a config.json, path of a config file, or name on the hub."
+        )
+        parser.add_argument("--task", required=True, help="text-classification, fill-mask, text-generation, …")
+        parser.add_argument("--seq_len", type=int, default=128, help="Tokens per row, without padding (default: 128).")
+        parser.add_argument(
+            "--global_batch",
+            type=int,
+            help="Rows of an optimizer step on one device, divided into equal micro-batches. Default: each "
+            "micro-batch is a step, of any size.",
+        )
+        parser.add_argument(
+            "--device",
+            default=_HERE,
+            help="The device whose memory and speed count, as h100 or 'rtx 4090', or a JSON file (docs/budget.md). "
+            "Default: here, this machine.",
+        )
+        parser.add_argument(
+            "--budget", default="auto", help="As --memory_opt_budget takes it (default: auto, what is free)."
+        )
+        precision = parser.add_mutually_exclusive_group()
+        precision.add_argument("--bf16", action="store_true", help="Under autocast, as Trainer's --bf16.")
+        precision.add_argument("--fp16", action="store_true", help="Under autocast, as Trainer's --fp16.")
+        parser.add_argument(
+            "--optim",
+            default="adamw_torch_fused",
+            help="The optimizer, as Trainer's --optim takes it (default: adamw_torch_fused).",
+        )
+        parser.add_argument(
+            "--compiler",
+            help="As --memory_opt_compiler takes it (default: the one that would train, inductor with --device).",
+        )
+        parser.add_argument("--json", action="store_true", help="Print JSON instead of a table.")
+
+    def run(self) -> None:
+        from optimum_memopt.errors import run
+
+        run(self._run)
+
+    def _run(self) -> None:
+        from optimum_memopt.engines.api.run import StepSpec
+        from optimum_memopt.engines.shared.registry import engine_names, factory
+        from optimum_memopt.errors import MemOptError
+        from optimum_memopt.options import MemOptOptions
+        from optimum_memopt.predict.advise import advise, to_dict, to_text
+        from optimum_memopt.predict.workload import Workload
+
+        args = self.args
+        workload = Workload(args.model, args.task, seq_len=args.seq_len)
+        workload.check()
+        if args.global_batch is not None and args.global_batch < 1:
+            raise MemOptError(f"--global_batch {args.global_batch}: allowed are numbers from 1 on")
+        name = next(name for name in engine_names() if factory(name).predicts)
+        options = MemOptOptions(
+            memory_opt_engine=name, memory_opt_budget=args.budget, memory_opt_compiler=args.compiler
+        )
+        try:
+            options.check()
+        except MemOptError as error:
+            # The same options have shorter names here.
+            raise MemOptError(str(error).replace("--memory_opt_", "--")) from error
+        device = None if args.device == _HERE else args.device
+        autocast = "bfloat16" if args.bf16 else "float16" if args.fp16 else ""
+        steps = factory(name).predict_steps(workload, options, StepSpec(device, args.compiler, autocast, args.optim))
+        found = advise(steps, args.global_batch)
+        print(json.dumps(to_dict(found, steps), indent=2) if args.json else to_text(found, steps))
+
+
+LIBRARIES = ("torch", "transformers", "accelerate", "optimum", "deepspeed")
+
+
+class EnvCommand(BaseOptimumCLICommand):
+    @staticmethod
+    def parse_args(parser: ArgumentParser) -> None:
+        parser.add_argument(
+            "--build",
+            action="store_true",
+            help="Build the C++ extensions that engines can use into the user's cache (1 to 3 minutes).",
+        )
+        parser.add_argument("--json", action="store_true", help="Print JSON instead of tables.")
+
+    def run(self) -> None:
+        from optimum_memopt.engines.shared.registry import engine_names, factory
+        from optimum_memopt.errors import MemOptError
+
+        factories = [factory(name) for name in engine_names()]
+        if self.args.build:
+            try:
+                for engine in factories:
+                    engine.build()
+            except MemOptError as error:
+                sys.exit(f"error: {error}")
+        reports = [engine.environment_report() for engine in factories]
+        versions = installed(reports)
+        if self.args.json:
+            report = {
+                "installed": versions,
+                "works": [asdict(ability) for report in reports for ability in report.abilities],
+                "extensions": {name: path for report in reports for name, path in report.built.items()},
+                "advice": advice(reports),
+            }
+            print(json.dumps(report, indent=2))
+        else:
+            print(to_text(versions, reports))
+
+
+def installed(reports: "Sequence[Report]") -> dict[str, str | None]:
+    """Versions by name, None for what is not installed."""
+    from optimum_memopt.installed import installed_version
+
+    versions = {name: version and version[1] for name in LIBRARIES for version in [installed_version((name,))]}
+    own = {name: version for report in reports for name, version in report.installed.items()}
+    return {"python": platform.python_version(), **versions, "CUDA (of torch)": _cuda(), **own}
+
+
+def _cuda() -> str | None:
+    import torch
+
+    if torch.version.cuda is None:
+        return None
+    return f"{torch.version.cuda}, {torch.cuda.device_count()} device(s)"
+
+
+def advice(reports: "Sequence[Report]") -> list[str]:
+    """When to take which engine, and what `auto` takes."""
+    from optimum_memopt.engines.api.options import AUTO
+    from optimum_memopt.engines.shared.registry import choose_engines
+    from optimum_memopt.errors import MemOptError
+
+    try:
+        (name, *_), reason = choose_engines(AUTO)
+        default = f"--memory_opt_engine auto takes {name} ({reason})"
+    except MemOptError as error:
+        default = str(error)
+    given = (report.advice for report in reports if report.advice)
+    # A recommendation of the engine itself comes first.
+    return [*sorted(given, key=lambda line: not line.startswith("recommended")), default]
+
+
+def to_text(versions: Mapping[str, str | None], reports: "Sequence[Report]") -> str:
+    """The reports for a terminal."""
+    from tabulate import tabulate
+
+    abilities = [ability for report in reports for ability in report.abilities]
+    extension_paths = {name: path for report in reports for name, path in report.built.items()}
+
+    parts = [
+        tabulate([(name, version or "-") for name, version in versions.items()], headers=("installed", "version")),
+        tabulate(
+            [(a.what, "yes" if a.works else "no", a.why) for a in abilities],
+            headers=("what", "works", "why"),
+            maxcolwidths=(None, None, 70),
+        ),
+    ]
+    if extension_paths:
+        parts.append("\n".join(("torch extensions:", *(f"  {path}" for path in extension_paths.values()))))
+    if missing := [a for a in abilities if a.command]:
+        parts.append("\n".join(("to get what is missing:", *(f"  {a.what}: {a.command}" for a in missing))))
+    parts.append("\n".join(("which engine:", *(f"  {line}" for line in advice(reports)))))
+    return "\n\n".join(parts)
+
+
+_PLAN_DESCRIPTION = (
+    "Shows the memory plans of a model, given its config. The compile engine traces the model without running it and "
+    "predicts the peak of a step. With any other engine or --measure a new process trains the model for a "
+    "few steps, with random weights and random data; there a step is forward and backward, and an optimizer's states "
+    "come on top, the same for every plan."
+)
+
+
+class PlanCommand(BaseOptimumCLICommand):
+    @staticmethod
+    def parse_args(parser: ArgumentParser) -> None:
+        parser.description = _PLAN_DESCRIPTION
+        parser.add_argument(
+            "--model", required=True, help="Folder with a config.json, path of a config file, or name on the hub."
+        )
+        parser.add_argument("--task", required=True, help="text-classification, fill-mask, text-generation, …")
+        parser.add_argument(
+            "--batch_size",
+            default="8",
+            help="Rows of a (micro-)batch (default: 8); several, as 1,2,4,8, for a table over batch sizes from one "
+            "trace of the largest.",
+        )
+        parser.add_argument("--seq_len", type=int, default=128, help="Tokens per row, without padding (default: 128).")
+        parser.add_argument("--engine", default="auto", help="As --memory_opt_engine takes it (default: auto).")
+        parser.add_argument(
+            "--symbolic",
+            action="store_true",
+            help="compile engine: show savings as formulas in batch size and sequence length; several times slower.",
+        )
+        parser.add_argument("--config", help="Plans to turn on, as --memory_opt_config takes them.")
+        parser.add_argument("--level", type=int, default=0, help="As --memory_opt_level takes it.")
+        parser.add_argument("--budget", help="As --memory_opt_budget takes it.")
+        parser.add_argument("--plan", help="A plan file, as --memory_opt_plan takes it.")
+        parser.add_argument(
+            "--device",
+            help="compile engine: the device whose memory and speed count, as h100 or 'rtx 4090', or a JSON file "
+            "(docs/budget.md); with its attention kernels, workspaces and allocator. Default: this machine.",
+        )
+        precision = parser.add_mutually_exclusive_group()
+        precision.add_argument("--bf16", action="store_true", help="Under autocast, as Trainer's --bf16.")
+        precision.add_argument("--fp16", action="store_true", help="Under autocast, as Trainer's --fp16.")
+        parser.add_argument("--optim", help="The optimizer, as Trainer's --optim (default: adamw_torch_fused).")
+        parser.add_argument(
+            "--gradient_accumulation_steps",
+            type=int,
+            help="As Trainer's (default: 1): from 2 on gradients of earlier micro-batches are held in a forward.",
+        )
+        parser.add_argument(
+            "--trainable",
+            metavar="PATTERN[,PATTERN]",
+            help="Train these parameters alone: parts of their names as PEFT's target_modules (query, classifier), "
+            "globs or regular expressions. Default: all that the model trains.",
+        )
+        parser.add_argument(
+            "--compiler",
+            help="As --memory_opt_compiler takes it (default: the one that would train, inductor with --device).",
+        )
+        parser.add_argument(
+            "--budget_curve",
+            nargs="?",
+            const="",
+            metavar="PICTURE",
+            help="Show what ten budgets cost, from the smallest that is possible to no plan; with the name of an .svg "
+            "or .png file also as a picture (pip install optimum-memopt[report]).",
+        )
+        parser.add_argument(
+            "--html",
+            metavar="FILE",
+            help="Also write a page: the step operator by operator, what is held at its peak, what budgets cost, the "
+            "plan table (pip install optimum-memopt[report]). Solves for ten budgets, with a plan in a second trace.",
+        )
+        parser.add_argument(
+            "--measure",
+            action="store_true",
+            help="Measure no plan, each row and both levels, each in a fresh process, and search for the set of rows "
+            "with the lowest peak. Takes minutes: 10 to 30 seconds per process.",
+        )
+        parser.add_argument(
+            "--steps", type=int, help="Steps to measure, after a first one that compiles (default: 2)."
+        )
+        parser.add_argument("--max_runs", type=int, help="With --measure: most processes to start (default: 60).")
+        parser.add_argument(
+            "--output",
+            help="Write the plans that are on, or the best ones measured, as a JSON list for --memory_opt_config; "
+            "with --budget a plan file for --memory_opt_plan.",
+        )
+        parser.add_argument("--json", action="store_true", help="Print JSON instead of tables.")
+
+    def run(self) -> None:
+        from optimum_memopt.commands import plan
+        from optimum_memopt.errors import run
+
+        run(lambda: plan.run(self.args))
 
 
 class MemOptCommand(BaseOptimumCLICommand):

@@ -31,7 +31,7 @@ _REMARK = "[memopt] "
 
 @dataclass(frozen=True)
 class Case:
-    """What one process trains.
+    """A case that one process trains.
 
     Attributes:
         workload: model and batch.
@@ -134,7 +134,8 @@ def measure(case: Case) -> Measurement:
     """
     import torch
 
-    from optimum_memopt.engines.shared.registry import AUTO, factory
+    from optimum_memopt.engines.api.options import AUTO
+    from optimum_memopt.engines.shared.registry import factory
     from optimum_memopt.loop import optimize
     from optimum_memopt.memory import malloc
     from optimum_memopt.memory.peak_monitor import PeakMonitor

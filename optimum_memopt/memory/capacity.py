@@ -1,4 +1,4 @@
-"""Control groups, as containers, Slurm and systemd make them: the limits of memory that hold for this process."""
+"""The memory that this process may take of its device, within the control groups of containers, Slurm and systemd."""
 
 import contextlib
 import os
@@ -127,7 +127,7 @@ class Capacity:
 
 
 def capacity(device: torch.device) -> Capacity:
-    """Of a CUDA device, or this process's share of the host.
+    """The memory of a CUDA device, or this process's share of the host.
 
     Raises:
         MemOptError: `LOCAL_WORLD_SIZE` is no number of processes.
@@ -152,7 +152,7 @@ def host_available() -> int:
 
 
 def capacity_of(total: int) -> Capacity:
-    """Of a device that is not here and runs nothing else.
+    """The memory of a device that is not here and runs nothing else.
 
     Args:
         total: its memory, bytes.

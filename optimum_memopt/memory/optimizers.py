@@ -27,7 +27,7 @@ _States = Callable[[torch.Tensor], list[int]]
 
 @dataclass(frozen=True)
 class _Kind:
-    """What an optimizer holds for its parameters.
+    """The memory of an optimizer for its parameters.
 
     Attributes:
         states: bytes of each state of a parameter.
@@ -97,7 +97,7 @@ def smaller_optimizers(is_on_cuda: bool) -> list[str]:
 
 
 def is_known(name: str) -> bool:
-    """Whether `check` lets a name pass."""
+    """True for a name that `check` lets pass."""
     return name in _KINDS
 
 
@@ -183,5 +183,5 @@ Optimizer = torch.optim.Optimizer | PlannedOptimizer
 
 
 def embeddings_of(model: torch.nn.Module) -> frozenset[int]:
-    """See `PlannedOptimizer.embeddings`."""
+    """The parameters of a model's embeddings."""
     return frozenset(id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding))

@@ -185,7 +185,7 @@ class _CudaGauge(_Gauge):
 
 
 def can_reset_resident_peak() -> bool:
-    """Whether this system resets VmHWM on request; tried out, since some sandboxes accept the write and ignore it."""
+    """True where this system resets VmHWM on request; tried, since some sandboxes accept the write and ignore it."""
     try:
         with mmap.mmap(-1, _PROBE_BYTES) as pages:
             for offset in range(0, _PROBE_BYTES, mmap.PAGESIZE):
@@ -246,7 +246,7 @@ class PeakMonitor:
         return reading
 
     def read(self) -> CpuMemory | CudaMemory:
-        """What is held now, and the peaks since `start_phase()`, in MiB."""
+        """Memory that is held now, and the peaks since `start_phase()`, in MiB."""
         return merged(self._phase, self._gauge.read())
 
     @property
@@ -267,7 +267,7 @@ class PeakMonitor:
 
 
 def held_bytes(device: torch.device) -> int:
-    """What this process holds now: on CUDA allocated by torch, else resident."""
+    """Bytes that this process holds now: on CUDA allocated by torch, else resident."""
     held = PeakMonitor(device).read()
     return round((held.allocated if isinstance(held, CudaMemory) else held.resident) * MIB)
 

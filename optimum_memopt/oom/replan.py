@@ -1,7 +1,6 @@
 """Runs a step that ran out of memory again, under a plan that fits, as if it had not run before."""
 
 import copy
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +25,7 @@ _ROOM = 0.03
 
 @dataclass(frozen=True)
 class StepState:
-    """What a forward and backward change: random generators, buffers, gradients.
+    """The state that a forward and backward change: random generators, buffers, gradients.
 
     Attributes:
         forward: generators and buffers.
@@ -206,8 +205,10 @@ def _steps_in_backward(parameters: Iterable[torch.Tensor]) -> bool:
 _MOST_BUFFERS = 64 * 2**20
 
 
-def falling_back(trainer: Trainer, engine: Engine) -> Callable[..., torch.Tensor]:
-    """The Trainer's `training_step`, which goes on without a plan where the first one's backward cannot run.
+def falling_back(
+    trainer: Trainer, engine: Engine, training_step: Callable[..., torch.Tensor]
+) -> Callable[..., torch.Tensor]:
+    """`training_step` that goes on without a plan where the first one's backward cannot run.
 
     The model's forward is the engine's: what fails there never gets here. With several processes the error is left
     alone, since DDP's other ranks wait in the backward's all-reduce.
@@ -215,10 +216,9 @@ def falling_back(trainer: Trainer, engine: Engine) -> Callable[..., torch.Tensor
     Args:
         trainer: whose model it trains.
         engine: that trains it.
+        training_step: the Trainer's.
     """
-    training_step = trainer.training_step
 
-    @functools.wraps(training_step)
     def step(model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         is_first = engine.plans() is None and trainer.args.world_size == 1
         if not is_first or sum(buffer.nbytes for buffer in model_of(trainer).buffers()) > _MOST_BUFFERS:

@@ -53,7 +53,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
-class LayerPlan:
+class LayerEntry:
     """What layers that are alike do; operators as paths from the layer, `output.dense/addmm`.
 
     Attributes:
@@ -103,7 +103,7 @@ class GraphSignature:
 
 
 @dataclass(frozen=True)
-class GraphPlan:
+class GraphEntry:
     """What one compiled graph does.
 
     Attributes:
@@ -114,7 +114,7 @@ class GraphPlan:
 
     signature: GraphSignature
     by_torch: bool
-    layers: tuple[LayerPlan, ...] = ()
+    layers: tuple[LayerEntry, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class PlanFile:
     why: str
     loss: str
     solved_for: Mapping[str, Any]
-    graphs: tuple[GraphPlan, ...]
+    graphs: tuple[GraphEntry, ...]
 
     @classmethod
     def load(cls, path: Path) -> "PlanFile":
@@ -188,9 +188,9 @@ def _parameters(found: Sequence[int] | None) -> str:
     return f"{found[0]} of {found[1]:,} numbers" if found else "none"
 
 
-def _graph(found: Any) -> GraphPlan:
+def _graph(found: Any) -> GraphEntry:
     signature = _dict(_dict(found)["signature"])
-    return GraphPlan(
+    return GraphEntry(
         GraphSignature(
             {dtype: _parameter_counts(counts) for dtype, counts in _dict(signature["parameters"]).items()},
             {name: _count(count) for name, count in _dict(signature["operators"]).items()},
@@ -198,7 +198,7 @@ def _graph(found: Any) -> GraphPlan:
         ),
         _truth(found["by_torch"]),
         tuple(
-            LayerPlan(**{name: tuple(map(_text, _list(layer[name]))) for name in LayerPlan.__dataclass_fields__})
+            LayerEntry(**{name: tuple(map(_text, _list(layer[name]))) for name in LayerEntry.__dataclass_fields__})
             for layer in map(_dict, _list(found["layers"]))
         ),
     )

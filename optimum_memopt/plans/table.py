@@ -17,7 +17,7 @@ _LIKE_DECODER_INPUT_IDS = ("decoder_input_ids", "decoder_attention_mask", "decod
 
 
 @dataclass(frozen=True)
-class Plan:
+class PlanRow:
     """One row of the table.
 
     Attributes:
@@ -66,12 +66,12 @@ class PlanTable:
     """
 
     engine: str
-    plans: tuple[Plan, ...]
+    plans: tuple[PlanRow, ...]
     symbols: Mapping[str, int] = field(default_factory=dict)
     header: tuple[str, ...] = ()
 
     @property
-    def enabled(self) -> tuple[Plan, ...]:
+    def enabled(self) -> tuple[PlanRow, ...]:
         return tuple(plan for plan in self.plans if plan.is_on)
 
     @property
@@ -145,7 +145,7 @@ class PlanTable:
         data = json.loads(text)
         return cls(
             engine=data["engine"],
-            plans=tuple(Plan(**plan) for plan in data["plans"]),
+            plans=tuple(PlanRow(**plan) for plan in data["plans"]),
             symbols=data["symbols"],
             header=tuple(data["header"]),
         )
@@ -155,7 +155,7 @@ def _bytes(count: int | None, otherwise: str) -> str:
     return otherwise if count is None else f"{count:,}"
 
 
-def sorted_plans(plans: Iterable[Plan]) -> tuple[Plan, ...]:
+def sorted_plans(plans: Iterable[PlanRow]) -> tuple[PlanRow, ...]:
     """Largest saving first, unknown savings last, ties by config."""
     return tuple(sorted(plans, key=lambda plan: (plan.saving_bytes is None, -(plan.saving_bytes or 0), plan.config)))
 

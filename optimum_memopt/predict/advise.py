@@ -12,7 +12,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from optimum_memopt.engines.api.predictions import PredictedStep, StepPlan, StepPredictor
+from optimum_memopt.engines.api.predictions import PredictedStep, StepPredictor, Technique
 from optimum_memopt.errors import DoesNotFitError
 from optimum_memopt.sizes import gib_text
 
@@ -92,7 +92,7 @@ class Row:
         samples_with_largest: samples a second with that.
     """
 
-    plan: StepPlan
+    plan: Technique
     rows: int
     accumulation: int
     step: PredictedStep
@@ -106,7 +106,7 @@ class Row:
 
     @property
     def bound(self) -> tuple[str, float]:
-        """What most of the step's time is bound by, and its share."""
+        """The bound of most of the step's time, and its share."""
         seconds = self.step.by_bound(self.accumulation)
         most = max(seconds, key=lambda bound: seconds[bound])
         return most, seconds[most] / sum(seconds.values())
@@ -119,7 +119,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Advice:
-    """Of one model.
+    """The plans of one model at their best micro-batches.
 
     Attributes:
         rows: each plan that fits at its best micro-batch.
@@ -129,13 +129,13 @@ class Advice:
     """
 
     rows: tuple[Row, ...]
-    too_large: tuple[tuple[StepPlan, int], ...]
+    too_large: tuple[tuple[Technique, int], ...]
     recommended: Row
     best: float
 
     @property
     def pays(self) -> str:
-        """Whether larger micro-batches than the recommended one pay, in a sentence; empty where none fits."""
+        """Says that larger micro-batches than the recommended one do not pay; empty where none fits."""
         found = self.recommended
         if found.largest <= found.rows:
             return ""
@@ -185,7 +185,7 @@ class _Search:
         rows: see `advise`.
     """
 
-    def __init__(self, predictor: StepPredictor, plan: StepPlan, rows: int | None) -> None:
+    def __init__(self, predictor: StepPredictor, plan: Technique, rows: int | None) -> None:
         self._predictor, self.plan, self._all_rows = predictor, plan, rows
         self.sizes = fitting(lambda size, accumulates: predictor.fits(plan, size, accumulates), rows)
         self._steps: Callable[[int], PredictedStep] = lru_cache(maxsize=None)(self._step)
@@ -201,7 +201,7 @@ class _Search:
         return self.sizes[index] * accumulation / self._steps(index).total(accumulation)
 
     def row(self, least: float | None = None) -> Row:
-        """The smallest one with so many samples a second; None: as good as this plan's best."""
+        """The smallest one with `least` samples a second; None: as good as this plan's best."""
         best = self.best
         least = (1 - AS_GOOD) * self.speed(best) if least is None else least
         index, last = smallest_as_good(best, self.speed, least), len(self.sizes) - 1
@@ -225,7 +225,7 @@ def fitting(fits: Callable[[int, bool], bool], rows: int | None) -> Sequence[int
     """The micro-batches that fit, the smallest first.
 
     Args:
-        fits: whether a micro-batch of so many rows does, with and without gradients of others beside it.
+        fits: tells whether a micro-batch of n rows does, with and without gradients of others beside it.
         rows: see `advise`.
     """
     sizes = micro_batches(rows)
@@ -238,7 +238,7 @@ def fitting(fits: Callable[[int, bool], bool], rows: int | None) -> Sequence[int
 
 
 def flags(row: Row) -> tuple[str, ...]:
-    """What asks for a plan and its micro-batch."""
+    """The flags of a plan and its micro-batch."""
     return (
         f"--per_device_train_batch_size {row.rows}",
         f"--gradient_accumulation_steps {row.accumulation}",

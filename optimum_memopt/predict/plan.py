@@ -1,23 +1,32 @@
 """`plan`: the memory of a training step from Python, before anything is loaded, allocated or run."""
 
+import html
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from os import PathLike, fspath
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
+from tabulate import tabulate
 
 from optimum_memopt.engines.api import predictions
+from optimum_memopt.engines.api.predictions import OPTIMIZER, SAVED, TEMPORARY, CurvePoint
+from optimum_memopt.engines.api.run import Selection, StepSpec
 from optimum_memopt.engines.shared.registry import engine_names, factory
 from optimum_memopt.errors import MemOptError, excerpt
 from optimum_memopt.memory import optimizers
+from optimum_memopt.memory.peak_monitor import MIB
 from optimum_memopt.option_values import Numbers, checked
 from optimum_memopt.options import MemOptOptions, resolve
-from optimum_memopt.predict.estimate import Estimate
+from optimum_memopt.plans.plan_file import PlanFile
+from optimum_memopt.plans.table import PlanTable
 from optimum_memopt.predict.workload import TASKS, ModuleWorkload, Workload
+from optimum_memopt.sizes import AUTO, LARGEST, Budget, gib_text, parse_budget
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
 
 # Ends of the names of transformers' classes.
 _HEADS = {
@@ -52,7 +61,7 @@ def plan(
     gradient_accumulation_steps: int = 1,
     trainable: str | Sequence[str] = (),
     compiler: str | None = None,
-) -> Estimate:
+) -> "Estimate":
     """Predict the memory of a training step. Nothing is run or allocated, and the model stays as it is.
 
     Args:
@@ -98,14 +107,9 @@ def plan(
         memory_opt_compiler=compiler,
     )
     options.check()
-    how = {
-        "device": device,
-        "compiler": compiler,
-        "autocast": "bfloat16" if bf16 else "float16" if fp16 else "",
-        "optim": optim,
-        "gradient_accumulation_steps": steps,
-    }
-    return Estimate(engine, workload, resolve(options).selection, how)
+    device = None if device is None else fspath(device)
+    spec = StepSpec(device, compiler, "bfloat16" if bf16 else "float16" if fp16 else "", optim, steps)
+    return Estimate(engine, workload, resolve(options).selection, spec)
 
 
 def _patterns(trainable: object) -> tuple[str, ...]:
@@ -176,3 +180,130 @@ def _task_of(classes: Sequence[str]) -> str:
                 return task
     named = f"{', '.join(classes)} does not tell it" if classes else "the config names no class that tells it"
     raise MemOptError(f"task: {named}; give one of {', '.join(TASKS)}")
+
+
+# Short names of categories.
+_NAMES = {OPTIMIZER: "optimizer", SAVED: "activations", TEMPORARY: "temporaries"}
+_BYTES = Numbers(0, LARGEST, "sizes as 24GiB, shares as 90%, auto, and whole numbers of bytes")
+
+
+@dataclass(frozen=True, repr=False)
+class Estimate:
+    """The predicted memory of a training step that was not run; `plan` makes it.
+
+    Bytes are what tensors ask for; where the device's allocator is known (CUDA), those of the blocks that they get. On
+    the CPU the process itself is among them.
+    """
+
+    _engine: str
+    _workload: predictions.Workload
+    _selection: Selection
+    _spec: StepSpec
+    _found: predictions.Estimate = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_found", self._ask(self._selection))
+
+    @property
+    def table(self) -> PlanTable:
+        """The plan table, with the prediction in its header."""
+        return self._found.table
+
+    @property
+    def peak(self) -> int:
+        """The most that the step holds, in bytes: what a budget bounds."""
+        return max(self._requested, self._found.allocated or 0)
+
+    @property
+    def reserved(self) -> int | None:
+        """Bytes that torch's allocator takes of a CUDA device; None elsewhere."""
+        return self._found.reserved
+
+    @property
+    def breakdown(self) -> dict[str, int]:
+        """Bytes at the peak by what they are for; they add up to `peak`."""
+        timeline = self._found.timeline
+        assert timeline is not None
+        held = {_NAMES.get(category, category): sizes[timeline.peak_at] for category, sizes in timeline.held.items()}
+        return {**held, "allocator": self.peak - self._requested}
+
+    @cached_property
+    def curve(self) -> tuple[CurvePoint, ...]:
+        """Plans of budgets, from the smallest possible to no plan; traces the model once more at the first call."""
+        return tuple(self._ask(Selection(), with_curve=True).curve)
+
+    @property
+    def plan(self) -> PlanFile | None:
+        """The plan, activation by activation."""
+        return self._found.plan
+
+    def fits(self, budget: str | int = AUTO) -> bool:
+        """True where the peak is within a budget.
+
+        Args:
+            budget: `24GiB`, `90%` of the device, bytes; `auto`: what is free on the device, less what the allocator
+                wastes.
+
+        Raises:
+            MemOptError: it is none of these.
+        """
+        memory = self._found.capacity
+        assert memory is not None
+        return self.peak <= _budget(budget).on_device(memory.total, memory.available)
+
+    def largest_batch(self, budget: str | int | None = None) -> int:
+        """The most rows of a batch with which the peak is within a budget, predicted and not tried.
+
+        Under the plan of this estimate's kind: none, its config, level or plan file; for an estimate with a budget
+        any that fits. Traces the model once or twice more.
+
+        Args:
+            budget: as in `fits`; None: this estimate's own, else `auto`.
+
+        Returns:
+            0 where one row is too many.
+
+        Raises:
+            MemOptError: the budget is none, or the rows are no size of the graph that can be changed.
+        """
+        wanted = _budget(budget) if budget is not None else self._selection.budget or Budget(AUTO)
+        return factory(self._engine).largest_batch(self._workload, self._selection, self._spec, wanted)
+
+    def save(self, path: Path | str) -> None:
+        """Write the plan for `--memory_opt_plan`.
+
+        Raises:
+            MemOptError: the file cannot be written.
+        """
+        assert self._found.plan is not None
+        self._found.plan.save(path)
+
+    def __str__(self) -> str:
+        return self._found.to_text()
+
+    def __repr__(self) -> str:
+        return f"Estimate(peak={gib_text(self.peak)}, {self.table.header[0]})"
+
+    def _repr_html_(self) -> str:
+        """Peak, what holds it, and the table, in a notebook."""
+        rows = [(name, gib_text(size)) for name, size in self.breakdown.items() if size]
+        grid = tabulate([*rows, ("peak", gib_text(self.peak))], tablefmt="html", disable_numparse=True)
+        title = html.escape(f"Predicted peak of a step: {gib_text(self.peak)}")
+        return f"<div><p><b>{title}</b></p>{grid}{self.table._repr_html_()}</div>"
+
+    @property
+    def _requested(self) -> int:
+        return round(self._found.peak_mib * MIB)
+
+    def _ask(self, selection: Selection, with_curve: bool = False) -> predictions.Estimate:
+        return factory(self._engine).estimate(self._workload, selection, self._spec, with_curve=with_curve)
+
+
+def _budget(budget: str | int) -> Budget:
+    budget = checked("budget", budget, Annotated[str | int, _BYTES])
+    if isinstance(budget, int):
+        return Budget(f"{budget} bytes", budget)
+    try:
+        return parse_budget(budget)
+    except MemOptError as error:
+        raise MemOptError(str(error).replace("--memory_opt_budget", "budget")) from error

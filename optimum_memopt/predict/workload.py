@@ -1,4 +1,4 @@
-"""Which parameters of a model train, by patterns of their names."""
+"""Workloads: a model by its config or as a module, with a batch, and the parameters of it that train."""
 
 import bisect
 import contextlib
@@ -53,7 +53,7 @@ def freeze_others(model: "torch.nn.Module", patterns: Sequence[str]) -> None:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether a pattern is that of a parameter.
+    """True where a pattern is that of a parameter.
 
     Args:
         pattern: as PEFT's `target_modules`, one or more parts of the name next to each other, as `query` or
@@ -127,8 +127,13 @@ class Workload:
         return f"--model {path_excerpt(self.model) if isinstance(self.model, str) else type(self.model).__name__}"
 
     @property
-    def way_out(self) -> str:
-        """What to do about a model that cannot be traced."""
+    def tokens(self) -> int:
+        """Tokens of a row; 0 for images."""
+        return 0 if self.task == "image-classification" else self.seq_len
+
+    @property
+    def suggestion(self) -> str:
+        """A way to get figures of a model that cannot be traced."""
         return "; --measure runs it"
 
     def check(self) -> None:
@@ -341,7 +346,12 @@ class ModuleWorkload:
         return cls(module, _resized(keywords, first.shape[0], rows), rows, trainable)
 
     @property
-    def way_out(self) -> str:
+    def tokens(self) -> int:
+        """As many as the inputs have."""
+        return 0
+
+    @property
+    def suggestion(self) -> str:
         """Nothing can be done."""
         return ""
 

@@ -167,7 +167,7 @@ def unit_of(size: float) -> tuple[str, int]:
 
 
 def shown_categories(timeline: StepTimeline) -> tuple[str, ...]:
-    """What a picture of the step shows, from the bottom up: not the process, where it would hide the rest."""
+    """Categories in a picture of the step, from the bottom up: not the process, where it would hide the rest."""
     peak = timeline.peak
     hidden = {OTHER} if max(timeline.held[OTHER]) > peak / 2 else set()
     return tuple(name for name in CATEGORIES if name not in hidden and any(timeline.held[name]))
@@ -220,7 +220,7 @@ class _Places:
         self.edges = [*(self(begin) for begin, _ in found), 1 - _OPTIMIZER, 1.0]
 
     def __call__(self, index: float) -> float:
-        """Of the beginning of an operator."""
+        """The place of the beginning of an operator."""
         return (1 - _OPTIMIZER) * index / max(1, self._last)
 
 

@@ -1,4 +1,4 @@
-"""Keeps the numbers of a run that other callbacks report, for the page about it."""
+"""The numbers of a run or of a prediction, for the page about it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -67,9 +67,7 @@ class CollectingCallback(TrainerCallback):
         self.densities: dict[str, list[tuple[int, float]]] = {}
         self._first_step = 0
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.phases, self.densities, self._first_step = None, {}, state.global_step + 1
 
     def on_memopt_log(
@@ -80,7 +78,6 @@ class CollectingCallback(TrainerCallback):
         logs: Mapping[str, float],
         **kwargs: Any,
     ) -> None:
-        """See `callbacks.trackers`."""
         values = {name.removeprefix(METRIC_PREFIX): value for name, value in logs.items()}
         step = state.global_step
         if phases := _phases(values):
@@ -113,7 +110,7 @@ _MIB = 2**20
 
 @dataclass(frozen=True)
 class ReportData:
-    """What is known of a training step; sizes are bytes.
+    """A training step as the page shows it; sizes are bytes.
 
     Attributes:
         title: what trained, or would.
@@ -218,6 +215,6 @@ def _precision(args: Any) -> str:
 
 
 def failure_text(failure: BaseException) -> str:
-    """What has ended a run, in a line."""
+    """The error that has ended a run, in a line."""
     reason = next(iter(str(failure).splitlines()), "")
     return f"{type(failure).__name__}: {reason}" if reason else type(failure).__name__

@@ -1,10 +1,10 @@
-"""The page in a paragraph. Pure."""
+"""The page about a training step, and the report that writes it when a run is over."""
 
 import html
 import os
 import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,12 @@ from optimum_memopt.option_values import check_drawing
 from optimum_memopt.plans.table import PlanTable
 from optimum_memopt.report import charts
 from optimum_memopt.report.data import CollectingCallback, ReportData, of_training, sizes_text
+from optimum_memopt.report.snapshot import measured_snapshot, predicted_snapshot
 from optimum_memopt.sizes import gib_text
 
 
 def paragraph(data: ReportData) -> str:
-    """What the page says, in a few sentences."""
+    """The page in a few sentences."""
     return " ".join(
         (
             *_outcome(data),
@@ -108,18 +109,22 @@ class Page:
 
     Attributes:
         html: all of it.
+        snapshots: pickles of the step for PyTorch's memory viewer, by name: `predicted`, `measured`.
     """
 
     html: str
+    snapshots: Mapping[str, bytes] = field(default_factory=dict, repr=False)
 
     def save(self, path: os.PathLike | str) -> None:
-        """Write it.
+        """Write it, and beside `page.html` the snapshots as `page.predicted.pickle` and `page.measured.pickle`.
 
         Raises:
-            MemOptError: the file cannot be written.
+            MemOptError: a file cannot be written.
         """
         try:
             Path(path).write_text(self.html, encoding="utf-8")
+            for name, snapshot in self.snapshots.items():
+                Path(path).with_suffix(f".{name}.pickle").write_bytes(snapshot)
         # TypeError: no path.
         except (OSError, ValueError, TypeError) as error:
             reason = getattr(error, "strerror", None) or error
@@ -145,7 +150,19 @@ def render(data: ReportData) -> Page:
     environment.filters["size"] = gib_text
     template = environment.from_string(source)
     pictures = {name: jinja2.filters.Markup(text) for name, text in _pictures(data).items()}
-    return Page(template.render(data=data, text=paragraph(data), pictures=pictures, **_values(data)))
+    snapshots = _snapshots(data)
+    values = {"text": paragraph(data), "pictures": pictures, "snapshots": tuple(snapshots), **_values(data)}
+    return Page(template.render(data=data, **values), snapshots)
+
+
+def _snapshots(data: ReportData) -> dict[str, bytes]:
+    """The step as snapshots, by name."""
+    found = {}
+    if data.timeline is not None:
+        found["predicted"] = predicted_snapshot(data.timeline)
+    if data.measured is not None:
+        found["measured"] = measured_snapshot(data.measured)
+    return found
 
 
 def _pictures(data: ReportData) -> dict[str, str]:
@@ -177,7 +194,7 @@ def _values(data: ReportData) -> dict[str, Any]:
 
 
 def _sizes(data: ReportData) -> Mapping[str, int]:
-    """Of the batch; a timeline of fixed sizes has no names for them."""
+    """Sizes of the batch; a timeline of fixed sizes has no names for them."""
     if data.timeline is not None and data.timeline.sizes:
         return data.timeline.sizes
     return data.table.symbols if data.table is not None else {}
@@ -191,7 +208,7 @@ def _room(data: ReportData) -> int:
 
 
 def at_peak(timeline: StepTimeline) -> list[Mapping[str, Any]]:
-    """What is held at the peak, largest first; the last row sums up what is small."""
+    """Groups of tensors at the peak, largest first; the last row sums up what is small."""
     groups = [group for group in timeline.alive if group.bytes >= _SMALLEST_SHARE * timeline.peak][:_MOST_GROUPS]
     found: list[Mapping[str, Any]] = [
         {
@@ -223,7 +240,7 @@ def rows(table: PlanTable) -> list[Mapping[str, Any]]:
 
 
 def phases(data: ReportData) -> list[Mapping[str, Any]]:
-    """What is held at the borders of the step's phases and the peaks between them, in bytes."""
+    """Bytes at the borders of the step's phases and the peaks between them."""
     predicted = {phase.name: phase for phase in data.timeline.phases} if data.timeline is not None else {}
     seen = {phase.name: phase for phase in data.measured.phases} if data.measured is not None else {}
     return [

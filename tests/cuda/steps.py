@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from gpu_steps import MODELS, Shape, batch_of, forward
+from gpu.steps import MODELS, Shape, batch_of, forward
 
 import optimum_memopt
 
@@ -13,7 +13,7 @@ _DROPOUT = 0.1
 
 
 def model_of(name: str) -> torch.nn.Module:
-    """Two layers of a model of gpu_steps.py, on the CPU."""
+    """Two layers of a model of gpu/steps.py, on the CPU."""
     return MODELS[name](_LAYERS, _DROPOUT)
 
 

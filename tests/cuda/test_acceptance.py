@@ -1,4 +1,4 @@
-"""benchmarks/gpu_acceptance.py from beginning to end. On the stand-in its figures mean nothing: a check may fail by
+"""benchmarks/gpu/acceptance.py from beginning to end. On the stand-in its figures mean nothing: a check may fail by
 its figure, and none may crash."""
 
 import json
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-PROGRAM = Path(__file__).parents[2] / "benchmarks/gpu_acceptance.py"
+PROGRAM = Path(__file__).parents[2] / "benchmarks/gpu/acceptance.py"
 # One check of each kind.
 FEW = {
     "right": "versions|marks|cuDNN|dropout by|^gradients, roberta, aot|GradScaler|buffers.*llama, fp32|ion of deb",
@@ -31,13 +31,13 @@ def check(part: str, only: str, out: Path, **environ: str) -> None:
     status, printed = run(part, only, out, "--seconds", "3000", **environ)
     found = json.loads((out / f"{part}.json").read_text())["outcomes"]
     assert [one for one in found if one["crashed"] or one["status"] == "SKIP"] == [], printed
-    sys.path.insert(0, str(PROGRAM.parent))
+    sys.path.insert(0, str(PROGRAM.parents[1]))
     try:
-        from gpu_acceptance import checks_of
+        from gpu.acceptance import checks_of
 
         wanted = {check.name for check in checks_of(part) if re.search(only, check.name)}
     finally:
-        sys.path.remove(str(PROGRAM.parent))
+        sys.path.remove(str(PROGRAM.parents[1]))
     assert {one["check"] for one in found} == wanted
     assert status == int(any(one["status"] == "FAIL" for one in found)), printed
     assert (out / f"{part}.md").read_text().count("\n| ") > len(wanted)
@@ -49,7 +49,7 @@ def test_checks_of_each_kind_run_to_their_ends(part, tmp_path):
     check(part, FEW[part], tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("part", FEW)
 def test_every_check_runs_to_its_end(part, tmp_path):

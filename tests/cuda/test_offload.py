@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import sympy
 import torch
-from gpu_steps import forward
+from gpu.steps import forward
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimum_memopt.engines.compile.memory.inductor_programs import InductorProgram, _sized

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from gpu_steps import MODELS, forward
+from gpu.steps import MODELS, forward
 
-from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.api.run import Selection, StepSpec
 from optimum_memopt.engines.compile.predict.estimate import Estimate, estimate
 from optimum_memopt.predict.workload import Workload
 from tests.cuda.steps import model_of, training
@@ -16,7 +16,7 @@ is_h100 = pytest.mark.skipif("H100" not in torch.cuda.get_device_name(), reason=
 def planned(folder: str, name: str, dtype: str) -> Estimate:
     task = "text-generation" if name == "llama" else "fill-mask"
     workload = Workload(folder, task, batch_size=8, seq_len=256)
-    return estimate(workload, Selection(), device="h100", compiler="aot_eager", autocast=AUTOCAST[dtype])
+    return estimate(workload, Selection(), StepSpec("h100", "aot_eager", AUTOCAST[dtype]))
 
 
 @is_h100

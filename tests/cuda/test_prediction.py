@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from gpu_steps import DTYPES, MODELS
+from gpu.steps import DTYPES, MODELS
 
 from optimum_memopt.memory.peak_monitor import MIB
 from tests.cuda.steps import Held, Training, training

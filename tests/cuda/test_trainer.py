@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 
 import pytest
-from gpu_steps import TINY, batch_of, build
+from gpu.steps import TINY, batch_of, build
 from transformers import TrainerCallback
 
 from optimum_memopt import MemOptTrainer, MemOptTrainingArguments

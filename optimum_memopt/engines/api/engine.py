@@ -65,11 +65,11 @@ class Engine(Protocol):
         """The table of the current training graph, None before the first training forward."""
 
     def plan_file(self) -> PlanFile | None:
-        """What is done to each activation, to be applied again; None before the first training forward, and where the
-        engine has no plan files."""
+        """The plan activation by activation, to be applied again; None before the first training forward, and where
+        the engine has no plan files."""
 
     def predicted_peak_mib(self, optimizer: torch.optim.Optimizer | None, gradient_accumulation: bool) -> float | None:
-        """What the largest step of the run so far should have held, MiB; None where the engine does not predict.
+        """The predicted peak of the largest step of the run so far, MiB; None where the engine does not predict.
 
         Args:
             optimizer: the run's, None before there is one.
@@ -77,11 +77,11 @@ class Engine(Protocol):
         """
 
     def timeline(self, optimizer: torch.optim.Optimizer | None, gradient_accumulation: bool) -> StepTimeline | None:
-        """What the largest step of the run so far should have held, operator by operator; arguments and None as in
+        """The largest step of the run so far as predicted, operator by operator; arguments and None as in
         `predicted_peak_mib`."""
 
     def frontier(self) -> Frontier | None:
-        """What budgets cost, and the one that trains; None where nobody has solved for them."""
+        """Extra time of budgets, and the one that trains; None where nobody has solved for them."""
 
     def insight(self) -> str:
         """The engine's own per-node text for `--memory_opt_log_level devinfo`, empty when there is none."""

@@ -1,28 +1,22 @@
-"""Why memory ran out in a training step: what was held, when, and what would have fit. Pure."""
+"""A training step that ran out of memory, and why it did. Pure."""
 
 import inspect
-import json
 import linecache
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from optimum_memopt.engines.api.engine import Run
-from optimum_memopt.sizes import gib_text
 
 if TYPE_CHECKING:
     from optimum_memopt.engines.api.engine import Engine
 
 
 FORWARD, BACKWARD, OPTIMIZER_STEP = "forward", "backward", "optimizer's step"
-NAME = "memory_report"
-# Rows of saved activations and temporaries on the screen; the files have all.
-_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -97,146 +91,6 @@ class WayOut:
     what: str
 
 
-@dataclass(frozen=True)
-class MemoryReport:
-    """A training step that ran out of memory.
-
-    Attributes:
-        error: its first line.
-        step: optimizer steps that were done before.
-        rank: of the process.
-        model: its class.
-        device: type of its device, as `cuda`.
-        engine: what trained it, and under which plan.
-        rows: of the micro-batch that failed.
-        accumulation: micro-batches of an optimizer step.
-        sizes: of that micro-batch, by input: `input_ids` to `64 x 128`.
-        held: bytes when the allocation failed: on CUDA allocated, on a CPU resident.
-        requested: bytes of that allocation; None: the error does not say.
-        moment: where in the step.
-        parts: what was held, in the order of the categories.
-        ways_out: what would have fit, the recommended one first.
-        remarks: what is not exact or not known, a line each.
-    """
-
-    error: str
-    step: int
-    rank: int
-    model: str
-    device: str
-    engine: str
-    rows: int
-    accumulation: int
-    sizes: Mapping[str, str]
-    held: int
-    requested: int | None
-    moment: Moment
-    parts: tuple[Part, ...]
-    ways_out: tuple[WayOut, ...] = ()
-    remarks: tuple[str, ...] = ()
-
-    @property
-    def accounted(self) -> float:
-        """The share of `held` that the parts add up to."""
-        return sum(part.bytes for part in self.parts) / self.held if self.held else 0.0
-
-    def to_text(self) -> str:
-        """One screen."""
-        lines = [
-            *self._heading,
-            "",
-            "held at that moment",
-            *(_row(part.category, part.bytes, part.bytes / self.held) for part in self.parts if part.bytes),
-            f"  {'accounted for':<60}{self.accounted:>20.1%}",
-        ]
-        for part in self.parts:
-            if shown := _by_row(part.tensors)[:_SHOWN]:
-                lines += ["", f"largest {part.category}"]
-                lines += [_row(f"{row}{layers}", size, size / self.held) for row, layers, size in shown]
-        lines += [
-            "",
-            "what would have fit",
-            *(map(_way_line, self.ways_out) if self.ways_out else ["  nothing found"]),
-        ]
-        return "\n".join([*lines, *(f"note: {remark}" for remark in self.remarks)])
-
-    def to_markdown(self) -> str:
-        """The same as tables, with all rows."""
-        lines = [f"# {self._heading[0]}", "", *(f"{line.strip()}  " for line in self._heading[1:]), ""]
-        lines += ["## Held at that moment", "", "| category | bytes | share |", "|---|---:|---:|"]
-        lines += [
-            f"| {part.category} | {gib_text(part.bytes)} | {part.bytes / self.held:.1%} |" for part in self.parts
-        ]
-        lines += [f"| accounted for | | {self.accounted:.1%} |", ""]
-        for part in self.parts:
-            if part.tensors:
-                lines += [f"## {part.category.capitalize()}", "", "| row | layer | bytes |", "|---|---|---:|"]
-                lines += [f"| {each.row} | {each.layer} | {gib_text(each.bytes)} |" for each in part.tensors] + [""]
-        lines += ["## What would have fit", ""]
-        if self.ways_out:
-            lines += ["| flags | predicted peak | time | |", "|---|---:|---:|---|"]
-            lines += [f"| `{way.flags}` | {gib_text(way.peak)} | {_time(way)} | {way.what} |" for way in self.ways_out]
-        else:
-            lines += ["Nothing was found."]
-        return "\n".join([*lines, "", *(f"- {remark}" for remark in self.remarks), ""])
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        found = asdict(replace(self, sizes={}))
-        return {**found, "sizes": dict(self.sizes), "accounted": self.accounted}
-
-    def save(self, folder: Path) -> tuple[Path, ...]:
-        """Write `memory_report.json` and `memory_report.md`; of a rank beside the first with its number.
-
-        Raises:
-            OSError: they cannot be written.
-        """
-        folder.mkdir(parents=True, exist_ok=True)
-        name = NAME if self.rank == 0 else f"{NAME}_rank{self.rank}"
-        written = {".json": json.dumps(self.to_dict(), indent=1) + "\n", ".md": self.to_markdown()}
-        for suffix, text in written.items():
-            (folder / f"{name}{suffix}").write_text(text, encoding="utf-8")
-        return tuple(folder / f"{name}{suffix}" for suffix in written)
-
-    @property
-    def _heading(self) -> list[str]:
-        rank = f" on rank {self.rank}" if self.rank else ""
-        more = f", and {gib_text(self.requested)} more did not fit" if self.requested else ""
-        sizes = ", ".join(f"{name} {shape}" for name, shape in self.sizes.items())
-        accumulated = f", {self.accumulation} of them an optimizer step" if self.accumulation > 1 else ""
-        return [
-            f"memory ran out in step {self.step + 1}{rank}: {gib_text(self.held)} held{more}",
-            f"  {self.model} on {self.device}, {self.engine}",
-            f"  micro-batch of {self.rows} rows{accumulated} ({sizes})",
-            f"  {self.moment}",
-        ]
-
-
-def _row(name: str, size: int, share: float) -> str:
-    return f"  {name:<60}{gib_text(size):>12}{share:>8.1%}"
-
-
-def _way_line(way: WayOut) -> str:
-    return f"  {way.flags}\n      predicted peak {gib_text(way.peak)}, time {_time(way)}: {way.what}"
-
-
-def _time(way: WayOut) -> str:
-    return "not known" if way.extra_time is None else f"{way.extra_time:+.1%}"
-
-
-def _by_row(tensors: Sequence[Tensors]) -> list[tuple[str, str, int]]:
-    """Row, in how many layers, bytes; largest first."""
-    rows: dict[str, list[Tensors]] = {}
-    for each in tensors:
-        rows.setdefault(each.row, []).append(each)
-    found = []
-    for row, members in rows.items():
-        layers = {each.layer for each in members if each.layer}
-        where = f" in {len(layers)} layers" if len(layers) > 1 else f" in {next(iter(layers))}" if layers else ""
-        found.append((row, where, sum(each.bytes for each in members)))
-    return sorted(found, key=lambda item: -item[2])
-
-
 # Code that torch.fx has generated: `gelu = torch.ops.aten.gelu.default(addmm);  addmm = None`.
 _GENERATED = "<eval_with_key>"
 _ASSIGNMENT = re.compile(r"\s*(?P<node>\w+)(?:: [^=]*)? = torch\.ops\.\w+\.(?P<operator>\w+)")
@@ -267,7 +121,7 @@ class TensorLike:
 
 @dataclass(frozen=True)
 class ForwardCall:
-    """What a model's training forward was called with; tensors are `TensorLike`.
+    """The arguments of a model's training forward; tensors are `TensorLike`.
 
     Attributes:
         args: of the forward.
@@ -287,7 +141,7 @@ class ForwardCall:
 
 @dataclass(frozen=True)
 class Place:
-    """What a traceback tells of where an allocation failed.
+    """The place where an allocation failed, as its traceback tells it.
 
     Attributes:
         phase: of the step.
@@ -339,7 +193,7 @@ class FailedStep:
 
 @dataclass(frozen=True)
 class Explanation:
-    """See `MemoryReport`."""
+    """Why a step ran out of memory; the attributes are those of `MemoryReport`."""
 
     moment: Moment
     parts: tuple[Part, ...]
@@ -372,7 +226,7 @@ def place_of(traceback: TracebackType | None, model: torch.nn.Module) -> Place:
 
 
 def _self_of(frame: FrameType) -> Any:
-    """What a method was called on."""
+    """The object that a method was called on."""
     if "self" not in frame.f_code.co_varnames:
         return None
     found = frame.f_locals

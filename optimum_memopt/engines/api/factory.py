@@ -1,23 +1,20 @@
-"""What is asked of an engine before it has a model."""
+"""The factory of an engine: questions to one that has no model yet."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import TYPE_CHECKING, Any, Generic
 
 from optimum_memopt.engines.api.explanations import Explanation, FailedStep
-from optimum_memopt.engines.api.predictions import Estimate, StepPredictor, Workload
+from optimum_memopt.engines.api.options import Options
+from optimum_memopt.engines.api.predictions import Estimate, ModelOfRun, StepPredictor, Workload
 from optimum_memopt.sizes import Budget
 
 if TYPE_CHECKING:
-    from transformers import Trainer
-
-    from optimum_memopt.options import MemOptOptions
+    from transformers import Trainer, TrainerCallback
 
 
 from optimum_memopt.engines.api.engine import Engine
-from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.api.run import Selection, StepSpec
 
 
 @dataclass(frozen=True)
@@ -32,7 +29,7 @@ class Ability:
 
 @dataclass(frozen=True)
 class Report:
-    """What an engine finds on this machine.
+    """Versions, abilities and extensions of an engine on this machine.
 
     Attributes:
         installed: versions of what the engine stands on, None for what is not there.
@@ -47,8 +44,21 @@ class Report:
     built: Mapping[str, str] = field(default_factory=dict)
 
 
-class EngineFactory:
-    """What can be asked of an engine that has no model yet. The defaults are those of an engine without needs.
+@dataclass(frozen=True)
+class TrainerParts:
+    """A wrapper and callbacks that an engine needs on a Trainer.
+
+    Attributes:
+        wrap_loss: given `compute_loss`, returns what goes around it; None: nothing does.
+        callbacks: beside those that the Trainer has.
+    """
+
+    wrap_loss: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
+    callbacks: "tuple[TrainerCallback, ...]" = ()
+
+
+class EngineFactory(Generic[Options]):
+    """Makes an engine, and answers for it before it has a model. The defaults are those of an engine without needs.
 
     Attributes:
         predicts: has `estimate`, `explain` and `predict_steps`.
@@ -65,16 +75,14 @@ class EngineFactory:
         """Why this engine cannot work here and how to get it; empty when it can."""
         return ""
 
-    def declines(self, options: "MemOptOptions") -> str:
+    def declines(self, options: Options) -> str:
         """Why `auto` passes this engine over for these options; empty when it does not."""
         return ""
 
-    def check_options(self, options: "MemOptOptions") -> None:
+    def check_options(self, options: Options) -> None:
         """Refuse what cannot work on this machine, before a model or data is loaded. Raises MemOptError."""
 
-    def in_force(
-        self, options: "MemOptOptions", environ: Mapping[str, str]
-    ) -> tuple["MemOptOptions", tuple[str, ...]]:
+    def in_force(self, options: Options, environ: Mapping[str, str]) -> tuple[Options, tuple[str, ...]]:
         """The options as this engine's own environment variables change them, and a line for each variable.
 
         Args:
@@ -86,7 +94,7 @@ class EngineFactory:
         """
         return options, ()
 
-    def create(self, options: "MemOptOptions", selection: Selection) -> Engine:
+    def create(self, options: Options, selection: Selection) -> Engine:
         """An engine, not yet attached; logs nothing.
 
         Args:
@@ -98,35 +106,50 @@ class EngineFactory:
         """
         raise NotImplementedError
 
-    def prepare_trainer(self, trainer: "Trainer", engine: Engine, options: "MemOptOptions") -> None:
-        """Put what this engine's options ask for into a Trainer. Called for all engines, whichever trains.
+    def trainer_parts(self, trainer: "Trainer", engine: Engine, options: Options) -> TrainerParts:
+        """The parts that this engine's options need on a Trainer. Called for all engines, whichever trains.
 
         Args:
-            trainer: before its `train()`.
+            trainer: before its `train()`, and left as it is.
             engine: the one that trains.
             options: as `in_force` returned them.
 
         Raises:
-            MemOptError: the options do not go with this Trainer, which is left as it was.
+            MemOptError: the options do not go with this Trainer.
         """
+        return TrainerParts()
 
     def environment_report(self) -> Report:
-        """What this engine finds on this machine; compiles nothing."""
+        """Versions and abilities on this machine; compiles nothing."""
         return Report({}, ())
 
     def build(self) -> None:
         """Build what this engine can compile for itself ahead of use. Raises MemOptError."""
 
-    def estimate(self, workload: Workload, selection: Selection, **more: Any) -> Estimate:
+    def estimate(
+        self,
+        workload: Workload,
+        selection: Selection,
+        spec: StepSpec,
+        *,
+        symbolic: bool = False,
+        with_curve: bool = False,
+        batch_sizes: Sequence[int] = (),
+    ) -> Estimate:
         """Predict a training step without running it; only where `predicts`.
 
         Args:
             workload: the model and the size of its batch.
             selection: the plans that were asked for.
-            more: of the engine's own estimate, as `device` and `compiler`.
+            spec: how the step runs.
+            symbolic: sizes stay symbols, so that savings are formulas; several times slower.
+            with_curve: predict what budgets cost, too; with a plan selected, the model is traced a second time.
+            batch_sizes: predict a step of each, too, from one trace with the workload's, the largest of them; sizes
+                stay symbols.
 
         Raises:
-            MemOptError: bad sizes or plans, or a model that cannot be traced without data.
+            MemOptError: an unknown device or optimizer, bad sizes or plans, or a model that cannot be traced without
+                data.
         """
         raise NotImplementedError
 
@@ -137,19 +160,25 @@ class EngineFactory:
         """
         raise NotImplementedError
 
-    def predict_steps(self, model: "Workload | torch.nn.Module", **more: Any) -> StepPredictor:
+    def predict_steps(self, workload: Workload | ModelOfRun, options: Options, spec: StepSpec) -> StepPredictor:
         """Predict steps with any micro-batch, of a `Workload` under several plans; only where `predicts`.
 
-        `more` is the engine's own. Raises MemOptError: as `estimate`, and where the graph is for one batch size only.
+        Args:
+            workload: the model; its batch size counts for nothing.
+            options: with a budget.
+            spec: how the steps run; of a run, its compiler, precision and optimizer alone.
+
+        Raises:
+            MemOptError: as `estimate`, and where the graph is for one batch size only.
         """
         raise NotImplementedError
 
-    def largest_batch(self, workload: Workload, selection: Selection, budget: Budget, **more: Any) -> int:
+    def largest_batch(self, workload: Workload, selection: Selection, spec: StepSpec, budget: Budget) -> int:
         """The most rows with which a step is predicted to be within a budget, 0 where one is too many; only where
         `predicts`. The search begins with the workload's; other arguments and errors are those of `estimate`.
         """
         raise NotImplementedError
 
     def version_facts(self) -> dict[str, str]:
-        """What must be the same on all ranks beside the options: versions, environment variables."""
+        """Facts that must be the same on all ranks beside the options: versions, environment variables."""
         return {}

@@ -1,6 +1,6 @@
-"""What a training step holds while each of its operators runs, by category. Pure."""
+"""Predictions of training steps, and the workloads that they are for. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
@@ -122,7 +122,7 @@ class StepTimeline:
 
 
 class Workload(Protocol):
-    """What is trained."""
+    """A model, and a batch of it, that are planned for before they are built."""
 
     @property
     def batch_size(self) -> int:
@@ -132,11 +132,32 @@ class Workload(Protocol):
         """The same with another batch size."""
 
     @property
-    def way_out(self) -> str:
-        """What to do about a model that cannot be traced; empty where nothing can be done."""
+    def tokens(self) -> int:
+        """Tokens of a row; 0: as many as the batch has, if any."""
+
+    @property
+    def suggestion(self) -> str:
+        """A way to get figures of a model that cannot be traced; empty where there is none."""
 
     def build(self) -> "tuple[torch.nn.Module, Mapping[str, Any]]":
         """A model in training mode and the keyword arguments of its forward, on fake tensors. Raises MemOptError."""
+
+
+@dataclass(frozen=True)
+class ModelOfRun:
+    """A model that is about to train, where it is; it is left as it is.
+
+    Attributes:
+        model: on the device that trains it.
+        make_batch: the arguments of its forward in a batch of that many rows.
+        tokens: of the longest row; 0: as many as the batches have.
+        reads_logits: more of the model's outputs is read than its loss.
+    """
+
+    model: "torch.nn.Module"
+    make_batch: "Callable[[int], Mapping[str, Any]]"
+    tokens: int
+    reads_logits: bool
 
 
 @dataclass(frozen=True)
@@ -163,7 +184,7 @@ class CurvePoint:
 
 @dataclass(frozen=True)
 class Frontier:
-    """What budgets cost.
+    """The extra time of budgets.
 
     Attributes:
         points: from the smallest budget to the largest.
@@ -178,7 +199,7 @@ class Frontier:
 
 @dataclass(frozen=True)
 class BatchPoint:
-    """A step with so many rows.
+    """A step of one batch size.
 
     Attributes:
         batch_size: rows.
@@ -198,7 +219,7 @@ class BatchPoint:
 
 
 class Estimate(Protocol):
-    """What a training step is predicted to hold, without running it."""
+    """The predicted memory of a training step that is not run."""
 
     @property
     def table(self) -> PlanTable:
@@ -206,11 +227,11 @@ class Estimate(Protocol):
 
     @property
     def plan(self) -> PlanFile | None:
-        """What is on, activation by activation."""
+        """The plan, activation by activation."""
 
     @property
     def curve(self) -> Sequence[CurvePoint]:
-        """What budgets cost, from the smallest to the largest; empty where nobody asked."""
+        """Plans of budgets, from the smallest to the largest; empty where nobody asked."""
 
     @property
     def batches(self) -> Sequence[BatchPoint]:
@@ -230,7 +251,7 @@ class Estimate(Protocol):
 
     @property
     def peak_mib(self) -> float:
-        """Of a step, what tensors ask for."""
+        """The peak of a step, of the bytes that tensors ask for."""
 
     @property
     def allocated(self) -> int | None:
@@ -257,7 +278,7 @@ COPIES = "copies to the host"
 
 
 @dataclass(frozen=True)
-class StepPlan:
+class Technique:
     """A way to train a model.
 
     Attributes:
@@ -299,11 +320,11 @@ class PredictedStep:
         return sum(self.seconds.values())
 
     def total(self, accumulation: int) -> float:
-        """Seconds of an optimizer step of so many micro-batches."""
+        """Seconds of an optimizer step of several micro-batches."""
         return sum(self.by_bound(accumulation).values())
 
     def by_bound(self, accumulation: int) -> dict[str, float]:
-        """Seconds of an optimizer step of so many micro-batches, by what bounds them."""
+        """Seconds of an optimizer step of several micro-batches, by what bounds them."""
         found = {bound: seconds * accumulation for bound, seconds in self.seconds.items()}
         return {**found, OPTIMIZER_PART: self.optimizer + self.accumulating * (accumulation - 1)}
 
@@ -336,10 +357,10 @@ class StepPredictor(Protocol):
     def tokens(self) -> int: ...
 
     @property
-    def plans(self) -> tuple[StepPlan, ...]: ...
+    def plans(self) -> tuple[Technique, ...]: ...
 
-    def fits(self, plan: StepPlan, rows: int, accumulates: bool) -> bool:
-        """Whether the peak of a step is within the budget.
+    def fits(self, plan: Technique, rows: int, accumulates: bool) -> bool:
+        """True where the peak of a step is within the budget.
 
         Args:
             plan: one of `plans`.
@@ -347,10 +368,10 @@ class StepPredictor(Protocol):
             accumulates: gradients of several micro-batches add up.
         """
 
-    def step(self, plan: StepPlan, rows: int, accumulates: bool) -> PredictedStep:
+    def step(self, plan: Technique, rows: int, accumulates: bool) -> PredictedStep:
         """A step that fits; arguments as in `fits`."""
 
-    def lowest(self, plan: StepPlan, accumulates: bool) -> int:
+    def lowest(self, plan: Technique, accumulates: bool) -> int:
         """The peak with a micro-batch of one row, in bytes."""
 
     def evaluation(self, rows: int) -> int:

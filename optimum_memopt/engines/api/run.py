@@ -1,16 +1,34 @@
-"""What the user asked for, and what a training run holds beside its model."""
+"""The plans that were asked for, the step that they are for, and the run that trains under them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from optimum_memopt.memory.optimizers import Optimizer
+from optimum_memopt.memory.optimizers import DEFAULT, Optimizer
 from optimum_memopt.plans.grammar import PlanConfig
 from optimum_memopt.plans.plan_file import PlanFile
 from optimum_memopt.sizes import Budget
 
-if TYPE_CHECKING:
-    pass
+
+@dataclass(frozen=True)
+class StepSpec:
+    """How a step that is planned runs.
+
+    Attributes:
+        device: whose memory and rates count, as `h100` or a JSON file; None: this machine's.
+        compiler: whose graphs, `inductor` or `aot_eager`; None: the one that would train.
+        autocast: `bfloat16` or `float16`; empty: float32.
+        optim: Trainer's name of the optimizer.
+        gradient_accumulation_steps: micro-batches of a step.
+    """
+
+    device: str | None = None
+    compiler: str | None = None
+    autocast: str = ""
+    optim: str = DEFAULT
+    gradient_accumulation_steps: int = 1
+
+
+THIS_MACHINE = StepSpec()
 
 
 @dataclass(frozen=True)
@@ -34,7 +52,7 @@ class LargestBatch:
 
 @dataclass(frozen=True)
 class Run:
-    """What a training run holds beside a model.
+    """A training run beside its model.
 
     Attributes:
         optimizer: one that is planned where nothing is run; None before there is one.
@@ -49,7 +67,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Selection:
-    """What the user asked for: a config, a level from 1 on, a budget, or a plan file.
+    """The plan that was asked for: a config, a level from 1 on, a budget, or a plan file.
 
     `strict`: ids that do not exist are errors instead of remarks.
     """

@@ -1,38 +1,46 @@
-"""What can be asked of the compile engine before it has a model.
+"""The compile engine before it has a model: whether it can work here, predictions, the environment report.
 
 Its other modules import torch's compilers, of which private names change with each version: they are imported when
 this torch is known to be new enough.
 """
 
-from typing import TYPE_CHECKING, Any
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
 
 from optimum_memopt.engines.api.engine import Engine
 from optimum_memopt.engines.api.explanations import Explanation, FailedStep
-from optimum_memopt.engines.api.factory import Ability, EngineFactory, Report
-from optimum_memopt.engines.api.predictions import Estimate, StepPredictor, Workload
-from optimum_memopt.engines.api.run import Selection
-from optimum_memopt.engines.compile.installed import missing
-from optimum_memopt.engines.compile.loss.mode import mode_of
-from optimum_memopt.engines.compile.options import PLAIN
+from optimum_memopt.engines.api.factory import Ability, EngineFactory, Report, TrainerParts
+from optimum_memopt.engines.api.predictions import Estimate, ModelOfRun, StepPredictor, Workload
+from optimum_memopt.engines.api.run import Selection, StepSpec
+from optimum_memopt.engines.compile.options import PLAIN, CompileOptions
 from optimum_memopt.errors import MemOptError
+from optimum_memopt.installed import installed_version
 from optimum_memopt.sizes import Budget
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
-    from optimum_memopt.options import MemOptOptions
+
+_OLDEST_TORCH = (2, 9)
+_TRITONS = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-windows")
 
 
-class CompileFactory(EngineFactory):
-    """See `EngineFactory`."""
+class CompileFactory(EngineFactory[CompileOptions]):
+    """Makes the compile engine, and predicts steps without one."""
 
     predicts = True
 
     def missing(self) -> str:
         """Why this engine cannot work here and how to get it; empty when it can."""
-        return missing()
+        version = torch.__version__
+        if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST_TORCH:
+            return f"torch {version} is older than {'.'.join(map(str, _OLDEST_TORCH))}; pip install -U torch"
+        return ""
 
-    def create(self, options: "MemOptOptions", selection: Selection) -> Engine:
+    def create(self, options: CompileOptions, selection: Selection) -> Engine:
         """An engine, not yet attached."""
         from optimum_memopt.engines.compile.train.engine import CompileEngine
 
@@ -44,7 +52,7 @@ class CompileFactory(EngineFactory):
             with_frontier=options.memory_opt_report is not None,
         )
 
-    def check_options(self, options: "MemOptOptions") -> None:
+    def check_options(self, options: CompileOptions) -> None:
         """Variants are of a budget's plan, a micro-batch is chosen within a budget, and one flag names the loss."""
         if options.memory_opt_batch is not None and options.memory_opt_budget is None:
             raise MemOptError(
@@ -57,51 +65,117 @@ class CompileFactory(EngineFactory):
                 "within a budget; give one, or leave the flag out"
             )
         plans = Selection(config=options.plan_config, strict=options.memory_opt_strict, plan=options.plan_file)
-        mode_of(plans, options.memory_opt_loss)
+        from optimum_memopt.engines.compile.loss.decide import loss_mode
 
-    def prepare_trainer(self, trainer: "Trainer", engine: Engine, options: "MemOptOptions") -> None:
+        loss_mode(plans, options.memory_opt_loss)
+
+    def trainer_parts(self, trainer: "Trainer", engine: Engine, options: CompileOptions) -> TrainerParts:
         """Label smoothing is computed with the loss, where the Trainer computes its loss as transformers does."""
         if trainer.label_smoother is None or options.memory_opt_loss == PLAIN or engine.name != "compile":
-            return
+            return TrainerParts()
         from transformers import Trainer
 
-        from optimum_memopt.engines.shared.label_smoothing import inside
+        from optimum_memopt.engines.shared.label_smoothing import smoothed_by_engine
 
         is_stock = type(trainer).compute_loss is Trainer.compute_loss and "compute_loss" not in vars(trainer)
         if is_stock and trainer.compute_loss_func is None:
-            trainer.compute_loss = inside(trainer, engine)
+            return TrainerParts(functools.partial(smoothed_by_engine, trainer, engine))
+        return TrainerParts()
 
     def environment_report(self) -> Report:
         """Compilers, devices, kernels, and what is missing."""
-        if why := missing():
+        if why := self.missing():
             return Report({}, (Ability("compile engine", False, why, "pip install -U torch"),))
-        from optimum_memopt.engines.compile.train.environment import report
+        return _report()
 
-        return report()
-
-    def estimate(self, workload: Workload, selection: Selection, **more: Any) -> Estimate:
-        """See `engines.compile.estimate`."""
+    def estimate(
+        self,
+        workload: Workload,
+        selection: Selection,
+        spec: StepSpec,
+        *,
+        symbolic: bool = False,
+        with_curve: bool = False,
+        batch_sizes: Sequence[int] = (),
+    ) -> Estimate:
+        """Predict a training step from a trace on fake tensors."""
         from optimum_memopt.engines.compile.predict.estimate import estimate
 
-        return estimate(workload, selection, **more)
+        return estimate(workload, selection, spec, symbolic=symbolic, with_curve=with_curve, batch_sizes=batch_sizes)
 
     def explain(self, failed: FailedStep) -> Explanation:
-        """See `engines.compile.explain`."""
+        """Trace the failed step on fake tensors, and find its place and what would have fit."""
         from optimum_memopt.engines.compile.predict.explain import explain
 
         return explain(failed)
 
-    def predict_steps(self, model: Any, **more: Any) -> StepPredictor:
-        """See `engines.compile.steps.build`."""
-        import torch
+    def predict_steps(self, workload: Workload | ModelOfRun, options: CompileOptions, spec: StepSpec) -> StepPredictor:
+        """Predict steps with any micro-batch from one trace for each loss."""
+        from optimum_memopt.engines.compile.predict.steps import of_model, of_workload
 
-        from optimum_memopt.engines.compile.predict.build_steps import of_model, of_workload
+        budget = options.budget
+        assert budget is not None
+        if isinstance(workload, ModelOfRun):
+            may_chunk = options.memory_opt_loss != PLAIN and not workload.reads_logits
+            return of_model(workload.model, workload.make_batch, budget, spec, workload.tokens, may_chunk)
+        return of_workload(workload, budget, spec)
 
-        return of_model(model, **more) if isinstance(model, torch.nn.Module) else of_workload(model, **more)
-
-    def largest_batch(self, workload: Workload, selection: Selection, budget: Budget, **more: Any) -> int:
-        """See `engines.compile.largest_batch`."""
+    def largest_batch(self, workload: Workload, selection: Selection, spec: StepSpec, budget: Budget) -> int:
+        """The most rows with which a step is predicted to be within a budget, from one trace or two."""
         from optimum_memopt.engines.compile.predict.largest_batch import largest_batch
         from optimum_memopt.engines.compile.predict.planned_step import PlannedStep
 
-        return largest_batch(PlannedStep(workload, selection, **more), budget)
+        return largest_batch(PlannedStep(workload, selection, spec), budget)
+
+
+def _report() -> Report:
+    """Compilers, devices and kernels of this machine; compiles nothing."""
+    from optimum_memopt.engines.compile.capture.backend import default_compiler, missing_for
+
+    triton = installed_version(_TRITONS)
+    installed = {"triton": triton and triton[1]}
+    devices = ["cpu"]
+    if (accelerator := torch.accelerator.current_accelerator(check_available=True)) is not None:
+        devices.append(accelerator.type)
+    abilities = (
+        Ability("compile engine", True, f"torch {torch.__version__}: plans, levels, offload, predicted peaks"),
+        Ability(
+            "compiler aot_eager", True, "PyTorch's operators one by one, bitwise its gradients; needs no compiler"
+        ),
+        *(_inductor(device, *missing_for(device)) for device in devices),
+        Ability("bf16, fp16 on the compile engine", True, "bf16 on every device, fp16 on a GPU"),
+        _offload(devices),
+        Ability("attention kernels", True, "; ".join(_attention(device) for device in devices)),
+    )
+    compiler, reason = default_compiler(devices[-1])
+    return Report(
+        installed,
+        abilities,
+        f"recommended: --memory_opt_engine compile, for every model that torch can trace; on {_name(devices[-1])} it "
+        f"takes --memory_opt_compiler {compiler} by default ({reason})",
+    )
+
+
+def _name(device: str) -> str:
+    if device == "cpu":
+        return "the CPU"
+    return f"{torch.cuda.get_device_name()} ({device})" if device == "cuda" else device
+
+
+def _inductor(device: str, lacking: str, command: str) -> Ability:
+    return Ability(f"compiler inductor on {_name(device)}", not lacking, lacking or "kernels of its own", command)
+
+
+def _offload(devices: list[str]) -> Ability:
+    what = "offload to the host (strategy 3)"
+    if len(devices) > 1:
+        return Ability(what, True, f"from {_name(devices[-1])}")
+    return Ability(what, False, "torch sees no GPU; on a CPU saved activations are in the host's memory already")
+
+
+def _attention(device: str) -> str:
+    kernels = {"math": True, "flash": True}
+    if device == "cuda":
+        kernels["flash"] = torch.backends.cuda.is_flash_attention_available()
+        kernels |= {"memory-efficient": True, "cuDNN": torch.backends.cudnn.is_available()}
+    return f"torch's {', '.join(name for name, is_there in kernels.items() if is_there)} on {_name(device)}"

@@ -1,19 +1,22 @@
 """The flags of the compile engine. Importing this imports nothing of torch's compilers."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated
 
+from optimum_memopt.engines.api.options import AUTO, EngineOptions
 from optimum_memopt.option_values import Numbers
-from optimum_memopt.plans import plan_file
+from optimum_memopt.plans.plan_file import LOSSES as PLAN_FILE_LOSSES
+from optimum_memopt.plans.plan_file import PlanFile
+from optimum_memopt.sizes import Budget, parse_budget
 
 COMPILERS = ("inductor", "aot_eager")
-PLAIN, CHUNKED = plan_file.LOSSES
-AUTO = "auto"
+PLAIN, CHUNKED = PLAN_FILE_LOSSES
 LOSSES = (AUTO, PLAIN, CHUNKED)
 
 
 @dataclass
-class CompileOptions:
+class CompileOptions(EngineOptions):
     """How torch.compile runs the model, and the memory that a step may take."""
 
     memory_opt_budget: str | None = field(
@@ -68,3 +71,22 @@ class CompileOptions:
             "sums.",
         },
     )
+
+    @property
+    def budget(self) -> Budget | None:
+        """`memory_opt_budget`, read.
+
+        Raises:
+            MemOptError: it is no size, share or `auto`.
+        """
+        return None if self.memory_opt_budget is None else parse_budget(self.memory_opt_budget)
+
+    @property
+    def plan_file(self) -> PlanFile | None:
+        """`memory_opt_plan`, read the first time.
+
+        Raises:
+            MemOptError: it cannot be read.
+        """
+        path = self.memory_opt_plan
+        return None if path is None else self._read(f"plan {path}", lambda: PlanFile.load(Path(path)))

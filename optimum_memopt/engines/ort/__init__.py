@@ -3,11 +3,14 @@
 Importing this package imports nothing of onnxruntime; `OrtEngine.attach` does.
 """
 
+from typing import Any
+
+import torch
+
 from optimum_memopt.engines.api.factory import EngineFactory
-from optimum_memopt.engines.ort import fused_adam
-from optimum_memopt.engines.ort.installed import DISTRIBUTIONS, missing
-from optimum_memopt.engines.ort.options import FOR_ANY_ENGINE, NEED_TRAINER, PER_RANK, OrtOptions
-from optimum_memopt.engines.shared.registry import register_engine
+from optimum_memopt.engines.ort.compat.installation import DISTRIBUTIONS, missing
+from optimum_memopt.engines.ort.options.flags import FOR_ANY_ENGINE, NEED_TRAINER, PER_RANK, OrtOptions
+from optimum_memopt.engines.shared.registry import Provider, register_engine, register_optimizer
 
 __all__ = ["DISTRIBUTIONS", "OrtOptions", "missing"]
 
@@ -18,7 +21,19 @@ def _load() -> EngineFactory:
     return OrtFactory()
 
 
-fused_adam.register()
+def _fused_adam_missing(device: str) -> str:
+    from optimum_memopt.engines.ort.support.optimizers import fused_adam_missing
+
+    return fused_adam_missing(device)
+
+
+def _fused_adam() -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    from optimum_memopt.engines.ort.support.optimizers import fused_adam
+
+    return fused_adam()
+
+
+register_optimizer("ort_fused_adam", Provider(_fused_adam_missing, _fused_adam, needs="CUDA"))
 register_engine(
     "ort",
     options=OrtOptions,

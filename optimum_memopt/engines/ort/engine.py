@@ -2,24 +2,24 @@
 
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from optimum_memopt.compat import is_encoder_decoder
 from optimum_memopt.engines.api.run import Selection
-from optimum_memopt.engines.ort import compat_torch, env_option_checks, support_checks
-from optimum_memopt.engines.ort.failures import one_line
-from optimum_memopt.engines.ort.graph_plans import GraphPlans, applied_remarks, choose_plans
-from optimum_memopt.engines.ort.module_state import ModuleState, ReexportLimit, SharedCopy, describe_changes
-from optimum_memopt.engines.ort.module_with_loss import LabelShapes, return_loss_only, with_label_smoothing
-from optimum_memopt.engines.ort.options import OrtOptions
-from optimum_memopt.engines.ort.selection import check_supported
-from optimum_memopt.engines.ort.session import POST_BACKWARD, PRE_FORWARD, Hooks, OrtSession
+from optimum_memopt.engines.ort.compat import torch_modules
+from optimum_memopt.engines.ort.options import flags
+from optimum_memopt.engines.ort.options.flags import OrtOptions
+from optimum_memopt.engines.ort.session.graph_plans import check_supported
+from optimum_memopt.engines.ort.session.module_state import ModuleState, ReexportLimit, SharedCopy, describe_changes
+from optimum_memopt.engines.ort.session.module_with_loss import LabelShapes, return_loss_only, with_label_smoothing
+from optimum_memopt.engines.ort.session.session import OrtSession, one_line
+from optimum_memopt.engines.ort.support import checks
 from optimum_memopt.engines.shared import in_place
+from optimum_memopt.engines.shared.forward_patch import without_key_value_cache
 from optimum_memopt.engines.shared.label_smoothing import LabelSmoothing
-from optimum_memopt.engines.shared.model_settings import without_key_value_cache
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
 from optimum_memopt.logs import get_logger
 from optimum_memopt.memory import malloc
@@ -35,9 +35,6 @@ class OrtEngine(in_place.InPlaceEngine):
     """The `ort` engine.
 
     Training forwards (training mode, gradients enabled) run in ONNX Runtime, all others in the model's own forward.
-
-    Raises:
-        ConfigError: ONNX Runtime does not support the selection (a count other than -1 and 0, offload).
     """
 
     name = "ort"
@@ -58,37 +55,29 @@ class OrtEngine(in_place.InPlaceEngine):
         """Select other plans; the next training forward builds a new session with them.
 
         Raises:
-            ConfigError: see the class.
+            ConfigError: ONNX Runtime does not support the selection (a count other than -1 and 0, offload).
         """
         if selection.config is not None:
             check_supported(selection.config)
         super().apply(selection)
 
     def check_arguments(self, args: "TrainingArguments") -> None:
-        """Refuse Trainer arguments that ONNX Runtime cannot train with.
-
-        Raises:
-            MemOptError: half precision on the CPU, activation checkpointing, torch.compile, FSDP, DataParallel.
-        """
-        support_checks.check_arguments(
-            args, self._options.ort_allow_autograd_checkpoint, self._options.ort_zero_stage3
-        )
-        env_option_checks.check_arguments(self._options, args)
+        """Refuse Trainer arguments that ONNX Runtime cannot train with. Raises MemOptError."""
+        checks.check_arguments(args, self._options.ort_allow_autograd_checkpoint, self._options.ort_zero_stage3)
+        flags.check_arguments(self._options, args)
 
     def _enter(self) -> None:
         self._attention = None
         self._reexports = ReexportLimit()
         if not self._options.ort_arena:
             malloc.return_freed_memory()
-        self._attention = support_checks.choose_attention(self._model)
-        exported_with, self._exported_attention = self._exported_attention, support_checks.attention(self._model)
+        self._attention = checks.choose_attention(self._model)
+        exported_with, self._exported_attention = self._exported_attention, checks.attention(self._model)
         if exported_with != self._exported_attention:
             self._forget()
-        for remark in filter(
-            None,
-            (*support_checks.remarks(self._model), env_option_checks.skip_check_remark(self._options.ort_skip_check)),
-        ):
-            get_logger().warning(remark)
+        for remark in (*checks.remarks(self._model), flags.skip_check_remark(self._options.ort_skip_check)):
+            if remark:
+                get_logger().warning(remark)
 
     def _leave(self) -> None:
         if self._attention is not None:
@@ -99,7 +88,7 @@ class OrtEngine(in_place.InPlaceEngine):
 
     def _continue(self) -> None:
         # A step that was interrupted, for instance by running out of memory, leaves a forward without its backward.
-        if self._backward_is_due:
+        if self._session is not None and self._session.backward_is_due:
             self._forget()
 
     def smooth_labels(self, smoothing: Any) -> bool:
@@ -114,19 +103,23 @@ class OrtEngine(in_place.InPlaceEngine):
         return True
 
     def _check(self, model: torch.nn.Module) -> None:
-        support_checks.check(model, self._options.ort_allow_autograd_checkpoint)
-        env_option_checks.check_model(self._options, model)
+        checks.check(model, self._options.ort_allow_autograd_checkpoint)
+        flags.check_model(self._options, model)
 
     def plans(self) -> PlanTable | None:
         """The table of the current training graph, None before the first training forward."""
-        return self._table
+        return self._session.table if self._session is not None else self._fallback_table
 
     def predicted_peak_mib(self, optimizer: torch.optim.Optimizer | None, gradient_accumulation: bool) -> None:
         """None: ONNX Runtime's allocations cannot be predicted."""
 
     def insight(self) -> str:
         """ONNX Runtime's own per-node text of the current training graph."""
-        return self._insight
+        return self._session.insight if self._session is not None else ""
+
+    @property
+    def _redraws_random_numbers(self) -> bool:
+        return self._session is not None and self._session.plans.choice.redraws_random_numbers
 
     @property
     def graph(self) -> Any:
@@ -138,20 +131,17 @@ class OrtEngine(in_place.InPlaceEngine):
         if session is not None:
             session.close()
         self._session: OrtSession | None = None
-        self._table: PlanTable | None = None
-        self._insight = ""
-        self._plans = GraphPlans()
-        self._state: ModuleState | None = None
-        self._backward_is_due = False
-        self._was_exported = False
+        self._exported_table: PlanTable | None = None
+        self._fallback_table: PlanTable | None = None
         self._fallback_reason = ""
+        self._state: ModuleState | None = None
 
     def _train_forward(self, *args: Any, **kwargs: Any) -> Any:
         self._drop_outdated_session()
         if self._fallback_reason:
             return self._run_fallback(*args, **kwargs)
-        support_checks.check_autocast(self._model)
-        if self._plans.choice.redraws_random_numbers and self._backward_is_due:
+        checks.check_autocast(self._model)
+        if self._session is not None and self._session.backward_is_due and self._redraws_random_numbers:
             raise MemOptError(
                 "a training forward follows one whose backward has not run: ONNX Runtime draws recomputed dropout "
                 "masks in the order of the forwards, so this plan needs forward and backward in pairs; run each "
@@ -159,40 +149,37 @@ class OrtEngine(in_place.InPlaceEngine):
             )
         try:
             if self._session is None:
-                if reason := support_checks.unsupported_reason(self._model):
+                if reason := checks.unsupported_reason(self._model):
                     return self._fall_back(reason)(*args, **kwargs)
-                self._session = self._create_session()
+                self._session = OrtSession(self._export_copy(), self._options, self._selection, self._log_level)
                 self._label_shapes = LabelShapes(is_encoder_decoder(self._model))
             if self._options.ort_module_with_loss:
                 self._label_shapes.check(kwargs)
             outputs = self._session.forward(*args, **without_key_value_cache(self._model, args, kwargs, forced=True))
-            self._after_export()
+            if self._session.table is not self._exported_table:
+                self._accept_export()
             return outputs
-        except MemOptError:
-            # A caller may catch this and continue: do not leave a graph without a session behind.
-            self._forget()
-            raise
-        except torch.OutOfMemoryError:
-            # Not the model's fault: a smaller batch may follow, and must not find an unfinished forward.
+        except (MemOptError, torch.OutOfMemoryError):
+            # A caller may continue, with a smaller batch: leave neither a graph without a session behind, nor an
+            # unfinished forward.
             self._forget()
             raise
         except IndexError:
             # A label or an id of this batch is out of range; a session that is built can run the next batch.
-            self._backward_is_due = False
-            if self._session is None or self._session.is_building or self._plans.choice.redraws_random_numbers:
+            if self._session is None or self._session.is_building or self._redraws_random_numbers:
                 self._forget()
             raise
         except Exception as error:
             if self._session is not None and not self._session.is_building:
                 reason = self._batch_failure(error, args, kwargs)
             else:
-                reason = str(error) if isinstance(error, support_checks.UnsupportedByOrt) else one_line(error)
+                reason = str(error) if isinstance(error, checks.UnsupportedByOrt) else one_line(error)
             if not reason:
                 self._forget()
                 raise
             fallback = self._fall_back(reason, error)
         except BaseException:
-            # Training may continue after Ctrl-C: leave neither a graph without a session nor an unfinished forward.
+            # Training may continue after Ctrl-C.
             self._forget()
             raise
         return fallback(*args, **kwargs)
@@ -216,7 +203,7 @@ class OrtEngine(in_place.InPlaceEngine):
             "--memory_opt_engine compile trains it under one"
         )
         get_logger().warning(line)
-        self._table = PlanTable(engine=self.name, plans=(), header=(line,))
+        self._fallback_table = PlanTable(engine=self.name, plans=(), header=(line,))
         return self._run_fallback
 
     @property
@@ -248,13 +235,12 @@ class OrtEngine(in_place.InPlaceEngine):
                 "fixed"
             )
 
-    def _after_export(self) -> None:
+    def _accept_export(self) -> None:
         """Write back what the traced forward has set on the exported copy, and accept it as the model's state."""
-        if self._was_exported:
-            self._was_exported = False
-            self._exported.write_back_attributes()
-            if self._state is not None and self._state.only_caches_changed():
-                self._state = ModuleState(self._model)
+        self._exported_table = self.plans()
+        self._exported.write_back_attributes()
+        if self._state is not None and self._state.only_caches_changed():
+            self._state = ModuleState(self._model)
 
     def _run_fallback(self, *args: Any, **kwargs: Any) -> Any:
         outputs = self._fallback(*args, **kwargs)
@@ -275,16 +261,6 @@ class OrtEngine(in_place.InPlaceEngine):
             f"({one_line(error)}); pad all batches to one shape and drop the last"
         )
 
-    def _create_session(self) -> OrtSession:
-        return OrtSession(
-            self._export_copy(),
-            self._options,
-            layerwise=self._selection.level > 0,
-            recompute=self._selection.level > 0 or self._selection.config is not None,
-            hooks=Hooks(choose=self._choose, report=self._report, phase=self._phase),
-            log_level=self._log_level,
-        )
-
     def _export_copy(self) -> torch.nn.Module:
         """The module that ORT exports. It shares submodules and parameters with the model, but not the root's hooks,
         which the model's own `__call__` runs already."""
@@ -294,53 +270,13 @@ class OrtEngine(in_place.InPlaceEngine):
         previous = self._attached.training_forward.previous
         if isinstance(previous, types.MethodType):
             module.forward = types.MethodType(previous.__func__, module)
-        for name in compat_torch.MODULE_HOOKS:
+        for name in torch_modules.MODULE_HOOKS:
             module.__dict__[name] = OrderedDict()
         if self._options.ort_module_with_loss:
             options = self._options
             sparse = options.ort_compute_optimizer and options.ort_label_sparse_optimizer is not False
             return_loss_only(module, self._smoothing, sparse)
         return module
-
-    def _phase(self, phase: int) -> None:
-        if phase == PRE_FORWARD:
-            self._backward_is_due = True
-        elif phase == POST_BACKWARD:
-            self._backward_is_due = False
-
-    def _choose(self, text: str, combinations: Mapping[str, int]) -> tuple[str, ...]:
-        session = self._session
-        assert session is not None
-        support_checks.check_operators(
-            type(self._model).__name__, session.inlined_functions, session.aten_operators, session.has_extensions
-        )
-        self._plans = choose_plans(
-            text,
-            combinations,
-            session.dimensions,
-            is_encoder_decoder(self._model),
-            self._selection,
-            session.graph,
-        )
-        for remark in self._plans.choice.remarks:
-            get_logger().warning(remark)
-        return self._plans.choice.configs
-
-    def _report(self, text: str) -> None:
-        for remark in applied_remarks(self._plans, text, self._selection):
-            get_logger().warning(remark)
-        is_rebuilt = self._table is not None
-        self._was_exported = True
-        self._insight = text
-        self._table = self._plans.to_table(self.name, text, self._header())
-        if is_rebuilt:
-            get_logger().info("the inputs changed: ONNX Runtime built a new training graph")
-
-    def _header(self) -> tuple[str, ...]:
-        assert self._session is not None
-        provider = "CUDAExecutionProvider" if self._session.device.type == "cuda" else "CPUExecutionProvider"
-        selected = f"config {self._selection.config}" if self._selection.config else f"level {self._selection.level}"
-        return (f"{type(self._model).__name__} on {provider}, {selected}",)
 
 
 def _autocast(model: torch.nn.Module) -> Any:

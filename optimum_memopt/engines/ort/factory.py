@@ -1,14 +1,21 @@
-"""What can be asked of the ort engine before it has a model; works without onnx and onnxruntime."""
+"""Questions to the ort engine before it has a model."""
 
+import functools
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+import torch
+
 from optimum_memopt.engines.api.engine import Engine
-from optimum_memopt.engines.api.factory import EngineFactory, Report
+from optimum_memopt.engines.api.factory import Ability, EngineFactory, Report, TrainerParts
+from optimum_memopt.engines.api.options import EXPLAIN
 from optimum_memopt.engines.api.run import Selection
-from optimum_memopt.engines.ort import env_options, extensions, installed
-from optimum_memopt.engines.ort.selection import check_supported
+from optimum_memopt.engines.ort.compat import extensions, installation, ortmodule
+from optimum_memopt.engines.ort.compat.installation import clash, install_command
+from optimum_memopt.engines.ort.options import environment
+from optimum_memopt.engines.ort.options.flags import OrtOptions
+from optimum_memopt.engines.ort.session.graph_plans import check_supported
 from optimum_memopt.engines.shared.registry import engine_names, given_flags
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.installed import installed_version
@@ -17,28 +24,34 @@ from optimum_memopt.plans.grammar import ConfigError
 if TYPE_CHECKING:
     from transformers import Trainer
 
-    from optimum_memopt.options import MemOptOptions
-
 NAME = "ort"
+# Abilities beside the engine itself; the first three need the torch extensions.
+_NEED_ENGINE = (
+    "custom torch.autograd.Function",
+    "memory-efficient gradient management",
+    "re-entrant activation checkpointing on the ort engine",
+    "fp16, bf16 on the ort engine",
+    "efficient and flash attention, Triton, tuning",
+)
 _PER_RANK_VARIABLES = frozenset({"ORTMODULE_CACHE_DIR"})
 
 
-class OrtFactory(EngineFactory):
-    """See `EngineFactory`."""
+class OrtFactory(EngineFactory[OrtOptions]):
+    """Works without onnx and onnxruntime."""
 
     allocates_outside_torch = True
     options_to_measure: Mapping[str, bool] = {"ort_fallback": False}
 
     def missing(self) -> str:
         """Why this engine cannot work here and how to get it; empty when it can."""
-        return installed.missing()
+        return installation.missing()
 
-    def declines(self, options: "MemOptOptions") -> str:
+    def declines(self, options: OrtOptions) -> str:
         """Flags of another engine, or a plan that ONNX Runtime cannot apply."""
         for other in engine_names():
             if other != NAME and (given := given_flags(options, other)):
                 return f"{', '.join(given)} {'is' if len(given) == 1 else 'are'} for the {other} engine"
-        if options.memory_opt_on_oom != "explain":
+        if options.memory_opt_on_oom != EXPLAIN:
             return f"--memory_opt_on_oom {options.memory_opt_on_oom} needs a plan for less memory"
         try:
             if (config := options.plan_config) is not None:
@@ -47,56 +60,64 @@ class OrtFactory(EngineFactory):
             return str(error)
         return ""
 
-    def check_options(self, options: "MemOptOptions") -> None:
-        """See `EngineFactory.check_options`; under `auto` another engine may take a plan that this one cannot."""
+    def check_options(self, options: OrtOptions) -> None:
+        """Refuse what cannot work here; under `auto` another engine may take a plan that this one cannot."""
         if options.memory_opt_engine == NAME and (config := options.plan_config) is not None:
             check_supported(config)
-        if options.memory_opt_engine == NAME and options.memory_opt_on_oom != "explain":
+        if options.memory_opt_engine == NAME and options.memory_opt_on_oom != EXPLAIN:
             raise MemOptError(
                 f"--memory_opt_on_oom {options.memory_opt_on_oom} with the {NAME} engine: it cannot plan within a "
                 "budget; leave out --memory_opt_engine, or give explain"
             )
         options.check_ort()
 
-    def in_force(
-        self, options: "MemOptOptions", environ: Mapping[str, str]
-    ) -> tuple["MemOptOptions", tuple[str, ...]]:
+    def in_force(self, options: OrtOptions, environ: Mapping[str, str]) -> tuple[OrtOptions, tuple[str, ...]]:
         """The options as ORT's variables change them; under `auto` another engine is the fallback."""
-        chosen, remarks = env_options.from_environment(options, environ)
+        chosen, remarks = environment.from_environment(options, environ)
         if options.memory_opt_engine != NAME:
             chosen.ort_fallback = False
         return chosen, remarks
 
-    def create(self, options: "MemOptOptions", selection: Selection) -> Engine:
+    def create(self, options: OrtOptions, selection: Selection) -> Engine:
         """An engine, not yet attached. Raises ConfigError for a plan that ONNX Runtime cannot apply."""
         from optimum_memopt.engines.ort.engine import OrtEngine
 
         return OrtEngine(selection, options, options.memory_opt_log_level)
 
-    def prepare_trainer(self, trainer: "Trainer", engine: Engine, options: "MemOptOptions") -> None:
+    def trainer_parts(self, trainer: "Trainer", engine: Engine, options: OrtOptions) -> TrainerParts:
         """`--ort_module_with_loss` and `--ort_fp16_optimizer`.
 
         Raises:
             MemOptError: a loss that the model does not know; no ONNX Runtime.
         """
         if not options.ort_module_with_loss and not options.ort_fp16_optimizer:
-            return
-        from optimum_memopt.engines.ort import fp16_optimizer, trainer_loss
-        from optimum_memopt.engines.shared import label_smoothing
+            return TrainerParts()
+        from optimum_memopt.engines.ort.support import checks, optimizers
+        from optimum_memopt.engines.shared.label_smoothing import smoothed_by_engine
 
         if options.ort_module_with_loss:
-            trainer_loss.check(trainer)
-        if options.ort_fp16_optimizer:
-            fp16_optimizer.check()
-            fp16_optimizer.add_callback(trainer)
-        if options.ort_module_with_loss:
-            trainer.compute_loss = label_smoothing.inside(trainer, engine)
+            checks.check_trainer_loss(trainer)
+        return TrainerParts(
+            functools.partial(smoothed_by_engine, trainer, engine) if options.ort_module_with_loss else None,
+            optimizers.fp16_optimizer_callbacks(trainer) if options.ort_fp16_optimizer else (),
+        )
 
     def environment_report(self) -> Report:
         """Packages that clash, the torch extensions, devices; imports onnxruntime-training."""
-        from optimum_memopt.engines.ort.environment import report
-
-        return report()
+        installed = {name: _version(name) for name in (*installation.ONNXRUNTIMES, "onnx")}
+        compiler, compiler_missing = None, ""
+        try:
+            compiler = extensions.check_compiler()
+        except MemOptError as error:
+            compiler_missing = str(error)
+        engine = _ort_engine(installed)
+        built = {name: str(path) for name, path in (extensions.find() or {}).items()}
+        installed |= {"C++ compiler": compiler}
+        if not engine.works:
+            abilities = (Ability(what, False, "needs the ort engine") for what in _NEED_ENGINE)
+            return Report(installed, (engine, *abilities), built=built)
+        advice = "--memory_opt_engine ort on a CPU where nothing is to be compiled, and for masked LM with few labels"
+        return Report(installed, (engine, *_with_engine(compiler_missing)), advice, built)
 
     def build(self) -> None:
         """Compile ONNX Runtime's two torch extensions. Raises MemOptError."""
@@ -104,10 +125,49 @@ class OrtFactory(EngineFactory):
 
     def version_facts(self) -> dict[str, str]:
         """The version of onnxruntime-training, and ORT's variables in the environment."""
-        version = installed_version(installed.DISTRIBUTIONS)
+        version = installed_version(installation.DISTRIBUTIONS)
         variables = {
             f"{name} in the environment": value
             for name, value in os.environ.items()
-            if name.startswith(env_options.PREFIX) and name not in _PER_RANK_VARIABLES
+            if name.startswith(environment.PREFIX) and name not in _PER_RANK_VARIABLES
         }
         return ({f"version of {version[0]}": version[1]} if version else {}) | variables
+
+
+def _version(distribution: str) -> str | None:
+    installed = installed_version((distribution,))
+    return installed and installed[1]
+
+
+def _ort_engine(versions: Mapping[str, str | None]) -> Ability:
+    what, command = "ort engine", install_command(versions, torch.version.cuda)
+    if packages := clash(versions):
+        why = f"{' and '.join(packages)} are installed together and overwrite each other's files"
+        return Ability(what, False, why, command)
+    if why := installation.missing():
+        return Ability(what, False, why, command)
+    try:
+        ortmodule.load()
+    # A half-installed or overwritten native package can raise anything; the report shows the error.
+    except Exception as error:
+        library = installation.library_in(str(error))
+        needed = installation.library_command(library) if library else command
+        return Ability(what, False, f"{type(error).__name__}: {error}".splitlines()[0], needed)
+    return Ability(what, True, "onnxruntime-training can be imported")
+
+
+def _with_engine(compiler_missing: str) -> tuple[Ability, ...]:
+    """Abilities on a machine where the engine itself works."""
+    built = (True, "the torch extensions are built", "")
+    if not extensions.find():
+        why = f"the torch extensions are not built{compiler_missing and ': '}{compiler_missing}"
+        built = (False, why, extensions.BUILD_COMMAND)
+    halves = (True, "on CUDA devices; on the CPU float32 only", "")
+    if not ortmodule.runs_on_gpus():
+        halves = (False, "ONNX Runtime's CPU provider trains float32 only", "")
+    elif library := installation.missing_library():
+        halves = (False, f"{library} of CUDA 11.8 is not here", installation.library_command(library))
+    lacking = installation.cuda_missing()
+    cuda = (not lacking, lacking or "on CUDA devices", "")
+    facts = (built, built, built, halves, cuda)
+    return tuple(Ability(what, *fact) for what, fact in zip(_NEED_ENGINE, facts, strict=True))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from optimum_memopt.engines.api.engine import Engine, Run, Smoothing
+from optimum_memopt.engines.api.options import Resolved
 from optimum_memopt.engines.api.predictions import Frontier, StepTimeline
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.shared.forward_patch import ForwardState, TrainForward, training_forward
@@ -20,10 +21,8 @@ from optimum_memopt.plans.table import PlanTable
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
-    from optimum_memopt.options import Resolved
 
-
-def create(resolved: "Resolved") -> Engine:
+def create(resolved: Resolved[Any]) -> Engine:
     """The engine that was decided on, not yet attached; with one that takes over if there is one. Logs nothing."""
     engine = _create(resolved)
     if (following := resolved.then) is None:
@@ -38,7 +37,7 @@ def create(resolved: "Resolved") -> Engine:
     return AutoEngine(engine, create_second, resolved.given)
 
 
-def _create(resolved: "Resolved") -> Engine:
+def _create(resolved: Resolved[Any]) -> Engine:
     engine = factory(resolved.engine).create(resolved.options, resolved.selection)
     engine.reason = resolved.reason
     return engine
@@ -68,7 +67,7 @@ class AutoEngine:
 
     @property
     def name(self) -> str:
-        """Of the engine that trains the model."""
+        """The name of the engine that trains the model."""
         return self._current.name
 
     @property
@@ -161,7 +160,6 @@ class AutoEngine:
         self._current.apply(selection)
 
     def smooth_labels(self, smoothing: Smoothing | None) -> bool:
-        """See `Engine.smooth_labels`."""
         self._smoothing = smoothing
         return self._current.smooth_labels(smoothing)
 

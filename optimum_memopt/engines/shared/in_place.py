@@ -1,4 +1,4 @@
-"""Which engine a model has."""
+"""The life cycle of an engine on a model, and which engine a model has."""
 
 import contextlib
 import weakref
@@ -11,8 +11,7 @@ import torch
 from optimum_memopt.engines.api.engine import Engine, Run, Smoothing
 from optimum_memopt.engines.api.predictions import Frontier, StepTimeline
 from optimum_memopt.engines.api.run import Selection
-from optimum_memopt.engines.shared.forward_patch import TrainingForward, training_forward
-from optimum_memopt.engines.shared.model_settings import Checkpointing
+from optimum_memopt.engines.shared.forward_patch import Checkpointing, TrainingForward, training_forward
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
 from optimum_memopt.logs import get_logger
 from optimum_memopt.plans.plan_file import PlanFile
@@ -163,7 +162,7 @@ class InPlaceEngine:
         self._last_attached = None
 
     def check_used(self) -> None:
-        """See `Engine.check_used`.
+        """Refuse to go on where training calls parts of the model, and not its forward.
 
         TRL's trainers with a fused head and loss (`DistillationTrainer`, `GRPOTrainer` with Liger Kernel) call what is
         below the head (TRL 1.16, `_ForwardRedirection`).
@@ -199,23 +198,18 @@ class InPlaceEngine:
         )
 
     def smooth_labels(self, smoothing: Smoothing | None) -> bool:
-        """See `Engine.smooth_labels`."""
         return False
 
     def plan_file(self) -> PlanFile | None:
-        """See `Engine.plan_file`."""
         return None
 
     def timeline(self, optimizer: torch.optim.Optimizer | None, gradient_accumulation: bool) -> StepTimeline | None:
-        """See `Engine.timeline`."""
         return None
 
     def frontier(self) -> Frontier | None:
-        """See `Engine.frontier`."""
         return None
 
     def without_plan(self, error: Exception) -> contextlib.AbstractContextManager[None] | None:
-        """See `Engine.without_plan`."""
         return None
 
     def _check(self, model: torch.nn.Module) -> None:

@@ -4,7 +4,6 @@ With a smoother the Trainer (transformers 5.23) takes the labels away from the m
 returned logits.
 """
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -89,14 +88,12 @@ def cross_entropy(smoothing: LabelSmoothing, outputs: Any, labels: torch.Tensor,
     return loss if items is None else loss / items
 
 
-def inside(trainer: Trainer, engine: Engine) -> Callable[..., Any]:
+def smoothed_by_engine(trainer: Trainer, engine: Engine, compute_loss: Callable[..., Any]) -> Callable[..., Any]:
     """`compute_loss` that leaves label smoothing to the engine in training, if the engine takes it.
 
     Without a smoother `compute_loss` returns the model's loss, which is the smoothed one then.
     """
-    compute_loss = trainer.compute_loss
 
-    @functools.wraps(compute_loss)
     def compute(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         smoother, own = trainer.label_smoother, trainer.accelerator.unwrap_model(model)
         in_training = model.training and torch.is_grad_enabled()

@@ -7,6 +7,7 @@ import hashlib
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,11 @@ from optimum_memopt.engines.compile.memory.inductor_programs import InductorProg
 from optimum_memopt.engines.compile.memory.tape import TapeRecorder
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.passes import dropout
-from optimum_memopt.engines.compile.torch_compat import cudnn_attention, dynamo, kernels
+from optimum_memopt.engines.compile.torch_compat import dynamo, kernels
 from optimum_memopt.errors import MemOptError
 
-# Takes what will hold inductor's programs, the joint graph, its inputs, how many of its outputs are the forward's, and
-# torch's other arguments.
+# Takes the holder of inductor's programs, the joint graph, its inputs, the number of its outputs that are the
+# forward's, and torch's other arguments.
 Partition = Callable[[InductorPrograms, fx.GraphModule, Any, int, dict[str, Any]], tuple[Choice, Modules]]
 
 # New objects before Python's garbage collector looks at the youngest generation, and its runs before the older ones.
@@ -33,20 +34,16 @@ class _Partitioner(dynamo.CustomPartitionerFn):
 
     inductor asks `uuid` for the key of each graph that it compiles (`torch/_inductor/codecache.py`,
     `FxGraphHashDetails`, 2.13). Forward and backward are compiled after the joint graph was partitioned, so the choice
-    is known by then. It is not for graphs that have no backward, which never get here and depend on no choice; and it
+    is there by then. It is not for graphs that have no backward, which never get here and depend on no choice; and it
     would not be for AOTAutograd's own cache, which asks before it traces and is therefore off (`dynamo.changes`).
-
-    Args:
-        partition: splits the joint graph.
-        key: of the choice, empty until there is one.
     """
 
     def __init__(self, partition: Callable[..., tuple[Choice, Modules]], key: str = "") -> None:
         self._partition = partition
         self._key = key
 
-    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **others: Any) -> Modules:
-        choice, modules = self._partition(gm, joint_inputs, others.pop("num_fwd_outputs"), others)
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **options: Any) -> Modules:
+        choice, modules = self._partition(gm, joint_inputs, options.pop("num_fwd_outputs"), options)
         self._key = choice.key
         return modules
 
@@ -69,61 +66,45 @@ def _cannot_partition(*joint: Any) -> tuple[Choice, Modules]:
     raise NotImplementedError("a pickled partitioner only has the key of its choice")
 
 
+@dataclass(frozen=True, eq=False)
 class Backend:
     """A backend for `torch.compile` whose joint graphs go through `partition`.
 
-    Args:
-        compiler: one of `options.COMPILERS`.
-        partition: splits a joint graph into forward and backward.
-        prepare: changes the graph that dynamo has traced; its inputs are what the graph was traced with.
-        say: logs a line.
+    Attributes:
+        prepare: changes the graph that dynamo has traced; its inputs are those that the graph was traced with.
         tape: gets the runs of all graphs.
-        is_dry: inductor writes no programs; its graphs are only looked at.
+        is_run: inductor writes programs; False: its graphs are only looked at.
     """
 
-    def __init__(
-        self,
-        compiler: str,
-        partition: Partition,
-        prepare: Callable[[fx.GraphModule, Sequence[Any]], None],
-        say: Callable[[str], None],
-        tape: TapeRecorder,
-        is_dry: bool = False,
-    ) -> None:
-        self._compiler = compiler
-        self._partition = partition
-        self._prepare = prepare
-        self._say = say
-        self._tape = tape
-        self._is_dry = is_dry
+    compiler: str
+    partition: Partition
+    prepare: Callable[[fx.GraphModule, Sequence[Any]], None]
+    say: Callable[[str], None]
+    tape: TapeRecorder
+    is_run: bool = True
 
     def __call__(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        self._prepare(module, inputs)
-        if not (line := cudnn_attention.warning(module.graph)):
+        self.prepare(module, inputs)
+        if not (line := kernels.cudnn_attention_warning(module.graph)):
             return self._compile(module, inputs)
-        self._say(line)
-        with cudnn_attention.avoided():
+        self.say(line)
+        with kernels.without_cudnn_attention():
             return self._compile(module, inputs)
 
     def _compile(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         programs, inputs = InductorPrograms(), dynamo.of_trace(inputs)
-        partitioner = _Partitioner(functools.partial(self._partition, programs))
-        if self._compiler == "inductor":
-            compiled = dynamo.compile_with_inductor(
-                module, inputs, partitioner, None if self._is_dry else programs.add
-            )
+        partitioner = _Partitioner(functools.partial(self.partition, programs))
+        if self.compiler == "inductor":
+            saw = programs.add if self.is_run else None
+            compiled = dynamo.compile_with_inductor(module, inputs, partitioner, saw)
         else:
             compiled = dynamo.compile_without_compiler(module, inputs, partitioner, dropout.decompositions())
-        return programs.recorded(compiled, self._tape)
+        return programs.recorded(compiled, self.tape)
 
 
 @contextlib.contextmanager
 def configured(compiles: bool) -> Iterator[None]:
-    """torch's switches while a compiled forward is called, restored afterwards.
-
-    Args:
-        compiles: it is compiled first.
-    """
+    """torch's switches while a compiled forward is called, and perhaps compiled first; restored afterwards."""
     with contextlib.ExitStack() as stack:
         for change in dynamo.changes():
             stack.enter_context(change)
@@ -146,11 +127,7 @@ def _fewer_collections() -> Iterator[None]:
 
 
 def default_compiler(device_type: str) -> tuple[str, str]:
-    """The compiler where the user names none, and why.
-
-    Args:
-        device_type: of the model's parameters, as `cuda`.
-    """
+    """The compiler where the user names none, and why."""
     if device_type in ("cpu", "meta"):
         return "aot_eager", "on a CPU inductor compiles for half a minute and more"
     if any(missing := missing_for(device_type)):
@@ -159,11 +136,7 @@ def default_compiler(device_type: str) -> tuple[str, str]:
 
 
 def check_compiler(compiler: str, device_type: str) -> None:
-    """Refuse a compiler that does not work here.
-
-    Raises:
-        MemOptError: inductor without what it compiles with.
-    """
+    """Refuse inductor where it lacks something."""
     lacking, command = missing_for(device_type)
     if compiler == "inductor" and lacking:
         raise MemOptError(
@@ -172,7 +145,7 @@ def check_compiler(compiler: str, device_type: str) -> None:
 
 
 def missing_for(device_type: str) -> tuple[str, str]:
-    """What inductor lacks on a device and the command that gets it, both empty when nothing."""
+    """The lack that keeps inductor from a device and the command that ends it, both empty where there is none."""
     if not dynamo.inductor_works(device_type):
         if device_type == "cpu":
             return "there is no C++ compiler", "apt-get install g++  # or name one in CXX"

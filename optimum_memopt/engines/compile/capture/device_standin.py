@@ -5,13 +5,13 @@ attention calls CUDA's operators, and autocast casts what it casts on CUDA.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from optimum_memopt.engines.compile.costs.devices import Device
-from optimum_memopt.engines.compile.torch_compat import autocast
+from optimum_memopt.engines.compile.torch_compat import kernels
 
 _HALVES = (torch.bfloat16, torch.float16)
 _HOPPER = (9, 0)
@@ -20,10 +20,9 @@ _AMPERE = (8, 0)
 
 @contextlib.contextmanager
 def traced_for(device: Device | None, dtype: torch.dtype | None, here: str = "cpu") -> Iterator[None]:
-    """Forwards that are traced within are a device's.
+    """Forwards that are traced within are a device's; without one of CUDA, operators are those of `here`.
 
     Args:
-        device: None, and one without CUDA: operators are those of `here`.
         dtype: of autocast; None: without.
         here: type of the device that the tensors are on.
     """
@@ -32,38 +31,26 @@ def traced_for(device: Device | None, dtype: torch.dtype | None, here: str = "cp
     with contextlib.ExitStack() as stack:
         if dtype is not None:
             if cuda is not None:
-                stack.enter_context(autocast.autocast_lists())
+                stack.enter_context(kernels.autocast_lists())
             stack.enter_context(torch.autocast(here, dtype))
         if cuda is not None:
             stack.callback(setattr, torch.nn.functional, "scaled_dot_product_attention", before)
-            torch.nn.functional.scaled_dot_product_attention = _attention_of(cuda.capability)
+            capability = cuda.capability
+
+            # dynamo traces it in the place of torch's, as it does no partial object.
+            def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> torch.Tensor:
+                return _attention(capability, *args, **kwargs)
+
+            torch.nn.functional.scaled_dot_product_attention = scaled_dot_product_attention
         yield
 
 
-def _attention_of(capability: tuple[int, int]) -> Callable[..., torch.Tensor]:
-    operators = autocast.attention_operators()
-
-    # dynamo traces it in the place of torch's, as it does no partial object.
-    def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return _attention(capability, operators, *args, **kwargs)
-
-    return scaled_dot_product_attention
-
-
 def kernel(capability: tuple[int, int], is_half: bool, has_mask: bool, has_dropout: bool, shares_keys: bool) -> str:
-    """The attention kernel that torch takes on CUDA (2.13, `transformers/cuda/sdp_utils.cpp`).
-
-    cuDNN is not taken with a mask: see `cudnn_attention`.
+    """The attention kernel that torch takes on CUDA (2.13, `transformers/cuda/sdp_utils.cpp`): cudnn, flash, efficient
+    or math. cuDNN is not taken with a mask (`kernels.cudnn_attention_warning`).
 
     Args:
-        capability: of the device.
-        is_half: float16 or bfloat16.
-        has_mask: a mask is given.
-        has_dropout: probabilities are dropped.
         shares_keys: fewer heads of keys than of queries, expanded by the kernel.
-
-    Returns:
-        cudnn, flash, efficient or math.
     """
     if not is_half:
         return "math" if shares_keys else "efficient"
@@ -76,7 +63,6 @@ def kernel(capability: tuple[int, int], is_half: bool, has_mask: bool, has_dropo
 
 def _attention(
     capability: tuple[int, int],
-    operators: autocast.AttentionOperators,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -91,22 +77,22 @@ def _attention(
         dtype = torch.get_autocast_dtype("cpu")
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     shares_keys = enable_gqa and query.size(1) != key.size(1)
-    found = kernel(capability, query.dtype in _HALVES, attn_mask is not None, dropout_p > 0, shares_keys)
-    if found == "math":
-        return operators.math(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    if found == "flash":
-        return operators.flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+    taken = kernel(capability, query.dtype in _HALVES, attn_mask is not None, dropout_p > 0, shares_keys)
+    operator = kernels.ATTENTION[taken]
+    if taken == "math":
+        return operator(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if taken == "flash":
+        return operator(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
     mask = None if attn_mask is None else _bias(attn_mask, query, key)
-    if found == "cudnn":
-        return operators.cudnn(query, key, value, mask, True, dropout_p, is_causal, False, scale=scale)[0]
-    return operators.efficient(query, key, value, mask, True, dropout_p, is_causal, scale=scale)[0]
+    if taken == "cudnn":
+        return operator(query, key, value, mask, True, dropout_p, is_causal, False, scale=scale)[0]
+    return operator(query, key, value, mask, True, dropout_p, is_causal, scale=scale)[0]
 
 
 def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """A mask as torch gives it to the kernel: numbers, rows of a multiple of 8, all heads."""
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, float("-inf"))
-    padding = -mask.size(-1) % 8
-    if padding:
+    if padding := -mask.size(-1) % 8:
         mask = torch.nn.functional.pad(mask, (0, padding))[..., : mask.size(-1)]
     return mask.expand(query.size(0), query.size(1), query.size(2), key.size(2))

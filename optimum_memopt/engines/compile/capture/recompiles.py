@@ -10,23 +10,46 @@ _COMPILE_ID = re.compile(r"^\d+/\d+: ")
 _NUMBER = re.compile(r"(?<![\w.])-?(?:\d+(?:\.\d+)?(?:e[+-]?\d+)?|inf|nan)\b")
 # `self.calls == 3`, `self._modules['head'].scale == 0.5`, `alpha == 1.0`: torch compares Python numbers so.
 _CHANGED_NUMBER = re.compile(rf"^(?P<name>[\w.\[\]'\"]+) == {_NUMBER.pattern}$")
-# What torch calls the model where a wrapper that takes `*args` is traced (`detach_outputs.with_detached_outputs`).
+# The model's name where a wrapper that takes `*args` is traced (`decide.with_detached_outputs`).
 _MODEL = re.compile(r"\bargs\[0\](?=\.)")
 _QUOTED = 3
 
 
-class FailedGuards:
-    """The guards that failed since a model's first training graph.
+class TooManyRecompilesError(MemOptError):
+    """torch's limit of recompiles is reached."""
+
+
+class Recompiles:
+    """The forwards that recompiled after a model's first, and the guards that failed.
 
     Guards that differ only in their numbers have one cause: batches of many sizes, or a number of the model that
     changes at every step.
     """
 
     def __init__(self) -> None:
+        self._count = 0
         self._guards: dict[str, None] = {}
         self._causes: Counter[str] = Counter()
 
-    def add(self, reason: str) -> str:
+    def add(self, reasons: Sequence[str], limit: int, model: str) -> list[str]:
+        """Note the reasons that torch gives for a forward's recompile, none where there was none.
+
+        Returns:
+            Lines to log.
+
+        Raises:
+            TooManyRecompilesError: as many forwards as the limit have recompiled.
+        """
+        lines = [line for reason in reasons if (line := self.note(reason))]
+        self._count += bool(reasons)
+        if reasons and self._count >= limit:
+            raise TooManyRecompilesError(
+                f"{model} was recompiled {limit} times, which is the limit; last failed guards: {self.last}; "
+                f"{self.advice}, or raise torch._dynamo.config.recompile_limit"
+            )
+        return lines
+
+    def note(self, reason: str) -> str:
         """Note a failed guard, as torch's recompile reason has it.
 
         Returns:
@@ -46,12 +69,11 @@ class FailedGuards:
 
     @property
     def last(self) -> str:
-        """The last few, for a message."""
         return "; ".join(list(self._guards)[-_QUOTED:])
 
     @property
     def advice(self) -> str:
-        """What the user can do so that torch recompiles less often."""
+        """A way for the user to have fewer recompiles."""
         changed = dict.fromkeys(
             name
             for guard in self._guards
@@ -62,50 +84,13 @@ class FailedGuards:
         return "pad batches to fewer lengths (pad_to_multiple_of)"
 
 
-class TooManyRecompilesError(MemOptError):
-    """torch's limit of recompiles is reached."""
-
-
-class Recompiles:
-    """The forwards after a model's first that recompiled."""
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._guards = FailedGuards()
-
-    def add(self, reasons: Sequence[str], limit: int, model: str) -> list[str]:
-        """Note one forward.
-
-        Args:
-            reasons: torch's, none where it did not recompile.
-            limit: how many forwards may.
-            model: its class, for the error.
-
-        Returns:
-            Lines to log.
-
-        Raises:
-            TooManyRecompilesError: the limit is reached.
-        """
-        if not reasons:
-            return []
-        self._count += 1
-        lines = [line for reason in reasons if (line := self._guards.add(reason))]
-        if self._count < limit:
-            return lines
-        raise TooManyRecompilesError(
-            f"{model} was recompiled {limit} times, which is the limit; last failed guards: {self._guards.last}; "
-            f"{self._guards.advice}, or raise torch._dynamo.config.recompile_limit"
-        )
-
-
 def _changed_number(guard: str) -> str:
     match = _CHANGED_NUMBER.match(guard)
     return match["name"] if match else ""
 
 
 def _as_tensor(name: str) -> str:
-    """How to keep a number from being a constant of the graph."""
+    """Advice that keeps a number from being a constant of the graph."""
     if not name.startswith("self."):
         return f"pass {name} as a tensor (torch.tensor({name})), whose value torch does not guard on"
     attribute = name.rpartition(".")[2]

@@ -1,8 +1,4 @@
-"""Measured costs of operators: the machine's cache, and what one rank computes for all of them.
-
-By the key-value store of the process group, not by a collective operation: that every rank would have to reach, also
-where only one of them compiles again.
-"""
+"""Costs of operators: from the machine's cache, from another rank, or measured now."""
 
 import contextlib
 import hashlib
@@ -29,19 +25,27 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 
-# Seconds between two looks into the store, and those that a rank waits for what another one measures: that takes two
-# at most, behind the lock of a cache.
-_LOOK, _WAIT_FOR_RANK = 0.05, 60.0
 # Bytes that operators are measured with however little is left of a budget: without any measured rate all plans would
 # seem to take no time.
 _LEAST_MEASURED = 4 * 2**20
+# Seconds that a rank waits for what another one measures, which takes two at most, behind the lock of a cache.
+_RANK_WAIT = 60.0
+# Seconds between two looks into the store.
+_LOOK = 0.05
+# Seconds that a process waits for the lock: those that start together measure one after the other, the later ones what
+# is new to them, two seconds each at most (`measured`).
+_LOCK_WAIT = 30.0
+# No operator takes an hour, nor a buffer of 256 TiB.
+_MOST_SECONDS, _MOST_BYTES = 3600, 2**48
 
 
 def computed_once(store: "Store", name: str, compute: Callable[[], str], wait: float) -> str:
-    """What the first rank that asks for `name` computes, and all others take from it.
+    """The text that the first rank that asks for `name` computes, and all others take from it.
+
+    By the key-value store of the process group, not by a collective operation: that every rank would have to reach,
+    also where only one of them compiles again.
 
     Args:
-        store: of the process group.
         name: all that the result depends on.
         compute: called on the first rank; on another one, if the first has failed or has not answered in time.
         wait: seconds that another rank waits.
@@ -53,25 +57,18 @@ def computed_once(store: "Store", name: str, compute: Callable[[], str], wait: f
     except RuntimeError:
         return compute()
     if is_first:
-        found = ""
+        text = ""
         try:
-            found = compute()
+            text = compute()
         finally:
-            store.set(key, found)
-        return found
+            store.set(key, text)
+        return text
     end = time.monotonic() + wait
     while not store.check([key]):
         if time.monotonic() > end:
             return compute()
         time.sleep(_LOOK)
     return store.get(key).decode() or compute()
-
-
-# Ranks that start together measure one after the other, the later ones what is new to them: two seconds each at most
-# (`costs.measured`). Longer than that, a lock is not worth waiting for.
-_WAIT = 30.0
-# No operator takes an hour, nor a buffer of 256 TiB.
-_MOST_SECONDS, _MOST_BYTES = 3600, 2**48
 
 
 def cache_path(device: torch.device) -> Path:
@@ -85,7 +82,6 @@ def cache_path(device: torch.device) -> Path:
 
 
 def _home() -> Path:
-    """The user's, else a folder for temporary files, as torch's own compiler takes one."""
     try:
         return Path.home()
     # Neither HOME nor an entry for the user, as in a container that runs under any number.
@@ -96,51 +92,41 @@ def _home() -> Path:
 @contextlib.contextmanager
 def known_costs(path: Path) -> Iterator[dict[str, Measured]]:
     """Costs by operator, to read and to add to; written back afterwards. What is no cost in a file is left out, and
-    measured again.
-
-    Only one process has them at a time, where the file system has locks.
-
-    Args:
-        path: see `cache_path`.
-    """
+    measured again. Only one process has them at a time, where the file system has locks."""
     with contextlib.ExitStack() as held:
         with contextlib.suppress(OSError, NotImplementedError, Timeout):
             path.parent.mkdir(parents=True, exist_ok=True)
-            held.enter_context(FileLock(path.with_suffix(".lock"), timeout=_WAIT))
+            held.enter_context(FileLock(path.with_suffix(".lock"), timeout=_LOCK_WAIT))
         known = _read(path)
         before = len(known)
         yield known
         if len(known) > before:
-            _write(path, known)
+            # Whole, for a reader that has not got the lock; a folder that cannot be written to has no cache.
+            # In a folder that goes whatever fails, as on a full disk.
+            with contextlib.suppress(OSError), tempfile.TemporaryDirectory(dir=path.parent) as folder:
+                written = Path(folder) / path.name
+                written.write_text(json.dumps(known), encoding="utf-8")
+                written.replace(path)
 
 
 def _read(path: Path) -> dict[str, Measured]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        entries = json.loads(path.read_text(encoding="utf-8"))
     # RecursionError: nested too deeply.
     except (OSError, ValueError, RecursionError):
         return {}
-    if not isinstance(found, dict):
+    if not isinstance(entries, dict):
         return {}
-    return {key: Measured(float(one[0]), one[1]) for key, one in found.items() if _is_cost(one)}
+    return {key: Measured(float(entry[0]), entry[1]) for key, entry in entries.items() if _is_cost(entry)}
 
 
-def _is_cost(found: Any) -> bool:
-    if not isinstance(found, list) or len(found) != 2:
+def _is_cost(entry: Any) -> bool:
+    if not isinstance(entry, list) or len(entry) != 2:
         return False
-    seconds, workspace = found
+    seconds, workspace = entry
     # Exact types, since true is a number of Python's; NaN compares as false.
     is_time = type(seconds) in (int, float) and 0 < seconds <= _MOST_SECONDS
     return is_time and type(workspace) is int and 0 <= workspace <= _MOST_BYTES
-
-
-def _write(path: Path, known: dict[str, Measured]) -> None:
-    # Whole, for a reader that has not got the lock; a folder that cannot be written to has no cache.
-    # In a folder that goes whatever fails, as on a full disk.
-    with contextlib.suppress(OSError), tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        written = Path(folder) / path.name
-        written.write_text(json.dumps(known), encoding="utf-8")
-        written.replace(path)
 
 
 def costs_of(
@@ -150,17 +136,15 @@ def costs_of(
     target: Device | None = None,
     most: int | None = None,
 ) -> Costs:
-    """Of all operators of a graph, from the machine's cache or measured now.
+    """The costs of all operators of a graph.
 
     Ranks with the same device plan with what one of them has measured, also on several machines: two measurements are
     never equal, and two plans may have different peaks.
 
     Args:
-        graph: read, not changed.
-        device: where the graph's tensors are.
         fused: a compiler fuses what is bound by memory.
         target: estimate for this device instead, where inductor is the default.
-        most: bytes that the process may hold while it measures; None: as many as there are.
+        most: bytes that the process may hold while it measures; None: all that is available.
     """
     if target is not None:
         return roofline(graph.joint, graph.size_hints, target, fused=True)
@@ -177,6 +161,5 @@ def costs_of(
             costs(known)
             return json.dumps({operator: known[operator] for operator in operators if operator in known})
 
-    found = json.loads(computed_once(store, "\n".join((path.name, *operators)), measure, _WAIT_FOR_RANK))
-    of_ranks = {operator: Measured(*one) for operator, one in found.items()}
-    return costs(of_ranks, limit=0)
+    of_ranks = json.loads(computed_once(store, "\n".join((path.name, *operators)), measure, _RANK_WAIT))
+    return costs({operator: Measured(*cost) for operator, cost in of_ranks.items()}, limit=0)

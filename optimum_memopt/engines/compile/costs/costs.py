@@ -1,7 +1,7 @@
-"""What each operator of a joint graph costs: measured on the device that trains, or estimated for a named one.
+"""Costs of a joint graph's operators: measured on the device that trains, or estimated for a named one.
 
-What a plan costs is the time of what it recomputes, and operators differ by device: on a CPU the mask of a dropout is
-the most expensive byte to recompute, on a GPU it is nearly free.
+A plan costs the time of what it recomputes, and operators differ by device: on a CPU the mask of a dropout is the most
+expensive byte to recompute, on a GPU it is nearly free.
 """
 
 import contextlib
@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import sympy
@@ -20,7 +21,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.graph.joint import JointGraph, is_chunked_loss, is_number, is_view, symbolic, value
 from optimum_memopt.engines.compile.torch_compat import dynamo, fx_graph, kernels
-from optimum_memopt.engines.compile.torch_compat.runtime import generator_state
+from optimum_memopt.engines.compile.torch_compat.kernels import generator_state
 
 # Of a data sheet's rates, what matrix products and operators that are bound by memory get; not tuned.
 EFFICIENCY = 0.6
@@ -37,13 +38,14 @@ _PARTS = (4, 16, 64, 256)
 _CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 # inductor fuses neighbours, so that an operator that is bound by memory reads or writes, seldom both.
 FUSED = 0.5
-# Times that the chunked loss reads or writes its logits (`loss/operators.py`).
+# Times that the chunked loss reads or writes its logits.
 _PASSES = 11
+_Number = Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What the operators of a joint graph cost.
+    """Costs of a joint graph's operators.
 
     Attributes:
         seconds: of each node of the joint graph, in its order; 0 of views, of picks of outputs and of numbers.
@@ -57,12 +59,7 @@ class Costs:
 
 
 class Measured(NamedTuple):
-    """One operator.
-
-    Attributes:
-        seconds: of a run.
-        workspace: see `Costs.workspaces`.
-    """
+    """The seconds of an operator's run, and its workspace in bytes (`Costs.workspaces`)."""
 
     seconds: float
     workspace: int
@@ -70,13 +67,12 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True)
 class Work:
-    """One operator.
+    """The work of one operator.
 
     Attributes:
         key: equal for operators that do the same work on the same shapes.
         bytes: read and written.
         flops: of a matrix product, a convolution or attention, else 0.
-        dtype: of what it computes in.
         is_several: kernels that run one after the other.
     """
 
@@ -88,37 +84,25 @@ class Work:
 
 
 def works(joint: JointGraph, sizes: Mapping[sympy.Symbol, int]) -> tuple[Work | None, ...]:
-    """What each node of a joint graph does, in its order; None of views, of picks of outputs and of numbers.
+    """The work of each node of a joint graph, in its order; None for views, for picks of outputs and for numbers."""
+    number = _numbers(sizes)
 
-    Args:
-        joint: read, not changed.
-        sizes: value of each symbol.
-    """
-    number = _Numbers(sizes)
-    return tuple(_work(node, number) if _runs(node) else None for node in joint.nodes)
+    def runs(node: fx.Node) -> bool:
+        has_schema = getattr(node.target, "_schema", None) is not None
+        return node.op == "call_function" and has_schema and not is_view(node) and not is_number(node)
+
+    return tuple(_work(node, number) if runs(node) else None for node in joint.nodes)
 
 
 def roofline(joint: JointGraph, sizes: Mapping[sympy.Symbol, int], device: Device, fused: bool) -> Costs:
-    """Estimated: the longer one of computing at the device's rate and of moving all operands once.
-
-    Args:
-        joint: read, not changed.
-        sizes: value of each symbol.
-        device: whose rates count.
-        fused: a compiler fuses what is bound by memory.
-    """
+    """Estimated: the longer one of computing at the device's rate and of moving all operands once. `fused`: a compiler
+    fuses what is bound by memory."""
     seconds = (0.0 if work is None else sum(rates(work, device, fused)) for work in works(joint, sizes))
     return Costs(tuple(seconds), f"roofline {device.name}")
 
 
 def rates(work: Work, device: Device, fused: bool) -> tuple[float, float]:
-    """Seconds that an operator computes and that it moves operands; 0 for the shorter one, which the other hides.
-
-    Args:
-        work: the operator's.
-        device: whose rates count.
-        fused: a compiler fuses what is bound by memory.
-    """
+    """Seconds that an operator computes and that it moves operands; 0 for the shorter one, which the other hides."""
     moving = work.bytes / device.bandwidth / EFFICIENCY
     if not work.flops:
         return 0.0, moving * (FUSED if fused else 1.0)
@@ -142,14 +126,10 @@ def measured(
     On a CPU the workspaces of matrix products, convolutions and attention are measured too: oneDNN packs operands in
     half precision into buffers whose sizes depend on the processor.
 
-    Random numbers that are drawn are given back. What needs a seed, is left when the time is up, or cannot be run on
+    The state of random generators is restored. What needs a seed, is left when the time is up, or cannot be run on
     tensors of ones, is estimated by the bytes that it moves, at the median rate of what was measured.
 
     Args:
-        joint: read, not changed.
-        sizes: value of each symbol.
-        of_joint: its `works`.
-        fused: a compiler fuses what is bound by memory.
         known: by operator; gets what is measured.
         limit: seconds in all.
         room: bytes that may be allocated; what takes more is measured with smaller sizes, and grows with its work.
@@ -165,104 +145,72 @@ def measured(
             if key not in known and time.perf_counter() < end:
                 work = of_nodes[node]
                 if room is not None and _taken(work) > room:
-                    one = _measure_part(node, sizes, work, room)
-                elif (one := _measure(node, _Numbers(sizes), work)) is not None:
-                    known[key] = one
-                if one is not None:
-                    costs[key] = one
-    found = [costs[work.key].seconds / work.bytes for work in of_nodes.values() if work.key in costs and work.bytes]
-    rate = statistics.median(found) if found else 0.0
+                    cost = _measure_part(node, sizes, work, room)
+                elif (cost := _measure(node, _numbers(sizes), work)) is not None:
+                    known[key] = cost
+                if cost is not None:
+                    costs[key] = cost
+    moving = [work for work in of_nodes.values() if work.key in costs and work.bytes]
+    rate = statistics.median(costs[work.key].seconds / work.bytes for work in moving) if moving else 0.0
 
-    def seconds_of(node: fx.Node) -> float:
-        if (work := of_nodes.get(node)) is None:
-            return 0.0
-        seconds = costs[work.key].seconds if work.key in costs else work.bytes * rate
-        return seconds * (FUSED if fused and not work.flops else 1.0)
+    def cost_of(work: Work | None) -> Measured:
+        if work is None:
+            return Measured(0.0, 0)
+        seconds, workspace = costs.get(work.key, Measured(work.bytes * rate, 0))
+        return Measured(seconds * (FUSED if fused and not work.flops else 1.0), workspace)
 
-    def workspace_of(node: fx.Node) -> int:
-        work = of_nodes.get(node)
-        return costs[work.key].workspace if work is not None and work.key in costs else 0
-
-    return Costs(tuple(map(seconds_of, joint.nodes)), "measured", tuple(map(workspace_of, joint.nodes)))
+    seconds, workspaces = zip(*map(cost_of, of_joint), strict=True)
+    return Costs(seconds, "measured", workspaces)
 
 
 @contextlib.contextmanager
 def eager(joint: JointGraph) -> Iterator[None]:
     """Operators run as they are called: outside of the tracer's modes, and without autocast, whose casts the graph has
-    already. Random numbers that they draw are given back."""
-    tensors = [one for node in joint.nodes for one in dynamo.tree_leaves(value(node)) if isinstance(one, torch.Tensor)]
-    devices = sorted({one.device.index for one in tensors if one.is_cuda})
+    already. The state of random generators is restored."""
+    tensors = (tensor for node in joint.nodes for tensor in _tensors(value(node)))
+    devices = sorted({tensor.device.index for tensor in tensors if tensor.is_cuda})
     with fx_graph.without_modes(), torch.no_grad(), torch.random.fork_rng(devices=devices):
         yield
 
 
-class Stopwatch:
-    """Seconds since it was made; on a CPU without those in which other processes had it.
-
-    Args:
-        is_on_cuda: the device works while this process waits.
-    """
-
-    def __init__(self, is_on_cuda: bool) -> None:
-        self._is_on_cuda = is_on_cuda
-        self._begin = time.perf_counter(), time.process_time()
-
-    @property
-    def seconds(self) -> float:
-        wall, processor = time.perf_counter() - self._begin[0], time.process_time() - self._begin[1]
-        # Several threads take more of the processor than of the clock; in a virtual machine the processor's clock may
-        # stand still for so short a time.
-        return wall if self._is_on_cuda or not processor else min(wall, processor)
-
-
 def timed(run: Callable[[], object], is_on_cuda: bool) -> float:
-    """Seconds of a call, by a `Stopwatch`, until the device is done."""
+    """Seconds of a call until the device is done; on a CPU without those in which other processes had it."""
     wait = torch.cuda.synchronize if is_on_cuda else lambda: None
     wait()
-    watch = Stopwatch(is_on_cuda)
+    begin, processor_begin = time.perf_counter(), time.process_time()
     run()
     wait()
-    return watch.seconds
+    wall, processor = time.perf_counter() - begin, time.process_time() - processor_begin
+    # Several threads take more of the processor than of the clock; in a virtual machine the processor's clock may
+    # stand still for so short a time.
+    return wall if is_on_cuda or not processor else min(wall, processor)
 
 
-def _runs(node: fx.Node) -> bool:
-    return node.op == "call_function" and not is_view(node) and not is_number(node) and _schema(node) is not None
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in dynamo.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def _schema(node: fx.Node) -> Any:
-    return getattr(node.target, "_schema", None)
-
-
-class _Numbers:
+def _numbers(sizes: Mapping[sympy.Symbol, int]) -> _Number:
     """Symbolic numbers with values for their symbols; each expression, of which a graph has few, is computed once."""
 
-    def __init__(self, sizes: Mapping[sympy.Symbol, int]) -> None:
-        self._sizes = sizes
-        self._known: dict[sympy.Expr, int] = {}
+    @cache
+    def computed(expression: sympy.Expr) -> int:
+        return int(expression.subs(sizes))
 
-    def __call__(self, number: Any) -> Any:
-        if isinstance(number, int | float | bool):
-            return number
-        expression = symbolic(number)
-        if expression not in self._known:
-            self._known[expression] = int(expression.subs(self._sizes))
-        return self._known[expression]
+    return lambda number: number if isinstance(number, int | float) else computed(symbolic(number))
 
 
-def _concrete(given: Any, number: _Numbers, make: Callable[..., Any]) -> Any:
+def _concrete(given: Any, number: _Number, make: Callable[..., Any]) -> Any:
     """A node's argument or value with numbers for symbols and `make(shape, stride, dtype, device)` for tensors."""
-    found = value(given) if isinstance(given, fx.Node) else given
-    if isinstance(found, torch.Tensor):
-        shape, stride = ([number(one) for one in many] for many in (found.shape, found.stride()))
-        return make(shape, stride, found.dtype, found.device)
-    if isinstance(found, dynamo.SymbolicNumber):
-        return number(found)
-    if isinstance(found, tuple | list):
-        return [_concrete(one, number, make) for one in found]
-    return found
+    given = value(given) if isinstance(given, fx.Node) else given
+    if isinstance(given, torch.Tensor):
+        return make(list(map(number, given.shape)), list(map(number, given.stride())), given.dtype, given.device)
+    if isinstance(given, dynamo.SymbolicNumber):
+        return number(given)
+    return [_concrete(item, number, make) for item in given] if isinstance(given, tuple | list) else given
 
 
-def _arguments(node: fx.Node, number: _Numbers, make: Callable[..., Any]) -> tuple[list[Any], dict[str, Any]]:
+def _arguments(node: fx.Node, number: _Number, make: Callable[..., Any]) -> tuple[list[Any], dict[str, Any]]:
     positional = [_concrete(argument, number, make) for argument in node.args]
     return positional, {name: _concrete(argument, number, make) for name, argument in node.kwargs.items()}
 
@@ -274,38 +222,35 @@ def _without_data(
 
 
 def _ones(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Of a floating point dtype, else zeros: an index that is in range everywhere."""
+    """Zeros where the dtype is of integers: an index that is in range everywhere."""
     tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device)
     return tensor.fill_(1 if dtype.is_floating_point else 0)
 
 
 def arguments_of_ones(joint: JointGraph, sizes: Mapping[sympy.Symbol, int]) -> list[Any]:
-    """What a joint graph can be run on: tensors of ones, of zeros where they may be indices, and numbers.
-
-    Args:
-        joint: read, not changed.
-        sizes: value of each symbol.
-    """
-    number = _Numbers(sizes)
+    """Arguments that a joint graph can be run on: tensors of ones, of zeros where they may be indices, and numbers."""
+    number = _numbers(sizes)
     return [_concrete(node, number, _ones) for node in joint.nodes if node.op == "placeholder"]
 
 
-def _work(node: fx.Node, number: _Numbers) -> Work:
+def _work(node: fx.Node, number: _Number) -> Work:
     with fx_graph.without_modes():
         positional, named = _arguments(node, number, _without_data)
         result = _concrete(node, number, _without_data)
-        tensors = [one for one in dynamo.tree_leaves((positional, named)) if isinstance(one, torch.Tensor)]
-        outputs = [one for one in dynamo.tree_leaves(result) if isinstance(one, torch.Tensor)]
+        operands = _tensors((positional, named))
         flops = _flops(node, positional, named, result)
-    device = next((one.device for one in dynamo.tree_leaves(value(node)) if isinstance(one, torch.Tensor)), None)
-    texts = [_text(one) for one in dynamo.tree_leaves((positional, list(named.items())))]
-    moved = sum(one.nbytes for one in (*tensors, *outputs))
+    device = next((tensor.device for tensor in _tensors(value(node))), None)
+    texts = [
+        f"{leaf.dtype}{list(leaf.shape)}{list(leaf.stride())}" if isinstance(leaf, torch.Tensor) else repr(leaf)
+        for leaf in dynamo.tree_leaves((positional, list(named.items())))
+    ]
+    moved = sum(tensor.nbytes for tensor in (*operands, *_tensors(result)))
     if is_loss := is_chunked_loss(node):
         dtype, logits = positional[-3], positional[5].numel() * len(positional[1])
         moved += _PASSES * logits * max(dtype.itemsize, torch.float32.itemsize)
     else:
         # The widest operand's: a mask or an index is beside it.
-        dtype = max(tensors, key=lambda one: one.nbytes).dtype if tensors else ""
+        dtype = max(operands, key=lambda operand: operand.nbytes).dtype if operands else ""
     return Work(
         key=f"{node.target}({', '.join(texts)}) on {device}",
         bytes=moved,
@@ -326,38 +271,35 @@ def _flops(node: fx.Node, positional: list[Any], named: dict[str, Any], result: 
     if not name.startswith(_CPU_ATTENTION):
         return 0.0
     # Attention on a CPU is missing in the registry; its backward has the gradient first.
-    shapes = [one.shape for one in positional[: 4 if name.endswith("backward") else 3]]
-    return float((sdpa_backward_flop_count if name.endswith("backward") else sdpa_flop_count)(*shapes))
+    is_backward = name.endswith("backward")
+    shapes = [operand.shape for operand in positional[: 4 if is_backward else 3]]
+    return float((sdpa_backward_flop_count if is_backward else sdpa_flop_count)(*shapes))
 
 
-def _text(argument: Any) -> str:
-    if isinstance(argument, torch.Tensor):
-        return f"{argument.dtype}{list(argument.shape)}{list(argument.stride())}"
-    return repr(argument)
-
-
-def _measure(node: fx.Node, number: _Numbers, work: Work) -> Measured | None:
+def _measure(node: fx.Node, number: _Number, work: Work) -> Measured | None:
     """The shortest of a few runs, which other processes disturb least; None where it does not run."""
     run: Any = node.target
-    found: list[float] = []
+    seconds: list[float] = []
     workspace = 0
     try:
         positional, named = _arguments(node, number, _ones)
         # A generator takes no other bytes for a state.
         if node.target is torch.ops.optimum_memopt.keep_mask.default:
             positional[2] = generator_state(positional[4])
-        is_on_cuda = any(one.is_cuda for one in dynamo.tree_leaves(positional) if isinstance(one, torch.Tensor))
+        is_on_cuda = any(tensor.is_cuda for tensor in _tensors(positional))
         is_cleared = not is_on_cuda and _SMALL < work.bytes < _LARGE
-        other = torch.ones(_CLEARED // 4 if is_cleared else 0)
-        while len(found) < _REPEATS and sum(found) < _LONG:
-            other.add_(1)
-            found.append(timed(lambda: run(*positional, **named), is_on_cuda))
+        cache = torch.ones(_CLEARED // 4 if is_cleared else 0)
+        while len(seconds) < _REPEATS and sum(seconds) < _LONG:
+            cache.add_(1)
+            seconds.append(timed(lambda: run(*positional, **named), is_on_cuda))
         if work.flops and not is_on_cuda:
-            workspace = _workspace(lambda: run(*positional, **named))
+            # The most held at a time beside what is there afterwards.
+            held = list(itertools.accumulate(kernels.cpu_allocations(lambda: run(*positional, **named)), initial=0))
+            workspace = max(held) - held[-1]
     # Any operator may refuse ones; out of memory is one more reason not to measure it.
     except Exception:
         return None
-    return Measured(min(found), workspace)
+    return Measured(min(seconds), workspace)
 
 
 def _taken(work: Work) -> float:
@@ -367,25 +309,12 @@ def _taken(work: Work) -> float:
 
 def _measure_part(node: fx.Node, sizes: Mapping[sympy.Symbol, int], work: Work, room: int) -> Measured | None:
     """Costs scaled from the largest part of the sizes with which an operator takes no more than there is room for;
-    None where none does, as where sizes are constants.
-
-    Args:
-        node: the operator.
-        sizes: value of each symbol.
-        work: the operator's with these.
-        room: bytes.
-    """
+    None where none does, as where sizes are constants."""
     for parts in _PARTS:
-        number = _Numbers({symbol: max(1, size // parts) for symbol, size in sizes.items()})
+        number = _numbers({symbol: max(1, size // parts) for symbol, size in sizes.items()})
         with contextlib.suppress(Exception):
             part = _work(node, number)
-            if part.bytes and _taken(part) <= room and (one := _measure(node, number, part)) is not None:
+            if part.bytes and _taken(part) <= room and (cost := _measure(node, number, part)) is not None:
                 times = work.flops / part.flops if part.flops else work.bytes / part.bytes
-                return Measured(one.seconds * times, int(one.workspace * work.bytes / part.bytes))
+                return Measured(cost.seconds * times, int(cost.workspace * work.bytes / part.bytes))
     return None
-
-
-def _workspace(run: Callable[[], Any]) -> int:
-    """Bytes that a call holds at most beside what is there after it."""
-    held = list(itertools.accumulate(kernels.cpu_allocations(run), initial=0))
-    return max(held) - held[-1]

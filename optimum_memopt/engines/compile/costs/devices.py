@@ -1,4 +1,4 @@
-"""What devices can do, for costs that are estimated instead of measured.
+"""Rates of devices, for costs that are estimated instead of measured.
 
 Dense rates, without sparsity, from the makers' data sheets:
 
@@ -114,9 +114,9 @@ _UNKNOWN = "A100"
 def device_at(device: torch.device) -> Device:
     """The device of the table that is in this machine, or `_UNKNOWN`."""
     name = torch.cuda.get_device_name(device).replace(" ", "").lower()
-    known = [one for one in DEVICES if one.replace(" ", "").lower() in name]
+    matching = [listed for listed in DEVICES if listed.replace(" ", "").lower() in name]
     # `L4` is in `L40S`, too.
-    return DEVICES[max(known, key=len)] if known else DEVICES[_UNKNOWN]
+    return DEVICES[max(matching, key=len, default=_UNKNOWN)]
 
 
 def device_of(name: str) -> Device:
@@ -125,24 +125,24 @@ def device_of(name: str) -> Device:
     Raises:
         MemOptError: neither a known name nor a readable file.
     """
-    for known, device in DEVICES.items():
-        if known.replace(" ", "").lower() == name.replace(" ", "").replace("-", "").lower():
+    for listed, device in DEVICES.items():
+        if listed.replace(" ", "").lower() == name.replace(" ", "").replace("-", "").lower():
             return device
     if not name.endswith(".json"):
         raise MemOptError(f"device {excerpt(name)}: allowed are {', '.join(DEVICES)}, and a JSON file")
-    found = read_json(Path(name), "device", _SHAPE, _LARGEST_FILE)
-    if not isinstance(found, dict):
+    entry = read_json(Path(name), "device", _SHAPE, _LARGEST_FILE)
+    if not isinstance(entry, dict):
         raise MemOptError(f"device file {path_excerpt(name)}: {_SHAPE}")
     try:
-        rates = {dtype: _number(f"flops of {excerpt(dtype)}", rate) for dtype, rate in found["flops"].items()}
+        rates = {dtype: _number(f"flops of {excerpt(dtype)}", rate) for dtype, rate in entry["flops"].items()}
         if "float32" not in rates:
             raise ValueError("flops has no float32")
         return Device(
-            _text("name", found["name"]),
-            int(_number("memory", found["memory"])),
-            _number("bandwidth", found["bandwidth"]),
+            _text("name", entry["name"]),
+            int(_number("memory", entry["memory"])),
+            _number("bandwidth", entry["bandwidth"]),
             rates,
-            _number("link", found["link"]),
+            _number("link", entry["link"]),
         )
     except KeyError as error:
         raise MemOptError(f"device file {path_excerpt(name)}: there is no {error}; {_SHAPE}") from None
@@ -150,14 +150,14 @@ def device_of(name: str) -> Device:
         raise MemOptError(f"device file {path_excerpt(name)}: {excerpt(str(error))}; {_SHAPE}") from None
 
 
-def _number(name: str, found: Any) -> float:
+def _number(name: str, given: Any) -> float:
     # Exact types, since true is a number of Python's; NaN compares as false.
-    if type(found) not in (int, float) or not _LEAST <= found <= _MOST:
-        raise ValueError(f"{name} is {excerpt(found) or repr(found)}, not a number from {_LEAST:.0e} to {_MOST:.0e}")
-    return float(found)
+    if type(given) not in (int, float) or not _LEAST <= given <= _MOST:
+        raise ValueError(f"{name} is {excerpt(given) or repr(given)}, not a number from {_LEAST:.0e} to {_MOST:.0e}")
+    return float(given)
 
 
-def _text(name: str, found: Any) -> str:
-    if not isinstance(found, str) or not found.isprintable() or not 0 < len(found) <= _LONGEST_NAME:
-        raise ValueError(f"{name} is {excerpt(found) or repr(found)}, not a text of 1 to {_LONGEST_NAME} letters")
-    return found
+def _text(name: str, given: Any) -> str:
+    if not isinstance(given, str) or not given.isprintable() or not 0 < len(given) <= _LONGEST_NAME:
+        raise ValueError(f"{name} is {excerpt(given) or repr(given)}, not a text of 1 to {_LONGEST_NAME} letters")
+    return given

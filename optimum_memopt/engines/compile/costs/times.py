@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -28,42 +27,6 @@ from optimum_memopt.memory import malloc
 
 # Times that each batch is run.
 _ROUNDS = 3
-
-
-def replayed(graph: AnalyzedGraph, batches: Sequence[SymbolValues]) -> list[float] | None:
-    """Seconds of a forward and its backward with everything saved; None where it cannot be run on tensors of ones.
-
-    Batches are run in turns: a machine is not always as fast.
-
-    Args:
-        graph: whose operators are run where its tensors are; read, not changed.
-        batches: values of the symbols.
-    """
-    run = _as_function(graph.joint.module)
-    with eager(graph.joint):
-        # As where single operators are measured: any may refuse ones, and memory may run out.
-        try:
-            # The first round warms up.
-            rounds = [
-                [_replay_seconds(run, arguments_of_ones(graph.joint, sizes)) for sizes in batches]
-                for _ in range(1 + _ROUNDS)
-            ][1:]
-        except Exception:
-            return None
-    return [statistics.median(found) for found in zip(*rounds, strict=True)]
-
-
-def _as_function(module: fx.GraphModule) -> fx.GraphModule:
-    """Of its placeholders one by one: the tracer's module takes lists of them."""
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(module.graph, {}))
-    return fx.GraphModule(module, graph)
-
-
-def _replay_seconds(run: Callable[..., Any], inputs: Sequence[Any]) -> float:
-    return timed(lambda: run(*inputs), any(one.is_cuda for one in inputs if isinstance(one, torch.Tensor)))
-
-
 # Of a kernel on a GPU, from Python and without CUDA graphs, in seconds: 4 to 8 microseconds on the hosts of this
 # decade (pytorch.org/blog/accelerating-pytorch-with-cuda-graphs).
 _LAUNCH = 5e-6
@@ -74,23 +37,45 @@ _MEASURED = 2**22
 # Rows of the batches that those of others follow from: of work, which grows by the row, and of measured seconds.
 _TWO = (1, 2)
 _MEASURED_ROWS = ((1, 4, 16), (1, 2, 8), (1, 4), (1, 2))
-
-# A batch that takes so many seconds is not run to find out what it takes.
+# A batch that takes n seconds is not run to measure it.
 _LONG = 1.0
 # Lengths of the chains that tell what calling an operator takes.
 _CHAINS = (8, 72)
-
-# The values of a graph's symbols for a batch of so many rows.
+# The values of a graph's symbols for a batch of n rows.
 Sizes = Callable[[int], SymbolValues]
+
+
+def replayed(graph: AnalyzedGraph, batches: Sequence[SymbolValues]) -> list[float] | None:
+    """Seconds of a forward and its backward with everything saved; None where it cannot be run on tensors of ones.
+
+    Batches are run in turns: a machine is not always as fast.
+    """
+    # The tracer's module takes lists of its placeholders, this one takes them one by one.
+    copied = fx.Graph()
+    copied.output(copied.graph_copy(graph.joint.module.graph, {}))
+    run = fx.GraphModule(graph.joint.module, copied)
+
+    def seconds(sizes: SymbolValues) -> float:
+        inputs = arguments_of_ones(graph.joint, sizes)
+        return timed(lambda: run(*inputs), any(isinstance(given, torch.Tensor) and given.is_cuda for given in inputs))
+
+    with eager(graph.joint):
+        # As where single operators are measured: any may refuse ones, and memory may run out.
+        try:
+            # The first round warms up.
+            rounds = [[seconds(sizes) for sizes in batches] for _ in range(1 + _ROUNDS)][1:]
+        except Exception:
+            return None
+    return [statistics.median(of_batch) for of_batch in zip(*rounds, strict=True)]
 
 
 @dataclass(frozen=True)
 class OperatorTimes:
-    """Of a joint graph's nodes, in its order.
+    """Times of a joint graph's nodes, in its order.
 
     Attributes:
         seconds: 0 of what does not run.
-        bounds: what bounds each, one of `predicted_steps`.
+        bounds: what bounds each, one of `predictions`.
         source: of the seconds, as `roofline H100`.
         call: seconds of a forward and its backward beside their operators.
     """
@@ -102,39 +87,27 @@ class OperatorTimes:
 
     def by_bound(self, nodes: Iterable[int]) -> dict[str, float]:
         """Seconds of these nodes, by what bounds them."""
-        found: defaultdict[str, float] = defaultdict(float)
+        totals: defaultdict[str, float] = defaultdict(float)
         for node in nodes:
-            found[self.bounds[node]] += self.seconds[node]
-        return {bound: seconds for bound, seconds in found.items() if seconds}
+            totals[self.bounds[node]] += self.seconds[node]
+        return {bound: seconds for bound, seconds in totals.items() if seconds}
 
 
 def estimated(graph: AnalyzedGraph, sizes: Sizes, device: Device) -> Callable[[int], OperatorTimes]:
-    """By a device's rates, as inductor runs the graph. Bytes and operations of any batch follow from those of two.
+    """Estimated by a device's rates, as inductor runs the graph; work grows by the row."""
+    pairs = list(zip(*(works(graph.joint, sizes(rows)) for rows in _TWO), strict=True))
 
-    Args:
-        graph: read, not changed.
-        sizes: the symbols' values for a batch of so many rows.
-        device: whose rates count.
-    """
-    one, two = (works(graph.joint, sizes(rows)) for rows in _TWO)
+    def work_of(rows: int, low: Work | None, high: Work | None) -> Work | None:
+        if low is None or high is None:
+            return None
+        sizes_of_work = _line(_TWO, low.bytes, high.bytes, rows), _line(_TWO, low.flops, high.flops, rows)
+        return replace(low, bytes=sizes_of_work[0], flops=sizes_of_work[1])
 
-    def times(rows: int) -> OperatorTimes:
-        found = [_on(device, _work_of(rows, *both)) for both in zip(one, two, strict=True)]
-        return _bounded(found, f"roofline {device.name}")
-
-    return times
+    return lambda rows: _bounded([_on(device, work_of(rows, *pair)) for pair in pairs], f"roofline {device.name}")
 
 
-def _work_of(rows: int, one: Work | None, two: Work | None) -> Work | None:
-    """With any rows, from that with `_TWO`."""
-    if one is None or two is None:
-        return None
-    return replace(one, bytes=_line(_TWO, one.bytes, two.bytes, rows), flops=_line(_TWO, one.flops, two.flops, rows))
-
-
-def _line(rows: tuple[int, int], one: float, two: float, at: int) -> float:
-    low, high = rows
-    return one + (two - one) * (at - low) / (high - low)
+def _line(rows: tuple[int, int], low: float, high: float, at: int) -> float:
+    return low + (high - low) * (at - rows[0]) / (rows[1] - rows[0])
 
 
 def _on(device: Device, work: Work | None) -> tuple[float, str]:
@@ -161,40 +134,43 @@ def measured(
     operator by operator, it is also run as a whole, and its operators take a part of that.
 
     Args:
-        graph: read, not changed.
-        sizes: the symbols' values for a batch of so many rows.
-        device: where the graph's tensors are.
         fused: a compiler fuses what is bound by memory, and runs no views.
         budget: bytes; of it no operator that is measured takes more than a quarter, where that is possible.
-        peak: bytes that the graph holds, for a batch of so many rows; it is not run where that is over the budget.
+        peak: bytes that the graph holds, for a batch of n rows; it is not run where that is over the budget.
     """
-    batches = next(
-        (rows for rows in _MEASURED_ROWS if _largest(works(graph.joint, sizes(rows[-1]))) <= budget // 4),
-        _MEASURED_ROWS[-1],
-    )
+
+    def largest(rows: int) -> float:
+        return max((work.bytes for work in works(graph.joint, sizes(rows)) if work is not None), default=0)
+
+    batches = next((rows for rows in _MEASURED_ROWS if largest(rows[-1]) <= budget // 4), _MEASURED_ROWS[-1])
     with _as_in_training(device):
         costs = [costs_of(replace(graph, size_hints=sizes(rows)), device, fused) for rows in batches]
-        launch, overhead = launch_seconds(device), Overhead() if fused else overhead_of(device)
+        launch, (operator_overhead, call) = launch_seconds(device), (0.0, 0.0) if fused else overheads(device)
     does_work = works(graph.joint, sizes(1))
     # A larger batch takes no less: what says so is noise.
-    of_nodes = np.maximum.accumulate([one.seconds for one in costs]).T.tolist()
+    of_nodes = np.maximum.accumulate([cost.seconds for cost in costs]).T.tolist()
     is_called = [is_view(node) and node.target is not operator.getitem for node in graph.joint.nodes]
 
-    def one(rows: int, number: int) -> tuple[float, str]:
+    def of_node(rows: int, number: int) -> tuple[float, str]:
         work = does_work[number]
         if work is None:
-            return (overhead.operator, LAUNCHES) if is_called[number] else (0.0, "")
-        seconds = _between(batches, of_nodes[number], rows) + max(0.0, overhead.operator - launch)
-        if seconds < 2 * max(launch, overhead.operator):
+            return (operator_overhead, LAUNCHES) if is_called[number] else (0.0, "")
+        measured_seconds = of_nodes[number]
+        if rows <= batches[-1]:
+            seconds = float(np.interp(rows, batches, measured_seconds))
+        else:
+            seconds = _line((batches[-2], batches[-1]), measured_seconds[-2], measured_seconds[-1], rows)
+        seconds += max(0.0, operator_overhead - launch)
+        if seconds < 2 * max(launch, operator_overhead):
             return seconds, LAUNCHES
         return seconds, COMPUTE if work.flops else BANDWIDTH
 
     def alone(rows: int) -> list[tuple[float, str]]:
-        return [one(rows, number) for number in range(len(does_work))]
+        return [of_node(rows, number) for number in range(len(does_work))]
 
     factors = [(1, 1.0)]
     if not fused:
-        expected = {rows: _seconds(alone(rows)) for rows in batches if peak(rows) <= budget}
+        expected = {rows: sum(seconds for seconds, _ in alone(rows)) for rows in batches if peak(rows) <= budget}
         run = [rows for rows, seconds in expected.items() if seconds < _LONG]
         with _as_in_training(device):
             whole = replayed(graph, [sizes(rows) for rows in run]) if run else None
@@ -203,25 +179,10 @@ def measured(
 
     def times(rows: int) -> OperatorTimes:
         factor = float(np.interp(rows, *np.transpose(factors)))
-        found = [(factor * seconds, bound) for seconds, bound in alone(rows)]
-        return replace(_bounded(found, costs[-1].source), call=overhead.call)
+        in_graph = [(factor * seconds, bound) for seconds, bound in alone(rows)]
+        return replace(_bounded(in_graph, costs[-1].source), call=call)
 
     return times
-
-
-def _seconds(found: Iterable[tuple[float, str]]) -> float:
-    return sum(seconds for seconds, _ in found)
-
-
-def _between(batches: Sequence[int], seconds: Sequence[float], rows: int) -> float:
-    """On the lines from each batch to the next, and on the last one beyond it."""
-    if rows <= batches[-1]:
-        return float(np.interp(rows, batches, seconds))
-    return _line((batches[-2], batches[-1]), seconds[-2], seconds[-1], rows)
-
-
-def _largest(found: Iterable[Work | None]) -> float:
-    return max((work.bytes for work in found if work is not None), default=0)
 
 
 @contextlib.contextmanager
@@ -237,8 +198,8 @@ def _as_in_training(device: torch.device) -> Iterator[None]:
         malloc.restore()
 
 
-def _bounded(found: Sequence[tuple[float, str]], source: str) -> OperatorTimes:
-    return OperatorTimes(tuple(seconds for seconds, _ in found), tuple(bound for _, bound in found), source)
+def _bounded(times: Sequence[tuple[float, str]], source: str) -> OperatorTimes:
+    return OperatorTimes(tuple(seconds for seconds, _ in times), tuple(bound for _, bound in times), source)
 
 
 @dataclass(frozen=True)
@@ -255,35 +216,20 @@ class UpdateTimes:
 
 
 def update_times(parameters: int, states: int, bandwidth: float) -> UpdateTimes:
-    """All of it is bound by memory.
-
-    Args:
-        parameters: bytes of those that are trained.
-        states: bytes of the optimizer's states, each read and written.
-        bandwidth: bytes a second.
-    """
+    """Seconds at a bandwidth in bytes a second, which bounds all of it; parameters and states are in bytes."""
     # Parameters are read and written, gradients read.
     step = 2 * states + 3 * parameters
     return UpdateTimes(_ADDING * parameters / bandwidth, (step + _CLIPPING * parameters) / bandwidth)
 
 
-@dataclass(frozen=True)
-class Overhead:
-    """Of a graph that runs operator by operator, in seconds.
-
-    Attributes:
-        operator: of each.
-        call: of a forward and its backward, guards and autograd's function among it.
-    """
-
-    operator: float = 0.0
-    call: float = 0.0
-
-
 @lru_cache
-def overhead_of(device: torch.device) -> Overhead:
-    """Measured on two compiled chains of small operators. In a graph each is called from Python, on tensors that are
-    not in a cache, so that it takes several times what it does in a loop."""
+def overheads(device: torch.device) -> tuple[float, float]:
+    """Seconds of each operator of a graph that runs operator by operator, and of a call of its forward and backward,
+    guards and autograd's function among it.
+
+    Measured on two compiled chains of small operators. In a graph each is called from Python, on tensors that are
+    not in a cache, so that it takes several times what it does in a loop.
+    """
 
     def seconds(length: int) -> float:
         def chain(x: torch.Tensor) -> torch.Tensor:
@@ -299,25 +245,20 @@ def overhead_of(device: torch.device) -> Overhead:
     short, long = (seconds(length) for length in _CHAINS)
     # Forward sine, backward cosine and product.
     operator = max(0.0, (long - short) / (3 * (_CHAINS[1] - _CHAINS[0])))
-    return Overhead(operator, max(0.0, short - 3 * _CHAINS[0] * operator))
+    return operator, max(0.0, short - 3 * _CHAINS[0] * operator)
 
 
 @lru_cache
 def launch_seconds(device: torch.device) -> float:
-    """Of an operator that does nothing, measured."""
+    """Seconds of an operator that does nothing, measured."""
     with torch.no_grad():
-        one = torch.ones(1, device=device)
-        return _shortest(lambda: one.add(1), device, repeats=100)
+        number = torch.ones(1, device=device)
+        return _shortest(lambda: number.add(1), device, repeats=100)
 
 
 @lru_cache
 def update_bandwidth(device: torch.device, elements: int) -> float:
-    """Bytes a second of a fused AdamW, measured.
-
-    Args:
-        device: where it steps.
-        elements: of the parameters; of more than a few million no more are measured.
-    """
+    """Bytes a second of a fused AdamW with that many elements, of which a few million at most are measured."""
     parameter = torch.nn.Parameter(torch.ones(min(max(elements, 1), _MEASURED), device=device))
     parameter.grad = torch.ones_like(parameter)
     optimizer = torch.optim.AdamW([parameter], fused=True)

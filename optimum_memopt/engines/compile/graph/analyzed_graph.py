@@ -147,7 +147,7 @@ class AnalyzedGraph:
         paths: see `node_paths`.
         signature: see `signature_of`.
         workspaces: bytes that operators hold beside their results while they run, of those that hold any.
-        partition_by_torch: torch's own forward and backward graphs; changes the joint graph (CSE).
+        partition_by_torch: makes torch's own forward and backward graphs.
         cuda: the CUDA device that the graph is for; None: its tensors are elsewhere.
     """
 

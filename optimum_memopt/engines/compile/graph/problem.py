@@ -28,7 +28,7 @@ from optimum_memopt.engines.compile.torch_compat import fx_graph
 
 
 @dataclass(frozen=True)
-class OtherGraphs:
+class SiblingGraphs:
     """What a forward holds around one of its graphs, where graph breaks split it.
 
     Attributes:
@@ -63,7 +63,7 @@ class OtherGraphs:
         return max(self.in_forward(left), (self.runs - 1) * gradients) + self.gradients
 
 
-ALONE = OtherGraphs()
+ALONE = SiblingGraphs()
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Problem:
         activations: roots of the saved activations.
         boundaries: roots computed in one layer and read in another.
         constants: saved activations that no plan by name saves.
-        others: graphs of the same forward.
+        siblings: graphs of the same forward.
         positions: of its inputs and outputs.
     """
 
@@ -142,7 +142,7 @@ class Problem:
     activations: frozenset[int]
     boundaries: frozenset[int]
     constants: frozenset[int] = frozenset()
-    others: OtherGraphs = ALONE
+    siblings: SiblingGraphs = ALONE
     positions: Positions = field(default_factory=Positions)
 
     @cached_property

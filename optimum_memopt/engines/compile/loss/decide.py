@@ -1,19 +1,189 @@
-"""Replaces the losses of a graph that dynamo traced by the chunked loss."""
+"""How losses over a vocabulary are computed: decided for a run, then for each loss of a graph, and rewritten; and what
+of its other outputs a forward returns."""
 
+import functools
 import operator
-from collections.abc import Collection, Sequence
+import types
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import sympy
+import torch
 from torch import fx
 from torch.nn import functional
 
-from optimum_memopt.engines.compile.loss.chunks import LossShape
+from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.loss.find import LossChain, find_losses, traced_tensor
-from optimum_memopt.engines.compile.loss.mode import CLUSTER_ID
-from optimum_memopt.engines.compile.loss.operator import CHUNKED_LOSS
+from optimum_memopt.engines.compile.loss.operator import CHUNKED_LOSS, LossShape
 from optimum_memopt.engines.compile.options import AUTO, CHUNKED, PLAIN
-from optimum_memopt.plans.grammar import ConfigError
+from optimum_memopt.errors import MemOptError
+from optimum_memopt.plans.grammar import ALL, ConfigError, PlanConfig, Strategy
+
+CLUSTER_ID = "Loss+"
+ROW = f"{CLUSTER_ID}:{int(Strategy.RECOMPUTE)}:{ALL}"
+
+
+@dataclass(frozen=True)
+class LossMode:
+    """How a run computes its losses over a vocabulary.
+
+    Attributes:
+        name: one of `LOSSES`.
+        is_row: the config's row asks for chunks.
+    """
+
+    name: str = AUTO
+    is_row: bool = False
+
+    @property
+    def may_chunk(self) -> bool:
+        return self.name != PLAIN
+
+    @property
+    def must_chunk(self) -> bool:
+        return self.name == CHUNKED
+
+    def reader(self, outputs_read_by: Callable[[], str] | None) -> str:
+        """Who may read more of a forward's outputs than the loss, empty when nobody does.
+
+        Args:
+            outputs_read_by: asks the Trainer; None: a training loop of one's own, which says so by this mode.
+        """
+        if outputs_read_by is not None:
+            return outputs_read_by()
+        return "" if self.must_chunk else "the training loop"
+
+    def drops_logits(self, reader: str) -> bool:
+        """True where the forward returns no logits; `reader` as above."""
+        return self.may_chunk and not reader
+
+
+def loss_mode(selection: Selection, flag: str) -> tuple[PlanConfig | None, LossMode]:
+    """The selection's config without the loss's row, and the mode that is asked for by `--memory_opt_loss`.
+
+    Raises:
+        ConfigError: the flag says one thing, and the row or the plan file another.
+    """
+    config, plan = selection.config, selection.plan
+    if plan is not None:
+        if selection.strict and flag not in (AUTO, plan.loss):
+            raise ConfigError(
+                f"--memory_opt_loss {flag} with --memory_opt_plan: the file was made with the loss {plan.loss}, which "
+                "has another graph; leave --memory_opt_loss out"
+            )
+        return config, LossMode(plan.loss if flag == AUTO else flag)
+    requests = config.requests if config is not None else ()
+    of_loss = [request for request in requests if request.cluster_id == CLUSTER_ID]
+    if not of_loss:
+        return config, LossMode(flag)
+    asked = CHUNKED if of_loss[0].is_on else PLAIN
+    if flag not in (AUTO, asked):
+        raise ConfigError(f"--memory_opt_loss {flag} together with {of_loss[0]} in the config: leave one of them out")
+    rest = tuple(request for request in requests if request not in of_loss)
+    return (PlanConfig(rest) if rest else None), LossMode(asked, is_row=asked == CHUNKED != flag)
+
+
+def may_have_vocabulary(model: torch.nn.Module) -> bool:
+    """True where there may be logits of a vocabulary; classifiers of transformers have no output embeddings."""
+    output_embeddings = getattr(model, "get_output_embeddings", None)
+    return output_embeddings is None or output_embeddings() is not None
+
+
+@dataclass(frozen=True)
+class LossDecision:
+    """A loss whose logits need not be saved.
+
+    Attributes:
+        shape: in the symbols of the graph.
+        first_rows: of the first batch.
+        is_read_by_caller: it would be chunked, if nobody read the logits.
+        reason: why it is not chunked; empty where it is.
+    """
+
+    shape: LossShape
+    first_rows: int
+    is_requested: bool
+    is_read_by_caller: bool = False
+    reason: str = ""
+
+    @property
+    def is_chunked(self) -> bool:
+        return not self.reason
+
+    @property
+    def saving(self) -> sympy.Expr:
+        """Bytes, in the symbols of the graph."""
+        return sympy.sympify(self.shape.saving)
+
+    @property
+    def first_saving(self) -> int:
+        """Bytes, in the first batch."""
+        return self.shape.with_rows(self.first_rows).saving
+
+    @property
+    def pays(self) -> bool:
+        """True where it saves memory in the first batch; a classifier's logits are smaller than its hidden states."""
+        return self.shape.vocabulary > self.shape.hidden_size and self.first_saving > 0
+
+    @property
+    def note(self) -> str:
+        """For the row of the table."""
+        if not self.is_chunked:
+            return f"loss not chunked: {self.reason}"
+        chunks = f"loss in chunks of {self.shape.with_rows(self.first_rows).rows_per_chunk} tokens"
+        return chunks if self.pays else f"{chunks}, which saves nothing here"
+
+
+def decide(chain: LossChain, mode: LossMode, reader: str) -> LossDecision:
+    """The decision on one loss; `reader` may read the logits that the forward returns."""
+    loss = LossDecision(chain.shape, chain.first_rows, is_requested=mode.must_chunk)
+    if not mode.may_chunk:
+        return replace(loss, reason="--memory_opt_loss plain")
+    if chain.is_returned:
+        return replace(loss, is_read_by_caller=loss.pays, reason=f"{reader} may read the logits")
+    if not mode.must_chunk and not loss.pays:
+        reason = "the logits of so few tokens are smaller than the gradients that would be saved in their place"
+        return replace(loss, reason=reason)
+    return loss
+
+
+def decide_losses(graph: fx.Graph, mode: LossMode, reader: str) -> tuple[tuple[LossDecision, ...], list[str]]:
+    """Decide on each loss of a graph that dynamo traced, and rewrite those that are chunked.
+
+    Args:
+        reader: who may read the logits that the forward returns.
+
+    Returns:
+        The losses, and for the log why what was asked for, or would pay, is not chunked.
+    """
+    remove_unread_losses(graph)
+    losses, reasons = [], []
+    for chain in list(find_losses(graph)):
+        if isinstance(chain, str):
+            reasons.append(chain if mode.must_chunk else "")
+            continue
+        loss = decide(chain, mode, reader)
+        if loss.is_chunked:
+            rewrite(graph, chain)
+        losses.append(loss)
+        reasons.append(loss.reason if loss.is_requested or loss.is_read_by_caller else "")
+    return tuple(losses), [reason for reason in reasons if reason]
+
+
+def check_row(losses: Sequence[LossDecision], mode: LossMode, strict: bool) -> list[str]:
+    """A line where a config names the row of a model that has none.
+
+    Raises:
+        ConfigError: that is a mistake, since the config is `strict`.
+    """
+    if losses or not mode.is_row:
+        return []
+    line = f'no plan "{CLUSTER_ID}" in this model, which has no loss over a vocabulary that can be chunked'
+    if strict:
+        raise ConfigError(line)
+    return [f"{line}; left out"]
+
 
 # Where an operator was called; naming and levels read it from the nodes of the joint graph.
 _ORIGIN = ("nn_module_stack", "source_fn_stack", "stack_trace")
@@ -21,95 +191,61 @@ _ORIGIN = ("nn_module_stack", "source_fn_stack", "stack_trace")
 
 def rewrite(graph: fx.Graph, chain: LossChain) -> None:
     """Compute a loss without its logits; graph changed in place."""
-    loss = chain.cross_entropy
+    loss, projection, adapter = chain.cross_entropy, chain.projection, chain.adapter
+    bias, adapter_hidden, adapter_weight = projection.bias, None, None
+
+    def rows_with_logits(hidden: fx.Node) -> fx.Node:
+        for taken in chain.slices:
+            hidden = graph.call_function(operator.getitem, (hidden, taken.args[1]))
+        return hidden
+
     with graph.inserting_before(loss):
-        tensors = (
-            _sliced(graph, chain, chain.projection.hidden),
-            chain.projection.weight,
-            _bias(graph, chain),
-            *_adapter(graph, chain),
-        )
-        outputs = graph.call_function(
-            CHUNKED_LOSS,
-            (
-                *tensors,
-                chain.labels,
-                chain.scaling.scale,
-                chain.scaling.softcap,
-                chain.ignore_index,
-                chain.mean,
-                chain.label_smoothing,
-                chain.shape.compute,
-                traced_tensor(loss).dtype,
-                _needs(chain),
-            ),
-        )
+        hidden = rows_with_logits(projection.hidden)
+        if chain.offset is not None:
+            # One bias for all that is added to each row of the projection's output.
+            offset = graph.call_method("reshape", (chain.offset, (-1,)))
+            bias = offset if bias is None else graph.call_function(operator.add, (bias, offset))
+        if adapter is not None:
+            adapter_weight = adapter.projection.weight
+            adapter_rows = rows_with_logits(adapter.projection.hidden)
+            adapter_hidden = graph.call_function(operator.mul, (adapter_rows, adapter.scale))
+        tensors = hidden, projection.weight, bias, adapter_hidden, adapter_weight, chain.labels
+        numbers = chain.scaling.scale, chain.scaling.softcap, chain.ignore_index, chain.mean, chain.label_smoothing
+        dtypes = chain.shape.compute, traced_tensor(loss).dtype
+        outputs = graph.call_function(CHUNKED_LOSS, (*tensors, *numbers, *dtypes, _needs(chain)))
         result = graph.call_function(operator.getitem, (outputs, 0))
     for node in (outputs, result):
         node.meta.update({key: loss.meta[key] for key in _ORIGIN if key in loss.meta})
     loss.replace_all_uses_with(result)
-    adapters = [chain.adapter.projection.node] if chain.adapter else []
-    _erase(graph, loss, {chain.projection.node, *adapters})
+    _erase(graph, loss, {projection.node, *([adapter.projection.node] if adapter else [])})
 
 
 def _needs(chain: LossChain) -> list[bool]:
-    """Of which of the operator's first arguments the gradient is wanted."""
-    in_adapter = (chain.adapter.projection.hidden, chain.adapter.projection.weight) if chain.adapter else (None, None)
-    arguments = (
-        (chain.projection.hidden,),
-        (chain.projection.weight,),
-        (chain.projection.bias, chain.offset),
-        *((node,) for node in in_adapter),
-    )
+    """The gradients that are wanted, of the operator's first arguments."""
+    hidden, weight, bias = chain.projection.hidden, chain.projection.weight, chain.projection.bias
+    adapter = (chain.adapter.projection.hidden, chain.adapter.projection.weight) if chain.adapter else (None, None)
+    arguments = ((hidden,), (weight,), (bias, chain.offset), *((node,) for node in adapter))
     return [any(node is not None and traced_tensor(node).requires_grad for node in nodes) for nodes in arguments]
-
-
-def _sliced(graph: fx.Graph, chain: LossChain, hidden: fx.Node) -> fx.Node:
-    """The rows of hidden states whose logits the loss reads."""
-    for taken in chain.slices:
-        hidden = graph.call_function(operator.getitem, (hidden, taken.args[1]))
-    return hidden
-
-
-def _bias(graph: fx.Graph, chain: LossChain) -> fx.Node | None:
-    """One bias for all that is added to each row of the projection's output."""
-    bias = chain.projection.bias
-    if chain.offset is None:
-        return bias
-    offset = graph.call_method("reshape", (chain.offset, (-1,)))
-    return offset if bias is None else graph.call_function(operator.add, (bias, offset))
-
-
-def _adapter(graph: fx.Graph, chain: LossChain) -> tuple[fx.Node | None, fx.Node | None]:
-    """Hidden states of the adapter, scaled, and its matrix."""
-    if chain.adapter is None:
-        return None, None
-    hidden = _sliced(graph, chain, chain.adapter.projection.hidden)
-    return graph.call_function(operator.mul, (hidden, chain.adapter.scale)), chain.adapter.projection.weight
 
 
 def remove_unread_losses(graph: fx.Graph) -> None:
     """Remove each cross entropy that the graph does not return, such as the model's own beside a smoothed one."""
     for loss in list(graph.nodes):
-        if loss.target is functional.cross_entropy:
-            readers = _all_readers(loss)
-            if all(_is_pure(node) for node in readers):
-                for node in reversed(readers):
-                    graph.erase_node(node)
-                _erase(graph, loss, ())
-
-
-def _all_readers(node: fx.Node) -> list[fx.Node]:
-    """What depends on a node, in graph order."""
-    found = {node}
-    for later in node.graph.nodes:
-        if any(read in found for read in later.all_input_nodes):
-            found.add(later)
-    return [later for later in node.graph.nodes if later in found and later is not node]
+        if loss.target is not functional.cross_entropy:
+            continue
+        dependent = {loss: None}
+        for node in graph.nodes:
+            if any(read in dependent for read in node.all_input_nodes):
+                dependent[node] = None
+        _, *readers = dependent
+        if all(map(_is_pure, readers)):
+            for node in reversed(readers):
+                graph.erase_node(node)
+            _erase(graph, loss, ())
 
 
 def _is_pure(node: fx.Node) -> bool:
-    """Whether an operator only computes its result: torch's names of others end in an underscore."""
+    """True for an operator that only computes its result: torch's names of others end in an underscore."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "_")
     return node.op in ("call_function", "call_method") and not name.endswith("_")
 
@@ -126,107 +262,80 @@ def _erase(graph: fx.Graph, node: fx.Node, last: Collection[fx.Node]) -> None:
             _erase(graph, read, last)
 
 
-@dataclass(frozen=True)
-class LossPlan:
-    """A loss whose logits need not be saved.
+def with_detached_outputs(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward` with all outputs but the first detached, where that is the loss: a tensor of one number.
 
-    Attributes:
-        shape: in the symbols of the graph.
-        first_rows: of the first batch.
-        is_chunked: it is computed without its logits.
-        is_requested: the user asked for that.
-        is_read_by_caller: it would be chunked, if nobody read the logits.
-        reason: why it is not.
+    AOTAutograd feeds a gradient of zeros to every output that requires grad and got none: for the logits of a language
+    model two buffers of their size, which plain PyTorch does not allocate.
     """
-
-    shape: LossShape
-    first_rows: int
-    is_chunked: bool
-    is_requested: bool
-    is_read_by_caller: bool = False
-    reason: str = ""
-
-    @property
-    def saving(self) -> sympy.Expr:
-        """Bytes, see `LossShape.saving`."""
-        return sympy.sympify(self.shape.saving)
-
-    @property
-    def first_saving(self) -> int:
-        """`saving` in the first batch."""
-        return self.shape.with_rows(self.first_rows).saving
-
-    @property
-    def pays(self) -> bool:
-        """Whether it saves memory in the first batch; a classifier's logits are smaller than its hidden states."""
-        return self.shape.vocabulary > self.shape.hidden_size and self.first_saving > 0
-
-    @property
-    def note(self) -> str:
-        """For the row of the table."""
-        if not self.is_chunked:
-            return f"loss not chunked: {self.reason}"
-        chunks = f"loss in chunks of {self.shape.with_rows(self.first_rows).rows_per_chunk} tokens"
-        return chunks if self.pays else f"{chunks}, which saves nothing here"
+    return _then(forward, lambda outputs: _beside_loss(outputs, _detached))
 
 
-def decide(chain: LossChain, mode: str, reader: str) -> LossPlan:
-    """What to do with a loss.
+def without_logits(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward` without the logits among its outputs, where the first is the loss."""
+    return _then(forward, lambda outputs: _beside_loss(outputs, _unless_logits))
 
-    Args:
-        chain: the loss.
-        mode: one of `LOSSES`.
-        reader: who may read the logits that the forward returns.
+
+def _then(forward: Callable[..., Any], change: Callable[[Any], Any]) -> Callable[..., Any]:
+    """`forward`, whose outputs are changed; a method stays one."""
+    if isinstance(forward, types.MethodType):
+        return types.MethodType(_then(forward.__func__, change), forward.__self__)
+
+    def changing(*args: Any, **kwargs: Any) -> Any:
+        return change(forward(*args, **kwargs))
+
+    return changing
+
+
+def refusing_gradients(outputs: Any) -> Any:
+    """Let detached outputs raise when they get a gradient.
+
+    They require grad, as those of the plain forward do, but no graph is behind them: a loss computed from them would
+    silently train without its gradient.
     """
-    plan = LossPlan(chain.shape, chain.first_rows, is_chunked=True, is_requested=mode == CHUNKED)
-    reason = ""
-    if mode == PLAIN:
-        reason = "--memory_opt_loss plain"
-    elif chain.is_returned:
-        reason = f"{reader} may read the logits"
-    elif mode == AUTO and not plan.pays:
-        reason = "the logits of so few tokens are smaller than the gradients that would be saved in their place"
-    is_read = chain.is_returned and mode != PLAIN and plan.pays
-    return replace(plan, is_chunked=not reason, is_read_by_caller=is_read, reason=reason)
+    return _beside_loss(outputs, _refusing)
 
 
-def plan_losses(graph: fx.Graph, mode: str, reader: str) -> tuple[list[LossPlan], list[str]]:
-    """Decide on each loss of a graph that dynamo traced, and rewrite those that are chunked.
-
-    Args:
-        graph: changed in place.
-        mode: one of `LOSSES`.
-        reader: who may read the logits that the forward returns.
-
-    Returns:
-        The plans, and why other cross entropies have none.
-    """
-    remove_unread_losses(graph)
-    found = list(find_losses(graph))
-    plans = []
-    for chain in found:
-        if isinstance(chain, LossChain):
-            plan = decide(chain, mode, reader)
-            if plan.is_chunked:
-                rewrite(graph, chain)
-            plans.append(plan)
-    return plans, [reason for reason in found if isinstance(reason, str)]
+def _beside_loss(outputs: Any, change: Callable[[Any, str], Any]) -> Any:
+    """The outputs, each behind the loss changed; a tuple's are named by their index."""
+    if isinstance(outputs, Mapping) and _is_loss(outputs.get("loss")):
+        changed = {name: value if name == "loss" else change(value, name) for name, value in outputs.items()}
+        return type(outputs)(**changed)
+    if isinstance(outputs, tuple) and outputs and _is_loss(outputs[0]):
+        return (outputs[0], *(change(value, str(index)) for index, value in enumerate(outputs[1:], 1)))
+    return outputs
 
 
-def check_row(losses: Sequence[LossPlan], is_in_config: bool, strict: bool) -> list[str]:
-    """A line where a config names the row of a model that has none.
+def _is_loss(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 0
 
-    Args:
-        losses: of the model's graphs.
-        is_in_config: the config has `ROW`.
-        strict: that is a mistake.
 
-    Raises:
-        ConfigError: it is.
-    """
-    if losses or not is_in_config:
-        return []
-    line = f'no plan "{CLUSTER_ID}" in this model, which has no loss over a vocabulary that can be chunked'
-    if strict:
-        raise ConfigError(line)
-    return [f"{line}; left out"]
+def _unless_logits(value: Any, name: str) -> Any:
+    return None if name.endswith("logits") or name == "1" else value
+
+
+def _detached(value: Any, name: str) -> Any:
+    if type(value) is tuple:
+        return tuple(_detached(inner, name) for inner in value)
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def _refusing(value: Any, name: str) -> Any:
+    if type(value) is tuple:
+        return tuple(_refusing(inner, name) for inner in value)
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return value
+    # What the forward returns may be one of its inputs.
+    leaf = value.detach().requires_grad_()
+    leaf.register_hook(functools.partial(_refuse, name))
+    return leaf
+
+
+def _refuse(name: str, gradient: torch.Tensor | None) -> None:
+    # DDP passes outputs through its own autograd function, whose backward returns None for those that nobody read.
+    if gradient is None:
+        return
+    raise MemOptError(
+        f"a gradient flowed back to the model's output {name!r}, which is detached because Trainer's own compute_loss "
+        "reads only the loss; compute such a loss in compute_loss of a Trainer subclass or in compute_loss_func"
+    )

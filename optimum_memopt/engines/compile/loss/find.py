@@ -16,8 +16,8 @@ from torch import fx
 from torch.nn import functional
 
 from optimum_memopt.engines.compile.graph.joint import elements
-from optimum_memopt.engines.compile.loss.chunks import LossShape
-from optimum_memopt.engines.compile.torch_compat.runtime import autocast_dtype
+from optimum_memopt.engines.compile.loss.operator import LossShape
+from optimum_memopt.engines.compile.torch_compat.fx_graph import autocast_dtype
 
 _CROSS_ENTROPY = inspect.signature(functional.cross_entropy)
 _FLATTENS = frozenset({"view", "reshape", "flatten"})
@@ -32,18 +32,13 @@ class _DoesNotFit(Exception):
 
 @dataclass(frozen=True)
 class Scaling:
-    """What is done to the output of a projection before the softmax.
-
-    Attributes:
-        scale: it is multiplied by this.
-        softcap: not 0: then it becomes `softcap * tanh` of it.
-    """
+    """The output of a projection, on its way to the softmax, is multiplied by `scale`, and becomes `softcap * tanh` of
+    that where this is not 0."""
 
     scale: float = 1.0
     softcap: float = 0.0
 
     def times(self, factor: float) -> "Scaling":
-        """Multiplied once more, after what has been done so far."""
         if self.softcap:
             return replace(self, softcap=self.softcap * factor)
         return replace(self, scale=self.scale * factor)
@@ -51,27 +46,20 @@ class Scaling:
 
 @dataclass(frozen=True, eq=False)
 class Projection:
-    """A call of `torch.nn.functional.linear`.
-
-    Attributes:
-        node: the call.
-    """
+    """A call of `torch.nn.functional.linear`: (…, width), (vocabulary, width) and (vocabulary,) or None."""
 
     node: fx.Node
 
     @property
     def hidden(self) -> fx.Node:
-        """Its input, (…, width)."""
         return self._argument("input", 0)
 
     @property
     def weight(self) -> fx.Node:
-        """(vocabulary, width)."""
         return self._argument("weight", 1)
 
     @property
     def bias(self) -> fx.Node | None:
-        """(vocabulary,)."""
         return self._argument("bias", 2)
 
     def _argument(self, name: str, place: int) -> Any:
@@ -80,7 +68,7 @@ class Projection:
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """What a LoRA adds to a projection's output.
+    """The part of a LoRA in a projection's output.
 
     Attributes:
         projection: of its hidden states, (…, rank), by its second matrix, (vocabulary, rank).
@@ -96,16 +84,12 @@ class LossChain:
     """A cross entropy of a projection's output, which nobody else reads.
 
     Attributes:
-        cross_entropy: the call of `torch.nn.functional.cross_entropy`.
         projection: of the hidden states, (…, hidden size), to the vocabulary.
         slices: of the projection's rows, in their order: a causal model predicts nothing at its last token.
         offset: (1, …, vocabulary), added to the projection's output (BART's `final_logits_bias`); None without.
         adapter: added to the projection's output; None without.
-        scaling: of the sum.
-        labels: integers, one for each row that is left.
         ignore_index: the label of rows that do not count; a node where dynamo made it an input of the graph.
         mean: over the rows that count; else their sum.
-        label_smoothing: from 0 to 1.
         is_returned: the forward returns the logits, so its caller may read them.
     """
 
@@ -126,17 +110,14 @@ class LossChain:
         """Sizes and dtypes, rows in the symbols of the graph."""
         hidden, weight = traced_tensor(self.projection.hidden), traced_tensor(self.projection.weight)
         vocabulary, hidden_size = map(int, weight.shape)
+        compute = autocast_dtype(self.projection.node, hidden.device.type) or hidden.dtype
+        rank = int(traced_tensor(self.adapter.projection.weight).shape[1]) if self.adapter else 0
         return LossShape(
-            rows=elements(traced_tensor(self.labels)),
-            hidden_size=hidden_size,
-            vocabulary=vocabulary,
-            hidden=hidden.dtype,
-            weight=weight.dtype,
-            compute=autocast_dtype(self.projection.node, hidden.device.type) or hidden.dtype,
+            *(elements(traced_tensor(self.labels)), hidden_size, vocabulary, hidden.dtype, weight.dtype, compute),
             has_softcap=bool(self.scaling.softcap),
             needs_hidden=hidden.requires_grad,
             needs_weight=weight.requires_grad,
-            rank=int(traced_tensor(self.adapter.projection.weight).shape[1]) if self.adapter else 0,
+            rank=rank,
         )
 
     @property
@@ -165,25 +146,6 @@ def _chain(loss: fx.Node) -> LossChain:
     bound = _CROSS_ENTROPY.bind(*loss.args, **loss.kwargs)
     bound.apply_defaults()
     call = bound.arguments
-    _check_loss(call)
-    projection, *steps = _path(call["input"], loss)
-    slices, offset, adapter, scaling = _read_steps(projection, steps)
-    return LossChain(
-        loss,
-        Projection(projection),
-        slices,
-        offset,
-        adapter,
-        scaling,
-        call["target"],
-        call["ignore_index"],
-        call["reduction"] == "mean",
-        float(call["label_smoothing"]),
-        any(_is_returned(node) for node in (projection, *steps)),
-    )
-
-
-def _check_loss(call: dict[str, Any]) -> None:
     if call["weight"] is not None or call["size_average"] is not None or call["reduce"] is not None:
         raise _DoesNotFit("its classes have weights")
     if call["reduction"] not in ("mean", "sum"):
@@ -192,40 +154,48 @@ def _check_loss(call: dict[str, Any]) -> None:
         raise _DoesNotFit("its label_smoothing is not a constant")
     if traced_tensor(call["target"]).is_floating_point():
         raise _DoesNotFit("its labels are probabilities")
+    projection, *steps = path = _path(call["input"], loss)
+    return LossChain(
+        loss,
+        Projection(projection),
+        *_read_steps(projection, steps),
+        labels=call["target"],
+        ignore_index=call["ignore_index"],
+        mean=call["reduction"] == "mean",
+        label_smoothing=float(call["label_smoothing"]),
+        is_returned=any(
+            user.op == "output" or (_is_output(user) and user.users) for node in path for user in node.users
+        ),
+    )
 
 
 def _path(node: fx.Node, reader: fx.Node) -> list[fx.Node]:
-    """From the projection to what the loss reads."""
-    if others := [user for user in node.users if user is not reader and not _is_output(user)]:
-        raise _DoesNotFit(f"its logits are also read by {_name(others[0])}")
-    if node.op == "call_function" and node.target is functional.linear:
+    if readers := [user for user in node.users if user is not reader and not _is_output(user)]:
+        raise _DoesNotFit(f"its logits are also read by {_name(readers[0])}")
+    if _is_projection(node):
         return [node]
     if node.op not in ("call_function", "call_method"):
         raise _DoesNotFit("a graph break separates it from the logits")
-    return [*_path(_logits_before(node), node), node]
-
-
-def _is_output(node: fx.Node) -> bool:
-    """Whether a node is the graph's output, or a detached tensor that nothing else reads."""
-    return node.op == "output" or (_name(node) == "detach" and all(user.op == "output" for user in node.users))
-
-
-def _is_returned(node: fx.Node) -> bool:
-    return any(user.op == "output" or (_is_output(user) and user.users) for user in node.users)
-
-
-def _logits_before(node: fx.Node) -> fx.Node:
-    """Of what an operator reads, the tensor with as many elements as its result or more; raises _DoesNotFit."""
     tensors = [read for read in node.all_input_nodes if isinstance(read.meta.get("example_value"), torch.Tensor)]
     if not tensors:
         raise _DoesNotFit(f"{_name(node)} makes its logits")
-    return max(tensors, key=lambda read: traced_tensor(read).dim())
+    # A bias or a factor has fewer dimensions.
+    logits = max(tensors, key=lambda read: traced_tensor(read).dim())
+    return [*_path(logits, node), node]
+
+
+def _is_projection(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target is functional.linear
+
+
+def _is_output(node: fx.Node) -> bool:
+    """True for the graph's output, and for a detached tensor that nothing else reads."""
+    return node.op == "output" or (_name(node) == "detach" and all(user.op == "output" for user in node.users))
 
 
 def _read_steps(
     projection: fx.Node, steps: Sequence[fx.Node]
 ) -> tuple[tuple[fx.Node, ...], fx.Node | None, Adapter | None, Scaling]:
-    """Slices, offset, adapter and scaling of the operators between projection and loss; raises _DoesNotFit."""
     slices: list[fx.Node] = []
     offset: fx.Node | None = None
     adapter: Adapter | None = None
@@ -234,7 +204,7 @@ def _read_steps(
         name, result = _name(node), traced_tensor(node)
         classes = traced_tensor(before).shape[-1]
         keeps_classes = result.dim() > 0 and _is_same(result.shape[-1], classes)
-        if name in _CASTS and _widens(traced_tensor(before), result):
+        if name in _CASTS and _is_cast(traced_tensor(before), result):
             continue
         if name in _FLATTENS and keeps_classes:
             is_flat = True
@@ -257,17 +227,18 @@ def _read_steps(
 
 
 def _is_same(size: int | torch.SymInt, other: int | torch.SymInt) -> bool:
-    """Of constants: comparing symbols would guard on their values."""
+    """True for equal constants: comparing symbols would guard on their values."""
     return isinstance(size, int) and isinstance(other, int) and size == other
 
 
-def _widens(before: torch.Tensor, after: torch.Tensor) -> bool:
+def _is_cast(before: torch.Tensor, after: torch.Tensor) -> bool:
+    """True where nothing but the dtype changes, to one that holds all values."""
     is_wider = torch.promote_types(before.dtype, after.dtype) == after.dtype
     return is_wider and before.device == after.device and before.dim() == after.dim()
 
 
 def _slices_rows(node: fx.Node) -> bool:
-    """Whether an index takes ranges of rows and all classes."""
+    """True where an index takes ranges of rows and all classes."""
     index = node.args[1] if isinstance(node.args[1], tuple | list) else (node.args[1],)
     rank = traced_tensor(node).dim()
     are_ranges = all(isinstance(item, slice) or item is Ellipsis for item in index)
@@ -277,24 +248,26 @@ def _slices_rows(node: fx.Node) -> bool:
 
 def _factor(node: fx.Node, logits: fx.Node) -> float | None:
     """The number by which the logits are multiplied; None where that is no number."""
-    others = [argument for argument in node.args if argument is not logits]
-    if len(node.args) != 2 or len(others) != 1 or not isinstance(others[0], int | float):
+    if len(node.args) != 2 or not isinstance(number := _other_operand(node, logits), int | float):
         return None
     if _name(node) in _MULTIPLIES:
-        return float(others[0])
-    return 1 / others[0] if node.args[0] is logits and others[0] else None
+        return float(number)
+    return 1 / number if node.args[0] is logits and number else None
 
 
 def _added(node: fx.Node, logits: fx.Node) -> Adapter | fx.Node | None:
-    """What is added to the logits: a second projection, or a node with one value for each class; None otherwise."""
-    (*others,) = (argument for argument in node.args if argument is not logits)
-    if len(others) != 1 or not isinstance(others[0], fx.Node) or node.kwargs:
+    """The operand beside the logits: a second projection, or a node with one value for each class; else None."""
+    added = _other_operand(node, logits)
+    if not isinstance(added, fx.Node) or node.kwargs:
         return None
-    tensor = traced_tensor(others[0])
+    tensor = traced_tensor(added)
     is_row = tensor.dim() > 0 and _is_same(tensor.shape[-1], traced_tensor(logits).shape[-1])
-    if is_row and all(_is_same(size, 1) for size in tensor.shape[:-1]):
-        return others[0]
-    return _adapter(others[0])
+    return added if is_row and all(_is_same(size, 1) for size in tensor.shape[:-1]) else _adapter(added)
+
+
+def _other_operand(node: fx.Node, logits: fx.Node) -> Any:
+    operands = [argument for argument in node.args if argument is not logits]
+    return operands[0] if len(operands) == 1 else None
 
 
 def _adapter(node: fx.Node) -> Adapter | None:
@@ -304,12 +277,10 @@ def _adapter(node: fx.Node) -> Adapter | None:
         if (factor := _factor(node, product)) is None or len(node.users) > 1:
             return None
         node, scale = product, factor
-    is_projection = node.op == "call_function" and node.target is functional.linear
-    if not is_projection or Projection(node).bias is not None or len(node.users) > 1:
-        return None
-    return Adapter(Projection(node), scale)
+    projection = Projection(node)
+    is_adapter = _is_projection(node) and projection.bias is None and len(node.users) == 1
+    return Adapter(projection, scale) if is_adapter else None
 
 
 def _name(node: fx.Node) -> str:
-    """`view` of a method, `mul` of `operator.mul`."""
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))

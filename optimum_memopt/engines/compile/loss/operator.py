@@ -6,18 +6,126 @@ Rows without a label are left out first.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
+import sympy
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from optimum_memopt.engines.compile.graph.analyzed_graph import Modules
-from optimum_memopt.engines.compile.graph.joint import first_input, is_chunked_loss, is_scaling
+from optimum_memopt.engines.compile.graph.joint import elements, first_input, is_chunked_loss, is_scaling, tensor_value
 from optimum_memopt.engines.compile.graph.saved_activations import is_output
-from optimum_memopt.engines.compile.loss.chunks import LossShape, accumulation_dtype, gradient_dtype, softmax_dtype
+from optimum_memopt.engines.compile.torch_compat.dynamo import backward_runs_once
 from optimum_memopt.engines.compile.torch_compat.fx_graph import LIBRARY
-from optimum_memopt.engines.compile.torch_compat.runtime import backward_runs_once
+
+# A number of rows or bytes: an integer, or an expression in the symbols of a graph.
+Size = Any
+
+
+@dataclass(frozen=True)
+class LossShape:
+    """The sizes of a chunked loss; rows and what follows from them may be symbolic.
+
+    Attributes:
+        hidden_size: width of the hidden states.
+        vocabulary: number of classes.
+        hidden: dtype of the hidden states.
+        compute: dtype of the products; that of autocast where it is on.
+        has_softcap: the logits go through a soft cap.
+        rank: of a LoRA on the projection, 0 without.
+    """
+
+    rows: Size
+    hidden_size: int
+    vocabulary: int
+    hidden: torch.dtype
+    weight: torch.dtype
+    compute: torch.dtype
+    has_softcap: bool = False
+    needs_hidden: bool = True
+    needs_weight: bool = True
+    rank: int = 0
+
+    def with_rows(self, rows: Size) -> "LossShape":
+        return replace(self, rows=rows)
+
+    @property
+    def saving(self) -> Size:
+        """Bytes saved for backward: the logits, less the gradients that are saved in their place. The hidden states
+        would be saved for the projection's gradient too."""
+        logits = self.rows * self.vocabulary * sum_dtype(self.compute).itemsize
+        of_hidden = self.rows * self.hidden_size * gradient_dtype(self.hidden).itemsize if self.needs_hidden else 0
+        if not self.needs_weight:
+            return logits - of_hidden
+        of_weight = self.vocabulary * self.hidden_size * gradient_dtype(self.weight).itemsize
+        return logits + self.rows * self.hidden_size * self.hidden.itemsize - of_hidden - of_weight
+
+    @property
+    def rows_per_chunk(self) -> Size:
+        """As many that a chunk of logits is about as large as the projection's weight, whose gradient is in memory
+        from then on in any case; more where all hidden states are larger still, since each chunk reads and writes that
+        gradient once. Liger Kernel takes the second bound alone (`ops/fused_linear_cross_entropy.py`)."""
+        as_hidden_states = self.rows * self.hidden_size // self.vocabulary
+        return _min(self.rows, _max(_max(self.hidden_size, as_hidden_states), 1))
+
+    @property
+    def workspace(self) -> Size:
+        """Bytes of tensors beside the operator's outputs at its peak, an upper bound: all rows have a label."""
+        rows, vocabulary, width = self.rows_per_chunk, self.vocabulary, self.hidden_size
+        compute, softmax = self.compute.itemsize, sum_dtype(self.compute).itemsize
+        is_low = compute < softmax
+        # Of int64, the indices of the rows that count.
+        held = 8 * self.rows + rows * width * self.hidden.itemsize
+        if self.hidden != self.compute:
+            held += rows * width * compute
+        if self.weight != self.compute:
+            held += vocabulary * width * compute
+        # Matrix, its gradient's sum and a chunk's share of it, and hidden states.
+        held += self.rank * (vocabulary * (2 * compute + softmax) + 2 * rows * compute)
+        logits = rows * vocabulary * (softmax * (2 if self.has_softcap else 1))
+        if is_low:
+            logits = _max(logits, rows * vocabulary * (softmax + compute))
+        products = rows * width * compute if self.needs_hidden else 0
+        if self.needs_weight and is_low:
+            products = _max(products, vocabulary * width * compute)
+        if self.needs_weight and sum_dtype(self.weight) != gradient_dtype(self.weight):
+            held += vocabulary * width * sum_dtype(self.weight).itemsize
+        return held + _max(logits, rows * vocabulary * compute + products)
+
+
+def loss_shape(arguments: Sequence[Any]) -> LossShape:
+    """The sizes of a chunked loss, from the operator's arguments: tensors, or nodes of a joint graph."""
+    arguments = [tensor_value(value) if isinstance(value, fx.Node) else value for value in arguments]
+    hidden, weight, _, _, adapter_weight, labels, _, softcap, *_ = arguments
+    compute, _, needs = arguments[-3:]
+    vocabulary, hidden_size = weight.shape
+    rank = int(adapter_weight.shape[1]) if adapter_weight is not None else 0
+    sizes, dtypes = (elements(labels), int(hidden_size), int(vocabulary)), (hidden.dtype, weight.dtype, compute)
+    return LossShape(*sizes, *dtypes, bool(softcap), needs[0], needs[1], rank)
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of softmax, loss and sums of the chunks' gradients: at least float32, as transformers casts logits."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def gradient_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a gradient waits for the backward; float16 would lose it until a GradScaler multiplies it."""
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
+def _min(left: Size, right: Size) -> Size:
+    return sympy.Min(left, right) if _is_symbolic(left, right) else min(left, right)
+
+
+def _max(left: Size, right: Size) -> Size:
+    return sympy.Max(left, right) if _is_symbolic(left, right) else max(left, right)
+
+
+def _is_symbolic(*sizes: Size) -> bool:
+    return any(isinstance(size, sympy.Basic) for size in sizes)
+
 
 # How many of the operator's first arguments are tensors that may get a gradient.
 _DIFFERENTIABLE = 5
@@ -51,13 +159,8 @@ def chunked_loss(
         adapter_hidden: (…, rank), the hidden states after the first matrix of a LoRA on the projection; None without.
         adapter_weight: (vocabulary, rank), its second matrix; None without.
         labels: (…), integers.
-        scale: the logits are multiplied by it.
-        softcap: not 0: they become `softcap * tanh` of that.
+        softcap: not 0: the scaled logits become `softcap * tanh` of them.
         ignore_index: the label of rows that do not count.
-        mean: over the rows that count; else their sum.
-        label_smoothing: as in `torch.nn.functional.cross_entropy`.
-        compute_dtype: of the products; softmax and loss are at least float32.
-        loss_dtype: of the loss.
         needs: of which of the first five arguments a gradient is wanted; empty tensors come for the others.
 
     Returns:
@@ -77,20 +180,21 @@ def chunked_loss(
     if adapter_hidden is not None and adapter_weight is not None:
         terms.append(_Term(adapter_hidden, adapter_weight, gradients[3], gradients[4], compute_dtype, total - count))
     step = LossShape(total, hidden.shape[-1], len(weight), hidden.dtype, weight.dtype, compute_dtype).rows_per_chunk
-    of_logits = _Loss(
-        bias if bias is None else bias.to(compute_dtype),
-        scale,
-        softcap,
-        label_smoothing,
-        before,
-        _logits_buffer(weight, compute_dtype, min(step, count)),
-    )
-    loss = hidden.new_zeros((), dtype=softmax_dtype(compute_dtype))
+    buffer = None
+    if compute_dtype == sum_dtype(compute_dtype):
+        # On a CPU, new pages for each chunk's logits would take a third of a projection's time; in a lower precision
+        # than the softmax's the buffer would be held beside the softmax.
+        buffer = weight.new_empty((min(step, count), len(weight)), dtype=compute_dtype)
+    logits_bias = bias if bias is None else bias.to(compute_dtype)
+    of_logits = _Loss(logits_bias, scale, softcap, label_smoothing, before, buffer)
+    loss = hidden.new_zeros((), dtype=sum_dtype(compute_dtype))
     of_bias = gradients[2].zero_()
     for start in range(0, count, max(step, 1)):
         rows: Any = slice(start, start + step) if count == total else counted[start : start + step]
         target = targets[rows]
-        _check_labels(target, len(weight))
+        # On CUDA `gather` asserts by itself, and reading the result would wait for the device.
+        if target.device.type == "cpu" and len(wrong := target[(target < 0) | (target >= len(weight))]):
+            raise IndexError(f"Target {int(wrong[0])} is out of bounds.")
         chunks = [term.rows(rows) for term in terms]
         chunk_loss, gradient = of_logits(terms, chunks, target)
         loss += chunk_loss
@@ -113,22 +217,14 @@ class _Term:
     """One product of the logits, with its gradients.
 
     Args:
-        hidden: (…, width).
-        weight: (vocabulary, width).
         of_hidden: gets the gradient of `hidden`; empty where none is wanted.
         of_weight: likewise.
         dtype: of the products.
-        unread: how many rows do not count.
+        unread: number of rows that do not count.
     """
 
     def __init__(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        of_hidden: Tensor,
-        of_weight: Tensor,
-        dtype: torch.dtype,
-        unread: int,
+        self, hidden: Tensor, weight: Tensor, of_hidden: Tensor, of_weight: Tensor, dtype: torch.dtype, unread: int
     ) -> None:
         self.weight = weight.to(dtype)
         self._hidden = hidden.reshape(-1, hidden.shape[-1])
@@ -138,21 +234,15 @@ class _Term:
         self._of_weight = of_weight
         self._sum = None
         if of_weight.dim() > 1:
-            summed = accumulation_dtype(weight.dtype)
+            summed = sum_dtype(weight.dtype)
             self._sum = of_weight.zero_() if of_weight.dtype == summed else torch.zeros_like(weight, dtype=summed)
 
     def rows(self, rows: Any) -> Tensor:
-        """Some of the hidden states, in the dtype of the products."""
+        """Hidden states in the dtype of the products."""
         return self._hidden[rows].to(self.weight.dtype)
 
     def add(self, gradient: Tensor, hidden: Tensor, rows: Any) -> None:
-        """Add the gradients of a chunk.
-
-        Args:
-            gradient: of its logits, (rows, vocabulary), in the dtype of the products.
-            hidden: its hidden states.
-            rows: which they are.
-        """
+        """Add the gradients of a chunk, given that of its logits in the dtype of the products."""
         if self._of_hidden is not None:
             self._of_hidden[rows] = (gradient @ self.weight).to(self._of_hidden.dtype)
         if self._sum is None:
@@ -170,13 +260,10 @@ class _Term:
 
 @dataclass(frozen=True)
 class _Loss:
-    """Loss of a chunk of rows, and the gradient of their logits.
+    """Loss of a chunk of rows, and the gradient of their logits; other fields as in `chunked_loss`.
 
     Attributes:
         bias: (vocabulary,) in the dtype of the products, or None.
-        scale: see `chunked_loss`.
-        softcap: see `chunked_loss`.
-        label_smoothing: see `chunked_loss`.
         share: gradients are multiplied by it.
         buffer: for the logits of a chunk; None: each chunk allocates its own.
     """
@@ -189,17 +276,11 @@ class _Loss:
     buffer: Tensor | None
 
     def __call__(self, terms: Sequence[_Term], hidden: Sequence[Tensor], targets: Tensor) -> tuple[Tensor, Tensor]:
-        """The sum of the rows' losses, and the gradient (rows, vocabulary) of the sum of their products.
-
-        Args:
-            terms: whose products are the logits.
-            hidden: the rows of each.
-            targets: (rows,).
-        """
+        """The sum of the rows' losses, and the gradient (rows, vocabulary) of the sum of the terms' products."""
         logits = self._product(hidden[0], terms[0].weight)
         for term, chunk in zip(terms[1:], hidden[1:], strict=True):
             logits.addmm_(chunk, term.weight.t())
-        logits = logits.to(softmax_dtype(logits.dtype))
+        logits = logits.to(sum_dtype(logits.dtype))
         capped = None
         if self.softcap:
             capped = logits.mul_(self.scale).tanh_()
@@ -230,19 +311,6 @@ class _Loss:
         if self.bias is None:
             return torch.mm(hidden, weight.t(), out=out)
         return torch.addmm(self.bias, hidden, weight.t(), out=out)
-
-
-def _logits_buffer(weight: Tensor, dtype: torch.dtype, rows: int) -> Tensor | None:
-    """What all chunks write their logits to: on a CPU, new pages would take a third of a projection's time. None in
-    a lower precision than the softmax's, where it would be held beside the softmax."""
-    return weight.new_empty((rows, len(weight)), dtype=dtype) if dtype == softmax_dtype(dtype) else None
-
-
-def _check_labels(labels: Tensor, classes: int) -> None:
-    # On CUDA `gather` asserts by itself, and reading the result would wait for the device.
-    if labels.device.type == "cpu" and bool(((labels < 0) | (labels >= classes)).any()):
-        wrong = labels[(labels < 0) | (labels >= classes)][0]
-        raise IndexError(f"Target {int(wrong)} is out of bounds.")
 
 
 def _empty_gradients(tensors: Sequence[Tensor | None], needs: Sequence[bool]) -> tuple[Tensor, ...]:

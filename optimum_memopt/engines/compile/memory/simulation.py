@@ -1,7 +1,7 @@
 """What the forward and backward hold under any set of saved nodes, without partitioning the joint graph. Pure.
 
 The order is that of the partitioned graphs: the forward in its own, and each recomputed operator in the backward just
-before the first of the backward's own operators that needs it. `tests/engines/compile/budget/test_simulation.py`
+before the first of the backward's own operators that needs it. `tests/graph/test_simulation.py`
 compares it with `events.schedule` byte by byte.
 """
 
@@ -88,17 +88,17 @@ def simulate(problem: Problem, saved: frozenset[int]) -> Simulation:
     backward = _run(problem, _raise_picks(problem, order), problem.backward_outputs, owned, saved_bytes + given)
     is_forward = problem.is_forward
     recomputed = tuple(node for node in backward.order if is_forward[node])
-    if problem.others != ALONE:
-        forward, backward = _among_others(problem, forward, backward, given)
+    if problem.siblings != ALONE:
+        forward, backward = _with_siblings(problem, forward, backward, given)
     return Simulation(saved, forward, backward, saved_bytes, recomputed)
 
 
-def _among_others(problem: Problem, forward: Run, backward: Run, given: int) -> tuple[Run, Run]:
+def _with_siblings(problem: Problem, forward: Run, backward: Run, given: int) -> tuple[Run, Run]:
     """Both runs with what other graphs of the forward hold meanwhile; `given` are the bytes of its tangents."""
-    others, left = problem.others, forward.end
-    during = [size + others.in_forward(left) for size in forward.held]
-    during[-1:] = [max(size, others.between(left)) for size in during[-1:]]
-    beside = others.in_backward(left, backward.end - given)
+    siblings, left = problem.siblings, forward.end
+    during = [size + siblings.in_forward(left) for size in forward.held]
+    during[-1:] = [max(size, siblings.between(left)) for size in during[-1:]]
+    beside = siblings.in_backward(left, backward.end - given)
     return (
         replace(forward, held=tuple(during)),
         replace(backward, held=tuple(size + beside for size in backward.held)),
@@ -201,7 +201,7 @@ def problem_events(
     problem: Problem,
     saved: frozenset[int],
     rows: Mapping[str, str] | None = None,
-    on_host: Collection[str] = (),
+    on_host: Collection[int] = (),
 ) -> GraphEvents:
     """What both graphs allocate and free, operator by operator; `simulate` folds the same in arrays.
 
@@ -209,14 +209,14 @@ def problem_events(
         problem: see `simulate`.
         saved: see `simulate`.
         rows: names of saved activations, by their nodes'.
-        on_host: names of saved nodes that wait on the host, and are left out altogether.
+        on_host: saved nodes that wait on the host, and are left out altogether.
     """
     order = backward_order(problem, saved)
     names, roots, at, rows = problem.names, problem.roots, problem.positions, rows or {}
     ends = [*problem.forward_outputs, *saved, *(n for user in order for n in problem.tables.read_numbers[user])]
     first, second = (_raise_picks(problem, run).tolist() for run in (_forward_order(problem, ends), order))
     saved_roots = {roots[node] for node in saved}
-    away = {roots[node] for node, name in enumerate(names) if name in on_host} & saved_roots
+    away = {roots[node] for node in on_host} & saved_roots
     read = {roots[node] for user in second for node in problem.reads[user]}
     of_forward, gradients = set(first), {roots[node] for node in problem.backward_outputs}
 

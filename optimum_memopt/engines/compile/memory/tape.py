@@ -20,7 +20,7 @@ from optimum_memopt.engines.api.predictions import SAVED, TEMPORARY
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues
 from optimum_memopt.engines.compile.memory.events import Event, GraphEvents, Schedule, Storage, bytes_during
 from optimum_memopt.engines.compile.torch_compat import dynamo
-from optimum_memopt.engines.compile.torch_compat.runtime import OutsideOperator, order_of, outside_operators
+from optimum_memopt.engines.compile.torch_compat.autograd import OutsideOperator, order_of, outside_operators
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,15 @@
 """What one joint graph saves, recomputes and offloads. A producer makes it, everything downstream reads only it."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
-from optimum_memopt.engines.compile.graph.analyzed_graph import Modules
-from optimum_memopt.engines.compile.graph.candidates import Candidate
+from optimum_memopt.engines.api.predictions import Frontier
+from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, Modules
+from optimum_memopt.engines.compile.graph.candidates import Candidate, offloads
+from optimum_memopt.engines.compile.solver.length_buckets import ExtraByLength
 from optimum_memopt.plans.matching import Matched
+from optimum_memopt.plans.plan_file import GraphEntry, LayerEntry
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,6 +25,8 @@ class Choice:
         matched: the rows that were asked for.
         mismatch: how this graph differs from the one that a plan file was made for; empty where it does not.
         torchs_graphs: forward and backward where torch has partitioned the graph; None: this engine does.
+        frontier: what other budgets would cost; None where nobody asked.
+        by_length: what plans for shorter batches would cost; None where nobody asked.
     """
 
     nodes_to_save: tuple[fx.Node, ...]
@@ -31,6 +36,8 @@ class Choice:
     matched: Matched = field(default_factory=Matched)
     mismatch: str = ""
     torchs_graphs: Modules | None = None
+    frontier: Frontier | None = None
+    by_length: ExtraByLength | None = None
 
     @property
     def recomputed(self) -> tuple[Candidate, ...]:
@@ -42,3 +49,32 @@ class Choice:
         saved = (node.name for node in self.nodes_to_save)
         chosen = (f"{int(candidate.strategy)}:{candidate.activation.root.name}" for candidate in self.candidates)
         return f"saved {','.join(saved)}; chosen {','.join(chosen)}; by torch {self.torchs_graphs is not None}"
+
+
+def graph_plan(graph: AnalyzedGraph, choice: Choice) -> GraphEntry:
+    """A choice for a graph in the words of a plan file.
+
+    Args:
+        graph: of which its joint graph is not read, since torch's own partition changes that.
+        choice: for this graph.
+    """
+    if choice.torchs_graphs is not None:
+        return GraphEntry(graph.signature, by_torch=True)
+    saved = set(choice.nodes_to_save)
+    roots = {activation.root for activation in graph.activations}
+    offloaded = {candidate.activation.root for candidate in offloads(choice.candidates)}
+    kinds: dict[str, set[fx.Node]] = {"recompute": roots - saved, "offload": offloaded, "save": saved - roots}
+    layers: dict[str, dict[str, list[str]]] = {}
+    for node, (layer, path) in graph.paths.items():
+        for kind, nodes in kinds.items():
+            if node in nodes:
+                layers.setdefault(layer, {}).setdefault(kind, []).append(path)
+    alike: dict[LayerEntry, list[str]] = {}
+    for layer, found in layers.items():
+        plan = LayerEntry((), **{kind: tuple(paths) for kind, paths in found.items()})
+        alike.setdefault(plan, []).append(layer)
+    return GraphEntry(
+        graph.signature,
+        by_torch=False,
+        layers=tuple(replace(plan, layers=tuple(paths)) for plan, paths in alike.items()),
+    )

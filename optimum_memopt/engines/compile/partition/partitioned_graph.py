@@ -1,6 +1,7 @@
 """Splits a joint graph so that the forward saves exactly what a choice says. The backward recomputes the rest."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import operator
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,20 +23,19 @@ from optimum_memopt.engines.compile.graph.candidates import Candidate, find_cand
 from optimum_memopt.engines.compile.graph.joint import JointGraph, is_number, is_tensor, root, tensor_value, value
 from optimum_memopt.engines.compile.graph.saved_activations import find_saved_activations, note_layers, operator_name
 from optimum_memopt.engines.compile.graph.symbols import bound_symbols, compile_sizes, symbol_names
-from optimum_memopt.engines.compile.loss.decide import LossPlan
+from optimum_memopt.engines.compile.loss.decide import LossDecision
 from optimum_memopt.engines.compile.loss.operator import scale_in_place
 from optimum_memopt.engines.compile.memory.events import Prediction, Schedule, schedule
 from optimum_memopt.engines.compile.memory.inductor_programs import InductorPrograms
 from optimum_memopt.engines.compile.memory.workspaces import workspace
 from optimum_memopt.engines.compile.partition import strategies
-from optimum_memopt.engines.compile.partition.choice import Choice
-from optimum_memopt.engines.compile.partition.passes import cse, dropout, place_copies
-from optimum_memopt.engines.compile.partition.producers.plan_file import graph_plan
-from optimum_memopt.engines.compile.partition.producers.producer import Producer
+from optimum_memopt.engines.compile.partition.choice import Choice, graph_plan
+from optimum_memopt.engines.compile.partition.passes import dropout
+from optimum_memopt.engines.compile.partition.strategies.offload import place_copies
 from optimum_memopt.engines.compile.torch_compat import dynamo, fx_graph
 from optimum_memopt.engines.compile.torch_compat.kernels import Multiprocessors, multiprocessors_of
 from optimum_memopt.logs import best_effort
-from optimum_memopt.plans.plan_file import GraphPlan
+from optimum_memopt.plans.plan_file import GraphEntry
 
 
 def partition(joint: JointGraph, nodes_to_save: Collection[fx.Node]) -> Modules:
@@ -45,6 +45,7 @@ def partition(joint: JointGraph, nodes_to_save: Collection[fx.Node]) -> Modules:
     return fx_graph.extract(joint.module, [*inputs, *nodes_to_save], numbers, joint.num_fwd_outputs)
 
 
+_DATA_DEPENDENT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 
 
@@ -77,13 +78,13 @@ class PartitionedGraph:
     names: Mapping[sympy.Symbol, str]
     timeline: Schedule | None
     prediction: Prediction | None
-    plan: GraphPlan
+    plan: GraphEntry
     has_convolutions: bool = False
     has_half_products: bool = False
     attention: tuple[str, ...] = ()
     programs: InductorPrograms = field(default_factory=InductorPrograms)
     is_all_of_forward: bool = True
-    losses: tuple[LossPlan, ...] = ()
+    losses: tuple[LossDecision, ...] = ()
     is_for_cuda: bool = False
     bound: frozenset[sympy.Symbol] = frozenset()
     gradients: Mapping[str, bool] = field(default_factory=dict)
@@ -124,7 +125,7 @@ def analyze(
     """
     module.graph.eliminate_dead_code()
     fx_graph.remove_copies(module.graph, map(root, JointGraph(module, num_fwd_outputs).forward_outputs))
-    cse.eliminate_duplicates(JointGraph(module, num_fwd_outputs))
+    eliminate_duplicates(JointGraph(module, num_fwd_outputs))
     note_layers(module.graph)
     joint = JointGraph(module, num_fwd_outputs)
     activations = find_saved_activations(joint)
@@ -139,7 +140,12 @@ def analyze(
         candidates = tuple(replace(candidate, planned_for="cuda") for candidate in candidates)
 
     def partition_by_torch() -> Modules:
-        return fx_graph.default_partition(module, inputs, num_fwd_outputs=num_fwd_outputs, **others)
+        before = module.graph
+        try:
+            return fx_graph.default_partition(module, inputs, num_fwd_outputs=num_fwd_outputs, **others)
+        finally:
+            # torch's partitioner puts a graph of its own in the joint graph's place (CSE).
+            module.graph = before
 
     paths = node_paths(joint)
     signature = signature_of(paths, parameters)
@@ -161,39 +167,68 @@ def analyze(
     )
 
 
-def partition_joint(
-    module: fx.GraphModule,
-    inputs: Any,
-    num_fwd_outputs: int,
-    others: dict[str, Any],
-    producer: Producer,
-    earlier: Sequence[PartitionedGraph] = (),
-    refuses_mistakes: bool = False,
-    runs_operators: bool = True,
-    target: Device | None = None,
-    batch: Mapping[str, int] | None = None,
+def eliminate_duplicates(joint: JointGraph) -> None:
+    """Replace each operator of the joint graph by an earlier one of the same pass that computes the same; nothing that
+    was read of the graph holds any more.
+
+    Under autocast a query, a key and a value projection each cast the same tensor, and each saves its cast. torch's
+    min-cut partitioner removes such duplicates too (`torch/_functorch/compile_utils.py`, `fx_graph_cse`), but not
+    before the analysis, and it lets the backward read a duplicate of the forward, which would be one more saved
+    activation. Here forward and backward are separate.
+
+    Left alone is what draws random numbers or reads what is written to; what the graph returns, since its caller may
+    write to it; and what reads no tensor (zeros, ranges): it costs next to nothing, and one for all would be held from
+    the first read to the last.
+    """
+    returned = {root(node) for node in joint.outputs if isinstance(node, fx.Node)}
+    computed: dict[Hashable, fx.Node] = {}
+    for node in joint.nodes:
+        if not _is_replaceable(joint, node) or root(node) in returned:
+            continue
+        first = computed.setdefault((node in joint.backward, node.target, _key((node.args, node.kwargs))), node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            joint.module.graph.erase_node(node)
+
+
+def _is_replaceable(joint: JointGraph, node: fx.Node) -> bool:
+    # Sizes that depend on data are new symbols at each call.
+    is_data_dependent = bool(_DATA_DEPENDENT & set(getattr(node.target, "tags", ())))
+    if node.op != "call_function" or is_data_dependent or joint.is_impure(node):
+        return False
+    if is_number(node) or node.target is operator.getitem:
+        return True
+    schema = getattr(node.target, "_schema", None)
+    # Operators without one run graphs of their own.
+    if schema is None or schema.is_mutable:
+        return False
+    return any(not is_number(read) for read in node.all_input_nodes)
+
+
+def _key(argument: Any) -> Hashable:
+    """Equal for arguments of the same type and value: 1 is not 1.0, and 0.0 is not -0.0."""
+    if isinstance(argument, fx.Node):
+        return argument
+    if isinstance(argument, tuple | list):
+        return tuple(map(_key, argument))
+    if isinstance(argument, dict):
+        return tuple((name, _key(value)) for name, value in argument.items())
+    if isinstance(argument, slice):
+        return (slice, _key((argument.start, argument.stop, argument.step)))
+    return (type(argument), repr(argument))
+
+
+def partitioned(
+    graph: AnalyzedGraph, choice: Choice, runs_operators: bool = True, target: Device | None = None
 ) -> tuple[PartitionedGraph, Modules]:
-    """Partition a joint graph as a producer chooses.
+    """A graph's forward and backward under a choice.
 
     Args:
-        module: see `analyze`.
-        inputs: see `analyze`.
-        num_fwd_outputs: see `analyze`.
-        others: see `analyze`.
-        producer: who chooses.
-        earlier: graphs of the same forward that were partitioned before this one.
-        refuses_mistakes: whatever is asked for has to be in this graph.
-        runs_operators: the graphs run as they are, operator by operator.
+        graph: read, not changed.
+        choice: made for this graph.
+        runs_operators: the two are run as they are, operator by operator.
         target: the device that the graph is planned for; None: that of its tensors.
-        batch: see `symbol_names`.
-
-    Raises:
-        ConfigError: `refuses_mistakes`, and the user asks for what the graph does not have.
     """
-    graph = analyze(module, inputs, num_fwd_outputs, others, target.cuda if target is not None else None, batch)
-    choice = producer.choose(graph, [partitioned.choice for partitioned in earlier])
-    if refuses_mistakes:
-        choice.matched.check()
     modules = choice.torchs_graphs
     if modules is None:
         modules = partition(graph.joint, choice.nodes_to_save)
@@ -241,7 +276,7 @@ def _place_copies(graph: AnalyzedGraph, modules: Modules, device: Device, fused:
         prediction = _timeline(graph, modules).predict(graph.size_hints)
         nodes = (node.name for node in graph.joint.nodes)
         seconds = dict(zip(nodes, roofline(graph.joint, graph.size_hints, device, fused).seconds, strict=True))
-        place_copies.place_copies(modules, prediction, seconds, graph.size_hints, device.copy_rate)
+        place_copies(modules, prediction, seconds, graph.size_hints, device.copy_rate)
 
 
 def _timeline(graph: AnalyzedGraph, modules: Modules) -> Schedule:

@@ -1,5 +1,6 @@
 """The plan table and predicted peak of a model that is traced on fake tensors: no weights, no data, no GPU memory."""
 
+import contextlib
 import html
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -9,22 +10,18 @@ from tabulate import tabulate
 
 from optimum_memopt.compat import attention_implementation, is_encoder_decoder
 from optimum_memopt.engines.api.predictions import BatchPoint, CurvePoint, Frontier, StepTimeline, Workload
-from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.api.run import THIS_MACHINE, Selection, StepSpec
 from optimum_memopt.engines.compile.graph.symbols import plain_sizes
-from optimum_memopt.engines.compile.partition.producers import producer_for
-from optimum_memopt.engines.compile.partition.producers.budget import FromBudget
-from optimum_memopt.engines.compile.partition.producers.recorded import RecordedForward
-from optimum_memopt.engines.compile.partition.producers.torch_default import TorchDefault
-from optimum_memopt.engines.compile.predict.planned_step import PlannedStep
-from optimum_memopt.engines.compile.solver.curve import point_of, points_of, solved
-from optimum_memopt.engines.compile.solver.solver import Floor
-from optimum_memopt.errors import DoesNotFitError, MemOptError
+from optimum_memopt.engines.compile.partition.captured_graph import no_costs
+from optimum_memopt.engines.compile.predict.planned_step import PlannedStep, TracedStep
+from optimum_memopt.engines.compile.solver.multi_graph import MultiGraphSolver
+from optimum_memopt.engines.compile.solver.plan import Infeasible, point_of, points_of, solved
+from optimum_memopt.errors import DoesNotFitError
 from optimum_memopt.memory.capacity import Capacity
-from optimum_memopt.memory.optimizers import DEFAULT
 from optimum_memopt.memory.peak_monitor import MIB
 from optimum_memopt.plans.plan_file import PlanFile
 from optimum_memopt.plans.table import PlanTable, canonical_symbols
-from optimum_memopt.sizes import gib_text
+from optimum_memopt.sizes import Budget, gib_text
 
 if TYPE_CHECKING:
     from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
@@ -112,13 +109,10 @@ class Estimate:
 def estimate(
     workload: Workload,
     selection: Selection,
+    spec: StepSpec = THIS_MACHINE,
+    *,
     symbolic: bool = False,
-    device: str | None = None,
     with_curve: bool = False,
-    compiler: str | None = None,
-    autocast: str = "",
-    optim: str = DEFAULT,
-    gradient_accumulation_steps: int = 1,
     batch_sizes: Sequence[int] = (),
 ) -> Estimate:
     """Trace one training forward and its backward on fake tensors, and partition them with the compile engine.
@@ -126,14 +120,9 @@ def estimate(
     Args:
         workload: the model and the size of its batch.
         selection: which plans.
+        spec: how the step runs. Of inductor's graphs, too, the order of operators is the graph's.
         symbolic: sizes stay symbols, so that savings are formulas; several times slower.
-        device: whose memory and rates count, see `budget.devices`; None: this machine.
-        with_curve: find out what budgets cost, too; with a plan selected, the model is traced a second time.
-        compiler: whose graphs, one of `COMPILERS`; None: the one that would train. Of inductor's, too, the order of
-            operators is the graph's.
-        autocast: `bfloat16` or `float16`; empty: float32.
-        optim: the optimizer, by Trainer's name.
-        gradient_accumulation_steps: micro-batches of a step.
+        with_curve: find out what budgets cost, too.
         batch_sizes: predict a step of each, too, from one trace with the workload's, the largest of them; sizes stay
             symbols.
 
@@ -141,74 +130,61 @@ def estimate(
         MemOptError: an unknown device or optimizer, bad sizes or plans, or a model whose forward depends on the
             values in its tensors.
     """
-    step = PlannedStep(workload, selection, device, compiler, autocast, optim, gradient_accumulation_steps)
-    is_planned = selection != Selection(strict=selection.strict)
-    forward = _recorded(selection if is_planned else None) if with_curve else None
+    step = PlannedStep(workload, selection, spec)
     symbolic = symbolic or len(batch_sizes) > 1
+    costs = step.costs_of if with_curve else no_costs
     try:
-        engine, model, batch = step.trace(symbolic, None if is_planned else forward)
+        traced = step.trace(symbolic, costs)
     except DoesNotFitError:
         if symbolic:
             raise
         # Symbols tell which smaller batch does.
-        engine, model, batch = step.trace(True)
-    if forward is not None and is_planned:
-        step.trace(symbolic, forward).engine.detach()
-    table, predictor = engine.plans(), engine.predictor
-    if table is None or predictor is None:
-        raise MemOptError("; ".join(table.header if table is not None else ()))
+        traced = step.trace(True, costs)
+    table, predictor = traced.shown.table, traced.predicted
     footprint, blocks = predictor.footprint(), predictor.allocator_peak()
     if not symbolic:
-        table = _without_formulas(table, batch, is_encoder_decoder(model))
-    plan = engine.plan_file()
-    assert plan is not None
+        table = _without_formulas(table, traced.batch, is_encoder_decoder(traced.model))
     batches = tuple(_batch_point(predictor, size) for size in batch_sizes) if len(batch_sizes) > 1 else ()
-    timeline = predictor.timeline()
-    engine.detach()
-    frontier = _frontier(forward, predictor.runs) if forward is not None else Frontier((), "")
-    named = {"sizes": dict(table.symbols), "device": step.device_name}
+    frontier = _frontier(traced, step) if with_curve else Frontier((), "")
+    sizes = {"sizes": dict(table.symbols), "device": step.device_name}
+    plan = traced.shown.plan_file
     return Estimate(
         table=table,
         parts=asdict(footprint),
         peak_mib=footprint.peak / MIB,
         device=step.device_name,
         compiler=step.compiled_by,
-        attention=attention_implementation(getattr(model, "config", None)) or "eager",
-        plan=replace(plan, solved_for={**plan.solved_for, **named}),
+        attention=attention_implementation(getattr(traced.model, "config", None)) or "eager",
+        plan=replace(plan, solved_for={**plan.solved_for, **sizes}),
         curve=frontier.points,
         costs=frontier.costs,
         batches=batches,
         chosen=frontier.chosen,
-        timeline=timeline,
+        timeline=predictor.timeline(),
         allocated=blocks.allocated if blocks is not None else None,
         reserved=blocks.reserved if blocks is not None else None,
         capacity=step.capacity,
     )
 
 
-def _recorded(selection: Selection | None) -> RecordedForward:
-    """What a curve is made of, with the place of what is selected."""
-    producer = None if selection is None else producer_for(selection)
-    if isinstance(producer, FromBudget):
-        return RecordedForward(budget=producer.budget)
-    return RecordedForward(plan=None if isinstance(producer, TorchDefault) else producer)
-
-
-def _frontier(forward: RecordedForward, runs: Sequence[int]) -> Frontier:
-    """What budgets cost.
-
-    Args:
-        forward: what was traced.
-        runs: how often each of its graphs has run.
-    """
-    graphs, step = forward.together(runs), forward.steps[0]
-    points = points_of(solved(graphs.lowest, graphs.everything, graphs.cheapest), step.outside)
-    chosen = forward.plans(graphs)
-    place = None if chosen is None else point_of(chosen, step.outside)
-    if step.bytes:
-        found = graphs.cheapest(step.outside.activations_within(step.bytes))
-        place = None if isinstance(found, Floor) else point_of(found, step.outside, step.bytes)
-    return Frontier(points, forward.graphs[0].costs, place)
+def _frontier(traced: TracedStep, step: PlannedStep) -> Frontier:
+    """What budgets cost, with the place of what is selected."""
+    graphs, budget = traced.graphs, step.selection.budget
+    context = step.context(traced, budget or Budget("", 0))
+    solver = MultiGraphSolver(
+        [graph.problem() for graph in graphs],
+        [graph.runs for graph in graphs],
+        hosts=[graph.host(context) for graph in graphs],
+    )
+    points = points_of(solved(solver.lowest, solver.everything, solver.cheapest), context.fixed)
+    place = None
+    if budget is not None:
+        with contextlib.suppress(Infeasible):
+            place = point_of(solver.cheapest(context.allowed), context.fixed, context.limit)
+    elif not any(graph.plans[0].is_by_torch or graph.plans[0].offloaded for graph in graphs):
+        saved = [graph.problem().saving(graph.plans[0].saved) for graph in graphs]
+        place = point_of(solver.saving(saved), context.fixed)
+    return Frontier(points, graphs[0].costs.source, place)
 
 
 def _batch_point(predictor: "StepMemoryPredictor", batch_size: int) -> BatchPoint:

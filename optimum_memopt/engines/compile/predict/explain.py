@@ -1,8 +1,10 @@
-"""Optimizers with which a step would have fit that ran out of memory in its optimizer. Pure."""
+"""Why a training step ran out of memory: what it held, and what would have fit."""
 
+import copy
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -12,23 +14,27 @@ from optimum_memopt.engines.api.explanations import (
     FailedStep,
     Moment,
     Part,
+    TensorLike,
     WayOut,
 )
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.capture.backend import default_compiler
+from optimum_memopt.engines.compile.capture.capture import capture, chosen_by
+from optimum_memopt.engines.compile.capture.traced_forward import TraceSpec
 from optimum_memopt.engines.compile.costs.cache import costs_of
 from optimum_memopt.engines.compile.costs.costs import Costs
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
-from optimum_memopt.engines.compile.loss.mode import may_have_vocabulary
+from optimum_memopt.engines.compile.loss.decide import LossMode, may_have_vocabulary
 from optimum_memopt.engines.compile.memory.footprint import footprint_of, tensor_bytes, trainable_of
+from optimum_memopt.engines.compile.memory.step_context import StepContext, link_of, room_to_grow
 from optimum_memopt.engines.compile.options import AUTO, CHUNKED, PLAIN
+from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph, no_costs
 from optimum_memopt.engines.compile.partition.producers import producer_for
 from optimum_memopt.engines.compile.partition.producers.producer import Producer
 from optimum_memopt.engines.compile.partition.producers.torch_default import TorchDefault
-from optimum_memopt.engines.compile.predict.captured import CapturedGraph, capture
-from optimum_memopt.engines.compile.predict.holdings import FailedRun, Simulate, step_of
+from optimum_memopt.engines.compile.predict.holdings import HeldStep, Simulate, step_of
 from optimum_memopt.engines.compile.predict.suggestions import (
-    Settings,
+    FailedRun,
     peak_of,
     plain_run,
     planned_run,
@@ -37,50 +43,12 @@ from optimum_memopt.engines.compile.predict.suggestions import (
     ways_out,
     within_budget,
 )
-from optimum_memopt.engines.compile.train.step_context import link_of, room_to_grow
-from optimum_memopt.engines.shared.model_settings import Checkpointing
+from optimum_memopt.engines.compile.torch_compat import dynamo
+from optimum_memopt.engines.shared.forward_patch import Checkpointing
+from optimum_memopt.logs import Deadline, Progress, TimeIsUpError, announced, only_warnings
 from optimum_memopt.memory.optimizers import DEFAULT, PlannedOptimizer, embeddings_of, smaller_optimizers
 from optimum_memopt.memory.peak_monitor import held_bytes
-from optimum_memopt.progress import Deadline, Progress, TimeIsUpError, announced
 from optimum_memopt.sizes import gib_text
-
-
-def other_optimizers(
-    planned: Callable[[], Sequence[CapturedGraph]],
-    ran: Sequence[CapturedGraph],
-    simulate: Simulate,
-    settings: Mapping[str, Settings],
-    same: str,
-    deadline: Deadline,
-) -> Iterator[WayOut]:
-    """Each with as little recompute as it needs: none, or that of a budget; none where none fits.
-
-    Args:
-        planned: see `ways_out`.
-        ran: the graphs of the step that failed.
-        simulate: what they held.
-        settings: of the run with another optimizer, by Trainer's name of it, the recommended one first.
-        same: name of the one that computes what the run's own does; empty: none does.
-        deadline: for all of them.
-
-    Raises:
-        TimeIsUpError: some are not known in time.
-    """
-    for name, run in settings.items():
-        deadline.check()
-        states = run.plain.optimizer + run.plain.step
-        what = f"states and temporaries of {gib_text(states)}, " + (
-            "the same update" if name == same else "another update: the run trains differently"
-        )
-        activations = peak_of(ran, simulate, problems_of(ran, run))
-        peak = replace(run.plain, activations=activations).peak
-        # What an allocator wastes is in what was held: forward and backward had run.
-        if peak <= run.allowed:
-            yield WayOut(f"--optim {name}", peak, None, what)
-            continue
-        for way in within_budget(together_of(planned(), run), run):
-            yield replace(way, flags=f"--optim {name} {way.flags}", what=f"{what}; {way.what}")
-
 
 # Of plain PyTorch's activations what allocators waste: CUDA's, and on a CPU glibc's, which keeps blocks of up to 32
 # MiB (activations of 180 MiB grew a process by 300).
@@ -161,9 +129,9 @@ def _look(failed: FailedStep, found: _Found, progress: Progress, deadline: Deadl
 
     def captured(
         producer: Producer, loss: str, compiled_by: str, costs: Callable[[AnalyzedGraph], Costs]
-    ) -> list[CapturedGraph]:
+    ) -> tuple[CapturedGraph, ...]:
         progress.stage = "tracing"
-        traced = capture(failed.model, failed.call, producer, loss, compiled_by, failed.autocast, costs)
+        traced = capture_failed(failed, producer, LossMode(loss), compiled_by, costs)
         progress.stage = "solving for what would have fit"
         return traced
 
@@ -171,7 +139,7 @@ def _look(failed: FailedStep, found: _Found, progress: Progress, deadline: Deadl
         return costs_of(graph, device, compiler == "inductor", most=failed.held)
 
     @functools.cache
-    def planned() -> list[CapturedGraph]:
+    def planned() -> tuple[CapturedGraph, ...]:
         """The graphs as the compile engine would run them, which take as long as the first where they are others."""
         deadline.check(needed=deadline.elapsed if found.is_traced else 0.0)
         if ran.is_planned:
@@ -185,34 +153,31 @@ def _look(failed: FailedStep, found: _Found, progress: Progress, deadline: Deadl
     elif is_same and not any(graph.chunks_loss for graph in planned()):
         graphs = planned()
     else:
-        graphs = captured(ran.producer, PLAIN, _AS_WRITTEN, _no_costs)
-    if not graphs:
-        raise RuntimeError("the forward has no training graph")
+        graphs = captured(ran.producer, PLAIN, _AS_WRITTEN, no_costs)
     # What a caller computes from the logits, and what runs between graphs, is in none of them.
-    runs = sum(graph.runs for graph in graphs)
-    is_exact = runs == 1 and not failed.call.reader
+    count = sum(graph.runs for graph in graphs)
+    is_exact = count == 1 and not failed.call.reader
     model, untrained = failed.model, graphs[0].untrained
     found.is_traced, found.remarks = True, ran.remarks
-    settings = _settings(failed, ran.is_planned, is_exact, untrained)
+    run = _failed_run(failed, ran.is_planned, is_exact, untrained)
     if failed.place.phase == OPTIMIZER_STEP:
         # What recompute saves is free by then.
         found.moment, trainable = Moment(OPTIMIZER_STEP), trainable_of(model, untrained)
-        others = {
-            name: _with_optimizer(settings, model, trainable, name)
-            for name in smaller_optimizers(device.type == "cuda")
+        runs = {
+            name: _with_optimizer(run, model, trainable, name) for name in smaller_optimizers(device.type == "cuda")
         }
         # accelerate's wraps the run's own.
         is_adamw = isinstance(getattr(failed.run.optimizer, "optimizer", failed.run.optimizer), torch.optim.AdamW)
         same = DEFAULT if is_adamw else ""
-        for place, way in enumerate(other_optimizers(planned, graphs, ran.simulate, others, same, deadline)):
+        for place, way in enumerate(other_optimizers(planned, graphs, ran.simulate, runs, same, deadline)):
             found.ways_out.append((place, way))
         return
-    run = FailedRun(graphs, step_of(graphs, ran.simulate))
-    found.moment, point = run.moment(failed.place, _of_graphs(failed), failed.requested)
-    found.parts = tuple(run.parts(point))
-    if runs > 1:
-        found.remarks += (f"the forward is {runs} graphs, and what runs between them is not known",)
-    for place, way in ways_out(planned, graphs, ran.simulate, settings, deadline):
+    held = HeldStep(graphs, step_of(graphs, ran.simulate))
+    found.moment, point = held.moment(failed.place, _of_graphs(failed), failed.requested)
+    found.parts = tuple(held.parts(point))
+    if count > 1:
+        found.remarks += (f"the forward is {count} graphs, and what runs between them is not known",)
+    for place, way in ways_out(planned, graphs, ran.simulate, run, deadline):
         found.ways_out.append((place, way))
 
 
@@ -251,7 +216,7 @@ def _tensors_of(failed: FailedStep) -> int:
     return tensor_bytes([*model.parameters(), *model.buffers()]) + states + batch
 
 
-def _settings(failed: FailedStep, is_planned: bool, is_exact: bool, untrained: Collection[str]) -> Settings:
+def _failed_run(failed: FailedStep, is_planned: bool, is_exact: bool, untrained: Collection[str]) -> FailedRun:
     model, run = failed.model, failed.run
     device = next(model.parameters()).device
     gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
@@ -263,30 +228,96 @@ def _settings(failed: FailedStep, is_planned: bool, is_exact: bool, untrained: C
     around = {"batch": batch, "constant": failed.outside}
     plain = footprint_of(model, run.optimizer, run.gradient_accumulation, **around, untrained=untrained)
     link, host = link_of(device)
-    return Settings(
-        limit=failed.held,
-        outside=replace(plain, constant=constant),
+    return FailedRun(
+        step=StepContext(
+            failed.held, replace(plain, constant=constant), largest=run.largest_batch(), link=link, host=host
+        ),
         plain=plain,
-        largest=run.largest_batch(),
         rows=failed.rows,
         accumulation=failed.accumulation,
         waste=(0.0 if is_planned else _WASTE[device.type == "cpu"]) if is_exact else _UNKNOWN,
         is_exact=is_exact,
-        link=link,
-        host=host,
     )
 
 
-def _with_optimizer(
-    settings: Settings, model: torch.nn.Module, trainable: Sequence[torch.Tensor], name: str
-) -> Settings:
+def _with_optimizer(run: FailedRun, model: torch.nn.Module, trainable: Sequence[torch.Tensor], name: str) -> FailedRun:
     optimizer = PlannedOptimizer(name, next(model.parameters()).is_cuda, embeddings_of(model))
-    states, step = optimizer.state_sizes(trainable), optimizer.step_bytes(trainable)
-    plain, outside = (
-        replace(step_outside, optimizer=sum(states), step=step) for step_outside in (settings.plain, settings.outside)
-    )
-    return replace(settings, plain=plain, outside=outside)
+    states, temporary = sum(optimizer.state_sizes(trainable)), optimizer.step_bytes(trainable)
+    plain, fixed = (replace(held, optimizer=states, step=temporary) for held in (run.plain, run.step.fixed))
+    return replace(run, plain=plain, step=replace(run.step, fixed=fixed))
 
 
-def _no_costs(graph: AnalyzedGraph) -> Costs:
-    return Costs((0.0,) * len(graph.joint.nodes), "no")
+def capture_failed(
+    failed: FailedStep,
+    producer: Producer,
+    loss: LossMode,
+    compiler: str,
+    costs: Callable[[AnalyzedGraph], Costs],
+) -> tuple[CapturedGraph, ...]:
+    """The graphs of the failed forward, traced on a copy of the model whose tensors have no data."""
+    mode, fake = dynamo.fake_copy(failed.model)
+    device_type, autocast = next(failed.model.parameters()).device.type, failed.autocast
+    # What a plan lacks in this graph is no mistake of the user's here.
+    spec = TraceSpec(compiler, loss=loss, strict=False)
+    with (
+        only_warnings(),
+        torch.autocast(device_type, autocast, enabled=autocast is not None),
+        torch.enable_grad(),
+        mode,
+    ):
+        args, inputs = _without_data(failed.call.args), _without_data(failed.call.kwargs)
+        graphs = capture(fake, args, inputs, spec, chosen_by(producer), failed.call.reader, costs)
+    # Else what passes between graphs is not known, and nor is what was held.
+    joints = [graph.analyzed.joint for graph in graphs if graph.analyzed is not None]
+    assert all(len(joint.gradients) == len(joint.inputs) for joint in joints)
+    return graphs
+
+
+def _without_data(given: Any) -> Any:
+    """With tensors of the current mode for `TensorLike`, in containers too."""
+    if isinstance(given, TensorLike):
+        made = torch.empty_strided(given.shape, given.stride, dtype=given.dtype, device=given.device)
+        return made.requires_grad_(given.requires_grad)
+    if isinstance(given, Mapping):
+        return {key: _without_data(value) for key, value in given.items()}
+    if isinstance(given, tuple | list) and type(given) in (tuple, list):
+        return type(given)(map(_without_data, given))
+    # A cache or another object that a forward writes to is not the failed step's.
+    return given if isinstance(given, Collection | int | float | bool | None) else copy.copy(given)
+
+
+def other_optimizers(
+    planned: Callable[[], Sequence[CapturedGraph]],
+    ran: Sequence[CapturedGraph],
+    simulate: Simulate,
+    runs: Mapping[str, FailedRun],
+    same: str,
+    deadline: Deadline,
+) -> Iterator[WayOut]:
+    """Each with as little recompute as it needs: none, or that of a budget; none where none fits.
+
+    Args:
+        planned: see `ways_out`.
+        ran: the graphs of the step that failed.
+        simulate: what they held.
+        runs: the run with another optimizer, by Trainer's name of it, the recommended one first.
+        same: name of the one that computes what the run's own does; empty: none does.
+        deadline: for all of them.
+
+    Raises:
+        TimeIsUpError: some are not known in time.
+    """
+    for name, run in runs.items():
+        deadline.check()
+        states = run.plain.optimizer + run.plain.step
+        what = f"states and temporaries of {gib_text(states)}, " + (
+            "the same update" if name == same else "another update: the run trains differently"
+        )
+        activations = peak_of(ran, simulate, problems_of(ran, run))
+        peak = replace(run.plain, activations=activations).peak
+        # What an allocator wastes is in what was held: forward and backward had run.
+        if peak <= run.allowed:
+            yield WayOut(f"--optim {name}", peak, None, what)
+            continue
+        for way in within_budget(together_of(planned(), run), run):
+            yield replace(way, flags=f"--optim {name} {way.flags}", what=f"{what}; {way.what}")

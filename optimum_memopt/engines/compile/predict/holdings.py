@@ -10,7 +10,7 @@ from optimum_memopt.engines.compile.graph.problem import Problem
 from optimum_memopt.engines.compile.memory.events import GraphEvents, bytes_during, held_before
 from optimum_memopt.engines.compile.memory.simulation import Simulation, problem_events
 from optimum_memopt.engines.compile.memory.tape import StepEvents, compose
-from optimum_memopt.engines.compile.predict.captured import CapturedGraph
+from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph
 
 Simulate = Callable[[CapturedGraph, Problem], Simulation]
 
@@ -32,7 +32,7 @@ def step_of(
 
 
 def _events(graph: CapturedGraph, problem: Problem, simulate: Simulate) -> GraphEvents:
-    return problem_events(problem, simulate(graph, problem).saved, graph.rows, graph.offloaded)
+    return problem_events(problem, simulate(graph, problem).saved, graph.rows, graph.plans[0].offloaded)
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class FailedRun:
+class HeldStep:
     """A step up to the operator whose allocation failed.
 
     Attributes:

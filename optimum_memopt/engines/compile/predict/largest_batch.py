@@ -5,11 +5,11 @@ from dataclasses import replace
 from functools import lru_cache
 
 from optimum_memopt.engines.api.run import Selection
-from optimum_memopt.engines.compile.partition.producers.recorded import RecordedForward
-from optimum_memopt.engines.compile.predict.planned_step import PlannedStep, Traced
-from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
-from optimum_memopt.engines.compile.train.step_budget import bounded_bytes
-from optimum_memopt.errors import MemOptError
+from optimum_memopt.engines.compile.memory.step_context import StepContext
+from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph
+from optimum_memopt.engines.compile.predict.planned_step import PlannedStep
+from optimum_memopt.engines.compile.predict.planner import bounded_bytes
+from optimum_memopt.engines.compile.solver.multi_graph import MultiGraphSolver
 from optimum_memopt.sizes import Budget
 
 # Far beyond what one step trains on.
@@ -36,46 +36,35 @@ def largest_batch(step: PlannedStep, budget: Budget) -> int:
     """
     # A single row would be a constant of the graph.
     step = replace(step, workload=step.workload.with_rows(max(2, step.workload.batch_size)))
-    memory = step.capacity
-    allowed = budget.on_device(memory.total, memory.available)
+    allowed = budget.on_device(step.capacity.total, step.capacity.available)
     start = step.workload.batch_size
     if step.selection.budget is None:
-        return _largest_of(step.trace(dynamic=True), allowed, start)
-    forward = RecordedForward()
-    traced = replace(step, selection=Selection()).trace(dynamic=True, producer=forward)
-    predictor = _predictor(traced)
+        predictor = step.trace(dynamic=True).predicted
+        return largest(lambda rows: bounded_bytes(predictor, batch_size=rows) <= allowed, start)
+    step = replace(step, selection=Selection())
+    traced = step.trace(True, step.costs_of)
+    predictor, context = traced.predicted, step.context(traced, budget)
 
-    def bytes_for(rows: int) -> int:
+    def is_within(rows: int) -> bool:
         """Less what the blocks of the allocator take beyond what tensors ask for, without a plan."""
-        return allowed * predictor.footprint(batch_size=rows).peak // bounded_bytes(predictor, batch_size=rows)
+        limit = allowed * predictor.footprint(batch_size=rows).peak // bounded_bytes(predictor, batch_size=rows)
+        return _fits(traced.graphs, replace(context, limit=limit), rows)
 
-    rows = largest(lambda rows: _is_within(forward, predictor.runs, rows, bytes_for(rows)), start)
-    traced.engine.detach()
-    return rows
+    return largest(is_within, start)
 
 
-def _is_within(forward: RecordedForward, runs: Sequence[int], rows: int, most: int) -> bool:
-    """Whether plans are found with which a step with so many rows holds at most so many bytes."""
-    outside = forward.steps[0].outside
-    before = max(forward.graphs[0].graph.rows.values(), default=rows)
-    outside = replace(outside, batch=outside.batch * rows // before)
-    if replace(outside, activations=0).peak > most:
+def _fits(graphs: Sequence[CapturedGraph], step: StepContext, rows: int) -> bool:
+    """Whether a plan is found for a step with so many rows, of which the context's batch has those of the graphs."""
+    before = max(graphs[0].row_symbols.values(), default=rows)
+    step = replace(step, fixed=replace(step.fixed, batch=step.fixed.batch * rows // before))
+    if step.footprint(0).peak > step.limit:
         return False
-    return forward.together(runs, rows).is_within(int(outside.activations_within(most) * (1 - _BLOCKS)))
-
-
-def _largest_of(traced: Traced, allowed: int, start: int) -> int:
-    predictor = _predictor(traced)
-    rows = largest(lambda rows: bounded_bytes(predictor, batch_size=rows) <= allowed, start)
-    traced.engine.detach()
-    return rows
-
-
-def _predictor(traced: Traced) -> StepMemoryPredictor:
-    if (predictor := traced.engine.predictor) is None:
-        table = traced.engine.plans()
-        raise MemOptError("; ".join(table.header if table is not None else ()))
-    return predictor
+    solver = MultiGraphSolver(
+        [graph.problem_of_rows(rows) for graph in graphs],
+        [graph.runs for graph in graphs],
+        hosts=[graph.host(step) for graph in graphs],
+    )
+    return solver.fits(int(step.allowed * (1 - _BLOCKS)))
 
 
 def largest(fits: Callable[[int], bool], start: int, limit: int = _MOST_ROWS) -> int:

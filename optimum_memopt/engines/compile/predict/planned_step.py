@@ -1,41 +1,73 @@
 """A training step that is traced on fake tensors, for a device that may not be here."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers.initialization import no_init_weights
 
-from optimum_memopt.engines.api.engine import Run
 from optimum_memopt.engines.api.predictions import Workload
-from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.api.run import THIS_MACHINE, Run, Selection, StepSpec
 from optimum_memopt.engines.compile.capture.backend import default_compiler
+from optimum_memopt.engines.compile.capture.capture import capture
 from optimum_memopt.engines.compile.capture.device_standin import traced_for
+from optimum_memopt.engines.compile.capture.traced_forward import TraceSpec
+from optimum_memopt.engines.compile.costs.cache import costs_of
+from optimum_memopt.engines.compile.costs.costs import Costs
 from optimum_memopt.engines.compile.costs.devices import Device, device_of
+from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
+from optimum_memopt.engines.compile.loss.decide import loss_mode
+from optimum_memopt.engines.compile.memory.step_context import StepContext, step_around
+from optimum_memopt.engines.compile.options import AUTO
+from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph, no_costs
+from optimum_memopt.engines.compile.partition.producers import producer_for
+from optimum_memopt.engines.compile.predict.planner import Planner, PlannerSpec
+from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
+from optimum_memopt.engines.compile.predict.table import ShownPlan, show
 from optimum_memopt.engines.compile.torch_compat import dynamo
-from optimum_memopt.engines.compile.train.engine import CompileEngine
+from optimum_memopt.engines.shared.forward_patch import Checkpointing
 from optimum_memopt.errors import MemOptError, line_of
+from optimum_memopt.logs import get_logger
 from optimum_memopt.memory.capacity import Capacity, capacity, capacity_of
-from optimum_memopt.memory.optimizers import DEFAULT, PlannedOptimizer, check, embeddings_of
+from optimum_memopt.memory.optimizers import PlannedOptimizer, check, embeddings_of
+from optimum_memopt.memory.peak_monitor import held_bytes
+from optimum_memopt.sizes import Budget
 
-if TYPE_CHECKING:
-    from optimum_memopt.engines.compile.partition.producers.producer import Producer
 
-
-class Traced(NamedTuple):
+@dataclass(frozen=True)
+class TracedStep:
     """A model after one training forward on fake tensors.
 
     Attributes:
-        engine: attached to the model.
         model: must be kept as long as its steps are predicted.
         batch: keyword arguments of the forward.
+        graphs: of the forward.
+        shown: the plan of the graphs.
+        run: whose step it is.
     """
 
-    engine: CompileEngine
     model: torch.nn.Module
     batch: Mapping[str, Any]
+    graphs: tuple[CapturedGraph, ...]
+    shown: ShownPlan
+    run: Run
+
+    @property
+    def predictor(self) -> StepMemoryPredictor | None:
+        return self.shown.predictor
+
+    @property
+    def predicted(self) -> StepMemoryPredictor:
+        """The predictor.
+
+        Raises:
+            MemOptError: nothing is predicted.
+        """
+        if self.predictor is None:
+            raise MemOptError("; ".join(self.shown.table.header))
+        return self.predictor
 
 
 def build(workload: Workload, here: torch.device) -> tuple[torch.nn.Module, Mapping[str, Any]]:
@@ -47,7 +79,7 @@ def build(workload: Workload, here: torch.device) -> tuple[torch.nn.Module, Mapp
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """See `estimate.estimate`, which has the same arguments.
+    """A step that is planned for.
 
     Raises:
         MemOptError: an unknown device or optimizer.
@@ -55,20 +87,16 @@ class PlannedStep:
 
     workload: Workload
     selection: Selection
-    device: str | None = None
-    compiler: str | None = None
-    autocast: str = ""
-    optim: str = DEFAULT
-    gradient_accumulation_steps: int = 1
+    spec: StepSpec = THIS_MACHINE
 
     def __post_init__(self) -> None:
-        check(self.optim)
+        check(self.spec.optim)
         _ = self.target
 
     @cached_property
     def target(self) -> Device | None:
         """The device that is planned for; None: this machine's."""
-        return None if self.device is None else device_of(self.device)
+        return None if self.spec.device is None else device_of(self.spec.device)
 
     @property
     def here(self) -> torch.device:
@@ -83,55 +111,86 @@ class PlannedStep:
     @property
     def compiled_by(self) -> str:
         """Whose graphs."""
-        if self.compiler is not None:
-            return self.compiler
+        if self.spec.compiler is not None:
+            return self.spec.compiler
         return default_compiler(self.here.type)[0] if self.target is None else "inductor"
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
         """None: without."""
-        return getattr(torch, self.autocast) if self.autocast else None
+        return getattr(torch, self.spec.autocast) if self.spec.autocast else None
 
     @property
     def capacity(self) -> Capacity:
         """Of the device."""
         return capacity(self.here) if self.target is None else capacity_of(self.target.memory)
 
-    def trace(self, dynamic: bool, producer: "Producer | None" = None) -> Traced:
-        """Run one training forward.
+    def costs_of(self, graph: AnalyzedGraph) -> Costs:
+        """Costs of a graph's operators on the device."""
+        return costs_of(graph, self.here, self.compiled_by == "inductor", self.target)
+
+    def context(self, traced: TracedStep, budget: Budget) -> StepContext:
+        """The step around the graphs of one that was traced."""
+        untrained = traced.graphs[0].untrained
+        return step_around(traced.model, traced.batch, budget, traced.run, self.target, untrained=untrained)
+
+    def trace(self, dynamic: bool, costs: Callable[[AnalyzedGraph], Costs] = no_costs) -> TracedStep:
+        """Run one training forward under what is selected.
 
         Args:
             dynamic: sizes stay symbols.
-            producer: makes the choices instead of what is selected.
+            costs: see `capture`.
 
         Raises:
             MemOptError: nothing fits a budget, bad plans, or a model that cannot be traced.
         """
-        engine = CompileEngine(
-            self.selection, self.compiled_by, dynamic, target=self.target, producer=producer, is_dry=True
-        )
-        # As under a Trainer.
-        engine.outputs_read_by = lambda: ""
         # What a workload draws is none of the caller's random numbers.
         forked = torch.random.fork_rng(devices=[])
         with forked, traced_for(self.target, self.autocast_dtype, self.here.type), dynamo.fake_tensors():
             model, batch = build(self.workload, self.here)
-            engine.run = self._run_of(model)
-            engine.attach(model)
+            selection = self._selection_for(model)
+            config, loss = loss_mode(selection, AUTO)
+            producer = producer_for(replace(selection, config=config))
+            spec = TraceSpec(self.compiled_by, dynamic, loss, selection.strict, target=self.target)
+            run = self._run_of(model)
+            planner: Planner[TracedStep] = Planner(
+                model, PlannerSpec(producer, lambda: run, spec.compiler == "inductor", self.target)
+            )
+
+            def attempt() -> TracedStep:
+                graphs = capture(model, (), batch, spec, planner.choose, costs_of=costs)
+                partitioned = [graph.partitioned for graph in graphs if graph.partitioned is not None]
+                resident = planner.resident(held_bytes(self.here))
+                return TracedStep(
+                    model,
+                    batch,
+                    graphs,
+                    show(model, partitioned, graphs[0].tape, batch, resident, producer, spec, run),
+                    run,
+                )
+
             try:
-                model(**batch)
+                traced = planner.plan(attempt, lambda: None)
             except MemOptError:
-                engine.detach()
                 raise
             except Exception as error:
-                engine.detach()
                 raise MemOptError(
                     f"{type(model).__name__} cannot be traced on fake tensors ({line_of(error)})"
-                    f"{self.workload.way_out}"
+                    f"{self.workload.suggestion}"
                 ) from error
-        return Traced(engine, model, batch)
+        for remark in traced.shown.remarks:
+            get_logger().warning(remark)
+        return traced
 
-    def _run_of(self, model: torch.nn.Module) -> Callable[[], Run]:
+    def _selection_for(self, model: torch.nn.Module) -> Selection:
+        """What is selected; level 1 where nothing is and the model checkpoints its activations."""
+        plain = Selection(strict=self.selection.strict)
+        if self.selection != plain or not Checkpointing(model).is_on:
+            return self.selection
+        get_logger().info(f"activation checkpointing of {type(model).__name__} counts as level 1")
+        return replace(plain, level=1)
+
+    def _run_of(self, model: torch.nn.Module) -> Run:
         is_on_cuda = self.here.type == "cuda" or (self.target is not None and self.target.cuda is not None)
-        optimizer = PlannedOptimizer(self.optim, is_on_cuda, embeddings_of(model))
-        return lambda: Run(optimizer, self.gradient_accumulation_steps > 1)
+        optimizer = PlannedOptimizer(self.spec.optim, is_on_cuda, embeddings_of(model))
+        return Run(optimizer, self.spec.gradient_accumulation_steps > 1)

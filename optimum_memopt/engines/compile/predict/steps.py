@@ -1,219 +1,56 @@
-"""What a joint graph saves under the plans that the advice compares. Pure."""
+"""Steps of a model with any micro-batch under the plans that the advice compares, from one trace for each loss."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, partial
+from typing import Any
 
-from optimum_memopt.engines.api.predictions import COPIES, LAUNCHES, PredictedStep, StepPlan
+import torch
+
+from optimum_memopt.engines.api.predictions import COPIES, LAUNCHES, PredictedStep, Technique, Workload
+from optimum_memopt.engines.api.run import Run, Selection, StepSpec
+from optimum_memopt.engines.compile.capture.backend import default_compiler
+from optimum_memopt.engines.compile.capture.capture import capture, chosen_by
+from optimum_memopt.engines.compile.capture.device_standin import traced_for
+from optimum_memopt.engines.compile.capture.traced_forward import TraceSpec
+from optimum_memopt.engines.compile.costs import times
+from optimum_memopt.engines.compile.costs.costs import EFFICIENCY
+from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.costs.times import OperatorTimes, UpdateTimes
 from optimum_memopt.engines.compile.graph.problem import Problem
-from optimum_memopt.engines.compile.memory.footprint import Footprint
-from optimum_memopt.engines.compile.memory.simulation import Simulation, simulate
-from optimum_memopt.engines.compile.predict.traced import Traced
-from optimum_memopt.engines.compile.solver.offload import Host, Mixed, cheapest, with_offload
-from optimum_memopt.engines.compile.solver.solver import Floor, Solution, Solver
+from optimum_memopt.engines.compile.loss.decide import LossMode, may_have_vocabulary
+from optimum_memopt.engines.compile.memory.footprint import Footprint, tensor_bytes, trainable_of
+from optimum_memopt.engines.compile.memory.simulation import Simulation, simulate, simulate_everything_saved
+from optimum_memopt.engines.compile.memory.step_context import StepContext, step_around
+from optimum_memopt.engines.compile.options import AUTO, PLAIN
+from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph
+from optimum_memopt.engines.compile.partition.producers.level import FromLevel
+from optimum_memopt.engines.compile.partition.producers.torch_default import TorchDefault
+from optimum_memopt.engines.compile.predict.planned_step import PlannedStep, build
+from optimum_memopt.engines.compile.solver.offload import cheapest, with_offload
+from optimum_memopt.engines.compile.solver.plan import Plan
+from optimum_memopt.engines.compile.solver.solver import Solver
+from optimum_memopt.engines.compile.torch_compat import dynamo
+from optimum_memopt.errors import MemOptError, line_of
+from optimum_memopt.memory.capacity import capacity
+from optimum_memopt.memory.optimizers import DEFAULT, PlannedOptimizer, embeddings_of, is_known
+from optimum_memopt.sizes import Budget
 
-
-def checkpointed(problem: Problem, every: int) -> Simulation:
-    """transformers' activation checkpointing of every so many layers, in the order of this engine's recompute.
-
-    Of a layer that is checkpointed its input is saved; everything in it runs again, random draws too, whose state is
-    restored (`torch.utils.checkpoint`). The last layer is no exception. Which layers: `every_n_layers` of
-    `PreTrainedModel.activation_checkpointing_enable` (transformers 5.23).
-
-    Args:
-        problem: a joint graph with layers.
-        every: checkpoints the first layer, and every so many after it.
-    """
-    chosen = set(layers_of(problem)[::every])
-    runs_again = replace(
-        problem,
-        is_kept=tuple(
-            kept and layer not in chosen for kept, layer in zip(problem.is_kept, problem.layers, strict=True)
-        ),
-    )
-    kept = {node for node in problem.activations if problem.layers[node] not in chosen}
-    return simulate(runs_again, runs_again.closure(kept | problem.boundaries))
-
-
-def layers_of(problem: Problem) -> tuple[str, ...]:
-    """Paths of the layers in the order in which the forward runs them."""
-    in_forward = (
-        layer for layer, is_forward in zip(problem.layers, problem.is_forward, strict=True) if layer and is_forward
-    )
-    return tuple(dict.fromkeys(in_forward))
-
-
-def without_gradients(problem: Problem) -> int:
-    """The peak of a forward that saves nothing, bytes over parameters and inputs, its outputs among them."""
-    return simulate(replace(problem, backward_outputs=(), backward_reads=()), frozenset()).forward.peak
-
-
-# Of transformers' activation checkpointing.
-_EVERY = (1, 2, 4)
 _NO_PLAN, _LEVEL_1, _BUDGET = "no plan", "level 1", "budget"
+# transformers' activation checkpointing, by its name: of every layer, or of every nth.
+_CHECKPOINTING = {
+    f"Trainer's checkpointing, {'every layer' if every == 1 else f'every {every} layers'}": every
+    for every in (1, 2, 4)
+}
 # Rows of the batch that is asked for what is the same with any.
 _REFERENCE = 8
+# Rows of the batch that is traced, for each loss: with many a chunked loss pays. The second where the first is the
+# size of something else, which torch would give the same symbol.
+_ROWS = {PLAIN: (7, 11), AUTO: (61, 67)}
+_FEW = _ROWS[PLAIN][0]
 
-
-@dataclass(frozen=True)
-class Around:
-    """The step around a graph.
-
-    Attributes:
-        budget: bytes.
-        single: all that a step of one micro-batch holds beside the graph's activations.
-        accumulated: that of a step of several.
-        batch: bytes of a row of the forward's inputs.
-        link: between the device and the host, bytes a second in one direction; 0: nothing is offloaded.
-        host: bytes that offload may take of the host's memory.
-    """
-
-    budget: int
-    single: Footprint
-    accumulated: Footprint
-    batch: int
-    link: float = 0.0
-    host: int = 0
-
-    def footprint(self, rows: int, accumulates: bool, activations: int) -> Footprint:
-        """Of a step with micro-batches of so many rows."""
-        outside = self.accumulated if accumulates else self.single
-        return replace(outside, batch=self.batch * rows, activations=activations)
-
-
-class GraphSteps:
-    """Steps of one traced graph.
-
-    Args:
-        traced: with the loss as the model computes it, or in chunks.
-        around: the step around it.
-        tokens: of a row; 0: as many as were traced.
-        times: seconds of the graph's operators for batches of so many rows.
-    """
-
-    def __init__(self, traced: Traced, around: Around, tokens: int, times: Callable[[int], OperatorTimes]) -> None:
-        self._traced, self._around, self._tokens, self._times_at = traced, around, tokens, times
-        self._problems: dict[int, Problem] = {}
-        self._times: dict[int, OperatorTimes] = {}
-        self._solvers: dict[int, Solver] = {}
-        self._found: dict[tuple[str, int], Simulation] = {}
-        self._within_budget: Callable[[int, bool], _Run | None] = lru_cache(maxsize=None)(self._solve)
-        self._host = Host(around.link, around.host, traced.offloadable) if around.link else None
-
-    def within(self, budget: int) -> "GraphSteps":
-        """The same graph with another budget, in bytes."""
-        return GraphSteps(self._traced, replace(self._around, budget=budget), self._tokens, self._times_at)
-
-    @cached_property
-    def layers(self) -> int:
-        """How many layers the forward has."""
-        return len(layers_of(self._problem(_REFERENCE)))
-
-    @cached_property
-    def costs(self) -> str:
-        """Where seconds are from."""
-        return self._times_of(_REFERENCE).source
-
-    def fits(self, plan: str, rows: int, accumulates: bool) -> bool:
-        """See `StepPredictor.fits`; plans by name."""
-        # A budget's plan is never worse than these, and takes longer to find.
-        known = (_NO_PLAN, _LEVEL_1) if plan == _BUDGET else (plan,)
-        if any(self._is_within(self._simulation(name, rows), rows, accumulates) for name in known):
-            return True
-        if plan != _BUDGET:
-            return False
-        is_within = self._is_within(self._solver(rows).lowest, rows, accumulates)
-        return is_within or (self._host is not None and self._within_budget(rows, accumulates) is not None)
-
-    def lowest(self, plan: str, accumulates: bool) -> int:
-        """See `StepPredictor.lowest`; plans by name."""
-        found = self._solver(1).lowest if plan == _BUDGET else self._simulation(plan, 1)
-        return self._peak(found, 1, accumulates)
-
-    def step(self, plan: str, rows: int, accumulates: bool, update: UpdateTimes) -> PredictedStep:
-        """See `StepPredictor.step`; plans by name.
-
-        Args:
-            plan: of those above.
-            rows: of a micro-batch.
-            accumulates: there are several.
-            update: seconds of what is done to all parameters.
-        """
-        run = self._within_budget(rows, accumulates) if plan == _BUDGET else _of(self._simulation(plan, rows))
-        if run is None:
-            run = _of(self._simulation(_LEVEL_1, rows))
-        found, times = run.simulation, self._times_of(rows)
-        seconds = times.by_bound((*found.forward.order, *found.backward.order))
-        for bound, more in ((LAUNCHES, times.call), (COPIES, run.stall)):
-            if more:
-                seconds[bound] = seconds.get(bound, 0.0) + more
-        return PredictedStep(
-            self._around.footprint(rows, accumulates, run.peak).peak,
-            seconds,
-            update.accumulating,
-            update.optimizer,
-            sum(times.by_bound(found.recomputed).values()),
-            run.host_bytes,
-        )
-
-    def evaluation(self, rows: int) -> int:
-        """See `StepPredictor.evaluation`."""
-        outside = self._around.footprint(rows, False, without_gradients(self._problem(rows)))
-        return replace(outside, gradients=0, step=0).peak
-
-    def _is_within(self, found: Simulation, rows: int, accumulates: bool) -> bool:
-        return self._peak(found, rows, accumulates) <= self._around.budget
-
-    def _peak(self, found: Simulation, rows: int, accumulates: bool) -> int:
-        return self._around.footprint(rows, accumulates, found.peak).peak
-
-    def _solve(self, rows: int, accumulates: bool) -> "_Run | None":
-        plain = self._simulation(_NO_PLAN, rows)
-        if self._is_within(plain, rows, accumulates):
-            return _of(plain)
-        solver = self._solver(rows)
-        allowed = self._around.footprint(rows, accumulates, 0).activations_within(self._around.budget)
-        # Not the long search for recompute that fits after all: most rows that are looked at do not fit.
-        floor = Floor(solver.lowest.peak, ())
-        found: Solution | Mixed | Floor = floor
-        if solver.lowest.peak <= allowed:
-            found = cheapest(solver, allowed, self._host)
-        elif self._host is not None:
-            found = with_offload(solver, floor, allowed, self._host) or floor
-        if isinstance(found, Floor):
-            return None
-        run = _of(simulate(self._problem(rows), frozenset(found.saved)))
-        if isinstance(found, Mixed):
-            return replace(run, peak=found.peak, stall=found.stall, host_bytes=found.host_bytes)
-        return run
-
-    def _simulation(self, plan: str, rows: int) -> Simulation:
-        key = plan, rows
-        if key not in self._found:
-            problem = self._problem(rows)
-            saved = {_NO_PLAN: self._traced.by_torch, _LEVEL_1: self._traced.by_level}.get(plan)
-            if saved is None:
-                self._found[key] = checkpointed(problem, _CHECKPOINTED[plan])
-            else:
-                self._found[key] = simulate(problem, problem.saving(saved))
-        return self._found[key]
-
-    def _problem(self, rows: int) -> Problem:
-        if rows not in self._problems:
-            self._problems[rows] = self._traced.problem_at(self._traced.sizes(rows, self._tokens))
-        return self._problems[rows]
-
-    def _solver(self, rows: int) -> Solver:
-        if rows not in self._solvers:
-            problem = self._problem(rows)
-            self._solvers[rows] = Solver(replace(problem, seconds=self._times_of(rows).seconds[: len(problem.names)]))
-        return self._solvers[rows]
-
-    def _times_of(self, rows: int) -> OperatorTimes:
-        if rows not in self._times:
-            self._times[rows] = self._times_at(rows)
-        return self._times[rows]
+# A fake mode, and a model and a batch of n rows, of its tensors.
+_MakeFake = Callable[[int], tuple[dynamo.FakeTensorMode, torch.nn.Module, Mapping[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -233,81 +70,345 @@ class _Run:
     host_bytes: int = 0
 
 
-def _of(simulation: Simulation) -> _Run:
-    return _Run(simulation, simulation.peak)
-
-
-def _checkpointing_name(every: int) -> str:
-    which = "every layer" if every == 1 else f"every {every} layers"
-    return f"Trainer's checkpointing, {which}"
-
-
-_CHECKPOINTED = {_checkpointing_name(every): every for every in _EVERY}
-
-
-class StepsOfModel:
-    """See `StepPredictor`.
+class GraphSteps:
+    """Steps of one traced graph.
 
     Args:
-        model: name of its class.
-        device: `H100`, `cpu`.
-        budget: bytes, and as the flag has it.
-        tokens: of a row; 0 where rows have no tokens.
-        graphs: by whether the loss is chunked.
-        update: seconds of what is done to all parameters.
-        compares: there are other plans beside that of the budget, with either loss.
+        graph: with the loss as the model computes it, or in chunks, with torch's own choice and that of level 1.
+        step: around it, with a batch of one row.
+        tokens: of a row; 0: as many as were traced.
+        times: of the graph's operators for batches of n rows.
     """
 
     def __init__(
-        self,
-        model: str,
-        device: str,
-        budget: tuple[int, str],
-        tokens: int,
-        graphs: Mapping[bool, GraphSteps],
-        update: UpdateTimes,
-        compares: bool = True,
+        self, graph: CapturedGraph, step: StepContext, tokens: int, times: Callable[[int], OperatorTimes]
     ) -> None:
-        self.model, self.device, self.tokens = model, device, tokens
-        self.budget, self._budget_text = budget
-        self._graphs, self._update = graphs, update
-        self._compares = compares
+        self._graph, self._context, self._tokens, self._times_at = graph, step, tokens, times
+        self._host = graph.host(step)
+        self._times = cache(times)
+        self._problem = cache(self._new_problem)
+        self._solver = cache(self._new_solver)
+        self._simulation = cache(self._simulate)
+        self._within_budget = cache(self._solve)
 
-    def within(self, budget: int) -> "StepsOfModel":
-        """The same model with another budget, in bytes, from the same traces."""
-        graphs = {chunks: graph.within(budget) for chunks, graph in self._graphs.items()}
-        text = f"{budget // 2**20}MiB"
-        return StepsOfModel(self.model, self.device, (budget, text), self.tokens, graphs, self._update, self._compares)
+    def within(self, budget: int) -> "GraphSteps":
+        """The same graph with another budget, in bytes."""
+        return GraphSteps(self._graph, replace(self._context, limit=budget), self._tokens, self._times_at)
+
+    @property
+    def layers(self) -> int:
+        """Number of layers in the forward."""
+        return len(_layers_of(self._problem(_REFERENCE)))
 
     @property
     def costs(self) -> str:
-        return self._graphs[False].costs
+        """Where seconds are from."""
+        return self._times(_REFERENCE).source
 
-    @cached_property
-    def plans(self) -> tuple[StepPlan, ...]:
-        within_budget = _BUDGET, (f"--memory_opt_budget {self._budget_text}",)
-        if not self._compares:
-            return (StepPlan(*within_budget, chunks_loss=True in self._graphs),)
-        has_layers = self._graphs[False].layers
-        compared = [name for name, every in _CHECKPOINTED.items() if every <= self._graphs[False].layers]
-        own: list[tuple[str, tuple[str, ...]]] = [
-            (_NO_PLAN, ()),
-            *([(_LEVEL_1, ("--memory_opt_level 1",))] if has_layers else []),
-        ]
-        own.append(within_budget)
-        return (
-            *(StepPlan(name, flags, chunks) for name, flags in own for chunks in self._graphs),
-            *(StepPlan(name, is_own=False) for name in compared),
+    def fits(self, plan: str, rows: int, accumulates: bool) -> bool:
+        """True where the peak is within the budget."""
+        # A budget's plan is never worse than these, and takes longer to find.
+        fixed_plans = (_NO_PLAN, _LEVEL_1) if plan == _BUDGET else (plan,)
+        if any(self._is_within(self._simulation(name, rows), rows, accumulates) for name in fixed_plans):
+            return True
+        if plan != _BUDGET:
+            return False
+        is_within = self._is_within(self._solver(rows).lowest, rows, accumulates)
+        return is_within or (self._host is not None and self._within_budget(rows, accumulates) is not None)
+
+    def lowest(self, plan: str, accumulates: bool) -> int:
+        """The peak with a micro-batch of one row, in bytes."""
+        simulation = self._solver(1).lowest if plan == _BUDGET else self._simulation(plan, 1)
+        return self._peak(simulation, 1, accumulates)
+
+    def step(self, plan: str, rows: int, accumulates: bool, update: UpdateTimes) -> PredictedStep:
+        """A step; level 1 where no plan fits the budget."""
+        run = self._within_budget(rows, accumulates) if plan == _BUDGET else None
+        if run is None:
+            run = _on_device(self._simulation(_LEVEL_1 if plan == _BUDGET else plan, rows))
+        simulation, times = run.simulation, self._times(rows)
+        seconds = times.by_bound((*simulation.forward.order, *simulation.backward.order))
+        for bound, more in ((LAUNCHES, times.call), (COPIES, run.stall)):
+            if more:
+                seconds[bound] = seconds.get(bound, 0.0) + more
+        return PredictedStep(
+            self._footprint(rows, accumulates, run.peak).peak,
+            seconds,
+            update.accumulating,
+            update.optimizer,
+            sum(times.by_bound(simulation.recomputed).values()),
+            run.host_bytes,
         )
 
-    def fits(self, plan: StepPlan, rows: int, accumulates: bool) -> bool:
-        return self._graphs[plan.chunks_loss].fits(plan.name, rows, accumulates)
+    def evaluation(self, rows: int) -> int:
+        """The peak of a forward that saves nothing, in bytes."""
+        without_backward = replace(self._problem(rows), backward_outputs=(), backward_reads=())
+        activations = simulate(without_backward, frozenset()).forward.peak
+        return replace(self._footprint(rows, False, activations), gradients=0, step=0).peak
 
-    def lowest(self, plan: StepPlan, accumulates: bool) -> int:
-        return self._graphs[plan.chunks_loss].lowest(plan.name, accumulates)
+    def _footprint(self, rows: int, accumulates: bool, activations: int) -> Footprint:
+        step = self._context.accumulating() if accumulates else self._context
+        return replace(step.fixed, batch=step.fixed.batch * rows, activations=activations)
 
-    def step(self, plan: StepPlan, rows: int, accumulates: bool) -> PredictedStep:
-        return self._graphs[plan.chunks_loss].step(plan.name, rows, accumulates, self._update)
+    def _is_within(self, simulation: Simulation, rows: int, accumulates: bool) -> bool:
+        return self._peak(simulation, rows, accumulates) <= self._context.limit
+
+    def _peak(self, simulation: Simulation, rows: int, accumulates: bool) -> int:
+        return self._footprint(rows, accumulates, simulation.peak).peak
+
+    def _solve(self, rows: int, accumulates: bool) -> _Run | None:
+        plain = self._simulation(_NO_PLAN, rows)
+        if self._is_within(plain, rows, accumulates):
+            return _on_device(plain)
+        solver = self._solver(rows)
+        allowed = self._footprint(rows, accumulates, 0).activations_within(self._context.limit)
+        # Not the long search for recompute that fits after all: most rows that are looked at do not fit.
+        plan: Plan | None = None
+        if solver.lowest.peak <= allowed:
+            plan = cheapest(solver, allowed, self._host)
+        elif self._host is not None:
+            plan = with_offload(solver, None, allowed, self._host)
+        if plan is None:
+            return None
+        return _Run(simulate(self._problem(rows), frozenset(plan.saved)), plan.peak, plan.stall, plan.host_bytes)
+
+    def _simulate(self, plan: str, rows: int) -> Simulation:
+        problem = self._problem(rows)
+        if every := _CHECKPOINTING.get(plan):
+            return _checkpointed(problem, every)
+        return simulate(problem, problem.saving(self._graph.plans[(_NO_PLAN, _LEVEL_1).index(plan)].saved))
+
+    def _new_problem(self, rows: int) -> Problem:
+        return self._graph.problem_at(self._graph.sizes_of(rows, self._tokens))
+
+    def _new_solver(self, rows: int) -> Solver:
+        problem = self._problem(rows)
+        return Solver(replace(problem, seconds=self._times(rows).seconds[: len(problem.names)]))
+
+
+def _on_device(simulation: Simulation) -> _Run:
+    return _Run(simulation, simulation.peak)
+
+
+def _layers_of(problem: Problem) -> tuple[str, ...]:
+    """Paths of the layers in the order in which the forward runs them."""
+    layers = zip(problem.layers, problem.is_forward, strict=True)
+    return tuple(dict.fromkeys(layer for layer, is_forward in layers if layer and is_forward))
+
+
+def _checkpointed(problem: Problem, every: int) -> Simulation:
+    """transformers' activation checkpointing of every nth layer, in the order of this engine's recompute.
+
+    The input of a layer that is checkpointed is saved; everything in it runs again, random draws too, whose state is
+    restored (`torch.utils.checkpoint`). The last layer is no exception. Which layers: `every_n_layers` of
+    `PreTrainedModel.activation_checkpointing_enable` (transformers 5.23).
+    """
+    chosen = set(_layers_of(problem)[::every])
+    is_kept = zip(problem.is_kept, problem.layers, strict=True)
+    runs_again = replace(problem, is_kept=tuple(kept and layer not in chosen for kept, layer in is_kept))
+    saved = {node for node in problem.activations if problem.layers[node] not in chosen}
+    return simulate(runs_again, runs_again.closure(saved | problem.boundaries))
+
+
+@dataclass(frozen=True, eq=False)
+class StepsOfModel:
+    """A `StepPredictor`.
+
+    Attributes:
+        budget: bytes; as the flag has it in `budget_text`.
+        tokens: of a row; 0 where rows have no tokens.
+        graphs: by whether the loss is chunked.
+        compares: there are other plans beside that of the budget, with either loss.
+    """
+
+    model: str
+    device: str
+    budget: int
+    budget_text: str
+    tokens: int
+    graphs: Mapping[bool, GraphSteps]
+    update: UpdateTimes
+    compares: bool = True
+
+    def within(self, budget: int) -> "StepsOfModel":
+        """The same model with another budget, in bytes, from the same traces."""
+        graphs = {chunks: graph.within(budget) for chunks, graph in self.graphs.items()}
+        return replace(self, budget=budget, budget_text=f"{budget // 2**20}MiB", graphs=graphs)
+
+    @property
+    def costs(self) -> str:
+        return self.graphs[False].costs
+
+    @cached_property
+    def plans(self) -> tuple[Technique, ...]:
+        within_budget = _BUDGET, (f"--memory_opt_budget {self.budget_text}",)
+        if not self.compares:
+            return (Technique(*within_budget, chunks_loss=True in self.graphs),)
+        layers = self.graphs[False].layers
+        level_1: list[tuple[str, tuple[str, ...]]] = [(_LEVEL_1, ("--memory_opt_level 1",))] if layers else []
+        own = (_NO_PLAN, ()), *level_1, within_budget
+        return (
+            *(Technique(name, flags, chunks) for name, flags in own for chunks in self.graphs),
+            *(Technique(name, is_own=False) for name, every in _CHECKPOINTING.items() if every <= layers),
+        )
+
+    def fits(self, plan: Technique, rows: int, accumulates: bool) -> bool:
+        return self.graphs[plan.chunks_loss].fits(plan.name, rows, accumulates)
+
+    def lowest(self, plan: Technique, accumulates: bool) -> int:
+        return self.graphs[plan.chunks_loss].lowest(plan.name, accumulates)
+
+    def step(self, plan: Technique, rows: int, accumulates: bool) -> PredictedStep:
+        return self.graphs[plan.chunks_loss].step(plan.name, rows, accumulates, self.update)
 
     def evaluation(self, rows: int) -> int:
-        return self._graphs[False].evaluation(rows)
+        return self.graphs[False].evaluation(rows)
+
+
+@dataclass(frozen=True)
+class _Case:
+    """Where and how a model trains.
+
+    Attributes:
+        target: the device that steps are predicted for; None: where the model lies.
+        optim: the optimizer, by Trainer's name.
+        tokens: of a row; 0: as many as the batch has that is traced.
+        compares: there are other plans beside that of the budget.
+    """
+
+    compiler: str
+    target: Device | None
+    autocast: torch.dtype | None
+    budget: Budget
+    optim: str
+    tokens: int
+    may_chunk: bool = True
+    compares: bool = True
+
+
+def of_workload(workload: Workload, budget: Budget, spec: StepSpec) -> StepsOfModel:
+    """Steps of a model that is given by its config, on fake tensors alone, with any batch size.
+
+    Raises:
+        MemOptError: an unknown device or optimizer, bad sizes, or a model that cannot be traced without data or not
+            for any batch.
+    """
+    planned = PlannedStep(workload, Selection(), spec)
+
+    def make(rows: int) -> tuple[dynamo.FakeTensorMode, torch.nn.Module, Mapping[str, Any]]:
+        with dynamo.fake_tensors() as fake:
+            return fake, *build(workload.with_rows(rows), planned.here)
+
+    _, model, batch = make(_FEW)
+    case = _Case(planned.compiled_by, planned.target, planned.autocast_dtype, budget, spec.optim, workload.tokens)
+    return _predictor(case, model, batch, make)
+
+
+def of_model(
+    model: torch.nn.Module,
+    make_batch: Callable[[int], Mapping[str, Any]],
+    budget: Budget,
+    spec: StepSpec,
+    tokens: int,
+    may_chunk: bool,
+) -> StepsOfModel:
+    """Steps of a model that is about to train, where it is; it is left as it is.
+
+    Args:
+        make_batch: the arguments of its forward in a batch of n rows.
+        spec: an optimizer whose memory is not known counts as AdamW.
+        tokens: of the longest row; 0: as many as the batches have.
+        may_chunk: nobody asked for the model's own loss or reads its logits.
+
+    Raises:
+        MemOptError: it cannot be traced without data, or not for any batch.
+    """
+    compiled_by = spec.compiler or default_compiler(next(model.parameters()).device.type)[0]
+    optim = spec.optim if is_known(spec.optim) else DEFAULT
+    autocast = getattr(torch, spec.autocast) if spec.autocast else None
+
+    def make(rows: int) -> tuple[dynamo.FakeTensorMode, torch.nn.Module, Mapping[str, Any]]:
+        fake, copied = dynamo.fake_copy(model)
+        return fake, copied.train(), dynamo.fake_batch(dict(make_batch(rows)), fake)
+
+    case = _Case(compiled_by, None, autocast, budget, optim, tokens, may_chunk, compares=False)
+    return _predictor(case, model, make_batch(_FEW), make)
+
+
+def _predictor(case: _Case, model: torch.nn.Module, batch: Mapping[str, Any], make: _MakeFake) -> StepsOfModel:
+    losses = (PLAIN, AUTO) if case.may_chunk and may_have_vocabulary(model) else (PLAIN,)
+    captured = [_captured(case, make, loss) for loss in losses]
+    untrained, target, device = captured[0].untrained, case.target, next(model.parameters()).device
+    is_on_cuda = device.type == "cuda" if target is None else target.cuda is not None
+    run = Run(PlannedOptimizer(case.optim, is_on_cuda, embeddings_of(model)))
+    # On a CPU a process holds more once it has traced a model, as in training.
+    step = step_around(model, batch, case.budget, run, target, untrained=untrained)
+    step = replace(step, fixed=replace(step.fixed, batch=step.fixed.batch // _FEW))
+    graphs = {
+        graph.chunks_loss: GraphSteps(graph, step, case.tokens, _times(case, graph, device, step))
+        for graph in captured
+    }
+    trained = trainable_of(model, untrained)
+    if target is None:
+        bandwidth = times.update_bandwidth(device, sum(parameter.numel() for parameter in trained))
+    else:
+        bandwidth = target.bandwidth * EFFICIENCY
+    return StepsOfModel(
+        type(model).__name__,
+        device.type if target is None else target.name,
+        step.limit,
+        case.budget.text,
+        case.tokens,
+        graphs,
+        times.update_times(tensor_bytes(trained), step.fixed.optimizer, bandwidth),
+        case.compares,
+    )
+
+
+def _captured(case: _Case, make: _MakeFake, loss: str) -> CapturedGraph:
+    """The graph of a training forward, with sizes that stay symbols."""
+    rows, other_rows = _ROWS[loss]
+    fake, model, batch = make(rows)
+    if any(rows in tensor.shape[1:] for tensor in batch.values() if isinstance(tensor, torch.Tensor)):
+        fake, model, batch = make(other_rows)
+    name, spec = type(model).__name__, TraceSpec(case.compiler, loss=LossMode(loss), target=case.target)
+    try:
+        with fake, traced_for(case.target, case.autocast, next(model.parameters()).device.type):
+            graphs = capture(model, (), batch, spec, chosen_by(TorchDefault()), compared=(FromLevel(1),))
+    except MemOptError:
+        raise
+    except Exception as error:
+        raise MemOptError(
+            f"{name} cannot be traced on fake tensors ({line_of(error)}), so that nothing can be predicted for other "
+            "batches"
+        ) from error
+    if len(graphs) != 1:
+        raise MemOptError(
+            f"the training forward of {name} is not one graph ({len(graphs)} graphs); advice is for forwards that are"
+        )
+    if not graphs[0].row_symbols:
+        raise MemOptError(f"the graph of {name} is for one batch size only, so that no other one can be predicted")
+    return graphs[0]
+
+
+def _times(
+    case: _Case, graph: CapturedGraph, device: torch.device, step: StepContext
+) -> Callable[[int], OperatorTimes]:
+    assert graph.analyzed is not None
+    sizes = partial(graph.sizes_of, tokens=case.tokens)
+    if case.target is not None:
+        return times.estimated(graph.analyzed, sizes, case.target)
+
+    def peak(rows: int) -> int:
+        """A step without a plan; the graph is run on parameters of its own, before there is an optimizer."""
+        fixed = step.fixed
+        return replace(
+            fixed,
+            batch=fixed.batch * rows,
+            activations=simulate_everything_saved(graph.problem_at(sizes(rows))).peak,
+            optimizer=max(fixed.optimizer, fixed.parameters),
+        ).peak
+
+    # A budget may be more than there is.
+    most = min(step.limit, capacity(device).available)
+    return times.measured(graph.analyzed, sizes, device, case.compiler == "inductor", most, peak)

@@ -1,23 +1,31 @@
-"""The forward in units that can be planned alone: transformer layers, and what stands before, between and after them.
+"""Blocks of the forward that can be planned alone, transformer layers and what stands between them, and what each may
+save at every price of a byte.
 
+Whether to recompute an operator or to save its result is a minimum cut, whose linear program has integral solutions.
 Pure.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from optimum_memopt.engines.compile.graph.problem import Problem
+from optimum_memopt.engines.compile.solver.cut import LOWEST_PRICE, MEGA, Cut, cut_of
+
+# Points of the convex hull of (bytes, seconds), and points between them, of which the hull has none.
+_HULL, _BETWEEN = 24, 16
+# Microseconds of a megabyte at which everything is recomputed that can be.
+_HIGHEST = 1e6
 
 
 @dataclass(frozen=True)
-class Unit:
+class Block:
     """Operators of the forward.
 
     Attributes:
-        layer: its path, "" for what is in none.
+        layer: path of the transformer layer, "" for what is in none.
         nodes: in order, numbers left out.
     """
 
@@ -30,64 +38,60 @@ class Unit:
 
     @cached_property
     def places(self) -> dict[int, int]:
-        """Where each node stands in the unit."""
+        """The place of each node in the block."""
         return {node: place for place, node in enumerate(self.nodes)}
 
 
 @dataclass(frozen=True)
-class Units:
-    """All units of a problem, in the order of the forward.
+class Blocks:
+    """All blocks of a problem, in the order of the forward.
 
     Attributes:
         all: each operator of the forward is in one.
-        leaving: roots that are read outside of their unit. Whatever reads them finds them saved, so that a unit can be
-            recomputed from them alone.
-        classes: for each unit the first one with the same operators on the same sizes.
+        leaving: roots that are read outside of their block. Whatever reads them finds them saved, so that a block can
+            be recomputed from them alone.
+        classes: for each block the first one with the same operators on the same sizes.
     """
 
     problem: Problem
-    all: tuple[Unit, ...]
+    all: tuple[Block, ...]
     leaving: frozenset[int]
     classes: tuple[int, ...]
 
-    @property
-    def representatives(self) -> tuple[int, ...]:
-        """One unit of each class: the middle one, whose neighbours are most like those of the others."""
+    @cached_property
+    def representatives(self) -> dict[int, int]:
+        """One block of each class: the middle one, whose neighbours are most like those of the rest."""
         members: dict[int, list[int]] = {}
         for index, first in enumerate(self.classes):
             members.setdefault(first, []).append(index)
-        return tuple(found[len(found) // 2] for found in members.values())
+        return {first: indices[len(indices) // 2] for first, indices in members.items()}
 
     def translated(self, nodes: Collection[int], source: int, target: int) -> frozenset[int]:
-        """The nodes of the unit `target` that stand where `nodes` stand in `source`, a unit of the same class."""
+        """The nodes of the block `target` that stand where `nodes` stand in `source`, a block of the same class."""
         places = self.all[source].places
         return frozenset(self.all[target].nodes[places[node]] for node in nodes)
 
     @cached_property
     def index(self) -> dict[int, int]:
-        """The unit of each node of the forward, numbers left out."""
-        return {node: index for index, unit in enumerate(self.all) for node in unit.nodes}
+        """The block of each node of the forward, numbers left out."""
+        return {node: index for index, block in enumerate(self.all) for node in block.nodes}
 
     @cached_property
     def index_table(self) -> np.ndarray:
-        """`index` by node, -1 for those that are in no unit."""
+        """`index` by node, -1 for those that are in no block."""
         return np.array([self.index.get(node, -1) for node in range(len(self.problem.names))], dtype=np.intp)
 
     @cached_property
     def layer_table(self) -> np.ndarray:
-        """By node, backward's too, the unit of its layer; -1 for those in no layer and for views, which may be read in
-        many layers and compute nothing in any."""
-        layers = {unit.layer: index for index, unit in enumerate(self.all) if unit.layer}
+        """By node, backward's too, the block of its layer; -1 for those in no layer and for views, which may be read
+        in many layers and compute nothing in any."""
+        layers = {block.layer: index for index, block in enumerate(self.all) if block.layer}
         pairs = zip(self.problem.layers, self.problem.is_view, strict=True)
         return np.array([-1 if is_view else layers.get(layer, -1) for layer, is_view in pairs], dtype=np.intp)
 
-    @cached_property
-    def reads(self) -> frozenset[int]:
-        return frozenset(self.problem.backward_reads)
 
-
-def units_of(problem: Problem) -> Units:
-    """The units of a problem."""
+def blocks_of(problem: Problem) -> Blocks:
+    """The blocks of a problem."""
     groups: dict[tuple[str, str], list[int]] = {}
     layer = ""
     for node, is_forward in enumerate(problem.is_forward):
@@ -96,29 +100,25 @@ def units_of(problem: Problem) -> Units:
         own = problem.layers[node]
         layer = own or layer
         groups.setdefault((own, layer), []).append(node)
-    found = tuple(Unit(own, tuple(nodes)) for (own, _), nodes in groups.items())
-    unit_of = {node: index for index, unit in enumerate(found) for node in unit.nodes}
-    leaving = {
-        problem.roots[read]
-        for node in unit_of
+    blocks = tuple(Block(own, tuple(nodes)) for (own, _), nodes in groups.items())
+    block_of = {node: index for index, block in enumerate(blocks) for node in block.nodes}
+    leaving = frozenset(
+        root
+        for node, index in block_of.items()
         if not problem.is_view[node]
-        for read in problem.reads[node]
-        if problem.roots[read] in unit_of and unit_of[problem.roots[read]] != unit_of[node]
-    }
-    tensors = frozenset(root for root in leaving if problem.is_tensor[root])
-    return Units(problem, found, tensors, _classes(problem, found, tensors))
-
-
-def _classes(problem: Problem, units: Sequence[Unit], leaving: frozenset[int]) -> tuple[int, ...]:
+        for root in (problem.roots[read] for read in problem.reads[node])
+        if block_of.get(root, index) != index and problem.is_tensor[root]
+    )
     reads = frozenset(problem.backward_reads)
     first: dict[object, int] = {}
-    return tuple(
-        first.setdefault(_signature(problem, unit, leaving, reads), index) for index, unit in enumerate(units)
+    classes = (
+        first.setdefault(_signature(problem, block, leaving, reads), index) for index, block in enumerate(blocks)
     )
+    return Blocks(problem, blocks, leaving, tuple(classes))
 
 
-def _signature(problem: Problem, unit: Unit, leaving: frozenset[int], reads: frozenset[int]) -> object:
-    """Equal for units that can have the same plans."""
+def _signature(problem: Problem, block: Block, leaving: frozenset[int], reads: frozenset[int]) -> object:
+    """Equal for blocks that can have the same plans."""
     return tuple(
         (
             problem.kinds[node],
@@ -126,8 +126,77 @@ def _signature(problem: Problem, unit: Unit, leaving: frozenset[int], reads: fro
             problem.workspaces[node],
             node in leaving,
             node in reads,
-            # Of other units only how many.
-            tuple(unit.places.get(read, -1) for read in problem.reads[node] if not problem.is_number[read]),
+            # Reads from another block count by their number alone.
+            tuple(block.places.get(read, -1) for read in problem.reads[node] if not problem.is_number[read]),
         )
-        for node in unit.nodes
+        for node in block.nodes
     )
+
+
+@dataclass(frozen=True)
+class LayerFrontiers:
+    """Sets of roots that one block of each class may save; the same whatever siblings a graph has in the forward."""
+
+    problem: Problem
+
+    @cached_property
+    def blocks(self) -> Blocks:
+        return blocks_of(self.problem)
+
+    @cached_property
+    def with_borders(self) -> dict[int, tuple[frozenset[int], ...]]:
+        """By block, from all activations to as few as possible, all with what leaves the block."""
+        return {index: self._with_borders(index) for index in self.blocks.representatives.values()}
+
+    @cached_property
+    def without_borders(self) -> dict[int, tuple[frozenset[int], ...]]:
+        """By block, where what leaves the block may be recomputed too, such as a sum from its operands."""
+        return {index: self._without_borders(index) for index in self.blocks.representatives.values()}
+
+    def _with_borders(self, index: int) -> tuple[frozenset[int], ...]:
+        problem, block = self.problem, self.blocks.all[index]
+        leaving = self.blocks.leaving & block.members
+        activations = (problem.activations & block.members) - leaving
+        statistics = frozenset(node for node in activations if problem.is_statistic[node] or problem.is_kept[node])
+        sets = dict.fromkeys((leaving | activations, leaving | statistics))
+        cut = cut_of(problem, block.nodes, leaving)
+        if cut is not None:
+            most = sum(problem.bytes[node] for node in activations) / MEGA
+            # Between the corners of the hull only for layers, which take most of the time and bytes.
+            between = _between(cut, most) if block.layer else ()
+            for solution in (*_hull(cut), *between):
+                sets.setdefault(leaving | cut.saved(solution))
+        return tuple(sets)
+
+    def _without_borders(self, index: int) -> tuple[frozenset[int], ...]:
+        block = self.blocks.all[index]
+        cut = cut_of(self.problem, block.nodes, wanted=self.blocks.leaving & block.members)
+        return () if cut is None else tuple(dict.fromkeys(map(cut.saved, _hull(cut))))
+
+
+def _hull(cut: Cut) -> Iterator[np.ndarray]:
+    """Corners of the convex hull, found between two corners by the price at which they cost the same."""
+    few, many = cut.at_price(_HIGHEST), cut.at_price(LOWEST_PRICE)
+    yield from (few, many)
+    todo = [(few, many)]
+    for _ in range(_HULL):
+        if not todo:
+            return
+        few, many = todo.pop(0)
+        bytes_between = cut.megabytes @ (many - few)
+        seconds_between = cut.microseconds @ (few - many)
+        if bytes_between < 1e-6 or seconds_between < 1e-6:
+            continue
+        price = seconds_between / bytes_between
+        middle = cut.at_price(price)
+        total = cut.microseconds + price * cut.megabytes
+        if total @ middle < total @ few - 1e-6 * max(1.0, total @ few):
+            yield middle
+            todo += [(few, middle), (middle, many)]
+
+
+def _between(cut: Cut, most: float) -> Iterator[np.ndarray]:
+    for step in range(1, _BETWEEN):
+        solution = cut.within(cut.megabytes[np.newaxis], np.array([most * step / _BETWEEN]))
+        if solution is not None:
+            yield solution

@@ -1,4 +1,4 @@
-"""Keeps what a library in C prints out of this process's standard output."""
+"""The choice between recompute and saving as an integer program, and the solver HiGHS without its output. Pure."""
 
 import contextlib
 import ctypes
@@ -7,7 +7,6 @@ import sys
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -64,6 +63,8 @@ LOWEST_PRICE = 1e-4
 MEGA = 1e6
 # To the optimum, as a share.
 GAP = 1e-3
+# Of a search; a limit of time would have other solutions on another rank.
+_NODES = 200
 
 
 @dataclass(frozen=True)
@@ -71,64 +72,49 @@ class Cut:
     """The program of some operators: a variable for each one that may be recomputed, and for each root to save.
 
     Attributes:
-        operators: the operators of the first variables.
-        roots: the roots of the others.
+        operators: the variable of each operator to recompute.
+        roots: the variable of each root to save.
         requires: rows of coefficients; each row is at least `least`.
         least: 1 where the backward reads, 0 where an operator that is recomputed reads.
         microseconds: of each variable.
         megabytes: of each variable.
     """
 
-    operators: tuple[int, ...]
-    roots: tuple[int, ...]
+    operators: Mapping[int, int]
+    roots: Mapping[int, int]
     requires: "csr_matrix"
     least: np.ndarray
     microseconds: np.ndarray
     megabytes: np.ndarray
 
-    @cached_property
-    def columns(self) -> dict[int, int]:
-        """The variable of each root to save."""
-        return {root: len(self.operators) + place for place, root in enumerate(self.roots)}
-
-    @cached_property
-    def operator_columns(self) -> dict[int, int]:
-        """The variable of each operator to recompute."""
-        return {node: place for place, node in enumerate(self.operators)}
-
     def saved(self, solution: np.ndarray) -> frozenset[int]:
-        return frozenset(
-            root for root, share in zip(self.roots, solution[len(self.operators) :], strict=True) if share > 0.5
-        )
+        return frozenset(root for root, column in self.roots.items() if solution[column] > 0.5)
 
     def at_price(self, price: float) -> np.ndarray:
-        """The cheapest solution where a megabyte costs so many microseconds."""
+        """The cheapest solution at a price of a megabyte in microseconds."""
         from scipy.optimize import linprog
 
-        found = linprog(
+        solved = linprog(
             self.microseconds + price * self.megabytes,
             A_ub=-self.requires,
             b_ub=-self.least,
             bounds=(0, 1),
             method="highs-ds",
         )
-        return np.asarray(np.round(found.x))
+        return np.asarray(np.round(solved.x))
 
-    def within(
-        self, limits: "csr_matrix | np.ndarray", most: np.ndarray, gap: float = GAP, nodes: int = 200
-    ) -> np.ndarray | None:
+    def within(self, limits: "csr_matrix | np.ndarray", most: np.ndarray, gap: float = GAP) -> np.ndarray | None:
         """The cheapest solution within limits of bytes; None where none was found.
 
         Args:
             limits: rows of megabytes of the variables.
             most: of each row.
             gap: to the optimum, as a share.
-            nodes: of the search; a limit of time would have other solutions on another rank.
         """
         from scipy.optimize import Bounds, LinearConstraint, milp
 
         with without_c_output():
-            found = milp(
+            solved = milp(
                 self.microseconds + LOWEST_PRICE * self.megabytes,
                 constraints=[
                     LinearConstraint(self.requires, self.least, np.inf),
@@ -136,48 +122,54 @@ class Cut:
                 ],
                 integrality=np.ones(len(self.microseconds)),
                 bounds=Bounds(0, 1),
-                options={"mip_rel_gap": gap, "node_limit": nodes},
+                options={"mip_rel_gap": gap, "node_limit": _NODES},
             )
-        return None if found.x is None else np.round(found.x)
+        return None if solved.x is None else np.round(solved.x)
 
 
 def cut_of(
     problem: Problem, nodes: Sequence[int], given: Collection[int] = (), wanted: Collection[int] = ()
 ) -> Cut | None:
-    """The program of some operators; None where nothing is read that they could recompute.
+    """The program of some operators of the forward; None where nothing is read that they could recompute.
 
     Args:
         problem: of which they are.
-        nodes: operators of the forward.
+        nodes: the operators.
         given: roots that are there anyway.
         wanted: roots that are read by more than the backward.
     """
-    operators = [
-        node
-        for node in nodes
-        if problem.is_operator[node] and not problem.is_view[node] and problem.picks[node] is None
-        if not problem.is_kept[node]
-    ]
-    roots = [
+    variables = [node for node in nodes if problem.is_operator[node] and not problem.is_view[node]]
+    recomputable = [node for node in variables if problem.picks[node] is None and not problem.is_kept[node]]
+    savable = [
         node
         for node in nodes
         if problem.roots[node] == node and problem.is_tensor[node] and problem.is_operator[node] and node not in given
     ]
-    place = {node: column for column, node in enumerate(operators)}
-    root_place = {node: len(operators) + column for column, node in enumerate(roots)}
+    operators = {node: column for column, node in enumerate(recomputable)}
+    roots = {node: column for column, node in enumerate(savable, len(operators))}
+
+    def requires(node: int) -> dict[int, float]:
+        """Coefficients of: the storage that `node` lies in is saved or recomputed."""
+        root = problem.roots[node]
+        if root not in roots:
+            return {}
+        source = problem.picks[root]
+        column = operators.get(root if source is None else source)
+        return {roots[root]: 1.0} if column is None else {roots[root]: 1.0, column: 1.0}
+
     reads = frozenset(problem.backward_reads).union(wanted)
-    rows = [row for node in nodes if node in reads if (row := _requires(problem, node, place, root_place, None))]
+    rows = [row for node in nodes if node in reads if (row := requires(node))]
     needed = len(rows)
-    for node in operators:
-        for read in problem.reads[node]:
-            if row := _requires(problem, read, place, root_place, node):
-                rows.append(row)
     if not needed:
         return None
+    for node, column in operators.items():
+        for read in problem.reads[node]:
+            if row := requires(read):
+                rows.append({**row, column: row.get(column, 0.0) - 1.0})
     zeros = [0.0]
     return Cut(
-        tuple(operators),
-        tuple(roots),
+        operators,
+        roots,
         matrix(rows, len(operators) + len(roots)),
         np.array([1.0] * needed + [0.0] * (len(rows) - needed)),
         np.array([problem.seconds[node] * MEGA for node in operators] + zeros * len(roots)),
@@ -185,28 +177,10 @@ def cut_of(
     )
 
 
-def _requires(
-    problem: Problem, node: int, place: Mapping[int, int], root_place: Mapping[int, int], reader: int | None
-) -> dict[int, float]:
-    """Coefficients of: what `node` lies in is saved or recomputed if `reader` is recomputed (None: always)."""
-    root = problem.roots[node]
-    if root not in root_place:
-        return {}
-    row = {root_place[root]: 1.0}
-    source = problem.picks[root]
-    source = root if source is None else source
-    if source in place:
-        row[place[source]] = 1.0
-    if reader is not None:
-        row[place[reader]] = row.get(place[reader], 0.0) - 1.0
-    return row
-
-
-def matrix(rows: list[dict[int, float]], columns: int) -> "csr_matrix":
+def matrix(rows: Sequence[Mapping[int, float]], columns: int) -> "csr_matrix":
     """Sparse rows of coefficients by column."""
     from scipy.sparse import csr_matrix
 
-    places = [(line, column) for line, row in enumerate(rows) for column in row]
-    values = [value for row in rows for value in row.values()]
-    lines, found = ([place[axis] for place in places] for axis in (0, 1))
-    return csr_matrix((values, (lines, found)), shape=(len(rows), columns))
+    entries = [(value, line, column) for line, row in enumerate(rows) for column, value in row.items()]
+    values, lines, places = zip(*entries, strict=True) if entries else ((), (), ())
+    return csr_matrix((values, (lines, places)), shape=(len(rows), columns))

@@ -1,4 +1,4 @@
-"""For which lengths of batches a run's cheaper plans are made. Pure.
+"""The lengths of batches for which a run's cheaper plans are made. Pure.
 
 One plan has to hold for the longest batch, and every shorter batch pays for it too. A plan for batches up to some
 length recomputes less. What it takes is found while the plan for the longest batch is made: the same graph and the
@@ -6,6 +6,7 @@ same seconds of each operator, with the bytes of a shorter batch. A batch is tak
 """
 
 import bisect
+import contextlib
 import itertools
 import math
 from collections import Counter
@@ -13,59 +14,52 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from optimum_memopt.engines.compile.graph.problem import Problem
-from optimum_memopt.engines.compile.solver.offload import Mixed
-from optimum_memopt.engines.compile.solver.solver import Solution, Solver
+from optimum_memopt.engines.compile.solver.plan import Infeasible, Plan
+from optimum_memopt.engines.compile.solver.solver import Solver
 
 # Collators pad to multiples of it.
 _MULTIPLE = 8
 # Lengths that are compared, and those of them that are solved for.
 _CANDIDATES = 32
 _SOLVED = 6
-# A share of the step's time that is worth compiling another forward.
+# The share of a step's time that is worth compiling another forward.
 WORTH = 0.005
 
 
-@dataclass
-class TimesByLength:
-    """What plans for shorter batches would take, filled while the plan for the largest batch is made.
+@dataclass(frozen=True)
+class ExtraByLength:
+    """The extra time of plans for shorter batches.
 
     Attributes:
         batches: the longest row of each batch of an epoch; where they are not known, all lengths are as frequent.
         is_known: they are known.
         shares: extra time of the plan for each length, as a share of the time without; the last is the largest batch.
-        is_wanted: False: what is known stays as it is.
     """
 
     batches: Sequence[int] = ()
     is_known: bool = False
     shares: Mapping[int, float] = field(default_factory=dict)
-    is_wanted: bool = True
 
-    def fill(
-        self,
-        batches: Sequence[int],
-        longest: int,
-        found: Solution | Mixed,
-        problem_at: Callable[[int], Problem],
-        allowed: int,
-    ) -> None:
-        """Find what plans take.
 
-        Args:
-            batches: the longest row of each batch of an epoch; empty: they are not known.
-            longest: tokens of the largest batch.
-            found: its plan.
-            problem_at: the graph with batches of a length.
-            allowed: bytes that the graph may hold.
-        """
-        self.is_known = bool(batches)
-        self.batches = batches or range(min(_MULTIPLE, longest), longest + 1, _MULTIPLE)
-        lengths = candidate_lengths(self.batches, longest)
-        extra: tuple[float, ...] = (0.0,) * len(lengths)
-        if found.extra_seconds > 0:
-            shorter = extra_seconds(problem_at, lengths[:-1], allowed, found.extra_seconds)
-            extra = (*shorter, found.extra_seconds)
-        self.shares = {length: one / found.seconds if one else 0.0 for length, one in zip(lengths, extra, strict=True)}
+def extra_by_length(
+    batches: Sequence[int], longest: int, plan: Plan, problem_at: Callable[[int], Problem], allowed: int
+) -> ExtraByLength:
+    """The extra time of plans for shorter batches.
+
+    Args:
+        batches: the longest row of each batch of an epoch; empty: they are not known.
+        longest: tokens of the largest batch.
+        plan: for the largest batch.
+        problem_at: the graph with batches of a length.
+        allowed: bytes that the graph may hold.
+    """
+    rows = batches or range(min(_MULTIPLE, longest), longest + 1, _MULTIPLE)
+    lengths = candidate_lengths(rows, longest)
+    if plan.extra_seconds <= 0:
+        return ExtraByLength(rows, bool(batches), dict.fromkeys(lengths, 0.0))
+    shorter = _extra_seconds(problem_at, lengths[:-1], allowed, plan.extra_seconds)
+    shares = (seconds / plan.seconds for seconds in (*shorter, plan.extra_seconds))
+    return ExtraByLength(rows, bool(batches), dict(zip(lengths, shares, strict=True)))
 
 
 def candidate_lengths(batches: Sequence[int], longest: int) -> tuple[int, ...]:
@@ -81,28 +75,21 @@ def candidate_lengths(batches: Sequence[int], longest: int) -> tuple[int, ...]:
     return (*reversed(shorter[::-1][::every]), longest)
 
 
-def extra_seconds(
+def _extra_seconds(
     problem_at: Callable[[int], Problem], lengths: Sequence[int], allowed: int, most: float
 ) -> tuple[float, ...]:
-    """Seconds of recompute in the plan for each length.
-
-    Args:
-        problem_at: the graph with batches of a length.
-        lengths: ascending.
-        allowed: bytes that the graph may hold.
-        most: seconds of recompute in the plan for a longer batch.
-    """
+    """Seconds of recompute in the plan for each of some ascending lengths; `most` are those for a longer batch."""
     free = bisect.bisect_left(lengths, True, key=lambda length: Solver(problem_at(length)).everything.peak > allowed)
     rest = lengths[free:]
     every = math.ceil(len(rest) / _SOLVED) or 1
-    found: list[float] = []
+    extra: list[float] = []
     # A length that is not solved for has the plan of the next longer one.
     for index, length in enumerate(reversed(rest)):
         if index % every == 0:
-            solution = Solver(problem_at(length)).solve(allowed)
-            most = min(most, solution.extra_seconds) if isinstance(solution, Solution) else most
-        found.append(most)
-    return (*(0.0,) * free, *reversed(found))
+            with contextlib.suppress(Infeasible):
+                most = min(most, Solver(problem_at(length)).solve(allowed).extra_seconds)
+        extra.append(most)
+    return (*(0.0,) * free, *reversed(extra))
 
 
 def expected_extra(batches: Mapping[int, int], shares: Mapping[int, float], chosen: Sequence[int]) -> float:
@@ -138,11 +125,11 @@ def best_lengths(batches: Sequence[int], shares: Mapping[int, float], most: int)
     before = expected_extra(counts, shares, (longest,))
     for count in range(1, most + 1):
         options = itertools.combinations(shorter, count)
-        extra, found = min(
+        extra, lengths = min(
             ((expected_extra(counts, shares, (*option, longest)), option) for option in options),
             default=(before, ()),
         )
         if before - extra < WORTH:
             break
-        best, before = found, extra
+        best, before = lengths, extra
     return best

@@ -1,38 +1,22 @@
-"""The graphs that graph breaks split a training forward into, solved together. Pure."""
+"""The graphs that graph breaks split a training forward into, solved as one. Pure."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, lru_cache
 
-from optimum_memopt.engines.compile.graph.problem import OtherGraphs, Problem
+from optimum_memopt.engines.compile.graph.problem import Problem, SiblingGraphs
 from optimum_memopt.engines.compile.memory.simulation import simulate
-from optimum_memopt.engines.compile.solver.offload import Host, Mixed, cheapest
-from optimum_memopt.engines.compile.solver.offload import is_within as is_within_alone
-from optimum_memopt.engines.compile.solver.solver import Floor, Solution, Solver
+from optimum_memopt.engines.compile.solver import offload
+from optimum_memopt.engines.compile.solver.offload import Host
+from optimum_memopt.engines.compile.solver.plan import Infeasible, Plan
+from optimum_memopt.engines.compile.solver.solver import Solver
 
 # What is left to later graphs, from their lowest peak to that of everything saved.
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
-@dataclass(frozen=True)
-class Plans:
-    """Of all graphs.
-
-    Attributes:
-        peak: bytes.
-        extra_seconds: of what is recomputed, and of waiting for copies.
-        seconds: of all graphs without.
-        host_bytes: of pinned memory.
-    """
-
-    peak: int
-    extra_seconds: float
-    seconds: float
-    host_bytes: int = 0
-
-
-class Together:
-    """What graphs that run one after the other may leave to each other.
+class MultiGraphSolver:
+    """Solves graphs that run one after the other under one budget.
 
     Args:
         problems: the graphs, in order.
@@ -51,7 +35,7 @@ class Together:
         self._problems, self._runs, self._reserve = problems, runs, reserve
         self._hosts = hosts or (None,) * len(problems)
         self._alone = [Solver(problem) for problem in problems]
-        self._solver = lru_cache(None)(self._new_solver)
+        self._solver = lru_cache(None)(lambda index, siblings: self._alone[index].with_siblings(siblings))
 
     @cached_property
     def lowest(self) -> int:
@@ -64,27 +48,26 @@ class Together:
         return self.saving([solver.everything.saved for solver in self._solvers]).peak
 
     @cached_property
-    def layers_recomputed(self) -> Plans:
+    def layers_recomputed(self) -> Plan:
         """Every layer recomputed from its input, as level 1 has it."""
         return self.saving([solver.layers_recomputed.saved for solver in self._solvers])
 
-    def others(self, share: float) -> tuple[OtherGraphs, ...]:
-        """What a forward holds around each graph if those behind it may take so much; see `_SHARES`."""
+    def siblings(self, share: float) -> tuple[SiblingGraphs, ...]:
+        """The siblings of each graph where those behind it may take a share of what they can; see `_SHARES`."""
         given = [sum(problem.bytes[node] for node in problem.tangents) for problem in self._problems]
-        found: list[OtherGraphs] = []
+        around: list[SiblingGraphs] = []
         later, gradients = 0, 0
         for index in reversed(range(len(given))):
-            others = OtherGraphs(later, max(0, gradients), self._runs[index])
-            found.insert(0, others)
+            siblings = SiblingGraphs(later, max(0, gradients), self._runs[index])
+            around.insert(0, siblings)
             if index == 0:
                 break
-            solver = self._solver(index, others)
+            solver = self._solver(index, siblings)
             low, high = solver.lowest, solver.everything
             later = low.peak + int(share * (high.peak - low.peak)) + self._reserve
             # What a backward is given is what the one behind it has returned, and is counted there.
-            own = low.backward.end - given[index]
-            gradients += others.runs * own + given[index] - given[index - 1]
-        return tuple(found)
+            gradients += siblings.runs * (low.backward.end - given[index]) + given[index] - given[index - 1]
+        return tuple(around)
 
     def fastest_share(self, allowed: int) -> float:
         """The share with which the plans of all graphs take least time; the lowest where none fits.
@@ -94,82 +77,83 @@ class Together:
         """
 
         def extra_seconds(share: float) -> float:
-            found = self._solved(self.others(share), allowed, is_final=False)
-            if found is None:
+            try:
+                plans = self._solve(share, allowed, is_final=False)
+            except Infeasible:
                 return float("inf")
-            return sum(runs * plan.extra_seconds for runs, plan in zip(self._runs, found, strict=True))
+            return sum(runs * plan.extra_seconds for runs, plan in zip(self._runs, plans, strict=True))
 
         return min(_SHARES, key=extra_seconds)
 
-    def cheapest(self, allowed: int) -> Plans | Floor:
-        """The fastest plans.
+    def cheapest(self, allowed: int) -> Plan:
+        """The fastest plan.
 
         Args:
             allowed: bytes that all graphs may hold.
+
+        Raises:
+            Infeasible: no plan fits.
         """
         share = self.fastest_share(allowed) if len(self._problems) > 1 else 0.0
-        found = self._solved(self.others(share), allowed, is_final=True)
-        return Floor(self.lowest, ()) if found is None else self._together(found)
+        try:
+            return self._combined(self._solve(share, allowed, is_final=True))
+        except Infeasible:
+            raise Infeasible(self.lowest) from None
 
-    def is_within(self, allowed: int) -> bool:
-        """Whether plans are found; `allowed` as in `cheapest`."""
+    def fits(self, allowed: int) -> bool:
+        """True where `cheapest` finds a plan."""
         if len(self._problems) == 1:
-            return is_within_alone(self._solvers[0], allowed, self._hosts[0])
-        return self.lowest <= allowed or (any(self._hosts) and not isinstance(self.cheapest(allowed), Floor))
+            return offload.fits(self._solvers[0], allowed, self._hosts[0])
+        if self.lowest <= allowed or not any(self._hosts):
+            return self.lowest <= allowed
+        try:
+            self.cheapest(allowed)
+        except Infeasible:
+            return False
+        return True
 
-    def saving(self, saved: Sequence[Collection[int]]) -> Plans:
-        """What plans take.
+    def saving(self, saved: Sequence[Collection[int]]) -> Plan:
+        """The plan in which the forward of each graph saves these nodes."""
+        pairs = zip(self._solvers, saved, strict=True)
+        return self._combined([solver.plan(simulate(solver.problem, frozenset(nodes))) for solver, nodes in pairs])
 
-        Args:
-            saved: nodes that the forward of each graph saves.
-        """
-        found = []
-        for solver, nodes in zip(self._solvers, saved, strict=True):
-            run = simulate(solver.problem, frozenset(nodes))
-            found.append(Solution(tuple(nodes), run.peak, solver.extra_seconds(run), solver.seconds, ""))
-        return self._together(found)
-
-    def _together(self, plans: Sequence[Solution | Mixed]) -> Plans:
-        peak, left, host_bytes, extra_seconds, seconds = 0, 0, 0, 0.0, 0.0
-        for index, (others, plan) in enumerate(zip(self._least, plans, strict=True)):
-            problem = replace(self._problems[index], others=replace(others, later=0))
-            alone = plan.peak if isinstance(plan, Mixed) else simulate(problem, frozenset(plan.saved)).peak
-            peak = max(peak, left + alone)
-            left += others.runs * _left(problem, plan)
-            host_bytes += others.runs * plan.host_bytes if isinstance(plan, Mixed) else 0
-            extra_seconds += others.runs * plan.extra_seconds
-            seconds += others.runs * plan.seconds
-        return Plans(peak, extra_seconds, seconds, host_bytes)
+    def _combined(self, plans: Sequence[Plan]) -> Plan:
+        peak, left = 0, 0
+        for siblings, problem, plan in zip(self._least, self._problems, plans, strict=True):
+            alone = replace(problem, siblings=replace(siblings, later=0))
+            peak = max(peak, left + (plan.peak if plan.offloaded else simulate(alone, frozenset(plan.saved)).peak))
+            left += siblings.runs * _bytes_left(alone, plan)
+        pairs = tuple(zip(self._runs, plans, strict=True))
+        return Plan(
+            saved=(),
+            peak=peak,
+            extra_seconds=sum(runs * plan.extra_seconds for runs, plan in pairs),
+            seconds=sum(runs * plan.seconds for runs, plan in pairs),
+            host_bytes=sum(runs * plan.host_bytes for runs, plan in pairs),
+            graphs=tuple(plans),
+        )
 
     @cached_property
-    def _least(self) -> tuple[OtherGraphs, ...]:
-        return self.others(0.0)
+    def _least(self) -> tuple[SiblingGraphs, ...]:
+        return self.siblings(0.0)
 
-    @property
+    @cached_property
     def _solvers(self) -> list[Solver]:
-        """Of each graph, where those behind it take as little as they can."""
-        return [self._solver(index, others) for index, others in enumerate(self._least)]
+        """For each graph, where those behind it take as little as they can."""
+        return [self._solver(index, siblings) for index, siblings in enumerate(self._least)]
 
-    def _solved(self, others: Sequence[OtherGraphs], allowed: int, is_final: bool) -> list[Solution | Mixed] | None:
-        """Of each graph; None where one does not fit."""
-        plans: list[Solution | Mixed] = []
+    def _solve(self, share: float, allowed: int, is_final: bool) -> list[Plan]:
+        plans: list[Plan] = []
         left = 0
-        for index, (around, host) in enumerate(zip(others, self._hosts, strict=True)):
-            solver = self._solver(index, around)
-            found = (
-                cheapest(solver, allowed - left, host) if is_final else solver.solve(allowed - left, is_final=False)
-            )
-            if isinstance(found, Floor):
-                return None
-            plans.append(found)
-            left += around.runs * _left(solver.problem, found)
+        for index, (siblings, host) in enumerate(zip(self.siblings(share), self._hosts, strict=True)):
+            solver, budget = self._solver(index, siblings), allowed - left
+            plan = offload.cheapest(solver, budget, host) if is_final else solver.solve(budget, is_final=False)
+            plans.append(plan)
+            left += siblings.runs * _bytes_left(solver.problem, plan)
         return plans
 
-    def _new_solver(self, index: int, others: OtherGraphs) -> Solver:
-        return self._alone[index].among(others)
 
-
-def _left(problem: Problem, plan: Solution | Mixed) -> int:
+def _bytes_left(problem: Problem, plan: Plan) -> int:
     """Bytes that a forward leaves on the device."""
-    on_host = sum(problem.bytes[node] for node in plan.offloaded) if isinstance(plan, Mixed) else 0
+    on_host = sum(problem.bytes[node] for node in plan.offloaded)
     return simulate(problem, frozenset(plan.saved)).forward.end - on_host

@@ -1,12 +1,12 @@
-"""How long copies between a device and the host take room on the device, beside what it computes. Pure.
+"""Offload within a budget: how long copies take room on the device, and which activations are worth one. Pure.
 
 Both directions are one problem: a reload is an offload with time running backwards.
 """
 
+import bisect
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -15,7 +15,8 @@ from optimum_memopt.engines.compile.graph.candidates import offloads
 from optimum_memopt.engines.compile.graph.problem import Problem
 from optimum_memopt.engines.compile.memory.allocator import pinned_bytes
 from optimum_memopt.engines.compile.memory.simulation import simulate
-from optimum_memopt.engines.compile.solver.solver import KEEPS_ALL, Floor, Solution, Solver
+from optimum_memopt.engines.compile.solver.plan import Infeasible, Plan
+from optimum_memopt.engines.compile.solver.solver import Solver
 
 
 class Copy(NamedTuple):
@@ -84,7 +85,7 @@ def overlap(
 _SHARES = (0.25, 0.5, 0.75, 1.0, 1.5, 2.5)
 # Below that a copy's launch takes as long as the copy.
 _SMALLEST = 2**20
-# Of a step's time, what offload has to save: it also takes memory of the host.
+# What offload has to save of a step's time: it also takes memory of the host.
 _WORTH = 0.01
 
 
@@ -103,203 +104,144 @@ class Host:
     allowed: frozenset[int]
 
 
-@dataclass(frozen=True)
-class Mixed:
-    """A plan with both.
-
-    Attributes:
-        saved: nodes that the forward saves, on the device or the host, in order.
-        offloaded: those of them that wait on the host.
-        peak: bytes of the graph, exact as long as the device waits for no copy too late.
-        extra_seconds: of what is recomputed, and of waiting for copies.
-        stall: seconds of those that the device waits for copies.
-        seconds: of the graph without.
-        host_bytes: of pinned memory.
-    """
-
-    saved: tuple[int, ...]
-    offloaded: tuple[int, ...]
-    peak: int
-    extra_seconds: float
-    stall: float
-    seconds: float
-    host_bytes: int
-
-
 def host_of(graph: AnalyzedGraph, link: float, available: int) -> Host | None:
-    """The host, as a graph may use it; None where there is no link to one.
-
-    Args:
-        graph: whose activations.
-        link: see `Host.bandwidth`; 0: none.
-        available: see `Host`.
-    """
+    """The host for a graph's activations; None where the link is 0, so that there is none."""
     return Host(link, available, offloadable(graph)) if link else None
 
 
 def offloadable(graph: AnalyzedGraph) -> frozenset[int]:
-    """See `Host.allowed`."""
+    """The roots that may be offloaded."""
     return frozenset(graph.joint.order[candidate.activation.root] for candidate in offloads(graph.candidates))
 
 
-def cheapest(solver: Solver, budget: int, host: Host | None) -> Solution | Mixed | Floor:
+def cheapest(solver: Solver, budget: int, host: Host | None) -> Plan:
     """The fastest plan within a budget, with offload where that is faster.
 
     Args:
         solver: of a graph.
         budget: bytes that the graph's forward and backward may hold.
         host: where activations may wait; None: nowhere.
+
+    Raises:
+        Infeasible: no plan fits.
     """
-    found = solver.solve(budget)
-    return (with_offload(solver, found, budget, host) if host is not None else None) or found
+    if host is None:
+        return solver.solve(budget)
+    try:
+        recompute = solver.solve(budget)
+    except Infeasible:
+        if (offloading := with_offload(solver, None, budget, host)) is None:
+            raise
+        return offloading
+    return with_offload(solver, recompute, budget, host) or recompute
 
 
-def is_within(solver: Solver, budget: int, host: Host | None) -> bool:
-    """Whether a plan is found within a budget; see `cheapest`."""
+def fits(solver: Solver, budget: int, host: Host | None) -> bool:
+    """True where `cheapest` finds a plan."""
     # Whatever fits will do, so that the cheapest is not searched for where something does.
     if solver.everything.peak <= budget or solver.lowest.peak <= budget:
         return True
-    return not isinstance(cheapest(solver, budget, host), Floor)
+    try:
+        cheapest(solver, budget, host)
+    except Infeasible:
+        return False
+    return True
 
 
-def with_offload(solver: Solver, found: Solution | Floor, budget: int, host: Host) -> Mixed | None:
+def with_offload(solver: Solver, recompute: Plan | None, budget: int, host: Host) -> Plan | None:
     """The fastest plan with offload; None where it gains less than `_WORTH` over recompute alone, or fits no better.
 
     Args:
         solver: of a graph.
-        found: its answer for this budget.
+        recompute: its plan for this budget; None: none fits.
         budget: bytes that the graph's forward and backward may hold.
         host: where activations may wait.
     """
-    problem, seconds = solver.problem, solver.seconds
-    alone = found.extra_seconds if isinstance(found, Solution) else float("inf")
-    lacking = found.peak - budget if isinstance(found, Floor) else 0
-    moved = host.bandwidth * solver.everything.forward.seconds(problem)
-    best: Mixed | None = None
-    if alone <= _WORTH * seconds:
+    worth = _WORTH * solver.seconds
+    alone = float("inf") if recompute is None else recompute.extra_seconds
+    if alone <= worth:
         return None
+    larger = solver.lowest.peak if recompute is None else budget
+    moved = host.bandwidth * solver.everything.forward.seconds(solver.problem)
+    best: Plan | None = None
     for share in _SHARES:
-        relaxed = solver.solve(budget + lacking + int(share * moved), is_final=False)
-        if isinstance(relaxed, Floor):
+        relaxed = larger + int(share * moved)
+        try:
+            plan = solver.solve(relaxed, is_final=False)
+        except Infeasible:
             continue
-        mixed = _offloading(problem, relaxed, budget, host)
-        if best is not None and (mixed is None or mixed.extra_seconds > best.extra_seconds):
+        offloading = _offloading(solver.problem, plan, budget, host)
+        if best is not None and (offloading is None or offloading.extra_seconds > best.extra_seconds):
             # From here on the link is full.
             break
-        best = mixed or best
-        if relaxed.solver == KEEPS_ALL:
+        best = offloading or best
+        if solver.everything.peak <= relaxed:
             break
-    if best is None or best.extra_seconds > alone - _WORTH * seconds:
-        return None
-    return best
+    return best if best is not None and best.extra_seconds <= alone - worth else None
 
 
-def _offloading(problem: Problem, relaxed: Solution, budget: int, host: Host) -> Mixed | None:
+def _offloading(problem: Problem, plan: Plan, budget: int, host: Host) -> Plan | None:
     """The fewest bytes offloaded with which a plan for a larger budget is within this one; None where none are."""
-    found = simulate(problem, frozenset(relaxed.saved))
-    sides = (
-        _Side.of(problem, found.forward.order, found.forward.held),
-        _Side.of(problem, found.backward.order[::-1], found.backward.held[::-1]),
-    )
-    last = sides[0].last
-    candidates = [node for node in relaxed.saved if node in host.allowed and problem.bytes[node] >= _SMALLEST]
-    candidates.sort(key=lambda node: (last.get(node, 0), node))
+    simulation = simulate(problem, frozenset(plan.saved))
+    forward, backward = simulation.forward, simulation.backward
+    # With the backward's time running backwards, an activation is on the host behind its last use in either.
+    sides = _Side(problem, forward.order, forward.held), _Side(problem, backward.order[::-1], backward.held[::-1])
+    candidates = [node for node in plan.saved if node in host.allowed and problem.bytes[node] >= _SMALLEST]
+    candidates.sort(key=lambda node: (sides[0].last.get(node, 0), node))
 
-    def offloading(count: int) -> _Offloaded:
-        return _Offloaded(problem, sides, tuple(candidates[:count]))
+    def peak(count: int) -> int:
+        """Bytes with the first candidates on the host, where no copy takes any time."""
+        return max(max(side.held_without(candidates[:count])) for side in sides)
 
-    low, high = 0, len(candidates)
-    if offloading(high).peak > budget:
+    if peak(len(candidates)) > budget:
         return None
-    while low < high:
-        middle = (low + high) // 2
-        if offloading(middle).peak <= budget:
-            high = middle
-        else:
-            low = middle + 1
-    offloaded = offloading(high)
-    host_bytes = sum(pinned_bytes(problem.bytes[node]) for node in offloaded.nodes)
-    if not offloaded.nodes or host_bytes > host.available:
+    count = bisect.bisect_left(range(len(candidates)), True, key=lambda count: peak(count) <= budget)
+    offloaded = tuple(candidates[:count])
+    host_bytes = sum(pinned_bytes(problem.bytes[node]) for node in offloaded)
+    if not offloaded or host_bytes > host.available:
         return None
-    stall = offloaded.stall(host.bandwidth)
-    return Mixed(
-        saved=relaxed.saved,
-        offloaded=offloaded.nodes,
-        peak=offloaded.peak,
-        extra_seconds=relaxed.extra_seconds + stall,
+    limit = peak(count)
+    stall = sum(side.stall(offloaded, limit, host.bandwidth) for side in sides)
+    return replace(
+        plan,
+        offloaded=offloaded,
+        peak=limit,
+        extra_seconds=plan.extra_seconds + stall,
         stall=stall,
-        seconds=relaxed.seconds,
         host_bytes=host_bytes,
     )
 
 
-@dataclass(frozen=True)
 class _Side:
-    """The forward's run, or the backward's with time running backwards: an activation is on the host behind its last
-    use in either.
+    """The forward's run, or the backward's with time running backwards.
 
-    Attributes:
+    Args:
+        problem: the joint graph.
         order: operators.
         held: bytes while each of them runs, with all saved activations on the device.
+
+    Attributes:
         last: the index of the last operator that allocates or reads each storage, by its root.
     """
 
-    order: tuple[int, ...]
-    held: tuple[int, ...]
-    last: Mapping[int, int]
-
-    @classmethod
-    def of(cls, problem: Problem, order: tuple[int, ...], held: tuple[int, ...]) -> "_Side":
-        last: dict[int, int] = {}
+    def __init__(self, problem: Problem, order: Sequence[int], held: Sequence[int]) -> None:
+        self._problem, self._order, self._held = problem, order, held
+        self.last: dict[int, int] = {}
         for index, node in enumerate(order):
-            last.update({problem.roots[read]: index for read in (*problem.reads[node], node)})
-        return cls(order, held, last)
+            self.last.update({problem.roots[read]: index for read in (*problem.reads[node], node)})
 
-    def without(self, copies: Sequence[Copy]) -> tuple[int, ...]:
-        """Bytes during each operator without the copied tensors behind their last use."""
-        gone = [0] * (len(self.held) + 1)
-        for copy in copies:
+    def copies(self, nodes: Sequence[int]) -> list[Copy]:
+        """The copies of these activations, in the order in which they may begin."""
+        return sorted(Copy(self.last[node], self._problem.bytes[node]) for node in nodes if node in self.last)
+
+    def held_without(self, nodes: Sequence[int]) -> list[int]:
+        """Bytes during each operator without these activations behind their last use."""
+        gone = [0] * (len(self._held) + 1)
+        for copy in self.copies(nodes):
             gone[copy.after + 1] += copy.bytes
-        return tuple(size - away for size, away in zip(self.held, accumulate(gone), strict=False))
+        return [size - away for size, away in zip(self._held, accumulate(gone), strict=False)]
 
-
-@dataclass(frozen=True)
-class _Offloaded:
-    """A plan some of whose saved activations wait on the host.
-
-    Attributes:
-        problem: the joint graph.
-        sides: forward and backward.
-        nodes: those activations.
-    """
-
-    problem: Problem
-    sides: tuple[_Side, _Side]
-    nodes: tuple[int, ...]
-
-    @cached_property
-    def copies(self) -> tuple[tuple[Copy, ...], ...]:
-        """Offloads and reloads, on their sides."""
-        size = self.problem.bytes
-        return tuple(
-            tuple(sorted(Copy(side.last[node], size[node]) for node in self.nodes if node in side.last))
-            for side in self.sides
-        )
-
-    @cached_property
-    def held(self) -> tuple[tuple[int, ...], ...]:
-        """Bytes during the operators of both sides."""
-        return tuple(side.without(copies) for side, copies in zip(self.sides, self.copies, strict=True))
-
-    @property
-    def peak(self) -> int:
-        """Bytes, where no copy takes any time."""
-        return max(map(max, self.held))
-
-    def stall(self, bandwidth: float) -> float:
-        """Seconds that the device waits for copies."""
-        seconds = self.problem.seconds
-        return sum(
-            overlap(held, [seconds[node] for node in side.order], copies, self.peak, bandwidth).stall
-            for side, held, copies in zip(self.sides, self.held, self.copies, strict=True)
-        )
+    def stall(self, nodes: Sequence[int], limit: int, bandwidth: float) -> float:
+        """Seconds that the device waits for the copies."""
+        seconds = [self._problem.seconds[node] for node in self._order]
+        return overlap(self.held_without(nodes), seconds, self.copies(nodes), limit, bandwidth).stall

@@ -4,51 +4,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from optimum_memopt.engines.compile.graph.problem import ALONE, OtherGraphs, Problem
+from optimum_memopt.engines.compile.graph.problem import ALONE, Problem, SiblingGraphs
 from optimum_memopt.engines.compile.memory.simulation import (
     Simulation,
     held_at_peak,
     simulate,
     simulate_everything_saved,
 )
-from optimum_memopt.engines.compile.solver.dynamic_program import TwoLevel, two_level
-from optimum_memopt.engines.compile.solver.frontiers import Menus
+from optimum_memopt.engines.compile.solver.blocks import LayerFrontiers
+from optimum_memopt.engines.compile.solver.dynamic_program import DynamicProgram, dynamic_programs
+from optimum_memopt.engines.compile.solver.plan import Infeasible, Plan
 from optimum_memopt.engines.compile.solver.whole_graph import SMALL, improve, lowest_of_whole_graph, solve_whole_graph
-
-KEEPS_ALL, TWO_LEVEL, WHOLE_GRAPH = "everything is saved", "two-level", "whole graph"
-LAYERS = "every layer is recomputed"
-
-
-@dataclass(frozen=True)
-class Solution:
-    """What a graph saves under a budget.
-
-    Attributes:
-        saved: nodes of the problem, in order.
-        peak: bytes of the graph, exact.
-        extra_seconds: of what is recomputed.
-        seconds: of the graph without.
-        solver: who found it.
-    """
-
-    saved: tuple[int, ...]
-    peak: int
-    extra_seconds: float
-    seconds: float
-    solver: str
-
-
-@dataclass(frozen=True)
-class Floor:
-    """No plan fits.
-
-    Attributes:
-        peak: the lowest that was found, bytes.
-        holds: what is held at that moment, largest first: a few words, bytes.
-    """
-
-    peak: int
-    holds: tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True)
@@ -57,97 +23,20 @@ class Solver:
 
     Attributes:
         problem: the graph.
-        known_menus: its menus, where a solver of the same graph among others has made them.
+        shared_frontiers: those that a solver of the same graph with other siblings has made.
     """
 
     problem: Problem
-    known_menus: Menus | None = None
+    shared_frontiers: LayerFrontiers | None = None
 
-    def among(self, others: OtherGraphs) -> "Solver":
-        """Of the same graph with these around it; most of what a solver does is done once for all of them."""
-        return Solver(replace(self.problem, others=others), self._menus)
+    def with_siblings(self, siblings: SiblingGraphs) -> "Solver":
+        """A solver of the same graph with these around it, which shares most of the work."""
+        return Solver(replace(self.problem, siblings=siblings), self._frontiers)
 
     @cached_property
     def everything(self) -> Simulation:
         """All activations saved."""
         return simulate_everything_saved(self.problem)
-
-    @cached_property
-    def lowest(self) -> Simulation:
-        """The plan with the lowest peak that is found; no budget below it is met."""
-        return lowest_of_whole_graph(self.problem, self._lowest_of_units)
-
-    @cached_property
-    def seconds(self) -> float:
-        """Of the forward and backward with all activations saved."""
-        return self.everything.forward.seconds(self.problem) + self.everything.backward.seconds(self.problem)
-
-    def extra_seconds(self, found: Simulation) -> float:
-        """Of what is recomputed, beyond what is so with all activations saved."""
-        return found.extra_seconds(self.problem) - self.everything.extra_seconds(self.problem)
-
-    def prepare(self) -> None:
-        """Solve what is the same for every budget."""
-        _ = self._two_level.without_borders
-
-    def solve(self, budget: int, is_final: bool = True) -> Solution | Floor:
-        """The plan with the least time for recompute of all whose peak fits; of equal ones that with the lowest peak.
-
-        Args:
-            budget: bytes that the graph's forward and backward may hold.
-            is_final: False: without the last small changes, and in a large graph without the search over all of it
-                where something fits already; each takes as long as the rest.
-        """
-        if self.everything.peak <= budget:
-            return self._solution(KEEPS_ALL, self.everything)
-        fitting = [(solver, found) for solver, found in self._candidates(budget, is_final) if found.peak <= budget]
-        if not fitting:
-            return Floor(self.lowest.peak, _holders(self.problem, self.lowest))
-        solver, best = min(fitting, key=lambda pair: (pair[1].extra_seconds(self.problem), pair[1].peak))
-        return self._solution(solver, improve(self.problem, best, budget) if is_final else best)
-
-    def _candidates(self, budget: int, is_final: bool) -> Iterator[tuple[str, Simulation]]:
-        found = self._two_level.without_borders.solve(budget)
-        if found is None and budget < self.lowest.peak:
-            return
-        if found is None or found.backward.peak > found.forward.peak:
-            # What many units recompute before the backward of any of them is not in the measure of one unit's plan.
-            with_borders = self._two_level.solve(budget)
-            if with_borders is not None:
-                yield TWO_LEVEL, with_borders
-        if found is None:
-            yield (TWO_LEVEL if self.lowest is self._lowest_of_units else WHOLE_GRAPH), self.lowest
-        else:
-            yield TWO_LEVEL, found
-        yield LAYERS, self.layers_recomputed
-        # It takes longer, and wins in small graphs and where the other one finds nothing.
-        is_small = sum(self.problem.is_forward) < SMALL
-        if is_small or (found is None and is_final):
-            whole = solve_whole_graph(self.problem, budget, found or self.everything)
-            if whole is not None:
-                yield WHOLE_GRAPH, whole
-
-    def _solution(self, solver: str, found: Simulation) -> Solution:
-        return Solution(
-            saved=tuple(sorted(found.saved)),
-            peak=found.peak,
-            extra_seconds=self.extra_seconds(found),
-            seconds=self.seconds,
-            solver=solver,
-        )
-
-    @cached_property
-    def _lowest_of_units(self) -> Simulation:
-        of_menus = (menus.lowest() for menus in (self._two_level.without_borders, self._two_level))
-        return min(*of_menus, self.layers_recomputed, key=lambda found: found.peak)
-
-    @cached_property
-    def _menus(self) -> Menus:
-        return self.known_menus or Menus(self.problem)
-
-    @cached_property
-    def _two_level(self) -> TwoLevel:
-        return two_level(self.problem, self._menus)
 
     @cached_property
     def layers_recomputed(self) -> Simulation:
@@ -156,15 +45,81 @@ class Solver:
         outside = {node for node in problem.activations if not problem.layers[node] or problem.is_statistic[node]}
         return simulate(problem, problem.closure((outside | problem.boundaries) - problem.constants))
 
+    @cached_property
+    def lowest(self) -> Simulation:
+        """The plan with the lowest peak that is found; no budget below it is met."""
+        of_blocks = (program.lowest() for program in reversed(self._programs))
+        lowest = min(*of_blocks, self.layers_recomputed, key=lambda simulation: simulation.peak)
+        return lowest_of_whole_graph(self.problem, lowest)
 
-def _holders(problem: Problem, found: Simulation, most: int = 4) -> tuple[tuple[str, int], ...]:
-    """The largest groups of what is held at the peak: gradients, other graphs, others by where they are computed."""
+    @cached_property
+    def seconds(self) -> float:
+        """Seconds of the forward and backward with all activations saved."""
+        return self.everything.forward.seconds(self.problem) + self.everything.backward.seconds(self.problem)
+
+    def plan(self, simulation: Simulation) -> Plan:
+        """The plan that saves what a simulation does."""
+        extra = simulation.extra_seconds(self.problem) - self.everything.extra_seconds(self.problem)
+        return Plan(tuple(sorted(simulation.saved)), simulation.peak, extra, self.seconds)
+
+    def prepare(self) -> None:
+        """Solve what is the same for every budget."""
+        _ = self._programs
+
+    def solve(self, budget: int, is_final: bool = True) -> Plan:
+        """The plan with the least time for recompute of all whose peak fits; of equal ones that with the lowest peak.
+
+        Args:
+            budget: bytes that the graph's forward and backward may hold.
+            is_final: False: without the last small changes, and in a large graph without the search over all of it
+                where something fits already; each takes as long as the rest.
+
+        Raises:
+            Infeasible: no plan fits.
+        """
+        if self.everything.peak <= budget:
+            return self.plan(self.everything)
+        fitting = [candidate for candidate in self._candidates(budget, is_final) if candidate.peak <= budget]
+        if not fitting:
+            raise Infeasible(self.lowest.peak, _holders(self.problem, self.lowest))
+        best = min(fitting, key=lambda candidate: (candidate.extra_seconds(self.problem), candidate.peak))
+        return self.plan(improve(self.problem, best, budget) if is_final else best)
+
+    def _candidates(self, budget: int, is_final: bool) -> Iterator[Simulation]:
+        with_borders, without_borders = self._programs
+        best = without_borders.solve(budget)
+        if best is None and budget < self.lowest.peak:
+            return
+        if best is None or best.backward.peak > best.forward.peak:
+            # What many blocks recompute before the backward of any of them is not in the measure of one block's plan.
+            fallback = with_borders.solve(budget)
+            if fallback is not None:
+                yield fallback
+        yield self.lowest if best is None else best
+        yield self.layers_recomputed
+        # It takes longer, and wins in small graphs and where the dynamic program finds nothing.
+        is_small = sum(self.problem.is_forward) < SMALL
+        if is_small or (best is None and is_final):
+            whole = solve_whole_graph(self.problem, budget, best or self.everything)
+            if whole is not None:
+                yield whole
+
+    @cached_property
+    def _frontiers(self) -> LayerFrontiers:
+        return self.shared_frontiers or LayerFrontiers(self.problem)
+
+    @cached_property
+    def _programs(self) -> tuple[DynamicProgram, DynamicProgram]:
+        return dynamic_programs(self.problem, self._frontiers)
+
+
+def _holders(problem: Problem, simulation: Simulation, most: int = 4) -> tuple[tuple[str, int], ...]:
+    """The largest groups of what is held at the peak: gradients, other graphs, else by where it is computed."""
     gradients = {problem.roots[node] for node in problem.backward_outputs}
-    in_backward = found.backward.peak > found.forward.peak
-    held = held_at_peak(problem, found, in_backward)
+    held = held_at_peak(problem, simulation, simulation.backward.peak > simulation.forward.peak)
     groups: dict[str, int] = {}
-    if problem.others != ALONE:
-        groups["other graphs of the forward"] = max(0, found.peak - sum(held.values()))
+    if problem.siblings != ALONE:
+        groups["other graphs of the forward"] = max(0, simulation.peak - sum(held.values()))
     for node, size in held.items():
         where = "gradients of parameters" if node in gradients else _place(problem, node)
         groups[where] = groups.get(where, 0) + size

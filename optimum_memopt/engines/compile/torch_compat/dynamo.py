@@ -1,13 +1,13 @@
-"""The private names of torch that the compile engine uses, each with what it is for.
+"""The private names of dynamo, AOTAutograd and inductor that the compile engine uses, each with what it is for.
 
-All seen in torch 2.13.0 and there since 2.9, unless stated otherwise. Those that read and partition a joint
-graph are in `compat_graph`.
+All seen in torch 2.13.0 and there since 2.9, unless stated otherwise.
 """
 
 import contextlib
 import copy
 import inspect
 import shutil
+import traceback
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
@@ -16,6 +16,7 @@ import sympy
 import torch
 from torch import fx
 from torch._dynamo import utils as dynamo_utils
+from torch._dynamo.exc import BackendCompilerFailed, InternalTorchDynamoError
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import graph_compile
@@ -31,17 +32,22 @@ from torch.utils import _pytree as pytree
 
 from optimum_memopt.engines.compile.torch_compat import fx_graph
 from optimum_memopt.engines.compile.torch_compat.kernels import inductor_patches
+from optimum_memopt.errors import MemOptError, is_out_of_memory, line_of
 
 __all__ = ["CustomPartitionerFn", "FakeTensor", "FakeTensorMode", "StorageWeakRef", "SymbolicNumber"]
 
 SymbolicNumber = py_sym_types
+# Tags of operators that no CUDA graph can hold; the tag came with torch 2.9.
+CUDAGRAPH_UNSAFE = tuple(filter(None, [getattr(torch.Tag, "cudagraph_unsafe", None)]))
 _RECOMPILES = 32
 _ISOLATES = "isolate_recompiles" in inspect.signature(torch.compile).parameters
 _NO_LIMIT = 2**31 - 1
+# `CompiledFunction.backward`, for which torch traces and compiles the backward too, where the forward has not.
+_BACKWARD = ("torch/_functorch/_aot_autograd/runtime_wrappers.py", "backward")
 
 
 def tree_leaves(tree: Any) -> list[Any]:
-    """What nested containers hold; None is a leaf."""
+    """The leaves of nested containers; None is one."""
     return pytree.tree_leaves(tree)
 
 
@@ -50,17 +56,13 @@ def storage_id(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-# Tags of operators that no CUDA graph can hold; the tag came with torch 2.9.
-CUDAGRAPH_UNSAFE = tuple(filter(None, [getattr(torch.Tag, "cudagraph_unsafe", None)]))
-
-
 def operator_name(target: Any) -> str:
     """`view` of `aten.view.default`; empty for what is no operator of torch."""
     return getattr(target, "_opname", "")
 
 
 def reads_a_number(target: Any) -> bool:
-    """Whether an operator is what `Tensor.item` calls."""
+    """True for the operator that `Tensor.item` calls."""
     return operator_name(target) == "_local_scalar_dense"
 
 
@@ -73,26 +75,23 @@ def compile_with_inductor(
     """`torch/_inductor/compile_fx.py`; `custom_partitioner_fn` is there since 2.9 (pytorch PR 157711).
 
     Args:
-        module: the graph that dynamo has traced.
-        inputs: the graph's, fake tensors among them.
-        partitioner: partitions the joint graph; its `uuid` is part of inductor's cache key.
+        partitioner: its `uuid` is part of inductor's cache key.
         saw: called with each graph, the object that runs inductor's program for it (None where that is no Python
-            program), and whether it is the backward. None: no programs are written, and the graphs run operator by
+            program), and true for the backward. None: no programs are written, and the graphs run operator by
             operator.
     """
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-    def compile_inner(module: fx.GraphModule, inputs: Any, **others: Any) -> Any:
+    def compile_inner(module: fx.GraphModule, inputs: Any, **options: Any) -> Any:
         if saw is None:
             return make_boxed_func(module.forward)
-        compiled = compile_fx_inner(module, inputs, **others)
-        saw(module.graph, getattr(compiled, "compiled_fn_runner", None), bool(others.get("is_backward")))
+        compiled = compile_fx_inner(module, inputs, **options)
+        saw(module.graph, getattr(compiled, "compiled_fn_runner", None), bool(options.get("is_backward")))
         return compiled
 
     patches = {"custom_partitioner_fn": partitioner, **inductor_patches()}
-    compiled = compile_fx(module, inputs, compile_inner, config_patches=patches)
-    # Its other results are for programs that are compiled ahead of time.
-    return cast("Callable[..., Any]", compiled)
+    # Other results than functions are for programs that are compiled ahead of time.
+    return cast("Callable[..., Any]", compile_fx(module, inputs, compile_inner, config_patches=patches))
 
 
 def silenced(runner: Any) -> Callable[..., Any]:
@@ -107,22 +106,25 @@ def silenced(runner: Any) -> Callable[..., Any]:
     if runner is None or getattr(runner, "partitions", None):
         raise NotImplementedError("a program that is not one Python function")
     program = type(runner).call
-    known = program.__globals__
+    names = program.__globals__
     silent = {
         name: _Silent()
-        for name, value in known.items()
+        for name, value in names.items()
         if isinstance(value, types.BuiltinFunctionType) or type(value).__module__.startswith("torch._inductor.runtime")
     }
-    memory = {name: _allocation(name) for name in known if name.startswith("empty_strided_")}
-    stand_ins = {**silent, **memory, "reinterpret_tensor": _reinterpreted}
-    return types.FunctionType(program.__code__, {**known, **stand_ins}, program.__name__, program.__defaults__)
+    memory = {name: _allocation(name) for name in names if name.startswith("empty_strided_")}
+
+    def reinterpreted(tensor: torch.Tensor, size: Any, stride: Any, offset: int) -> torch.Tensor:
+        return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
+
+    stand_ins = {**silent, **memory, "reinterpret_tensor": reinterpreted}
+    return types.FunctionType(program.__code__, {**names, **stand_ins}, program.__name__, program.__defaults__)
 
 
 class _Silent:
     """A kernel or check that does nothing."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        return None
+    def __call__(self, *args: Any, **kwargs: Any) -> None: ...
 
     run = __call__
 
@@ -136,20 +138,13 @@ def _allocation(name: str) -> Callable[..., torch.Tensor]:
     return allocate
 
 
-def _reinterpreted(tensor: torch.Tensor, size: Any, stride: Any, offset: int) -> torch.Tensor:
-    return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
-
-
 def _mode_of_trace() -> FakeTensorMode | None:
-    """While a graph is traced or compiled: that of its tensors."""
-    context = TracingContext.try_get()
-    return None if context is None else context.fake_mode
+    return getattr(TracingContext.try_get(), "fake_mode", None)
 
 
 def _shapes_of_trace() -> ShapeEnv | None:
-    """While a graph is traced or compiled: its symbols; None where sizes stay the same."""
-    mode = _mode_of_trace()
-    return None if mode is None else mode.shape_env
+    # A mode has none where sizes stay the same.
+    return getattr(_mode_of_trace(), "shape_env", None)
 
 
 def of_trace(inputs: Sequence[Any]) -> list[Any]:
@@ -234,7 +229,7 @@ def global_hooks() -> tuple[int, ...]:
 
 
 def recompile_limit() -> int:
-    """How often one model may be recompiled: more than torch's 8, which is too few where each padded length is a new
+    """Recompiles that one model may have: more than torch's 8, which is too few where each padded length is a new
     graph, and the user's where that is higher."""
     return max(_RECOMPILES, torch._dynamo.config.recompile_limit)
 
@@ -258,42 +253,36 @@ def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
         return types.MethodType(with_own_code(function.__func__), function.__self__)
     if not isinstance(function, types.FunctionType):
         return function
-    copied = types.FunctionType(
-        function.__code__.replace(),
-        function.__globals__,
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
+    code, names, closure = function.__code__.replace(), function.__globals__, function.__closure__
+    copied = types.FunctionType(code, names, function.__name__, function.__defaults__, closure)
     copied.__kwdefaults__ = function.__kwdefaults__
     return copied
 
 
 def is_all_of(function: Callable[..., Any]) -> bool:
-    """While a graph is partitioned: whether it is the only graph of a call of `function`.
+    """While a graph is partitioned: true where it is the only graph of a call of `function`.
 
     It is when the frame of `function` itself was traced up to its return (`torch/_dynamo/symbolic_convert.py`,
     `GraphCompileReason` in `output_graph.py`). A function that it calls may be the first to be traced, where there was
     nothing before a graph break, and has no graph break itself.
     """
-    try:
-        translator = InstructionTranslator.current_tx()
-    # It is thread-local, and not there before the first one.
-    except AttributeError:
-        return False
-    return (
-        translator.f_code is getattr(function, "__code__", None)
-        and not translator.output.compile_subgraph_reason.graph_break
-    )
+    translator = _translator()
+    is_traced = translator is not None and translator.f_code is getattr(function, "__code__", None)
+    return is_traced and not translator.output.compile_subgraph_reason.graph_break
 
 
 def traced_module() -> torch.nn.Module | None:
     """While a graph is partitioned: the module whose forward, or the rest of it after a graph break, was traced."""
-    try:
-        traced = InstructionTranslator.current_tx().f_locals.get("self")
-    except AttributeError:
-        return None
+    translator = _translator()
+    traced = translator.f_locals.get("self") if translator is not None else None
     return traced if isinstance(traced, torch.nn.Module) else None
+
+
+def _translator() -> Any:
+    # It is thread-local, and not there before the first one.
+    with contextlib.suppress(AttributeError):
+        return InstructionTranslator.current_tx()
+    return None
 
 
 class Watch:
@@ -305,8 +294,8 @@ class Watch:
 
     def recompiles(self) -> list[str]:
         """Reasons, one line each."""
-        known = set(map(id, self._compiled))
-        new = [metrics for metrics in dynamo_utils.get_compilation_metrics() if id(metrics) not in known]
+        before = set(map(id, self._compiled))
+        new = [metrics for metrics in dynamo_utils.get_compilation_metrics() if id(metrics) not in before]
         return [_first_line(metrics.recompile_reason) for metrics in new if metrics.recompile_reason]
 
     def graph_breaks(self) -> list[str]:
@@ -343,7 +332,7 @@ def fake_copy(model: torch.nn.Module) -> tuple[FakeTensorMode, torch.nn.Module]:
 
 
 def fake_batch(batch: Any, fake: FakeTensorMode) -> Any:
-    """A copy of a tree of tensors in which they have no data, for a mode."""
+    """A copy of a tree of tensors without data, for a mode."""
     with FakeCopyMode(fake):
         return copy.deepcopy(batch)
 
@@ -358,7 +347,7 @@ def mark_static(tensor: torch.Tensor, dims: Iterable[int]) -> None:
 
 
 def symbol_sources() -> dict[sympy.Symbol, list[str]]:
-    """While a graph is partitioned: each symbol and what it is the size of, as `L['input_ids'].size()[0]`.
+    """While a graph is partitioned: each symbol and the sizes that it stands for, as `L['input_ids'].size()[0]`.
 
     A symbol that turned out to equal another one is found at that one (`replacements`).
     """
@@ -381,7 +370,7 @@ def size_guards() -> list[sympy.Basic]:
 
 
 def inductor_works(device_type: str) -> bool:
-    """Whether inductor finds what it compiles with: a C++ compiler for the CPU, Triton elsewhere."""
+    """True where inductor finds what it compiles with: a C++ compiler for the CPU, Triton elsewhere."""
     from torch._inductor import config
     from torch.utils._triton import has_triton
 
@@ -389,3 +378,37 @@ def inductor_works(device_type: str) -> bool:
         return has_triton()
     compilers = config.cpp.cxx if isinstance(config.cpp.cxx, tuple | list) else (config.cpp.cxx,)
     return any(compiler and shutil.which(compiler) for compiler in compilers)
+
+
+def backward_runs_once() -> bool:
+    """Inside a backward: true where autograd frees what it has saved afterwards (no `retain_graph=True`).
+
+    AOTAutograd asks the same before it overwrites saved activations (`_aot_autograd/runtime_wrappers.py`).
+    """
+    is_backward = torch._C._current_graph_task_id() != -1
+    return is_backward and not torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def failure_of_compiler(error: BaseException) -> str:
+    """The place where torch gave up by a fault of its own, and its error (`torch/_dynamo/exc.py`, 2.13); empty for any
+    other error. What it knows that it cannot trace breaks the graph instead."""
+    if isinstance(error, InternalTorchDynamoError):
+        # Its text has the kind of error that it met.
+        return f"torch cannot trace this model ({str(error).strip().splitlines()[0]})"
+    return f"torch cannot compile this model ({line_of(error)})" if isinstance(error, BackendCompilerFailed) else ""
+
+
+def is_of_compiled_backward(error: BaseException) -> bool:
+    """True for an error that was raised while a compiled backward ran."""
+    file, function = _BACKWARD
+    return any(
+        frame.f_code.co_name == function and frame.f_code.co_filename.replace("\\", "/").endswith(file)
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+    )
+
+
+def own_error(error: BaseException) -> BaseException | None:
+    """The error itself, unwrapped, where it is no fault of a compiler's: a refusal, a lack of memory, an interrupt."""
+    inner = getattr(error, "inner_exception", None) or error
+    is_own = not isinstance(inner, Exception) or isinstance(inner, MemOptError) or is_out_of_memory(inner)
+    return inner if is_own else None

@@ -1,4 +1,4 @@
-"""The namespace of this engine's custom operators: `torch.ops.optimum_memopt`."""
+"""The private names of torch that read, partition and run a joint graph."""
 
 import contextlib
 import operator
@@ -15,6 +15,7 @@ from torch._functorch._aot_autograd.descriptors import (
     PlainAOTOutput,
     TangentAOTInput,
 )
+from torch.amp import autocast_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
 LIBRARY = "optimum_memopt"
@@ -44,7 +45,7 @@ def is_untagged(node: fx.Node) -> bool:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether it draws random numbers, so that a recompute would give others.
+    """True where it draws random numbers, so that a recompute would give others.
 
     Attention has the tag also where its probability of dropout is 0 and it draws nothing. inductor draws the seeds of
     all dropouts at once (`torch/_inductor/inductor_prims.py`); picking one counts too, so that each mask's seed is
@@ -58,7 +59,7 @@ def is_random(node: fx.Node) -> bool:
 
 
 def reads_seed(node: fx.Node) -> bool:
-    """Whether it draws again what another operator drew, from a seed that it is given.
+    """True where it draws again what another operator drew, from a seed that it is given.
 
     The backward of CUDA's attention reads it in the memory of the host, whatever device the trace says
     (`aten/src/ATen/native/transformers/cuda/attention_backward.cu`).
@@ -74,10 +75,8 @@ def _drops_nothing(node: fx.Node) -> bool:
     index = next((index for index, argument in enumerate(arguments) if argument.name == "dropout_p"), None)
     if index is None:
         return False
-    given = (
-        node.args[index] if index < len(node.args) else node.kwargs.get("dropout_p", arguments[index].default_value)
-    )
-    return bool(given == 0)
+    by_name = node.kwargs.get("dropout_p", arguments[index].default_value)
+    return bool((node.args[index] if index < len(node.args) else by_name) == 0)
 
 
 def is_float32_statistic(node: fx.Node) -> bool:
@@ -91,9 +90,10 @@ def is_float32_statistic(node: fx.Node) -> bool:
     (norm,) = node.all_input_nodes
     if getattr(norm.target, "_opname", "") not in ("native_layer_norm", "native_group_norm"):
         return False
-    given = [one.meta["val"] for one in norm.all_input_nodes if isinstance(one.meta.get("val"), torch.Tensor)]
-    is_on_cpu = node.meta["val"].device.type == "cpu"
-    return is_on_cpu and given[0].dtype.itemsize == 2 and any(one.dtype == torch.float32 for one in given[1:])
+    given, *parameters = [
+        read.meta["val"].dtype for read in norm.all_input_nodes if isinstance(read.meta.get("val"), torch.Tensor)
+    ]
+    return node.meta["val"].device.type == "cpu" and given.itemsize == 2 and torch.float32 in parameters
 
 
 def memory_order(tensor: torch.Tensor) -> list[int]:
@@ -103,8 +103,8 @@ def memory_order(tensor: torch.Tensor) -> list[int]:
     depend on data count as 2.
     """
     shape, stride = (
-        [int(one.node.hint or 2) if isinstance(one, torch.SymInt) else one for one in many]
-        for many in (tensor.shape, tensor.stride())
+        [int(number.node.hint or 2) if isinstance(number, torch.SymInt) else number for number in numbers]
+        for numbers in (tensor.shape, tensor.stride())
     )
     with _disable_current_modes():
         strides = torch.empty_like(torch.empty_strided(shape, stride, device="meta")).stride()
@@ -192,10 +192,10 @@ def remove_copies(graph: fx.Graph, returned: Iterable[fx.Node]) -> None:
 
 
 def default_partition(
-    joint: fx.GraphModule, joint_inputs: Any, **others: Any
+    joint: fx.GraphModule, joint_inputs: Any, **options: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """What torch.compile does by itself."""
-    return partitioners.min_cut_rematerialization_partition(joint, joint_inputs, **others)
+    """torch.compile's own partition."""
+    return partitioners.min_cut_rematerialization_partition(joint, joint_inputs, **options)
 
 
 def run_operators(graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
@@ -219,3 +219,22 @@ def without_modes() -> Iterator[None]:
         for device in ("cpu", "cuda"):
             stack.enter_context(torch.autocast(device, enabled=False))
         yield
+
+
+def autocast_dtype(node: fx.Node, device_type: str) -> torch.dtype | None:
+    """The dtype that autocast gives an operator of a graph that dynamo has traced, None where it is off.
+
+    Dynamo calls its backend in the state that the traced function was called in; what the function itself changes is
+    in the graph (`torch/_dynamo/variables/ctx_manager.py`, `AutocastModeVariable`).
+    """
+    dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+    inside: dict[fx.Node, torch.dtype | None] = {}
+    for earlier in node.graph.nodes:
+        if earlier is node:
+            break
+        if earlier.target is autocast_mode._enter_autocast and earlier.args[0] == device_type:
+            _, given, is_enabled, *_ = earlier.args
+            inside[earlier] = (given or torch.get_autocast_dtype(device_type)) if is_enabled else None
+        elif earlier.target is autocast_mode._exit_autocast:
+            inside.pop(earlier.args[0], None)
+    return list(inside.values())[-1] if inside else dtype

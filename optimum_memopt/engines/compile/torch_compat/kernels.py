@@ -1,14 +1,18 @@
-"""The private names of torch and Triton that decide which kernels run, whether they are right, and what they hold."""
+"""The private names of torch and Triton that decide which kernels run, whether they are right, and what they hold;
+with those of CUDA's operators and its autocast, used where there is no device."""
 
+import contextlib
 import functools
 import inspect
 import os
 import shutil
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import fx
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ def _drops_slices() -> bool:
 
 
 def triton_has_a_compiler() -> bool:
-    """Whether Triton finds the C compiler that it builds its launchers with (`triton/runtime/build.py`, 3.7)."""
+    """True where Triton finds the C compiler that it builds its launchers with (`triton/runtime/build.py`, 3.7)."""
     named = os.environ.get("CC")
     return any(shutil.which(command) for command in ([named] if named else ["gcc", "clang", "cc"]))
 
@@ -80,7 +84,7 @@ def has_instructions_for(dtype: torch.dtype) -> bool:
 
 
 def cpu_allocations(run: Callable[[], Any]) -> list[int]:
-    """Bytes that a call asks torch's CPU allocator for, in order; what it gives back is negative. Empty where another
+    """Bytes that a call asks torch's CPU allocator for, in order; what it releases is negative. Empty where another
     profiler is on, or torch has none that tells.
 
     Kineto takes a tenth of a second to start, and logs; the profiler before it does neither
@@ -103,3 +107,154 @@ def cpu_allocations(run: Callable[[], Any]) -> list[int]:
         threads = autograd._disable_profiler_legacy()
     del result
     return [event.cpu_memory_usage() for events in threads for event in events if event.kind() == "memory_alloc"]
+
+
+def start_libraries(device: torch.device) -> None:
+    """Have cuBLAS allocate its workspaces on a CUDA device of this machine now, so that they count among what the
+    process holds.
+
+    torch gives it one a thread and stream (`aten/src/ATen/cuda/CublasHandlePool.cpp`; 32 MiB each on an H100): here
+    for the thread that runs forwards, and for autograd's thread of the device.
+    """
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return
+    with torch.enable_grad(), torch.autocast("cuda", enabled=False):
+        weight = torch.ones(8, 8, device=device, requires_grad=True)
+        bias = torch.ones(8, device=device)
+        torch.nn.functional.linear(weight, weight, bias).sum().backward()
+
+
+_NAN_ISSUE = "https://github.com/pytorch/pytorch/issues/196678"
+# PyTorch 2.11 takes cuDNN's kernels where they are wrong; cuDNN 9.26 has right ones (pytorch PR 196861).
+_CUDNN_SINCE_TORCH = (2, 11)
+_FIXED_IN_CUDNN = 92600
+_CUDNN_GPU = (9, 0)
+# Lengths of the keys with which it goes wrong: 64 more than a multiple of 128.
+_TILE, _REMAINDER = 128, 64
+
+
+@contextlib.contextmanager
+def without_cudnn_attention() -> Iterator[None]:
+    """Attention that is traced within takes another kernel than cuDNN's."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+def cudnn_attention_warning(graph: fx.Graph) -> str:
+    """Why a graph that dynamo traced is to run without cuDNN's attention; empty where nothing speaks against it.
+
+    Gradients of the queries under a mask go wrong, for some lengths, where a query's scores are all very negative. A
+    symbolic length may be such a length in a later batch.
+    """
+    version = torch.backends.cudnn.version()
+    torch_version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if version is None or version >= _FIXED_IN_CUDNN or torch_version < _CUDNN_SINCE_TORCH:
+        return ""
+    if not torch.backends.cuda.cudnn_sdp_enabled() or not any(map(_cudnn_may_fail, graph.nodes)):
+        return ""
+    number = f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+    return f"attention with a mask runs without cuDNN {number}, whose backward may give NaN on this GPU ({_NAN_ISSUE})"
+
+
+def _cudnn_may_fail(node: fx.Node) -> bool:
+    if node.target is not torch.nn.functional.scaled_dot_product_attention:
+        return False
+    arguments = dict(zip(("query", "key", "value", "attn_mask"), node.args, strict=False)) | dict(node.kwargs)
+    query, key = _example(arguments["query"]), _example(arguments["key"])
+    if arguments.get("attn_mask") is None or query is None or key is None:
+        return False
+    if query.device.type != "cuda" or not _is_half(query) or torch.version.hip is not None:
+        return False
+    length = key.shape[-2]
+    is_affected = not isinstance(length, int) or length % _TILE == _REMAINDER
+    return is_affected and torch.cuda.get_device_capability(query.device) == _CUDNN_GPU
+
+
+def _example(argument: Any) -> torch.Tensor | None:
+    example = argument.meta.get("example_value") if isinstance(argument, fx.Node) else None
+    return example if isinstance(example, torch.Tensor) else None
+
+
+# The operators that `scaled_dot_product_attention` calls on CUDA; their meta functions take fake tensors.
+ATTENTION: dict[str, Callable[..., Any]] = {
+    "flash": torch.ops.aten._scaled_dot_product_flash_attention,
+    "efficient": torch.ops.aten._scaled_dot_product_efficient_attention,
+    "cudnn": torch.ops.aten._scaled_dot_product_cudnn_attention,
+    "math": torch._scaled_dot_product_attention_math,
+}
+
+
+# Operators that autocast runs in float32 on CUDA and leaves alone on a CPU (`aten/src/ATen/autocast_mode.h`, 2.13), as
+# far as transformers' models have them.
+_IN_FLOAT32 = (
+    "binary_cross_entropy_with_logits",
+    "exp",
+    "group_norm",
+    "layer_norm",
+    "log",
+    "logsumexp",
+    "mse_loss",
+    "nll_loss",
+    "nll_loss_nd",
+    "pow.Scalar",
+    "pow.Tensor_Scalar",
+    "pow.Tensor_Tensor",
+    "reciprocal",
+    "rsqrt",
+)
+# Those whose result it makes float32.
+_TO_FLOAT32 = ("cumsum", "log_softmax.int", "prod", "softmax.int", "sum", "sum.dim_IntList")
+
+
+@contextlib.contextmanager
+def autocast_lists() -> Iterator[None]:
+    """Autocast on the CPU casts as it does on CUDA."""
+    library = torch.library.Library("aten", "IMPL", "AutocastCPU")
+    try:
+        with warnings.catch_warnings():
+            # The CPU has rules of its own for some.
+            warnings.simplefilter("ignore")
+            for names, cast in ((_IN_FLOAT32, _in_float32), (_TO_FLOAT32, _to_float32)):
+                for name in names:
+                    library.impl(name, _cast_by(cast, name), allow_override=True)
+        yield
+    finally:
+        library._destroy()
+
+
+def _cast_by(cast: Callable[[Any, Any], tuple[Any, Any]], name: str) -> Callable[..., Any]:
+    """An operator without autocast, whose arguments are cast before."""
+    packet, _, overload = name.partition(".")
+    operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = cast(args, kwargs)
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
+            return operator(*args, **kwargs)
+
+    return call
+
+
+def _in_float32(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    return torch.utils._pytree.tree_map(lambda value: value.float() if _is_half(value) else value, (args, kwargs))
+
+
+def _to_float32(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    is_cast = kwargs.get("dtype") is None and _is_half(args[0])
+    return args, {**kwargs, "dtype": torch.float32} if is_cast else kwargs
+
+
+def _is_half(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+
+
+def generator_state(device: torch.device) -> torch.Tensor:
+    """A copy of the state of a device's default generator: bytes, on the CPU."""
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    state: torch.Tensor = torch.get_device_module(device).get_rng_state(device)
+    return state

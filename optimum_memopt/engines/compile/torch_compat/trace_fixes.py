@@ -1,5 +1,5 @@
-"""Avoids graph breaks and recompiles in transformers' models: what they decide in ways that torch cannot trace is
-decided for them while the compiled forward is called.
+"""Avoids graph breaks and recompiles in transformers' models: decisions that torch cannot trace are made for them
+while the compiled forward is called.
 
 Seen in transformers 5.23. Without these fixes a model trains all the same, with graph breaks or a recompile.
 """
@@ -31,32 +31,26 @@ _IMAGE_DIMS = 4
 
 
 class TraceFixes:
-    """Of one model under one compiled forward."""
+    """The fixes of one model under one compiled forward."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._config: Any = getattr(model, "config", None)
         self._nameless: list[Any] = [m for m in model.modules() if "loss_type" in vars(m) and m.loss_type is None]
         files = {sys.modules.get(type(module).__module__) for module in model.modules()}
-        # What models call by these names in the files of their modules, and what they call instead.
-        self._replaced: list[tuple[Any, str, Callable[..., Any]]] = [
-            *((file, _SIZE_IN_A_TENSOR, _attention_span) for file in files if hasattr(file, _SIZE_IN_A_TENSOR)),
-            *(
-                (file, _CLASS_OF_WEIGHT, _weight_or(getattr(file, _CLASS_OF_WEIGHT)))
-                for file in files
-                if hasattr(file, _CLASS_OF_WEIGHT)
-            ),
-        ]
+        # Functions in the files of the model's modules, and those that are called instead.
+        self._replaced: list[tuple[Any, str, Callable[..., Any]]] = []
+        for file in files:
+            if hasattr(file, _SIZE_IN_A_TENSOR):
+                self._replaced.append((file, _SIZE_IN_A_TENSOR, _attention_span))
+            if hasattr(file, _CLASS_OF_WEIGHT):
+                self._replaced.append((file, _CLASS_OF_WEIGHT, _weight_or(getattr(file, _CLASS_OF_WEIGHT))))
         self._in_8_bits: list[Any] = [module for module in model.modules() if hasattr(module, _FIRST_FORWARD)]
-        # What the forward itself sets a `problem_type` of None to.
-        self._found: str | None = None
+        # The forward itself sets a `problem_type` of None to this.
+        self._set_by_forward: str | None = None
 
     @contextlib.contextmanager
     def around_call(self, inputs: Mapping[str, Any]) -> Iterator[None]:
-        """Apply the fixes, and leave the model as it would be after a plain forward.
-
-        Args:
-            inputs: the keyword arguments of the call.
-        """
+        """Apply the fixes, and leave the model as it would be after a plain forward with these keyword arguments."""
         with contextlib.ExitStack() as stack:
             for module in self._in_8_bits:
                 if getattr(module.weight, "CB", None) is not None:
@@ -77,22 +71,20 @@ class TraceFixes:
     @contextlib.contextmanager
     def _problem_type(self, labels: Any) -> Iterator[None]:
         config = self._config
-        if config.problem_type is None and _each_row_has_one_label(config, labels):
-            config.problem_type = _ONE_LABEL
-            try:
-                yield
-            finally:
-                config.problem_type = None
-            return
-        # A problem type that the first forward has set would fail a guard at the second step: each one sets it again.
         before = config.problem_type
-        if before is not None and before == self._found:
+        has_one_label = before is None and _each_row_has_one_label(config, labels)
+        if has_one_label:
+            config.problem_type = _ONE_LABEL
+        # A problem type that the first forward has set would fail a guard at the second step: each one sets it again.
+        elif before is not None and before == self._set_by_forward:
             config.problem_type = None
         try:
             yield
         finally:
-            if before is None:
-                self._found = config.problem_type
+            if has_one_label:
+                config.problem_type = None
+            elif before is None:
+                self._set_by_forward = config.problem_type
             elif config.problem_type is None:
                 config.problem_type = before
 
@@ -109,8 +101,7 @@ def _weight_or(dequantized: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def weight(module: Any) -> Any:
-        is_plain = not hasattr(module, "W_q") and type(module.weight) is torch.nn.Parameter
-        if is_plain:
+        if not hasattr(module, "W_q") and type(module.weight) is torch.nn.Parameter:
             return module.weight
         if type(module.weight).__name__ != "Params4bit":
             return dequantized(module)
@@ -122,7 +113,7 @@ def _weight_or(dequantized: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _each_row_has_one_label(config: Any, labels: Any) -> bool:
-    """Whether DeBERTa's loss would pick all rows; then it is the plain cross entropy, in float32 too."""
+    """True where DeBERTa's loss would pick all rows; then it is the plain cross entropy, in float32 too."""
     return (
         getattr(config, "model_type", None) in _PICKS_LABELLED_ROWS
         and isinstance(labels, torch.Tensor)

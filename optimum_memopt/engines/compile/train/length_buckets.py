@@ -7,7 +7,7 @@ known, as if all lengths were as frequent. Each is compiled when the first batch
 on its predicted peak decides, so that it also runs batches that are longer, but fit.
 
 A batch over the budget under all of them gets a plan of its own, as the largest so far. The one that was the largest
-stays for shorter batches where the number of variants allows it.
+stays for shorter batches where the number of buckets allows it.
 """
 
 from collections import Counter
@@ -17,158 +17,162 @@ from typing import Any
 
 import torch
 
-from optimum_memopt.engines.api.predictions import StepTimeline
+from optimum_memopt.engines.api.predictions import Frontier, StepTimeline
 from optimum_memopt.engines.api.run import LargestBatch
+from optimum_memopt.engines.compile.capture.traced_forward import ForwardArgs
 from optimum_memopt.engines.compile.graph.symbols import largest_of, length_name
+from optimum_memopt.engines.compile.predict.planner import Planner
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
-from optimum_memopt.engines.compile.solver.length_buckets import WORTH, TimesByLength, best_lengths, expected_extra
+from optimum_memopt.engines.compile.solver.length_buckets import WORTH, ExtraByLength, best_lengths, expected_extra
 from optimum_memopt.engines.compile.train.planned_forward import PlannedForward
-from optimum_memopt.engines.compile.train.step_budget import StepBudget
-from optimum_memopt.engines.compile.train.variant import Call, Variant
 from optimum_memopt.errors import DoesNotFitError
 from optimum_memopt.logs import get_logger
 
-# Makes a variant, not compiled yet, of its budget, of what its solver is to find out, and of what it is for.
-_NewVariant = Callable[[StepBudget, TimesByLength | None, str], Variant]
+# Makes a forward, not compiled yet: the former one whose budget it shares, the largest batch that it is for (None: the
+# run's), and what it is for.
+_NewForward = Callable[[Planner | None, LargestBatch | None, str], PlannedForward]
 
 
 @dataclass(frozen=True)
-class _Cheaper:
-    """A variant for shorter batches.
+class LengthBucket:
+    """A forward for shorter batches.
 
     Attributes:
+        forward: compiled when the first of them comes.
         length: tokens of the longest batch that its plan is made for.
         share: extra time of its plan.
     """
 
-    variant: Variant
+    forward: PlannedForward
     length: int
     share: float
 
 
-class Variants:
+class LengthBuckets:
     """The compiled forwards of one model.
 
     Args:
         most: how many there may be.
-        budget: of the run's steps.
-        new_variant: makes them.
+        new_forward: makes them.
 
     Attributes:
         largest: the one for the run's largest batch.
     """
 
-    def __init__(self, most: int, budget: StepBudget, new_variant: _NewVariant) -> None:
-        self._most, self._new_variant = most, new_variant
+    def __init__(self, most: int, new_forward: _NewForward) -> None:
+        self._most, self._new_forward = most, new_forward
         # From the cheapest to the dearest.
-        self._cheaper: tuple[_Cheaper, ...] = ()
-        self._times = TimesByLength()
-        self.largest = self._new_largest(budget)
+        self._shorter: tuple[LengthBucket, ...] = ()
+        self._extra = ExtraByLength()
+        self.largest = new_forward(None, None, "")
 
-    def __call__(self, call: Call) -> Any:
+    def __call__(self, call: ForwardArgs) -> Any:
         """The outputs of the cheapest forward for this batch; see `PlannedForward`."""
-        variant = self._cheapest(call.inputs)
-        is_first = not variant.is_compiled
+        forward = self._cheapest(call.inputs)
+        is_first = not forward.is_compiled
         try:
-            outputs = variant(call)
+            outputs = forward(call)
         except DoesNotFitError as error:
-            if variant is self.largest:
+            if forward is self.largest:
                 raise
             # The process has grown since its length was chosen.
-            self._cheaper = tuple(cheaper for cheaper in self._cheaper if cheaper.variant is not variant)
+            self._shorter = tuple(bucket for bucket in self._shorter if bucket.forward is not forward)
             get_logger().info(f"going on without this variant: {error}")
             return self(call)
-        if is_first and variant is self.largest:
-            self._plan_cheaper()
+        if is_first and forward is self.largest:
+            self._plan_shorter()
         return outputs
 
     def predicted_peak(self, optimizer: torch.optim.Optimizer | None, gradient_accumulation: bool) -> int | None:
-        """Of the batches so far the highest peak of a step, in bytes; None where nothing is predicted."""
+        """The highest peak of a step with the batches so far, in bytes; None where nothing is predicted."""
         peaks = self._peaks(optimizer, gradient_accumulation)
         return max(peaks.values()) if self.largest.predictor is not None else None
 
     def timeline(self, optimizer: torch.optim.Optimizer | None, gradient_accumulation: bool) -> StepTimeline | None:
-        """Of the batches so far the step with the highest peak; None where nothing is predicted."""
+        """The step with the highest peak of the batches so far; None where nothing is predicted."""
         peaks = self._peaks(optimizer, gradient_accumulation)
-        found = None
+        timeline = None
         if highest := max(peaks, key=peaks.__getitem__, default=None):
-            planned, predictor = highest
-            with planned.predicting():
-                found = predictor.timeline(optimizer, gradient_accumulation)
-        return found
+            forward, predictor = highest
+            with forward.predicting():
+                timeline = predictor.timeline(optimizer, gradient_accumulation)
+        return timeline
+
+    def frontier(self) -> Frontier | None:
+        """What budgets cost the largest batch; None where nobody asked, and for a forward in several graphs, whose
+        first one is not all that it holds."""
+        largest = self.largest
+        return largest.choices[0].frontier if largest.is_one_graph and largest.choices else None
 
     def _peaks(
         self, optimizer: torch.optim.Optimizer | None, gradient_accumulation: bool
     ) -> dict[tuple[PlannedForward, StepMemoryPredictor], int]:
         """The highest peak under each plan, and of each time that its forward was traced, in bytes."""
         peaks = {}
-        for variant in (*(cheaper.variant for cheaper in self._cheaper), self.largest):
-            if (planned := variant.planned) is not None and planned.predictors is not None:
-                with planned.predicting():
-                    for predictor in planned.predictors:
-                        peaks[planned, predictor] = predictor.peak(optimizer, gradient_accumulation)
+        for forward in (*(bucket.forward for bucket in self._shorter), self.largest):
+            if forward.predictors is not None:
+                with forward.predicting():
+                    for predictor in forward.predictors:
+                        peaks[forward, predictor] = predictor.peak(optimizer, gradient_accumulation)
         return peaks
 
-    def _cheapest(self, inputs: Mapping[str, object]) -> Variant:
-        if self._cheaper and (predictor := self.largest.predictor) is not None:
+    def _cheapest(self, inputs: Mapping[str, object]) -> PlannedForward:
+        if self._shorter and (predictor := self.largest.predictor) is not None:
             sizes = predictor.sizes_of(inputs)
-            for cheaper in self._cheaper:
-                variant = cheaper.variant
-                if variant.is_within(inputs) if variant.is_compiled else variant.covers(sizes):
-                    return variant
+            for bucket in self._shorter:
+                forward = bucket.forward
+                if forward.is_within(inputs) if forward.is_compiled else forward.covers(sizes):
+                    return forward
         if line := self.largest.excess(inputs):
             get_logger().info(line)
             self._replace_largest()
         return self.largest
 
-    def _new_largest(self, budget: StepBudget) -> Variant:
-        self._times = TimesByLength()
-        return self._new_variant(budget, self._times if self._most > 1 else None, "")
-
     def _replace_largest(self) -> None:
-        former, budget = self.largest, self.largest.budget
-        is_one_graph = former.planned is not None and former.planned.is_one_graph
-        if is_one_graph and self._most > 1 and (solved := largest_of(budget.solved_for)) is not None:
-            share = max(self._times.shares.values(), default=0.0)
-            self._cheaper = (*self._cheaper, _Cheaper(former, solved.length, share))[: self._most - 1]
-        self.largest = self._new_largest(budget.for_another(budget.largest))
+        former, planner = self.largest, self.largest.planner
+        if former.is_one_graph and self._most > 1 and (solved := largest_of(planner.solved_for)) is not None:
+            share = max(self._extra.shares.values(), default=0.0)
+            self._shorter = (*self._shorter, LengthBucket(former, solved.length, share))[: self._most - 1]
+        self.largest = self._new_forward(planner, planner.largest, "")
 
-    def _plan_cheaper(self) -> None:
-        """Choose lengths for further variants, once the one for the largest batch is compiled, and say so."""
-        self._times.is_wanted = False
-        budget, planned = self.largest.budget, self.largest.planned
-        solved, name = largest_of(budget.solved_for), length_name(budget.solved_for)
-        if self._most == 1 or planned is None or planned.predictor is None or solved is None:
+    def _plan_shorter(self) -> None:
+        """Choose lengths for further forwards, once the one for the largest batch is compiled, and say so."""
+        largest, planner = self.largest, self.largest.planner
+        self._extra = (largest.choices[0].by_length if largest.choices else None) or ExtraByLength()
+        solved, name = largest_of(planner.solved_for), length_name(planner.solved_for)
+        if self._most == 1 or largest.predictor is None or solved is None:
             return
-        if not planned.is_one_graph:
+        if not largest.is_one_graph:
             # Of later graphs only the sizes of the first batch are known.
-            planned.add_to_header(["one variant: the forward is not one graph"])
+            largest.add_to_header(["one variant: the forward is not one graph"])
             return
         lines = []
-        if not self._cheaper:
-            times = self._times
-            lengths = best_lengths(times.batches, times.shares, self._most - 1)
-            self._cheaper = tuple(self._new_cheaper(LargestBatch(solved.rows, length), name) for length in lengths)
+        if not self._shorter:
+            extra = self._extra
+            lengths = best_lengths(extra.batches, extra.shares, self._most - 1)
+            self._shorter = tuple(self._new_bucket(LargestBatch(solved.rows, length), name) for length in lengths)
             lines.append(self._gain(lengths))
-        planned.add_to_header(
+        largest.add_to_header(
             [
-                f"variant {number}: batches up to {name}={cheaper.length}: {cheaper.share:+.1%} time"
-                for number, cheaper in enumerate(reversed(self._cheaper), 2)
+                f"variant {number}: batches up to {name}={bucket.length}: {bucket.share:+.1%} time"
+                for number, bucket in enumerate(reversed(self._shorter), 2)
             ]
             + lines
         )
 
-    def _new_cheaper(self, batch: LargestBatch, name: str) -> _Cheaper:
+    def _new_bucket(self, batch: LargestBatch, name: str) -> LengthBucket:
         purpose = f" for batches up to {name}={batch.length}"
-        variant = self._new_variant(self.largest.budget.for_another(batch), None, purpose)
-        return _Cheaper(variant, batch.length, self._times.shares[batch.length])
+        forward = self._new_forward(self.largest.planner, batch, purpose)
+        return LengthBucket(forward, batch.length, self._extra.shares[batch.length])
 
     def _gain(self, lengths: tuple[int, ...]) -> str:
         """What the variants save, for the header."""
-        times = self._times
+        extra = self._extra
         if not lengths:
             return f"one variant: another one would save less than {WORTH:.1%} time"
-        counts, longest = Counter(times.batches), max(times.shares)
-        one, all_of = (expected_extra(counts, times.shares, chosen) for chosen in ((longest,), (*lengths, longest)))
-        batches = "the run's batches" if times.is_known else "batches of all lengths"
-        return f"{len(lengths) + 1} variants: {all_of:+.1%} time over {batches}, {one:+.1%} with one"
+        counts, longest = Counter(extra.batches), max(extra.shares)
+        single, several = (
+            expected_extra(counts, extra.shares, chosen) for chosen in ((longest,), (*lengths, longest))
+        )
+        batches = "the run's batches" if extra.is_known else "batches of all lengths"
+        return f"{len(lengths) + 1} variants: {several:+.1%} time over {batches}, {single:+.1%} with one"

@@ -16,7 +16,7 @@ from torch import fx
 from optimum_memopt.engines.compile.graph.joint import first_input
 from optimum_memopt.engines.compile.torch_compat import fx_graph
 from optimum_memopt.engines.compile.torch_compat.fx_graph import LIBRARY
-from optimum_memopt.engines.compile.torch_compat.runtime import generator_state
+from optimum_memopt.engines.compile.torch_compat.kernels import generator_state
 
 # Bytes of a generator's state; that of a CUDA generator is its seed and its offset
 # (`aten/src/ATen/cuda/CUDAGeneratorImpl.cpp`, 2.13).
@@ -37,10 +37,7 @@ def draw_mask(
     Args:
         token: a `torch.empty` of its own: torch takes two draws with the same arguments for one, and never two of
             those (`fx_graph_cse` in `torch/_functorch/compile_utils.py`, 2.13).
-        size: shape of the mask.
         order: its dimensions from the outermost in memory to the innermost, in which generators draw.
-        keep: probability of True.
-        device: of the mask.
     """
     state = generator_state(device)
     return state, _empty_mask(size, order, device).bernoulli_(keep)
@@ -61,11 +58,8 @@ def keep_mask(
     """The mask that `draw_mask` has drawn; each element is True with probability `keep`.
 
     Args:
-        size: shape of the mask.
         order: of its dimensions, see `draw_mask`.
         state: of the generator before the draw; on the CPU, so that reading it does not wait for a GPU.
-        keep: probability of True.
-        device: of the mask.
     """
     mask = _empty_mask(size, order, device)
     if device.type == "meta":
@@ -113,13 +107,7 @@ def pure_dropout(x: torch.Tensor, p: float, train: bool | None) -> tuple[torch.T
 
 
 def pure_dropout_backward(gradient: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
-    """aten::native_dropout_backward, with the rounding of `drop`.
-
-    Args:
-        gradient: of the output.
-        mask: of the forward.
-        scale: 1 / keep; 0 where nothing is kept.
-    """
+    """aten::native_dropout_backward, with the rounding of `drop`; `scale` is 1 / keep, 0 where nothing is kept."""
     return drop(gradient, mask, 1 / scale) if scale else gradient * gradient.new_zeros(())
 
 
@@ -134,10 +122,7 @@ def decompositions() -> dict[torch._ops.OpOverload, Callable]:
 
 def take_drawn_masks(forward: fx.GraphModule) -> None:
     """Let a partitioned forward read the masks that it has drawn, instead of computing each once more from its state.
-
-    Args:
-        forward: changed in place; names of nodes stay.
-    """
+    Names of nodes stay."""
     for node in forward.graph.find_nodes(op="call_function", target=torch.ops.optimum_memopt.keep_mask.default):
         state = cast(fx.Node, node.args[2])
         node.target, node.args = operator.getitem, (first_input(state), 1)

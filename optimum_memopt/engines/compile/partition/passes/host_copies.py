@@ -20,16 +20,11 @@ from optimum_memopt.engines.compile.torch_compat.fx_graph import LIBRARY
 
 @dataclass(eq=False)
 class _Block:
-    """
-    Attributes:
-        memory: shared, since a private page that a child process also has is copied when it is written, and the device
-            would go on with the old one.
-        address: of it.
-        reader: torch holds it as long as a tensor has this memory, views and what autograd saves included.
-    """
-
+    # Shared, since a private page that a child process also has is copied when it is written, and the device would go
+    # on with the old one.
     memory: mmap.mmap
     address: int
+    # torch holds it as long as a tensor has this memory, views and what autograd saves included.
     reader: "weakref.ref[memoryview] | None" = None
 
     @property
@@ -58,11 +53,11 @@ class PinnedPool:
 
     @property
     def bytes(self) -> int:
-        """Pinned now, whether a tensor has it or not."""
+        """Pinned now, with and without a tensor."""
         return sum(len(block.memory) for block in self._blocks)
 
     def take(self, size: int) -> torch.Tensor:
-        """So many bytes without values.
+        """A tensor of bytes without values.
 
         They come from the first free block, or a larger one takes its place: the tensors of a step come in the order
         of its graph, so each block grows to the largest that its tensor has been. The best fit would give a larger
@@ -80,7 +75,7 @@ class PinnedPool:
             return torch.frombuffer(reader, dtype=torch.uint8)
 
     def release(self) -> None:
-        """Give back what no tensor has."""
+        """Release the blocks that no tensor has."""
         with self._lock:
             self._drop([block for block in self._blocks if block.is_free])
 
@@ -100,11 +95,7 @@ class PinnedPool:
 
 
 class _Device(NamedTuple):
-    """
-    Attributes:
-        stream: all copies from and to the device.
-        pool: what is copied to on the host.
-    """
+    """The stream of all copies from and to a device, and the pool of the host's memory that they copy to."""
 
     stream: torch.cuda.Stream
     pool: PinnedPool
@@ -114,15 +105,11 @@ _devices: dict[torch.device, _Device] = {}
 
 
 class _Copy(NamedTuple):
-    """One that is under way.
-
-    Attributes:
-        end: recorded behind it.
-        held: its source and target, whose memory must not become another tensor's before, not even where an error
-            ends the graph in between. `Tensor.record_stream` would hold it for copies that began later, too.
-    """
+    """A copy that is under way."""
 
     end: torch.cuda.Event
+    # Source and target, whose memory must not become another tensor's before the end, not even where an error ends the
+    # graph in between. `Tensor.record_stream` would hold it for copies that began later, too.
     held: tuple[torch.Tensor, torch.Tensor]
 
 
@@ -147,7 +134,7 @@ def _of(device: torch.device) -> _Device:
 
 
 def release_pinned() -> None:
-    """Give back the pinned memory that no offloaded activation has."""
+    """Release the pinned memory that no offloaded activation has."""
     for device in _devices.values():
         device.stream.synchronize()
     _forget_ended()
@@ -172,7 +159,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((_span(tensor),), (1,))
 
 
-def _begin(source: torch.Tensor, target: torch.Tensor, device: torch.device) -> None:
+def _begin_copy(source: torch.Tensor, target: torch.Tensor, device: torch.device) -> None:
     """Copy beside what `device` computes, on one stream: a reload begins when the offload has ended.
 
     It waits for all that was asked of `device` so far: by then the source is computed, and whatever had the target's
@@ -195,7 +182,7 @@ def offload(activation: torch.Tensor) -> torch.Tensor:
         return host
     memory = _of(activation.device).pool.take(max(1, _span(activation)) * activation.itemsize)
     host = memory.view(activation.dtype).as_strided(activation.shape, activation.stride())
-    _begin(activation, host, activation.device)
+    _begin_copy(activation, host, activation.device)
     return host
 
 
@@ -208,10 +195,10 @@ def _(activation: torch.Tensor) -> torch.Tensor:
 def reload(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A copy on `device` with the same strides, complete after `wait`."""
     activation = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=device)
-    if not activation.is_cuda:
+    if activation.is_cuda:
+        _begin_copy(host, activation, activation.device)
+    else:
         _flat(activation).copy_(_flat(host))
-        return activation
-    _begin(host, activation, activation.device)
     return activation
 
 
@@ -235,8 +222,7 @@ def _wait(target: torch.Tensor, source: torch.Tensor, begun: Sequence[torch.Tens
         begun: computed or being copied by now. inductor, which orders operators by what they read, would put the wait
             right behind its own copy (torch's `ao::wait_tensor` has the same argument for its memory, 2.13).
     """
-    copy = _under_way.pop(target.data_ptr(), None)
-    if copy is not None:
+    if (copy := _under_way.pop(target.data_ptr(), None)) is not None:
         device = target.device if target.is_cuda else source.device
         torch.cuda.current_stream(device).wait_event(copy.end)
     return target

@@ -1,122 +1,112 @@
-"""A budget: the cheapest recompute and offload with which the peak of a step is within so many bytes."""
+"""A budget: the cheapest recompute and offload with which the peak of a step is within it."""
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 
 from optimum_memopt.engines.api.predictions import Frontier
 from optimum_memopt.engines.api.run import Selection
-from optimum_memopt.engines.compile.costs.costs import Costs
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
-from optimum_memopt.engines.compile.graph.candidates import Candidate, offloads, recomputed
-from optimum_memopt.engines.compile.graph.problem import OtherGraphs, Problem, problem_of, problems_of
-from optimum_memopt.engines.compile.graph.symbols import SymbolValues, is_length, larger_sizes
-from optimum_memopt.engines.compile.memory.footprint import Footprint
+from optimum_memopt.engines.compile.graph.candidates import offloads, recomputed
+from optimum_memopt.engines.compile.graph.problem import SiblingGraphs
+from optimum_memopt.engines.compile.graph.symbols import is_length
+from optimum_memopt.engines.compile.memory.step_context import StepContext
+from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph
 from optimum_memopt.engines.compile.partition.choice import Choice
+from optimum_memopt.engines.compile.partition.producers.producer import (
+    INSTEAD,
+    GraphContext,
+    Producer,
+    Solvable,
+)
 from optimum_memopt.engines.compile.partition.producers.torch_default import torchs_own
-from optimum_memopt.engines.compile.solver.curve import SmallerBatch, point_of, points_of, smaller_batch, solved
-from optimum_memopt.engines.compile.solver.length_buckets import TimesByLength
-from optimum_memopt.engines.compile.solver.offload import Mixed, cheapest, host_of
-from optimum_memopt.engines.compile.solver.siblings import KnownGraph, SeveralGraphs
-from optimum_memopt.engines.compile.solver.solver import KEEPS_ALL, Floor, Solution, Solver
-from optimum_memopt.engines.compile.train.step_context import Step
-from optimum_memopt.errors import DoesNotFitError
-from optimum_memopt.plans.matching import Matched
+from optimum_memopt.engines.compile.solver.length_buckets import ExtraByLength, extra_by_length
+from optimum_memopt.engines.compile.solver.offload import Host, cheapest, fits
+from optimum_memopt.engines.compile.solver.plan import Infeasible, Plan, point_of, points_of, solved
+from optimum_memopt.engines.compile.solver.solver import Solver
+from optimum_memopt.errors import DoesNotFitError, MemOptError, UnsupportedModelError
 from optimum_memopt.sizes import Budget, gib_text
 
 _WORTH_NAMING = 2**20
 
 
 @dataclass(frozen=True)
-class FromBudget:
-    """See `Producer`.
-
-    Attributes:
-        budget: as the user wrote it.
-        step: asked for each graph; None: the budget, a size, is for the graph alone.
-        costs: asked for each graph; None: every operator costs the bytes that it allocates.
-        times: filled with what plans for shorter batches would take; None: nobody asks.
-        frontiers: filled with what other budgets would cost; None: nobody asks.
-        graphs: of the forward, those of earlier tries too.
-    """
+class FromBudget(Producer):
+    """The producer of `--memory_opt_budget`."""
 
     budget: Budget
-    step: Callable[[Budget], Step] | None = None
-    costs: Callable[[AnalyzedGraph], Costs] | None = None
-    times: TimesByLength | None = None
-    frontiers: list[Frontier] | None = None
-    graphs: SeveralGraphs = field(default_factory=SeveralGraphs)
 
     @classmethod
     def of(cls, selection: Selection) -> "FromBudget | None":
         return None if selection.budget is None else cls(selection.budget)
 
-    def match(self, candidates: Sequence[Candidate]) -> Matched:
-        """Nothing is asked for by name."""
-        return Matched()
+    @property
+    def bound(self) -> Budget:
+        return self.budget
 
-    def choose(self, graph: AnalyzedGraph, earlier: Sequence[Choice]) -> Choice:
-        """See `Producer.choose`.
+    def refusal(self, why: str) -> MemOptError | None:
+        text = f"--memory_opt_budget {self.budget.text}: {why}, so that nothing can be planned"
+        return UnsupportedModelError(text, f"without a budget {INSTEAD}")
+
+    def choose(self, graph: AnalyzedGraph, context: GraphContext) -> Choice:
+        """The fastest plan that fits; torch's own partition where that fits too and nothing has to be recomputed.
 
         Raises:
-            DoesNotFitError: nothing fits; it names the floor and what holds it.
+            DoesNotFitError: nothing fits; it names the lowest peak and what holds it.
         """
-        step = self.step(self.budget) if self.step is not None else Step(self.budget.on_device(0, 0), Footprint(0, 0))
-        names = graph.names
-        first, graph = graph, replace(graph, size_hints=larger_sizes(graph.size_hints, names, step.largest))
-        costs = self.costs(graph) if self.costs is not None else _by_bytes(graph)
-        problem_at = problems_of(graph, costs.seconds, costs.workspaces)
-        known = KnownGraph(graph.signature, problem_at, graph.size_hints, names)
-        others_at = partial(self.graphs.others, len(earlier), graph.signature)
-        self.graphs.note(len(earlier), known)
-        solver = Solver(known.problem()).among(others_at())
-        # Before the last look at what the process holds.
-        host = host_of(graph, step.link, step.host)
-        is_asked = self.frontiers is not None and not earlier
-        cheapest_at = partial(cheapest, solver, host=host)
-        curve = solved(solver.lowest.peak, solver.everything.peak, cheapest_at) if is_asked else ()
-        if self.step is not None:
-            if solver.everything.peak > step.outside.activations_within(step.bytes):
-                solver.prepare()
-            # Again after measuring and solving, which leave something behind in the process.
-            step = self.step(self.budget)
-        step = replace(step, outside=_with_batch_of(graph, first, step.outside))
-        allowed = step.outside.activations_within(step.bytes - step.margin)
-        optimizer_step = replace(step.outside, activations=0, other_forwards=0).peak
-        if optimizer_step > step.bytes:
-            raise self._does_not_fit(step, Floor(0, ()), optimizer_step, None)
-        found = cheapest(solver, allowed, host)
-        if isinstance(found, Floor):
-            fits = smaller_batch(known, others_at, step.outside, step.bytes, host)
-            raise self._does_not_fit(step, found, replace(step.outside, activations=found.peak).peak, fits)
-        if self.times is not None and self.times.is_wanted and not earlier:
-            tokens = {symbol: size for symbol, size in graph.size_hints.items() if is_length(names.get(symbol, ""))}
-            batches = step.largest.lengths if step.largest is not None else ()
-            shortened = partial(_shortened, problem_at, graph.size_hints, tokens)
-            self.times.fill(batches, max(tokens.values(), default=0), found, shortened, allowed)
-        if self.frontiers is not None and curve:
-            chosen = point_of(found, step.outside, step.bytes)
-            self.frontiers.append(Frontier(points_of(curve, step.outside), costs.source, chosen))
-        sizes = "" if graph.size_hints == first.size_hints else f" for batches up to {step.largest}"
-        margin = f" less a margin of {gib_text(step.margin)}" if step.margin else ""
-        why = f"budget {gib_text(step.bytes)}{margin}{sizes}"
-        keeps_all = isinstance(found, Solution) and found.solver == KEEPS_ALL
-        if keeps_all and (own := _torchs_own(graph, others_at(), allowed)) is not None:
-            return replace(own, why=f"{why}: fits without a plan, torch's own partition")
-        return _choice(graph, found, f"{why}{_gain(found, costs)}")
+        given = context.solvable
+        assert given is not None
+        step, captured, solver = given.step, given.captured, given.solver
+        host = captured.host(step)
+        without_graphs = replace(step.fixed, activations=0, other_forwards=0).peak
+        if without_graphs > step.limit:
+            why = "that is without any activations: give a larger budget, or an optimizer with fewer states"
+            raise self._does_not_fit(step, without_graphs, {}, why, has_activations=False)
+        try:
+            plan = cheapest(solver, step.allowed, host)
+        except Infeasible as infeasible:
+            lowest, suggestion = step.footprint(infeasible.peak).peak, _suggestion(given, host)
+            raise self._does_not_fit(step, lowest, dict(infeasible.holds), suggestion) from None
+        choice = self._choice(graph, given, plan)
+        return replace(
+            choice,
+            frontier=_frontier(given, plan, host) if given.with_curve else None,
+            by_length=_by_length(given, plan) if given.with_lengths else None,
+        )
 
-    def _does_not_fit(self, step: Step, floor: Floor, peak: int, fits: SmallerBatch | None) -> DoesNotFitError:
-        outside = replace(step.outside, activations=0, gradients=0, step=0)
+    def _choice(self, graph: AnalyzedGraph, given: Solvable, plan: Plan) -> Choice:
+        step = given.step
+        sizes = "" if given.captured.sizes == graph.size_hints else f" for batches up to {step.largest}"
+        margin = f" less a margin of {gib_text(step.margin)}" if step.margin else ""
+        why = f"budget {gib_text(step.limit)}{margin}{sizes}"
+        if given.solver.everything.peak <= step.allowed:
+            largest = replace(graph, size_hints=given.captured.sizes)
+            if (own := _torchs_own(largest, given.solver.problem.siblings, step.allowed)) is not None:
+                return replace(own, why=f"{why}: fits without a plan, torch's own partition")
+        nodes = graph.joint.nodes
+        saved = tuple(nodes[number] for number in plan.saved)
+        offloaded = frozenset(nodes[number] for number in plan.offloaded)
+        chosen = {*recomputed(graph.candidates, frozenset(saved))}
+        chosen |= {candidate for candidate in offloads(graph.candidates) if candidate.activation.root in offloaded}
+        return Choice(
+            nodes_to_save=saved,
+            why=f"{why}{_gain(plan, given.captured.costs.source)}",
+            candidates=tuple(candidate for candidate in graph.candidates if candidate in chosen),
+        )
+
+    def _does_not_fit(
+        self, step: StepContext, peak: int, holds: dict[str, int], suggestion: str, has_activations: bool = True
+    ) -> DoesNotFitError:
+        fixed = replace(step.fixed, activations=0, gradients=0, step=0)
         parts = {
-            "parameters": outside.parameters + outside.buffers,
-            "optimizer states": outside.optimizer,
-            "accumulated gradients": outside.accumulated,
-            "the batch": outside.batch,
-            "the process": outside.constant,
-            "earlier graphs of the forward": outside.other_forwards,
-            **({} if floor.peak else {"gradients and the optimizer's step": peak - outside.peak}),
-            **dict(floor.holds),
+            "parameters": fixed.parameters + fixed.buffers,
+            "optimizer states": fixed.optimizer,
+            "accumulated gradients": fixed.accumulated,
+            "the batch": fixed.batch,
+            "the process": fixed.constant,
+            "earlier graphs of the forward": fixed.other_forwards,
+            **({} if has_activations else {"gradients and the optimizer's step": peak - fixed.peak}),
+            **holds,
         }
         largest = sorted(parts.items(), key=lambda item: -item[1])[:5]
         named = ", ".join(f"{name} {gib_text(size)}" for name, size in largest if size >= _WORTH_NAMING)
@@ -125,67 +115,83 @@ class FromBudget:
         offload = " or offloaded" if step.link else ""
         return DoesNotFitError(
             f"--memory_opt_budget {self.budget.text}: the step takes at least {gib_text(peak)}{batch}, whatever "
-            f"is recomputed{offload}; the budget is {gib_text(step.bytes)}; {held}"
-            f"{_way_out(floor, fits)}",
-            peak - step.bytes + step.margin,
+            f"is recomputed{offload}; the budget is {gib_text(step.limit)}; {held}{suggestion}",
+            peak - step.limit + step.margin,
         )
 
 
-def _shortened(
-    problem_at: Callable[[SymbolValues], Problem], sizes: SymbolValues, tokens: SymbolValues, length: int
-) -> Problem:
-    """A graph with batches of at most `length` tokens; `tokens` are those of its `sizes` that are lengths."""
-    return problem_at({**sizes, **{symbol: min(size, length) for symbol, size in tokens.items()}})
-
-
-def _with_batch_of(graph: AnalyzedGraph, first: AnalyzedGraph, outside: Footprint) -> Footprint:
-    """`outside` with a batch that has grown from the sizes of `first` to those of `graph`."""
-    growth = math.prod(graph.size_hints[symbol] / size for symbol, size in first.size_hints.items())
-    return replace(outside, batch=math.ceil(outside.batch * growth))
-
-
-def _way_out(floor: Floor, fits: SmallerBatch | None) -> str:
-    if not floor.peak:
-        return "that is without any activations: give a larger budget, or an optimizer with fewer states"
-    if fits is None:
+def _suggestion(given: Solvable, host: Host | None) -> str:
+    batch = smaller_batch(given.captured, given.siblings_at, given.step, host)
+    if batch is None:
         return "no smaller batch was found to fit: give a larger budget"
+    rows, times = batch
     return (
-        f"--per_device_train_batch_size {fits.rows} fits, and with {fits.times} times the "
-        "--gradient_accumulation_steps an optimizer step has as many rows"
+        f"--per_device_train_batch_size {rows} fits, and with {times} times the --gradient_accumulation_steps an "
+        "optimizer step has as many rows"
     )
 
 
-def _choice(graph: AnalyzedGraph, found: Solution | Mixed, why: str) -> Choice:
-    nodes = graph.joint.nodes
-    saved = tuple(nodes[number] for number in found.saved)
-    offloaded = frozenset(nodes[number] for number in found.offloaded) if isinstance(found, Mixed) else frozenset()
-    chosen = {*recomputed(graph.candidates, frozenset(saved))}
-    chosen |= {candidate for candidate in offloads(graph.candidates) if candidate.activation.root in offloaded}
-    return Choice(
-        nodes_to_save=saved,
-        why=why,
-        candidates=tuple(candidate for candidate in graph.candidates if candidate in chosen),
+def smaller_batch(
+    graph: CapturedGraph, siblings_at: Callable[[int], SiblingGraphs], step: StepContext, host: Host | None
+) -> tuple[int, int] | None:
+    """The largest half, quarter and so on of a batch for which a plan fits; None where there is none for one row.
+
+    Args:
+        graph: that does not fit.
+        siblings_at: see `Solvable`.
+        step: around the graph.
+        host: where activations may be offloaded to; None: nowhere.
+
+    Returns:
+        Rows of the micro-batch, and how many of them have as many rows as the batch.
+    """
+    rows = set(graph.row_symbols.values())
+    if len(rows) != 1:
+        return None
+    (whole,) = rows
+    times = 2
+    while whole % times == 0:
+        # Gradients of the earlier micro-batches are there while a later one runs.
+        fixed = replace(step.fixed, batch=step.fixed.batch // times, accumulated=step.fixed.gradients)
+        allowed = fixed.activations_within(step.limit)
+        if fits(Solver(graph.problem(times)).with_siblings(siblings_at(times)), allowed, host):
+            return whole // times, times
+        times *= 2
+    return None
+
+
+def _frontier(given: Solvable, plan: Plan, host: Host | None) -> Frontier:
+    solver, step = given.solver, given.step
+    curve = solved(solver.lowest.peak, solver.everything.peak, partial(cheapest, solver, host=host))
+    chosen = point_of(plan, step.fixed, step.limit)
+    return Frontier(points_of(curve, step.fixed), given.captured.costs.source, chosen)
+
+
+def _by_length(given: Solvable, plan: Plan) -> ExtraByLength:
+    captured, largest = given.captured, given.step.largest
+    tokens = {symbol: size for symbol, size in captured.sizes.items() if is_length(captured.names.get(symbol, ""))}
+
+    def shortened(length: int) -> dict[object, int]:
+        return {**captured.sizes, **{symbol: min(size, length) for symbol, size in tokens.items()}}
+
+    batches = largest.lengths if largest is not None else ()
+    longest = max(tokens.values(), default=0)
+    return extra_by_length(
+        batches, longest, plan, lambda length: captured.problem_at(shortened(length)), given.step.allowed
     )
 
 
-def _torchs_own(graph: AnalyzedGraph, others: OtherGraphs, allowed: int) -> Choice | None:
+def _torchs_own(graph: AnalyzedGraph, siblings: SiblingGraphs, allowed: int) -> Choice | None:
     """torch's own partition; None where it holds more than is allowed, as it may: it does not look at the peak."""
     choice, alone = torchs_own(graph)
     left, gradients = alone.forward.end, alone.backward.end - alone.tangents
-    in_forward = max(others.in_forward(left) + alone.forward.peak.held, others.between(left))
-    fits = max(in_forward, others.in_backward(left, gradients) + alone.backward.peak.held) <= allowed
-    return choice if fits else None
+    in_forward = max(siblings.in_forward(left) + alone.forward.peak.held, siblings.between(left))
+    is_within = max(in_forward, siblings.in_backward(left, gradients) + alone.backward.peak.held) <= allowed
+    return choice if is_within else None
 
 
-def _gain(found: Solution | Mixed, costs: Costs) -> str:
-    if not found.seconds:
+def _gain(plan: Plan, costs: str) -> str:
+    if not plan.seconds:
         return ""
-    offload = f", {gib_text(found.host_bytes)} of the host for offload" if isinstance(found, Mixed) else ""
-    return f": {100 * found.extra_seconds / found.seconds:+.1f}% time ({costs.source} costs){offload}"
-
-
-def _by_bytes(graph: AnalyzedGraph) -> Costs:
-    """Each operator as long as what it allocates is large: without a device, the order of most of them."""
-    problem = problem_of(graph, [0.0] * len(graph.joint.nodes))
-    seconds = (sum(problem.bytes[node] for node in nodes) / 1e12 for nodes in problem.allocates)
-    return Costs((*seconds, 0.0), "no")
+    offload = f", {gib_text(plan.host_bytes)} of the host for offload" if plan.offloaded else ""
+    return f": {100 * plan.extra_seconds / plan.seconds:+.1f}% time ({costs} costs){offload}"

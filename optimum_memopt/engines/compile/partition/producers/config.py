@@ -9,15 +9,14 @@ from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, n
 from optimum_memopt.engines.compile.graph.candidates import Candidate, by_row
 from optimum_memopt.engines.compile.graph.naming import translate
 from optimum_memopt.engines.compile.partition.choice import Choice
+from optimum_memopt.engines.compile.partition.producers.producer import GraphContext, Producer
 from optimum_memopt.plans import matching
 from optimum_memopt.plans.grammar import ALL, PlanConfig
 from optimum_memopt.plans.matching import Matched
 
 
 @dataclass(frozen=True)
-class FromConfig:
-    """See `Producer`."""
-
+class FromConfig(Producer):
     config: PlanConfig
 
     @classmethod
@@ -35,10 +34,10 @@ class FromConfig:
         )
         return replace(matched, remarks=(*matched.remarks, *too_many))
 
-    def choose(self, graph: AnalyzedGraph, earlier: Sequence[Choice]) -> Choice:
+    def choose(self, graph: AnalyzedGraph, context: GraphContext) -> Choice:
         """The first `count` candidates of each row in graph order; a count runs on through all graphs."""
         matched = self.match(graph.candidates)
-        taken = Counter(candidate.row for choice in earlier for candidate in choice.candidates)
+        taken = Counter(candidate.row for choice in context.earlier for candidate in choice.candidates)
         chosen: list[Candidate] = []
         for row, candidates in by_row(graph.candidates).items():
             if request := matched.requests.get(row):

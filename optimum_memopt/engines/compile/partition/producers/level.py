@@ -15,6 +15,7 @@ from optimum_memopt.engines.compile.memory.simulation import (
     simulate_everything_saved,
 )
 from optimum_memopt.engines.compile.partition.choice import Choice
+from optimum_memopt.engines.compile.partition.producers.producer import GraphContext, Producer
 from optimum_memopt.engines.compile.partition.producers.torch_default import torchs_own
 from optimum_memopt.plans.grammar import ALL, PlanRequest, Strategy
 from optimum_memopt.plans.matching import Matched
@@ -30,9 +31,7 @@ _HIGHER = 1.02
 
 
 @dataclass(frozen=True)
-class FromLevel:
-    """See `Producer`."""
-
+class FromLevel(Producer):
     level: int
 
     @classmethod
@@ -54,7 +53,7 @@ class FromLevel:
         )
         return Matched(requests, remarks=(nothing,))
 
-    def choose(self, graph: AnalyzedGraph, earlier: Sequence[Choice]) -> Choice:
+    def choose(self, graph: AnalyzedGraph, context: GraphContext) -> Choice:
         """All that is read in its own layer only; in layers where that would raise the peak what torch recomputes."""
         chosen = tuple(candidate for candidate in graph.candidates if self._takes(candidate))
         roots = {candidate.activation.root for candidate in chosen}

@@ -1,46 +1,83 @@
-"""What a producer is."""
+"""What makes choices. A producer is a file of this folder and a place in `PRODUCERS`."""
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.candidates import Candidate
+from optimum_memopt.engines.compile.graph.problem import SiblingGraphs
+from optimum_memopt.engines.compile.memory.step_context import StepContext
+from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph
 from optimum_memopt.engines.compile.partition.choice import Choice
+from optimum_memopt.engines.compile.solver.solver import Solver
+from optimum_memopt.errors import MemOptError
 from optimum_memopt.plans.matching import Matched
+from optimum_memopt.sizes import Budget
+
+# What a user may do without a plan.
+INSTEAD = "it trains as plain PyTorch, and --gradient_checkpointing recomputes its layers"
 
 
-class Producer(Protocol):
-    """Makes a choice for each joint graph of a training forward."""
+@dataclass(frozen=True)
+class Solvable:
+    """A graph in its step, for a producer with a bound.
+
+    Attributes:
+        captured: the graph with the sizes of the run's largest batch.
+        solver: of those sizes, with the other graphs of the forward around it.
+        siblings_at: the other graphs of the forward with one of so many parts of the batch's rows.
+        step: around the graph, with the batch of those sizes.
+        with_curve: find out what other budgets would cost, too.
+        with_lengths: find out what plans for shorter batches would cost, too.
+    """
+
+    captured: CapturedGraph
+    solver: Solver
+    siblings_at: Callable[[int], SiblingGraphs]
+    step: StepContext
+    with_curve: bool = False
+    with_lengths: bool = False
+
+
+@dataclass(frozen=True)
+class GraphContext:
+    """What a producer is told beside the graph.
+
+    Attributes:
+        earlier: choices of the graphs of the same forward before this one.
+        solvable: None for a producer without a bound.
+    """
+
+    earlier: Sequence[Choice] = ()
+    solvable: Solvable | None = None
+
+
+class Producer:
+    """Makes a choice for each joint graph of a training forward. Pure."""
+
+    @property
+    def bound(self) -> Budget | None:
+        """The budget of a step; None for a producer that is not told what operators cost and what the step holds."""
+        return None
 
     @classmethod
     def of(cls, selection: Selection) -> "Producer | None":
         """The producer of what the user asked for; None where that is another one's."""
+        raise NotImplementedError
 
     def match(self, candidates: Sequence[Candidate]) -> Matched:
-        """The rows that are asked for.
+        """The rows that are asked for by name.
 
         Args:
             candidates: of one graph, or of all graphs of a forward.
         """
-
-    def choose(self, graph: AnalyzedGraph, earlier: Sequence[Choice]) -> Choice:
-        """The choice for a graph.
-
-        Args:
-            graph: read, not changed.
-            earlier: choices of the graphs of the same forward before this one.
-        """
-
-
-class InternalProducer:
-    """Base of producers that no option selects, and that ask for no row by name."""
-
-    @classmethod
-    def of(cls, selection: Selection) -> None:
-        """See `Producer.of`."""
-        return None
-
-    def match(self, candidates: Sequence[Candidate]) -> Matched:
-        """See `Producer.match`."""
         return Matched()
+
+    def choose(self, graph: AnalyzedGraph, context: GraphContext) -> Choice:
+        """The choice for a graph, which is read and not changed."""
+        raise NotImplementedError
+
+    def refusal(self, why: str) -> MemOptError | None:
+        """The error where nothing can be planned, since `why`; None where plain PyTorch may train instead."""
+        return None

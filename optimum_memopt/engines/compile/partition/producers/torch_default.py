@@ -1,29 +1,21 @@
 """No plan: torch's own partition, and what it recomputes by itself."""
 
-from collections.abc import Sequence
-
 from torch import fx
 
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
-from optimum_memopt.engines.compile.graph.candidates import Candidate
 from optimum_memopt.engines.compile.graph.joint import is_tensor, root
 from optimum_memopt.engines.compile.memory.events import Prediction, schedule
 from optimum_memopt.engines.compile.partition.choice import Choice
-from optimum_memopt.plans.matching import Matched
+from optimum_memopt.engines.compile.partition.producers.producer import GraphContext, Producer
 
 
-class TorchDefault:
-    """See `Producer`."""
-
+class TorchDefault(Producer):
     @classmethod
     def of(cls, selection: Selection) -> "TorchDefault":
         return cls()
 
-    def match(self, candidates: Sequence[Candidate]) -> Matched:
-        return Matched()
-
-    def choose(self, graph: AnalyzedGraph, earlier: Sequence[Choice]) -> Choice:
+    def choose(self, graph: AnalyzedGraph, context: GraphContext) -> Choice:
         forward, backward = graph.partition_by_torch()
         (output,) = forward.graph.find_nodes(op="output")
         saved = [node for node in output.args[0][graph.joint.num_fwd_outputs :] if isinstance(node, fx.Node)]
@@ -43,11 +35,9 @@ def torchs_own(graph: AnalyzedGraph) -> tuple[Choice, Prediction]:
     """torch's own partition, and what its two graphs hold with the first batch.
 
     Args:
-        graph: read; torch's partitioner puts a graph of its own in the joint graph's place, which is put back.
+        graph: read, not changed.
     """
-    joint = graph.joint.module.graph
-    choice = TorchDefault().choose(graph, ())
-    graph.joint.module.graph = joint
+    choice = TorchDefault().choose(graph, GraphContext())
     assert choice.torchs_graphs is not None
     events = schedule(*choice.torchs_graphs, graph.joint.num_fwd_outputs, cuda=graph.cuda)
     return choice, events.predict(graph.size_hints)

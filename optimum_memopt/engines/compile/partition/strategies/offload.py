@@ -4,7 +4,8 @@ torch has a pass for this (`torch._functorch._activation_offloading`), which cam
 outputs of multi-output operators and non-contiguous tensors. Here the storage itself is copied, strides included.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 
 import sympy
 import torch
@@ -12,22 +13,33 @@ from torch import fx
 
 from optimum_memopt.engines.compile.graph.analyzed_graph import Modules
 from optimum_memopt.engines.compile.graph.candidates import Candidate
-from optimum_memopt.engines.compile.graph.joint import ON_HOST, is_on_host, root, tensor_value, value
+from optimum_memopt.engines.compile.graph.joint import (
+    ON_HOST,
+    is_on_host,
+    is_tensor,
+    root,
+    storage_bytes,
+    tensor_value,
+    value,
+)
 from optimum_memopt.engines.compile.graph.saved_activations import RecomputeChain, SavedActivation
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues, compile_sizes
 from optimum_memopt.engines.compile.memory.events import Prediction, Timeline
 from optimum_memopt.engines.compile.partition.passes import host_copies
-from optimum_memopt.engines.compile.partition.strategies.registry import register_strategy
+from optimum_memopt.engines.compile.partition.strategies import MemoryStrategy, register_strategy
+from optimum_memopt.engines.compile.solver.offload import Copy, overlap
 from optimum_memopt.plans.grammar import Strategy
 
 # Names of nodes: of the copy in the forward, once it is complete, and of the one in the backward.
 _ON_HOST, _RELOADED = "{}_on_host", "{}_reloaded"
+# Of operators, the places behind which copies begin, and the copied tensors: the places before which they end.
+_Ends = Callable[[Sequence[fx.Node], Sequence[int], Sequence[fx.Node]], tuple[int, ...]]
 
 
-class Offload:
-    """See `MemoryStrategy`."""
+class Offload(MemoryStrategy):
+    """Strategy 3."""
 
-    numbers: tuple[Strategy, ...] = (Strategy.OFFLOAD,)
+    numbers = (Strategy.OFFLOAD,)
 
     def candidate(
         self,
@@ -52,15 +64,12 @@ class Offload:
         return "offload; saves nothing on the CPU, whose memory is the host's"
 
     def note_applied(self, candidates: Sequence[Candidate], prediction: Prediction, sizes: SymbolValues) -> str:
-        """Whether the peak would be the same if all of them had stayed on the device."""
+        """Says so where the peak would be the same if all of them had stayed on the device."""
         bytes_of = compile_sizes(candidate.saving for candidate in candidates)(sizes)
-        names = [candidate.activation.root.name for candidate in candidates]
-        on_host, reloaded = (
-            dict(zip(map(name.format, names), bytes_of, strict=True)) for name in (_ON_HOST, _RELOADED)
-        )
+        sizes_by_name = dict(zip((candidate.activation.root.name for candidate in candidates), bytes_of, strict=True))
         held = max(
-            _most_if_kept(prediction.forward, on_host, is_forward=True),
-            _most_if_kept(prediction.backward, reloaded, is_forward=False),
+            _most_if_kept(prediction.forward, sizes_by_name, _ON_HOST, 1),
+            _most_if_kept(prediction.backward, sizes_by_name, _RELOADED, -1),
         )
         return "saves nothing at the peak" if held <= prediction.peak else ""
 
@@ -72,29 +81,21 @@ class Offload:
 register_strategy(Offload())
 
 
-def _most_if_kept(run: Timeline, copies: Mapping[str, int], is_forward: bool) -> int:
-    """The most that a run would hold with what it offloads.
-
-    Args:
-        run: of the forward or the backward.
-        copies: bytes that are away behind an operator (of the forward) or before it (of the backward), by its name.
-        is_forward: which of the two it is.
-    """
-    kept = 0 if is_forward else sum(copies.values())
-    most = 0
-    for name, held in zip(run.nodes, run.held, strict=True):
-        kept -= 0 if is_forward else copies.get(name, 0)
+def _most_if_kept(run: Timeline, sizes: Mapping[str, int], copy_name: str, step: int) -> int:
+    """The most that a run would hold with the activations that are away behind (forward) or before (backward) their
+    copies."""
+    copies = {copy_name.format(name): size for name, size in sizes.items()}
+    kept = most = 0
+    for name, held in zip(run.nodes[::step], run.held[::step], strict=True):
         most = max(most, held + kept)
-        kept += copies.get(name, 0) if is_forward else 0
+        kept += copies.get(name, 0)
     return most
 
 
 def insert(
     forward: fx.GraphModule, backward: fx.GraphModule, activations: Collection[str], is_on_accelerator: bool
 ) -> None:
-    """Save host copies of activations instead of the activations.
-
-    The graphs wait for each copy right where it begins; `passes.place_copies` moves them apart.
+    """Save host copies of activations instead of the activations; the graphs wait for each right where it begins.
 
     Args:
         forward: offloads each activation after its last use.
@@ -102,8 +103,7 @@ def insert(
         activations: names of roots that the forward saves and does not return.
         is_on_accelerator: the copies take none of the device's memory.
     """
-    hosts = _offload(forward.graph, activations, is_on_accelerator)
-    _reload(backward.graph, hosts)
+    _reload(backward.graph, _offload(forward.graph, activations, is_on_accelerator))
     for module in (forward, backward):
         module.graph.lint()
         module.recompile()
@@ -159,3 +159,91 @@ def _reload(graph: fx.Graph, hosts: Mapping[str, fx.Node]) -> None:
             node.meta.update(activation.meta)
         activation.replace_all_uses_with(waiting)
         graph.erase_node(activation)
+
+
+def place_copies(
+    modules: Modules,
+    prediction: Prediction,
+    seconds: Mapping[str, float],
+    sizes: SymbolValues,
+    bandwidth: float,
+) -> None:
+    """Move copies to the host, and the waits for them, apart, so that a GPU computes meanwhile.
+
+    A wait goes back in the forward, and a reload forward in the backward, by as much as the copy is estimated to take,
+    and never so far that copies under way take the graphs beyond the peak that they have anyway. torch's own offload
+    (`torch/_functorch/_activation_offloading`, 2.13) moves by a number of operators instead.
+
+    Args:
+        modules: forward and backward, which wait for each copy right behind its beginning.
+        prediction: of these.
+        seconds: of operators, by the names of their nodes; others take none.
+        bandwidth: of the link to the host, bytes a second in one direction.
+    """
+
+    def ends(
+        held: Sequence[int], nodes: Sequence[fx.Node], begins: Sequence[int], copied: Sequence[fx.Node]
+    ) -> tuple[int, ...]:
+        """The operators before which copies of tensors end that begin behind an operator."""
+        sizes_of = compile_sizes([storage_bytes(tensor) for tensor in copied])(sizes)
+        copies = [Copy(begin, size) for begin, size in zip(begins, sizes_of, strict=True)]
+        times = [seconds.get(node.name, 0.0) for node in nodes]
+        return overlap(held, times, copies, prediction.peak, bandwidth).until
+
+    forward, backward = modules
+    _place_waits(forward.graph, partial(ends, prediction.forward.held))
+    # With time running backwards.
+    _place_reloads(backward.graph, partial(ends, prediction.backward.held[::-1]))
+    for module in modules:
+        module.graph.lint()
+        module.recompile()
+
+
+def _place_waits(graph: fx.Graph, ends: _Ends) -> None:
+    nodes, waits = _operators(graph), _waits(graph)
+    at = {node: index for index, node in enumerate(nodes)}
+    (output,) = graph.find_nodes(op="output")
+    copied = [root(wait.all_input_nodes[1]) for wait in waits]
+    for wait, end in zip(waits, ends(nodes, [at[wait] for wait in waits], copied), strict=True):
+        computed = (node for node in reversed(nodes[at[wait] + 1 : end]) if is_tensor(node) and not _is_wait(node))
+        if (before := next(computed, None)) is None:
+            continue
+        _anchor(nodes, end, waits, output).prepend(wait)
+        # Else inductor, which orders by reads, puts the wait right behind its copy again.
+        wait.args = (*wait.args[:2], [before])
+
+
+def _place_reloads(graph: fx.Graph, ends: _Ends) -> None:
+    nodes, waits = _operators(graph), _waits(graph)
+    at = {node: index for index, node in enumerate(nodes)}
+    reloads, count = [wait.all_input_nodes[0] for wait in waits], len(nodes)
+    begins = [count - 1 - at[reload] for reload in reversed(reloads)]
+    begun: dict[fx.Node, list[fx.Node]] = {}
+    for reload, end in zip(reloads, reversed(ends(nodes[::-1], begins, reloads[::-1])), strict=True):
+        place = count - end
+        if place >= at[reload]:
+            continue
+        _anchor(nodes, place, reloads, reload).prepend(reload)
+        # inductor might begin it later, but not behind a wait that reads it.
+        behind = next((wait for wait in waits if place <= at[wait] < at[reload]), None)
+        if behind is not None:
+            begun.setdefault(behind, []).append(reload)
+    for wait, earlier in begun.items():
+        wait.args = (*wait.args[:2], earlier)
+
+
+def _operators(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+
+
+def _waits(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if _is_wait(node)]
+
+
+def _is_wait(node: fx.Node) -> bool:
+    return node.target is torch.ops.optimum_memopt.wait.default
+
+
+def _anchor(nodes: Sequence[fx.Node], index: int, moving: Collection[fx.Node], end: fx.Node) -> fx.Node:
+    """The first node from an index on that stays where it is."""
+    return next((node for node in nodes[index:] if node not in moving), end)

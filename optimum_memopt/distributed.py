@@ -1,0 +1,258 @@
+"""Several processes of a run must have in common: one world, one plan, one software.
+
+Ranks that differ do train: DDP and ZeRO average whatever they are given. So a node with another version of an engine,
+or with another variable in its environment, would go unnoticed. Nor does anybody notice a launch of several processes
+in which each would train alone: without a GPU this happens silently in every launcher (accelerate 1.15, transformers
+5.23), since a script that is not given `--use_cpu true` joins no process group, and `accelerate launch --cpu
+--num_processes 2` starts one process only. The same examples are then trained once or twice, at a fraction of the
+batch that was meant.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed
+from transformers import Trainer, TrainerState
+
+from optimum_memopt.engines.api.options import REPLAN
+from optimum_memopt.engines.shared.registry import factory, registrations
+from optimum_memopt.errors import MemOptError
+from optimum_memopt.installed import installed_version
+from optimum_memopt.options import MemOptOptions
+from optimum_memopt.plans.table import PlanTable
+
+_SOFTWARE = ("optimum-memopt", "torch", "transformers")
+# What may differ from rank to rank: where things lie, and what is shown.
+_OWN_OPTIONS = frozenset(
+    {
+        "memory_opt_log_level",
+        "memory_opt_log_steps",
+        "memory_opt_log_file",
+        "memory_opt_report",
+        "log_input_density",
+        "log_memory_phases",
+    }
+)
+_FAILURE = "failure"
+_ABSENT = "nothing"
+
+
+def facts(engine: str, options: MemOptOptions, table: PlanTable | None) -> dict[str, str]:
+    """Facts that must be the same on all ranks, by name.
+
+    Of the table that is what each row is and whether it is on. Bytes, formulas and the order of the rows come from the
+    first batch, which is another one on each rank. So may what a budget turns on, where the length of the run's rows
+    is not known or the processes hold different amounts, and a plan after memory ran out on one of the ranks. A plan
+    changes no gradient, so ranks may differ in it.
+    """
+    own = _OWN_OPTIONS.union(*(registration.per_rank for registration in registrations()))
+    names = [field.name for field in dataclasses.fields(MemOptOptions) if field.name not in own]
+    chosen = {f"--{name}": str(getattr(options, name)) for name in names}
+    # As it was read: files of one name may differ on two nodes, and files of two names may say the same.
+    chosen["--memory_opt_config"] = str(options.plan_config)
+    chosen["--memory_opt_plan"] = options.plan_file.digest if options.plan_file is not None else "None"
+    versions = (installed_version((distribution,)) for distribution in _SOFTWARE)
+    of_engines = (factory(registration.name).version_facts() for registration in registrations())
+    may_differ = options.budget is not None or options.memory_opt_on_oom == REPLAN
+    rows = {
+        f"plan {plan.config}": f"{plan.frequency} occurrences"
+        + ("" if may_differ else f", {plan.applied_count} applied")
+        for plan in (table.plans if table is not None else ())
+        if not plan.depends_on_batch
+    }
+    return {
+        "engine": engine,
+        **{f"version of {version[0]}": version[1] for version in versions if version},
+        **{name: value for facts_of_engine in of_engines for name, value in facts_of_engine.items()},
+        **chosen,
+        **rows,
+    }
+
+
+def failure(error: BaseException) -> dict[str, str]:
+    """The facts that a rank tells the others instead of its facts when its first step has failed."""
+    return {_FAILURE: " ".join(f"{type(error).__name__}: {error}".split())}
+
+
+def check_ranks_agree(own: Mapping[str, str]) -> None:
+    """Compare this rank's facts with those of all others; every rank must call this, and all of them get the error.
+
+    Args:
+        own: from `facts` or `failure`.
+
+    Raises:
+        MemOptError: a rank differs or has failed; it is named with what differs.
+    """
+    if len(set(gathered(digest(own)))) > 1:
+        raise MemOptError(describe_difference(gathered(dict(own))))
+
+
+def digest(own: Mapping[str, str]) -> str:
+    """A hash of the facts, short enough to be compared on any number of ranks."""
+    return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
+
+
+def describe_difference(ranks: Sequence[Mapping[str, str]]) -> str:
+    """One line about the first rank that failed, else the first that differs from rank 0; empty if all agree.
+
+    Args:
+        ranks: the facts of each rank.
+    """
+    for rank, other in enumerate(ranks):
+        if _FAILURE in other:
+            return f"rank {rank} failed in its first training step, so all ranks stop: {other[_FAILURE]}"
+    first = ranks[0]
+    for rank, other in enumerate(ranks):
+        names = [name for name in sorted({*first, *other}) if first.get(name) != other.get(name)]
+        if names:
+            shown = "; ".join(
+                f"{name}: {first.get(name, _ABSENT)} on rank 0, {other.get(name, _ABSENT)} on rank {rank}"
+                for name in names[:3]
+            )
+            more = f" (and {len(names) - 3} more)" if len(names) > 3 else ""
+            return f"rank {rank} does not train as rank 0 does: {shown}{more}"
+    return ""
+
+
+def gathered(value: Any) -> list[Any]:
+    """This value of every rank, in their order; every rank must call this."""
+    values = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value)
+    return values
+
+
+def comparing(
+    trainer: Trainer, facts_of_run: Callable[[], dict[str, str]], compute_loss: Callable[..., Any]
+) -> Callable[..., Any]:
+    """`compute_loss` that compares the ranks after the first training forward of each run.
+
+    Then the plan table exists and no gradient does: DDP averages during the backward, and under DeepSpeed even the
+    optimizer steps there (accelerate, `DeepSpeedEngineWrapper.backward`).
+    """
+    compared: TrainerState | None = None
+
+    def compute_and_compare(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        nonlocal compared
+        # Each train() makes a new state.
+        if not model.training or compared is trainer.state:
+            return compute_loss(model, *args, **kwargs)
+        compared = trainer.state
+        try:
+            result = compute_loss(model, *args, **kwargs)
+            own = facts_of_run()
+        except Exception as error:
+            compared = None
+            # The others wait for this rank; it ends in its own error in any case.
+            with contextlib.suppress(Exception):
+                check_ranks_agree(failure(error))
+            raise
+        check_ranks_agree(own)
+        return result
+
+    return compute_and_compare
+
+
+# Set by accelerate's launcher of one process and by none of its others (accelerate/utils/launch.py,
+# prepare_simple_launcher_cmd_env), so nobody else's parent process is ever looked at.
+_SET_BY_SIMPLE_LAUNCHER = "ACCELERATE_USE_CPU"
+
+
+@dataclass(frozen=True)
+class AccelerateLaunch:
+    """The number of processes and the script that `accelerate launch` was given."""
+
+    num_processes: int
+    script: str
+
+
+def check_world(world_size: int, environment: Mapping[str, str] = os.environ) -> None:
+    """Stop a run that was launched as several processes and is a world of one.
+
+    Args:
+        world_size: of the training arguments, after they have set up their device.
+        environment: this process's.
+
+    Raises:
+        MemOptError: with what to write instead.
+    """
+    if world_size > 1:
+        return
+    if (announced := environment.get("WORLD_SIZE", "")).isdigit() and int(announced) > 1:
+        rank_missing = "LOCAL_RANK" not in environment
+        suggestion = (
+            "set RANK and LOCAL_RANK too, as torchrun does"
+            if rank_missing
+            else "on a machine without a GPU add --use_cpu true to the script's arguments"
+        )
+        raise MemOptError(
+            f"this process is one of {announced} (WORLD_SIZE={announced}) but would train alone, as each of them: "
+            f"{suggestion}; for a single process unset WORLD_SIZE"
+        )
+    if _SET_BY_SIMPLE_LAUNCHER not in environment:
+        return
+    launch = accelerate_launch(_parent_command())
+    if launch is not None and launch.num_processes > 1:
+        number = launch.num_processes
+        raise MemOptError(
+            f"accelerate launch was asked for {number} processes and started one (with --cpu, or without "
+            f"--multi_gpu, it does so silently); write: accelerate launch --multi_gpu --num_processes {number} "
+            f"{launch.script} …, and on a machine without a GPU --use_cpu true behind it; or --num_processes 1"
+        )
+
+
+def accelerate_launch(command: Sequence[str]) -> AccelerateLaunch | None:
+    """Processes and script in the command line of an `accelerate launch`, read as accelerate reads it: its flags, then
+    its config file.
+
+    Args:
+        command: a process's command line, word by word.
+
+    Returns:
+        None for any other command, and for one that cannot be read or names no number.
+    """
+    words = _launch_arguments(command)
+    if words is None:
+        return None
+    from accelerate.commands.config.config_args import default_config_file, load_config_from_file
+    from accelerate.commands.launch import launch_command_parser
+
+    # What cannot be parsed is let through: accelerate has parsed it already, so it must be another version.
+    try:
+        args = launch_command_parser().parse_args(words)
+        number = args.num_processes
+        has_file = args.config_file is not None or (os.path.isfile(default_config_file) and not args.cpu)
+        if number is None and has_file:
+            number = getattr(load_config_from_file(args.config_file), "num_processes", None)
+    except (SystemExit, Exception):
+        return None
+    return None if number is None else AccelerateLaunch(int(number), str(args.training_script))
+
+
+def _launch_arguments(command: Sequence[str]) -> list[str] | None:
+    """The words behind `accelerate launch`, `accelerate-launch` or `python -m accelerate.commands.launch`."""
+    for place, word in enumerate(command):
+        # The word itself for a module, its stem for a program (Scripts\accelerate.exe).
+        names, behind = {word, PurePath(word).stem}, list(command[place + 1 :])
+        if names & {"accelerate-launch", "accelerate.commands.launch"}:
+            return behind
+        if names & {"accelerate", "accelerate.commands.accelerate_cli"} and behind[:1] == ["launch"]:
+            return behind[1:]
+    return None
+
+
+def _parent_command() -> list[str]:
+    """The parent process's command line, empty when it cannot be had."""
+    try:
+        parent = psutil.Process().parent()
+        return parent.cmdline() if parent is not None else []
+    except (psutil.Error, OSError):
+        return []

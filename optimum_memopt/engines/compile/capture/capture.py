@@ -1,0 +1,110 @@
+"""The joint graphs of a training forward, traced on fake tensors: nothing is run, nothing allocated."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from optimum_memopt.engines.compile.capture import support_checks
+from optimum_memopt.engines.compile.capture.traced_forward import (
+    Choose,
+    ForwardArgs,
+    GraphInForward,
+    TracedCall,
+    TracedForward,
+    TraceSpec,
+    no_training_graph,
+)
+from optimum_memopt.engines.compile.costs.costs import Costs
+from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, without_gradient
+from optimum_memopt.engines.compile.partition.captured_graph import (
+    CapturedGraph,
+    captured_graph,
+    captured_plans,
+    no_costs,
+)
+from optimum_memopt.engines.compile.partition.choice import Choice
+from optimum_memopt.engines.compile.partition.producers.producer import GraphContext, Producer
+from optimum_memopt.engines.shared.forward_patch import Checkpointing, training_forward, without_key_value_cache
+from optimum_memopt.errors import MemOptError
+
+
+def chosen_by(producer: Producer) -> Choose:
+    """Choices of a producer that is told nothing of the step."""
+
+    def choose(graph: AnalyzedGraph, state: GraphInForward) -> Choice:
+        return producer.choose(graph, GraphContext([known.choice for known in state.earlier]))
+
+    return choose
+
+
+def capture(
+    model: torch.nn.Module,
+    args: Sequence[Any],
+    inputs: Mapping[str, Any],
+    spec: TraceSpec,
+    choose: Choose,
+    reader: str = "",
+    costs_of: Callable[[AnalyzedGraph], Costs] = no_costs,
+    compared: Sequence[Producer] = (),
+) -> tuple[CapturedGraph, ...]:
+    """Trace a model's training forward and its backward.
+
+    Args:
+        model: of fake tensors, in training mode; the caller is in their mode.
+        args: of its forward, by position.
+        inputs: of its forward, by keyword.
+        spec: how it is traced.
+        choose: whose choice is applied to each graph.
+        reader: who may read more of the outputs than the loss, empty when nobody does.
+        costs_of: asked for the costs of each graph's operators.
+        compared: producers whose choices are noted, too, after the one that is applied.
+
+    Returns:
+        The graphs in the order of the forward.
+
+    Raises:
+        MemOptError: the model has nothing that can be trained, or the plan does not go with it.
+        Exception: whatever tracing meets, as a forward that reads values of its tensors.
+    """
+    support_checks.check(model)
+    graphs: list[CapturedGraph] = []
+    choices: list[list[Choice]] = [[] for _ in compared]
+    calls: list[TracedCall] = []
+
+    def choosing(graph: AnalyzedGraph, state: GraphInForward) -> Choice:
+        if not state.earlier:
+            graphs.clear()
+            choices[:] = [[] for _ in compared]
+        known, choice = captured_graph(graph, costs_of(graph)), choose(graph, state)
+        for producer, earlier in zip(compared, choices, strict=True):
+            earlier.append(producer.choose(graph, GraphContext(tuple(earlier))))
+        graphs.append(captured_plans(known, [choice, *(of_producer[-1] for of_producer in choices)]))
+        return choice
+
+    place = training_forward(model)
+    traced = TracedForward(model, place.plain_forward, replace(spec, is_run=False), choosing)
+
+    def train(*args: Any, **kwargs: Any) -> Any:
+        kwargs = without_key_value_cache(model, args, kwargs)
+        calls.append(traced(ForwardArgs(args, kwargs, not reader, reader)))
+        return calls[-1].outputs
+
+    checkpointing = Checkpointing(model)
+    # The choices take its part.
+    checkpointing.switch_off()
+    place.start(train)
+    try:
+        model(*args, **inputs)
+    finally:
+        place.stop()
+        checkpointing.restore()
+    (call,) = calls
+    if not graphs:
+        raise MemOptError(no_training_graph(call))
+    untrained = without_gradient(graph.gradients for graph in call.graphs)
+    return tuple(
+        replace(graph, partitioned=partitioned, runs=runs, tape=call.tape, untrained=untrained)
+        for graph, partitioned, runs in zip(graphs, call.graphs, call.tape.runs, strict=True)
+    )

@@ -1,0 +1,161 @@
+"""A joint graph as numbers: whoever asks about other plans, batches or budgets than those of the run asks this."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import sympy
+
+from optimum_memopt.engines.api.run import LargestBatch
+from optimum_memopt.engines.compile.costs.costs import Costs
+from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
+from optimum_memopt.engines.compile.graph.candidates import offloads
+from optimum_memopt.engines.compile.graph.joint import is_chunked_loss
+from optimum_memopt.engines.compile.graph.problem import Problem, problems_of
+from optimum_memopt.engines.compile.graph.saved_activations import module_path
+from optimum_memopt.engines.compile.graph.symbols import SymbolValues, is_length, larger_sizes, rows_of
+from optimum_memopt.engines.compile.memory.simulation import Simulation, simulate
+from optimum_memopt.engines.compile.memory.step_context import StepContext
+from optimum_memopt.engines.compile.memory.tape import Tape
+from optimum_memopt.engines.compile.partition.choice import Choice
+from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
+from optimum_memopt.engines.compile.solver.offload import Host
+from optimum_memopt.plans.plan_file import GraphSignature
+
+
+@dataclass(frozen=True)
+class SavedNodes:
+    """What a choice saves, in numbers of the joint graph's nodes.
+
+    Attributes:
+        saved: for the backward, offloaded ones included.
+        offloaded: those of them that wait on the host.
+        is_by_torch: torch's own partition.
+    """
+
+    saved: tuple[int, ...]
+    offloaded: frozenset[int] = frozenset()
+    is_by_torch: bool = False
+
+    @classmethod
+    def of(cls, graph: AnalyzedGraph, choice: Choice) -> "SavedNodes":
+        order = graph.joint.order
+        offloaded = frozenset(order[candidate.activation.root] for candidate in offloads(choice.candidates))
+        return cls(tuple(order[node] for node in choice.nodes_to_save), offloaded, choice.torchs_graphs is not None)
+
+
+@dataclass(frozen=True, eq=False)
+class CapturedGraph:
+    """One joint graph of a training forward.
+
+    Attributes:
+        signature: tells it from others.
+        problem_at: its numbers for any sizes.
+        sizes: of the batch that it was captured with.
+        names: of the symbols that are sizes of inputs, `input_ids_dim0`.
+        costs: of its operators.
+        offloadable: numbers of the nodes that may wait on the host.
+        rows: of the plan table, by the name of the node that makes an activation.
+        modules: paths of the modules that call the operators, by node.
+        chunks_loss: a loss is computed without its logits.
+        plans: what was chosen for it, the choice that was applied first; empty before there is one.
+        partitioned: its forward and backward under that choice; None before there is one.
+        analyzed: None once only numbers are kept.
+        runs: how often it runs in a forward.
+        tape: the runs of all graphs of the forward.
+        untrained: parameters of the model that get no gradient, see `without_gradient`.
+    """
+
+    signature: GraphSignature
+    problem_at: Callable[[SymbolValues], Problem]
+    sizes: SymbolValues
+    names: Mapping[sympy.Symbol, str]
+    costs: Costs
+    offloadable: frozenset[int]
+    rows: Mapping[str, str]
+    modules: Mapping[str, str]
+    chunks_loss: bool
+    plans: tuple[SavedNodes, ...] = ()
+    partitioned: PartitionedGraph | None = None
+    analyzed: AnalyzedGraph | None = None
+    runs: int = 1
+    tape: Tape = field(default_factory=Tape.of_one)
+    untrained: frozenset[str] = frozenset()
+
+    @property
+    def row_symbols(self) -> dict[sympy.Symbol, int]:
+        """Its sizes that are rows of the batch."""
+        return rows_of(self.sizes, self.names)
+
+    def rows_with(self, largest: LargestBatch | None) -> list[int]:
+        """Its sizes that are rows of the batch, raised to those of the run's largest."""
+        return list(rows_of(larger_sizes(self.sizes, self.names, largest), self.names).values())
+
+    def problem(self, times: int = 1, largest: LargestBatch | None = None) -> Problem:
+        """Its numbers for its batch.
+
+        Args:
+            times: for one of so many parts of the batch's rows.
+            largest: for the sizes of this batch where they are larger; None: for its own.
+        """
+        sizes = larger_sizes(self.sizes, self.names, largest)
+        parts = {symbol: max(1, size // times) for symbol, size in rows_of(sizes, self.names).items()}
+        return self.problem_at({**sizes, **parts})
+
+    def problem_of_rows(self, rows: int) -> Problem:
+        """Its numbers for a batch of so many rows, and the time that they take."""
+        problem = self.problem_at({**self.sizes, **dict.fromkeys(self.row_symbols, rows)})
+        before = max(self.row_symbols.values(), default=rows)
+        return replace(problem, seconds=tuple(seconds * rows / before for seconds in problem.seconds))
+
+    def sizes_of(self, rows: int, tokens: int) -> SymbolValues:
+        """The symbols' values for a batch of rows of so many tokens; 0: as many as were captured."""
+        of_rows = dict.fromkeys(self.row_symbols, rows)
+        of_tokens = {symbol: tokens for symbol, name in self.names.items() if tokens and is_length(name)}
+        return {symbol: {**of_tokens, **of_rows}.get(symbol, size) for symbol, size in self.sizes.items()}
+
+    def host(self, step: StepContext) -> Host | None:
+        """The host, as the graph may use it in a step; None where there is no link to one."""
+        return Host(step.link, step.host, self.offloadable) if step.link else None
+
+    def simulated(self, problem: Problem) -> Simulation:
+        """The run of the choice that was applied; `problem` is of this graph."""
+        return simulate(problem, problem.saving(self.plans[0].saved))
+
+
+def captured_graph(graph: AnalyzedGraph, costs: Costs) -> CapturedGraph:
+    """A graph before anything was chosen for it.
+
+    Args:
+        graph: read, not changed.
+        costs: of its operators.
+    """
+    joint = graph.joint
+    rows: dict[str, str] = {}
+    for candidate in graph.candidates:
+        rows.setdefault(candidate.activation.root.name, candidate.row)
+    return CapturedGraph(
+        graph.signature,
+        problems_of(graph, costs.seconds, costs.workspaces),
+        graph.size_hints,
+        graph.names,
+        costs,
+        offloadable=frozenset(joint.order[candidate.activation.root] for candidate in offloads(graph.candidates)),
+        rows=rows,
+        modules={node.name: module_path(node) for node in joint.nodes if node.op == "call_function"},
+        chunks_loss=any(map(is_chunked_loss, joint.nodes)),
+        analyzed=graph,
+    )
+
+
+def no_costs(graph: AnalyzedGraph) -> Costs:
+    """Operators that take no time, where only bytes are asked for."""
+    return Costs((0.0,) * len(graph.joint.nodes), "no")
+
+
+def captured_plans(
+    graph: CapturedGraph, chosen: Sequence[Choice], partitioned: PartitionedGraph | None = None
+) -> CapturedGraph:
+    """A graph with what was chosen for it, the choice that was applied first."""
+    assert graph.analyzed is not None
+    plans = tuple(SavedNodes.of(graph.analyzed, choice) for choice in chosen)
+    return replace(graph, plans=plans, partitioned=partitioned)

@@ -1,0 +1,353 @@
+"""What is shown of a plan: the table with the lines above it, and the plan as a file."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import sympy
+import torch
+
+from optimum_memopt.compat import attention_implementation, is_encoder_decoder
+from optimum_memopt.engines.api.run import Run
+from optimum_memopt.engines.compile.capture.traced_forward import TraceSpec
+from optimum_memopt.engines.compile.costs.devices import Device
+from optimum_memopt.engines.compile.graph.candidates import Candidate, by_row
+from optimum_memopt.engines.compile.graph.symbols import SymbolNames, compile_sizes
+from optimum_memopt.engines.compile.loss.decide import ROW, check_row
+from optimum_memopt.engines.compile.memory.allocator import pinned_bytes
+from optimum_memopt.engines.compile.memory.footprint import Footprint
+from optimum_memopt.engines.compile.memory.tape import Tape
+from optimum_memopt.engines.compile.options import CHUNKED, PLAIN
+from optimum_memopt.engines.compile.partition.choice import Choice
+from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
+from optimum_memopt.engines.compile.partition.producers import matched_in
+from optimum_memopt.engines.compile.partition.producers.producer import Producer
+from optimum_memopt.engines.compile.partition.strategies import strategy_of
+from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
+from optimum_memopt.errors import MemOptError
+from optimum_memopt.installed import installed_version
+from optimum_memopt.logs import best_effort
+from optimum_memopt.memory.optimizers import PlannedOptimizer
+from optimum_memopt.memory.peak_monitor import MIB
+from optimum_memopt.plans.grammar import ALL
+from optimum_memopt.plans.matching import Matched
+from optimum_memopt.plans.plan_file import PlanFile
+from optimum_memopt.plans.table import PlanRow, PlanTable, sorted_plans
+
+
+def plan_line(
+    model: torch.nn.Module, compiler: str, graphs: Sequence[PartitionedGraph], target: Device | None = None
+) -> str:
+    """What trains the model, where and under which plan."""
+    device = next(model.parameters()).device.type if target is None else target.name
+    attention = f", attention: {_attention(model, graphs)}" if any(graph.is_for_cuda for graph in graphs) else ""
+    pieces = f", in {len(graphs)} graphs" if len(graphs) > 1 else ""
+    loss = ", loss in chunks" if any(graph.chunks_loss for graph in graphs) else ""
+    return f"{type(model).__name__} on {device} by {compiler}, {_why(graphs)}{pieces}{loss}{attention}"
+
+
+def _why(graphs: Sequence[PartitionedGraph]) -> str:
+    """Of the graphs' choices; each of several may have one of its own."""
+    reasons = [graph.choice.why for graph in graphs]
+    if len(set(reasons)) == 1:
+        return reasons[0]
+    return "; ".join(f"graph {number}: {why}" for number, why in enumerate(reasons, 1))
+
+
+def host_line(graphs: Sequence[PartitionedGraph]) -> tuple[str, ...]:
+    """What is offloaded takes of the host; nothing where that is the device, too."""
+    sizes = [size for graph in graphs if graph.is_for_cuda for size in graph.offloaded_bytes]
+    if not sizes:
+        return ()
+    return (
+        f"Predicted for the host: {sum(sizes) / MIB:.1f} MiB offloaded, in {sum(map(pinned_bytes, sizes)) / MIB:.1f} "
+        "MiB of pinned memory",
+    )
+
+
+def _attention(model: torch.nn.Module, graphs: Sequence[PartitionedGraph]) -> str:
+    """The kernels that torch has chosen: they decide what a layer saves for its backward."""
+    fused = dict.fromkeys(kernel for graph in graphs for kernel in graph.attention)
+    implementation = attention_implementation(getattr(model, "config", None)) or "eager"
+    # torch's own composition of products and a softmax has no operator that tells.
+    return " and ".join(fused) or ("math" if implementation == "sdpa" else implementation)
+
+
+def prediction_lines(predictor: StepMemoryPredictor) -> tuple[str, ...]:
+    """What a step with the first batch is predicted to hold."""
+    footprint = predictor.footprint()
+    caveat = predictor.caveat and f" ({predictor.caveat})"
+    return (
+        f"Predicted for the first batch: {predictor.saved_bytes / MIB:.1f} MiB saved for backward, peak of "
+        f"activations and gradients {footprint.activations / MIB:.1f} MiB{caveat}",
+        f"Predicted peak of a step with {_optimizer(predictor.run)}: {footprint.peak / MIB:.1f} MiB = {footprint}",
+        *_allocator_line(predictor, footprint.peak),
+    )
+
+
+def _optimizer(run: Run) -> str:
+    accumulation = " and gradient accumulation" if run.gradient_accumulation else ""
+    return f"{run.optimizer if isinstance(run.optimizer, PlannedOptimizer) else PlannedOptimizer()}{accumulation}"
+
+
+def _allocator_line(predictor: StepMemoryPredictor, requested: int) -> tuple[str, ...]:
+    peak = predictor.allocator_peak()
+    if peak is None:
+        return ()
+    allocated, reserved = (f"{size / MIB:.1f} MiB" for size in (peak.allocated, peak.reserved))
+    return (
+        f"Predicted for torch's allocator: {allocated} allocated ({peak.allocated / requested - 1:+.1%}), {reserved} "
+        f"reserved ({peak.reserved / requested - 1:+.1%})",
+    )
+
+
+_AUTO = "AUTO: torch recomputes {count} by itself"
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One graph's share of a row.
+
+    Attributes:
+        symbols: of the graph to those of the table.
+    """
+
+    graph: PartitionedGraph
+    candidates: Sequence[Candidate]
+    symbols: dict[sympy.Symbol, sympy.Symbol]
+
+    @property
+    def saving(self) -> sympy.Expr:
+        return sympy.Add(*(candidate.saving for candidate in self.candidates)).subs(self.symbols)
+
+    @property
+    def chosen(self) -> list[Candidate]:
+        on = set(self.graph.choice.candidates)
+        return [candidate for candidate in self.candidates if candidate in on]
+
+    @property
+    def auto_recomputed(self) -> list[Candidate]:
+        return [candidate for candidate in self.candidates if candidate in self.graph.choice.auto_recomputed]
+
+    def bytes(self, candidates: Sequence[Candidate]) -> int:
+        return sum(compile_sizes(candidate.saving for candidate in candidates)(self.graph.sizes))
+
+
+def to_table(
+    graphs: Sequence[PartitionedGraph], matched: Matched, names: SymbolNames, header: Sequence[str]
+) -> PlanTable:
+    """Rows of all graphs, those of one id and strategy together.
+
+    Offload is listed where it is on, and where an activation cannot be recomputed, so that there is nothing else.
+
+    Args:
+        graphs: all graphs of a forward.
+        matched: the rows that were asked for, in any of the graphs.
+        names: of the graphs' symbols.
+        header: lines above the table.
+    """
+    rows: dict[str, list[_Part]] = {}
+    for graph in graphs:
+        symbols = {
+            symbol: sympy.Symbol(name, integer=True, positive=True) for symbol, name in names.of_symbols(graph).items()
+        }
+        for row, candidates in by_row(graph.candidates).items():
+            rows.setdefault(row, []).append(_Part(graph, candidates, symbols))
+    recomputable = {
+        candidate.cluster_id for graph in graphs for candidate in graph.candidates if candidate.chain is not None
+    }
+    plans = [
+        _plan(row, parts, matched)
+        for row, parts in rows.items()
+        if row in matched.requests or _is_listed(parts, recomputable)
+    ]
+    plans.extend(_loss_plans(graphs, names))
+    return PlanTable(engine="compile", plans=sorted_plans(plans), symbols=dict(names.first), header=tuple(header))
+
+
+def _loss_plans(graphs: Sequence[PartitionedGraph], names: SymbolNames) -> list[PlanRow]:
+    """The row of the losses: none where all logits are smaller than what a chunked loss saves, and nobody asked."""
+    losses = [loss for graph in graphs for loss in graph.losses if loss.is_requested or loss.pays]
+    if not losses:
+        return []
+    named = {symbol: name for graph in graphs for symbol, name in names.of_symbols(graph).items()}
+    symbols = {symbol: sympy.Symbol(name, integer=True, positive=True) for symbol, name in named.items()}
+    chunked = [loss for loss in losses if loss.is_chunked]
+    notes = dict.fromkeys(loss.note for loss in losses)
+    saving = sympy.Add(*(loss.saving for loss in losses)).subs(symbols)
+    return [
+        PlanRow(
+            config=ROW,
+            frequency=len(losses),
+            saving_bytes=sum(loss.first_saving for loss in losses),
+            saving_symbolic=str(sympy.factor_terms(sympy.expand(saving))),
+            requested_count=ALL if any(loss.is_requested for loss in losses) else 0,
+            applied_count=len(chunked),
+            note="; ".join(notes),
+            applied_saving_bytes=sum(loss.first_saving for loss in chunked),
+            depends_on_batch=True,
+        )
+    ]
+
+
+def _is_listed(parts: Sequence[_Part], recomputable: Collection[str]) -> bool:
+    first = parts[0].candidates[0]
+    return strategy_of(first.strategy).is_listed(_device_type(parts[0]), first.cluster_id in recomputable)
+
+
+def _device_type(part: _Part) -> str:
+    """Of the candidates, the accelerator's where any lies there."""
+    types = {candidate.device_type for candidate in part.candidates}
+    return min(types, key=lambda device_type: device_type == "cpu")
+
+
+def _plan(row: str, parts: Sequence[_Part], matched: Matched) -> PlanRow:
+    strategy = strategy_of(parts[0].candidates[0].strategy)
+    device_type = _device_type(parts[0])
+    saves = strategy.saves_on(device_type)
+    frequency = sum(len(part.candidates) for part in parts)
+    auto_recomputed = sum(len(part.auto_recomputed) for part in parts)
+    auto = _AUTO.format(count="all" if auto_recomputed == frequency else auto_recomputed) if auto_recomputed else ""
+    request = matched.requests.get(row)
+    notes = {
+        strategy.note_applied(part.chosen, part.graph.prediction, part.graph.sizes)
+        for part in parts
+        if saves and part.chosen and part.graph.prediction is not None
+    }
+    # Of several graphs, what is true of all of them.
+    applied = notes if len(notes) == 1 else ()
+    return PlanRow(
+        config=row,
+        frequency=frequency,
+        saving_bytes=sum(part.bytes(part.candidates) for part in parts) if saves else 0,
+        saving_symbolic=str(sympy.factor_terms(sympy.expand(sympy.Add(*(part.saving for part in parts if saves))))),
+        requested_count=request.count if request else 0,
+        applied_count=sum(len(part.chosen) for part in parts),
+        note="; ".join(filter(None, (matched.note(row), strategy.note(device_type), *applied, auto))),
+        applied_saving_bytes=sum(part.bytes(part.chosen) for part in parts) if saves else 0,
+    )
+
+
+_SOFTWARE = ("optimum-memopt", "torch", "transformers")
+
+
+def mismatch_line(choice: Choice, refuses: bool) -> str:
+    """A line about a graph that a plan file was not made for; empty where it was.
+
+    Args:
+        choice: for the graph.
+        refuses: it is an error.
+
+    Raises:
+        MemOptError: `refuses`, and there is a difference.
+    """
+    if not choice.mismatch:
+        return ""
+    line = f"--memory_opt_plan: the file was made for another graph: {choice.mismatch}"
+    if refuses:
+        raise MemOptError(f"{line}; make one for this model with --memory_opt_budget")
+    return f"{line}; applied where it fits"
+
+
+def plan_file_of(
+    model: torch.nn.Module,
+    compiler: str,
+    graphs: Sequence[PartitionedGraph],
+    sizes: Mapping[str, int],
+    predicted: Footprint | None,
+) -> PlanFile:
+    """The plan of a forward's graphs.
+
+    Args:
+        model: that was compiled.
+        compiler: one of `options.COMPILERS`.
+        graphs: of its training forward, in their order.
+        sizes: of the first batch.
+        predicted: of a step with that batch; None: it is not known.
+    """
+    versions = (installed_version((distribution,)) for distribution in _SOFTWARE)
+    return PlanFile(
+        why=graphs[0].choice.why,
+        loss=CHUNKED if any(graph.chunks_loss for graph in graphs) else PLAIN,
+        solved_for={
+            "model": type(model).__name__,
+            "device": next(model.parameters()).device.type,
+            "compiler": compiler,
+            "sizes": dict(sizes),
+            "predicted_bytes": {}
+            if predicted is None
+            else {"peak": predicted.peak, "activations": predicted.activations},
+            "versions": dict(filter(None, versions)),
+        },
+        graphs=tuple(graph.plan for graph in graphs),
+    )
+
+
+@dataclass(frozen=True)
+class ShownPlan:
+    """What is shown of a plan.
+
+    Attributes:
+        table: of the graphs.
+        plan_file: to apply the plan again.
+        predictor: of steps under it; None where nothing is predicted.
+        is_one_graph: the forward was one graph, which ran once and has all of it.
+        remarks: lines for the user about what was asked for and is not there.
+    """
+
+    table: PlanTable
+    plan_file: PlanFile
+    predictor: StepMemoryPredictor | None
+    is_one_graph: bool
+    remarks: tuple[str, ...] = ()
+
+
+def show(
+    model: torch.nn.Module,
+    graphs: Sequence[PartitionedGraph],
+    tape: Tape,
+    inputs: Mapping[str, object],
+    resident: int,
+    producer: Producer,
+    spec: TraceSpec,
+    run: Run | None = None,
+) -> ShownPlan:
+    """The plan of a forward's graphs.
+
+    Args:
+        model: that was compiled.
+        graphs: of its first training forward, in order, right after it.
+        tape: their runs.
+        inputs: the forward's keyword arguments.
+        resident: bytes that the process held when the last graph was partitioned.
+        producer: that chose.
+        spec: how the forward was traced.
+        run: that is planned where none trains; None: one that trains, whose optimizer must not be kept.
+
+    Raises:
+        ConfigError: the user asks for what none of the graphs has.
+    """
+    matched = matched_in(producer, [(graph.choice, graph.candidates) for graph in graphs])
+    losses = [loss for graph in graphs for loss in graph.losses]
+    remarks = (*matched.remarks, *check_row(losses, spec.loss, spec.strict))
+    if spec.strict:
+        matched.check()
+    names = SymbolNames()
+    with best_effort("the names of sizes"):
+        names = SymbolNames.of(graphs, is_encoder_decoder(model))
+    predictor, footprint = None, None
+    if all(graph.prediction for graph in graphs):
+        with best_effort("the predicted peak"):
+            predictor = StepMemoryPredictor(model, graphs, inputs, resident, names, run, tape=tape)
+            header, footprint = prediction_lines(predictor), predictor.footprint()
+    predictor = predictor if footprint is not None else None
+    lines = (
+        plan_line(model, spec.compiler, graphs, spec.target),
+        *(header if footprint is not None else ()),
+        *host_line(graphs),
+    )
+    table = PlanTable(engine="compile", plans=(), header=lines)
+    with best_effort("the plan table"):
+        table = to_table(graphs, matched, names, lines)
+    plan_file = plan_file_of(model, spec.compiler, graphs, names.first, footprint)
+    is_one_graph = len(tape.calls) == 1 and graphs[0].is_all_of_forward
+    return ShownPlan(table, plan_file, predictor, is_one_graph, remarks)

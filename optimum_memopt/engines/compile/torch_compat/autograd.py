@@ -1,0 +1,124 @@
+"""Operators that autograd runs outside of all compiled graphs: what they save, and the gradients of their backward.
+
+Read from the nodes of autograd's graph (`torch/csrc/autograd/python_cpp_function.cpp`, 2.13), whose `_saved_self` and
+`_input_metadata` are private.
+"""
+
+import contextlib
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+_COMPILED = "CompiledFunctionBackward"
+# Operators whose backward returns memory of what it is given.
+_VIEWS = ("AddBackward", "Alias", "Permute", "Squeeze", "TBackward", "Transpose", "Unsqueeze", "View", "Reshape")
+
+
+def order_of(results: Iterable[object]) -> int:
+    """The place in the order of autograd's operators of the one that returned these; -1: none that it knows."""
+    nodes = (result.grad_fn for result in results if isinstance(result, torch.Tensor))
+    return max((node._sequence_nr() for node in nodes if node is not None), default=-1)
+
+
+class Gradient(NamedTuple):
+    """The gradient of a tensor outside of all compiled graphs.
+
+    Attributes:
+        number: of its storage.
+        shape: of the tensor.
+        itemsize: bytes of an element.
+    """
+
+    number: int
+    shape: tuple[int, ...]
+    itemsize: int
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.itemsize
+
+
+@dataclass(frozen=True)
+class OutsideOperator:
+    """An operator that autograd runs outside of all compiled graphs.
+
+    Attributes:
+        name: of its backward, `LogSoftmaxBackward0`.
+        order: its place among the operators of the forward.
+        saved: tensors that it saves.
+        allocates: gradients that its backward computes.
+        frees: numbers of those that nothing reads behind it.
+        passed: numbers of those that are given to a compiled graph, with the graph's order and the output's position.
+    """
+
+    name: str
+    order: int
+    saved: tuple[torch.Tensor, ...]
+    allocates: tuple[Gradient, ...]
+    frees: tuple[int, ...]
+    passed: tuple[tuple[int, int, int], ...]
+
+
+def outside_operators(outputs: Iterable[object]) -> list[OutsideOperator]:
+    """What autograd runs outside of all compiled graphs, in the order of the backward.
+
+    Args:
+        outputs: of a forward; what they do not depend on is not found.
+    """
+    todo: list[Any] = [output.grad_fn for output in outputs if isinstance(output, torch.Tensor) and output.grad_fn]
+    seen = set(todo)
+    while todo:
+        new = {node for node, _ in todo.pop().next_functions if node is not None} - seen
+        seen |= new
+        todo += new
+    nodes = [node for node in seen if type(node).__name__ not in (_COMPILED, "AccumulateGrad")]
+    numbers = itertools.count()
+    # By node and place the gradient that it is given; and for how many nodes a gradient waits.
+    given: dict[tuple[Any, int], Gradient] = {}
+    waiting: Counter[int] = Counter()
+    found = []
+    for node in sorted(nodes, key=lambda node: -node._sequence_nr()):
+        name = node.name()
+        inputs = [given[node, place] for place in range(len(node._input_metadata)) if (node, place) in given]
+        allocates, passed, summed = [], [], []
+        for following, place in node.next_functions:
+            if following is None or type(following).__name__ == "AccumulateGrad":
+                continue
+            tensor = following._input_metadata[place]
+            shape, itemsize = tuple(map(int, tensor.shape)), tensor.dtype.itemsize
+            is_view = any(view in name for view in _VIEWS)
+            if inputs and is_view and math.prod(shape) == math.prod(inputs[0].shape):
+                gradient = inputs[0]
+            else:
+                gradient = Gradient(next(numbers), shape, itemsize)
+                allocates.append(gradient)
+            if (following, place) in given:
+                # Added to the other one.
+                summed.append(gradient.number)
+                continue
+            given[following, place] = gradient
+            waiting[gradient.number] += 1
+            if type(following).__name__ == _COMPILED:
+                passed.append((gradient.number, following._sequence_nr(), place))
+        for gradient in inputs:
+            waiting[gradient.number] -= 1
+        done = tuple(dict.fromkeys([*summed, *(one.number for one in inputs if not waiting[one.number])]))
+        saved = tuple(_saved_tensors(node))
+        found.append(OutsideOperator(name, node._sequence_nr(), saved, tuple(allocates), done, tuple(passed)))
+    return found
+
+
+def _saved_tensors(node: Any) -> list[torch.Tensor]:
+    """Of a node of autograd: what a `torch.autograd.Function` has saved, or one of torch's own (`_saved_self`)."""
+    found: list[Any] = []
+    for name in ("saved_tensors", *(name for name in dir(node) if name.startswith("_saved_"))):
+        # One that was written to since.
+        with contextlib.suppress(AttributeError, RuntimeError):
+            value = getattr(node, name)
+            found += value if isinstance(value, tuple | list) else [value]
+    return [value for value in found if isinstance(value, torch.Tensor)]

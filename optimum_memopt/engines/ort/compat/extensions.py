@@ -1,0 +1,421 @@
+"""Builds, finds and loads the two torch C++ extensions of ORTModule.
+
+`torch_interop_utils` runs a user's `torch.autograd.Function` inside ONNX Runtime's graph, `aten_op_executor` runs
+single torch operators there. onnxruntime-training ships them as sources only, and its own build writes into
+site-packages and fails on torch >= 2.7. Here a patched copy is built into a user cache.
+
+The sources of onnxruntime-training 1.19.2 were written for torch ~2.4. Every replacement compiles before and after the
+change in torch that makes it necessary (`auto`, `decltype`, functions that torch exports), so none depends on the
+installed version. Built and run on torch 2.13.0; compiled against 2.9.1 and 2.15.0.
+
+Nothing here imports `onnxruntime.training`: that import already needs what is built here.
+"""
+
+import hashlib
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import TextIO
+
+import torch
+from filelock import FileLock, Timeout
+from tqdm.auto import tqdm
+
+from optimum_memopt.engines.ort.compat.installation import onnxruntime_build, onnxruntime_dir
+from optimum_memopt.errors import MemOptError
+from optimum_memopt.logs import get_logger, rank
+
+NAMES = ("aten_op_executor", "torch_interop_utils")
+BUILD_COMMAND = "optimum-cli memopt env --build"
+CACHE_VARIABLE = "OPTIMUM_MEMOPT_CACHE"
+
+_PARENT = "onnxruntime.training.ortmodule.torch_cpp_extensions"
+
+# torch >= 2.7 hides symbols of libtorch_python.so without TORCH_PYTHON_API.
+_HIDDEN = "https://github.com/pytorch/pytorch/issues/154105"
+# torch >= 2.13: autograd nodes are owned by c10::intrusive_ptr instead of std::shared_ptr ...
+_INTRUSIVE = "https://github.com/pytorch/pytorch/pull/181782"
+# ... and PyNode no longer holds its Python object in a field `obj`, nor THPFunction its node weakly.
+_WRAPPING = "https://github.com/pytorch/pytorch/pull/181390"
+
+
+@dataclass(frozen=True)
+class Substitution:
+    """A replacement in one file.
+
+    Args:
+        file: path below the wheel's `torch_cpp_extensions/cpu`.
+        old: text or pattern that occurs exactly once in that file.
+        new: the replacement.
+        since: first torch release with which `old` fails; `any`: fails with all.
+        why: how it fails.
+        link: pull request or issue of torch.
+    """
+
+    file: str
+    old: str | re.Pattern[str]
+    new: str
+    since: str
+    why: str
+    link: str
+
+
+SUBSTITUTIONS: tuple[Substitution, ...] = (
+    Substitution(
+        file="torch_interop_utils/setup.py",
+        old='["-O3", "-std=c++17"]',
+        new='["-O3"]',
+        since="2.14",
+        why="torch's headers need C++20; without a -std flag torch's BuildExtension sets the right one",
+        link="https://github.com/pytorch/pytorch/pull/178150",
+    ),
+    Substitution(
+        file="torch_interop_utils/custom_function_shared.h",
+        old="#include <torch/extension.h>\n",
+        new="""#include <ATen/DLConvertor.h>
+#include <torch/csrc/autograd/python_function.h>
+#include <torch/extension.h>
+
+// The tensor takes ownership of the capsule's memory; renaming tells the capsule's destructor (DLPack's protocol).
+inline at::Tensor tensor_from_capsule(PyObject* capsule) {
+  auto* managed = static_cast<DLManagedTensor*>(PyCapsule_GetPointer(capsule, "dltensor"));
+  TORCH_CHECK(managed != nullptr, "not a DLPack capsule that still owns its tensor");
+  at::Tensor tensor = at::fromDLPack(managed);
+  PyCapsule_SetName(capsule, "used_dltensor");
+  return tensor;
+}
+""",
+        since="2.7",
+        why="replaces torch::utils::tensor_fromDLPack in the two files below, with exported functions only",
+        link=_HIDDEN,
+    ),
+    *(
+        Substitution(
+            file=f"torch_interop_utils/{file}",
+            old="torch::utils::tensor_fromDLPack(args[arg_index])",
+            new="tensor_from_capsule(args[arg_index])",
+            since="2.7",
+            why="torch::utils::tensor_fromDLPack is not exported: undefined symbol when the extension is imported",
+            link=_HIDDEN,
+        )
+        for file in ("custom_function_fw.cc", "custom_function_bw.cc")
+    ),
+    Substitution(
+        file="torch_interop_utils/custom_function_fw.cc",
+        old=re.compile(r"static std::vector<bool> are_tensors_marked_as_dirty\(.*?\n}\n", re.DOTALL),
+        new="""static std::vector<bool> are_tensors_marked_as_dirty(at::Tensor&, std::vector<at::Tensor>& inputs) {
+  std::vector<bool> dirty;
+  for (const auto& tensor : inputs) {
+    // Clones made for this call: version 0, unless the function wrote into them.
+    dirty.push_back(tensor._version() > 0);
+  }
+  return dirty;
+}
+""",
+        since="2.7",
+        why="typeinfo of PyNode is not exported: undefined symbol. It was used to read ctx.dirty_tensors, which torch "
+        "has always cleared by then: no input counted as dirty, and the second step of an in-place function failed "
+        "(a leaf Variable that requires grad has been used in an in-place operation)",
+        link=_HIDDEN,
+    ),
+    Substitution(
+        file="torch_interop_utils/custom_function_fw.cc",
+        old="""  const std::shared_ptr<torch::autograd::Node>& cdata = tensor_owning_ctx.value().grad_fn();
+  auto py_node_fn = dynamic_cast<torch::autograd::PyNode*>(cdata.get());
+  TORCH_CHECK(py_node_fn != nullptr, "cdata is not PyNode type.");
+
+  // ret is THPFunction
+  THPFunction* py_fn = (THPFunction*)py_node_fn->obj;
+  py::object ret = py::reinterpret_steal<py::object>(torch::autograd::functionToPyObject(cdata));
+
+  TORCH_CHECK(py_fn != nullptr, "cdata is not THPFunction type.");
+""",
+        new="""  const auto& cdata = tensor_owning_ctx.value().grad_fn();
+  py::object ret = py::reinterpret_steal<py::object>(torch::autograd::functionToPyObject(cdata));
+  TORCH_CHECK(THPFunction_Check(ret.ptr()), "cdata is not PyNode type.");
+  THPFunction* py_fn = (THPFunction*)ret.ptr();
+""",
+        since="2.7",
+        why="typeinfo of PyNode is not exported (2.7): undefined symbol; PyNode::obj and shared_ptr are gone (2.13)",
+        link=_WRAPPING,
+    ),
+    Substitution(
+        file="torch_interop_utils/custom_function_fw.cc",
+        old="auto saved_for = py_fn->cdata.lock();",
+        new="const auto& saved_for = cdata;",
+        since="2.13",
+        why="THPFunction::cdata is no weak pointer any more; the node that it names is the output's grad_fn",
+        link=_WRAPPING,
+    ),
+    Substitution(
+        file="torch_interop_utils/custom_function_bw.cc",
+        old="""          auto& config = fw_kernel_info.materialize_grads_config.at(arg_index - 1);
+          tensor = at::zeros(std::get<0>(config), std::get<1>(config));  // shift by 1 to skip context input.
+""",
+        new="""          if (THPFunction_Check(ctx.ptr())) {
+            at::OptionalDeviceGuard guard;
+            tensor = reinterpret_cast<THPFunction*>(ctx.ptr())->output_info.at(arg_index - 1).zeros(guard);
+          } else {
+            auto& config = fw_kernel_info.materialize_grads_config.at(arg_index - 1);
+            tensor = at::zeros(std::get<0>(config), std::get<1>(config));
+          }
+""",
+        since="any",
+        why="the gradient of an unused output always had the shape of the first batch: an error, or a wrong "
+        "broadcast, as soon as the batch changes; torch's own record of this call has the right shape",
+        link="https://github.com/pytorch/pytorch/blob/v2.9.1/torch/csrc/autograd/python_function.cpp",
+    ),
+    Substitution(
+        file="torch_interop_utils/ctx_pool.h",
+        old="std::unordered_map<size_t, std::shared_ptr<torch::autograd::Node>> grad_fns_;",
+        new="std::unordered_map<size_t, decltype(torch::autograd::AutogradMeta::grad_fn_)> grad_fns_;",
+        since="2.13",
+        why="AutogradMeta::grad_fn_ is an intrusive_ptr: no conversion to shared_ptr",
+        link=_INTRUSIVE,
+    ),
+)
+
+
+def substitute(text: str, substitution: Substitution) -> str:
+    """`text` with the substitution applied.
+
+    Raises:
+        MemOptError: the text does not occur exactly once: not the sources of onnxruntime-training 1.19.2.
+    """
+    old = substitution.old
+    pattern = old if isinstance(old, re.Pattern) else re.compile(re.escape(old))
+    patched, count = pattern.subn(lambda _: substitution.new, text)
+    if count != 1:
+        first_line = (old if isinstance(old, str) else old.pattern).strip().splitlines()[0]
+        raise MemOptError(
+            f"{substitution.file}: expected once, found {count} times: `{first_line}`; "
+            "the torch extensions can be built from the sources of onnxruntime-training 1.19.2 only"
+        )
+    return patched
+
+
+def patch_source(file: str, text: str) -> str:
+    """The text of `file` (a path below the wheel's `torch_cpp_extensions/cpu`) with its substitutions applied."""
+    for substitution in SUBSTITUTIONS:
+        if substitution.file == file:
+            text = substitute(text, substitution)
+    return text
+
+
+def sources_dir() -> Path:
+    """The wheel's own C++ sources.
+
+    Raises:
+        MemOptError: onnxruntime-training is not installed.
+    """
+    package = onnxruntime_dir()
+    sources = package and package.joinpath("training", "ortmodule", "torch_cpp_extensions", "cpu")
+    if not (sources and sources.is_dir()):
+        raise MemOptError(
+            "the torch extensions are built from the sources in onnxruntime-training, which is not installed; "
+            "get it with: pip install onnxruntime-training-cpu==1.19.2 onnx"
+        )
+    return sources
+
+
+def cache_root() -> Path:
+    """The package's cache: `OPTIMUM_MEMOPT_CACHE`, else `optimum_memopt` in `XDG_CACHE_HOME` or `~/.cache`.
+
+    Raises:
+        MemOptError: there is no home folder. In one for temporary files others may write, so no program is kept there.
+    """
+    if own := os.environ.get(CACHE_VARIABLE):
+        return Path(own)
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "optimum_memopt"
+    except RuntimeError:
+        raise MemOptError(f"the user has no home folder for the torch extensions; set {CACHE_VARIABLE}") from None
+
+
+def cache_dir() -> Path:
+    """The folder of the extensions for this exact torch, onnxruntime and Python; it may not exist yet."""
+    accelerator = torch.version.cuda or torch.version.hip or "cpu"
+    sources = hashlib.sha256(repr(SUBSTITUTIONS).encode()).hexdigest()[:8]
+    key = (
+        f"torch-{torch.__version__}-{accelerator}",
+        f"ort-{onnxruntime_build().get('__version__', 'none')}",
+        sysconfig.get_config_var("SOABI"),
+        sources,
+    )
+    return cache_root() / "torch_extensions" / "_".join(key)
+
+
+def expected_paths(folder: Path) -> dict[str, Path]:
+    """Paths of the extensions in `folder` after a build."""
+    return {name: folder / f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}" for name in NAMES}
+
+
+def find() -> dict[str, Path] | None:
+    """The built extensions by name; None unless both exist."""
+    try:
+        paths = expected_paths(cache_dir())
+    except MemOptError:
+        return None
+    return paths if all(path.is_file() for path in paths.values()) else None
+
+
+def check_compiler() -> str:
+    """The C++ compiler that a build would call.
+
+    Raises:
+        MemOptError: no compiler or no Python headers; the message says what to install.
+    """
+    compiler = os.environ.get("CXX", "c++")
+    if shutil.which(shlex.split(compiler)[0]) is None:
+        raise MemOptError(
+            f"no C++ compiler: `{compiler}` is not on PATH; install one (Debian, Ubuntu: apt-get install g++; "
+            "Fedora: dnf install gcc-c++; conda: conda install -c conda-forge gxx) or name it in CXX"
+        )
+    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        raise MemOptError(
+            "no Python headers (Python.h): install them (Debian, Ubuntu: apt-get install python3-dev; "
+            "Fedora: dnf install python3-devel)"
+        )
+    return compiler
+
+
+def build() -> dict[str, Path]:
+    """Compile both extensions into `cache_dir()` unless they exist; returns their paths by name.
+
+    Takes 1 to 3 minutes. Concurrent processes wait for the first one and use its result. Files appear atomically.
+
+    Raises:
+        MemOptError: onnxruntime-training or a compiler is missing, or the compilation failed; the message has the
+            first error and the path of the compiler's full output.
+    """
+    if built := find():
+        return built
+    sources, folder = sources_dir(), cache_dir()
+    check_compiler()
+    folder.mkdir(parents=True, exist_ok=True)
+    with _progress() as show, _locked(folder / "lock", partial(show, "waiting for another process that builds")):
+        if built := find():
+            return built
+        work, log = folder / "build", folder / "build.log"
+        # Left by a build that was killed; the lock guarantees that nobody uses it.
+        shutil.rmtree(work, ignore_errors=True)
+        try:
+            for source in sorted(path for name in NAMES for path in (sources / name).iterdir()):
+                if source.suffix in (".py", ".cc", ".h"):
+                    target = work / source.relative_to(sources)
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    text = source.read_text(encoding="utf-8")
+                    target.write_text(patch_source(f"{target.parent.name}/{source.name}", text), encoding="utf-8")
+            for number, name in enumerate(NAMES, 1):
+                _compile(work / name, log, partial(show, f"building {name} ({number}/{len(NAMES)})"))
+            for name, path in expected_paths(folder).items():
+                os.replace(work / name / "out" / path.name, path)
+            log.unlink()
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+    get_logger().info("torch extensions built in %s", folder)
+    return expected_paths(folder)
+
+
+def load(paths: dict[str, Path]) -> dict[str, ModuleType]:
+    """Import the built extensions under the names that onnxruntime imports; a second call has no effect.
+
+    Raises:
+        MemOptError: a file cannot be loaded, for instance one that another machine built in a shared home folder.
+    """
+    modules = {}
+    for name, path in paths.items():
+        full_name = f"{_PARENT}.{name}"
+        module = sys.modules.get(full_name)
+        if module is None:
+            spec = importlib.util.spec_from_file_location(full_name, path)
+            try:
+                assert spec is not None and spec.loader is not None
+                module = importlib.util.module_from_spec(spec)
+                spec.loader.exec_module(module)
+            except ImportError as error:
+                raise MemOptError(f"{error}; delete {path.parent} and run: {BUILD_COMMAND}") from error
+            sys.modules[full_name] = module
+        # A later import of the parent finds the module in sys.modules by itself.
+        if parent := sys.modules.get(_PARENT):
+            setattr(parent, name, module)
+        modules[name] = module
+    return modules
+
+
+def _compile(folder: Path, log: Path, tick: Callable[[], None]) -> None:
+    """Build the extension in `folder` and import it, each in a subprocess with output to `log`.
+
+    The import finds symbols that torch hides, which the linker does not. `tick` is called while a subprocess runs.
+    """
+    for python_arguments in (
+        ["setup.py", "build_ext", "--build-lib", "out", "--build-temp", "tmp"],
+        ["-c", f"import sys, torch; sys.path.insert(0, 'out'); import {folder.name}"],
+    ):
+        with log.open("w", encoding="utf-8") as output:
+            returncode = _run([sys.executable, *python_arguments], folder, output, tick)
+        if returncode != 0:
+            reason = first_error(log.read_text(encoding="utf-8", errors="replace"))
+            raise MemOptError(f"building {folder.name} failed: {reason} (full output: {log})")
+
+
+def _run(command: list[str], folder: Path, output: TextIO, tick: Callable[[], None]) -> int:
+    """Run a command and return its exit code; terminates it if this process is interrupted."""
+    # Python's own flags include debug information: 40 MB of files and half a minute for nothing.
+    environment = {**os.environ, "CFLAGS": f"{os.environ.get('CFLAGS', '')} -g0"}
+    process = subprocess.Popen(command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        while process.poll() is None:
+            tick()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_tick_seconds())
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait()
+    return process.returncode
+
+
+def first_error(output: str) -> str:
+    """The first error line in a compiler's or linker's output; the last line when there is none."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    error = re.compile(r"\b(fatal )?error: |undefined reference|cannot find -l|No space left")
+    return next(filter(error.search, lines), lines[-1] if lines else "no output")
+
+
+def _tick_seconds() -> float:
+    return 1.0 if sys.stderr.isatty() else 15.0
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """Yield a function that sets the text of a progress line with the elapsed time, on rank 0."""
+    layout = "[memopt] {desc}: {elapsed}"
+    with tqdm(disable=rank() != 0, bar_format=layout, desc="torch extensions", leave=False) as bar:
+        yield bar.set_description_str
+
+
+@contextmanager
+def _locked(path: Path, tick: Callable[[], None]) -> Iterator[None]:
+    """Hold the lock file; call `tick` while waiting for another process."""
+    lock = FileLock(path)
+    while not lock.is_locked:
+        try:
+            lock.acquire(timeout=_tick_seconds())
+        except Timeout:
+            tick()
+    try:
+        yield
+    finally:
+        lock.release()

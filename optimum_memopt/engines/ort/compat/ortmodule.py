@@ -1,0 +1,248 @@
+"""Imports ONNX Runtime's ORTModule on a torch that it was not built for, without changing torch for anybody else.
+
+onnxruntime-training 1.19.2 is the last release and was built for torch 2.4. Each patch of this folder is applied where
+it is needed (never by version), says what breaks without it, and is limited to ORT's own modules or undone afterwards.
+"""
+
+import contextlib
+import importlib
+import importlib.util
+import logging
+import os
+import sys
+import threading
+import types
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.utils.checkpoint
+
+from optimum_memopt.engines.ort.compat import extensions
+from optimum_memopt.installed import installed_version
+
+ORTMODULE = "onnxruntime.training.ortmodule"
+EXTENSIONS_PACKAGE = f"{ORTMODULE}.torch_cpp_extensions"
+TORCHSCRIPT = "torch.onnx._internal.torchscript_exporter"
+
+# torch 2.9 moved the TorchScript exporter's modules (pytorch PR 161323) and ORT imports them from their old places:
+# without these, `import onnxruntime.training.ortmodule` fails with ModuleNotFoundError.
+MOVED_MODULES = {
+    "torch.onnx._internal.jit_utils": f"{TORCHSCRIPT}.jit_utils",
+    "torch.onnx._type_utils": f"{TORCHSCRIPT}._type_utils",
+    "torch.onnx._globals": f"{TORCHSCRIPT}._globals",
+}
+# The same move dropped private names from the public module, which ORT's symbolic for convolutions reads (ViT).
+MOVED_NAMES = {"torch.onnx.symbolic_opset9": ("_convolution", "_convolution_mode")}
+
+# What importing ortmodule replaces for the whole process (ortmodule/__init__.py, lines 120 and 215).
+_REPLACED_BY_IMPORT = (
+    ("torch", "manual_seed"),
+    ("torch.cuda", "manual_seed"),
+    ("torch.utils.checkpoint", "checkpoint"),
+    ("deepspeed.runtime.activation_checkpointing.checkpointing", "checkpoint"),
+)
+
+
+@dataclass(frozen=True)
+class Imported:
+    """ORT's patched package; `has_extensions` tells whether its C++ extensions for torch are loaded."""
+
+    ortmodule: types.ModuleType
+    has_extensions: bool
+
+
+_imported: Imported | None = None
+# Guards process-wide state: the environment, ORT's classes, the registry of torch.onnx, warnings.
+_lock = threading.RLock()
+
+
+def load() -> Imported:
+    """Import `onnxruntime.training.ortmodule` with every patch it needs here; later calls return the same object.
+
+    Raises:
+        ImportError: onnxruntime-training is not installed.
+    """
+    global _imported
+    with _lock:
+        if _imported is None:
+            _imported = _load()
+        return _imported
+
+
+def runs_on_gpus() -> bool:
+    """True where the installed ONNX Runtime has a provider for GPUs."""
+    # The CPU build says so in its name, and needs no import for it.
+    if installed_version(("onnxruntime-training-cpu",)) is not None:
+        return False
+    load()
+    providers = importlib.import_module("onnxruntime").get_available_providers()
+    return bool({"CUDAExecutionProvider", "ROCMExecutionProvider"} & set(providers))
+
+
+def _load() -> Imported:
+    has_extensions = _provide_extensions()
+    # Options are per model; read at import, these two variables would decide for the whole process.
+    switches = {
+        **dict.fromkeys(("ORTMODULE_USE_EFFICIENT_ATTENTION", "ORTMODULE_USE_FLASH_ATTENTION")),
+        "ORTMODULE_ENABLE_CUSTOM_AUTOGRAD": str(int(has_extensions)),
+    }
+    # onnxruntime.training imports ortmodule too and swallows its ImportError: import nothing of it earlier.
+    with (
+        moved_torch_names(),
+        environment(switches),
+        _undo_replacements(),
+        _preserve_logging_and_path(),
+        _block_deepspeed_import(),
+    ):
+        ortmodule = importlib.import_module(ORTMODULE)
+        # ORT imports these later: the first reads the switch then, the second imports deepspeed and warns without it.
+        importlib.import_module(f"{ORTMODULE}._custom_autograd_function")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            importlib.import_module("onnxruntime.training.utils.hooks")
+    _silence_missing_nvtx()
+    # Set by the import because ORT's own folder has no compiled extension; every ORTModule() would raise it again.
+    ortmodule._FALLBACK_INIT_EXCEPTION = None
+    if not has_extensions:
+        _run_without_extensions()
+    return Imported(ortmodule, has_extensions)
+
+
+@contextlib.contextmanager
+def environment(variables: Mapping[str, str | None]) -> Iterator[None]:
+    """Set environment variables (None: unset) during a call into ORT, which reads its options nowhere else.
+
+    Every call into ORT that changes process-wide state runs inside this context, one thread at a time: a thread that
+    trains waits while another builds its session.
+    """
+    with _lock:
+        before = {name: os.environ.get(name) for name in variables}
+        try:
+            _set_environment(variables)
+            yield
+        finally:
+            _set_environment(before)
+
+
+def _set_environment(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+@contextlib.contextmanager
+def moved_torch_names() -> Iterator[None]:
+    """Make torch's moved names available at their old places while ORT imports or exports; only the missing ones."""
+    with contextlib.ExitStack() as undo:
+        for old, new in MOVED_MODULES.items():
+            if old not in sys.modules and importlib.util.find_spec(new.rpartition(".")[0]) is not None:
+                sys.modules[old] = importlib.import_module(new)
+                undo.callback(sys.modules.pop, old)
+                parent, _, leaf = old.rpartition(".")
+                _add(importlib.import_module(parent), leaf, sys.modules[old], undo)
+        for module, names in MOVED_NAMES.items():
+            if importlib.util.find_spec(TORCHSCRIPT) is not None:
+                source = importlib.import_module(f"{TORCHSCRIPT}.{module.rpartition('.')[2]}")
+                for name in names:
+                    _add(importlib.import_module(module), name, getattr(source, name), undo)
+        yield
+
+
+def _add(owner: types.ModuleType, name: str, value: object, undo: contextlib.ExitStack) -> None:
+    if not hasattr(owner, name):
+        setattr(owner, name, value)
+        undo.callback(delattr, owner, name)
+
+
+def _silence_missing_nvtx() -> None:
+    """torch's NVTX stub raises ("NVTX functions not installed") on builds without CUDA; ORT calls it unasked."""
+    try:
+        torch.cuda.nvtx.range_push("optimum_memopt")
+        torch.cuda.nvtx.range_pop()
+    except RuntimeError:
+        profile = importlib.import_module("onnxruntime.training.utils.torch_profile_utils")
+        profile.torch_nvtx_range_push = lambda message: None
+        profile.torch_nvtx_range_pop = lambda: None
+
+
+def _provide_extensions() -> bool:
+    """Load the built extensions; without them, register a stub under the name that ORT imports."""
+    built = extensions.find()
+    if built is not None:
+        extensions.load(built)
+        return True
+    stub = types.ModuleType(f"{EXTENSIONS_PACKAGE}.torch_interop_utils")
+    stub.clear_all_grad_fns = lambda: None
+    stub.get_custom_function_forward_runner = stub.get_custom_function_backward_runner = lambda: 0
+    sys.modules[stub.__name__] = stub
+    return False
+
+
+def _run_without_extensions() -> None:
+    """ORT refuses to start without its extensions, although ordinary models do not use them."""
+    session = importlib.import_module(f"{ORTMODULE}._graph_execution_manager")
+    session.load_aten_op_executor_cpp_extension = lambda: None
+    # This symbolic exports embeddings as an ATen call, which needs the extension; without it they export as Gather.
+    registry = importlib.import_module(f"{ORTMODULE}._custom_op_symbolic_registry").CustomOpSymbolicRegistry
+    registry._SYMBOLICS.pop("::embedding", None)
+
+
+@contextlib.contextmanager
+def _undo_replacements() -> Iterator[None]:
+    """Restore what the import replaces: the engine forwards seeds itself and refuses checkpointing."""
+    before = [
+        (sys.modules[module], name, getattr(sys.modules[module], name))
+        for module, name in _REPLACED_BY_IMPORT
+        if module in sys.modules and hasattr(sys.modules[module], name)
+    ]
+    try:
+        yield
+    finally:
+        for module, name, value in before:
+            setattr(module, name, value)
+
+
+@contextlib.contextmanager
+def _preserve_logging_and_path() -> Iterator[None]:
+    """Undo two side effects of the import: it calls `logging.basicConfig` (onnxruntime/tools/logger.py), which makes
+    a later call by the user a no-op, and appends to `sys.path` a folder with modules such as `utils`
+    (tools/ort_format_model/__init__.py), which would shadow imports that should fail.
+    """
+    root = logging.getLogger()
+    handlers, level, path = list(root.handlers), root.level, list(sys.path)
+    try:
+        yield
+    finally:
+        for handler in [handler for handler in root.handlers if handler not in handlers]:
+            root.removeHandler(handler)
+        root.setLevel(level)
+        sys.path[:] = [entry for entry in sys.path if entry in path or f"{os.sep}onnxruntime{os.sep}" not in entry]
+
+
+@contextlib.contextmanager
+def _block_deepspeed_import() -> Iterator[None]:
+    """Keep ORT from importing deepspeed, which it does only to replace the checkpoint function and can do without: the
+    import takes seconds and starts DeepSpeed's accelerator detection in runs that do not use it."""
+    if "deepspeed" in sys.modules:
+        yield
+        return
+    sys.modules["deepspeed"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules["deepspeed"]
+
+
+@contextlib.contextmanager
+def patched(owner: type | types.ModuleType, name: str, value: object) -> Iterator[None]:
+    """Replace an attribute of a class or module inside the context; a staticmethod is restored as one."""
+    before = owner.__dict__[name]
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)

@@ -1,0 +1,184 @@
+"""Moves the loss into the graph that ONNX Runtime runs, and uses the sparsity of the labels there.
+
+A model that gets labels computes its loss inside its forward, so in ORT. Two things stay outside: the Trainer's label
+smoothing, which takes the labels away from the model, and the fact that a row with an ignored label needs no logits.
+With the loss inside, labelled rows are selected before the loss with ShrunkenGather, which ORT's compute optimizer
+moves up through the projection to the vocabulary, so that projection, loss and their gradients run on labelled rows
+only.
+
+ORT inserts that operator itself (`InsertGatherBeforeSceLoss`, 1.19.2) only behind a marker that needs its torch
+extensions and an `nn.CrossEntropyLoss` submodule, which transformers' models do not have.
+"""
+
+import contextlib
+import functools
+import inspect
+import threading
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from optimum_memopt.engines.shared.label_smoothing import LabelSmoothing, logits_of
+from optimum_memopt.errors import MemOptError
+from optimum_memopt.logs import get_logger
+
+_ROWS = "optimum_memopt::rows"
+
+
+def with_label_smoothing(
+    forward: Callable[..., Any], smoothing: LabelSmoothing | None, sparse: bool = False
+) -> Callable[..., Any]:
+    """A bound forward with the smoothed loss in its outputs; unchanged without a smoothing.
+
+    With `sparse` the loss is computed from the labelled rows only.
+    """
+    if smoothing is None:
+        return forward
+    return smoothing.wrap(forward, functools.partial(_sparse_smoothed_loss, smoothing) if sparse else None)
+
+
+def return_loss_only(module: torch.nn.Module, smoothing: LabelSmoothing | None, sparse: bool = True) -> None:
+    """Make `module.forward` return only its loss.
+
+    Other outputs would stay alive, including all rows of the logits. Outputs without a loss are returned unchanged.
+
+    Args:
+        module: what ORT exports; its forward is replaced on this instance and keeps its signature.
+        smoothing: see `with_label_smoothing`.
+        sparse: compute the loss from the labelled rows only, if there is a label per token.
+    """
+    own: Any = module.forward
+    signature = inspect.signature(own)
+    forward = with_label_smoothing(own, smoothing)
+    sparse_forward = with_label_smoothing(own, smoothing, sparse=True)
+
+    @functools.wraps(own.__func__)
+    def loss_only(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        labels = signature.bind(*args, **kwargs).arguments.get("labels", kwargs.get("labels"))
+        # Labels of sequences are rarely ignored, and their classifier is small.
+        per_token = isinstance(labels, torch.Tensor) and labels.dim() > 1
+        if sparse and per_token:
+            with _sparse_cross_entropy():
+                outputs = sparse_forward(*args, **kwargs)
+        else:
+            outputs = forward(*args, **kwargs)
+        if isinstance(outputs, dict) and outputs.get("loss") is not None:
+            return type(outputs)(loss=outputs["loss"])
+        if isinstance(outputs, tuple) and labels is not None:
+            return outputs[:1]
+        get_logger().warning(
+            "--ort_module_with_loss: the model returned no loss for this batch; its outputs are unchanged"
+        )
+        return outputs
+
+    module.forward = types.MethodType(loss_only, module)
+
+
+class LabelShapes:
+    """Checks that labels have the shape of their inputs, which ORT cannot check without all rows of the logits.
+
+    Args:
+        is_encoder_decoder: labels belong to the decoder's inputs.
+    """
+
+    def __init__(self, is_encoder_decoder: bool) -> None:
+        self._input_name = "decoder_input_ids" if is_encoder_decoder else "input_ids"
+        self._agreed_at_first: bool | None = None
+
+    def check(self, inputs: Mapping[str, Any]) -> None:
+        """Compare the shapes in `inputs`. Shapes that differ in the first batch, which the model checked itself, are
+        never compared again.
+
+        Raises:
+            MemOptError: they agreed in the first batch and differ now.
+        """
+        labels, labelled = inputs.get("labels"), inputs.get(self._input_name)
+        if not isinstance(labels, torch.Tensor) or not isinstance(labelled, torch.Tensor):
+            return
+        if labels.dim() < 2 or labels.is_floating_point():
+            return
+        agree = labels.shape == labelled.shape
+        if self._agreed_at_first is None:
+            self._agreed_at_first = agree
+        if self._agreed_at_first and not agree:
+            raise MemOptError(
+                f"labels of shape {tuple(labels.shape)} for {self._input_name} of shape {tuple(labelled.shape)}: each "
+                "token needs a label, -100 where it does not count"
+            )
+
+
+@contextlib.contextmanager
+def exportable(opset: int) -> Iterator[None]:
+    """Register the symbolic of the row selection for `torch.onnx.export` inside the context."""
+
+    def shrunken_gather(graph: Any, tensor: Any, rows: Any) -> Any:
+        # ORT's compute optimizer moves this operator, but Gathers only if their size is known.
+        selected = graph.op("com.microsoft::ShrunkenGather", tensor, rows, axis_i=0)
+        sizes = tensor.type().sizes()
+        if sizes is not None:
+            selected.setType(tensor.type().with_sizes([None, *sizes[1:]]))
+        return selected
+
+    torch.onnx.register_custom_op_symbolic(_ROWS, shrunken_gather, opset)
+    try:
+        yield
+    finally:
+        torch.onnx.unregister_custom_op_symbolic(_ROWS, opset)
+
+
+@torch.library.custom_op(_ROWS, mutates_args=())
+def _exported_rows(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    return tensor.index_select(0, rows)
+
+
+def _select_labelled_rows(
+    logits: torch.Tensor, labels: torch.Tensor, ignore_index: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Select the rows of logits (rows, classes) and labels (rows,) that are not ignored, and always the first row: ORT
+    1.19.2 crashes on a projection of no rows."""
+    counted = labels.ne(ignore_index)
+    rows = torch.cat([torch.ones_like(counted[:1]), counted[1:]]).nonzero().squeeze(1)
+    if torch.onnx.is_in_onnx_export():
+        return _exported_rows(logits, rows), _exported_rows(labels, rows)
+    return logits.index_select(0, rows), labels.index_select(0, rows)
+
+
+def _sparse_smoothed_loss(smoothing: LabelSmoothing, outputs: Any, labels: torch.Tensor, items: Any) -> torch.Tensor:
+    # The smoother would slice off the last row of the logits, and the row selection cannot be moved past a slice.
+    logits, labels = logits_of(outputs), smoothing.shifted(labels)
+    flat = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
+    logits, labels = _select_labelled_rows(*flat, smoothing.ignore_index)
+    return smoothing.smoother({"logits": logits}, labels, num_items_in_batch=items)
+
+
+@contextlib.contextmanager
+def _sparse_cross_entropy() -> Iterator[None]:
+    """Make `torch.nn.functional.cross_entropy`, which every transformers loss calls, use the labelled rows only."""
+    original = functional.cross_entropy
+    thread = threading.get_ident()
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def cross_entropy(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if threading.get_ident() != thread:
+            return original(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        call = types.SimpleNamespace(**bound.arguments)
+        fits = call.input.dim() == 2 and call.target.dim() == 1 and len(call.input) == len(call.target)
+        reduced = call.reduction in ("mean", "sum") and call.size_average is None and call.reduce is None
+        if not (fits and reduced):
+            return original(*args, **kwargs)
+        selected = dict(
+            zip(("input", "target"), _select_labelled_rows(call.input, call.target, call.ignore_index), strict=True)
+        )
+        return original(**{**bound.arguments, **selected})
+
+    functional.cross_entropy = cross_entropy
+    try:
+        yield
+    finally:
+        functional.cross_entropy = original

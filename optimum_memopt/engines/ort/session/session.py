@@ -1,0 +1,371 @@
+"""Builds an ORTModule and runs training forwards through it."""
+
+import contextlib
+import functools
+import importlib
+import json
+import os
+import re
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from optimum_memopt.compat import is_encoder_decoder
+from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.ort.compat import internals, ortmodule, torch_modules
+from optimum_memopt.engines.ort.compat.installation import DISTRIBUTIONS
+from optimum_memopt.engines.ort.graph_fixes.gradients import (
+    expand_indices_in_backward,
+    mask_padding_gradients,
+    unsqueeze_grouped_conv1d_gradients,
+)
+from optimum_memopt.engines.ort.graph_fixes.index_checks import (
+    IndexCheck,
+    as_index_error,
+    check_indices,
+    nan_mean_without_labels,
+)
+from optimum_memopt.engines.ort.options import environment
+from optimum_memopt.engines.ort.options.flags import OrtOptions
+from optimum_memopt.engines.ort.session import module_with_loss
+from optimum_memopt.engines.ort.session.export_cache import ExportCache
+from optimum_memopt.engines.ort.session.graph_plans import (
+    GraphPlans,
+    applied_counts,
+    check_applied,
+    choose_plans,
+    parse_insight,
+)
+from optimum_memopt.engines.ort.support.checks import check_operators, refuse_side_effects
+from optimum_memopt.errors import MemOptError
+from optimum_memopt.installed import installed_version
+from optimum_memopt.logs import Progress, announced, get_logger
+from optimum_memopt.plans.table import PlanTable
+
+# A failed check in ORT's C++ code: path, line, signature, condition or status, and mostly a reason.
+_FAILED_CHECK = re.compile(
+    r"/onnxruntime_src/\S*?(?P<place>[^/\s]+:\d+) .*\)>? (?:const )?"
+    r"(?P<condition>\S.*was false\.|\[ONNXRuntimeError\][^:]*:[^:]*:[^:]*:) ?(?P<reason>.*)"
+)
+# What the CPU and CUDA allocators of ORT and torch say.
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "bad_alloc", "Failed to allocate memory")
+
+
+class OrtSession:
+    """Builds an ORTModule around `module` and runs training forwards through it.
+
+    Args:
+        module: float32 on the CPU, or any dtype that the CUDA provider knows.
+        options: checked by `check_ort`.
+        selection: the plans that were asked for; those of a level are looked for inside each transformer layer only
+            (ORT's probe "1:1").
+        log_level: a key of `LOG_LEVELS`.
+
+    Attributes:
+        internals: the ORTModule's own objects.
+        plans: of the current training graph.
+        table: of the current training graph, another object for each; None before the first.
+        insight: ONNX Runtime's own per-node text of the current training graph.
+        is_building: the last forward did not get past building the session.
+        backward_is_due: the last forward has not had its backward.
+
+    Raises:
+        MemOptError: ORT ignored one of the options.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, options: OrtOptions, selection: Selection, log_level: str = "info"
+    ) -> None:
+        imported = ortmodule.load()
+        self.plans, self.insight = GraphPlans(), ""
+        self.table: PlanTable | None = None
+        self.is_building, self.backward_is_due = True, False
+        self._has_extensions = imported.has_extensions
+        self._options, self._selection = options, selection
+        self._log_level = log_level
+        self._environment = environment.variables(options)
+        self._config_file: str = ""
+        self._inlined_functions: list[str] = []
+        self._index_checks: dict[str, IndexCheck] = {}
+        self._progress = Progress()
+        with (
+            ortmodule.environment(self._environment),
+            internals.register_symbolics(options.ort_opset or imported.ortmodule.ONNX_OPSET_VERSION),
+            internals.without_torch_gpu_allocator(),
+            self._quiet(),
+            torch_modules.preserve_training_modes(module),
+        ):
+            ort = importlib.import_module(f"{ortmodule.ORTMODULE}.ortmodule")
+            self._ort = ort.ORTModule(module, self._debug_options(type(module).__name__))
+            self.internals = internals.SessionInternals(self._ort)
+            if ignored := environment.ignored_options(options, self.internals.options):
+                raise MemOptError(f"this build of ONNX Runtime does not do {', '.join(ignored)}; leave it out")
+            self._patch_instance()
+        # ORT's import replaces torch.manual_seed to forward every seed; compat undoes that, so forward it here.
+        importlib.import_module("onnxruntime").set_seed(torch.initial_seed() % (2**63 - 1))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a training forward; the outputs carry a grad_fn whose backward runs in ORT.
+
+        Raises:
+            MemOptError: a plan that the graph does not have or ORT did not apply; operators that need the extensions.
+            IndexError: a label or an id is out of range, as in PyTorch.
+            torch.OutOfMemoryError: also from the backward of the outputs.
+            Exception: whatever ORT raises for a graph that it cannot build or run.
+        """
+        with translate_out_of_memory(), contextlib.ExitStack() as self._announcement:
+            try:
+                return self._ort(*args, **kwargs)
+            except Exception as error:
+                self.backward_is_due = False
+                if (index_error := as_index_error(error, self._index_checks)) is not None:
+                    raise index_error from None
+                raise
+
+    @property
+    def graph(self) -> Any:
+        """The training graph (`onnx.GraphProto`), forward and backward separated by a YieldOp."""
+        return self.internals.graph
+
+    def close(self) -> None:
+        """Delete the temporary config file; a session that was dropped while it was built has not read it yet."""
+        if self._config_file:
+            Path(self._config_file).unlink(missing_ok=True)
+            self._config_file = ""
+
+    def _debug_options(self, name: str) -> Any:
+        module = importlib.import_module(ortmodule.ORTMODULE)
+        levels = {"devinfo": module.LogLevel.DEVINFO, "verbose": module.LogLevel.VERBOSE}
+        level = levels.get(self._log_level, module.LogLevel.ERROR)
+        folder = self._options.ort_save_onnx
+        return module.DebugOptions(level, save_onnx=bool(folder), onnx_prefix=name, save_path=folder or "")
+
+    def _patch_instance(self) -> None:
+        options = self.internals.options
+        options.use_external_gpu_allocator = False
+        if self._options.ort_custom_autograd is False:
+            options.enable_custom_autograd_function = False
+        options.recompute_probe_config = "1:1" if self._selection.level else "1:0"
+        self.internals.patch_export(
+            self._during_forward, self._during_export, lambda: refuse_side_effects(self.internals.module)
+        )
+        self.internals.patch_session_config(lambda original: functools.partial(self._session_config, original))
+        self.internals.patch_build_graph(lambda original: functools.partial(self._build_graph, original))
+        self.internals.patch_create_session(ortmodule.environment(self._environment))
+        self.internals.patch_backward(lambda backward: single_backward(translate_out_of_memory()(backward)))
+        self.internals.set_callbacks(self._choose, self._phase, self._built)
+
+    @contextlib.contextmanager
+    def _quiet(self) -> Iterator[None]:
+        """Hide the exporter's warnings about traced branches, and those of deprecated properties, all of which
+        ORTModule reads when it looks through the model's members."""
+        with warnings.catch_warnings():
+            if self._log_level != "verbose":
+                warnings.simplefilter("ignore")
+            yield
+
+    @contextlib.contextmanager
+    def _during_forward(self) -> Iterator[None]:
+        with (
+            ortmodule.environment(self._environment),
+            internals.fix_gradient_management_device(self.internals.transition_device),
+        ):
+            yield
+
+    @contextlib.contextmanager
+    def _during_export(self) -> Iterator[None]:
+        self.is_building = True
+        session = f"the ONNX Runtime session of {type(self.internals.module).__name__}"
+        note = "exports the model and differentiates its graph; once for each kind of batch"
+        self._progress = self._announcement.enter_context(announced(f"building {session}", f"built {session}", note))
+        self._progress.stage = "exporting the model"
+        options = self.internals.options
+        # With the loss inside, the labelled rows are selected already; ORT's marker would stay in the graph and print.
+        marks_labels = options.enable_label_sparse_optimizer and not self._options.ort_module_with_loss
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(internals.keep_output_visible())
+            stack.enter_context(
+                internals.register_symbolics(options.onnx_opset_version, options.enable_custom_autograd_function)
+            )
+            stack.enter_context(module_with_loss.exportable(options.onnx_opset_version))
+            stack.enter_context(self._quiet())
+            stack.enter_context(torch_modules.preserve_training_modes(self.internals.module))
+            if self._options.ort_allow_autograd_checkpoint:
+                stack.enter_context(torch_modules.check_checkpointed_functions())
+            stack.enter_context(internals.fix_label_sparsity_switch(self.internals.transition_manager, marks_labels))
+            if not options.enable_custom_autograd_function:
+                self._inlined_functions = stack.enter_context(torch_modules.record_autograd_functions())
+            stack.enter_context(self._export_cache())
+            yield
+
+    def _export_cache(self) -> contextlib.AbstractContextManager[None]:
+        if not self._options.ort_cache_dir:
+            return contextlib.nullcontext()
+        versions = (torch.__version__, installed_version(DISTRIBUTIONS), installed_version(("optimum-memopt",)))
+        dependencies = (*map(str, versions), *internals.symbolic_names(), *map(str, sorted(self._environment.items())))
+        return ExportCache(os.fspath(self._options.ort_cache_dir), dependencies).enabled()
+
+    def _build_graph(self, original: Callable[[Any], None], configuration: Any) -> None:
+        self._progress.stage = "building the training graph"
+        given = self._options
+        rewrites = (given.ort_efficient_attention, given.ort_flash_attention, given.ort_triton)
+        with ortmodule.environment(self._environment), internals.select_graph_optimizers(*rewrites):
+            original(configuration)
+        module = self.internals.module
+        self._index_checks = check_indices(self.graph, module)
+        nan_mean_without_labels(self.graph)
+        mask_padding_gradients(self.graph, module)
+        expand_indices_in_backward(self.graph)
+        unsqueeze_grouped_conv1d_gradients(self.graph)
+
+    def _session_config(self, original: Callable[[], Any]) -> Any:
+        session_options, providers, provider_options = original()
+        # The arena never shrinks: memory that a plan saves would not be available to the rest of the process.
+        session_options.enable_cpu_mem_arena = self._options.ort_arena
+        if self._options.ort_arena:
+            register_arena()
+            session_options.add_session_config_entry("session.use_env_allocators", "1")
+        # Same number of threads as torch: a launcher's OMP_NUM_THREADS applies to both.
+        session_options.intra_op_num_threads = torch.get_num_threads()
+        if self._selection.level or self._selection.config is not None:
+            # ORT's default order recomputes tensors early and keeps them alive, which saves nothing.
+            order = importlib.import_module("onnxruntime").ExecutionOrder
+            session_options.execution_order = order.MEMORY_EFFICIENT
+        return session_options, providers, provider_options
+
+    def _choose(self, agent: Any, options: Any) -> None:
+        """Choose plans with ORT's session without plans; ORT creates the final session next.
+
+        The applied counts come from the session without plans too: in the final one the recomputed tensors are no
+        longer stashed, so ORT does not list them.
+        """
+        self.close()
+        self._progress.stage = "creating the session"
+        module, selection = self.internals.module, self._selection
+        check_operators(type(module).__name__, self._inlined_functions, self.graph, self._has_extensions)
+        probe = options.recompute_probe_config
+        options.memory_optimizer_config_file_path = ""
+        text, symbolics = agent.get_serialized_ortmodule_memory_stat("", probe, True)
+        frequencies = {config: int(saving[1]) for config, saving in symbolics.items()}
+        kind = is_encoder_decoder(module)
+        self.plans = choose_plans(text, frequencies, self.internals.dimensions, kind, selection, self.graph)
+        for remark in self.plans.choice.remarks:
+            get_logger().warning(remark)
+        if self.plans.choice.configs:
+            options.memory_optimizer_config_file_path = self._write_config(self.plans.choice.configs)
+            text, _ = agent.get_serialized_ortmodule_memory_stat(self._config_file, probe, True)
+        counts = applied_counts(parse_insight(text))
+        if idle := check_applied(self.plans.choice, counts, selection.strict and not selection.level):
+            get_logger().warning(idle)
+        if self.table is not None:
+            get_logger().info("the inputs changed: ONNX Runtime built a new training graph")
+        provider = "CUDAExecutionProvider" if self.internals.device.type == "cuda" else "CPUExecutionProvider"
+        asked = f"config {selection.config}" if selection.config else f"level {selection.level}"
+        header = f"{type(module).__name__} on {provider}, {asked}"
+        self.insight, self.table = text, self.plans.to_table(counts, header)
+
+    def _write_config(self, configs: Sequence[str]) -> str:
+        try:
+            with tempfile.NamedTemporaryFile("w", suffix=".json", prefix="memopt-", delete=False) as file:
+                self._config_file = file.name
+                json.dump(configs, file)
+        except OSError as error:
+            raise MemOptError(
+                f"cannot write the plan for ONNX Runtime into {tempfile.gettempdir()}: {error.strerror}; free some "
+                "space there or set TMPDIR to another folder"
+            ) from error
+        return self._config_file
+
+    def _phase(self, phase: Any) -> None:
+        # First phase of a forward and last of its backward (`Phase` in _runtime_inspector.py).
+        if int(phase) in (0, 3):
+            self.backward_is_due = int(phase) == 0
+
+    def _built(self) -> None:
+        self.is_building = False
+        self.close()
+        self._announcement.close()
+
+
+@contextlib.contextmanager
+def translate_out_of_memory() -> Iterator[None]:
+    """Raise torch.OutOfMemoryError where ORT reports out of memory as a failed node.
+
+    Code that retries with a smaller batch, such as Trainer's auto_find_batch_size, looks for torch's error and for
+    these words (accelerate, `should_reduce_batch_size`).
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, torch.OutOfMemoryError) or not any(words in str(error) for words in _OUT_OF_MEMORY):
+            raise
+        raise torch.OutOfMemoryError(f"ONNX Runtime is out of memory. {one_line(error)}") from error
+
+
+def one_line(error: BaseException) -> str:
+    """The last meaningful line of an error; ORT's messages contain tracebacks and C++ signatures."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    if failed := _FAILED_CHECK.search(lines[-1]):
+        lines[-1] = f"{failed['place']}: {failed['reason'] or failed['condition']}"
+    return f"{type(error).__name__}: {lines[-1]}"
+
+
+def single_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the backward of ORT's autograd function with an error where gradients would silently be lost.
+
+    Args:
+        backward: deletes `ctx.run_info.state` when it has run (onnxruntime-training 1.19.2, `_training_manager.py`).
+
+    Raises:
+        MemOptError: `create_graph=True` (the gradients would have no graph, so a penalty on them would have no
+            effect), or a second backward of one forward.
+    """
+
+    @functools.wraps(backward)
+    def checked(ctx: Any, *gradients: Any) -> Any:
+        # Autograd enables gradients during a backward only for create_graph.
+        if torch.is_grad_enabled():
+            raise MemOptError(
+                "backward with create_graph=True through ONNX Runtime, whose gradients have no graph; leave the "
+                "engine out for a loss that depends on gradients"
+            )
+        if not hasattr(ctx.run_info, "state"):
+            raise MemOptError(
+                "a second backward of one forward (retain_graph=True) through ONNX Runtime, which frees its "
+                "activations in the first; add up the losses and call backward() once, or use --memory_opt_engine "
+                "compile"
+            )
+        return backward(ctx, *gradients)
+
+    return checked
+
+
+@functools.cache
+def register_arena() -> None:
+    """Register an arena for the sessions of this process that set `session.use_env_allocators`.
+
+    ORT's default arena grows by powers of two and returns blocks with up to 128 MiB of unused space; this one grows by
+    the requested size and leaves at most 1 MiB unused: the same speed at a lower peak (docs/ort.md). An arena that the
+    user has registered is kept.
+    """
+    import onnxruntime
+
+    kind = onnxruntime.OrtAllocatorType.ORT_ARENA_ALLOCATOR
+    info = onnxruntime.OrtMemoryInfo("Cpu", kind, 0, onnxruntime.OrtMemType.DEFAULT)
+    config = {
+        "max_mem": 0,
+        "arena_extend_strategy": 1,
+        "initial_chunk_size_bytes": -1,
+        "max_dead_bytes_per_chunk": 1 << 20,
+    }
+    try:
+        onnxruntime.create_and_register_allocator(info, onnxruntime.OrtArenaCfg(config))
+    except RuntimeError as error:
+        if "already been registered" not in str(error):
+            raise

@@ -1,0 +1,217 @@
+"""Guards a Trainer's steps: one that runs out of memory is explained, or runs again, on all ranks alike."""
+
+import copy
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+from transformers import Trainer, TrainerState, TrainingArguments
+
+from optimum_memopt.callbacks.reporting import HookingCallback, Reporter
+from optimum_memopt.compat import outputs_read_by
+from optimum_memopt.engines.api.explanations import (
+    OPTIMIZER_STEP,
+    ForwardCall,
+    Place,
+)
+from optimum_memopt.errors import DoesNotFitError, add_context, is_out_of_memory, line_of
+from optimum_memopt.logs import log_from_any_rank, rank
+from optimum_memopt.oom.failure import (
+    Failure,
+    HeldAtStart,
+    StepStart,
+    failure_of,
+    forward_call,
+    free_step,
+)
+from optimum_memopt.oom.replan import Replanner, StepState
+from optimum_memopt.oom.report import MemoryReport, report_of
+from optimum_memopt.trainer_patches import GUARDED_OPTIMIZER, GUARDED_STEP, TrainerPatches
+
+_FINE, _RAN_OUT, _FAILED = 0, 1, 2
+
+
+class OtherRankRanOutError(Exception):
+    """This rank had enough memory, another one had not; no error that code which retries would take for its own.
+
+    Args:
+        rank: the first that had not.
+    """
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(f"rank {rank} ran out of memory in the forward")
+        self.rank = rank
+
+
+def agreeing(trainer: Trainer, compute_loss: Callable[..., Any]) -> Callable[..., Any]:
+    """`compute_loss` that fails on all ranks when it ran out of memory on one: one small all-gather a forward.
+
+    Raises:
+        OtherRankRanOutError: from it, on ranks that had enough.
+    """
+
+    def compute_and_agree(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not model.training:
+            return compute_loss(model, *args, **kwargs)
+        try:
+            result = compute_loss(model, *args, **kwargs)
+        except Exception as error:
+            _outcomes(_RAN_OUT if is_out_of_memory(error) else _FAILED, trainer.args.device)
+            raise
+        outcomes = _outcomes(_FINE, trainer.args.device)
+        # A rank that failed in another way ends the run by itself.
+        if _RAN_OUT in outcomes and _FAILED not in outcomes:
+            raise OtherRankRanOutError(outcomes.index(_RAN_OUT))
+        return result
+
+    return compute_and_agree
+
+
+def _outcomes(own: int, device: torch.device) -> list[int]:
+    gathered = [torch.zeros(1, dtype=torch.int32, device=device) for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather(gathered, torch.tensor([own], dtype=torch.int32, device=device))
+    return [int(outcome) for outcome in gathered]
+
+
+class MemoryReportCallback(HookingCallback):
+    """Explains an out-of-memory error of a training step, and lets it go on unchanged.
+
+    Works in any Trainer, with or without an engine. The report is logged and written into `output_dir` as
+    `memory_report.json` and `memory_report.md`. To make it, the step's memory is freed, and the model's forward is
+    traced on tensors without data. Costs 0.1 ms a step while memory suffices.
+
+    Attributes:
+        report: of the last step that ran out of memory; None: none has.
+        replanner: has the step run again; None: it does not.
+    """
+
+    def __init__(self) -> None:
+        self.reporter = Reporter("memory_report")
+        self.report: MemoryReport | None = None
+        self.replanner: Replanner | None = None
+        self._call: ForwardCall | None = None
+        self._start: StepStart | None = None
+        # Before the run's first step, when a CPU's malloc has kept nothing of earlier ones.
+        self._first_outside: int | None = None
+        self._hook: Any = None
+        self._patches = TrainerPatches()
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        trainer = self.reporter.begin(state)
+        self._call = self._start = self._first_outside = None
+        if self.replanner is not None:
+            self.replanner.begin(trainer)
+        self._watch_forwards(kwargs["model"])
+        self._patches.put(trainer, GUARDED_STEP, self._guard_step)
+        # Each train() wraps the optimizer anew.
+        if trainer.optimizer is not None:
+            self._patches.put(trainer.optimizer, GUARDED_OPTIMIZER, self._guard_optimizer)
+
+    def note_forward(self, args: Any, kwargs: Any, reader: str) -> None:
+        """Remember what the model's training forward is called with, without its tensors' data."""
+        self._call = forward_call(args, kwargs, reader)
+
+    def _guard_step(self, training_step: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def step(model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+            first: Exception | None = None
+            while True:
+                self._note_start()
+                before = self._state()
+                try:
+                    # A copy for a step that may run again: label smoothing takes the labels out.
+                    given = inputs if before is None else copy.copy(inputs)
+                    return training_step(model, given, *args, **kwargs)
+                except Exception as error:
+                    if self._runs_again(error, before):
+                        first = first or error
+                    elif first is None:
+                        raise
+                    elif isinstance(error, DoesNotFitError | OtherRankRanOutError) or is_out_of_memory(error):
+                        raise first from None
+                    else:
+                        add_context(error, first)
+                        raise
+
+        return step
+
+    def _state(self) -> StepState | None:
+        trainer = self.reporter.trainer
+        return None if self.replanner is None or trainer is None else self.replanner.state(trainer)
+
+    def _runs_again(self, error: Exception, before: StepState | None) -> bool:
+        """True where a step that failed is to run again; where it ran out of memory and is not, that is explained."""
+        trainer, is_own = self.reporter.trainer, is_out_of_memory(error)
+        if isinstance(error, DoesNotFitError) and self.replanner is not None and self.replanner.has_replanned:
+            log_from_any_rank(f"no plan fits: {error}")
+        if trainer is None or not (is_own or isinstance(error, OtherRankRanOutError)):
+            return False
+        failure = failure_of(error, trainer, self._start or StepStart.of(trainer))
+        free_step(error)
+        replanner = self.replanner
+        if replanner is not None and before is not None and replanner.replan(failure, is_own, before, trainer):
+            return True
+        if is_own:
+            self._explain(failure, trainer)
+        return False
+
+    def _guard_optimizer(self, optimizer_step: Callable[..., Any]) -> Callable[..., Any]:
+        def step(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return optimizer_step(*args, **kwargs)
+            except Exception as error:
+                if is_out_of_memory(error) and (trainer := self.reporter.trainer) is not None:
+                    failure = failure_of(error, trainer, StepStart.of(trainer), Place(OPTIMIZER_STEP))
+                    free_step(error)
+                    self._explain(failure, trainer)
+                raise
+
+        return step
+
+    def _explain(self, failure: Failure, trainer: Trainer) -> None:
+        """Log and write why memory ran out; whatever fails here is a line, never another error."""
+        try:
+            start = self._start or StepStart.of(trainer)
+            self.report = report_of(failure, trainer, start, self._call, self._first_outside or 0)
+        except Exception as second:
+            log_from_any_rank(f"memory ran out, and why cannot be told ({line_of(second)})")
+            return
+        self._publish(self.report, trainer)
+
+    def _publish(self, report: MemoryReport, trainer: Trainer) -> None:
+        text = report.to_text() if rank() == 0 else report.to_text().split("\n\n")[0]
+        log_from_any_rank(text)
+        try:
+            written = report.save(Path(str(trainer.args.output_dir)))
+            log_from_any_rank(f"written to {' and '.join(map(str, written))}")
+        except OSError as second:
+            log_from_any_rank(f"the report is not written ({line_of(second)})")
+
+    def _note_start(self) -> None:
+        trainer = self.reporter.trainer
+        if trainer is not None:
+            self._start = StepStart.of(trainer)
+            if self._first_outside is None:
+                self._first_outside = HeldAtStart.of(trainer, self._start, None).outside
+
+    def _watch_forwards(self, model: torch.nn.Module) -> None:
+        self.remove_hooks()  # of a run that died
+        # A plain function, since copies of the model share its hooks.
+        hooked, held = weakref.ref(model), weakref.ref(self)
+
+        @torch.compiler.disable
+        def before_forward(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+            callback = held()
+            if callback is not None and module is hooked() and module.training and torch.is_grad_enabled():
+                callback.note_forward(args, kwargs, outputs_read_by())
+
+        self._hook = model.register_forward_pre_hook(before_forward, with_kwargs=True)
+
+    def remove_hooks(self) -> None:
+        """Take the hook off the model, and the wrappers off the Trainer and its optimizer."""
+        self._patches.undo()
+        if self._hook is not None:
+            self._hook.remove()
+        self._hook = self._call = None

@@ -1,0 +1,331 @@
+"""The report about a training step that ran out of memory: what was held, when, and what would have fit."""
+
+import functools
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Trainer
+
+from optimum_memopt import compat
+from optimum_memopt.engines.api.engine import Engine
+from optimum_memopt.engines.api.explanations import (
+    OPTIMIZER_STEP,
+    Explanation,
+    FailedStep,
+    ForwardCall,
+    Moment,
+    Part,
+    Tensors,
+    WayOut,
+)
+from optimum_memopt.engines.api.predictions import (
+    BATCH,
+    GRADIENTS,
+    OPTIMIZER,
+    OTHER,
+    PARAMETERS,
+    RECOMPUTED,
+    SAVED,
+    TEMPORARY,
+)
+from optimum_memopt.engines.api.run import Run
+from optimum_memopt.engines.shared.in_place import engine_of
+from optimum_memopt.engines.shared.registry import factory, registrations
+from optimum_memopt.errors import is_out_of_memory, line_of, with_causes
+from optimum_memopt.logs import get_logger, rank
+from optimum_memopt.oom.failure import Failure, HeldAtStart, StepStart, gradient_bytes, model_of
+from optimum_memopt.sizes import gib_text
+from optimum_memopt.training.batches import largest_batch
+
+_NAME = "memory_report"
+# Rows of saved activations and temporaries on the screen; the files have all.
+_SHOWN = 5
+_HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# No recompute helps in the optimizer's step: the activations are gone by then.
+_FEWER_STATES = "an optimizer with fewer or smaller states takes less, as --optim adamw_8bit or adafactor; or LoRA"
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """A training step that ran out of memory.
+
+    Attributes:
+        error: its first line.
+        step: optimizer steps that were done before.
+        rank: of the process.
+        model: its class.
+        device: type of its device, as `cuda`.
+        engine: what trained it, and under which plan.
+        rows: of the micro-batch that failed.
+        accumulation: micro-batches of an optimizer step.
+        sizes: of that micro-batch, by input: `input_ids` to `64 x 128`.
+        held: bytes when the allocation failed: on CUDA allocated, on a CPU resident.
+        requested: bytes of that allocation; None: the error does not say.
+        moment: where in the step.
+        parts: what was held, in the order of the categories.
+        ways_out: what would have fit, the recommended one first.
+        remarks: what is not exact or not known, a line each.
+    """
+
+    error: str
+    step: int
+    rank: int
+    model: str
+    device: str
+    engine: str
+    rows: int
+    accumulation: int
+    sizes: Mapping[str, str]
+    held: int
+    requested: int | None
+    moment: Moment
+    parts: tuple[Part, ...]
+    ways_out: tuple[WayOut, ...] = ()
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def accounted(self) -> float:
+        """The share of `held` that the parts add up to."""
+        return sum(part.bytes for part in self.parts) / self.held if self.held else 0.0
+
+    def to_text(self) -> str:
+        """One screen."""
+        lines = [
+            *self._heading,
+            "",
+            "held at that moment",
+            *(_row(part.category, part.bytes, part.bytes / self.held) for part in self.parts if part.bytes),
+            f"  {'accounted for':<60}{self.accounted:>20.1%}",
+        ]
+        for part in self.parts:
+            if shown := _by_row(part.tensors)[:_SHOWN]:
+                lines += ["", f"largest {part.category}"]
+                lines += [_row(f"{row}{layers}", size, size / self.held) for row, layers, size in shown]
+        lines += [
+            "",
+            "what would have fit",
+            *(map(_way_line, self.ways_out) if self.ways_out else ["  nothing found"]),
+        ]
+        return "\n".join([*lines, *(f"note: {remark}" for remark in self.remarks)])
+
+    def to_markdown(self) -> str:
+        """The same as tables, with all rows."""
+        lines = [f"# {self._heading[0]}", "", *(f"{line.strip()}  " for line in self._heading[1:]), ""]
+        lines += ["## Held at that moment", "", "| category | bytes | share |", "|---|---:|---:|"]
+        lines += [
+            f"| {part.category} | {gib_text(part.bytes)} | {part.bytes / self.held:.1%} |" for part in self.parts
+        ]
+        lines += [f"| accounted for | | {self.accounted:.1%} |", ""]
+        for part in self.parts:
+            if part.tensors:
+                lines += [f"## {part.category.capitalize()}", "", "| row | layer | bytes |", "|---|---|---:|"]
+                lines += [f"| {each.row} | {each.layer} | {gib_text(each.bytes)} |" for each in part.tensors] + [""]
+        lines += ["## What would have fit", ""]
+        if self.ways_out:
+            lines += ["| flags | predicted peak | time | |", "|---|---:|---:|---|"]
+            lines += [f"| `{way.flags}` | {gib_text(way.peak)} | {_time(way)} | {way.what} |" for way in self.ways_out]
+        else:
+            lines += ["Nothing was found."]
+        return "\n".join([*lines, "", *(f"- {remark}" for remark in self.remarks), ""])
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        found = asdict(replace(self, sizes={}))
+        return {**found, "sizes": dict(self.sizes), "accounted": self.accounted}
+
+    def save(self, folder: Path) -> tuple[Path, ...]:
+        """Write `memory_report.json` and `memory_report.md`; of a rank beside the first with its number.
+
+        Raises:
+            OSError: they cannot be written.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        name = _NAME if self.rank == 0 else f"{_NAME}_rank{self.rank}"
+        written = {".json": json.dumps(self.to_dict(), indent=1) + "\n", ".md": self.to_markdown()}
+        for suffix, text in written.items():
+            (folder / f"{name}{suffix}").write_text(text, encoding="utf-8")
+        return tuple(folder / f"{name}{suffix}" for suffix in written)
+
+    @property
+    def _heading(self) -> list[str]:
+        rank = f" on rank {self.rank}" if self.rank else ""
+        more = f", and {gib_text(self.requested)} more did not fit" if self.requested else ""
+        sizes = ", ".join(f"{name} {shape}" for name, shape in self.sizes.items())
+        accumulated = f", {self.accumulation} of them an optimizer step" if self.accumulation > 1 else ""
+        return [
+            f"memory ran out in step {self.step + 1}{rank}: {gib_text(self.held)} held{more}",
+            f"  {self.model} on {self.device}, {self.engine}",
+            f"  micro-batch of {self.rows} rows{accumulated} ({sizes})",
+            f"  {self.moment}",
+        ]
+
+
+def _row(name: str, size: int, share: float) -> str:
+    return f"  {name:<60}{gib_text(size):>12}{share:>8.1%}"
+
+
+def _way_line(way: WayOut) -> str:
+    return f"  {way.flags}\n      predicted peak {gib_text(way.peak)}, time {_time(way)}: {way.what}"
+
+
+def _time(way: WayOut) -> str:
+    return "not known" if way.extra_time is None else f"{way.extra_time:+.1%}"
+
+
+def _by_row(tensors: Sequence[Tensors]) -> list[tuple[str, str, int]]:
+    """Row, in how many layers, bytes; largest first."""
+    rows: dict[str, list[Tensors]] = {}
+    for each in tensors:
+        rows.setdefault(each.row, []).append(each)
+    found = []
+    for row, members in rows.items():
+        layers = {each.layer for each in members if each.layer}
+        where = f" in {len(layers)} layers" if len(layers) > 1 else f" in {next(iter(layers))}" if layers else ""
+        found.append((row, where, sum(each.bytes for each in members)))
+    return sorted(found, key=lambda item: -item[2])
+
+
+def report_of(
+    failure: Failure, trainer: Trainer, start: StepStart, call: ForwardCall | None, first_outside: int
+) -> MemoryReport:
+    """Explain a failure, whose memory is free again.
+
+    Args:
+        failure: of the step.
+        trainer: whose step it was.
+        start: of the step.
+        call: of the model's last training forward; None: there was none.
+        first_outside: bytes outside of the model before the run's first step, when a CPU's malloc had kept nothing of
+            earlier steps.
+    """
+    model, args = model_of(trainer), trainer.args
+    engine = engine_of(model)
+    held = HeldAtStart.of(trainer, start, call)
+    explained = _explained(failure, trainer, held, call, engine)
+    in_optimizer = failure.place.phase == OPTIMIZER_STEP
+    parts = _parts(failure, trainer, held, explained.parts, first_outside, _runtime(engine))
+    return MemoryReport(
+        error=failure.error,
+        step=trainer.state.global_step,
+        rank=rank(),
+        model=type(model).__name__,
+        device=args.device.type,
+        engine=_trained_by(engine),
+        rows=compat.train_batch_size(trainer),
+        accumulation=args.gradient_accumulation_steps,
+        sizes=_sizes(call),
+        held=failure.held,
+        requested=failure.requested,
+        moment=explained.moment,
+        parts=parts,
+        ways_out=explained.ways_out,
+        remarks=(*((_FEWER_STATES,) if in_optimizer else ()), *explained.remarks),
+    )
+
+
+def _explained(
+    failure: Failure, trainer: Trainer, held: HeldAtStart, call: ForwardCall | None, engine: Engine | None
+) -> Explanation:
+    moment = Moment(failure.place.phase, failure.place.module, failure.place.operator)
+    if call is None:
+        return Explanation(moment, (), (), ("no forward of the model was seen",))
+    failed = FailedStep(
+        model=model_of(trainer),
+        call=call,
+        place=failure.place,
+        held=failure.held,
+        requested=failure.requested,
+        kept=failure.kept,
+        outside=held.outside,
+        accumulated=held.gradients,
+        engine=engine,
+        run=Run(
+            trainer.optimizer,
+            trainer.args.gradient_accumulation_steps > 1,
+            functools.partial(largest_batch, trainer),
+        ),
+        rows=compat.train_batch_size(trainer),
+        accumulation=trainer.args.gradient_accumulation_steps,
+        autocast=_HALVES.get(trainer.accelerator.mixed_precision),
+    )
+    for registration in registrations():
+        explaining = factory(registration.name)
+        if explaining.predicts and not explaining.missing():
+            try:
+                return explaining.explain(failed)
+            except Exception as second:
+                get_logger().debug("the failed step could not be traced", exc_info=second)
+                remarks = (f"the step could not be traced ({line_of(second)})", *_untraced(second))
+                return Explanation(moment, (), (), remarks)
+    return Explanation(moment, (), (), ("no engine here can trace the step",))
+
+
+def _parts(
+    failure: Failure, trainer: Trainer, held: HeldAtStart, of_graphs: Iterable[Part], first_outside: int, runtime: str
+) -> tuple[Part, ...]:
+    """The bytes that were held, by category.
+
+    Args:
+        failure: of the step.
+        trainer: whose step it was.
+        held: when the step began.
+        of_graphs: what it had allocated; empty where that is not held.
+        first_outside: see `report_of`.
+        runtime: what ran the graphs, where it holds tensors of its own; empty: PyTorch.
+    """
+    in_optimizer = failure.place.phase == OPTIMIZER_STEP
+    there = {
+        PARAMETERS: held.parameters,
+        GRADIENTS: gradient_bytes(trainer) if in_optimizer else held.gradients,
+        OPTIMIZER: held.optimizer,
+        BATCH: held.batch,
+    }
+    outside, found = held.outside, {part.category: part for part in of_graphs}
+    rest = failure.held - sum(there.values()) - outside
+    if not found:
+        category = TEMPORARY if in_optimizer else SAVED
+        found = {category: Part(category, max(0, rest))}
+    elif (excess := sum(part.bytes for part in found.values()) - rest) > 0:
+        # This step has taken again what malloc had kept.
+        outside -= max(0, min(excess, outside - first_outside))
+    elif runtime and excess < 0:
+        part = found.get(TEMPORARY, Part(TEMPORARY, 0))
+        found[TEMPORARY] = Part(TEMPORARY, part.bytes - excess, (Tensors(runtime, "", -excess), *part.tensors))
+    else:
+        outside += min(-excess, failure.kept)
+    parts = []
+    for category in (PARAMETERS, GRADIENTS, OPTIMIZER, BATCH, SAVED, RECOMPUTED, TEMPORARY):
+        part = found.get(category, Part(category, 0))
+        parts.append(Part(category, part.bytes + there.get(category, 0), part.tensors))
+    return (*parts, Part(OTHER, outside))
+
+
+def _untraced(error: Exception) -> tuple[str, ...]:
+    """A suggestion where memory ran out in tracing too."""
+    if not any(map(is_out_of_memory, with_causes(error))):
+        return ()
+    return (
+        "tracing takes some hundred MiB of the process's own memory, which are not left; try half of "
+        "--per_device_train_batch_size and twice --gradient_accumulation_steps",
+    )
+
+
+def _sizes(call: ForwardCall | None) -> dict[str, str]:
+    tensors = call.tensors if call is not None else {}
+    return {name: " x ".join(map(str, tensor.shape)) for name, tensor in tensors.items() if tensor.shape}
+
+
+def _runtime(engine: Engine | None) -> str:
+    """The holder of tensors that no graph of PyTorch's has; empty where there is none."""
+    return "" if engine is None or factory(engine.name).predicts else f"other tensors of the {engine.name} engine"
+
+
+def _trained_by(engine: Engine | None) -> str:
+    if engine is None:
+        return "plain PyTorch"
+    table = engine.plans()
+    return table.header[0] if table is not None and table.header else f"{engine.name} engine"

@@ -1,0 +1,146 @@
+"""All that is put on a Trainer: one ordered list, with undo.
+
+A method is replaced once, by a function that calls the wrappers of `PATCHES` in their order around what was there.
+Where somebody else has wrapped that function meanwhile, `undo` leaves it inside of theirs, with nothing to do. What
+is put on for a run (`HookingCallback`) is undone when `train()` is over, however it ends; what `attach` puts on stays
+with the Trainer for its next `train()`, unless `attach` itself fails.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import Trainer, TrainerCallback
+
+from optimum_memopt.compat import TRAIN_SAMPLER
+
+# The method as it is before, to the method with the wrapper around it.
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A wrapper around a method.
+
+    Attributes:
+        method: its name.
+        why: what the wrapper is for.
+    """
+
+    method: str
+    why: str
+
+
+SMOOTHED_LOSS = Patch("compute_loss", "the engine smooths labels where it computes the loss")
+AGREED_FAILURE = Patch("compute_loss", "memory that runs out on one rank ends the forward on all, which run it again")
+COMPARED_RANKS = Patch("compute_loss", "ranks are compared when the plan table exists and no gradient does")
+FALLBACK = Patch("training_step", "a first step whose backward cannot run goes on without a plan")
+GUARDED_STEP = Patch("training_step", "a step that runs out of memory is explained, or runs again")
+COUNTED_TOKENS = Patch("training_step", "padding is counted before label smoothing takes the labels out")
+GUARDED_OPTIMIZER = Patch("step", "an optimizer's step that runs out of memory is explained")
+ATTACHED_ENGINE = Patch(
+    "create_optimizer", "the model is loaded, and neither DDP, DeepSpeed nor autocast wraps it yet"
+)
+GROUPED_ROWS = Patch(TRAIN_SAMPLER, "all ranks get rows of like length")
+CHOSEN_MICRO_BATCH = Patch("train", "micro-batch and accumulation are chosen for a run, and restored after it")
+REMOVED_HOOKS = Patch("train", "a Trainer has no event after an error, at which callbacks could remove their hooks")
+RELEASED_MODEL = Patch("train", "the model is restored, and the page of the run is written")
+
+# Of each method from the innermost wrapper to the outermost.
+PATCHES = (
+    SMOOTHED_LOSS,
+    AGREED_FAILURE,
+    COMPARED_RANKS,
+    FALLBACK,
+    GUARDED_STEP,
+    COUNTED_TOKENS,
+    GUARDED_OPTIMIZER,
+    ATTACHED_ENGINE,
+    GROUPED_ROWS,
+    CHOSEN_MICRO_BATCH,
+    REMOVED_HOOKS,
+    RELEASED_MODEL,
+)
+
+
+class _Method:
+    """A method of one object, with wrappers around it.
+
+    Args:
+        owner: a Trainer, or its optimizer.
+        name: of the method.
+    """
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self._owner, self._name = owner, name
+        self._inner = self._call = getattr(owner, name)
+        self._before = vars(owner).get(name)
+        self._wrappers: list[tuple[Patch, Wrap]] = []
+
+        @functools.wraps(self._inner)
+        def function(*args: Any, **kwargs: Any) -> Any:
+            return self._call(*args, **kwargs)
+
+        function.memopt_method = self  # type: ignore[attr-defined]
+        self.function = function
+        setattr(owner, name, function)
+
+    @classmethod
+    def of(cls, owner: Any, name: str) -> "_Method":
+        """The method that is in place; a new one where nobody has put one on, or somebody has wrapped it since."""
+        current = vars(owner).get(name)
+        known: _Method | None = getattr(current, "memopt_method", None)
+        return known if known is not None and known.function is current else cls(owner, name)
+
+    def add(self, patch: Patch, wrap: Wrap) -> Callable[[], None]:
+        """Put a wrapper on; returns what takes it off again."""
+        wrapper = (patch, wrap)
+        self._wrappers.append(wrapper)
+        self._wrappers.sort(key=lambda each: PATCHES.index(each[0]))
+        self._compose()
+        return lambda: self._remove(wrapper)
+
+    def _remove(self, wrapper: tuple[Patch, Wrap]) -> None:
+        self._wrappers.remove(wrapper)
+        self._compose()
+        if self._wrappers or vars(self._owner).get(self._name) is not self.function:
+            return
+        if self._before is None:
+            delattr(self._owner, self._name)
+        else:
+            setattr(self._owner, self._name, self._before)
+
+    def _compose(self) -> None:
+        call = self._inner
+        for _, wrap in self._wrappers:
+            call = wrap(call)
+        self._call = call
+
+
+class TrainerPatches:
+    """Wrappers and callbacks that are put on together, and undone together."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], None]] = []
+
+    def put(self, owner: Any, patch: Patch, wrap: Wrap) -> None:
+        """Put a wrapper around a method, at its place among those that are there.
+
+        Args:
+            owner: a Trainer, or its optimizer.
+            patch: one of `PATCHES`.
+            wrap: makes the wrapper.
+        """
+        self._undo.append(_Method.of(owner, patch.method).add(patch, wrap))
+
+    def add_callback(self, trainer: Trainer, callback: TrainerCallback) -> None:
+        """Add a callback that the Trainer does not have yet."""
+        if callback not in trainer.callback_handler.callbacks:
+            trainer.add_callback(callback)
+            self._undo.append(lambda: trainer.remove_callback(callback))
+
+    def undo(self) -> None:
+        """Take off what was put on, the last first; a second call does nothing."""
+        while self._undo:
+            self._undo.pop()()

@@ -1,0 +1,495 @@
+"""The batches of a Trainer: dealt so that every rank has as much to do as the others in each step, their largest sizes
+read from the data, and the micro-batch that is chosen within a budget.
+
+ONNX Runtime brings a sampler for this, `LoadBalancingDistributedBatchSampler`. It is not used: it exists only where
+onnxruntime-training does, shards by itself where a Trainer leaves that to accelerate, and as released (1.19.2) raises
+ValueError at the second epoch (`if not self.sample_complexities` on an array), behind which it takes unsorted groups.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset, Sampler
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
+
+from optimum_memopt import compat
+from optimum_memopt.callbacks.reporting import Reporter
+from optimum_memopt.distributed import gathered
+from optimum_memopt.engines.api.predictions import ModelOfRun, StepPredictor
+from optimum_memopt.engines.api.run import LargestBatch, StepSpec
+from optimum_memopt.engines.shared.forward_patch import ForwardState
+from optimum_memopt.engines.shared.registry import factory
+from optimum_memopt.errors import MemOptError
+from optimum_memopt.logs import get_logger
+from optimum_memopt.options import MemOptOptions
+from optimum_memopt.predict.advise import Row, advise, count_fitting
+from optimum_memopt.sizes import gib_text
+
+FLAG = "--group_by_complexity"
+# Trainer's own strategy that sorts samples by length within pools.
+GROUPED = "group_by_length"
+# Samples are sorted within pools of this many steps, as Trainer's own group_by_length does (trainer_pt_utils,
+# `get_length_grouped_indices`): enough that a step's lengths are alike, few enough that it differs in every epoch.
+POOL_STEPS = 50
+
+
+@dataclass(frozen=True)
+class Balance:
+    """How even the ranks' shares are, over an order of samples.
+
+    Attributes:
+        slowest_rank: tokens of the rank with most in a step / mean of the ranks, averaged over the steps; 1 is even.
+        slowest_rank_padded: the same, each batch padded to its longest sample.
+        density: tokens / tokens after padding each batch to its longest sample.
+        step_tokens: padded tokens of the slowest rank, averaged over the steps: what all ranks wait for.
+    """
+
+    slowest_rank: float
+    slowest_rank_padded: float
+    density: float
+    step_tokens: float
+
+
+def balance(order: np.ndarray, complexities: np.ndarray, batch_size: int, world_size: int) -> Balance | None:
+    """How evenly an order of samples loads the ranks, when consecutive batches go to consecutive ranks.
+
+    Args:
+        order: indices of samples; an incomplete last step is left out.
+        complexities: tokens of each sample.
+        batch_size: samples of one rank in one step.
+        world_size: number of ranks.
+
+    Returns:
+        None when there is no complete step.
+    """
+    steps = len(order) // (batch_size * world_size)
+    if not steps:
+        return None
+    tokens = complexities[order[: steps * batch_size * world_size]].reshape(steps, world_size, batch_size)
+    # A step whose samples are all empty counts as even.
+    work, padded = (np.maximum(each, 1e-9) for each in (tokens.sum(axis=2), tokens.max(axis=2) * batch_size))
+    return Balance(
+        slowest_rank=float((work.max(axis=1) / work.mean(axis=1)).mean()),
+        slowest_rank_padded=float((padded.max(axis=1) / padded.mean(axis=1)).mean()),
+        density=float(work.sum() / padded.sum()),
+        step_tokens=float(padded.max(axis=1).mean()),
+    )
+
+
+class ComplexitySampler(Sampler[int]):
+    """Indices in an order that gives every rank of a step samples of nearly the same lengths.
+
+    Each step takes samples that are neighbours by length and deals them to the ranks like cards; steps come in random
+    order, the one with the longest sample first, so that a run that does not fit into memory stops at once. It is an
+    ordinary sampler: batching, sharding over ranks and skipping after a checkpoint stay with torch and accelerate.
+
+    Args:
+        complexities: shape (samples,), the work of each sample, in any unit.
+        batch_size: samples of one rank in one step.
+        world_size: ranks; consecutive batches go to consecutive ranks, as accelerate deals them.
+        seed: with the epoch it decides the order, on every rank alike.
+        fill_last: repeat samples so that the last step is complete, and as even as the others.
+    """
+
+    def __init__(
+        self,
+        complexities: np.ndarray,
+        batch_size: int,
+        world_size: int = 1,
+        seed: int = 0,
+        fill_last: bool = False,
+    ) -> None:
+        self.complexities = np.asarray(complexities, dtype=np.float64)
+        self.batch_size = batch_size
+        self.world_size = world_size
+        self.seed = seed
+        self.fill_last = fill_last
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of the next iteration."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        step = self.batch_size * self.world_size
+        count = len(self.complexities)
+        return -(-count // step) * step if self.fill_last else count
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.order().tolist())
+
+    def order(self) -> np.ndarray:
+        """Indices of one epoch, shape (len(self),)."""
+        random = np.random.default_rng((self.seed, self.epoch))
+        shuffled = random.permutation(len(self.complexities))
+        step = self.batch_size * self.world_size
+        full = len(shuffled) - len(shuffled) % step
+        steps = self._sorted_steps(shuffled[:full])
+        random.shuffle(steps)
+        if len(steps):
+            longest = self.complexities[steps].max(axis=1).argmax()
+            steps[[0, longest]] = steps[[longest, 0]]
+        # What is left over is a random part of the data, so that with drop_last other samples are lost in every epoch.
+        rest = shuffled[full:]
+        if len(rest) and self.fill_last:
+            rest = np.concatenate([rest, np.resize(shuffled, step - len(rest))])
+            steps = np.concatenate([steps, self._by_length(rest)[None]])
+            rest = rest[:0]
+        return np.concatenate([self._dealt(steps).reshape(-1), self._by_length(rest)])
+
+    def _sorted_steps(self, samples: np.ndarray) -> np.ndarray:
+        """Shape (steps, samples of a step): neighbours by length within each pool."""
+        step = self.batch_size * self.world_size
+        # As in `get_length_grouped_indices`, no pool is more than a quarter of a small data set.
+        pool = step * max(1, min(POOL_STEPS, len(samples) // (step * 4)))
+        pools = [self._by_length(samples[start : start + pool]) for start in range(0, len(samples), pool)]
+        return np.concatenate([*pools, samples[:0]]).reshape(-1, step)
+
+    def _by_length(self, samples: np.ndarray) -> np.ndarray:
+        return samples[np.argsort(-self.complexities[samples], kind="stable")]
+
+    def _dealt(self, steps: np.ndarray) -> np.ndarray:
+        """Each step's samples, sorted by length, as one batch a rank after the other."""
+        return steps.reshape(-1, self.batch_size, self.world_size).transpose(0, 2, 1)
+
+
+def check(args: TrainingArguments, dataset: Any) -> None:
+    """Refuse what cannot be put into an order, and what would choose the order too.
+
+    Args:
+        args: the Trainer's.
+        dataset: the training data; None when the Trainer gets them later.
+
+    Raises:
+        MemOptError: a stream, or another sampling strategy.
+    """
+    if (strategy := strategy_of(args)) != "random":
+        raise MemOptError(
+            f"{FLAG} with the sampling strategy {strategy}: both choose the order of the samples; leave one out"
+        )
+    if dataset is not None:
+        _check_indexed(dataset)
+
+
+def strategy_of(args: Any) -> str:
+    """Trainer's own order of samples."""
+    # The flag of transformers before it had strategies.
+    return GROUPED if getattr(args, "group_by_length", False) else getattr(args, "train_sampling_strategy", "random")
+
+
+def _check_indexed(dataset: Any) -> None:
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        raise MemOptError(
+            f"{FLAG} with a {type(dataset).__name__}: samples that come as a stream cannot be chosen by length; give "
+            "a data set with a length and an index, or leave the flag out"
+        )
+
+
+def complexities(dataset: Any, length_column: str = "length", pad_token_id: int | None = None) -> np.ndarray:
+    """How many tokens each sample has, shape (samples,); reads the whole data set once.
+
+    From the column `length_column` where there is one, else the sum of `attention_mask`, else those of `input_ids`
+    that are not `pad_token_id`.
+
+    Raises:
+        MemOptError: the samples have no index, or none of these.
+    """
+    _check_indexed(dataset)
+    if not len(dataset):
+        return np.zeros(0)
+    stored = dataset.column_names if hasattr(dataset, "select_columns") else ()
+    first = dataset[0]
+    names = tuple(stored) if length_column in stored else tuple(first) if isinstance(first, Mapping) else ()
+    field = next((name for name in (length_column, "attention_mask", "input_ids") if name in names), None)
+    if field is None:
+        raise MemOptError(
+            f"{FLAG}: the training data have no {length_column}, attention_mask or input_ids, only "
+            f"{', '.join(map(str, names)) or type(first).__name__}; add a column {length_column} with the work of "
+            "each sample, or name yours in --length_column_name"
+        )
+    # A transform (`set_transform`) makes samples of something else than the columns; a stored length stays what it is.
+    in_columns = field in stored and (field == length_column or dataset.format["type"] != "custom")
+    values = _column(dataset, field) if in_columns else (dataset[index][field] for index in range(len(dataset)))
+    if field == length_column:
+        return np.asarray([float(value) for value in values])
+    if field == "input_ids" and pad_token_id is None:
+        return np.asarray([len(value) for value in values], dtype=np.float64)
+    padding = 0 if field == "attention_mask" else pad_token_id
+    return np.asarray([np.count_nonzero(np.asarray(value) != padding) for value in values], dtype=np.float64)
+
+
+def _column(dataset: Any, field: str) -> Iterator[Any]:
+    """One column of a `datasets.Dataset`, without reading the others."""
+    for rows in dataset.select_columns([field]).with_format("numpy").iter(1000):
+        yield from rows[field]
+
+
+def padding_id(trainer: Trainer) -> int | None:
+    """The token that pads, by the tokenizer or the model's config."""
+    for owner in (trainer.processing_class, getattr(trainer.model, "config", None)):
+        if (padding := getattr(owner, "pad_token_id", None)) is not None:
+            return padding
+    return None
+
+
+class ComplexityCallback(TrainerCallback):
+    """Says once at the start how even the ranks' shares are, and keeps the sampler at the Trainer's epoch.
+
+    Args:
+        path: JSON-lines file to append the figures to.
+
+    Attributes:
+        sampler: the one that the Trainer's data loader was last made with.
+    """
+
+    def __init__(self, path: str | None = None) -> None:
+        self.reporter = Reporter("complexity", path)
+        self.sampler: ComplexitySampler | None = None
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        trainer = self.reporter.begin(state)
+        sampler = self.sampler
+        if sampler is None:
+            raise MemOptError(
+                f"{FLAG}: {type(trainer).__name__} makes its training data loader without the Trainer's sampler (a "
+                "get_train_dataloader of its own, or a stream); use Trainer's, or leave the flag out"
+            )
+        count = len(sampler.complexities)
+        at_random = np.random.default_rng(sampler.seed).permutation(count)
+        shape = (sampler.complexities, sampler.batch_size, sampler.world_size)
+        ours, before = balance(sampler.order(), *shape), balance(at_random, *shape)
+        if ours is None or before is None:
+            return
+        ranks = (
+            f"tokens of the slowest of {sampler.world_size} ranks {ours.slowest_rank:.3f} times the mean "
+            f"({before.slowest_rank:.3f} in random order), "
+        )
+        self.reporter.lines(
+            f"grouped by complexity: {ranks if sampler.world_size > 1 else ''}{ours.density:.0%} of a padded batch "
+            f"are tokens ({before.density:.0%} in random order)"
+        )
+        self.reporter.metrics(
+            {
+                "complexity/slowest_rank": ours.slowest_rank,
+                "complexity/slowest_rank_at_random": before.slowest_rank,
+                "complexity/density": ours.density,
+                "complexity/density_at_random": before.density,
+            }
+        )
+        self.reporter.records(state.global_step, [{"balance": asdict(ours), "at_random": asdict(before)}])
+
+    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        # accelerate passes set_epoch on to a sampler, but not through the two wrappers of a sharded loader that skips
+        # what a checkpoint has seen (`DataLoaderShard.set_epoch` in 1.15), so a resumed run would get epoch 0's order.
+        if self.sampler is not None:
+            self.sampler.set_epoch(int(state.epoch or 0))
+
+
+def sampler_of(trainer: Trainer, balanced: ComplexityCallback) -> Callable[..., ComplexitySampler]:
+    """Returns what the Trainer takes its sampler from: torch makes batches of it, and accelerate deals them to the
+    ranks. The callback notices a Trainer that takes it elsewhere."""
+
+    def get_train_sampler(dataset: Any = None) -> ComplexitySampler:
+        args, accelerator = trainer.args, trainer.accelerator
+        padding = padding_id(trainer)
+        # Not `dataset`, which lacks the columns that the model does not take, such as the length.
+        of_samples = complexities(trainer.train_dataset, args.length_column_name, padding)
+        # With split_batches accelerate cuts each batch for the ranks instead of giving each rank a batch.
+        parts = args.world_size if accelerator.split_batches else 1
+        balanced.sampler = ComplexitySampler(
+            of_samples,
+            batch_size=compat.train_batch_size(trainer) // parts,
+            world_size=args.world_size,
+            seed=args.seed if args.data_seed is None else args.data_seed,
+            fill_last=args.world_size > 1 and accelerator.even_batches and not args.dataloader_drop_last,
+        )
+        return balanced.sampler
+
+    return get_train_sampler
+
+
+# Rows whose lengths are read in a second or two.
+_MOST_ROWS = 100_000
+
+
+def largest_batch(trainer: Any, is_grouped: bool = False) -> LargestBatch | None:
+    """As many rows as a batch has, as long as the longest row; None where reading that would take long or run code.
+
+    Read are columns of a `datasets.Dataset` and lists of rows, as `group_by_complexity` reads them. Any other data set
+    may draw random numbers when it is asked for a row.
+
+    Args:
+        trainer: before or in its `train()`.
+        is_grouped: batches have rows of like length, whatever the Trainer's arguments say.
+    """
+    dataset = trainer.train_dataset
+    if not is_readable(dataset) or len(dataset) > _MOST_ROWS:
+        return None
+    try:
+        lengths = complexities(dataset, trainer.args.length_column_name)
+        longest = int(lengths.max())
+    except (MemOptError, TypeError, ValueError):
+        return None
+    rows = compat.train_batch_size(trainer)
+    strategy = GROUPED if is_grouped else strategy_of(trainer.args)
+    return LargestBatch(rows, longest, batch_lengths(lengths, rows, strategy))
+
+
+def is_readable(dataset: Any) -> bool:
+    """True where reading a row of a data set runs no code of its own, which may draw random numbers."""
+    is_stored = hasattr(dataset, "select_columns") and getattr(dataset, "format", {}).get("type") != "custom"
+    return (is_stored or isinstance(dataset, list)) and len(dataset) > 0
+
+
+def batch_lengths(lengths: np.ndarray, rows: int, strategy: str) -> tuple[int, ...]:
+    """The longest row of each batch of an epoch, as one order of the samples has them. Draws no random numbers of the
+    run, and is the same on all ranks.
+
+    Args:
+        lengths: tokens of each sample, shape (samples,).
+        rows: samples of a batch.
+        strategy: as in Trainer's arguments; one that is not known counts as random.
+    """
+    if strategy == "sequential":
+        order = np.arange(len(lengths))
+    elif strategy == GROUPED:
+        order = ComplexitySampler(lengths, rows).order()
+    else:
+        order = np.random.default_rng(0).permutation(len(lengths))
+    return tuple(int(lengths[order[start : start + rows]].max()) for start in range(0, len(order), rows))
+
+
+_AUTO_BATCH = "--memory_opt_batch auto"
+
+
+def check_micro_batch(trainer: Trainer) -> None:
+    """Refuse a Trainer whose batches something else decides on.
+
+    Raises:
+        MemOptError: DeepSpeed, split_batches, or training data that cannot be read before it trains.
+    """
+    if trainer.is_deepspeed_enabled:
+        raise MemOptError(f"{_AUTO_BATCH}: DeepSpeed's config has the batch sizes; leave it out")
+    if trainer.accelerator.split_batches:
+        raise MemOptError(f"{_AUTO_BATCH}: split_batches divides each batch among the ranks; leave one of the two out")
+    if not is_readable(trainer.train_dataset):
+        raise MemOptError(
+            f"{_AUTO_BATCH} needs training data that can be read beforehand: a datasets.Dataset without a transform, "
+            "or a list"
+        )
+
+
+def choosing_micro_batch(
+    trainer: Trainer, options: MemOptOptions, engine: str, train: Callable[..., Any]
+) -> Callable[..., Any]:
+    """`train`, within `chosen_micro_batch`."""
+
+    def choose_and_train(*args: Any, **kwargs: Any) -> Any:
+        with chosen_micro_batch(trainer, options, engine):
+            return train(*args, **kwargs)
+
+    return choose_and_train
+
+
+@contextlib.contextmanager
+def chosen_micro_batch(trainer: Trainer, options: MemOptOptions, engine: str) -> Iterator[None]:
+    """Within it the Trainer has the chosen micro-batch and gradient accumulation, afterwards the user's.
+
+    Args:
+        trainer: before its `train()`.
+        options: with a budget.
+        engine: the one that trains, by name.
+
+    Raises:
+        MemOptError: no micro-batch fits on some rank, or the model cannot be predicted for other batches.
+    """
+    args = trainer.args
+    before = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    rows = before[0] * before[1]
+    found = _agreed(trainer, options, engine, rows)
+    try:
+        _set(trainer, found, rows // found)
+        yield
+    finally:
+        _set(trainer, *before)
+
+
+def _set(trainer: Trainer, rows: int, accumulation: int) -> None:
+    trainer.args.per_device_train_batch_size = rows
+    trainer.args.gradient_accumulation_steps = accumulation
+    compat.reread_batch_size(trainer)
+
+
+def _agreed(trainer: Trainer, options: MemOptOptions, engine: str, rows: int) -> int:
+    """Rows of the micro-batch, the smallest that any rank chooses: costs and free memory differ from rank to rank.
+
+    Raises:
+        MemOptError: on all ranks, where one finds none.
+    """
+    row: Row | None = None
+    try:
+        predictor = _predictor(trainer, options, engine)
+        row = advise(predictor, rows).recommended
+        own: int | str = row.rows
+    except MemOptError as error:
+        own = str(error)
+    of_ranks = gathered(own) if trainer.args.world_size > 1 else [own]
+    for rank, found in enumerate(of_ranks):
+        if isinstance(found, str):
+            raise MemOptError(f"{_AUTO_BATCH}: {f'rank {rank}: ' if len(of_ranks) > 1 else ''}{found}")
+    smallest = min(found for found in of_ranks if isinstance(found, int))
+    assert row is not None
+    get_logger().info(
+        f"{_AUTO_BATCH}: micro-batches of {smallest} rows, {rows // smallest} to each optimizer step of {rows} rows a "
+        "rank; "
+        f"predicted on rank 0 for {row.rows}: {row.samples:.1f} samples a second, peak {gib_text(row.step.peak)} "
+        f"within {gib_text(predictor.budget)}, {row.recomputing:.1%} of the time for recompute"
+    )
+    _check_evaluation(trainer, predictor)
+    return smallest
+
+
+def _check_evaluation(trainer: Trainer, predictor: StepPredictor) -> None:
+    rows = trainer.args.per_device_eval_batch_size
+    if trainer.eval_dataset is None or (peak := predictor.evaluation(rows)) <= predictor.budget:
+        return
+    fits = count_fitting(range(1, rows), lambda size: predictor.evaluation(size) <= predictor.budget)
+    get_logger().warning(
+        f"--per_device_eval_batch_size {rows}: evaluating rows as long as the longest of the training data would take "
+        f"{gib_text(peak)}, over the budget of {gib_text(predictor.budget)}; "
+        + (f"{fits} rows fit" if fits else "not even one row fits")
+    )
+
+
+def _predictor(trainer: Trainer, options: MemOptOptions, engine: str) -> StepPredictor:
+    args, model = trainer.args, trainer.model
+    assert isinstance(model, torch.nn.Module)
+    collate = compat.training_collator(trainer)
+    data: Any = trainer.train_dataset
+
+    def make_batch(rows: int) -> Mapping[str, Any]:
+        return compat.prepared_inputs(trainer, collate([data[index % len(data)] for index in range(rows)]))
+
+    largest = largest_batch(trainer, options.group_by_complexity)
+    # A collator may draw random numbers, as that of masked language models does.
+    before = ForwardState.of(model, with_buffers=False)
+    try:
+        spec = StepSpec(
+            compiler=options.memory_opt_compiler,
+            autocast="bfloat16" if args.bf16 else "float16" if args.fp16 else "",
+            optim=str(getattr(args.optim, "value", args.optim)),
+        )
+        tokens = largest.length if largest is not None else 0
+        return factory(engine).predict_steps(ModelOfRun(model, make_batch, tokens, _is_read(trainer)), options, spec)
+    finally:
+        before.restore(model)
+
+
+def _is_read(trainer: Trainer) -> bool:
+    """True where more of the model's outputs may be read than its loss."""
+    is_stock = type(trainer).compute_loss is Trainer.compute_loss
+    return not is_stock or trainer.compute_loss_func is not None or trainer.label_smoother is not None

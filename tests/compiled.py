@@ -1,0 +1,132 @@
+"""Trains models under the compile engine, and keeps what it made of them."""
+
+import contextlib
+import copy
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import fx
+
+from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.compile.capture import traced_forward
+from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
+from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
+from optimum_memopt.engines.compile.train.engine import CompileEngine
+from optimum_memopt.plans.grammar import ALL, Strategy, parse
+from optimum_memopt.plans.table import PlanTable
+from tests.gradients import Batch, Gradients, accumulate
+
+DROPOUT = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+GPT2_DROPOUT = {"attn_pdrop": 0.1, "embd_pdrop": 0.1, "resid_pdrop": 0.1}
+
+
+@dataclass(frozen=True)
+class Split:
+    """One joint graph as it was partitioned, before a compiler changed the two."""
+
+    graph: PartitionedGraph
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    num_fwd_outputs: int
+
+    @property
+    def saved_for_backward(self) -> set[str]:
+        """Names of the operators whose results are saved for the backward."""
+        (output,) = self.forward.graph.find_nodes(op="output")
+        rest = output.args[0][self.num_fwd_outputs :]
+        return {node.name for node in rest if isinstance(node, fx.Node) and node.op == "call_function"}
+
+    @property
+    def run_in_backward(self) -> set[str]:
+        return {node.name for node in self.backward.graph.nodes if node.op == "call_function"}
+
+    def request(self, root: str, strategy: Strategy, count: int = ALL) -> str:
+        """The config of the row that this operator's result is a candidate of."""
+        for candidate in self.graph.candidates:
+            if candidate.strategy is strategy and candidate.activation.root.name == root:
+                return f"{candidate.cluster_id}:{int(strategy)}:{count}"
+        raise LookupError(f"no row with strategy {strategy} has {root}")
+
+    def check(self, table: PlanTable) -> None:
+        """What the table says is recomputed or offloaded is; all else is saved as it is."""
+        applied = Counter()
+        for candidate in self.graph.candidates:
+            name = candidate.activation.root.name
+            is_recomputed, is_offloaded = name in self.run_in_backward, f"{name}_on_host" in self.saved_for_backward
+            assert is_recomputed + is_offloaded + (name in self.saved_for_backward) == 1, name
+            applied[candidate.row] += is_offloaded if candidate.strategy is Strategy.OFFLOAD else is_recomputed
+        assert +applied == {row.config: row.applied_count for row in table.enabled}
+
+
+@dataclass(frozen=True)
+class Run:
+    losses: torch.Tensor
+    gradients: Gradients
+    splits: tuple[Split, ...]
+    table: PlanTable
+
+    @property
+    def split(self) -> Split:
+        (split,) = self.splits
+        return split
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[Split]]:
+    """What the engine partitions in the meantime."""
+    found: list[Split] = []
+
+    def partitioned(graph: AnalyzedGraph, *args: Any, **kwargs: Any) -> Any:
+        known, modules = original(graph, *args, **kwargs)
+        copies = (fx.GraphModule(one, copy.deepcopy(one.graph)) for one in modules)
+        found.append(Split(known, *copies, graph.joint.num_fwd_outputs))
+        return known, modules
+
+    original = traced_forward.partitioned
+    with mock.patch.object(traced_forward, "partitioned", partitioned):
+        yield found
+
+
+def selection(asked: str) -> Selection:
+    """Of a config, `level 1`, or nothing."""
+    if asked.startswith("level "):
+        return Selection(level=int(asked.removeprefix("level ")))
+    return Selection(config=parse(asked)) if asked else Selection()
+
+
+def run(
+    model: torch.nn.Module,
+    asked: str,
+    *batches: Batch,
+    compiler: str = "aot_eager",
+    seed: int = 0,
+    dynamic: bool = False,
+) -> Run:
+    """One accumulated step of a model, which is left as it was, from this seed on."""
+    engine = CompileEngine(selection(asked), compiler, dynamic)
+    with recorded() as splits:
+        engine.attach(model)
+        try:
+            torch.manual_seed(seed)
+            losses, gradients = accumulate(model, batches)
+            return Run(losses, gradients, tuple(splits), engine.plans())
+        finally:
+            engine.detach()
+
+
+def assert_bitwise_same(ours: tuple[torch.Tensor, Gradients] | Run, expected: tuple[torch.Tensor, Gradients] | Run):
+    (our_losses, our_gradients), (losses, gradients) = (
+        (one.losses, one.gradients) if isinstance(one, Run) else one for one in (ours, expected)
+    )
+    assert torch.equal(our_losses, losses)
+    assert our_gradients.keys() == gradients.keys()
+    differ = [name for name, gradient in gradients.items() if not _equal(our_gradients[name], gradient)]
+    assert differ == []
+
+
+def _equal(ours: torch.Tensor | None, expected: torch.Tensor | None) -> bool:
+    return ours is expected if ours is None or expected is None else torch.equal(ours, expected)

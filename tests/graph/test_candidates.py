@@ -1,0 +1,105 @@
+"""Which candidates a graph has: what can be recomputed or offloaded, and nothing that saves nothing."""
+
+import pytest
+import torch
+
+from optimum_memopt.engines.compile.graph.saved_activations import is_negligible, is_statistic, operator_name
+from optimum_memopt.engines.compile.partition.choice import Choice
+from optimum_memopt.plans.grammar import Strategy
+from tests.captured import Captured, capture
+
+
+def roots_of(captured: Captured, *strategies: Strategy) -> list:
+    """Roots of the activations of all candidates under these strategies."""
+    return [candidate.activation.root for candidate in captured.candidates if candidate.strategy in strategies]
+
+
+def test_each_activation_is_in_one_row_of_recompute_at_most(roberta, gpt2):
+    for captured in (roberta, gpt2):
+        recomputed = roots_of(captured, Strategy.RECOMPUTE, Strategy.RECOMPUTE_WITH_COMPROMISE)
+        assert len(recomputed) == len(set(recomputed)) > 20
+        order = captured.joint.order
+        for candidates in captured.rows.values():
+            places = [order[candidate.activation.root] for candidate in candidates]
+            assert places == sorted(places)
+
+
+def test_rows_that_save_nothing_are_not_there(roberta, gpt2):
+    for captured in (roberta, gpt2):
+        assert all(candidate.saving.subs(captured.sizes) > 0 for candidate in captured.candidates)
+        everything = set(roots_of(captured, *Strategy))
+        assert not any(is_statistic(root) for root in everything)
+        assert not any(operator_name(root) in ("randint", "rand") for root in everything)
+        assert not any(a.root in everything for a in captured.activations if a.is_returned)
+        assert not any(a.root in everything for a in captured.activations if is_negligible(a.bytes))
+
+
+def test_all_other_activations_are_candidates(roberta):
+    left = {activation.root for activation in roberta.activations} - set(roots_of(roberta, *Strategy))
+    for activation in roberta.activations:
+        if activation.root in left:
+            root = activation.root
+            assert is_statistic(root) or activation.is_returned or is_negligible(activation.bytes), root
+
+
+def test_savings_are_bytes_of_what_is_saved(roberta):
+    saving = sum(candidate.saving for candidate in roberta.rows["Gelu+:1:-1"])
+    rows, columns = 4, 12
+    assert saving.subs(roberta.sizes) == 2 * rows * columns * 24 * 4
+    assert {roberta.names[symbol] for symbol in saving.free_symbols} == {"input_ids_dim0", "input_ids_dim1"}
+
+
+def test_what_is_saved_in_exchange_makes_it_a_compromise():
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return (x + torch.rand(x.shape[0], 1)).sin().sum()
+
+    captured = capture(function, torch.randn(8, 6, requires_grad=True))
+    (candidate,) = [candidate for candidate in captured.candidates if candidate.strategy is not Strategy.OFFLOAD]
+    assert candidate.strategy is Strategy.RECOMPUTE_WITH_COMPROMISE
+    assert candidate.saving.subs(captured.sizes) == (8 * 6 - 8) * 4
+    assert candidate.saving.subs(dict.fromkeys(captured.sizes, 10)) == (100 - 10) * 4
+
+
+def test_what_costs_as_much_as_it_saves_is_offloaded_at_best():
+    captured = capture(lambda x: (x + torch.rand_like(x)).sin().sum(), torch.randn(8, 6, requires_grad=True))
+    assert {candidate.strategy for candidate in captured.candidates} <= {Strategy.OFFLOAD}
+    assert captured.activations
+
+
+def test_a_model_without_layers_has_rows_and_nothing_for_a_level():
+    captured = capture(lambda x: x.exp().sin().tanh().sum(), torch.randn(8, 6, requires_grad=True))
+    assert {o.cluster_id for o in captured.candidates if o.strategy is Strategy.RECOMPUTE} == {"Exp+", "Sin+Tanh+"}
+    assert captured.choose("level 2").candidates == ()
+
+
+def test_nothing_to_train_has_no_rows():
+    captured = capture(lambda x: x.sum() * 2, torch.randn(8, 6, requires_grad=True))
+    assert captured.candidates == () and captured.activations == ()
+
+
+@pytest.mark.parametrize(
+    "count, already, taken", [(-1, 0, 6), (-1, 6, 6), (2, 0, 2), (2, 1, 1), (2, 2, 0), (2, 9, 0), (9, 0, 6)]
+)
+def test_counts_run_on_through_graphs(roberta, count, already, taken):
+    """`already` were taken in graphs before this one."""
+    name = "FusedMatMul+Add+Reshape+Transpose+:1"
+    candidates = roberta.rows[f"{name}:-1"]
+    earlier = [Choice((), "a graph before", (candidate,)) for candidate in (candidates + candidates)[:already]]
+    assert list(roberta.choose(f"{name}:{count}", *earlier).candidates) == candidates[:taken]
+
+
+def test_ids_of_other_fusions_are_taken_for_what_they_mean(roberta):
+    assert {candidate.row for candidate in roberta.choose("BiasGelu+:1:-1").candidates} == {"Gelu+:1:-1"}
+    assert roberta.choose("Gelu+:0:-1").candidates == ()
+
+
+def test_a_level_takes_what_lies_within_a_layer(roberta):
+    level1, level2 = (roberta.choose(f"level {level}") for level in (1, 2))
+    assert {candidate.strategy for candidate in level1.candidates} == {Strategy.RECOMPUTE}
+    assert set(level1.candidates) <= set(level2.candidates)
+    taken = [candidate.activation for candidate in level1.candidates]
+    assert {activation.layer for activation in taken} == {"roberta.encoder.layer.0", "roberta.encoder.layer.1"}
+    assert not any(activation.leaves_layer for activation in taken)
+    embeddings = "Gather+Add+Gather+Add+:1:-1"
+    assert embeddings in level1.matched.requests
+    assert embeddings in roberta.rows and not any(candidate.row == embeddings for candidate in level1.candidates)

@@ -1,0 +1,304 @@
+"""Seconds of operators, estimated and measured."""
+
+import json
+import os
+import resource
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from allocations import allocated
+
+from optimum_memopt.engines.compile.costs import costs
+from optimum_memopt.engines.compile.costs.cache import cache_path, known_costs
+from optimum_memopt.engines.compile.costs.devices import DEVICES, device_of
+from optimum_memopt.engines.compile.graph.joint import is_view
+from optimum_memopt.engines.compile.graph.problem import problems_of
+from optimum_memopt.engines.compile.graph.saved_activations import operator_name
+from optimum_memopt.engines.compile.torch_compat import fx_graph
+from optimum_memopt.errors import MemOptError
+from tests.captured import Captured, capture
+
+
+def measured(captured: Captured, known: dict[str, costs.Measured], **limit: float) -> costs.Costs:
+    joint, sizes = captured.joint, captured.sizes
+    return costs.measured(joint, sizes, costs.works(joint, sizes), False, known, **limit)
+
+
+def test_a_roofline_grows_with_the_work_and_shrinks_with_the_device(roberta: Captured) -> None:
+    slow, fast = (costs.roofline(roberta.joint, roberta.sizes, DEVICES[name], False) for name in ("T4", "H100"))
+    assert (slow.source, fast.source) == ("roofline T4", "roofline H100")
+    for node, on_slow, on_fast in zip(roberta.joint.nodes, slow.seconds, fast.seconds, strict=True):
+        assert on_slow > on_fast > 0 or on_slow == on_fast == 0, node
+        assert not (is_view(node) and on_slow)
+    fused = costs.roofline(roberta.joint, roberta.sizes, DEVICES["T4"], True)
+    by_name = {
+        operator_name(node): (a, b)
+        for node, a, b in zip(roberta.joint.nodes, slow.seconds, fused.seconds, strict=False)
+    }
+    assert by_name["addmm"][0] == by_name["addmm"][1]
+    assert by_name["gelu"][0] == 2 * by_name["gelu"][1]
+
+
+def test_measuring_draws_no_random_numbers_and_is_remembered(
+    roberta: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = torch.get_rng_state()
+    known: dict[str, costs.Measured] = {}
+    first = measured(roberta, known)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert first.source == "measured" and len(known) > 20 and min(known.values()).seconds > 0
+    assert all(
+        seconds > 0
+        for node, seconds in zip(roberta.joint.nodes, first.seconds, strict=False)
+        if operator_name(node) == "gelu"
+    )
+    monkeypatch.setattr(costs, "_measure", lambda *args: pytest.fail("measured again"))
+    again = measured(roberta, known, limit=0)
+    assert again == first
+
+
+@pytest.mark.parametrize(
+    ("operator", "arguments", "expected"),
+    [
+        ("_scaled_dot_product_efficient_attention_backward", (None,) * 9 + (0.1, [True] * 4), True),
+        ("_scaled_dot_product_efficient_attention_backward", (None,) * 9 + (0.0, [True] * 4), False),
+        ("_scaled_dot_product_flash_attention_backward", (None,) * 10 + (0.1, False, None, None), True),
+        ("_scaled_dot_product_efficient_attention", (None,) * 4 + (True, 0.1), False),
+        ("native_dropout", (None, 0.1, True), False),
+        ("gelu", (None,), False),
+    ],
+)
+def test_a_kernel_that_reads_a_seed_is_not_measured(operator: str, arguments: tuple, expected: bool) -> None:
+    """CUDA's attention reads it in the memory of the host, where tensors of the traced device are none."""
+    node = torch.fx.Graph().call_function(getattr(torch.ops.aten, operator).default, arguments)
+    assert fx_graph.reads_seed(node) == expected
+
+
+def test_what_is_not_measured_is_estimated(roberta: Captured) -> None:
+    known: dict[str, costs.Measured] = {}
+    found = measured(roberta, known, limit=1e-9)
+    assert not known and set(found.seconds) == {0.0}
+
+
+def test_measuring_allocates_no_more_than_there_is_room_for() -> None:
+    def step(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        return (torch.nn.functional.gelu(x @ up) @ down).square().sum()
+
+    given = [torch.ones(shape, requires_grad=True) for shape in ((64, 256), (256, 1024), (1024, 64))]
+    captured = capture(step, *given)
+    (rows,) = [symbol for symbol, size in captured.sizes.items() if size == 64][:1]
+    sizes = {**captured.sizes, rows: 64_000}
+    works = costs.works(captured.joint, sizes)
+
+    def found(known: dict[str, costs.Measured], room: int | None) -> tuple[int, costs.Costs]:
+        peak, _, result = allocated(
+            lambda: costs.measured(captured.joint, sizes, works, False, known, limit=60.0, room=room)
+        )
+        return peak, result
+
+    known: dict[str, costs.Measured] = {}
+    most, free = found({}, None)
+    least, bounded = found(known, 64 * 2**20)
+    assert most > 500 * 2**20 and least <= 64 * 2**20
+    # What followed from smaller sizes is not for the cache.
+    assert {work.key for work in works if work is not None and work.flops}.isdisjoint(known)
+    for seconds, expected, work in zip(bounded.seconds, free.seconds, works, strict=True):
+        assert (seconds > 0) == (expected > 0)
+        if work is not None and work.flops:
+            # Whatever else runs.
+            assert 0.05 * expected <= seconds <= 20 * expected
+
+
+def test_buffers_of_library_kernels_are_measured() -> None:
+    """oneDNN packs operands in half precision; how large its buffers are depends on the processor."""
+
+    def step(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return (x @ weight).square().sum()
+
+    given = [torch.ones(shape, dtype=torch.bfloat16, requires_grad=True) for shape in ((1568, 97), (97, 16))]
+    captured = capture(step, *given)
+    graph, found = captured.graph, measured(captured, {})
+    problem_at = problems_of(graph, found.seconds, found.workspaces)
+    problem = problem_at(graph.size_hints)
+    x, weight, gradient = (one.detach() for one in (*given, torch.ones(1568, 16, dtype=torch.bfloat16)))
+    products = [lambda: x @ weight, lambda: x.t() @ gradient, lambda: gradient @ weight.t()]
+    seen = sorted(problem.workspaces[node] for node, kind in enumerate(problem.kinds) if "mm" in kind)
+    expected = []
+    for product in products:
+        peak, _, result = allocated(product)
+        expected.append(peak - result.nbytes)
+    assert seen == sorted(expected)
+    halved = problem_at({symbol: size // 2 for symbol, size in graph.size_hints.items()})
+    assert all(now < size for now, size in zip(halved.workspaces, problem.workspaces, strict=True) if size)
+
+
+def test_a_profiler_that_is_on_does_not_keep_seconds_from_being_measured(roberta: Captured) -> None:
+    known: dict[str, costs.Measured] = {}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        measured(roberta, known)
+    assert any("addmm" in key for key in known)
+
+
+def test_costs_on_disk(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "costs.json"
+    with known_costs(path) as known:
+        known["gelu"] = costs.Measured(1.5, 64)
+    with known_costs(path) as known:
+        assert known == {"gelu": costs.Measured(1.5, 64)}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[1",
+        "[" * 100_000,
+        "[1]",
+        "3",
+        # Of an earlier version.
+        '{"gelu": 1.5}',
+        *(
+            f'{{"gelu": {one}}}'
+            for one in (
+                "[Infinity, 1]",
+                "[NaN, 1]",
+                "[-1.5, 1]",
+                "[0, 1]",
+                "[1e300, 1]",
+                f"[1{'0' * 400}, 1]",
+                "[true, 1]",
+                '["1.5", 1]',
+                "[1.5, Infinity]",
+                "[1.5, -1]",
+                "[1.5, 1e3]",
+                f"[1.5, 1{'0' * 400}]",
+                "[1.5]",
+                "[[1.5], 1]",
+                "null",
+            )
+        ),
+    ],
+)
+def test_what_is_no_cost_on_disk_is_measured_again(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text(text if not text.startswith("{") else f'{{"addmm": [2.5, 0], {text[1:]}')
+    good = {"addmm": costs.Measured(2.5, 0)} if text.startswith("{") else {}
+    with known_costs(path) as known:
+        assert known == good
+        known["gelu"] = costs.Measured(1.5, 64)
+    with known_costs(path) as known:
+        assert known == {**good, "gelu": costs.Measured(1.5, 64)}
+
+
+def test_ranks_that_start_together_have_the_same_costs(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    with ThreadPoolExecutor() as pool:
+        with known_costs(path) as known:
+            other = pool.submit(lambda: _cost_of_gelu(path, 2.5))
+            time.sleep(0.2)
+            known["gelu"] = costs.Measured(1.5, 64)
+        assert other.result() == costs.Measured(1.5, 64)
+
+
+def _cost_of_gelu(path: Path, seconds: float) -> costs.Measured:
+    with known_costs(path) as known:
+        return known.setdefault("gelu", costs.Measured(seconds, 0))
+
+
+def test_costs_are_measured_each_time_where_no_file_can_be(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for _ in range(2):
+        with known_costs(tmp_path / "file" / "costs.json") as known:
+            assert known == {}
+            known["gelu"] = costs.Measured(1.5, 64)
+
+
+def costs_are_none(path: Path) -> None:
+    with known_costs(path) as known:
+        assert known == {}
+        known["gelu"] = costs.Measured(1.5, 64)
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    costs_are_none(path)
+    there = sorted(one.name for one in tmp_path.iterdir())
+    path.unlink()
+    path.mkdir()
+    costs_are_none(path)
+    assert sorted(one.name for one in tmp_path.iterdir()) == there
+    path.rmdir()
+    # As on a full disk: a file can be made, and nothing be written into it.
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        costs_are_none(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not {one.name for one in tmp_path.iterdir()} - set(there)
+    assert not path.exists()
+
+
+def test_a_user_without_a_home_has_the_cache_in_a_temporary_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 5)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    path = cache_path(torch.device("cpu"))
+    assert tmp_path in path.parents
+    costs_are_none(path)
+    assert path.exists()
+
+
+def test_a_device_by_name_or_file(tmp_path: Path) -> None:
+    assert device_of("rtx4090") is device_of("RTX 4090") is DEVICES["RTX 4090"]
+    path = tmp_path / "own.json"
+    path.write_text(json.dumps(FIELDS))
+    assert device_of(str(path)).rate("bfloat16") == 1e12
+    for name, why in (("B9000", "allowed are H100"), ("no.json", "No such file")):
+        with pytest.raises(MemOptError, match=why):
+            device_of(name)
+
+
+FIELDS = {"name": "own", "memory": 2**30, "bandwidth": 1e11, "flops": {"float32": 1e12}, "link": 1e10}
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("[" * 100_000, "needed are name, memory"),
+        ("[1]", "needed are name, memory"),
+        ("{}", "there is no 'flops'"),
+        *(
+            (json.dumps({**FIELDS, **changes}), why)
+            for changes, why in (
+                ({"flops": {}}, "flops has no float32"),
+                ({"flops": 3}, "has no attribute 'items'"),
+                ({"flops": {"float32": float("nan")}}, "flops of float32 is nan, not a number from 1e"),
+                ({"flops": {"float32": 1e12, "b" * 500: "fast"}}, "flops of bbb"),
+                ({"memory": float("inf")}, "memory is inf, not a number"),
+                ({"memory": "80GiB"}, "memory is 80GiB, not a number"),
+                ({"memory": 10**400}, "memory is 1000"),
+                ({"memory": -1}, "memory is -1, not a number"),
+                ({"bandwidth": True}, "bandwidth is True, not a number"),
+                ({"bandwidth": 1e-300}, "bandwidth is 1e-300, not a number"),
+                ({"link": 1e300}, "link is 1e\\+300, not a number"),
+                ({"link": ""}, "link is '', not a number"),
+                ({"name": ["own"]}, r"name is \['own'\], not a text"),
+                ({"name": "own\nline"}, "not a text"),
+            )
+        ),
+    ],
+)
+def test_a_device_file_that_cannot_be_is_refused_in_one_line(tmp_path: Path, text: str, why: str) -> None:
+    path = tmp_path / "own.json"
+    path.write_text(text)
+    with pytest.raises(MemOptError, match=why) as refused:
+        device_of(str(path))
+    line = str(refused.value)
+    assert str(path) in line and "\n" not in line and len(line) < 320 + len(str(path))

@@ -1,0 +1,120 @@
+"""What running a graph is said to hold, against what the allocator gives and takes while it runs."""
+
+import pytest
+import torch
+from torch import fx
+from torch.profiler import ProfilerActivity, profile
+
+from optimum_memopt.engines.compile.graph.joint import value
+from optimum_memopt.engines.compile.graph.symbols import SymbolValues
+from optimum_memopt.engines.compile.memory.events import GraphEvents, bytes_during, prediction_of, schedule
+from tests.captured import Captured, capture, real
+
+# What operators take while they run, in bytes: a tensor of each number that they are given, and two rows of a layer
+# norm in its backward.
+SCRATCH = 256
+
+
+def events_of(captured: Captured, asked: str, sizes: SymbolValues) -> GraphEvents:
+    parts = captured.split(asked)
+    return schedule(parts.forward, parts.backward, parts.num_fwd_outputs).at(sizes)
+
+
+def measured(module: fx.GraphModule, sizes: dict) -> tuple[int, int]:
+    """Bytes at the peak and at the end of a run, over its inputs."""
+    inputs = [real(value(node), sizes) for node in module.graph.find_nodes(op="placeholder")]
+    with torch.no_grad():
+        module(*inputs)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+            outputs = module(*inputs)
+    events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held, most = 0, 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        most = max(most, held)
+    del outputs
+    return most, held
+
+
+def check(captured: Captured, asked: str, grown: int = 0) -> None:
+    sizes = {symbol: size + grown for symbol, size in captured.sizes.items()}
+    parts, events = captured.split(asked), events_of(captured, asked, sizes)
+    # Alone, neither half frees what it is given.
+    for half, run in ((parts.forward, events.forward), (parts.backward, events.backward)):
+        during, left = bytes_during(run)
+        peak, end = measured(half, sizes)
+        assert left == end
+        assert 0 <= peak - max(during) <= SCRATCH
+
+
+@pytest.mark.parametrize("grown", [0, 3])
+@pytest.mark.parametrize("asked", ["", "level 1", "FastGelu+:1:-1,FusedMatMul+Add+:1:2"])
+def test_a_real_model(albert, asked, grown):
+    check(albert, asked, grown)
+
+
+def test_a_real_model_with_dropout(roberta):
+    check(roberta, "Gelu+:1:-1,Dropout+:1:3", 3)
+
+
+# Large enough for a row in fixed sizes.
+LENGTH = 2048
+FUNCTIONS = {
+    "a chain": lambda x: x.exp().sin().exp().sum(),
+    "views keep their root": lambda x: (x.exp().t().sin().t() * x.sin()[:, :2].sum()).sum(),
+    "outputs of one operator": lambda x: torch.nn.functional.layer_norm(x, (16,)).exp().sum(),
+    "unread outputs": lambda x: torch.nn.functional.layer_norm(x, (16,)).sum() + x.max(1).values.exp().sum(),
+    "split": lambda x: sum(one.exp().sum() * place for place, one in enumerate(x.exp().split(4, 1), 1)),
+    "in place": lambda x: x.exp().clone().mul_(2).add_(x).relu_().sum(),
+    "expanded": lambda x: (x.sum(1, keepdim=True).expand(-1, 16).exp() * x).sum(),
+    "cast to the other's numbers": lambda x: (x.exp() * (x > 0) + x.exp().long()).exp().sum(),
+    "stacked": lambda x: torch.stack([x.sin(), x.cos()]).exp().sum(0).exp().sum(),
+}
+
+
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_each_kind_of_operator(function):
+    x = torch.randn(16, 16, requires_grad=True)
+    check(capture(function, x, dynamic=False), "level 1")
+
+
+def test_statistics_of_a_norm_in_half_precision_are_in_float32():
+    """A CPU computes them so; they are traced in half precision."""
+    x = torch.randn(LENGTH, 16, requires_grad=True)
+    norm = torch.nn.functional.layer_norm
+    captured = capture(lambda x: norm(x.bfloat16(), (16,), x[0], x[1]).exp().sum(), x, dynamic=False)
+    forward = captured.split().forward
+    (during, left), (peak, end) = bytes_during(events_of(captured, "", {}).forward), measured(forward, {})
+    assert left == end
+    assert 0 <= peak - max(during) <= SCRATCH
+
+
+def test_what_is_owned_is_freed_after_its_last_use():
+    captured = capture(lambda x: x.exp().sin().exp().sum(), torch.randn(LENGTH, requires_grad=True), dynamic=False)
+    events = events_of(captured, "level 1", {})
+    run = prediction_of(events).backward
+    assert run.held[0] >= events.saved_bytes + 4
+    assert run.end == LENGTH * 4, "nothing but the gradient of x is left"
+    assert bytes_during(events.backward)[1] == run.end, "of others' nothing is freed"
+
+
+def test_what_waits_between_the_halves_is_what_is_saved():
+    captured = capture(lambda x: x.exp().sin().exp().sum(), torch.randn(LENGTH, requires_grad=True), dynamic=False)
+    prediction = prediction_of(events_of(captured, "level 1", {}))
+    assert prediction.saved_bytes == sum(int(saved.bytes) for saved in captured.activations) == 2 * LENGTH * 4
+    assert prediction.peak == max(prediction.forward.peak.held, prediction.backward.peak.held)
+    assert events_of(captured, "Exp+:1:1", {}).saved_bytes == LENGTH * 4
+
+
+def test_a_peak_names_its_operator(roberta):
+    parts = roberta.split("level 1")
+    prediction = prediction_of(events_of(roberta, "level 1", roberta.sizes))
+    for half, run in ((parts.forward, prediction.forward), (parts.backward, prediction.backward)):
+        assert run.peak.node in {node.name for node in half.graph.nodes}
+        assert run.peak.held == max(run.held)
+
+
+def test_a_level_lowers_the_peak_and_what_is_saved(roberta):
+    without, with_level = (roberta.split(asked).graph.prediction for asked in ("Gelu+:1:0", "level 1"))
+    assert with_level.saved_bytes < 0.6 * without.saved_bytes
+    assert with_level.peak < without.peak

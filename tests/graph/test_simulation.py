@@ -1,0 +1,56 @@
+"""The simulation against the timeline of the graphs that the same nodes to save are partitioned into."""
+
+import random
+
+import pytest
+
+from optimum_memopt.engines.compile.graph.problem import Problem, problem_of
+from optimum_memopt.engines.compile.memory.events import Prediction, prediction_of, schedule
+from optimum_memopt.engines.compile.memory.simulation import problem_events, simulate
+from optimum_memopt.engines.compile.partition import partitioned_graph
+from optimum_memopt.engines.compile.partition.partitioned_graph import partition
+from optimum_memopt.engines.compile.partition.strategies.recompute import insert_barriers
+from tests.captured import Captured
+from tests.rotation import nightly
+
+
+def random_choice(problem: Problem, generator: random.Random) -> frozenset[int]:
+    """Any share of the saved activations and layer boundaries, and a few nodes that are neither."""
+    share = generator.random()
+    roots = [
+        node
+        for node, root in enumerate(problem.roots)
+        if node == root and problem.is_operator[node] and problem.is_tensor[node] and problem.is_forward[node]
+    ]
+    likely = problem.activations | problem.boundaries
+    kept = {node for node in roots if generator.random() < (share if node in likely else 0.05)}
+    return problem.closure(kept)
+
+
+def partitioned(captured: Captured, problem: Problem, saved: frozenset[int]) -> Prediction:
+    graph = partitioned_graph.analyze(captured.copied(), captured.inputs, captured.num_fwd_outputs, captured.others)
+    nodes = [graph.joint.nodes[node] for node in sorted(saved)]
+    assert [node.name for node in nodes] == [problem.names[node] for node in sorted(saved)]
+    modules = partition(graph.joint, nodes)
+    insert_barriers(*modules)
+    return schedule(*modules, captured.num_fwd_outputs).predict(graph.size_hints)
+
+
+@pytest.mark.parametrize("name", nightly(["roberta", "gpt2", "albert"], but=["roberta"]))
+def test_every_choice_is_simulated_to_the_byte(name: str, request: pytest.FixtureRequest) -> None:
+    captured = request.getfixturevalue(name)
+    problem = problem_of(captured.graph, [0.0] * len(captured.joint.nodes))
+    generator = random.Random(name)
+    everything = problem.closure(problem.activations)
+    choices = [everything, problem.closure(frozenset()), *(random_choice(problem, generator) for _ in range(12))]
+    peaks = set()
+    for saved in choices:
+        ours, real = simulate(problem, saved), partitioned(captured, problem, saved)
+        plain = prediction_of(problem_events(problem, saved))
+        assert ours.saved_bytes == plain.saved_bytes == real.saved_bytes
+        assert ours.forward.held == plain.forward.held == real.forward.held
+        assert ours.backward.held == plain.backward.held
+        assert ours.peak == plain.peak == real.peak
+        assert ours.backward.end == plain.backward.end == real.backward.end
+        peaks.add(ours.peak)
+    assert len(peaks) > 10

@@ -1,0 +1,158 @@
+"""Starts `worker.py` through a launcher as a user does, on the CPU, and reads what its ranks wrote."""
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests import fresh_process
+from tests.train.launchers.worker import Job
+
+ROOT = Path(__file__).parents[3]
+WORKER = Path(__file__).with_name("worker.py")
+PROGRAMS = Path(sys.executable).parent
+
+# Several machines' worth of processes in one: each is to compute with one thread, and none is to find a GPU.
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "DS_ACCELERATOR": "cpu",
+    "CUDA_VISIBLE_DEVICES": "",
+    "PYTHONPATH": str(ROOT),
+}
+
+# Seconds: DeepSpeed may build two operators first, and the machine may be busy.
+LONG = 1100
+
+needs_deepspeed = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"
+)
+# It builds the operators that it needs when they are first used.
+needs_compiler = pytest.mark.skipif(
+    shutil.which("c++") is None or shutil.which("ninja", path=f"{PROGRAMS}:{os.environ.get('PATH', '')}") is None,
+    reason="DeepSpeed's operators need c++ and ninja",
+)
+
+
+def launcher(name: str, *, zero: int | None = None) -> list[str]:
+    """The command of a launcher up to the script, for two processes; `python` starts one.
+
+    Args:
+        zero: the stage, for accelerate, whose launcher is told and not the script.
+    """
+    if name == "python":
+        return [sys.executable]
+    if name == "torchrun":
+        return [str(PROGRAMS / "torchrun"), "--standalone", "--nproc_per_node", "2"]
+    if name == "deepspeed":
+        return [
+            str(PROGRAMS / "deepspeed"),
+            "--num_accelerators",
+            "2",
+            "--master_port",
+            str(fresh_process.free_port()),
+        ]
+    kind = ["--multi_gpu"] if zero is None else ["--use_deepspeed", "--zero_stage", str(zero)]
+    return [
+        str(PROGRAMS / "accelerate"),
+        "launch",
+        *kind,
+        "--num_processes",
+        "2",
+        f"--main_process_port={fresh_process.free_port()}",
+    ]
+
+
+def start(command: Sequence[Any], timeout: int = LONG, **environment: str) -> subprocess.CompletedProcess:
+    """Run a command to its end; stdout and stderr are kept."""
+    command = list(map(str, command))
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **ENVIRONMENT, **environment},
+    )
+    try:
+        stdout, stderr = process.communicate(timeout=timeout)
+    except BaseException:
+        # Out of time, here or by pytest's clock: a launcher that is killed leaves its ranks behind.
+        for each in [*psutil.Process(process.pid).children(recursive=True), process]:
+            each.kill()
+        process.wait()
+        raise
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+
+
+def alone() -> dict[str, str]:
+    """The environment in which DeepSpeed works without a launcher."""
+    return {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(fresh_process.free_port()),
+    }
+
+
+def write_jobs(folder: Path, jobs: Sequence[Job]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "jobs.json"
+    path.write_text(json.dumps([asdict(job) for job in jobs]))
+    return path
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a launch has left."""
+
+    folder: Path
+    process: subprocess.CompletedProcess
+
+    @property
+    def output(self) -> str:
+        return self.process.stdout + self.process.stderr
+
+    def ranks(self, job: str) -> list[dict[str, Any]]:
+        """What each rank returned from a job, in their order."""
+        paths = sorted(self.folder.glob(f"{job}.[0-9].json"))
+        assert paths, f"{job} left nothing:\n{self.output[-4000:]}"
+        return [json.loads(path.read_text()) for path in paths]
+
+    def trained(self, job: str) -> list[dict[str, Any]]:
+        """The same, of a job that was not refused."""
+        ranks = self.ranks(job)
+        assert not any("error" in each for each in ranks), ranks
+        return ranks
+
+    def weights(self, job: str) -> Mapping[str, torch.Tensor]:
+        return load_file(self.folder / f"{job}.0.safetensors")
+
+
+def run_jobs(command: Sequence[str], folder: Path, jobs: Sequence[Job], **environment: str) -> Done:
+    """Run the jobs in the processes that `command` starts; a launch that breaks off fails the test."""
+    return _checked(Done(folder, start([*command, WORKER, write_jobs(folder, jobs)], **environment)))
+
+
+def run_jobs_alone(folder: Path, jobs: Sequence[Job]) -> Done:
+    """Run the jobs in one forked process."""
+    environment = {**os.environ, **ENVIRONMENT}
+    return _checked(
+        Done(folder, fresh_process.run(WORKER, write_jobs(folder, jobs), environment=environment, timeout=LONG))
+    )
+
+
+def _checked(done: Done) -> Done:
+    assert done.process.returncode == 0 or "error: " in done.output, done.output[-4000:]
+    return done

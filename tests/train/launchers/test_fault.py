@@ -1,0 +1,128 @@
+"""A rank that is killed in the middle of an epoch: the other ends soon and says why, and the run goes on from its
+checkpoint as if nothing had happened."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from dataclasses import replace
+
+import pytest
+
+from tests import fresh_process
+from tests.train.launchers.launching import (
+    ENVIRONMENT,
+    WORKER,
+    launcher,
+    needs_compiler,
+    needs_deepspeed,
+    run_jobs,
+    write_jobs,
+)
+from tests.train.launchers.worker import Job
+from tests.trainer_runs import distance
+
+SAVED, KILLED, STEPS = 3, 5, 8
+# An epoch has ten steps.
+ROWS = 80
+ARGUMENTS = {
+    "memory_opt_config": "Gelu+:1:-1",
+    "max_steps": STEPS,
+    "save_strategy": "steps",
+    "save_steps": SAVED,
+}
+DYING = Job("dying", rows=ROWS, arguments=ARGUMENTS, killed=(1, KILLED))
+SOON = 240
+# Until the checkpoint, and until the end.
+BY_THEMSELVES = 400 + SOON
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    job = Job("steps", rows=ROWS, arguments=ARGUMENTS)
+    return run_jobs(launcher("torchrun"), tmp_path_factory.mktemp("uninterrupted"), [job])
+
+
+def wait_for_checkpoint(folder, seconds=400):
+    """The moment at which the checkpoint is complete, which is soon before the death."""
+    end = time.monotonic() + seconds
+    while not (folder / f"checkpoint-{SAVED}" / "trainer_state.json").exists():
+        assert time.monotonic() < end, "no checkpoint"
+        time.sleep(0.1)
+    return time.monotonic()
+
+
+def resumed(folder, uninterrupted):
+    """How far the weights of the run that goes on are from those of the run that was never interrupted."""
+    checkpoints = {path.name for path in (folder / "dying-output").glob("checkpoint-*")}
+    assert checkpoints == {f"checkpoint-{SAVED}"}
+    checkpoint = str(folder / "dying-output" / f"checkpoint-{SAVED}")
+    done = run_jobs(
+        launcher("torchrun"), folder / "on", [Job("on", rows=ROWS, arguments=ARGUMENTS, resume=checkpoint)]
+    )
+    ranks = done.trained("on")
+    assert [rank["steps"] for rank in ranks] == [STEPS, STEPS] and ranks[0]["digest"] == ranks[1]["digest"]
+    return distance(done.weights("on"), uninterrupted.weights("steps"))
+
+
+@pytest.mark.nightly
+def test_under_torchrun(tmp_path, uninterrupted):
+    command = [*launcher("torchrun"), WORKER, write_jobs(tmp_path, [DYING])]
+    process = start_process(command, tmp_path / "log")
+    try:
+        saved = wait_for_checkpoint(tmp_path / "dying-output")
+        assert process.wait(SOON) == 1
+        assert time.monotonic() - saved < SOON
+    finally:
+        end(process)
+    log = (tmp_path / "log").read_text()
+    assert "Signal 9 (SIGKILL) received by PID" in log and "rank      : 1" in log
+    assert not list(tmp_path.glob("dying.*.json"))
+    assert resumed(tmp_path, uninterrupted) < 1e-5
+
+
+BY_HAND = """
+import sys
+from tests.fresh_process import fork_ranks
+from tests.train.launchers import worker
+fork_ranks(2, timeout={seconds}, end_together=False)
+sys.argv = ["worker.py", {path!r}]
+worker.main()
+"""
+ZERO = {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 1}}
+
+
+@pytest.mark.parametrize(
+    "deepspeed",
+    [None, pytest.param(ZERO, marks=[pytest.mark.nightly, needs_deepspeed, needs_compiler])],
+    ids=["ddp", "zero_1"],
+)
+def test_without_an_agent(tmp_path, deepspeed):
+    """Two processes by hand: nobody ends the one that is left, it has to notice by itself."""
+    path = write_jobs(tmp_path, [replace(DYING, arguments={**ARGUMENTS, "deepspeed": deepspeed})])
+    environment = {**os.environ, **ENVIRONMENT}
+    script = BY_HAND.format(path=str(path), seconds=BY_THEMSELVES)
+    done = fresh_process.run("-c", script, environment=environment, timeout=BY_THEMSELVES + SOON)
+    first, second = json.loads(done.stdout.splitlines()[-1])
+    assert second == -signal.SIGKILL
+    assert first not in (0, -signal.SIGALRM), "it was ended after its time"
+    assert (tmp_path / "dying-output" / f"checkpoint-{SAVED}" / "trainer_state.json").exists()
+    assert re.search("Connection (closed|reset) by peer", done.stderr), done.stderr[-2000:]
+
+
+def start_process(command, log, **environment):
+    with log.open("w") as output:
+        return subprocess.Popen(
+            list(map(str, command)),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **ENVIRONMENT, **environment},
+        )
+
+
+def end(process):
+    if process.poll() is None:
+        process.kill()
+        process.wait()

@@ -1,0 +1,291 @@
+"""Several processes through each launcher: which launches are refused, that ranks train as one and agree on the plan,
+and that each finding is said once."""
+
+import json
+import re
+from itertools import pairwise
+
+import pytest
+import torch
+
+from optimum_memopt.callbacks.reporting import is_printed
+from optimum_memopt.memory.capacity import capacity
+from tests.rotation import nightly
+from tests.train.launchers.launching import (
+    PROGRAMS,
+    launcher,
+    needs_compiler,
+    needs_deepspeed,
+    run_jobs,
+    run_jobs_alone,
+)
+from tests.train.launchers.worker import Job
+from tests.trainer_runs import distance
+
+STEPS = 10
+# Two ranks take the rows of one process with batches of twice the size, in the same order. The model is one that
+# divides its loss by the number of tokens in all ranks' batches, or that of `Job`, whose loss is a mean of rows:
+# Trainer scales the loss of RoBERTa and BERT as if they did the former (transformers 5.23), so that there even a stock
+# Trainer trains otherwise on two ranks.
+MODEL = "gpt2"
+TWO = {"per_device_train_batch_size": 4, "max_steps": STEPS, "memory_opt_level": 1}
+ONE = {"per_device_train_batch_size": 8, "max_steps": STEPS}
+ROWS = 8 * STEPS
+HALF = STEPS // 2
+SAVING = {"save_strategy": "steps", "save_steps": HALF}
+ACCUMULATING = {"max_steps": HALF, "gradient_accumulation_steps": 2}
+BUDGET = {
+    "per_device_train_batch_size": 4,
+    "max_steps": 2,
+    "memory_opt_engine": "compile",
+    "memory_opt_budget": "90%",
+}
+COMPILE = {**TWO, "memory_opt_engine": "compile"}
+# Bitwise whatever the plan, without the chunked loss.
+REPLAN = {
+    "per_device_train_batch_size": 4,
+    "max_steps": 3,
+    "memory_opt_engine": "compile",
+    "memory_opt_loss": "plain",
+    "memory_opt_on_oom": "replan",
+}
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    """What `accelerate launch` with two processes leaves."""
+    own = {"memory_opt_config": "Gelu+:1:-1"}
+    folder = tmp_path_factory.mktemp("two")
+    # As on two machines, each with a cache of its own.
+    caches = {rank: {"XDG_CACHE_HOME": str(folder / f"cache-{rank}")} for rank in "01"}
+    jobs = [
+        Job(
+            "steps",
+            model=MODEL,
+            rows=ROWS,
+            arguments={**TWO, **SAVING, "log_input_density": True, "log_memory_phases": True},
+        ),
+        Job(
+            "accumulation",
+            rows=ROWS,
+            arguments={**TWO, **ACCUMULATING},
+            count_reductions=True,
+        ),
+        Job("compile-steps", model=MODEL, rows=ROWS, arguments=COMPILE),
+        Job(
+            "compile-accumulation",
+            rows=ROWS,
+            arguments={**COMPILE, **ACCUMULATING},
+            count_reductions=True,
+        ),
+        Job("compile-budget", rows=ROWS, arguments=BUDGET, environment=caches),
+        Job("batch-auto", rows=ROWS, arguments={**BUDGET, **ACCUMULATING, "memory_opt_batch": "auto"}),
+        Job("replan-enough", "compile", rows=ROWS, arguments=REPLAN, runs_out={}),
+        Job("replan", "compile", rows=ROWS, arguments=REPLAN, runs_out={"1": [1, 3]}),
+        Job("other-variable", arguments=own, environment={"1": {"ORTMODULE_PRINT_INPUT_DENSITY": "1"}}),
+        Job("other-plan", arguments=own, rank_arguments={"1": {"memory_opt_config": "Gelu+:0:-1"}}),
+        Job("unknown-plan", arguments=own, rank_arguments={"1": {"memory_opt_config": "Nothing+:1:-1"}}),
+        Job("fallback", rank_arguments={"0": {"ort_fallback": False}, "1": {"ort_fallback": True}}),
+        Job("after-all-this", arguments=own),
+    ]
+    return run_jobs(launcher("accelerate"), folder, jobs)
+
+
+@pytest.fixture(scope="module")
+def one_rank(two_ranks, tmp_path_factory):
+    """What a stock Trainer makes of the same rows in one process, and of the checkpoint of the two ranks."""
+    jobs = [
+        Job("steps", "plain", model=MODEL, rows=ROWS, arguments={**ONE, **SAVING}),
+        Job(
+            "accumulation",
+            "plain",
+            rows=ROWS,
+            arguments={**ONE, **ACCUMULATING},
+        ),
+        Job("resumed", model=MODEL, rows=ROWS, arguments=ONE, resume=checkpoint(two_ranks)),
+    ]
+    return run_jobs_alone(tmp_path_factory.mktemp("one"), jobs)
+
+
+def checkpoint(done):
+    return str(done.folder / "steps-output" / f"checkpoint-{HALF}")
+
+
+each_engine = pytest.mark.parametrize("prefix", ["", "compile-"], ids=["ort", "compile"])
+
+
+@each_engine
+def test_two_ranks_train_as_one_process_does(two_ranks, one_rank, prefix):
+    ranks = two_ranks.trained(f"{prefix}steps")
+    assert [rank["world_size"] for rank in ranks] == [2, 2]
+    assert [rank["steps"] for rank in ranks] == [STEPS, STEPS]
+    assert ranks[0]["digest"] == ranks[1]["digest"], "parameters are not bitwise equal"
+    assert distance(two_ranks.weights(f"{prefix}steps"), one_rank.weights("steps")) < 1e-5
+
+
+@each_engine
+def test_accumulation_averages_gradients_once_a_step(two_ranks, one_rank, prefix):
+    for rank in two_ranks.trained(f"{prefix}accumulation"):
+        counts = [0, *rank["reductions"]]
+        added = [after - before for before, after in pairwise(counts)]
+        assert len(added) == 2 * HALF
+        assert set(added[0::2]) == {0} and min(added[1::2]) > 0
+    assert distance(two_ranks.weights(f"{prefix}accumulation"), one_rank.weights("accumulation")) < 1e-5
+
+
+@each_engine
+def test_ranks_have_the_same_plans_on(two_ranks, prefix):
+    tables = [rank["table"]["plans"] for rank in two_ranks.trained(f"{prefix}steps")]
+    named = [{plan["config"]: (plan["frequency"], plan["applied_count"]) for plan in table} for table in tables]
+    assert named[0] == named[1]
+    assert any(applied for _, applied in named[0].values())
+    assert not prefix or named[0]["Loss+:1:-1"] == (1, 1)
+
+
+def test_two_ranks_under_a_budget_agree(two_ranks):
+    """`90%` of a host is that share of each rank's part of it."""
+    ranks = two_ranks.trained("compile-budget")
+    assert ranks[0]["digest"] == ranks[1]["digest"]
+    budgets = [re.search(r"budget ([\d.]+) GiB", rank["table"]["header"][0])[1] for rank in ranks]
+    assert budgets[0] == budgets[1]
+    share = 0.9 * capacity(torch.device("cpu")).total / 2**30 / 2
+    assert float(budgets[0]) == pytest.approx(share, rel=0.01)
+
+
+def test_one_rank_measures_for_all(two_ranks):
+    measured = list(two_ranks.folder.glob("cache-*/optimum_memopt/operators*.json"))
+    assert len(measured) == 1 and json.loads(measured[0].read_text())
+
+
+def test_two_ranks_take_the_same_micro_batch(two_ranks, one_rank):
+    """Of other sizes on the two ranks one would wait for the other's gradients for ever."""
+    ranks = two_ranks.trained("batch-auto")
+    assert ranks[0]["digest"] == ranks[1]["digest"]
+    assert [rank["steps"] for rank in ranks] == [HALF, HALF]
+    assert two_ranks.output.count("to each optimizer step of 8 rows a rank") == 1
+    assert distance(two_ranks.weights("batch-auto"), one_rank.weights("accumulation")) < 1e-5
+
+
+def test_a_rank_that_runs_out_in_the_forward_has_all_run_the_step_again(two_ranks):
+    ranks, enough = two_ranks.trained("replan"), two_ranks.trained("replan-enough")
+    assert ranks[0]["digest"] == ranks[1]["digest"] == enough[0]["digest"]
+    said = [[line for line in rank["lines"] if "running it again" in line] for rank in ranks]
+    assert not said[0] and [line[:6] for line in said[1]] == ["step 1", "step 2"]
+
+
+def test_ddp_leaves_the_compiled_forward_in_one_graph(two_ranks):
+    """DDPOptimizer of torch would cut it at each bucket of gradients."""
+    for rank in two_ranks.trained("compile-steps"):
+        assert not any("graphs" in line for line in rank["lines"])
+
+
+def test_everything_is_said_once(two_ranks):
+    trained = ("steps", "accumulation", "after-all-this")
+    tables = [line for line in two_ranks.output.splitlines() if line.startswith("[memopt] Memory plans of the ort ")]
+    assert len(tables) == len(trained)
+    shown = [str(step) for step in range(STEPS) if is_printed(step, 0)]
+    assert re.findall(r"^step (\d+) \(MiB", two_ranks.output, re.MULTILINE) == shown
+    assert re.findall(r"^\| (\d+) +\| LABEL ", two_ranks.output, re.MULTILINE) == shown
+
+
+DIFFERENCES = {
+    "other-variable": (
+        "rank 1 does not train as rank 0 does: ORTMODULE_PRINT_INPUT_DENSITY in the environment: nothing on rank 0, "
+        "1 on rank 1"
+    ),
+    "other-plan": (
+        "rank 1 does not train as rank 0 does: --memory_opt_config: Gelu+:1:-1 on rank 0, Gelu+:0:-1 on rank 1; "
+        "plan Gelu+:1:-1: 1 occurrences, 1 applied on rank 0, 1 occurrences, 0 applied on rank 1"
+    ),
+    "fallback": "rank 1 does not train as rank 0 does: --ort_fallback: False on rank 0, True on rank 1",
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_a_difference_between_ranks_stops_all_of_them(two_ranks, name):
+    ranks = two_ranks.ranks(name)
+    assert [rank["error"] for rank in ranks] == [DIFFERENCES[name]] * 2
+    assert [rank["steps"] for rank in ranks] == [0, 0]
+
+
+def test_a_rank_that_fails_stops_all_of_them(two_ranks):
+    first, second = two_ranks.ranks("unknown-plan")
+    assert second["error"].startswith('no plan "Nothing+" in this model')
+    assert first["error"].startswith(
+        "rank 1 failed in its first training step, so all ranks stop: ConfigError: no plan"
+    )
+    assert len(two_ranks.trained("after-all-this")) == 2
+
+
+# Checkpoints.
+
+
+def test_one_process_resumes_from_two_ranks(two_ranks, one_rank):
+    assert one_rank.trained("resumed")[0]["steps"] == STEPS
+    assert distance(one_rank.weights("resumed"), two_ranks.weights("steps")) < 1e-5
+
+
+@pytest.mark.nightly
+def test_two_ranks_resume_from_two_and_from_one(two_ranks, one_rank, tmp_path):
+    jobs = [
+        Job("from-two", model=MODEL, rows=ROWS, arguments=TWO, resume=checkpoint(two_ranks)),
+        Job("from-one", model=MODEL, rows=ROWS, arguments=TWO, resume=checkpoint(one_rank)),
+    ]
+    done = run_jobs(launcher("torchrun"), tmp_path, jobs)
+    for name in ("from-two", "from-one"):
+        ranks = done.trained(name)
+        assert [rank["steps"] for rank in ranks] == [STEPS, STEPS] and ranks[0]["digest"] == ranks[1]["digest"]
+        assert distance(done.weights(name), two_ranks.weights("steps")) < 1e-5
+
+
+# Launches that come out as processes which each train alone.
+
+ACCELERATE = [PROGRAMS / "accelerate", "launch"]
+ADD_USE_CPU = "but would train alone, as each of them: on a machine without a GPU add --use_cpu true"
+WRITE_MULTI_GPU = "write: accelerate launch --multi_gpu --num_processes 2 "
+CONFIG = "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nnum_processes: 2\nuse_cpu: true\n"
+
+
+def trap(command, folder, **arguments):
+    """The errors of the processes: of all, unless a launcher ends the others when the first one ends."""
+    done = run_jobs(command, folder, [Job("job", rows=4, arguments={"max_steps": 1, **arguments})])
+    return [line for line in done.output.splitlines() if line.startswith("error: ")], done
+
+
+@pytest.mark.parametrize(
+    "flags",
+    nightly([["--cpu", "--num_processes", "2"], ["--num_processes", "2"]]),
+    ids=" ".join,
+)
+def test_accelerate_that_starts_one_process_is_refused(tmp_path, flags):
+    errors, done = trap([*ACCELERATE, *flags], tmp_path)
+    assert len(errors) == 1 and WRITE_MULTI_GPU in errors[0]
+    assert done.ranks("job")[0]["steps"] == 0
+
+
+@pytest.mark.nightly
+def test_accelerate_with_a_config_file_for_several_cpus_is_refused(tmp_path):
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    errors, _ = trap([*ACCELERATE, "--config_file", tmp_path / "config.yaml"], tmp_path)
+    assert len(errors) == 1 and WRITE_MULTI_GPU in errors[0]
+
+
+@pytest.mark.nightly
+def test_one_process_of_accelerate_trains(tmp_path):
+    errors, done = trap([*ACCELERATE, "--cpu", "--num_processes", "1"], tmp_path)
+    assert not errors and done.trained("job")[0]["world_size"] == 1
+
+
+@pytest.mark.parametrize("name", nightly(["torchrun", "accelerate"]))
+def test_ranks_without_use_cpu_are_refused(tmp_path, name):
+    errors, _ = trap(launcher(name), tmp_path, use_cpu=False)
+    assert errors and all(ADD_USE_CPU in error for error in errors)
+
+
+@needs_deepspeed
+@needs_compiler
+@pytest.mark.parametrize("name, stage", nightly([("deepspeed", None), ("deepspeed", 1), ("torchrun", 1)]))
+def test_deepspeed_without_use_cpu_is_refused(tmp_path, name, stage):
+    config = {"deepspeed": {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": stage}}}
+    errors, _ = trap(launcher(name), tmp_path, use_cpu=False, **(config if stage else {}))
+    assert errors and all(ADD_USE_CPU in error for error in errors)

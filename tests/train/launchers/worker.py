@@ -1,0 +1,183 @@
+"""What each process of the launchers' tests runs: trainings one after the other, and files about each.
+
+    worker.py JOBS.json
+
+JOBS.json is a list of objects with the fields of `Job`. Beside it appear, for each job and rank, `NAME.RANK.json`
+(what `train` returns) and `NAME.RANK.safetensors` (the weights after it). The exit code is 2 after a refusal.
+"""
+
+import functools
+import gc
+import hashlib
+import importlib
+import json
+import os
+import signal
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from safetensors.torch import save_file
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from transformers import Trainer, TrainerCallback
+
+from optimum_memopt import MemOptError
+from optimum_memopt.engines.shared.registry import OPTIMIZERS as OWN_OPTIMIZERS
+from optimum_memopt.logs import rank
+from tests.deepspeed_kernels import leave_out_shared_memory
+from tests.limited_memory import RunsOut
+from tests.trainer_runs import ROWS, log_lines, make, rows, weights
+
+# A value of Trainer's --optim, or a class that Trainer does not know.
+OPTIMIZERS = {
+    "adamw_torch": "adamw_torch",
+    "torch_fused_adamw": "adamw_torch_fused",
+    "deepspeed_fused_adam": ("deepspeed.ops.adam", "FusedAdam"),
+    "deepspeed_cpu_adam": ("deepspeed.ops.adam", "DeepSpeedCPUAdam"),
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training.
+
+    Attributes:
+        engine: `ort`, `compile`, or `plain` for a stock Trainer.
+        arguments: of the TrainingArguments; `rank_arguments` and `environment` go on top, on the rank that they name.
+        resume: the checkpoint to begin with.
+        killed: this rank ends itself with SIGKILL before this step.
+        count_reductions: let DDP tell how often it averages gradients.
+        runs_out: memory runs out on these ranks, in the forward with these numbers.
+    """
+
+    name: str
+    engine: str = "ort"
+    model: str = "small"
+    optimizer: str = "adamw_torch"
+    rows: int = ROWS
+    arguments: dict[str, Any] = field(default_factory=dict)
+    rank_arguments: dict[str, dict[str, Any]] = field(default_factory=dict)
+    environment: dict[str, dict[str, str]] = field(default_factory=dict)
+    resume: str | None = None
+    killed: tuple[int, int] | None = None
+    count_reductions: bool = False
+    runs_out: dict[str, list[int]] | None = None
+
+
+class Killed(TrainerCallback):
+    """Ends this process before a step, as a machine that is switched off."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Reductions(TrainerCallback):
+    """How many buckets of gradients DDP has averaged at the end of each backward."""
+
+    def __init__(self) -> None:
+        self.trainer: Trainer | None = None
+        self.count = 0
+        self.after_backward: list[int] = []
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        def count(process_group, bucket):
+            self.count += 1
+            return allreduce_hook(process_group, bucket)
+
+        self.trainer.model_wrapped.register_comm_hook(None, count)
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        self.after_backward.append(self.count)
+
+    on_pre_optimizer_step = on_substep_end
+
+
+def optimizer_arguments(name: str, engine: str) -> dict[str, Any]:
+    """How a Trainer is told to use this optimizer: ours by name, a stock one in its own way."""
+    found = OPTIMIZERS[name]
+    if engine != "plain" and name in OWN_OPTIMIZERS:
+        return {"memory_opt_optim": name}
+    if isinstance(found, str):
+        return {"optim": found}
+    kind = getattr(importlib.import_module(found[0]), found[1])
+    return {"optimizer_cls_and_kwargs": (kind, {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.0})}
+
+
+def train(job: Job, folder: Path) -> dict[str, Any]:
+    """Train, and return what a test may ask about this rank: world, optimizer, log, plan table, or the error."""
+    own, reductions = str(rank()), Reductions()
+    callbacks = [reductions] if job.count_reductions else []
+    if job.killed and job.killed[0] == rank():
+        callbacks.append(Killed(job.killed[1]))
+    engine = {} if job.engine == "plain" else {"memory_opt_engine": job.engine}
+    optimizer = optimizer_arguments(job.optimizer, job.engine)
+    changes = {**engine, **optimizer, **job.arguments, **job.rank_arguments.get(own, {})}
+    trainer, kind = None, None
+    if job.runs_out is not None:
+        fails = dict.fromkeys(job.runs_out.get(own, []), "forward")
+        kind = functools.partial(RunsOut, fails=fails, held=lambda trainer: 2**40)
+    with log_lines() as lines, mock.patch.dict(os.environ, job.environment.get(own, {})):
+        try:
+            trainer = make(
+                folder / f"{job.name}-output",
+                job.model,
+                plain=job.engine == "plain",
+                trainer=kind,
+                train_dataset=rows(job.model, job.rows),
+                callbacks=callbacks,
+                **changes,
+            )
+            reductions.trainer = trainer
+            trainer.train(resume_from_checkpoint=job.resume)
+        except MemOptError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return {"error": str(error), "steps": trainer.state.global_step if trainer else 0}
+    after = weights(trainer.model)
+    save_file(after, folder / f"{job.name}.{own}.safetensors")
+    optimizer = trainer.optimizer
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    table = None if job.engine == "plain" else trainer.memopt.table
+    return {
+        "world_size": trainer.args.world_size,
+        "wrapped": type(trainer.model_wrapped).__name__,
+        "optimizer": type(optimizer).__name__,
+        "fused": bool(optimizer.param_groups[0].get("fused")),
+        "digest": hashlib.sha256(b"".join(after[name].numpy().tobytes() for name in sorted(after))).hexdigest(),
+        "steps": trainer.state.global_step,
+        "reductions": reductions.after_backward,
+        "lines": lines,
+        "table": json.loads(table.to_json()) if table else None,
+    }
+
+
+def main() -> None:
+    """Run the jobs of the file that the command line names."""
+    # Behind what the launcher of DeepSpeed puts first (--local_rank).
+    path = Path(sys.argv[-1])
+    if "WITHOUT_SHARED_MEMORY" in os.environ:
+        leave_out_shared_memory()
+    refused = False
+    for content in json.loads(path.read_text()):
+        job = Job(**content)
+        # As in `tests/conftest.py`.
+        gc.collect()
+        gc.freeze()
+        found = train(job, path.parent)
+        refused |= "error" in found
+        (path.parent / f"{job.name}.{rank()}.json").write_text(json.dumps(found))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # torch 2.13's gloo now and then aborts while the interpreter shuts down, in a stock Trainer too; by now all is
+    # written.
+    os._exit(2 if refused else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""`--memory_opt_batch auto`: a Trainer on the small model, and what it is refused with."""
+
+import copy
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from optimum_memopt import MemOptError
+from optimum_memopt.memory.peak_monitor import PeakMonitor
+from optimum_memopt.training import batches
+from tests.trainer_runs import build, distance, log_lines, make, rows, weights
+
+AUTO = {"memory_opt_engine": "compile", "memory_opt_batch": "auto", "memory_opt_loss": "plain"}
+
+
+class Seen(TrainerCallback):
+    """Rows and lengths of the batches that the model is given, and the steps."""
+
+    def __init__(self) -> None:
+        self.batches: list[int] = []
+        self.steps = 0
+
+    def on_train_begin(self, args, state, control, model, **kwargs):
+        model.register_forward_pre_hook(self._count, with_kwargs=True)
+
+    def _count(self, module, args, kwargs):
+        self.batches.append(len(kwargs["input_ids"]))
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.steps += 1
+        self.during = args.per_device_train_batch_size, args.gradient_accumulation_steps
+
+
+def test_the_rows_of_an_optimizer_step_stay(tmp_path):
+    seen = Seen()
+    sizes = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 4, "max_steps": 2}
+    model = build("small")
+    plain = make(tmp_path, "small", plain=True, model=copy.deepcopy(model), train_dataset=rows("small", 48), **sizes)
+    plain.train()
+    trainer = make(
+        tmp_path,
+        "small",
+        model=model,
+        train_dataset=rows("small", 48),
+        callbacks=[seen],
+        memory_opt_budget="auto",
+        **AUTO,
+        **sizes,
+    )
+    with log_lines() as lines:
+        trainer.train()
+    assert (trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps) == (3, 4)
+    size, accumulation = seen.during
+    assert size * accumulation == 12 and seen.steps == 2
+    assert seen.batches[:2] == [size, size] and len(seen.batches) == 2 * accumulation
+    (line,) = (line for line in lines if "memory_opt_batch" in line)
+    assert line.startswith(f"--memory_opt_batch auto: micro-batches of {size} rows, {accumulation} to each optimizer")
+    assert distance(weights(trainer.model), weights(plain.model)) < 1e-5
+
+
+def test_an_evaluation_that_does_not_fit_is_warned_of(tmp_path):
+    held = PeakMonitor(torch.device("cpu")).read().resident
+    options = {"memory_opt_budget": f"{int(held) + 256}MiB", "per_device_eval_batch_size": 2**20}
+    trainer = make(tmp_path, "small", **AUTO, **options)
+    with log_lines() as lines, batches.chosen_micro_batch(trainer, trainer.memopt.options, "compile"):
+        pass
+    (line,) = (line for line in lines if "eval_batch" in line)
+    assert line.startswith("--per_device_eval_batch_size 1048576: evaluating rows as long as the longest")
+    assert line.endswith(" rows fit")
+
+
+def test_auto_find_batch_size_starts_from_the_prediction(tmp_path):
+    seen = Seen()
+    trainer = make(
+        tmp_path,
+        "small",
+        train_dataset=rows("small", 48),
+        callbacks=[seen],
+        memory_opt_budget="auto",
+        auto_find_batch_size=True,
+        per_device_train_batch_size=12,
+        max_steps=1,
+        **AUTO,
+    )
+    trainer.train()
+    assert seen.batches == [seen.during[0]] * seen.during[1]
+
+
+def test_what_cannot_be_chosen_for(tmp_path):
+    with pytest.raises(MemOptError, match="memory_opt_batch auto needs training data that can be read beforehand"):
+        make(tmp_path, "small", train_dataset=Drawn(), memory_opt_budget="auto", **AUTO)
+    trainer = make(tmp_path, "small", memory_opt_budget="64MiB", **AUTO)
+    with pytest.raises(MemOptError, match="memory_opt_batch auto: a step with one row takes at least"):
+        trainer.train()
+
+
+class Drawn(torch.utils.data.Dataset):
+    """May draw random numbers for each row."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index):
+        return rows("small", 8)[index]

@@ -1,0 +1,94 @@
+"""What a caller may do between a forward and its backward, and with a backward that has run."""
+
+import pytest
+import torch
+from torch._functorch import config as functorch_config
+
+from optimum_memopt import optimize
+from tests.train.test_hooks import Net
+
+ENGINE = {"memory_opt_engine": "compile", "memory_opt_compiler": "aot_eager"}
+PLANS = [{}, {"memory_opt_level": 1}, {"memory_opt_config": "Gelu+Add+:3:-1"}]
+
+
+def gradients(model):
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def assert_equal(ours, expected):
+    assert len(ours) == len(expected) and all(map(torch.equal, ours, expected))
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_a_backward_runs_as_often_as_it_is_asked_to(plan):
+    ours, plain, x = Net(), Net(), torch.randn(4, 8)
+    optimize(ours, **ENGINE, **plan)
+    for model in (ours, plain):
+        loss = model(x).loss
+        for retain in (True, True, False):
+            loss.backward(retain_graph=retain)
+    assert_equal(gradients(ours), gradients(plain))
+    created = [
+        torch.autograd.grad(model(x).loss, list(model.parameters()), create_graph=True) for model in (ours, plain)
+    ]
+    assert_equal(*created)
+
+
+@pytest.mark.nightly
+def test_inductor_overwrites_saved_activations_unless_told_not_to():
+    def twice(model):
+        loss = model(x).loss
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return gradients(model)
+
+    x = torch.randn(4, 8)
+    model = Net()
+    optimize(model, memory_opt_engine="compile", memory_opt_compiler="inductor", memory_opt_level=1)
+    with pytest.raises(RuntimeError, match="^This backward function was compiled with .*donated_buffer=False.*$"):
+        twice(model)
+    with functorch_config.patch(donated_buffer=False):
+        model = Net()
+        optimize(model, memory_opt_engine="compile", memory_opt_compiler="inductor", memory_opt_level=1)
+        torch.testing.assert_close(twice(model), twice(Net()))
+
+
+def test_a_second_derivative_is_refused_in_a_line():
+    model = Net()
+    optimize(model, **ENGINE)
+    first = torch.autograd.grad(model(torch.randn(4, 8)).loss, list(model.parameters()), create_graph=True)
+    with pytest.raises(
+        RuntimeError, match="^torch.compile with aot_autograd does not currently support double backward$"
+    ):
+        sum(gradient.square().sum() for gradient in first).backward()
+
+
+class Copies(torch.nn.Module):
+    """Its outputs are copies of what its backward reads."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        h = torch.tanh(self.linear(x))
+        return {
+            "loss": torch.nn.functional.dropout(h, 0.0).square().sum(),
+            "clone": h.clone(),
+            "detached": h.detach().clone(),
+            "view": h.clone().view(2, -1),
+        }
+
+
+@pytest.mark.parametrize("plan", PLANS[:2], ids=str)
+def test_a_caller_may_write_to_an_output_that_is_a_copy(plan):
+    ours, plain, x = Copies(), Copies(), torch.randn(3, 4)
+    optimize(ours, **ENGINE, **plan)
+    for model in (ours, plain):
+        outputs = model(x)
+        with torch.no_grad():
+            for name in ("clone", "detached", "view"):
+                outputs[name].data.zero_()
+        outputs["loss"].backward()
+    assert_equal(gradients(ours), gradients(plain))

@@ -1,0 +1,79 @@
+"""Activation checkpointing that was asked for is replaced by a plan while an engine trains, and given back."""
+
+import pytest
+import torch
+
+from optimum_memopt import optimize
+from optimum_memopt.engines.shared.registry import engine_names
+from tests.model_zoo import ZOO
+from tests.rotation import nightly
+from tests.trainer_runs import build, distance, log_lines, make, weights
+
+NAME = "roberta-classification"
+CLOSE = 1e-5
+
+
+@pytest.fixture(params=engine_names())
+def engine(request):
+    return request.param
+
+
+def replaced(lines):
+    return [line for line in lines if line.startswith("activation checkpointing of ")]
+
+
+def input_gradient_hooks(model):
+    return sum(len(module._forward_hooks) for module in model.modules())
+
+
+@pytest.mark.parametrize("asked", nightly(["arguments", "model-before", "model-after"], but=["arguments"]))
+def test_a_trainer_recomputes_by_level_1_instead(tmp_path, engine, asked):
+    """And finds everything again after train() as a plain Trainer leaves it."""
+    changes = {"gradient_checkpointing": True} if asked == "arguments" else {}
+    plain = make(tmp_path / "plain", NAME, plain=True, **changes)
+    model = build(NAME)
+    if asked == "model-before":
+        model.gradient_checkpointing_enable()
+    ours = make(tmp_path / "ours", NAME, model=model, memory_opt_engine=engine, **changes)
+    if asked == "model-after":
+        model.gradient_checkpointing_enable()
+    for _ in range(2):
+        plain.train()
+        with log_lines() as lines:
+            ours.train()
+        (line,) = replaced(lines)
+        assert f"is off while the {engine} engine trains it; level 1 recomputes instead" in line
+        assert distance(weights(model), weights(plain.model)) < CLOSE
+        assert len(ours.memopt.table.enabled) > 2
+        assert model.is_gradient_checkpointing and ours.args.gradient_checkpointing == (asked == "arguments")
+    if asked == "arguments":
+        assert input_gradient_hooks(model) == input_gradient_hooks(plain.model) > 0
+
+
+def test_a_plan_stays_the_plan(tmp_path, engine):
+    with log_lines() as lines:
+        trainer = make(
+            tmp_path, NAME, memory_opt_engine=engine, gradient_checkpointing=True, memory_opt_config="Gelu+:1:-1"
+        )
+        trainer.train()
+    assert [plan.config for plan in trainer.memopt.table.enabled] == ["Gelu+:1:-1"]
+    (line,) = replaced(lines)
+    assert "config Gelu+:1:-1 recomputes instead" in line
+
+
+def test_a_model_that_is_switched_on_in_the_middle(engine):
+    model, plain, batch = build(NAME), build(NAME), ZOO[NAME].batch()
+    trained = optimize(model, memory_opt_engine=engine)
+    model(**batch).loss.backward()
+    assert not trained.plans().enabled
+    for each in (model, plain):
+        each.zero_grad()
+        each.gradient_checkpointing_enable()
+        each(**batch).loss.backward()
+    assert trained.plans().enabled and not model.is_gradient_checkpointing
+    for ours, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, expected.grad, rtol=1e-4, atol=1e-6)
+    trained.detach()
+    assert model.is_gradient_checkpointing and input_gradient_hooks(model) == input_gradient_hooks(plain)
+    model.disable_input_require_grads()
+    assert input_gradient_hooks(model) == 0, "the handle still finds its hook"

@@ -1,0 +1,238 @@
+"""The chunked loss under the engine: models, prediction, table, hooks, callers that read the logits."""
+
+import copy
+import re
+
+import pytest
+import torch
+from torch.nn import functional
+from transformers import PretrainedConfig
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.modeling_outputs import CausalLMOutput
+
+from optimum_memopt import optimize
+from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.compile.train.engine import CompileEngine
+from optimum_memopt.errors import MemOptError
+from optimum_memopt.plans.grammar import ConfigError, parse
+from tests.compiled import recorded
+from tests.gradients import assert_same_step
+from tests.model_zoo import ZOO
+from tests.rotation import nightly
+from tests.train.test_step_memory import measured
+from tests.trainer_runs import log_lines
+
+ROW = "Loss+:1:-1"
+# Those with a language model's loss whose graph is one, for all sizes.
+OTHERS = ("vit", "segformer", "patchtst", "gemma3-vision", "jamba")
+MODELS = sorted(name for name in ZOO if "classification" not in name and name not in OTHERS)
+VOCABULARY = 997
+
+
+def attached(model, level=0, compiler="aot_eager", reader="", **options):
+    engine = CompileEngine(Selection(level=level), compiler, **options)
+    engine.outputs_read_by = None if reader is None else lambda: reader
+    engine.attach(model)
+    return engine
+
+
+def row_of(engine):
+    return next((row for row in engine.plans().plans if row.config == ROW), None)
+
+
+@pytest.mark.parametrize(
+    ("name", "level", "compiler"),
+    [
+        *nightly([(name, 1, "aot_eager") for name in MODELS], but=[(name, 1, "aot_eager") for name in ("gpt2",)]),
+        *nightly([(name, 0, "inductor") for name in ("roberta-mlm", "gemma")]),
+    ],
+)
+def test_trains_as_plain_pytorch(name, level, compiler):
+    """To 1e-5, whatever the sizes and numbers of labels, in one graph."""
+    case = ZOO[name]
+    model = case.build("eager", **case.one_layer)
+    model.config.use_cache = False
+    plain = copy.deepcopy(model)
+    engine = attached(model, level, compiler)
+    with recorded() as splits:
+        assert_same_step(model, plain, case.batch(4, 12))
+        assert_same_step(model, plain, case.batch(3, 7, seed=1))
+        few = case.batch(4, 12, seed=2)
+        few["labels"][:, 1:] = -100
+        few["labels"][0, 2] = 7
+        assert_same_step(model, plain, few, case.batch(5, 9, seed=3))
+    assert len(splits) == 1
+    row = row_of(engine)
+    assert row.applied_count == row.frequency == 1 and row.saving_bytes > 0
+    outputs = model(**case.batch())
+    assert outputs.loss.requires_grad and outputs.get("logits") is None
+    model.eval()
+    assert model(**case.batch()).logits is not None
+    engine.detach()
+
+
+class Causal(torch.nn.Module):
+    """A causal language model that is compiled in a second."""
+
+    def __init__(self, weighted=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.config = PretrainedConfig()
+        self.embedding = torch.nn.Embedding(VOCABULARY, 16)
+        self.layer = torch.nn.Linear(16, 16)
+        self.lm_head = torch.nn.Linear(16, VOCABULARY, bias=False)
+        self.weighted = weighted
+
+    def forward(self, input_ids, labels=None):
+        logits = self.lm_head(torch.tanh(self.layer(self.embedding(input_ids))))
+        if self.weighted:
+            loss = functional.cross_entropy(logits.view(-1, VOCABULARY), labels.view(-1), torch.ones(VOCABULARY))
+        else:
+            loss = None if labels is None else ForCausalLMLoss(logits, labels, VOCABULARY)
+        return CausalLMOutput(loss=loss, logits=logits)
+
+
+def batch_of(rows=6, length=30):
+    ids = torch.randint(0, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(length))
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+@pytest.fixture
+def model():
+    return Causal()
+
+
+def test_less_memory_and_all_of_it_predicted(model):
+    """For other sizes than the first too; without a label in every row the prediction is an upper bound."""
+    peaks = {}
+    for loss in ("plain", "chunked"):
+        engine = attached(model, loss=loss)
+        for size in ((8, 40), (5, 64)):
+            batch = batch_of(*size)
+            measured(model, batch)
+            _, peak = measured(model, batch)
+            sizes = {"inputs_input_ids_dim0": size[0], "inputs_input_ids_dim1": size[1]}
+            predicted = engine.predictor.footprint(sizes).activations
+            assert peak == pytest.approx(predicted, rel=1e-2)
+            peaks[loss, size] = peak
+        assert engine.plans().header[0].endswith(", loss in chunks" if loss == "chunked" else "own partition")
+        few = {**batch, "labels": batch["labels"].masked_fill(torch.rand(batch["labels"].shape) > 0.1, -100)}
+        assert measured(model, few)[1] <= predicted * 1.01
+        engine.detach()
+    for size in ((8, 40), (5, 64)):
+        assert peaks["chunked", size] < 0.5 * peaks["plain", size]
+
+
+def test_backward_twice_and_a_gradient_that_is_not_one(model):
+    """The first backward must not change what the second one reads."""
+    plain = copy.deepcopy(model)
+    engine = attached(model)
+    gradients = []
+    for trained in (model, plain):
+        trained.zero_grad()
+        loss = trained(**batch_of()).loss / 3
+        loss.backward(retain_graph=True)
+        loss.backward(retain_graph=True)
+        (5 * loss).backward()
+        gradients.append([parameter.grad for parameter in trained.parameters()])
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    engine.detach()
+
+
+def test_whoever_reads_the_logits_gets_them(model):
+    """A caller that turns up later too; each kind of caller keeps its graph."""
+    batch = batch_of()
+    engine = attached(model)
+    assert model(**batch).get("logits") is None
+    engine.outputs_read_by = lambda: "a forward hook"
+    with recorded() as splits, log_lines() as lines:
+        outputs = model(**batch)
+    assert outputs.logits.shape == (6, 30, VOCABULARY) and len(splits) == 1
+    assert any("a forward hook may read the logits" in line for line in lines)
+    engine.outputs_read_by = lambda: ""
+    with recorded() as splits:
+        assert model(**batch).get("logits") is None
+    assert not splits
+    engine.detach()
+
+
+def test_a_loop_of_ones_own(model):
+    """It may read the logits, unless it says that it does not."""
+    batch = batch_of()
+    options = {"memory_opt_engine": "compile", "memory_opt_compiler": "aot_eager"}
+    engine = optimize(model, **options)
+    assert model(**batch).logits.requires_grad
+    assert row_of(engine).note == "loss not chunked: the training loop may read the logits"
+    engine.detach()
+    for asked in ({"memory_opt_loss": "chunked"}, {"memory_opt_config": ROW}):
+        engine = optimize(model, **options, **asked)
+        assert model(**batch).get("logits") is None
+        assert (row_of(engine).requested_count, row_of(engine).applied_count) == (-1, 1)
+        engine.detach()
+
+
+def test_a_config_beside_other_rows(model):
+    batch = batch_of()
+    engine = attached(model)
+    model(**batch)
+    other = next(row.config for row in engine.plans().plans if row.config.endswith(":1:-1") and row.config != ROW)
+    engine.apply(Selection(config=parse(f"{other},{ROW}")))
+    model(**batch)
+    assert {row.config for row in engine.plans().enabled} == {other, ROW}
+    engine.apply(Selection(config=parse(f"{other},Loss+:1:0")))
+    model(**batch)
+    assert {row.config for row in engine.plans().enabled} == {other}
+    engine.detach()
+
+
+def test_a_loss_over_few_classes():
+    """Nothing to win, which is said only when it was asked for."""
+    case = ZOO["vit"]
+    model = case.build("eager", num_hidden_layers=1)
+    engine = attached(model)
+    with log_lines() as lines:
+        assert model(**case.batch()).loss is not None
+    assert row_of(engine) is None and not any("chunked" in line for line in lines)
+    engine.apply(Selection(config=parse(ROW)))
+    model(**case.batch())
+    row = row_of(engine)
+    assert row.applied_count == 1 and row.saving_bytes < 0 and row.note.endswith("which saves nothing here")
+    engine.detach()
+
+
+def test_a_loss_that_cannot_be_chunked():
+    model = Causal(weighted=True)
+    engine = CompileEngine(Selection(config=parse(ROW)), "aot_eager")
+    engine.attach(model)
+    with pytest.raises(ConfigError, match='no plan "Loss\\+" in this model'):
+        model(**batch_of())
+    engine.detach()
+    engine = optimize(model, memory_opt_engine="compile", memory_opt_compiler="aot_eager", memory_opt_loss="chunked")
+    with log_lines() as lines:
+        model(**batch_of()).loss.backward()
+    assert any(line.endswith("the loss of Causal is not chunked: its classes have weights") for line in lines)
+    engine.detach()
+
+
+def test_a_label_that_is_no_class(model):
+    engine = attached(model)
+    batch = batch_of()
+    batch["labels"][2, 5] = VOCABULARY
+    with pytest.raises(IndexError, match=f"Target {VOCABULARY} is out of bounds"):
+        model(**batch)
+    engine.detach()
+
+
+def test_the_ort_engine_refuses_the_flag():
+    with pytest.raises(MemOptError, match="--memory_opt_loss chunked with the ort engine: only the compile engine"):
+        optimize(ZOO["gpt2"].build("eager"), memory_opt_engine="ort", memory_opt_loss="chunked")
+
+
+@pytest.mark.parametrize(("loss", "row"), [("plain", ROW), ("chunked", "Loss+:1:0"), ("chunked", "Loss+:0:-1")])
+def test_a_row_and_a_flag_that_contradict_each_other(model, loss, row):
+    others = {"memory_opt_engine": "compile", "memory_opt_compiler": "aot_eager"}
+    message = rf"^--memory_opt_loss {loss} together with {re.escape(row)} in the config: leave one of them out$"
+    with pytest.raises(MemOptError, match=message):
+        optimize(model, memory_opt_loss=loss, memory_opt_config=row, **others)
+    optimize(model, memory_opt_loss="chunked", memory_opt_config=ROW, **others).detach()

@@ -1,0 +1,289 @@
+"""`optimum-cli memopt plan`: bad input in this process, the real thing in processes as a user starts them."""
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+from argparse import ArgumentParser
+from pathlib import Path
+
+import pytest
+
+from optimum_memopt.commands.memopt import PlanCommand
+from optimum_memopt.engines.ort.compat.installation import missing
+from optimum_memopt.plans.grammar import parse_file
+from tests.saved_configs import save
+from tests.unit.pages import cells, check_alone
+
+CLI = "import sys; from optimum.commands.optimum_cli import main; sys.argv[0] = 'optimum-cli'; main()"
+needs_ort = pytest.mark.skipif(bool(missing()), reason="no onnxruntime-training")
+
+
+# A RoBERTa whose attention dropout is most of what a step holds.
+DROPOUT = {"attention_probs_dropout_prob": 0.1, "num_attention_heads": 8}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    return save(tmp_path_factory.mktemp("model"), "roberta-mlm", num_hidden_layers=1, **DROPOUT)
+
+
+@pytest.fixture(scope="module")
+def deeper_folder(tmp_path_factory) -> str:
+    return save(tmp_path_factory.mktemp("deeper"), "roberta-mlm", **DROPOUT)
+
+
+def cli(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-c", CLI, "memopt", "plan", *arguments], capture_output=True, text=True)
+
+
+def measure(folder: str, rows: str, *arguments: str) -> subprocess.CompletedProcess:
+    workload = ["--model", folder, "--task", "fill-mask", "--batch_size", rows, "--seq_len", "62", "--steps", "1"]
+    return cli(*workload, "--measure", "--max_runs", "4", "--json", *arguments)
+
+
+def run(*arguments: str) -> None:
+    """The command in this process."""
+    parser = ArgumentParser()
+    PlanCommand.parse_args(parser)
+    PlanCommand(None, parser.parse_args(arguments), from_defaults_factory=True, parser=parser).run()
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--task", "fill-maks"], "error: --task fill-maks: did you mean fill-mask? Allowed are "),
+        (["--model", "./nowhere/config.json"], "error: --model ./nowhere/config.json: no such folder or config file"),
+        (["--batch_size", "0"], "error: --batch_size 0: allowed are numbers from 1 on"),
+        (["--steps", "0"], "error: --steps 0: allowed are numbers from 1 on"),
+        (["--level", "5"], "error: --level 5: allowed are 0 (the config), 1 "),
+        (["--level", "1", "--config", "Gelu+:1:-1"], "error: --level 1 together with --config: "),
+        (["--level", "1", "--measure"], "error: --level 1 with --measure: both levels are measured anyway"),
+        (["--config", "Gelu+:9:-1"], "error: memory-optimizer config, column 7: "),
+        (["--engine", "orte"], "error: --engine orte: allowed are auto, "),
+        (["--output", "plans.json"], "error: --output writes the plans that are on; give --config, "),
+        (["--output", "no/such/plans.json", "--measure"], "error: --output no/such/plans.json: no such folder"),
+        (["--budget", "24"], "error: --budget 24: a number needs a unit, as 24GiB or 24%"),
+        (["--budget", "24GiB", "--level", "1"], "error: --budget 24GiB together with --level 1: a budget chooses"),
+        (["--budget", "24GiB"], "error: --budget 24GiB with the ort engine: only the compile engine reads it"),
+        (["--budget", "24GiB", "--measure"], "error: --budget with --measure: measured are rows and levels"),
+        (["--device", "h100"], "error: --device: the ort engine is measured, on this machine; leave it out"),
+        (["--bf16"], "error: --bf16: is predicted, and not measured; leave it out"),
+        (["--fp16", "--measure"], "error: --fp16: is predicted, and not measured; leave it out"),
+        (["--budget_curve", "--level", "1"], "error: --budget_curve: it has all budgets; leave out --config, "),
+        (["--budget_curve", "curve.gif"], "error: --budget_curve curve.gif: allowed are names that end in .svg or "),
+        (["--budget_curve", "no/such/curve.svg"], "error: --budget_curve no/such/curve.svg: no such folder"),
+        (["--html", "no/such/page.html"], "error: --html no/such/page.html: no such folder"),
+        (["--html", "."], "error: --html .: is a folder; name a file in it"),
+        (["--html", "page.html"], "error: --html: the ort engine is measured, on this machine; leave it out"),
+        (["--html", "page.html", "--measure"], "error: --html with --measure: measured are rows and levels"),
+        (["--plan", "missing.json"], "error: plan file missing.json: No such file"),
+        (["--max_runs", "3"], "error: --max_runs 3: only --measure starts so many processes; leave it out"),
+        (["--batch_size", "1,2x"], "error: --batch_size 1,2x: allowed are numbers from 1 on, several as 1,2,4,8"),
+        (["--batch_size", "1,2"], "error: --batch_size 1,2: only a prediction has several; give one"),
+        (
+            ["--batch_size", "1,2", "--budget", "1GiB"],
+            "error: --batch_size 1,2 with --budget: a budget has a plan for each",
+        ),
+        (["--optim", "adamw_8bits"], "error: --optim adamw_8bits: did you mean adamw_8bit? predicted are "),
+        (["--optim", "sgd"], "error: --optim sgd: is predicted, and not measured; leave it out"),
+        (["--trainable", "query"], "error: --trainable query: is predicted, and not measured; leave it out"),
+        (["--gradient_accumulation_steps", "0"], "error: --gradient_accumulation_steps 0: allowed are numbers from 1"),
+    ],
+)
+def test_bad_input_is_one_line_before_any_process_starts(arguments, message, folder, monkeypatch, capsys):
+    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: pytest.fail("a process was started"))
+    with pytest.raises(SystemExit) as caught:
+        run(*["--model", folder, "--task", "fill-mask", "--engine", "ort", *arguments])
+    assert caught.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(message) and printed.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--task", "fill-maks"], "error: --task fill-maks: did you mean fill-mask? Allowed are "),
+        (["--seq_len", "0"], "error: --seq_len 0: allowed are numbers from 1 on"),
+        (["--seq_len", "65"], "error: --seq_len 65: this model has 64 positions"),
+        (["--steps", "3"], "error: --steps 3: the compile engine predicts without a step; leave it out, or "),
+        (["--output", "plans.json"], "error: --output writes the plans that are on; give --config, "),
+        (["--config", "Gellu+:1:-1"], 'error: no plan "Gellu+" in this model; did you mean Gelu+? Available: '),
+        (
+            ["--trainable", "querry"],
+            "error: --trainable querry: no parameter of RobertaForMaskedLM has this name; did ",
+        ),
+        (["--measure", "--symbolic"], "error: --symbolic is for predictions of the compile engine; leave it out"),
+    ],
+)
+def test_bad_input_of_a_prediction_is_one_line(arguments, message, folder, capsys):
+    with pytest.raises(SystemExit) as caught:
+        run(*["--model", folder, "--task", "fill-mask", "--engine", "compile", "--seq_len", "60", *arguments])
+    assert caught.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    # What only the traced model tells comes after the line that tracing has begun.
+    errors = [line for line in printed.err.splitlines() if not line.startswith("[memopt] ")]
+    assert len(errors) == 1 and errors[0].startswith(message)
+
+
+def test_a_prediction_in_a_process_of_its_own(folder):
+    """The table is all that goes to stdout, and what is being done all that goes to stderr: no warnings of torch. What
+    bitsandbytes says when PEFT imports it is not this package's."""
+    sizes = ["--batch_size", "6", "--seq_len", "50"]
+    done = cli("--model", folder, "--task", "text-classification", "--engine", "compile", *sizes)
+    assert done.returncode == 0
+    others = ("[memopt] still compiling ", "Failed to load CPU gemm_4bit_forward ")
+    said = [line for line in done.stderr.splitlines() if not line.startswith(others)]
+    assert len(said) == 2
+    assert said[0].startswith(
+        "[memopt] compiling the training graph of RobertaForSequenceClassification with aot_eager: "
+    )
+    assert said[1].startswith("[memopt] compiled the training graph of RobertaForSequenceClassification ")
+    lines = done.stdout.splitlines()
+    assert lines[0] == "Memory plans of the compile engine"
+    assert lines[1].startswith("RobertaForSequenceClassification on cpu by aot_eager, no plan")
+    assert lines[3].startswith("Predicted peak of a step with AdamW: ")
+    assert "First batch: inputs_input_ids_dim0=6, inputs_input_ids_dim1=50" in lines
+    assert "Symbolic" not in done.stdout and "Measured" not in done.stdout
+    assert lines[-1].startswith("Predicted, not run: attention is sdpa, with the kernel that torch takes on cpu")
+    assert "inductor" in lines[-1]
+
+
+def test_a_prediction_as_json_and_its_plans_as_a_file(folder, tmp_path, capsys):
+    output = tmp_path / "plans.json"
+    arguments = ["--model", folder, "--task", "text-classification", "--batch_size", "6", "--seq_len", "50"]
+    run(*arguments, "--engine", "compile", "--level", "1", "--symbolic", "--json", "--output", str(output))
+    report = json.loads(capsys.readouterr().out)
+    on = [plan["config"] for plan in report["table"]["plans"] if plan["applied_count"]]
+    assert len(on) > 2 and str(parse_file(output)).split(",") == on
+    gelu = next(plan for plan in report["table"]["plans"] if plan["config"] == "Gelu+:1:-1")
+    assert gelu["saving_symbolic"] == "96*inputs_input_ids_dim0*inputs_input_ids_dim1"
+    parts = report["parts"]
+    beside = parts["parameters"] + parts["buffers"] + parts["optimizer"] + parts["batch"] + parts["constant"]
+    assert report["peak_mib"] * 2**20 == pytest.approx(parts["activations"] + beside)
+    assert (report["device"], report["attention"]) == ("cpu", "sdpa")
+
+
+def test_a_budget_for_a_named_device_its_plan_file_and_what_that_does(tmp_path, capsys):
+    """With two layers, of which one is recomputed while the other's activations wait."""
+    output, folder = tmp_path / "plan.json", save(tmp_path / "model", "roberta-mlm", **DROPOUT)
+    arguments = ["--model", folder, "--task", "fill-mask", "--batch_size", "64", "--seq_len", "60"]
+    run(*arguments, "--device", "h100", "--compiler", "aot_eager", "--json")
+    parts = json.loads(capsys.readouterr().out)["parts"]
+    budget = f"{(sum(parts.values()) - parts['gradients'] - parts['activations'] // 8) / 2**20:.3f}MiB"
+    run(*arguments, "--device", "h100", "--compiler", "aot_eager", "--budget", budget, "--output", str(output))
+    assert "roofline H100 costs" in capsys.readouterr().out
+    solved = json.loads(output.read_text())
+    run(*arguments, "--device", "h100", "--compiler", "aot_eager", "--plan", str(output), "--json")
+    applied = json.loads(capsys.readouterr().out)
+    assert "plan file (budget " in applied["table"]["header"][0]
+    assert any(layers["recompute"] for graph in solved["graphs"] for layers in graph["layers"])
+    assert sum(applied["parts"].values()) - applied["parts"]["gradients"] <= float(budget[:-3]) * 2**20
+
+
+@pytest.mark.nightly
+def test_a_budget_for_which_nothing_fits_names_the_batch_that_does(folder, capsys):
+    """Sizes are fixed at first; the model is traced again with symbols for the answer."""
+    arguments = ["--model", folder, "--task", "fill-mask", "--batch_size", "64", "--seq_len", "60"]
+    run(*arguments, "--device", "h100", "--level", "2", "--json")
+    parts = json.loads(capsys.readouterr().out)["parts"]
+    budget = f"{(sum(parts.values()) - parts['gradients'] - parts['activations'] // 3) / 2**20:.3f}MiB"
+    with pytest.raises(SystemExit):
+        run(*arguments, "--device", "h100", "--budget", budget)
+    assert "--per_device_train_batch_size 32 fits, and with 2 times" in capsys.readouterr().err
+
+
+def test_a_table_over_batch_sizes_of_the_run_that_is_meant(folder, capsys):
+    """`auto` is the engine that predicts."""
+    arguments = ["--model", folder, "--task", "fill-mask", "--seq_len", "24", "--device", "h100", "--json"]
+    arguments += ["--batch_size", "8,2", "--optim", "adafactor", "--gradient_accumulation_steps", "4"]
+    run(*arguments, "--trainable", "lm_head,layer.0")
+    points = json.loads(capsys.readouterr().out)
+    assert [point["batch_size"] for point in points] == [2, 8]
+    assert all(point["activations"] < point["peak"] <= point["allocated"] <= point["reserved"] for point in points)
+
+
+@pytest.mark.nightly
+def test_what_budgets_cost(folder, tmp_path, capsys):
+    picture, file = tmp_path / "curve.svg", tmp_path / "page.html"
+    drawn = ["--budget_curve", str(picture), "--html", str(file)]
+    run("--model", folder, "--task", "fill-mask", "--seq_len", "60", "--json", *drawn)
+    curve = json.loads(capsys.readouterr().out)["curve"]
+    assert len(curve) == 10
+    assert all(point["peak"] <= point["budget"] for point in curve)
+    for smaller, larger in itertools.pairwise(curve):
+        assert smaller["peak"] <= larger["peak"] and smaller["extra_seconds"] >= larger["extra_seconds"]
+    assert curve[-1]["extra_seconds"] == 0 < curve[0]["extra_seconds"]
+    assert picture.read_text().startswith("<?xml")
+    page = check_alone(file.read_text())
+    assert page.by_id("frontier") and "this plan" not in page.root.text
+
+
+@pytest.mark.nightly
+def test_a_page_of_a_plan(folder, tmp_path, capsys):
+    file = tmp_path / "page.html"
+    run("--model", folder, "--task", "fill-mask", "--seq_len", "60", "--level", "1", "--json", "--html", str(file))
+    found = json.loads(capsys.readouterr().out)
+    page = check_alone(file.read_text())
+    plans = cells(page, "plans")
+    assert [row[1].all("code")[0].text for row in plans] == [plan["config"] for plan in found["table"]["plans"]]
+    assert [row[0].text == "ON" for row in plans] == [plan["applied_count"] > 0 for plan in found["table"]["plans"]]
+    peak = int(page.by_id("peak").attributes["data-bytes"])
+    assert peak == round(found["peak_mib"] * 2**20)
+    assert re.search(r"this plan: \+\d+\.\d% time", page.by_id("frontier").text)
+
+
+@pytest.mark.nightly
+def test_the_compile_engine_can_be_measured_too(deeper_folder):
+    done = measure(deeper_folder, "32", "--engine", "compile")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert [case["name"] for case in report["cases"]][:3] == ["no plan", "level 1", "level 2"]
+    peaks = [case["peak_mib"] for case in report["cases"]]
+    assert peaks[1] < peaks[0] - 3
+    assert report["winner"]["peak_mib"] <= min(peaks) * 1.005
+
+
+@pytest.mark.nightly
+@needs_ort
+def test_what_only_the_model_tells_wrong_is_one_line_too(folder):
+    done = cli("--model", folder, "--task", "fill-mask", "--seq_len", "9", "--config", "Gellu+:1:-1")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith('error: no plan "Gellu+" in this model; did you mean Gelu+? Available: ')
+    assert done.stderr.count("\n") == 1
+
+
+@needs_ort
+def test_the_table_its_measured_peak_and_the_plans_that_are_on(folder, tmp_path, capsys):
+    output = tmp_path / "plans.json"
+    arguments = ["--model", folder, "--task", "text-classification", "--batch_size", "2", "--seq_len", "9"]
+    run(*arguments, "--level", "1", "--steps", "1", "--output", str(output))
+    printed = capsys.readouterr()
+    assert printed.out.startswith("Memory plans of the ort engine\nRobertaForSequenceClassification on ")
+    assert "First batch: inputs_input_ids_dim0=2, inputs_input_ids_dim1=9" in printed.out
+    assert "Measured(Bytes)" not in printed.out
+    assert printed.out.splitlines()[-1].startswith("Measured peak of a step: ")
+    assert "[memopt] level 1 leaves out" in printed.err
+    assert "Gelu+:1:-1" in str(parse_file(output)).split(",")
+
+
+@pytest.mark.nightly
+@needs_ort
+def test_measured_beside_claimed_and_the_winner_as_a_file(deeper_folder, tmp_path):
+    output = Path(tmp_path / "plans.json")
+    done = measure(deeper_folder, "64", "--output", str(output))
+    assert done.returncode == 0, done.stderr
+    assert "4/4" in done.stderr and "level 2" in done.stderr
+    report = json.loads(done.stdout)
+    assert [case["name"] for case in report["cases"]] == ["no plan", "level 1", "level 2", "Dropout+:1:-1"]
+    dropout = next(plan for plan in report["table"]["plans"] if plan["config"] == "Dropout+:1:-1")
+    # Attention probabilities after dropout: nearly all of a step, so claim and peak agree better than they usually do.
+    assert dropout["saving_bytes"] > 15 * 2**20
+    assert dropout["measured_saving_bytes"] == pytest.approx(dropout["saving_bytes"], rel=0.6)
+    peaks = [case["peak_mib"] for case in report["cases"]]
+    assert report["winner"]["peak_mib"] <= min(peaks) * 1.005
+    written = json.loads(output.read_text())
+    assert sorted(written) == report["winner"]["applied"]

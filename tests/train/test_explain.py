@@ -1,0 +1,197 @@
+"""What a step is said to have held when it ran out of memory, against what it did hold."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from optimum_memopt.engines.api.engine import Run
+from optimum_memopt.engines.api.explanations import FORWARD, FailedStep, place_of
+from optimum_memopt.engines.api.predictions import SAVED
+from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.compile.loss.decide import LossMode
+from optimum_memopt.engines.compile.memory import step_context
+from optimum_memopt.engines.compile.partition.captured_graph import no_costs
+from optimum_memopt.engines.compile.partition.producers.torch_default import TorchDefault
+from optimum_memopt.engines.compile.predict import step_predictor, suggestions
+from optimum_memopt.engines.compile.predict.explain import capture_failed, explain
+from optimum_memopt.engines.compile.predict.suggestions import peak_of, plain_run
+from optimum_memopt.engines.compile.train.engine import CompileEngine
+from optimum_memopt.errors import DoesNotFitError
+from optimum_memopt.logs import TimeIsUpError
+from optimum_memopt.oom.failure import forward_call, free_step
+from optimum_memopt.sizes import Budget
+from tests.limited_memory import LimitedTensors
+from tests.model_zoo import SDPA, ZOO
+from tests.rotation import nightly
+from tests.train.test_caveat import BrokenLoop, Output
+from tests.trainer_runs import log_lines
+
+ROWS, LENGTH = 16, 40
+
+
+def step(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> None:
+    model(**batch).loss.backward()
+
+
+def run_out(name: str, share: float, **changes: Any) -> tuple[FailedStep, LimitedTensors]:
+    """A plain step that may hold this share of what it needs."""
+    model, batch = ZOO[name].build("sdpa" if name in SDPA else "eager", **changes), ZOO[name].batch(ROWS, LENGTH)
+    # As a Trainer has it.
+    model.config.use_cache = False
+    return run_out_with(model, batch, share)
+
+
+def run_out_with(
+    model: torch.nn.Module, batch: dict[str, torch.Tensor], share: float, **known: Any
+) -> tuple[FailedStep, LimitedTensors]:
+    """The same for any model; `known` are fields of `FailedStep`."""
+    with LimitedTensors() as free:
+        step(model, batch)
+    model.zero_grad(set_to_none=True)
+    limited = LimitedTensors(int(share * free.peak))
+    with pytest.raises(torch.OutOfMemoryError) as caught, limited:
+        step(model, batch)
+    place = place_of(caught.value.__traceback__, model)
+    free_step(caught.value)
+    del caught
+    model.zero_grad(set_to_none=True)
+    tensors = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers(), *batch.values()))
+    fields = {
+        "model": model,
+        "call": forward_call((), batch, ""),
+        "place": place,
+        "held": tensors + limited.at_failure,
+        "requested": limited.requested,
+        "kept": 0,
+        "outside": 0,
+        "accumulated": 0,
+        "engine": None,
+        "run": Run(),
+        "rows": ROWS,
+        "accumulation": 1,
+    }
+    return FailedStep(**fields | known), limited
+
+
+CASES = [
+    (name, share)
+    for name in ("gpt2", "llama", "roberta-mlm", "deberta-v2-classification", "t5", "vit")
+    for share in (0.3, 0.6, 0.9, 0.98)
+]
+
+
+# One layer is traced in half the time.
+ONE_LAYER = ("gpt2", "deberta-v2-classification")
+# The most that plain PyTorch holds in no graph, of a step so small: variables of functions that were running. Those of
+# DeBERTa are as large as its scores, and eager `gather` saves its input, of which a graph takes the sizes.
+IN_NO_GRAPH = {
+    ("gpt2", 0.3): 0.21,
+    ("gpt2", 0.6): 0.1,
+    ("roberta-mlm", 0.6): 0.06,
+    **{("deberta-v2-classification", share): 0.3 for share in (0.3, 0.6, 0.9, 0.98)},
+}
+
+
+@pytest.mark.parametrize(("name", "share"), nightly(CASES, but=[("gpt2", 0.98)]))
+def test_the_parts_add_up_to_what_was_held(name, share):
+    failed, limited = run_out(name, share, **({"num_hidden_layers": 1} if name in ONE_LAYER else {}))
+    explained = explain(failed)
+    told = sum(part.bytes for part in explained.parts)
+    if (allowance := IN_NO_GRAPH.get((name, share))) is None:
+        assert told == pytest.approx(limited.at_failure, rel=0.05)
+    else:
+        assert (1 - allowance) * limited.at_failure <= told <= limited.at_failure
+    assert explained.moment.phase == failed.place.phase
+    if share <= 0.3:
+        assert explained.moment.phase == FORWARD
+    saved = next(part for part in explained.parts if part.category == SAVED)
+    assert sum(each.bytes for each in saved.tensors) == saved.bytes
+    assert {each.layer for each in saved.tensors} - {""}
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+def test_a_graph_that_runs_several_times_counts_as_often(frozen):
+    """A loop over layers with a graph break in each is one graph, which runs for each layer."""
+    model, batch = BrokenLoop(12), {"x": torch.randn(512, 64, requires_grad=frozen)}
+    model.requires_grad_(not frozen)
+    failed, limited = run_out_with(model, batch, 0.95, rows=512)
+    graphs = capture_failed(failed, TorchDefault(), LossMode("plain"), "aot_eager", no_costs)
+    assert max(graph.runs for graph in graphs) >= 11
+    with LimitedTensors() as free:
+        step(model, batch)
+    peak = peak_of(graphs, plain_run, [graph.problem_at(graph.sizes) for graph in graphs])
+    assert peak == pytest.approx(free.peak, rel=0.05)
+    told = sum(part.bytes for part in explain(failed).parts)
+    assert told == pytest.approx(limited.at_failure, rel=0.15)
+
+
+class WithReference(torch.nn.Module):
+    """A head that only says what the other one is compared with."""
+
+    def __init__(self, requires_grad: bool) -> None:
+        super().__init__()
+        self.body, self.head = torch.nn.Linear(64, 64), torch.nn.Linear(64, 2048)
+        self.reference = torch.nn.Linear(64, 4096).requires_grad_(requires_grad)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = torch.nn.functional.gelu(self.body(x))
+        with torch.no_grad():
+            expected = self.reference(x)[:, :2048]
+        return Output(loss=(self.head(x) - expected).square().mean())
+
+
+def test_parameters_without_a_gradient_have_neither_gradients_nor_states(monkeypatch):
+    for module in (step_context, step_predictor):
+        # The process itself grows and shrinks by more.
+        monkeypatch.setattr(module, "constant_of", lambda *held: 2**29)
+    batch = {"x": torch.randn(512, 64)}
+    ways, footprints, floors = [], [], []
+    for requires_grad in (True, False):
+        model = WithReference(requires_grad)
+        accumulating = Run(None, True)
+        failed, _ = run_out_with(model, batch, 0.8, rows=512, run=accumulating, held=6 * 2**20)
+        ways.append([(way.flags, way.peak) for way in explain(failed).ways_out])
+        engine = CompileEngine(compiler="aot_eager")
+        engine.attach(model)
+        model(**batch).loss.backward()
+        footprints.append(engine.predictor.footprint(gradient_accumulation=True))
+        gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+        assert footprints[-1].gradients == footprints[-1].accumulated == gradients
+        assert footprints[-1].optimizer == 2 * gradients
+        engine.detach()
+        model.zero_grad()
+        engine = CompileEngine(Selection(budget=Budget("1MiB", 2**20)), "aot_eager")
+        engine.run = lambda run=accumulating: run
+        engine.attach(model)
+        with pytest.raises(DoesNotFitError) as caught:
+            model(**batch)
+        floors.append(str(caught.value))
+        engine.detach()
+    assert ways[0] == ways[1] and ways[0]
+    assert footprints[0] == footprints[1]
+    assert floors[0] == floors[1]
+
+
+def test_what_is_found_when_the_time_is_up_is_told(monkeypatch):
+    failed, _ = run_out_with(WithReference(False), {"x": torch.randn(512, 64)}, 0.8, rows=512)
+    complete = explain(failed)
+
+    def takes_too_long(*args: Any) -> Any:
+        raise TimeIsUpError
+        yield
+
+    monkeypatch.setattr(suggestions, "within_budget", takes_too_long)
+    partial = explain(failed)
+    assert (partial.moment, partial.parts) == (complete.moment, complete.parts)
+    assert partial.ways_out and set(partial.ways_out) <= set(complete.ways_out)
+    assert partial.remarks == ("what was found in 15 seconds is here: more may fit",)
+    monkeypatch.undo()
+    monkeypatch.setattr("optimum_memopt.engines.compile.predict.explain._SECONDS", 0.001)
+    with log_lines() as lines:
+        traced = explain(failed)
+    assert (traced.moment, traced.parts) == (complete.moment, complete.parts) and not traced.ways_out
+    assert traced.remarks == ("what was found in 0 seconds is here: more may fit",)
+    assert lines[0].startswith("looking for why memory ran out in a training step: traced on tensors without data")
+    monkeypatch.undo()
+    assert explain(failed) == complete

@@ -1,0 +1,139 @@
+"""Plans with inductor behind them, on the CPU. It compiles for many seconds, so transformers are left to `slow`."""
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from transformers.modeling_outputs import CausalLMOutput
+
+from optimum_memopt.engines.compile.torch_compat import dynamo
+from optimum_memopt.engines.compile.torch_compat.fx_graph import is_random
+from optimum_memopt.engines.shared.forward_patch import without_key_value_cache
+from optimum_memopt.plans.grammar import Strategy
+from tests.compiled import DROPOUT, GPT2_DROPOUT, Run, assert_bitwise_same, run
+from tests.gradients import TOLERANCE, Batch, accumulate, wrong_gradients
+from tests.model_zoo import ZOO
+
+pytestmark = [
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(not dynamo.inductor_works("cpu"), reason="there is no C++ compiler"),
+]
+
+HIDDEN = 32
+MODELS = {"roberta-classification": DROPOUT, "deberta-v2-mlm": DROPOUT, "gpt2": GPT2_DROPOUT}
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(HIDDEN, 2 * HIDDEN)
+        self.outer = torch.nn.Linear(2 * HIDDEN, HIDDEN)
+        self.dropout = torch.nn.Dropout(p)
+        self.norm = torch.nn.LayerNorm(HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x + self.dropout(self.outer(torch.nn.functional.gelu(self.inner(x)))))
+
+
+class Layers(torch.nn.Module):
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(Layer(p) for _ in range(1))
+
+    def forward(self, x: torch.Tensor) -> CausalLMOutput:
+        for layer in self.layers:
+            x = layer(x)
+        return CausalLMOutput(loss=(x * torch.sin(3 * x)).sum())
+
+
+def assert_same(ours: Run, losses: torch.Tensor, gradients: dict[str, torch.Tensor | None]) -> None:
+    torch.testing.assert_close(ours.losses, losses, rtol=TOLERANCE, atol=0)
+    assert wrong_gradients(ours.gradients, gradients) == {}
+
+
+def check_masks(ours: Run, without_plan: Run, rounding: float = 0) -> None:
+    """Each mask has a seed of its own, drawn once, so that nothing random is in the backward.
+
+    Args:
+        rounding: of the losses, relative, where operators of the forward are fused with others.
+    """
+    ours.split.check(ours.table)
+    assert not any(is_random(node) for node in ours.split.backward.graph.nodes)
+    torch.testing.assert_close(ours.losses, without_plan.losses, rtol=rounding, atol=0, msg="other masks")
+    # Operators that are fused with others round otherwise.
+    assert wrong_gradients(ours.gradients, without_plan.gradients) == {}
+
+
+def found_in_cache() -> int:
+    return counters["inductor"]["fxgraph_cache_hit"]
+
+
+@pytest.fixture(scope="module")
+def batch() -> Batch:
+    return {"x": torch.randn(256, HIDDEN, generator=torch.Generator().manual_seed(1))}
+
+
+def test_a_level_is_applied(batch):
+    model = Layers(0.0)
+    ours = run(model, "level 1", batch, compiler="inductor")
+    assert_same(ours, *accumulate(model, [batch]))
+    ours.split.check(ours.table)
+    recomputed = {candidate.activation.root.name for candidate in ours.split.graph.choice.recomputed}
+    assert "addmm" in recomputed and len(recomputed) >= 3
+    assert not recomputed & ours.split.saved_for_backward
+    assert "by inductor" in ours.table.header[0]
+
+
+def test_masks_are_recomputed_and_plans_are_not_mixed(batch):
+    """A mask from its seed and a gelu from its input; the output of a norm waits on the host."""
+    model = Layers(0.2)
+    without_plan = run(model, "", batch, compiler="inductor", seed=7)
+    state = torch.get_rng_state()
+    rows = (("gt", Strategy.RECOMPUTE), ("mul_2", Strategy.RECOMPUTE), ("add_3", Strategy.OFFLOAD))
+    plan = ",".join(without_plan.split.request(*row) for row in rows)
+    ours = run(model, plan, batch, compiler="inductor", seed=7)
+    check_masks(ours, without_plan)
+    assert torch.equal(torch.get_rng_state(), state), "what is drawn after the step is another"
+    names = ours.split.saved_for_backward
+    assert {"add_3_on_host", "inductor_lookup_seed_default"} < names and not {"gt", "mul_2", "add_3"} & names
+
+    # Once more, from inductor's cache, where each plan finds its own graphs.
+    before = found_in_cache()
+    for asked, first in ((plan, ours), ("", without_plan)):
+        again = run(model, asked, batch, compiler="inductor", seed=7)
+        assert_bitwise_same(again, first)
+        assert again.split.saved_for_backward == first.split.saved_for_backward
+        before += 2
+        assert found_in_cache() == before, "forward and backward were compiled again"
+    another = run(model, plan, batch, compiler="inductor", seed=8)
+    assert not torch.equal(another.losses, ours.losses)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("asked", ["", "Gelu+:1:-1", "level 1", "level 2", "LayerNormalization+:3:-1"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_transformer_without_dropout(name, asked):
+    if name == "gpt2":
+        asked = asked.replace("Gelu", "FastGelu")
+    model = ZOO[name].build()
+    batches = [without_key_value_cache(model, (), ZOO[name].batch(*shape, seed=1)) for shape in ((8, 24), (3, 17))]
+    ours = run(model, asked, *batches, compiler="inductor", dynamic=True)
+    assert_same(ours, *accumulate(model, batches))
+    if asked:
+        ours.split.check(ours.table)
+        assert ours.table.enabled
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", MODELS)
+def test_a_transformer_with_dropout(name):
+    model = ZOO[name].build(**MODELS[name])
+    batches = [ZOO[name].batch(8, 24, seed=seed) for seed in (1, 2)]
+    without_plan = run(model, "", *batches, compiler="inductor", seed=7)
+    state = torch.get_rng_state()
+    for asked in ("Dropout+:1:-1", "Dropout+:3:-1", "level 1", "level 2"):
+        ours = run(model, asked, *batches, compiler="inductor", seed=7)
+        assert ours.table.enabled
+        # Other masks would change GPT-2's loss by a hundredth.
+        check_masks(ours, without_plan, rounding=TOLERANCE if name == "gpt2" else 0)
+        assert torch.equal(torch.get_rng_state(), state)

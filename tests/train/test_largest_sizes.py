@@ -1,0 +1,89 @@
+"""A plan is made for the largest batch of a run."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from datasets import Dataset
+
+from optimum_memopt.engines.api.run import LargestBatch
+from optimum_memopt.engines.compile.graph.symbols import larger_sizes
+from optimum_memopt.training.batches import largest_batch
+from tests.trainer_runs import log_lines, make, rows
+
+NAMES = {"a": "input_ids_dim0", "b": "input_ids_dim1", "c": "labels_dim1", "d": "pixel_values_dim1"}
+
+
+def test_rows_and_length_are_raised_and_nothing_else() -> None:
+    first = {"a": 4, "b": 20, "c": 8, "d": 3, "unnamed": 5}
+    assert larger_sizes(first, NAMES, LargestBatch(16, 30)) == {**first, "a": 16, "b": 30}
+    assert larger_sizes(first, NAMES, LargestBatch(2, 10)) == first
+    assert larger_sizes(first, NAMES, None) == first
+
+
+def trainer_on(dataset: object) -> SimpleNamespace:
+    args = SimpleNamespace(length_column_name="length", train_batch_size=4)
+    return SimpleNamespace(train_dataset=dataset, args=args, _train_batch_size=4)
+
+
+LISTS = [{"input_ids": [1] * length} for length in (3, 9, 5)]
+
+
+@pytest.mark.parametrize("dataset", [LISTS, Dataset.from_list(LISTS), Dataset.from_dict({"length": [3, 9, 5]})])
+def test_stored_rows_tell(dataset: object) -> None:
+    assert largest_batch(trainer_on(dataset)) == LargestBatch(4, 9)
+
+
+def test_batches_are_those_of_the_runs_order() -> None:
+    rows = [{"input_ids": [1] * (1 + 37 * index % 100)} for index in range(100)]
+    at_random = largest_batch(trainer_on(rows)).lengths
+    grouped = largest_batch(trainer_on(rows), is_grouped=True).lengths
+    assert len(at_random) == len(grouped) == 25
+    assert max(at_random) == max(grouped) == 100 and sum(grouped) < sum(at_random)
+    in_order = trainer_on(rows)
+    in_order.args.train_sampling_strategy = "sequential"
+    assert largest_batch(in_order).lengths[:2] == (75, 86)
+
+
+class Random(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        raise AssertionError("a row was made")
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        None,
+        [],
+        Random(),
+        iter(LISTS),
+        Dataset.from_dict({"text": ["a"]}),
+        Dataset.from_list(LISTS).with_transform(dict),
+    ],
+)
+def test_others_are_not_asked(dataset: object) -> None:
+    assert largest_batch(trainer_on(dataset)) is None
+
+
+def test_a_trainers_first_plan_holds_for_all_its_batches(tmp_path: Path) -> None:
+    """The longest rows come last, and nothing is compiled for them."""
+    ragged = sorted(rows("roberta-classification", 24), key=lambda row: len(row["input_ids"]))
+    trainer = make(
+        tmp_path,
+        "roberta-classification",
+        train_dataset=ragged,
+        memory_opt_engine="compile",
+        memory_opt_budget="90%",
+        memory_opt_compiler="aot_eager",
+        train_sampling_strategy="sequential",
+        max_steps=6,
+    )
+    with log_lines() as lines:
+        trainer.train()
+    header = trainer.memopt.table.header[0]
+    assert "for batches up to 4 x 9" in header and "fits without a plan" in header
+    assert sum(line.startswith("compiling ") for line in lines) == 1

@@ -1,0 +1,206 @@
+"""Under a Trainer the outputs beside the loss are out of the graph only where nobody reads them: whoever adds to the
+loss, and whenever, trains as with a stock Trainer, to the last bit."""
+
+import functools
+import gc
+import weakref
+
+import pytest
+import torch
+from transformers import PretrainedConfig, Trainer, TrainerCallback
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+from optimum_memopt import attach
+from tests.compiled import recorded
+from tests.model_zoo import VOCABULARY
+from tests.rotation import nightly
+from tests.trainer_runs import log_lines, make, weights
+
+NAME = "roberta-classification"
+OPTIONS = {"memory_opt_engine": "compile", "memory_opt_compiler": "aot_eager"}
+
+
+class Classifier(torch.nn.Module):
+    """Compiled in a second."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.config = PretrainedConfig()  # label smoothing looks for one
+        self.embedding = torch.nn.Embedding(VOCABULARY, 16)
+        self.classifier = torch.nn.Linear(16, 3)
+
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        logits = self.classifier(torch.tanh(self.embedding(input_ids)).mean(1))
+        loss = None if labels is None else torch.nn.functional.cross_entropy(logits, labels)
+        return SequenceClassifierOutput(loss=loss, logits=logits)
+
+
+def of_logits(outputs):
+    return 0.1 * outputs["logits"].square().sum()
+
+
+class ReadsLogits(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        loss = loss + of_logits(outputs)
+        return (loss, outputs) if return_outputs else loss
+
+
+class OwnStep(Trainer):
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        model.train()
+        outputs = model(**self._prepare_inputs(inputs))
+        loss = outputs.loss + of_logits(outputs)
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+class AsksForOutputs(Trainer):
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        model.train()
+        loss, outputs = self.compute_loss(model, self._prepare_inputs(inputs), return_outputs=True)
+        loss = loss + of_logits(outputs)
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+def assign_compute_loss(trainer):
+    inner = trainer.compute_loss
+
+    def compute_loss(model, inputs, return_outputs=False, **kwargs):
+        loss, outputs = inner(model, inputs, return_outputs=True, **kwargs)
+        return loss + of_logits(outputs)
+
+    trainer.compute_loss = compute_loss
+
+
+def assign_loss_function(trainer):
+    trainer.compute_loss_func = lambda outputs, labels, **_: of_logits(outputs)
+
+
+def _add(module, inputs, outputs):
+    outputs.loss = outputs.loss + of_logits(outputs)
+    return outputs
+
+
+def hook_model(trainer):
+    trainer.model.register_forward_hook(_add)
+
+
+def hook_all_modules(trainer):
+    def add(module, inputs, outputs):
+        return _add(module, inputs, outputs) if isinstance(module, Classifier) else outputs
+
+    weakref.finalize(trainer.model, torch.nn.modules.module.register_module_forward_hook(add).remove)
+
+
+def wrap_forward(trainer):
+    inner = trainer.model.forward
+
+    @functools.wraps(inner)  # the Trainer reads its signature
+    def forward(*args, **kwargs):
+        return _add(None, None, inner(*args, **kwargs))
+
+    trainer.model.forward = forward
+
+
+class InTraining(TrainerCallback):
+    """Changes the Trainer when its engine has taken the model over."""
+
+    def __init__(self, change, trainer):
+        self.change, self.trainer = change, trainer
+
+    def on_train_begin(self, *args, **kwargs):
+        self.change(self.trainer)
+
+
+CHANGES = (assign_compute_loss, assign_loss_function, hook_model, hook_all_modules, wrap_forward)
+CASES = [
+    *((kind, None, "before", {}) for kind in (ReadsLogits, OwnStep, AsksForOutputs)),
+    *((Trainer, change, when, {}) for change in CHANGES for when in ("before", "in training")),
+    (Trainer, assign_compute_loss, "after", {}),
+    (Trainer, None, "before", {"label_smoothing_factor": 0.1}),
+]
+# Each way to read an output once: in the Trainer's loss, in a step of one's own, in hooks, in a wrapped forward.
+FAST = {
+    ("OwnStep", None, "before"),
+    ("AsksForOutputs", None, "before"),
+    ("Trainer", "assign_compute_loss", "in training"),
+    ("Trainer", "assign_loss_function", "before"),
+    ("Trainer", "hook_all_modules", "in training"),
+    ("Trainer", "wrap_forward", "before"),
+}
+
+
+def is_fast(kind, change, when, arguments):
+    return (kind.__name__, getattr(change, "__name__", None), when) in FAST and not arguments
+
+
+def trained(folder, with_engine, kind=Trainer, change=None, when="before", **arguments):
+    trainer = make(folder, NAME, True, kind, model=Classifier(), max_steps=2, **arguments)
+    if change is not None and when == "before":
+        change(trainer)
+    if with_engine:
+        attach(trainer, **OPTIONS)
+    if change is not None and when == "after":
+        change(trainer)
+    if when == "in training":
+        trainer.add_callback(InTraining(change, trainer))
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "when", "arguments"),
+    nightly(CASES, but=[case for case in CASES if is_fast(*case)]),
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_a_loss_of_other_outputs_trains_as_without_an_engine(tmp_path, kind, change, when, arguments):
+    found = []
+    for with_engine in (False, True):
+        trainer = trained(tmp_path, with_engine, kind, change, when, **arguments)
+        found.append(weights(trainer.model))
+        assert not with_engine or trainer.memopt.table is not None
+        del trainer
+        gc.collect()
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def gradients_taken(split):
+    """How many outputs of the forward the backward graph goes back from."""
+    return sum("tangents" in node.name for node in split.backward.graph.find_nodes(op="placeholder"))
+
+
+@pytest.mark.parametrize("arguments", [{}, {"bf16": True}], ids=str)
+def test_a_stock_trainer_with_observers_goes_back_from_the_loss_alone(tmp_path, arguments):
+    trainer = make(tmp_path, NAME, True, model=Classifier(), max_steps=2, **arguments)
+    attach(trainer, **OPTIONS, log_memory_phases=True, log_input_density=True)
+    with recorded() as splits:
+        trainer.train()
+    assert [gradients_taken(split) for split in splits] == [1]
+
+
+class OnOddSteps(TrainerCallback):
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        if state.global_step % 2:
+            self.handle = model.register_forward_hook(_add)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        # The count has gone up since.
+        if state.global_step % 2 == 0:
+            self.handle.remove()
+
+
+def test_both_forwards_are_kept_while_a_hook_comes_and_goes(tmp_path):
+    found = []
+    with recorded() as splits, log_lines() as lines:
+        for with_engine in (False, True):
+            trainer = make(tmp_path, NAME, True, model=Classifier(), max_steps=6, callbacks=[OnOddSteps()])
+            if with_engine:
+                attach(trainer, **OPTIONS)
+            trainer.train()
+            found.append(weights(trainer.model))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    assert [gradients_taken(split) for split in splits] == [1, 2]
+    assert sum("compiling another training graph" in line for line in lines) == 1

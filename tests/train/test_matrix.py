@@ -1,0 +1,322 @@
+"""Every engine, model and plan: loss and gradients are those of plain PyTorch, bitwise on the compile engine.
+
+A new engine is a line in `OPTIONS` and its models in the parameters of a test, a new model a line in `model_zoo.py`.
+"""
+
+import contextlib
+import copy
+import functools
+import random
+from collections import Counter
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import onnx
+import pytest
+import torch
+
+from optimum_memopt.engines.api.engine import Engine
+from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.compile.capture import traced_forward
+from optimum_memopt.engines.compile.loss.decide import ROW
+from optimum_memopt.engines.compile.torch_compat.fx_graph import is_random
+from optimum_memopt.engines.shared.auto import create
+from optimum_memopt.engines.shared.forward_patch import without_key_value_cache
+from optimum_memopt.errors import UnsupportedModelError
+from optimum_memopt.options import MemOptOptions, resolve
+from optimum_memopt.plans.grammar import Strategy, parse
+from optimum_memopt.plans.table import PlanRow, PlanTable
+from tests.gradients import Batch, accumulate, assert_bitwise_same_step, assert_same_step
+from tests.model_zoo import COMPILE_ONLY, SDPA, UNTRAINABLE, ZOO, Case
+from tests.rotation import nightly
+
+OPTIONS = {"ort": {"ort_fallback": False}, "compile": {"memory_opt_compiler": "aot_eager"}}
+# A compiled graph, and its forward and backward.
+Partition = tuple[Any, tuple[torch.fx.GraphModule, torch.fx.GraphModule]]
+PLANS = ("none", "one", "level 1", "level 2", "random")
+# After "level 1", whose graph it goes on with.
+ONE_ROW = "one row"
+MODELS = [(name, "eager") for name in ZOO] + [(name, "sdpa") for name in SDPA]
+# What every run trains: an encoder, one with relative positions, and a decoder. The others are nightly.
+FAST = ("roberta-classification", "deberta-v2-mlm", "gpt2")
+# The compile engine traces a model anew for each plan, which takes nearly all of the time here: so only these models
+# get every plan there, the others two of them, and one of them for their second kind of attention.
+EVERY_PLAN = FAST
+# Of the others, those without a random plan: one in several graphs, since torch's own partition applies other rows
+# where a graph has none of the plan's; and one that is traced again for each length.
+LEVEL_ONLY = ("gemma3-vision", "jamba")
+
+
+@dataclass
+class Pair:
+    """A model under an engine, and its copy in plain PyTorch."""
+
+    name: str
+    case: Case
+    model: torch.nn.Module
+    plain: torch.nn.Module
+    engine: Engine
+    folder: Path
+    selection: Selection = field(default=Selection())
+    # Training graphs that were made for the selection, where the engine is compile.
+    partitions: list[Partition] = field(default_factory=list)
+
+    @functools.cached_property
+    def rows(self) -> tuple[PlanRow, ...]:
+        """What there is to choose from, whatever is on."""
+        if self.engine.plans() is None:
+            # Both, which may have running statistics (SegFormer), by the same masks.
+            for model in (self.model, self.plain):
+                torch.manual_seed(0)
+                accumulate(model, (self.case.batch(),))
+        return self.engine.plans().plans
+
+    def apply(self, chosen: Selection) -> None:
+        if chosen != self.selection:
+            self.engine.apply(chosen)
+            self.partitions.clear()
+            self.selection = chosen
+
+    def check_step(self, *batches: Batch) -> None:
+        if self.engine.name == "ort":
+            assert_same_step(self.model, self.plain, *batches)
+            return
+        # As the engine does by itself. Caches lay keys and values out anew (GPT-2, T5), and products with them end in
+        # other last bits.
+        batches = tuple(without_key_value_cache(self.plain, (), batch) for batch in batches)
+        assert_bitwise_same_step(self.model, self.plain, *batches)
+
+    def check_evaluation(self, batch: Batch) -> None:
+        for model in (self.model, self.plain):
+            model.eval()
+        with torch.no_grad():
+            ours = self.model(**batch)
+            with torch.compiler.set_stance("force_eager"):
+                expected = self.plain(**batch)
+        for model in (self.model, self.plain):
+            model.train()
+        # The logits, or what there is instead: the first output beside the loss.
+        values = [next(outputs[name] for name in outputs if name != "loss") for outputs in (ours, expected)]
+        torch.testing.assert_close(*values, rtol=0, atol=0)
+        assert ("loss" in ours) == ("loss" in expected) == (self.case.labels in batch)
+
+
+@contextlib.contextmanager
+def recorded(partitions: list[Partition]) -> Iterator[None]:
+    """What the compile engine splits meanwhile goes into `partitions`."""
+
+    def partitioned(*args: Any, **kwargs: Any) -> Partition:
+        partitions.append(original(*args, **kwargs))
+        return partitions[-1]
+
+    original = traced_forward.partitioned
+    with mock.patch.object(traced_forward, "partitioned", partitioned):
+        yield
+
+
+@pytest.fixture(scope="module")
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    engine_name, name, attention = request.param
+    case = ZOO[name]
+    # ONNX Runtime draws masks of its own. With dropout a CPU has no fused attention.
+    model = case.build(attention, **(case.dropout if (engine_name, attention) == ("compile", "eager") else {}))
+    plain = copy.deepcopy(model)
+    if case.rounds_when_traced:
+        plain.compile(backend="aot_eager")
+    folder = tmp_path_factory.mktemp(name)
+    options = dict(OPTIONS[engine_name])
+    if engine_name == "ort":
+        options["ort_save_onnx"] = str(folder)
+    engine = create(resolve(MemOptOptions(memory_opt_engine=engine_name, **options)))
+    engine.attach(model)
+    assert model.config._attn_implementation == attention
+    pair = Pair(f"{name}-{attention}", case, model, plain, engine, folder)
+    with recorded(pair.partitions):
+        yield pair
+    engine.detach()
+
+
+def selection(pair: Pair, plan: str) -> Selection:
+    if plan.startswith("level"):
+        return Selection(level=int(plan[-1]))
+    if plan == "none":
+        return Selection()
+    if plan == "one":
+        return Selection(config=parse(next(row.config for row in pair.rows if row.config.endswith(":1:-1"))))
+    # The loss in chunks adds in another order, and has tests of its own (`test_chunked_loss.py`).
+    rows = [row for row in pair.rows if row.config != ROW]
+    chosen = random.Random(pair.name).sample(rows, k=(len(rows) + 1) // 2)
+    parts = dict.fromkeys(part for row in chosen for part in row.config.split(","))
+    by_id = {part.split(":")[0]: part for part in parts}
+    return Selection(config=parse(",".join(by_id.values())))
+
+
+def check_applied(table: PlanTable, chosen: Selection) -> None:
+    """The table says that all that was chosen is applied, everywhere, and nothing else."""
+    asked = set(str(chosen.config).split(",")) if chosen.config else set()
+    for row in table.plans:
+        strategies = {int(part.split(":")[1]) for part in row.config.split(",")}
+        if table.engine == "compile" and chosen.level:
+            # A level takes what lies within a layer; `check_executed` looks at each occurrence.
+            assert 0 <= row.applied_count <= row.frequency, row
+            continue
+        by_level = bool(chosen.level) and max(strategies) <= chosen.level and not row.note
+        wanted = by_level or set(row.config.split(",")) <= asked
+        assert row.applied_count == (row.frequency if wanted else 0), row
+    assert bool(table.enabled) == bool(chosen.level or chosen.config)
+
+
+def check_partition(partitions: list[Partition], table: PlanTable) -> None:
+    """The backward recomputes what the table says and nothing else, and draws no random number."""
+    recomputed: Counter[str] = Counter()
+    for graph, (_, backward) in partitions:
+        assert not any(is_random(node) for node in backward.graph.nodes)
+        names = {node.name for node in backward.graph.nodes if node.op == "call_function"}
+        recomputed.update(
+            candidate.row
+            for candidate in graph.candidates
+            if candidate.strategy is not Strategy.OFFLOAD and candidate.activation.root.name in names
+        )
+    if not table.enabled:
+        return
+    assert recomputed == {row.config: row.applied_count for row in table.enabled}
+
+
+def check_executed(folder: Path, table: PlanTable) -> None:
+    """The graph that ONNX Runtime runs recomputes what the table says, and nothing else."""
+    (file,) = folder.glob("*_execution_model_training.onnx")
+    nodes = onnx.load(file).graph.node
+    found = Counter(node.op_type for node in nodes if any("_recompute" in output for output in node.output))
+    expected: set[str] = set()
+    for row in table.enabled:
+        for cluster_id in row.cluster_ids:
+            *others, last = cluster_id.split("+")[:-1]
+            expected |= {*others, last}
+            # The last operator makes the stashed tensor; occurrences may share the ones before (GPT-2's Split).
+            assert found[last] >= row.applied_count, (row, found)
+    assert set(found) == expected
+
+
+def cells(engine: str, attention: str, names: Collection[str], plans: Collection[str] = PLANS) -> list[Any]:
+    """Each model of these names under each plan; a model's plans follow one another and share its `pair`."""
+    models = [(engine, *model) for model in MODELS if model[1] == attention and model[0] in names]
+    return [
+        pytest.param(
+            model, plan, id="-".join((*model, plan)), marks=[] if is_fast(*model, plan) else [pytest.mark.nightly]
+        )
+        for model in models
+        for plan in plans
+    ]
+
+
+def is_fast(engine: str, name: str, attention: str, plan: str) -> bool:
+    """Whether `make test` has this cell: each fast model under a plan, and with ort, the quicker one, every plan.
+
+    Random plans of the compile engine are for `test_random_plans.py` there, one row for `test_trainer_compile.py`.
+    """
+    every_plan = (engine, name, attention) == ("ort", FAST[0], "eager")
+    every_model = plan == "level 1" and name in FAST and (engine, attention) != ("compile", "sdpa")
+    return every_plan or every_model
+
+
+@pytest.mark.parametrize(
+    ("pair", "plan"),
+    [
+        *cells("ort", "eager", ZOO.keys() - set(COMPILE_ONLY)),
+        *cells("ort", "sdpa", ZOO.keys() - set(COMPILE_ONLY)),
+        *cells("compile", "eager", EVERY_PLAN, ("none", "one", "level 1", ONE_ROW, "level 2", "random")),
+        *cells("compile", "eager", ZOO.keys() - set(EVERY_PLAN) - set(LEVEL_ONLY), ("level 1", "random")),
+        *cells("compile", "eager", LEVEL_ONLY, ("level 1",)),
+        *cells("compile", "sdpa", ZOO, ("level 1",)),
+    ],
+    indirect=["pair"],
+)
+def test_trains_as_plain_pytorch(pair: Pair, plan: str) -> None:
+    if plan == ONE_ROW:
+        check_one_row(pair)
+    else:
+        check(pair, plan)
+
+
+def check(pair: Pair, plan: str) -> None:
+    """The plan is applied, and steps and evaluations of several sizes are those of plain PyTorch."""
+    case, engine = pair.case, pair.engine
+    chosen = selection(pair, plan)
+    pair.apply(chosen)
+    pair.check_step(case.batch(4, 12))
+    table = engine.plans()
+    check_applied(table, chosen)
+    if engine.name == "ort":
+        check_executed(pair.folder, table)
+    else:
+        if pair.name.startswith("segformer"):
+            # Its first forward hooks the modules whose hidden states it collects, and is compiled again with them.
+            del pair.partitions[:-1]
+        assert len(pair.partitions) == case.graphs
+        check_partition(pair.partitions, table)
+
+    pair.check_step(case.batch(3, 7, seed=1))
+    if engine.name == "ort":
+        pair.check_step(case.batch(1, 17, seed=2))
+    pair.check_evaluation(case.batch(5, 9, seed=3))
+    pair.check_evaluation(case.without_labels(case.batch(2, 11, seed=4)))
+    pair.check_step(case.batch(4, 12, seed=5), case.batch(3, 8, seed=6))
+    assert engine.plans() is table, "other shapes and evaluation need no new graph"
+
+
+def check_one_row(pair: Pair) -> None:
+    """torch compiles a batch of one row apart, once, under the same plans; all others go on as before."""
+    pair.apply(Selection(level=1))
+    pair.check_step(pair.case.batch())
+    before = pair.engine.plans()
+    for length in (17, 5):
+        pair.check_step(pair.case.batch(1, length, seed=2))
+    alone = pair.engine.plans()
+    assert len(pair.partitions) == 2
+    # DeBERTa repeats its position embeddings for each row: for one row that is nothing to stash.
+    assert 2 < len(alone.enabled) <= len(before.enabled)
+    pair.check_step(pair.case.batch(2, 6, seed=7))
+    assert len(pair.partitions) == 2
+
+
+# One that cannot be exported and one that is exported and cannot run.
+REFUSED = nightly(UNTRAINABLE, but=["mamba", "t5-sdpa"])
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_onnx_runtime_cannot_train_says_why(name: str) -> None:
+    case, attention, changes, reason = UNTRAINABLE[name]
+    model = case.build("eager", **changes)
+    engine = create(resolve(MemOptOptions(memory_opt_engine="ort", ort_fallback=False)))
+    engine.attach(model)
+    # The engine replaces attention that cannot train before it exports; this asks for it again.
+    model.set_attn_implementation(attention)
+    with pytest.raises((UnsupportedModelError, RuntimeError), match=reason) as caught:
+        accumulate(model, [case.batch()])
+    engine.detach()
+    if isinstance(caught.value, UnsupportedModelError):
+        assert "\n" not in str(caught.value)
+        assert "--ort_fallback" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_onnx_runtime_cannot_train_falls_back_or_trains_another_way(name: str) -> None:
+    case, attention, changes, _ = UNTRAINABLE[name]
+    model = case.build(attention, **changes)
+    plain = copy.deepcopy(model)
+    engine = create(resolve(MemOptOptions(memory_opt_engine="ort", memory_opt_level=1)))
+    engine.attach(model)
+    plain.set_attn_implementation(model.config._attn_implementation)
+    fell_back = attention == "eager"
+    if not changes:
+        assert_same_step(model, plain, case.batch())
+        assert_same_step(model, plain, case.batch(3, 7, seed=1))
+    else:
+        accumulate(model, [case.batch()])
+    assert bool(engine.plans().plans) != fell_back
+    assert engine.plans().header[0].startswith("NOT on ONNX Runtime") == fell_back
+    engine.detach()
+    assert model.config._attn_implementation == attention

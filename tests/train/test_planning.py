@@ -1,0 +1,348 @@
+"""`optimum_memopt.plan` from Python, against what the same steps hold."""
+
+import copy
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+from allocations import allocated
+
+import optimum_memopt
+from optimum_memopt import Estimate, MemOptError, plan
+from optimum_memopt.engines.compile.predict.largest_batch import largest
+from optimum_memopt.engines.compile.train.engine import CompileEngine
+from optimum_memopt.predict.workload import ModuleWorkload, Workload
+from tests.saved_configs import save
+
+ON_H100 = {"device": "h100", "compiler": "aot_eager"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    return save(tmp_path_factory.mktemp("model"), "gpt2", n_layer=1, architectures=["GPT2LMHeadModel"])
+
+
+@pytest.fixture(scope="module")
+def config(folder: str) -> transformers.PretrainedConfig:
+    return transformers.AutoConfig.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def found(config: transformers.PretrainedConfig) -> Estimate:
+    return plan(config, batch_size=8, seq_len=24, **ON_H100)
+
+
+class Classifier(torch.nn.Module):
+    """What is not transformers': a tensor in, logits out; and a tensor that is no parameter."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__()
+        self.first, self.last = (torch.nn.Linear(*sizes, device=device) for sizes in ((64, 256), (256, 10)))
+        self.register_buffer("mean", torch.zeros(64, device=device))
+        self.scales = [torch.ones(64, device=device)]
+
+    def forward(self, pixels: torch.Tensor, offset: float = 0.0) -> torch.Tensor:
+        hidden = (pixels - self.mean) * self.scales[0] + offset
+        return self.last(torch.nn.functional.gelu(self.first(hidden)))
+
+
+def test_a_config_a_folder_and_a_model_are_the_same_step(folder, config, found) -> None:
+    before = config.to_dict()
+    for model in (folder, transformers.GPT2LMHeadModel(config)):
+        other = plan(model, batch_size=8, seq_len=24, **ON_H100)
+        assert (other.peak, other.breakdown) == (found.peak, found.breakdown)
+    assert config.to_dict() == before
+    assert found.table.header[0].startswith("GPT2LMHeadModel on H100 by aot_eager, no plan")
+
+
+def test_what_is_held_adds_up_to_the_peak(found: Estimate) -> None:
+    assert sum(found.breakdown.values()) == found.peak
+    assert found.breakdown["optimizer"] == 2 * found.breakdown["parameters"]
+    assert 0 <= found.breakdown["allocator"] < 0.1 * found.peak < found.peak <= found.reserved
+
+
+def test_it_fits_what_it_takes(found: Estimate) -> None:
+    assert found.fits(found.peak) and not found.fits(found.peak - 1)
+    assert found.fits("1GiB") and found.fits("1%") and found.fits() and not found.fits("1MiB")
+    with pytest.raises(MemOptError, match="^budget 24: a number needs a unit, as 24GiB or 24%$"):
+        found.fits("24")
+    for wrong in (None, 1.5, True, b"24GiB", [24], -1, 10**30, "9" * 400 + "GiB"):
+        for ask in (found.fits, found.largest_batch) if wrong is not None else (found.fits,):
+            with pytest.raises(MemOptError, match="^budget .*: allowed are sizes as 24GiB"):
+                ask(wrong)
+
+
+class Stack(torch.nn.Module):
+    """Layers whose activations can be recomputed, and a loss."""
+
+    def __init__(self, width: int = 64, depth: int = 3) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(depth))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            rows = torch.nn.functional.gelu(layer(rows)).sin()
+        return rows.sum()
+
+
+def of_stack(rows: int, **how) -> Estimate:
+    with torch.device("meta"):
+        return plan(Stack(), example_inputs=torch.empty(rows, 64), **ON_H100, **how)
+
+
+def test_the_largest_batch_fits_and_the_next_one_does_not() -> None:
+    small = of_stack(512)
+    budget = 2 * small.peak
+    rows = small.largest_batch(budget)
+    assert rows > 4 * 512
+    fitting, next_one = (of_stack(size).peak for size in (rows, rows + 1))
+    # A trace with symbols keeps what one with fixed sizes folds into constants.
+    assert fitting <= 1.001 * budget < 1.002 * next_one
+    assert small.largest_batch(budget // 100) == 0
+
+
+@pytest.mark.nightly
+def test_the_largest_batch_of_a_level(config) -> None:
+    small = plan(config, batch_size=4, seq_len=24, level=1, **ON_H100)
+    rows = small.largest_batch(3 * small.peak)
+    peaks = [plan(config, batch_size=size, seq_len=24, level=1, **ON_H100).peak for size in (rows, rows + 1)]
+    assert peaks[0] <= 1.005 * 3 * small.peak < 1.01 * peaks[1]
+
+
+def test_with_a_budget_the_largest_batch_is_the_last_that_has_a_plan() -> None:
+    unplanned = of_stack(8192)
+    budget = f"{unplanned.peak / 2**20:.3f}MiB"
+    rows = of_stack(4096, budget=budget).largest_batch()
+    assert rows >= 0.99 * 8192
+    assert of_stack(rows, budget=budget).peak <= 1.001 * unplanned.peak
+    with pytest.raises(MemOptError, match="whatever is recomputed"):
+        of_stack(round(1.1 * rows), budget=budget)
+
+
+@pytest.mark.nightly
+def test_a_budget_lets_larger_batches_fit_than_no_plan_does(config) -> None:
+    unplanned = plan(config, batch_size=16, seq_len=24, **ON_H100)
+    budget = f"{unplanned.peak / 2**20:.3f}MiB"
+    without = unplanned.largest_batch(budget)
+    rows = plan(config, batch_size=16, seq_len=24, budget=budget, **ON_H100).largest_batch()
+    assert rows > 1.2 * without
+    assert plan(config, batch_size=rows, seq_len=24, budget=budget, **ON_H100).peak <= 1.01 * unplanned.peak
+    with pytest.raises(MemOptError, match="whatever is recomputed"):
+        plan(config, batch_size=round(1.1 * rows), seq_len=24, budget=budget, **ON_H100)
+
+
+def ids_of(model: torch.nn.Module) -> dict[str, int]:
+    return {name: id(value) for name, value in model.state_dict(keep_vars=True).items()}
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_module_stays_as_it_is_and_its_step_is_the_real_one(device: str) -> None:
+    model = Classifier(device).eval()
+    before, attributes = ids_of(model), set(vars(model))
+    state = copy.deepcopy(model.state_dict())
+    pixels = torch.rand(128, 64, device=device)
+    drawn = torch.get_rng_state()
+    found = plan(model, example_inputs=(pixels,), compiler="aot_eager")
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert ids_of(model) == before
+    assert set(vars(model)) == attributes and not model.training and "forward" not in vars(model)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    if device == "cpu":
+        assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+    real = Classifier()
+    engine = CompileEngine(compiler="aot_eager", dynamic=False)
+    engine.attach(real)
+    batch = {"pixels": torch.rand(128, 64)}
+    real(**batch).sum().backward()
+    parts = engine.predictor.footprint()
+    held = found.breakdown
+    in_backward = ("activations", "gradients", "recomputed", "temporaries")
+    assert sum(held[name] for name in in_backward) == parts.activations
+    assert (held["parameters"], held["batch"]) == (parts.parameters + parts.buffers, parts.batch)
+    real.zero_grad()
+    peak, _, _ = allocated(lambda: real(**batch).sum().backward())
+    assert parts.activations == pytest.approx(peak, rel=0.02)
+    engine.detach()
+
+
+def test_a_module_with_other_rows_and_frozen_parameters() -> None:
+    model, pixels = Classifier(), torch.rand(16, 64)
+    small, large = (plan(model, example_inputs=pixels, batch_size=rows, **ON_H100) for rows in (16, 128))
+    assert large.breakdown["batch"] == 8 * small.breakdown["batch"]
+    frozen = plan(model, example_inputs={"pixels": pixels, "offset": 1.0}, trainable="last", **ON_H100)
+    last = sum(parameter.nbytes for parameter in model.last.parameters())
+    assert frozen.breakdown["optimizer"] == 2 * last
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    rows = small.largest_batch(4 * small.peak)
+    assert plan(model, example_inputs=pixels, batch_size=rows, **ON_H100).peak <= 4.02 * small.peak
+
+
+@pytest.mark.parametrize(
+    ("inputs", "line"),
+    [
+        (None, "Classifier: a module without a transformers config needs example_inputs"),
+        ({"pixel": torch.ones(2, 64)}, "example_inputs: forward of Classifier: missing a required argument: 'pixels'"),
+        ((torch.ones(2, 64), 1.0, 2.0), "example_inputs: forward of Classifier: too many positional arguments"),
+        ({"pixels": 3.0}, "example_inputs: none of them is a tensor with a first dimension, the rows of a batch"),
+        (3, "example_inputs: a dict, a tuple or a tensor, not int"),
+        (torch.ones(2, 63), "Classifier cannot be traced on fake tensors ("),
+    ],
+)
+def test_inputs_that_are_none_of_the_modules(inputs: object, line: str) -> None:
+    model = Classifier()
+    attributes = set(vars(model))
+    with pytest.raises(MemOptError) as caught:
+        plan(model, example_inputs=inputs)
+    assert str(caught.value).startswith(line) and "\n" not in str(caught.value)
+    assert set(vars(model)) == attributes and type(torch.ones(1)) is torch.Tensor
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ({"model": 3}, "plan takes a folder, a name on the hub, a transformers config or a torch.nn.Module, not int"),
+        ({"model": "no/such/folder"}, "--model no/such/folder: no such folder or config file"),
+        ({"task": "nonsense"}, "--task nonsense: Allowed are "),
+        ({"batch_size": 0}, "batch_size 0: allowed are whole numbers from 1 to 2147483648"),
+        ({"seq_len": -1}, "seq_len -1: allowed are whole numbers from 1 to 2147483648"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps 0: allowed are whole numbers from 1 on"),
+        ({"bf16": True, "fp16": True}, "bf16 together with fp16: give one of the two"),
+        ({"optim": "lomo"}, "--optim lomo: its memory is not known; predicted are "),
+        ({"trainable": "nothing"}, "--trainable nothing: no parameter of GPT2LMHeadModel has this name; "),
+        ({"device": "h1000"}, "device h1000: allowed are H100, "),
+        ({"budget": "24"}, "--memory_opt_budget 24: a number needs a unit"),
+        ({"example_inputs": ()}, "example_inputs: are those of a torch.nn.Module; leave them out"),
+    ],
+)
+def test_a_mistake_is_one_line(folder, arguments: dict, line: str) -> None:
+    with pytest.raises(MemOptError) as caught:
+        plan(**{"model": folder, "seq_len": 24, **arguments})
+    assert str(caught.value).startswith(line) and "\n" not in str(caught.value)
+
+
+class Unprintable:
+    """A value that has no text."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError
+
+
+NUMBERS, STRINGS = [True, 3, 10**30, 10**5000, 1.5, float("nan")], ["x", "", "x\0\n", "9" * 5000]
+OTHERS = [b"x", [3], {"a": 1}, torch.ones(2), torch.device("cpu"), Unprintable(), ["x" * 5000, 3]]
+SIZES = [*STRINGS, *OTHERS, *(one for one in NUMBERS if one != 3)]
+WRONG_TYPES = {
+    "batch_size": SIZES,
+    "seq_len": SIZES,
+    "gradient_accumulation_steps": [None, *SIZES],
+    "task": [*STRINGS, *OTHERS, *NUMBERS],
+    "device": [*STRINGS, *OTHERS, *NUMBERS],
+    "optim": [None, *STRINGS, *OTHERS, *NUMBERS],
+    "trainable": [None, *STRINGS, *OTHERS, *NUMBERS, "x,y,z", ["x" * 5000, "y" * 5000]],
+    "bf16": [None, *STRINGS, *OTHERS, *NUMBERS[1:]],
+    "fp16": [None, *STRINGS, *OTHERS, *NUMBERS[1:]],
+    "budget": [*STRINGS, *OTHERS, *NUMBERS, "9" * 400 + "GiB", "2000000TiB"],
+    "level": [None, *STRINGS, *OTHERS, *NUMBERS[2:]],
+    "compiler": [*STRINGS, *OTHERS, *NUMBERS],
+    "example_inputs": [*STRINGS, *OTHERS, *NUMBERS],
+}
+
+
+@pytest.mark.parametrize("name", WRONG_TYPES)
+def test_a_value_of_a_wrong_type_is_one_line_that_names_it(folder, name: str) -> None:
+    for value in WRONG_TYPES[name]:
+        with pytest.raises(MemOptError) as caught:
+            plan(**{"model": folder, "seq_len": 24, name: value})
+        line = str(caught.value)
+        assert name in line and line.isprintable() and len(line) <= 300
+
+
+def test_a_device_file_may_be_a_path(folder, tmp_path) -> None:
+    path = tmp_path / "device.json"
+    rates = {"memory": 2**34, "bandwidth": 1e12, "flops": {"float32": 1e13}, "link": 1e10}
+    path.write_text(json.dumps({"name": "own", **rates}))
+    header = plan(folder, seq_len=8, device=path, compiler="aot_eager").table.header[0]
+    assert header.startswith("GPT2LMHeadModel on own")
+
+
+def test_the_task_is_that_of_the_class(tmp_path, config) -> None:
+    unnamed = copy.deepcopy(config)
+    unnamed.architectures = None
+    with pytest.raises(MemOptError, match="task: the config names no class that tells it; give one of text-class"):
+        plan(unnamed)
+    unnamed.architectures = ["GPT2Model"]
+    with pytest.raises(MemOptError, match="task: GPT2Model does not tell it; give one of"):
+        plan(unnamed)
+
+
+def test_a_parameter_that_is_no_plain_tensor_and_a_model_in_training() -> None:
+    lazy = torch.nn.Sequential(torch.nn.LazyLinear(3))
+    with pytest.raises(MemOptError, match="Sequential: 0._parameters is a UninitializedParameter; only plain tensors"):
+        plan(lazy, example_inputs=torch.ones(2, 3))
+    model = Classifier()
+    engine = optimum_memopt.optimize(model, memory_opt_engine="compile", memory_opt_compiler="aot_eager")
+    with pytest.raises(MemOptError, match="Classifier is being trained by an engine; detach"):
+        plan(model, example_inputs=torch.ones(2, 64))
+    engine.detach()
+
+
+def test_a_plan_can_be_written_and_shown(found: Estimate, tmp_path) -> None:
+    found.save(tmp_path / "plan.json")
+    assert json.loads((tmp_path / "plan.json").read_text())["solved_for"]["device"] == "H100"
+    page = found._repr_html_()
+    assert "Predicted peak of a step" in page and "activations" in page and page.count("<table>") == 2
+    assert str(found).startswith("Memory plans of the compile engine")
+    assert repr(found).startswith("Estimate(peak=")
+
+
+def test_the_curve_is_there_when_it_is_asked_for() -> None:
+    curve = of_stack(4096).curve
+    assert len(curve) == 10
+    assert curve[0].peak < curve[-1].peak and curve[0].extra_seconds > curve[-1].extra_seconds == 0
+
+
+@pytest.mark.parametrize(("most", "start"), [(0, 1), (1, 1), (7, 2), (7, 7), (7, 8), (7, 100), (64, 8), (1000, 3)])
+def test_the_largest_number_that_fits(most: int, start: int) -> None:
+    asked = []
+
+    def fits(number: int) -> bool:
+        asked.append(number)
+        return number <= most
+
+    assert largest(fits, start, limit=200) == min(most, 200)
+    assert len(asked) == len(set(asked)) < 20
+
+
+def test_workloads_of_another_batch_size(folder) -> None:
+    assert Workload(folder, "text-generation", 8).with_rows(3).batch_size == 3
+    inputs = {"pixels": torch.rand(4, 64), "offset": 2.0}
+    workload = ModuleWorkload.of(Classifier(), inputs, None, ()).with_rows(9)
+    assert (workload.batch_size, workload.inputs["pixels"].shape, workload.inputs["offset"]) == (9, (9, 64), 2.0)
+
+
+# What a process holds beside tensors: imports, mostly.
+PROCESS = """
+import sys, torch, transformers, optimum_memopt
+config = transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64)
+if sys.argv[1] == "plan":
+    planned = optimum_memopt.plan(config, "text-generation", batch_size=2, seq_len=8, compiler="aot_eager")
+    print("other", planned.breakdown["other"])
+else:
+    model = transformers.GPT2LMHeadModel(config)
+    engine = optimum_memopt.optimize(model, memory_opt_engine="compile", memory_opt_compiler="aot_eager")
+    ids = torch.ones(2, 8, dtype=torch.long)
+    model(input_ids=ids, labels=ids)
+    print("other", engine.predictor.footprint().constant)
+"""
+
+
+@pytest.mark.nightly
+def test_the_process_that_plans_holds_what_one_that_trains_does() -> None:
+    def other(what: str) -> int:
+        done = subprocess.run([sys.executable, "-c", PROCESS, what], capture_output=True, text=True, timeout=300)
+        return int(done.stdout.split("other ")[1].split()[0])
+
+    assert other("plan") == pytest.approx(other("train"), rel=0.08)

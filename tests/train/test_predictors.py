@@ -1,0 +1,103 @@
+"""A forward that torch traces again: each batch is predicted from the graphs that it ran."""
+
+import pytest
+import sympy
+import torch
+from allocations import allocated
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+from optimum_memopt.engines.compile.graph.symbols import bound_symbols
+from optimum_memopt.engines.compile.train.engine import CompileEngine
+from tests.compiled import selection
+from tests.train.test_caveat import Layer
+from tests.train.test_step_memory import EXACT, measured
+
+
+class Squares(torch.nn.Module):
+    """Attends among a row's tokens, with a Python number for how many: Funnel makes its positions so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Layer()
+
+    def forward(self, x: torch.Tensor) -> SequenceClassifierOutput:
+        positions = torch.tensor(range(int(x.shape[1])), dtype=torch.float32)
+        scores = self.layer(x) @ x.transpose(1, 2) + positions
+        return SequenceClassifierOutput(loss=scores.softmax(-1).square().sum())
+
+
+class Blocks(torch.nn.Module):
+    """A row counts by how many blocks of four tokens it has, as in LongT5's transient-global attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Layer()
+
+    def forward(self, x: torch.Tensor) -> SequenceClassifierOutput:
+        blocks = torch.ones(len(range(x.shape[1] // 4)))
+        return SequenceClassifierOutput(loss=self.layer(x).square().sum() * blocks.sum())
+
+
+def attached(model: torch.nn.Module, dynamic: bool = True) -> CompileEngine:
+    engine = CompileEngine(selection("Gelu+:1:-1"), "aot_eager", dynamic=dynamic)
+    engine.outputs_read_by = lambda: ""
+    engine.attach(model)
+    return engine
+
+
+def batch(rows: int, tokens: int) -> dict[str, torch.Tensor]:
+    return {"x": torch.randn(rows, tokens, 64)}
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_the_highest_peak_of_a_run_is_that_of_the_largest_batch(dynamic: bool) -> None:
+    model = Squares()
+    engine = attached(model, dynamic)
+    predicted = []
+    for rows, tokens in ((4, 8), (4, 40), (6, 40), (2, 8)):
+        one = batch(rows, tokens)
+        measured(model, one)
+        peak = measured(model, one)[1]
+        around = engine.predicted_peak_mib(None, gradient_accumulation=False)
+        predicted.append((peak, around * 2**20))
+    (small, first), (_, second), (large, third), (_, last) = predicted
+    # The batch's own bytes count, too.
+    grown = batch(6, 40)["x"].nbytes - batch(4, 8)["x"].nbytes
+    assert first < second < third == last
+    assert third - first == pytest.approx(large - small + grown, **EXACT)
+
+
+@pytest.mark.parametrize("lengths", [(8, 40), (40, 8)])
+def test_forwards_of_several_traces_before_one_backward(lengths: tuple[int, int]) -> None:
+    model, batches = Squares(), {tokens: batch(64, tokens) for tokens in (8, 40)}
+    engine = attached(model)
+    for tokens in (8, 40, 8):
+        model(**batches[tokens]).loss.backward()
+    before = engine.predicted_peak_mib(None, gradient_accumulation=False)
+
+    def contrast() -> None:
+        sum(model(**batches[tokens]).loss for tokens in lengths).backward()
+
+    model.zero_grad(set_to_none=True)
+    both = allocated(contrast)[0]
+    alone = measured(model, batches[40])[1]
+    after = engine.predicted_peak_mib(None, gradient_accumulation=False)
+    assert (after - before) * 2**20 == pytest.approx(both - alone, **EXACT)
+
+
+@pytest.mark.parametrize(("kind", "is_bound"), [(Squares, False), (Blocks, True)])
+def test_a_length_that_the_graph_is_bound_to_is_a_caveat(kind: type[torch.nn.Module], is_bound: bool) -> None:
+    model = kind()
+    engine = attached(model)
+    model(**batch(4, 8)).loss.backward()
+    found = "only for inputs_x_dim1=8, since others may be traced again" in engine.plans().header[1]
+    assert found == is_bound
+
+
+def test_bound_by_an_equation_that_twice_as_much_breaks() -> None:
+    rows, tokens = sympy.symbols("rows tokens", integer=True, positive=True)
+    even = sympy.Eq(sympy.Mod(tokens, 8), 0)
+    blocks = sympy.Eq(sympy.floor(tokens / 4) + 1, 13)
+    sizes = {rows: 8, tokens: 48}
+    assert not bound_symbols([even, sympy.Eq(rows * 6, tokens), tokens < 64, sympy.Ne(tokens, 96)], sizes)
+    assert bound_symbols([even, blocks], sizes) == {tokens}

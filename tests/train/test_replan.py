@@ -1,0 +1,276 @@
+"""A step that runs out of memory is run again under a smaller plan: what is trained is what would have been."""
+
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from optimum_memopt import MemOptError, MemOptTrainingArguments
+from optimum_memopt.engines.compile.capture import traced_forward
+from optimum_memopt.engines.compile.memory import step_context
+from tests.limited_memory import RunsOut
+from tests.rotation import nightly
+from tests.trainer_runs import CASES, arguments, build, collate, log_lines, make, weights
+
+PLAIN = {"memory_opt_engine": "compile", "memory_opt_loss": "plain"}
+REPLAN = {**PLAIN, "memory_opt_on_oom": "replan"}
+
+
+@pytest.fixture(autouse=True)
+def steady_process(monkeypatch):
+    """The process itself takes a thousand times what such a small model does."""
+    for module in (step_context, traced_forward):
+        monkeypatch.setattr(module, "held_bytes", lambda device: 0)
+    monkeypatch.setattr(step_context, "_GROWTH", 0)
+
+
+def data(name: str, length: int = 40) -> list[dict[str, torch.Tensor]]:
+    rows = [CASES[name].batch(1, length, seed=seed) for seed in range(24)]
+    return [{key: value[0] for key, value in row.items()} for row in rows]
+
+
+def a_tenth_less(trainer: Any) -> int:
+    """Of what a step takes under the plan in force."""
+    return int(0.9 * trainer.memopt.engine.predicted_peak_mib(trainer.optimizer, False) * 2**20)
+
+
+def built(name: str, changes: dict[str, Any]) -> torch.nn.Module:
+    model = build(name, **changes)
+    if name == "small":
+        model.layer[0].act = torch.nn.Sequential(torch.nn.GELU(), torch.nn.Dropout(0.1))
+    return model
+
+
+def trained(folder: Path, name: str, changes: dict[str, Any], fails: dict[int, str], **more: Any) -> Any:
+    torch.manual_seed(0)
+    trainer = RunsOut(
+        model=built(name, changes),
+        args=arguments(MemOptTrainingArguments, folder, **{**REPLAN, "per_device_train_batch_size": 8, **more}),
+        train_dataset=data(name),
+        data_collator=collate,
+        fails=fails,
+        held=a_tenth_less,
+    )
+    trainer.train()
+    return trainer
+
+
+DROPOUT = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "where"),
+    nightly(
+        [
+            ("small", {}, "backward"),
+            ("roberta-classification", DROPOUT, "forward"),
+            ("gpt2", {"resid_pdrop": 0.1}, "backward"),
+            ("llama", {}, "forward"),
+        ],
+        but=["small"],
+    ),
+)
+def test_weights_are_bitwise_those_of_a_run_with_enough_memory(tmp_path, name, changes, where):
+    enough = trained(tmp_path / "enough", name, changes, {})
+    with log_lines() as lines:
+        replanned = trained(tmp_path / "short", name, changes, {2: where})
+    assert enough.forwards == 5 and replanned.forwards == 6
+    assert not enough.memopt.table.enabled
+    assert replanned.memopt.table.enabled
+    said = [line for line in lines if "running it again" in line]
+    assert [re.match(rf"step (\d) ran out of memory in its {where}", line)[1] for line in said] == ["2"]
+    assert said[0].endswith("(1 of 3)")
+    expected, found = weights(enough.model), weights(replanned.model)
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    losses = [[entry["loss"] for entry in one.state.log_history if "loss" in entry] for one in (enough, replanned)]
+    assert losses[0] == losses[1]
+
+
+def run_small(folder: Path, fails: dict[int, str], **more: Any) -> tuple[Any, list[str], BaseException | None]:
+    """A Trainer of the smallest model, what was logged, and the error that its run ended in."""
+    trainer = make(folder, "small", trainer=partial(Small, fails=fails), **{**REPLAN, **more})
+    with log_lines() as lines:
+        try:
+            trainer.train()
+        except RuntimeError as error:
+            return trainer, lines, error
+    return trainer, lines, None
+
+
+class Small(RunsOut):
+    """Its plan has nothing to recompute, so that any budget that is large enough will do."""
+
+    def __init__(self, *args: Any, fails: dict[int, str], **kwargs: Any) -> None:
+        super().__init__(*args, fails=fails, held=lambda trainer: 2**30, **kwargs)
+
+
+def test_at_most_three_times_and_then_the_first_error(tmp_path):
+    trainer, lines, error = run_small(tmp_path, dict.fromkeys((2, 3, 4, 5), "forward"))
+    assert error is trainer.raised[0]
+    assert trainer.forwards == 5 and trainer.state.global_step == 1
+    assert sum("running it again" in line for line in lines) == 3
+    assert any("is not run again: that was tried 3 times" in line for line in lines)
+    assert (tmp_path / "memory_report.json").exists()
+
+
+@pytest.mark.nightly
+def test_each_run_has_its_three_times(tmp_path):
+    trainer, _, error = run_small(tmp_path, {2: "forward"}, max_steps=2)
+    assert error is None and trainer.memopt.engine.selection.budget is not None
+    trainer.fails = {4: "forward", 5: "backward", 6: "forward"}
+    with log_lines() as lines:
+        trainer.train()
+    assert [line[-8:] for line in lines if "running it again" in line] == ["(1 of 3)", "(2 of 3)", "(3 of 3)"]
+
+
+def test_gradients_of_earlier_micro_batches_stay(tmp_path):
+    accumulating = {"gradient_accumulation_steps": 2, "max_steps": 2}
+    enough, _, _ = run_small(tmp_path / "enough", {}, **accumulating)
+    replanned, _, error = run_small(tmp_path / "short", {2: "backward", 4: "forward"}, **accumulating)
+    assert error is None and replanned.forwards == enough.forwards + 2
+    expected, found = weights(enough.model), weights(replanned.model)
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def test_gradients_that_were_added_to_cannot_be_taken_back(tmp_path):
+    accumulating = {"gradient_accumulation_steps": 2, "max_steps": 2}
+    trainer = make(tmp_path, "small", trainer=partial(Small, fails={}), **REPLAN, **accumulating)
+    parameters = list(trainer.model.parameters())
+    added = []
+
+    def run_out(gradient: torch.Tensor) -> None:
+        added.append(gradient)
+        if len(added) == len(parameters) + 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    for parameter in parameters:
+        parameter.register_hook(run_out)
+    with log_lines() as lines, pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+        trainer.train()
+    assert any("had begun to add to the gradients of earlier micro-batches" in line for line in lines)
+
+
+class WithLossModule(Small):
+    """Its loss has parameters and statistics of its own; memory runs out when these have their gradients."""
+
+    def __init__(self, *args: Any, holds: str, **kwargs: Any) -> None:
+        torch.manual_seed(1)
+        module = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.BatchNorm1d(5))
+        self.loss_module = (module,).__getitem__
+        if holds == "attribute":
+            self.loss = module
+        elif holds == "dictionary":
+            self.loss = {"first data set": module}
+        super().__init__(*args, **kwargs)
+
+    def create_optimizer(self, *args: Any) -> Any:
+        optimizer = super().create_optimizer(*args)
+        optimizer.add_param_group({"params": list(self.loss_module(0).parameters())})
+        return optimizer
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        logits = model(**inputs).logits
+        self.forwards += 1
+        if self.forwards in self.fails:
+            logits.register_hook(lambda gradient: self._run_out())
+        return self.loss_module(0)(logits).square().sum()
+
+
+@pytest.mark.parametrize("holds", ["attribute", "dictionary"])
+def test_a_loss_with_parameters_and_statistics_of_its_own(tmp_path, holds):
+    def run(folder: str, fails: dict[int, str]) -> Any:
+        torch.manual_seed(0)
+        kind = partial(WithLossModule, fails=fails, holds=holds)
+        trainer = make(tmp_path / folder, "small", trainer=kind, **REPLAN)
+        trainer.train()
+        return trainer
+
+    enough, replanned = run("enough", {}), run("short", {2: "backward"})
+    assert replanned.forwards == enough.forwards + 1
+    for which in (lambda trainer: trainer.model, lambda trainer: trainer.loss_module(0)):
+        expected, found = weights(which(enough)), weights(which(replanned))
+        assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def test_a_loss_module_that_is_not_the_trainers_is_refused(tmp_path):
+    trainer = make(tmp_path, "small", trainer=partial(WithLossModule, fails={}, holds="nowhere"), **REPLAN)
+    with pytest.raises(MemOptError, match=r"optimizer trains 4 parameters .* trainer.head = head, or leave it out$"):
+        trainer.train()
+    assert trainer.forwards == 0
+
+
+def test_an_optimizer_that_steps_inside_the_backward_is_refused(tmp_path):
+    trainer = make(tmp_path / "hooks", "small", trainer=partial(Small, fails={}), **REPLAN)
+    next(trainer.model.parameters()).register_post_accumulate_grad_hook(lambda parameter: None)
+    with pytest.raises(MemOptError, match="replan with an optimizer that steps inside the backward .*; leave it out$"):
+        trainer.train()
+    assert trainer.forwards == 0
+    trainer = make(tmp_path / "lomo", "small", trainer=partial(Small, fails={}), **REPLAN)
+    # What accelerate's `prepare` sets.
+    trainer.accelerator.has_lomo_optimizer = True
+    with pytest.raises(MemOptError, match="replan with an optimizer that steps inside the backward"):
+        trainer.train()
+
+
+def test_parameters_that_have_changed_cannot_be_taken_back(tmp_path):
+    trainer = make(tmp_path, "small", trainer=partial(Small, fails={2: "backward"}), **REPLAN)
+    changed = next(trainer.model.parameters())
+
+    def shrink(*args: Any) -> None:
+        with torch.no_grad():
+            changed.mul_(0.5)
+
+    trainer.model.register_forward_pre_hook(torch.compiler.disable(shrink))
+    with log_lines() as lines, pytest.raises(torch.OutOfMemoryError):
+        trainer.train()
+    assert any(line.endswith("is not run again: its backward had begun to change parameters") for line in lines)
+
+
+def test_a_budget_that_nothing_fits_ends_in_the_first_error(tmp_path):
+    too_little = partial(RunsOut, fails={2: "forward"}, held=lambda trainer: 4096)
+    trainer = make(tmp_path, "small", trainer=too_little, **REPLAN)
+    with log_lines() as lines, pytest.raises(torch.OutOfMemoryError) as caught:
+        trainer.train()
+    assert caught.value is trainer.raised[0]
+    assert any(line.startswith("no plan fits: --memory_opt_budget") for line in lines)
+
+
+def test_another_error_is_left_alone(tmp_path):
+    trainer = make(tmp_path, "small", trainer=partial(Small, fails={}), **REPLAN)
+    error = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    def fail(*args: Any) -> None:
+        raise error
+
+    trainer.model.head.register_forward_pre_hook(torch.compiler.disable(fail))
+    with pytest.raises(RuntimeError) as caught:
+        trainer.train()
+    assert caught.value is error
+
+
+class Strict(Small):
+    """Refuses each step that is run again, in its own words."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(*args, **kwargs)
+        if self.forwards == 3:
+            raise ValueError("this batch was here before") from KeyError("batch")
+        return loss
+
+
+def test_another_error_of_the_step_that_is_run_again_comes_out(tmp_path):
+    trainer = make(tmp_path, "small", trainer=partial(Strict, fails={2: "forward"}), **REPLAN)
+    with pytest.raises(ValueError, match="this batch was here before") as caught:
+        trainer.train()
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert caught.value.__cause__.__context__ is trainer.raised[0]
+
+
+def test_what_cannot_plan_is_refused(tmp_path):
+    with pytest.raises(MemOptError, match="--memory_opt_on_oom replan with the ort engine: it cannot plan"):
+        arguments(MemOptTrainingArguments, tmp_path, memory_opt_engine="ort", memory_opt_on_oom="replan")
+    with pytest.raises(MemOptError, match="--memory_opt_on_oom never: allowed are explain, replan"):
+        arguments(MemOptTrainingArguments, tmp_path, memory_opt_on_oom="never")

@@ -1,0 +1,165 @@
+"""Steps that are predicted from one trace are those that `estimate` predicts for each batch and plan by itself."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from optimum_memopt.engines.api.predictions import COMPUTE, COPIES, LAUNCHES
+from optimum_memopt.engines.api.run import Selection, StepSpec
+from optimum_memopt.engines.compile.costs import times
+from optimum_memopt.engines.compile.costs.costs import works
+from optimum_memopt.engines.compile.costs.devices import DEVICES
+from optimum_memopt.engines.compile.predict.estimate import estimate
+from optimum_memopt.engines.compile.predict.steps import of_workload
+from optimum_memopt.predict.advise import advise
+from optimum_memopt.predict.workload import Workload
+from optimum_memopt.sizes import parse_budget
+from tests.saved_configs import save
+
+BIG = {"vocab_size": 3000, "n_layer": 2, "n_embd": 64, "n_positions": 64}
+LENGTH = 48
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    return save(tmp_path_factory.mktemp("model"), "gpt2", **BIG)
+
+
+@pytest.fixture(scope="module")
+def steps(folder):
+    workload = Workload(folder, "text-generation", seq_len=LENGTH)
+    return of_workload(workload, parse_budget("1GiB"), StepSpec("h100", "aot_eager"))
+
+
+def plan(steps, name: str, chunks_loss: bool = False):
+    return next(one for one in steps.plans if one.name == name and one.chunks_loss == chunks_loss)
+
+
+def estimated(folder: str, rows: int, selection: Selection) -> int:
+    found = estimate(Workload(folder, "text-generation", rows, LENGTH), selection, StepSpec("h100", "aot_eager"))
+    return sum(found.parts[part] for part in ("parameters", "buffers", "batch", "optimizer", "constant")) + max(
+        found.parts["activations"], found.parts["gradients"]
+    )
+
+
+def test_there_is_a_row_for_each_plan_and_loss(steps):
+    names = [(one.name, one.chunks_loss) for one in steps.plans if one.is_own]
+    assert names == [(name, chunks) for name in ("no plan", "level 1", "budget") for chunks in (False, True)]
+    assert [one.name for one in steps.plans if not one.is_own] == [
+        "Trainer's checkpointing, every layer",
+        "Trainer's checkpointing, every 2 layers",
+    ]
+    assert (steps.model, steps.device, steps.tokens) == ("GPT2LMHeadModel", "H100", LENGTH)
+
+
+def test_level_1_takes_what_its_own_trace_is_predicted_to_take(steps, folder):
+    found = steps.step(plan(steps, "level 1", True), 24, False)
+    # Chunked, as `auto` decides for so many tokens.
+    assert found.peak == pytest.approx(estimated(folder, 24, Selection(level=1)), rel=0.01)
+    assert 0 < found.recomputing < 0.5 * found.micro_batch
+
+
+def test_without_a_plan_no_product_is_computed_twice(steps):
+    """As torch's own partition has it, which saves views."""
+    for graph in steps.graphs.values():
+        problem, found = graph._problem(24), graph._simulation("no plan", 24)
+        assert not {problem.kinds[node] for node in found.recomputed} & {"aten.addmm.default", "aten.bmm.default"}
+        assert found.peak <= graph._solver(24).everything.peak
+
+
+def test_a_budget_is_kept_with_less_recompute_than_a_level(steps):
+    level = steps.step(plan(steps, "level 1"), 24, False)
+    free = steps.step(plan(steps, "no plan"), 24, False)
+    budget = (level.peak + free.peak) // 2
+    within = steps.within(budget)
+    found = within.step(plan(within, "budget"), 24, False)
+    assert level.peak < found.peak <= budget < free.peak
+    assert free.recomputing < found.recomputing < level.recomputing
+    assert not within.fits(plan(within, "no plan"), 24, False)
+    assert advise(within, 24).recommended.step.peak <= budget
+    assert steps.fits(plan(steps, "no plan"), 24, False)
+
+
+def test_checkpointing_of_fewer_layers_takes_more_memory_and_less_time(steps):
+    every, second = (steps.step(one, 24, False) for one in steps.plans if not one.is_own)
+    free = steps.step(plan(steps, "no plan"), 24, False)
+    assert every.peak < second.peak < free.peak
+    assert every.recomputing > second.recomputing > free.recomputing
+
+
+def test_what_a_step_takes_grows_with_the_rows(steps):
+    free = plan(steps, "no plan")
+    few, more, many = (steps.step(free, rows, False) for rows in (1, 24, 240))
+    assert few.peak < more.peak < many.peak
+    assert few.micro_batch < more.micro_batch < many.micro_batch
+    assert few.seconds[LAUNCHES] > 0.9 * few.micro_batch
+    assert many.seconds.get(LAUNCHES, 0) < 0.9 * many.micro_batch
+    assert COMPUTE in many.seconds
+    # Gradients of other micro-batches lie beside those of this one.
+    assert steps.step(free, 24, True).peak > more.peak
+    assert steps.lowest(free, False) == few.peak
+    assert few.peak < steps.evaluation(4000) < steps.step(free, 4000, False).peak
+
+
+def test_work_follows_from_that_of_two_batches(steps):
+    for graph in steps.graphs.values():
+        analyzed, sizes = graph._graph.analyzed, partial(graph._graph.sizes_of, tokens=LENGTH)
+        found = times.estimated(analyzed, sizes, DEVICES["H100"])(240)
+        exact = [times._on(DEVICES["H100"], work) for work in works(analyzed.joint, sizes(240))]
+        assert found.seconds == pytest.approx([seconds for seconds, _ in exact])
+        assert list(found.bounds) == [bound for _, bound in exact]
+
+
+def test_operators_are_measured_on_this_machine(steps):
+    graph = steps.graphs[False]._graph
+    sizes = partial(graph.sizes_of, tokens=LENGTH)
+    measured = times.measured(graph.analyzed, sizes, torch.device("cpu"), False, 2**30, peak=lambda rows: rows)
+    one, many = measured(1), measured(64)
+    assert sum(one.seconds) < sum(many.seconds)
+    assert one.source == "measured"
+    shares = [found.by_bound(range(len(found.seconds)))[LAUNCHES] / sum(found.seconds) for found in (one, many)]
+    assert shares[0] > shares[1]
+
+
+def test_operators_take_a_part_of_what_the_graph_takes(steps, monkeypatch):
+    graph = steps.graphs[False]._graph
+    sizes = partial(graph.sizes_of, tokens=LENGTH)
+    asked = []
+
+    def whole(analyzed, batches):
+        asked.extend(batches)
+        return [float(number) for number in range(1, len(batches) + 1)]
+
+    def measured(within):
+        return times.measured(
+            graph.analyzed, sizes, torch.device("cpu"), False, 2**30, lambda rows: 2**30 if rows <= within else 2**31
+        )
+
+    monkeypatch.setattr(times, "_LONG", 60.0)
+    monkeypatch.setattr(times, "replayed", whole)
+    found = measured(within=4)
+    assert asked == [sizes(1), sizes(4)]
+    assert [sum(found(rows).seconds) for rows in (1, 4)] == pytest.approx([1.0, 2.0])
+    # A batch that is larger, or between these two, has the factor of the nearest or one between.
+    monkeypatch.setattr(times, "replayed", lambda *given: None)
+    alone = measured(within=4)
+    factors = [sum(found(rows).seconds) / sum(alone(rows).seconds) for rows in (1, 2, 4, 64)]
+    assert factors[3] == pytest.approx(factors[2])
+    assert min(factors[0], factors[2]) < factors[1] < max(factors[0], factors[2])
+
+
+def test_a_budget_below_level_1_takes_memory_of_the_host(steps):
+    rows = 2000
+    graph = steps.graphs[False]
+    floor = graph._peak(graph._solver(rows).layers_recomputed, rows, False)
+    within = steps.within(floor - 2**20)
+    chosen = plan(within, "budget")
+    assert within.fits(chosen, rows, False)
+    found = within.step(chosen, rows, False)
+    assert found.peak <= floor - 2**20
+    assert found.host_bytes >= 2**20
+    # The link moves that while other things are computed, or the step waits for it.
+    assert found.seconds.get(COPIES, 0.0) < found.micro_batch
+    assert not within.fits(plan(within, "level 1"), rows, False)
+    assert not steps.within(floor // 4).fits(chosen, rows, False)

@@ -1,0 +1,269 @@
+"""Several plans within one budget: each batch runs the cheapest that fits, and gradients are plain PyTorch's."""
+
+import copy
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import default_data_collator
+
+from optimum_memopt.engines.api.engine import Run
+from optimum_memopt.engines.api.run import LargestBatch, Selection
+from optimum_memopt.engines.compile.capture import traced_forward
+from optimum_memopt.engines.compile.memory import step_context
+from optimum_memopt.engines.compile.memory.footprint import Footprint
+from optimum_memopt.engines.compile.predict import step_predictor
+from optimum_memopt.engines.compile.train.engine import CompileEngine
+from optimum_memopt.memory.peak_monitor import MIB
+from optimum_memopt.sizes import Budget
+from tests.compiled import recorded
+from tests.gradients import Batch, assert_bitwise_same_step
+from tests.train.test_step_memory import measured
+from tests.train.tower import Tower, tower_batch
+from tests.trainer_runs import log_lines, make, tables
+
+LONG, SHORT = tower_batch(64, 60), tower_batch(64, 24)
+# What the allocator is asked for beside tensors: the loss, seeds, offsets.
+SLACK = 256
+HELD = 2**29
+
+
+@pytest.fixture(autouse=True)
+def _steady_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process itself grows and shrinks by more than a small model takes."""
+    hold(monkeypatch, HELD)
+    monkeypatch.setattr(step_context, "_GROWTH", 0)
+    monkeypatch.setattr(step_context, "_GROWTH_SHARE", 0)
+
+
+def hold(monkeypatch: pytest.MonkeyPatch, held: int) -> None:
+    for module in (step_context, traced_forward):
+        monkeypatch.setattr(module, "held_bytes", lambda device: held)
+
+
+class Attached:
+    """A model under a budget, in a run whose batches have these lengths."""
+
+    def __init__(
+        self,
+        budget: int | None,
+        variants: int = 1,
+        lengths: tuple[int, ...] = (60, 24),
+        build: Callable[[], torch.nn.Module] = Tower,
+    ) -> None:
+        torch.manual_seed(0)
+        self.model = build()
+        self.plain = copy.deepcopy(self.model)
+        selection = Selection(budget=None if budget is None else Budget(f"{budget} bytes", budget))
+        self.engine = CompileEngine(selection, "aot_eager", variants=variants)
+        largest = LargestBatch(64, max(lengths), lengths) if lengths else None
+        self.engine.run = lambda: Run(largest_batch=lambda: largest)
+        self.engine.attach(self.model)
+
+    def step(self, batch: Batch) -> None:
+        self.model(**batch).loss.backward()
+
+    @property
+    def header(self) -> tuple[str, ...]:
+        return self.engine.plans().header
+
+
+@pytest.fixture(scope="module")
+def free() -> Footprint:
+    """Of a step without a plan."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        hold(monkeypatch, HELD)
+        one = Attached(None)
+        one.step(LONG)
+        found = one.engine.predictor.footprint()
+        one.engine.detach()
+    return found
+
+
+@pytest.fixture
+def attached() -> Iterator[Callable[..., Attached]]:
+    made = []
+
+    def attach(*args: object, **options: object) -> Attached:
+        made.append(Attached(*args, **options))
+        return made[-1]
+
+    yield attach
+    for one in made:
+        one.engine.detach()
+
+
+@pytest.fixture
+def budget(free: Footprint) -> int:
+    return free.peak - free.activations // 4
+
+
+def test_two_plans_for_batches_that_take_turns(attached, budget: int) -> None:
+    one = attached(budget, 2)
+    with recorded() as splits:
+        for batch in (LONG, SHORT, LONG, SHORT, SHORT, LONG):
+            assert_bitwise_same_step(one.model, one.plain, batch)
+    assert len(splits) == 2
+    dear, cheap = (split.graph.choice for split in splits)
+    assert len(dear.recomputed) > len(cheap.recomputed)
+    # Neither compiles for the other's batches.
+    with recorded() as splits, log_lines() as lines:
+        peaks = {name: measured(one.model, batch) for name, batch in (("long", LONG), ("short", SHORT))}
+    assert not splits and not lines
+    for name, batch in (("long", LONG), ("short", SHORT)):
+        around = one.engine.predictor.footprint(one.engine.predictor.sizes_of(batch))
+        assert peaks[name][1] <= around.activations_within(budget) + SLACK
+    single = attached(budget)
+    single.step(LONG)
+    # The forward saves more for the backward of a short batch than under the plan of the long one.
+    assert measured(single.model, SHORT)[0] < peaks["short"][0]
+    assert measured(single.model, LONG) == peaks["long"]
+    assert single.engine.plan_file().graphs == one.engine.plan_file().graphs
+
+
+def test_the_header_has_a_line_for_each_variant(attached, budget: int) -> None:
+    one = attached(budget, 2)
+    assert one.engine.predicted_peak_mib(None, False) is None
+    with log_lines() as lines:
+        one.step(SHORT)
+        first = one.engine.plans()
+        one.step(SHORT)
+    # The first ran under the plan for the largest batch.
+    under_largest = one.engine.predictor.peak(None, False)
+    assert under_largest < one.engine.predicted_peak_mib(None, False) * MIB <= budget
+    assert "for batches up to 64 x 60" in first.header[0]
+    assert first.header[-2] == "variant 2: batches up to inputs_input_ids_dim1=24: +0.0% time"
+    two, single = re.fullmatch(
+        r"2 variants: \+([\d.]+)% time over the run's batches, \+([\d.]+)% with one", first.header[-1]
+    ).groups()
+    assert 0 < float(two) < float(single)
+    # The table that was shown stays.
+    assert one.engine.plans() is first
+    assert [line.split(" with ")[0] for line in lines if line.startswith("compiling ")] == [
+        "compiling the training graph of Tower",
+        "compiling the training graph of Tower for batches up to inputs_input_ids_dim1=24",
+    ]
+
+
+def test_lengths_that_are_not_known_count_alike(attached, budget: int) -> None:
+    one = attached(budget, 3, lengths=())
+    one.step(LONG)
+    *_, longer, shorter, gain = one.header
+    lengths = [
+        int(re.match(rf"variant {number}: batches up to inputs_input_ids_dim1=(\d+): ", line)[1])
+        for number, line in ((2, longer), (3, shorter))
+    ]
+    assert 60 > lengths[0] > lengths[1]
+    assert "3 variants:" in gain and "over batches of all lengths" in gain
+    with recorded() as splits:
+        for length in (60, lengths[0], lengths[1], lengths[0], 60, 8):
+            one.step(tower_batch(64, length))
+    assert len(splits) == 2
+
+
+def test_a_larger_batch_gets_a_plan_and_the_former_one_stays(attached, budget: int) -> None:
+    one = attached(budget, 2, lengths=())
+    with recorded() as splits, log_lines() as lines:
+        for batch in (SHORT, LONG, SHORT, LONG):
+            assert_bitwise_same_step(one.model, one.plain, batch)
+    assert len(splits) == 2
+    assert sum("over the budget of" in line for line in lines) == 1
+    assert not splits[0].graph.choice.recomputed and splits[1].graph.choice.recomputed
+    assert one.header[-1] == "variant 2: batches up to inputs_input_ids_dim1=24: +0.0% time"
+    # No more room: the plan for the longest so far takes the place of the one before.
+    with recorded() as splits:
+        for batch in (tower_batch(80, 60), LONG, SHORT):
+            one.step(batch)
+    assert len(splits) == 1
+
+
+def test_a_batch_without_need_of_a_plan_needs_no_variant(attached) -> None:
+    one = attached(2**40, 2)
+    one.step(LONG)
+    assert one.header[-1] == "one variant: another one would save less than 0.5% time"
+
+
+def test_a_process_that_has_grown_goes_on_with_the_plan_it_has(
+    attached, budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = attached(budget, 2)
+    one.step(LONG)
+    hold(monkeypatch, HELD + budget // 2)
+    with log_lines() as lines:
+        assert_bitwise_same_step(one.model, one.plain, SHORT)
+    assert sum(line.startswith("going on without this variant: --memory_opt_budget") for line in lines) == 1
+    with recorded() as splits:
+        one.step(SHORT)
+    assert not splits
+
+
+@pytest.mark.nightly
+def test_what_was_compiled_is_checked_for_each_variant(attached, free, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler that takes more than the graph says, and more again for the second forward."""
+    original = step_predictor.StepMemoryPredictor.activations
+
+    def takes_more(size: int) -> None:
+        monkeypatch.setattr(step_predictor.StepMemoryPredictor, "activations", lambda *args: original(*args) + size)
+
+    takes_more(2**20)
+    one = attached(free.peak - free.activations // 4, 2, lengths=(60, 48))
+    for batch, more in ((LONG, 2**20), (tower_batch(64, 48), 2**21)):
+        takes_more(more)
+        with log_lines() as lines:
+            assert_bitwise_same_step(one.model, one.plain, batch)
+        assert any("what was compiled takes" in line and line.endswith("that much less") for line in lines)
+        assert not [line for line in lines if line.startswith("NOT within")]
+
+
+class InPieces(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (torch.nn.Linear(64, 64) for _ in range(2))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            input_ids = torch.nn.functional.gelu(self.first(input_ids))
+        torch._dynamo.graph_break()
+        return self.second(input_ids).exp().mean()
+
+
+def test_a_forward_in_several_graphs_has_one_plan(budget: int) -> None:
+    model = InPieces()
+    engine = CompileEngine(Selection(budget=Budget("auto", 2**40)), "aot_eager", variants=2)
+    engine.attach(model)
+    model(input_ids=torch.randn(8, 32, 64)).backward()
+    assert engine.plans().header[-1] == "one variant: the forward is not one graph"
+    engine.detach()
+
+
+def test_a_trainer_says_and_runs_what_its_batches_need(tmp_path: Path, budget: int) -> None:
+    """Long rows in every other batch; evaluation runs the model's own forward."""
+    lengths = [60 if index // 64 % 2 else 20 for index in range(384)]
+    examples = [{"input_ids": tower_batch(1, length)["input_ids"][0]} for length in lengths]
+    trainer = make(
+        tmp_path,
+        "roberta-mlm",
+        model=Tower(),
+        train_dataset=examples,
+        eval_dataset=examples[:4],
+        data_collator=default_data_collator,
+        per_device_train_batch_size=64,
+        train_sampling_strategy="sequential",
+        memory_opt_engine="compile",
+        memory_opt_budget=f"{budget / MIB:.3f}MiB",
+        memory_opt_variants=2,
+        max_steps=6,
+        eval_strategy="steps",
+        eval_steps=3,
+    )
+    with log_lines() as lines, recorded() as splits:
+        trainer.train()
+    dear, cheap = (split.graph.choice for split in splits)
+    assert len(dear.recomputed) > len(cheap.recomputed)
+    (table,) = tables(lines)
+    assert "variant 2: batches up to inputs_input_ids_dim1=24: " in table
+    assert "2 variants: " in table and "over the run's batches" in table
+    assert sum("eval_runtime" in entry for entry in trainer.state.log_history) == 2
+    assert trainer.memopt.plan_stats.predicted_peak_mib <= budget / MIB

@@ -1,0 +1,173 @@
+"""sentence-transformers, Lightning, accelerate and Trainer's search for hyperparameters, with an engine against the
+same script without."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import BertModel, Trainer, TrainingArguments
+
+from tests.rotation import nightly
+from tests.train.trainers.harness import (
+    ORT_TOLERANCE,
+    Memopt,
+    Outcome,
+    arguments,
+    assert_equal,
+    bert_config,
+    outcome,
+    run,
+    sentence,
+    tokenizer,
+    weights,
+    without_times,
+)
+from tests.trainer_runs import build, collate, rows
+
+MODEL = "bert-classification"
+
+
+def contrastive(folder: Path, memopt: Memopt) -> Outcome:
+    """Anchor, positive and negative: three forwards of different lengths before one backward."""
+    pytest.importorskip("sentence_transformers")
+    from datasets import Dataset
+    from sentence_transformers import (
+        SentenceTransformer,
+        SentenceTransformerTrainer,
+        SentenceTransformerTrainingArguments,
+    )
+    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+
+    BertModel(bert_config()).save_pretrained(folder / "bert")
+    tokenizer().save_pretrained(folder / "bert")
+    model = SentenceTransformer(
+        modules=[Transformer(str(folder / "bert"), max_seq_length=32), Pooling(32)], device="cpu"
+    )
+    source = random.Random(0)
+    triples = [{name: sentence(source) for name in ("anchor", "positive", "negative")} for _ in range(24)]
+    trainer = SentenceTransformerTrainer(
+        model=model,
+        args=arguments(SentenceTransformerTrainingArguments, folder / "run"),
+        train_dataset=Dataset.from_list(triples),
+        loss=MultipleNegativesRankingLoss(model),
+    )
+    memopt.attach(trainer)
+    trainer.train()
+    return outcome(trainer)
+
+
+def lightning(folder: Path, memopt: Memopt) -> Outcome:
+    lightning = pytest.importorskip("lightning")
+
+    class Classifier(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = build(MODEL, num_hidden_layers=1)
+            self.logs: list[dict[str, float]] = []
+            memopt.optimize(self.model)
+
+        def training_step(self, batch, _):
+            loss = self.model(**batch).loss
+            self.logs.append({"loss": loss.item()})
+            return loss
+
+        def validation_step(self, batch, _):
+            self.logs.append({"eval_loss": self.model(**batch).loss.item()})
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3)
+
+    module = Classifier()
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    lightning.Trainer(
+        accelerator="cpu",
+        max_epochs=2,
+        accumulate_grad_batches=2,
+        default_root_dir=folder,
+        num_sanity_val_steps=0,
+        **quiet,
+    ).fit(module, loader(16), loader(6, seed=1))
+    return Outcome(module.logs, weights(module.model))
+
+
+def accelerate_loop(folder: Path, memopt: Memopt) -> Outcome:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = build(MODEL, num_hidden_layers=1)
+    memopt.optimize(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    model, optimizer, batches = accelerator.prepare(model, optimizer, loader(16))
+    logs = []
+    for _ in range(2):
+        for batch in batches:
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+            logs.append({"loss": loss.item(), "norm": float(norm) if norm is not None else 0.0})
+    accelerator.save_state(str(folder / "state"))
+    files = sorted(path.name for path in (folder / "state").iterdir())
+    return Outcome(logs, weights(accelerator.unwrap_model(model)), {"files": files})
+
+
+def search(folder: Path, memopt: Memopt) -> Outcome:
+    optuna = pytest.importorskip("optuna")
+    entries, trained = [], {}
+
+    def objective(metrics: dict[str, float]) -> float:
+        # Trainer lets go of the model when the search is over.
+        trained.update(weights(trainer.model))
+        entries.append(metrics)
+        return metrics["eval_loss"]
+
+    trainer = Trainer(
+        model_init=lambda trial: build(MODEL, num_hidden_layers=1),
+        args=arguments(TrainingArguments, folder, eval_strategy="steps", eval_steps=2, max_steps=4),
+        train_dataset=rows(MODEL),
+        eval_dataset=rows(MODEL, 6, seed=1),
+        data_collator=collate,
+    )
+    memopt.attach(trainer)
+    best = trainer.hyperparameter_search(
+        hp_space=lambda trial: {"learning_rate": trial.suggest_float("learning_rate", 1e-3, 1e-1, log=True)},
+        compute_objective=objective,
+        n_trials=2,
+        direction="minimize",
+        backend="optuna",
+        sampler=optuna.samplers.RandomSampler(seed=0),
+    )
+    found = {"objective": best.objective, "run": best.run_id, **best.hyperparameters, "trials": len(entries)}
+    return Outcome(without_times([*trainer.state.log_history, *entries]), trained, found)
+
+
+def loader(count: int, seed: int = 0) -> torch.utils.data.DataLoader:
+    return torch.utils.data.DataLoader(rows(MODEL, count, seed), batch_size=4, collate_fn=collate)
+
+
+SCRIPTS = [contrastive, lightning, accelerate_loop, search]
+# The search trains three times.
+FAST = ["contrastive", "lightning", "accelerate_loop"]
+
+
+@pytest.mark.parametrize("script", nightly(SCRIPTS, but=FAST))
+def test_compiled_bitwise(script, stock, tmp_path):
+    ours = run(script, tmp_path, "compile")
+    assert ours.plans_on
+    assert_equal(ours, stock(script.__name__, script))
+
+
+@pytest.mark.parametrize("script", nightly(SCRIPTS, but=FAST))
+def test_on_onnx_runtime(script, stock, tmp_path):
+    ours = run(script, tmp_path, "ort")
+    assert ours.plans_on
+    assert_equal(ours, stock(script.__name__, script), ORT_TOLERANCE)

@@ -1,0 +1,192 @@
+"""TRL's trainers that generate what they train on, or compare with a second model: with an engine as without."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("trl")
+pytest.importorskip("peft")
+
+from datasets import Dataset
+from peft import LoraConfig
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import LlamaForCausalLM, Trainer, set_seed
+from transformers.integrations import TensorBoardCallback
+from trl import (
+    DistillationConfig,
+    DistillationTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+)
+
+from optimum_memopt import InputDensityCallback, MemoryPhasesCallback, PlanStatsCallback, UnsupportedModelError
+from tests.rotation import nightly
+from tests.train.trainers.harness import (
+    TIMES,
+    Memopt,
+    Outcome,
+    arguments,
+    assert_equal,
+    llama_config,
+    outcome,
+    run,
+    sentence,
+    tokenizer,
+)
+from tests.train.trainers.test_trl import dpo, lora, reward, sft
+
+# TRL asks for bf16 and activation checkpointing by default.
+QUIET = {"bf16": False, "gradient_checkpointing": False}
+SAMPLED = {**QUIET, "num_generations": 2, "max_completion_length": 5, "max_steps": 4}
+
+
+def prompts(count: int) -> Dataset:
+    source = random.Random(0)
+    return Dataset.from_list([{"prompt": sentence(source)} for _ in range(count)])
+
+
+def distinct(completions: list[str], **_: Any) -> list[float]:
+    """A reward that differs among completions of as many words."""
+    return [float(len(set(completion.split()))) for completion in completions]
+
+
+def model(seed: int = 0) -> LlamaForCausalLM:
+    set_seed(seed)
+    return LlamaForCausalLM(llama_config())
+
+
+def trained(trainer: Any, memopt: Memopt) -> Outcome:
+    memopt.attach(trainer)
+    trainer.train()
+    return outcome(trainer)
+
+
+def grpo(folder: Path, memopt: Memopt, peft_config: LoraConfig | None = None, **changes: Any) -> Outcome:
+    trainer = GRPOTrainer(
+        model=model(),
+        reward_funcs=distinct,
+        args=arguments(GRPOConfig, folder, **{**SAMPLED, **changes}),
+        train_dataset=prompts(16),
+        processing_class=tokenizer(),
+        peft_config=peft_config,
+    )
+    return trained(trainer, memopt)
+
+
+def grpo_again(folder: Path, memopt: Memopt) -> Outcome:
+    """Two optimizer steps on the same completions, whose first probabilities a forward without gradients computes."""
+    return grpo(folder, memopt, num_iterations=2)
+
+
+def grpo_lora_accumulated(folder: Path, memopt: Memopt) -> Outcome:
+    """The reference is the model without its adapter."""
+    return grpo(folder, memopt, lora(), beta=0.1, gradient_accumulation_steps=2)
+
+
+def rloo(folder: Path, memopt: Memopt) -> Outcome:
+    model().save_pretrained(folder / "model")
+    trainer = RLOOTrainer(
+        model=LlamaForCausalLM.from_pretrained(folder / "model"),
+        reward_funcs=distinct,
+        args=arguments(RLOOConfig, folder, **SAMPLED),
+        train_dataset=prompts(16),
+        processing_class=tokenizer(),
+    )
+    return trained(trainer, memopt)
+
+
+def kto(folder: Path, memopt: Memopt) -> Outcome:
+    source = random.Random(0)
+    rows = [
+        {"prompt": sentence(source) + " ", "completion": sentence(source), "label": index % 2 == 0}
+        for index in range(24)
+    ]
+    model().save_pretrained(folder / "model")
+    trainer = KTOTrainer(
+        model=LlamaForCausalLM.from_pretrained(folder / "model"),
+        args=arguments(KTOConfig, folder, **QUIET, max_length=32),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer(),
+    )
+    return trained(trainer, memopt)
+
+
+def distillation(folder: Path, memopt: Memopt) -> Outcome:
+    trainer = DistillationTrainer(
+        model=model(),
+        teacher_model=model(seed=1),
+        args=arguments(DistillationConfig, folder, **{**QUIET, "max_completion_length": 5, "max_steps": 4}),
+        train_dataset=prompts(16),
+        processing_class=tokenizer(),
+    )
+    return trained(trainer, memopt)
+
+
+class BelowTheHead(Memopt):
+    """The trainer projects to the vocabulary by itself, and calls what is below."""
+
+    def attach(self, trainer: Trainer) -> None:
+        self.optimize(trainer.model.base_model)
+
+
+def test_a_part_that_is_called_alone_is_optimized_alone(stock, tmp_path):
+    with pytest.raises(UnsupportedModelError, match="calls parts of LlamaForCausalLM, and not its forward.*level 1"):
+        run(distillation, tmp_path / "refused", "compile")
+    set_seed(0)
+    memopt = BelowTheHead("compile")
+    ours = memopt.note(distillation(tmp_path / "part", memopt))
+    assert ours.plans_on
+    assert_equal(ours, stock("distillation", distillation))
+
+
+@pytest.mark.parametrize("script", nightly([grpo, grpo_again, grpo_lora_accumulated, rloo, kto]))
+def test_compiled_bitwise(script, stock, tmp_path):
+    ours = run(script, tmp_path, "compile")
+    assert ours.plans_on
+    assert_equal(ours, stock(script.__name__, script))
+
+
+class Observed:
+    """Gives a trainer callbacks where others give it an engine."""
+
+    def __init__(self, *callbacks: Any) -> None:
+        self.callbacks = callbacks
+
+    def attach(self, trainer: Trainer) -> None:
+        for callback in (TensorBoardCallback(), *self.callbacks):
+            trainer.add_callback(callback)
+
+
+def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """What TensorBoard has of a run, less times."""
+    (file,) = folder.rglob("events.*")
+    events = EventAccumulator(str(file))
+    events.Reload()
+    tags = [tag for tag in events.Tags()["scalars"] if not tag.replace("/", "_").endswith(TIMES)]
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
+
+
+@pytest.mark.parametrize("script", [sft, dpo, reward, grpo])
+def test_observers_leave_log_entries_as_they_are(tmp_path, monkeypatch, script):
+    """TRL's trainers average and clear counters of their own in `log`."""
+    observers = [InputDensityCallback(log_steps=1), MemoryPhasesCallback(log_steps=1), PlanStatsCallback()]
+    found = {}
+    for name, callbacks in (("plain", []), ("observed", observers)):
+        monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / name))
+        set_seed(0)
+        done = script(tmp_path / f"{name}-run", Observed(*callbacks))
+        found[name] = done.logs, curves(tmp_path / name)
+    (logs, plain), (logs_observed, observed) = found.values()
+    assert logs_observed == logs and "train_loss" in logs[-1] and len(logs[0]) > 6, "TRL's own numbers"
+    ours = {tag for tag in observed if tag.startswith("train/memopt/")}
+    assert {tag: curve for tag, curve in observed.items() if tag not in ours} == plain
+    steps = [step for step, _ in observed["train/memopt/post_backward/resident_mib"]]
+    assert steps == list(range(1, steps[-1] + 1)) and len(steps) >= 4
+    assert torch.isfinite(torch.tensor(observed["train/memopt/measured_peak_mib"])).all()

@@ -1,0 +1,137 @@
+"""Advice from made-up peaks and seconds."""
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from optimum_memopt.engines.api.predictions import (
+    BANDWIDTH,
+    COMPUTE,
+    LAUNCHES,
+    OPTIMIZER_PART,
+    PredictedStep,
+    Technique,
+)
+from optimum_memopt.errors import DoesNotFitError
+from optimum_memopt.predict.advise import advise, to_dict, to_text
+
+GIB = 2**30
+NO_PLAN = Technique("no plan")
+LEVEL_1 = Technique("level 1", ("--memory_opt_level 1",))
+THEIRS = Technique("Trainer's checkpointing, every layer", is_own=False)
+# Bytes of a row, and seconds over those of no plan.
+ROW = {NO_PLAN: 4 * GIB, LEVEL_1: GIB, THEIRS: GIB // 2}
+SLOWER = {NO_PLAN: 1.0, LEVEL_1: 1.3, THEIRS: 1.4}
+
+
+@dataclass
+class MadeUp:
+    """A device that computes a row in 10 ms, and less than four rows as long as four; from `slow` rows on each row
+    takes five times as long, as where an allocator runs out of blocks near the memory's end."""
+
+    budget: int = 40 * GIB
+    optimizer: float = 0.0
+    slow: int = 10**9
+    plans: tuple[Technique, ...] = (NO_PLAN, LEVEL_1, THEIRS)
+    model = "MadeUpForCausalLM"
+    device = "H100"
+    costs = "made-up"
+    tokens = 512
+    looked: set[tuple[str, int]] = field(default_factory=set)
+
+    def _peak(self, plan: Technique, rows: int, accumulates: bool) -> int:
+        return (8 + 2 * accumulates) * GIB + ROW[plan] * rows
+
+    def fits(self, plan: Technique, rows: int, accumulates: bool) -> bool:
+        return self._peak(plan, rows, accumulates) <= self.budget
+
+    def lowest(self, plan: Technique, accumulates: bool) -> int:
+        return self._peak(plan, 1, accumulates)
+
+    def step(self, plan: Technique, rows: int, accumulates: bool) -> PredictedStep:
+        assert self.fits(plan, rows, accumulates)
+        self.looked.add((plan.name, rows))
+        computing = 0.01 * rows * SLOWER[plan] * (5 if rows >= self.slow else 1)
+        seconds = {COMPUTE: computing, LAUNCHES: max(0.0, 0.04 * SLOWER[plan] - computing)}
+        return PredictedStep(self._peak(plan, rows, accumulates), seconds, 0.0, self.optimizer)
+
+
+def test_the_smallest_micro_batch_that_is_as_good():
+    found = advise(MadeUp())
+    assert (found.recommended.plan, found.recommended.rows) == (NO_PLAN, 4)
+    assert found.recommended.samples == pytest.approx(100)
+    assert found.recommended.bound == (COMPUTE, 1.0)
+    assert "do not pay: 8 rows fit too, for +0.0% samples a second" in found.pays
+    assert {(row.plan, row.rows, row.largest) for row in found.rows} == {
+        (NO_PLAN, 4, 8),
+        (LEVEL_1, 4, 32),
+        (THEIRS, 4, 64),
+    }
+
+
+def test_a_plan_pays_where_the_optimizer_is_shared_by_more_rows():
+    found = advise(MadeUp(optimizer=1.0))
+    assert found.recommended.plan is LEVEL_1
+    assert found.recommended.rows == found.recommended.largest == 32
+    assert not found.pays
+    # With a global batch the optimizer steps as often whatever the micro-batch is.
+    found = advise(MadeUp(optimizer=1.0), 256)
+    assert (found.recommended.plan, found.recommended.rows, found.recommended.accumulation) == (NO_PLAN, 4, 64)
+    assert advise(MadeUp(optimizer=10.0), 256).recommended.bound[0] == OPTIMIZER_PART
+
+
+def test_the_largest_batch_is_not_chosen_where_it_is_the_slowest():
+    found = advise(MadeUp(optimizer=1.0, slow=24))
+    assert found.recommended.rows == 16
+    assert found.recommended.largest == 32
+    assert found.recommended.samples_with_largest < 0.9 * found.recommended.samples
+    assert "32 rows fit too, for -" in found.pays
+
+
+def test_gradients_of_other_micro_batches_take_memory():
+    # All rows at once fit where half of them do not, beside the gradients of the other half.
+    assert [advise(MadeUp(budget=17 * GIB, plans=(NO_PLAN,)), rows).recommended.rows for rows in (2, 4)] == [2, 1]
+    assert advise(MadeUp(budget=12 * GIB, plans=(NO_PLAN,)), 1).recommended.accumulation == 1
+
+
+def test_only_plans_of_the_package_are_recommended():
+    with pytest.raises(DoesNotFitError, match=r"one row takes at least 11.00 GiB, .*the budget is 10.60 GiB"):
+        advise(MadeUp(budget=int(10.6 * GIB)), 8)
+
+
+def test_what_does_not_fit_is_said():
+    predictor = MadeUp(budget=12 * GIB)
+    found = advise(predictor, 8)
+    assert found.too_large == ((NO_PLAN, 14 * GIB),)
+    text = to_text(found, predictor)
+    assert "no plan does not fit: 14.00 GiB with one row" in text
+    assert text.splitlines()[-1] == (
+        "--per_device_train_batch_size 2 --gradient_accumulation_steps 4 --memory_opt_engine compile "
+        "--memory_opt_level 1 --memory_opt_loss plain"
+    )
+    as_json = to_dict(found, predictor)
+    assert as_json["recommended"]["rows"] == 2 and len(as_json["rows"]) == 2
+    assert as_json["recommended"]["flags"][0] == "--per_device_train_batch_size 2"
+
+
+def test_memory_of_the_host_is_said():
+    class Offloading(MadeUp):
+        def step(self, plan: Technique, rows: int, accumulates: bool) -> PredictedStep:
+            return replace(super().step(plan, rows, accumulates), host_bytes=3 * GIB)
+
+    for predictor, said in ((MadeUp(), "24.00 GiB."), (Offloading(), "24.00 GiB and 3.00 GiB on the host.")):
+        found = advise(predictor)
+        assert said in to_text(found, predictor)
+        assert to_dict(found, predictor)["recommended"]["host_bytes"] == found.recommended.step.host_bytes
+
+
+def test_few_micro_batches_are_looked_at():
+    predictor = MadeUp(budget=2**15 * GIB)
+    advise(predictor)
+    assert len({rows for name, rows in predictor.looked if name == "level 1"}) < 16
+
+
+def test_memory_bandwidth_is_named():
+    step = PredictedStep(GIB, {BANDWIDTH: 2.0, COMPUTE: 1.0}, 0.5, 1.0)
+    assert step.micro_batch == 3 and step.total(3) == 11
+    assert step.by_bound(3) == {BANDWIDTH: 6, COMPUTE: 3, OPTIMIZER_PART: 2}

@@ -1,0 +1,100 @@
+"""Which graphs run without cuDNN's attention. `tests/cuda` trains one."""
+
+import pytest
+import torch
+from torch import fx
+
+from optimum_memopt.engines.compile.torch_compat import kernels
+from optimum_memopt.engines.compile.torch_compat.dynamo import fake_tensors
+
+
+@pytest.fixture(autouse=True)
+def _hopper(monkeypatch):
+    """An H100 under torch 2.13 with the cuDNN that it comes with."""
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92000)
+
+
+def graph(
+    length: int = 192,
+    mask: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str = "cuda",
+    by_name: bool = True,
+) -> fx.Graph:
+    """A call as dynamo traces it."""
+    made = fx.Graph()
+    q, k, v, given = (made.placeholder(name) for name in ("q", "k", "v", "mask"))
+    with fake_tensors():
+        for node in (q, k, v):
+            node.meta["example_value"] = torch.empty(2, 4, length, 64, dtype=dtype, device=device)
+    arguments, named = (q, k, v), {"attn_mask": given if mask else None}
+    if not by_name:
+        arguments, named = (q, k, v, given), {}
+    made.call_function(torch.nn.functional.scaled_dot_product_attention, arguments, named)
+    return made
+
+
+@pytest.mark.parametrize("length", [64, 192, 704])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_mask_and_a_length_that_fails(length, dtype):
+    said = kernels.cudnn_attention_warning(graph(length, dtype=dtype))
+    assert "without cuDNN 9.20.0" in said and "issues/196678" in said and "\n" not in said
+    assert kernels.cudnn_attention_warning(graph(length, by_name=False)) == said
+
+
+def test_a_symbolic_length_may_become_one():
+    made = graph()
+    key = made.find_nodes(op="placeholder")[1]
+    key.meta["example_value"] = _Symbolic(key.meta["example_value"])
+    assert kernels.cudnn_attention_warning(made)
+
+
+class _Symbolic(torch.Tensor):
+    """A tensor whose length is no number."""
+
+    @staticmethod
+    def __new__(cls, like: torch.Tensor) -> "_Symbolic":
+        return torch.empty(0).as_subclass(cls)
+
+    def __init__(self, like: torch.Tensor) -> None:
+        self._like = like
+
+    @property
+    def shape(self):
+        return (*self._like.shape[:2], object(), 64)
+
+
+@pytest.mark.parametrize(
+    "harmless",
+    [{"length": 512}, {"length": 100}, {"mask": False}, {"dtype": torch.float32}, {"device": "cpu"}],
+    ids=str,
+)
+def test_other_calls_keep_cudnn(harmless):
+    assert kernels.cudnn_attention_warning(graph(**harmless)) == ""
+
+
+@pytest.mark.parametrize(
+    "owner, name, value",
+    [
+        (torch, "__version__", "2.10.0"),
+        (torch.cuda, "get_device_capability", lambda device: (10, 0)),
+        (torch.backends.cudnn, "version", lambda: 92600),
+        (torch.backends.cudnn, "version", lambda: None),
+        (torch.backends.cuda, "cudnn_sdp_enabled", lambda: False),
+        (torch.version, "hip", "7.0"),
+    ],
+)
+def test_elsewhere_cudnn_is_right_or_not_taken(monkeypatch, owner, name, value):
+    assert kernels.cudnn_attention_warning(graph())
+    monkeypatch.setattr(owner, name, value)
+    assert kernels.cudnn_attention_warning(graph()) == ""
+
+
+def test_the_switch_is_given_back():
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    with pytest.raises(KeyError), kernels.without_cudnn_attention():
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        raise KeyError
+    assert torch.backends.cuda.cudnn_sdp_enabled() == before

@@ -1,0 +1,92 @@
+"""A report of a step that ran out of memory: on the screen and in files."""
+
+import json
+from dataclasses import replace
+
+from optimum_memopt.engines.api.explanations import BACKWARD, Moment, Part, Tensors, WayOut
+from optimum_memopt.engines.api.predictions import OTHER, PARAMETERS, SAVED, TEMPORARY
+from optimum_memopt.oom.report import MemoryReport
+
+GIB, MIB = 2**30, 2**20
+REPORT = MemoryReport(
+    error="OutOfMemoryError: CUDA out of memory.",
+    step=2,
+    rank=0,
+    model="RobertaForMaskedLM",
+    device="cuda",
+    engine="plain PyTorch",
+    rows=64,
+    accumulation=2,
+    sizes={"input_ids": "64 x 128"},
+    held=2 * GIB,
+    requested=48 * MIB,
+    moment=Moment(BACKWARD, "roberta.encoder.layer.1", "mm"),
+    parts=(
+        Part(PARAMETERS, 512 * MIB),
+        Part(
+            SAVED,
+            GIB,
+            (
+                Tensors("Gelu+:1:-1", "roberta.encoder.layer.0", 300 * MIB),
+                Tensors("Gelu+:1:-1", "roberta.encoder.layer.1", 300 * MIB),
+                Tensors("embedding", "", 424 * MIB),
+            ),
+        ),
+        Part(TEMPORARY, 0),
+        Part(OTHER, 460 * MIB),
+    ),
+    ways_out=(
+        WayOut("--memory_opt_budget 2007MiB", 2000 * MIB, 0.123, "the cheapest recompute with which every step fits"),
+        WayOut("--per_device_train_batch_size 32 --gradient_accumulation_steps 4", GIB, None, "as many rows"),
+    ),
+    remarks=("several graphs",),
+)
+
+
+def test_the_parts_add_up():
+    assert REPORT.accounted == (512 + 1024 + 460) / 2048
+
+
+def test_one_screen():
+    text = REPORT.to_text()
+    lines = text.splitlines()
+    assert len(lines) < 40 and max(map(len, lines)) < 120
+    assert lines[0] == "memory ran out in step 3: 2.00 GiB held, and 48.0 MiB more did not fit"
+    assert "backward, at about operator mm in roberta.encoder.layer.1" in text
+    assert "Gelu+:1:-1 in 2 layers" in text and "600.0 MiB" in text
+    assert text.index("Gelu+") < text.index("embedding")
+    assert TEMPORARY not in text
+    assert text.index("--memory_opt_budget 2007MiB") < text.index("--per_device")
+    assert "predicted peak 1.95 GiB, time +12.3%" in text
+    assert text.endswith("note: several graphs")
+
+
+def test_an_operator_that_the_traceback_names_is_not_about():
+    assert str(replace(REPORT.moment, is_exact=True)) == "backward, operator mm in roberta.encoder.layer.1"
+    assert str(Moment(BACKWARD)) == "backward"
+
+
+def test_files(tmp_path):
+    paths = REPORT.save(tmp_path / "run")
+    assert [path.name for path in paths] == ["memory_report.json", "memory_report.md"]
+    found = json.loads(paths[0].read_text())
+    assert found == json.loads(json.dumps(REPORT.to_dict()))
+    assert found["ways_out"][0]["flags"] == "--memory_opt_budget 2007MiB"
+    assert found["sizes"] == {"input_ids": "64 x 128"}
+    text = paths[1].read_text()
+    assert "| Gelu+:1:-1 | roberta.encoder.layer.0 | 300.0 MiB |" in text
+    assert "| `--memory_opt_budget 2007MiB` | 1.95 GiB | +12.3% |" in text
+
+
+def test_each_rank_has_its_file(tmp_path):
+    replace(REPORT, rank=3).save(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "memory_report_rank3.json",
+        "memory_report_rank3.md",
+    ]
+    assert "on rank 3" in replace(REPORT, rank=3).to_text()
+
+
+def test_nothing_fits():
+    report = replace(REPORT, ways_out=())
+    assert "nothing found" in report.to_text() and "Nothing was found" in report.to_markdown()

@@ -1,0 +1,115 @@
+"""Which launches are told to be several processes in a world of one; with real launchers in test_launchers.py."""
+
+import re
+
+import pytest
+
+from optimum_memopt import distributed as launch
+from optimum_memopt.errors import MemOptError
+
+ONE_PROCESS_ONLY = {"ACCELERATE_USE_CPU": "True"}
+
+COMMANDS = {
+    "console-script": ["/venv/bin/python3", "/venv/bin/accelerate", "launch"],
+    "windows": ["python.exe", "accelerate.exe", "launch"],
+    "own-script": ["/venv/bin/python", "/venv/bin/accelerate-launch"],
+    "module": ["python", "-m", "accelerate.commands.launch"],
+    "module-of-all-commands": ["python", "-u", "-m", "accelerate.commands.accelerate_cli", "launch"],
+}
+
+
+@pytest.fixture(autouse=True)
+def no_default_config(tmp_path, monkeypatch):
+    from accelerate.commands.config import config_args
+
+    monkeypatch.setattr(config_args, "default_config_file", str(tmp_path / "none.yaml"))
+
+
+def config_file(folder, **changes):
+    content = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "num_processes": 4, **changes}
+    path = folder / "config.yaml"
+    path.write_text("".join(f"{name}: {value}\n" for name, value in content.items()))
+    return str(path)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_flags_of_accelerate_launch_are_read(command):
+    read = launch.accelerate_launch([*COMMANDS[command], "--cpu", "--num_processes", "3", "s.py", "--num_processes=9"])
+    assert read == launch.AccelerateLaunch(3, "s.py")
+    assert launch.accelerate_launch([*COMMANDS[command], "--num-processes=2", "s.py"]).num_processes == 2
+
+
+def test_a_config_file_counts_where_no_flag_does(tmp_path):
+    command = [*COMMANDS["console-script"], "--config_file", config_file(tmp_path)]
+    assert launch.accelerate_launch([*command, "s.py"]).num_processes == 4
+    assert launch.accelerate_launch([*command, "--num_processes", "1", "s.py"]).num_processes == 1
+
+
+def test_the_default_config_file_counts_but_not_with_cpu(tmp_path, monkeypatch):
+    from accelerate.commands.config import config_args
+
+    monkeypatch.setattr(config_args, "default_config_file", config_file(tmp_path))
+    command = COMMANDS["console-script"]
+    assert launch.accelerate_launch([*command, "s.py"]).num_processes == 4
+    assert launch.accelerate_launch([*command, "--cpu", "s.py"]) is None
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        [],
+        ["bash"],
+        ["python", "sweep.py"],
+        ["python", "-m", "ipykernel_launcher", "-f", "kernel.json"],
+        ["/venv/bin/torchrun", "--nproc_per_node", "2", "s.py"],
+        ["/venv/bin/accelerate", "test"],
+        ["/venv/bin/accelerate", "launch"],
+        ["/venv/bin/accelerate", "launch", "s.py"],
+        ["/venv/bin/accelerate", "launch", "--a_flag_of_tomorrow", "s.py"],
+        ["/venv/bin/accelerate", "launch", "--config_file", "no_such_file.yaml", "s.py"],
+    ],
+    ids=" ".join,
+)
+def test_what_says_nothing_is_let_through(command, monkeypatch):
+    assert launch.accelerate_launch(command) is None
+    monkeypatch.setattr(launch, "_parent_command", lambda: command)
+    launch.check_world(1, ONE_PROCESS_ONLY)
+
+
+def test_a_broken_config_file_is_let_through(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("[")
+    assert launch.accelerate_launch([*COMMANDS["console-script"], "--config_file", str(path), "s.py"]) is None
+
+
+def test_one_process_of_accelerate_is_let_through(monkeypatch):
+    monkeypatch.setattr(launch, "_parent_command", lambda: ["accelerate", "launch", "--num_processes", "1", "s.py"])
+    launch.check_world(1, ONE_PROCESS_ONLY)
+
+
+def test_several_processes_of_accelerate_are_refused(monkeypatch):
+    monkeypatch.setattr(launch, "_parent_command", lambda: ["accelerate", "launch", "--num_processes", "2", "s.py"])
+    way_out = "write: accelerate launch --multi_gpu --num_processes 2 s.py …, and on a machine without a GPU --use_cpu"
+    with pytest.raises(MemOptError, match=re.escape(way_out)):
+        launch.check_world(1, ONE_PROCESS_ONLY)
+    # Whoever is started by a script that was launched so is not meant.
+    launch.check_world(1, {})
+    launch.check_world(2, ONE_PROCESS_ONLY)
+
+
+@pytest.mark.parametrize("announced", ["1", "", "none"])
+def test_a_world_of_one_may_be_announced(announced):
+    launch.check_world(1, {"WORLD_SIZE": announced, "LOCAL_RANK": "0"})
+
+
+def test_an_announced_world_must_come_true():
+    launch.check_world(2, {"WORLD_SIZE": "2", "LOCAL_RANK": "0"})
+    with pytest.raises(MemOptError, match="one of 2 .* add --use_cpu true to the script's arguments"):
+        launch.check_world(1, {"WORLD_SIZE": "2", "LOCAL_RANK": "0"})
+    with pytest.raises(MemOptError, match="set RANK and LOCAL_RANK too, as torchrun does"):
+        launch.check_world(1, {"WORLD_SIZE": "2"})
+
+
+def test_this_process_has_a_parent_that_can_be_asked():
+    assert launch._parent_command()
+    launch.check_world(1)

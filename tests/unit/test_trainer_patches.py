@@ -1,0 +1,79 @@
+"""What is put on a Trainer: in one order, and taken off again."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import Trainer, TrainingArguments
+
+from optimum_memopt import MemoryReportCallback, attach
+from optimum_memopt.trainer_patches import COUNTED_TOKENS, FALLBACK, GUARDED_STEP, PATCHES, Patch, TrainerPatches
+
+STEP_PATCHES = [patch for patch in PATCHES if patch.method == FALLBACK.method]
+
+
+class Stepping:
+    def training_step(self) -> list[Patch | str]:
+        """The wrappers that are passed on the way, the innermost first."""
+        return ["own"]
+
+
+def passing(patch: Patch | str) -> Callable[..., Any]:
+    return lambda inner: lambda: [*inner(), patch]
+
+
+@pytest.mark.parametrize("order", [STEP_PATCHES, STEP_PATCHES[::-1]])
+def test_wrappers_are_called_in_the_order_of_the_list(order):
+    trainer, patches = Stepping(), TrainerPatches()
+    for patch in order:
+        patches.put(trainer, patch, passing(patch))
+    assert trainer.training_step() == ["own", FALLBACK, GUARDED_STEP, COUNTED_TOKENS]
+    assert trainer.training_step.__name__ == "training_step"
+    patches.undo()
+    patches.undo()
+    assert vars(trainer) == {}
+
+
+def test_what_was_assigned_before_is_there_again():
+    trainer, patches = Stepping(), TrainerPatches()
+    trainer.training_step = before = lambda: ["user"]
+    patches.put(trainer, GUARDED_STEP, passing(GUARDED_STEP))
+    assert trainer.training_step() == ["user", GUARDED_STEP]
+    patches.undo()
+    assert trainer.training_step is before
+
+
+def test_a_wrapper_of_somebody_else_stays_with_nothing_of_ours_inside():
+    trainer, attached, of_run = Stepping(), TrainerPatches(), TrainerPatches()
+    attached.put(trainer, FALLBACK, passing(FALLBACK))
+    theirs = trainer.training_step = passing("user")(trainer.training_step)
+    of_run.put(trainer, GUARDED_STEP, passing(GUARDED_STEP))
+    assert trainer.training_step() == ["own", FALLBACK, "user", GUARDED_STEP]
+    of_run.undo()
+    assert trainer.training_step is theirs and trainer.training_step() == ["own", FALLBACK, "user"]
+    attached.undo()
+    assert trainer.training_step is theirs and trainer.training_step() == ["own", "user"]
+
+
+class Refusing(Trainer):
+    """Is interrupted while callbacks are added."""
+
+    refuses = False
+
+    def add_callback(self, callback):
+        if self.refuses and isinstance(callback, MemoryReportCallback):
+            raise KeyboardInterrupt
+        super().add_callback(callback)
+
+
+def test_an_interrupted_attach_leaves_the_trainer_as_it_was(tmp_path):
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    trainer = Refusing(torch.nn.Linear(2, 2), arguments)
+    before, callbacks = dict(vars(trainer)), list(trainer.callback_handler.callbacks)
+    trainer.refuses = True
+    with pytest.raises(KeyboardInterrupt):
+        attach(trainer, memory_opt_engine="compile")
+    del trainer.refuses
+    assert vars(trainer) == before and trainer.callback_handler.callbacks == callbacks
+    attach(trainer, memory_opt_engine="compile")
