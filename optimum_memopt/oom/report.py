@@ -13,14 +13,7 @@ from transformers import Trainer
 from optimum_memopt import compat
 from optimum_memopt.engines.api.engine import Engine
 from optimum_memopt.engines.api.explanations import (
-    BATCH,
-    GRADIENTS,
-    OPTIMIZER,
     OPTIMIZER_STEP,
-    OUTSIDE,
-    PARAMETERS,
-    SAVED,
-    TEMPORARY,
     Explanation,
     FailedStep,
     ForwardCall,
@@ -28,6 +21,16 @@ from optimum_memopt.engines.api.explanations import (
     Part,
     Tensors,
     WayOut,
+)
+from optimum_memopt.engines.api.predictions import (
+    BATCH,
+    GRADIENTS,
+    OPTIMIZER,
+    OTHER,
+    PARAMETERS,
+    RECOMPUTED,
+    SAVED,
+    TEMPORARY,
 )
 from optimum_memopt.engines.api.run import Run
 from optimum_memopt.engines.shared.in_place import engine_of
@@ -295,10 +298,10 @@ def _parts(
     else:
         outside += min(-excess, failure.kept)
     parts = []
-    for category in (PARAMETERS, GRADIENTS, OPTIMIZER, BATCH, SAVED, TEMPORARY):
+    for category in (PARAMETERS, GRADIENTS, OPTIMIZER, BATCH, SAVED, RECOMPUTED, TEMPORARY):
         part = found.get(category, Part(category, 0))
         parts.append(Part(category, part.bytes + there.get(category, 0), part.tensors))
-    return (*parts, Part(OUTSIDE, outside))
+    return (*parts, Part(OTHER, outside))
 
 
 def _untraced(error: Exception) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 TEXT, MUTED, GRID, PREDICTED, MEASURED, MARK, BACK = (f"#01010{number}" for number in range(1, 8))
 OF_CATEGORY = {name: f"#0202{number:02x}" for number, name in enumerate(CATEGORIES)}
 # Of lines that have no meaning of their own.
-OF_LINE = tuple(OF_CATEGORY[name] for name in ("parameters", "gradients", "saved activations", "temporary"))
+OF_LINE = tuple(OF_CATEGORY[name] for name in ("parameters", "gradients", "saved activations", "temporaries"))
 _VARIABLES = {
     TEXT: "currentColor",
     MUTED: "var(--muted)",

@@ -25,12 +25,12 @@ def test_runs_of_a_graph_and_later_graphs_are_simulated(roberta: Captured) -> No
     slack = sum(graph.forward.end - graph.saved_bytes for graph in graphs)
     events = [problem_events(problem, saved) for saved in kept]
     for saved, run in zip(kept, events, strict=True):
-        simulated = simulate(replace(problem, siblings=SiblingGraphs(runs=4)), saved)
-        assert 0 <= simulated.peak - compose(Tape((Call(0),) * 4), [run] * 4).peak() <= 4 * slack
+        found = simulate(replace(problem, siblings=SiblingGraphs(runs=4)), saved)
+        assert 0 <= found.peak - compose(Tape((Call(0),) * 4), [run] * 4).peak() <= 4 * slack
     gradients = alone[1].backward.end - graphs[0].tangents
-    siblings = SiblingGraphs(later=alone[1].peak, gradients=gradients)
-    simulated = simulate(replace(problem, siblings=siblings), kept[0])
-    assert 0 <= simulated.peak - compose(Tape((Call(0), Call(1))), events).peak() <= 2 * slack
+    others = SiblingGraphs(later=alone[1].peak, gradients=gradients)
+    found = simulate(replace(problem, siblings=others), kept[0])
+    assert 0 <= found.peak - compose(Tape((Call(0), Call(1))), events).peak() <= 2 * slack
 
 
 def test_what_is_left_to_later_graphs(roberta: Captured) -> None:

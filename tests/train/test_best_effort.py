@@ -20,7 +20,7 @@ def fails(*args, **kwargs):
 @pytest.mark.parametrize(
     ("owner", "name", "left_out"),
     [
-        (partitioned_graph, "graph_timeline", "the predicted peak"),
+        (partitioned_graph, "schedule", "the predicted peak"),
         (partitioned_graph, "symbol_names", "the names of sizes"),
         (planned_forward, "StepMemoryPredictor", "the predicted peak"),
         (StepMemoryPredictor, "footprint", "the predicted peak"),

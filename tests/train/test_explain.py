@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from optimum_memopt.engines.api.engine import Run
-from optimum_memopt.engines.api.explanations import FORWARD, SAVED, FailedStep, place_of
+from optimum_memopt.engines.api.explanations import FORWARD, FailedStep, place_of
+from optimum_memopt.engines.api.predictions import SAVED
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.loss.decide import LossMode
 from optimum_memopt.engines.compile.memory import step_context

@@ -10,7 +10,8 @@ from torch._subclasses import FakeTensor
 from transformers import Trainer
 
 from optimum_memopt import MemoryReportCallback
-from optimum_memopt.engines.api.explanations import OPTIMIZER, OPTIMIZER_STEP, PARAMETERS, SAVED
+from optimum_memopt.engines.api.explanations import OPTIMIZER_STEP
+from optimum_memopt.engines.api.predictions import OPTIMIZER, PARAMETERS, SAVED
 from tests.limited_memory import LimitedTensors
 from tests.trainer_runs import log_lines, make
 

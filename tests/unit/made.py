@@ -31,7 +31,7 @@ def timeline(layers: int = 4, per_layer: int = 3, always: int = 200 * MIB, other
         "other": [other] * (2 * count + 1),
         "saved activations": [*saved, *reversed(saved), 0],
         "gradients": [*[0] * count, *gradients, 2 * MIB * count],
-        "temporary": [*temporary, 0],
+        "temporaries": [*temporary, 0],
     }
     found = StepTimeline(
         operators=(*(f"op_{index}" for index in range(2 * count)), "optimizer step"),

@@ -3,17 +3,8 @@
 import json
 from dataclasses import replace
 
-from optimum_memopt.engines.api.explanations import (
-    BACKWARD,
-    OUTSIDE,
-    PARAMETERS,
-    SAVED,
-    TEMPORARY,
-    Moment,
-    Part,
-    Tensors,
-    WayOut,
-)
+from optimum_memopt.engines.api.explanations import BACKWARD, Moment, Part, Tensors, WayOut
+from optimum_memopt.engines.api.predictions import OTHER, PARAMETERS, SAVED, TEMPORARY
 from optimum_memopt.oom.report import MemoryReport
 
 GIB, MIB = 2**30, 2**20
@@ -42,7 +33,7 @@ REPORT = MemoryReport(
             ),
         ),
         Part(TEMPORARY, 0),
-        Part(OUTSIDE, 460 * MIB),
+        Part(OTHER, 460 * MIB),
     ),
     ways_out=(
         WayOut("--memory_opt_budget 2007MiB", 2000 * MIB, 0.123, "the cheapest recompute with which every step fits"),

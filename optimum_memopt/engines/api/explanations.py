@@ -17,9 +17,6 @@ if TYPE_CHECKING:
 
 
 FORWARD, BACKWARD, OPTIMIZER_STEP = "forward", "backward", "optimizer's step"
-PARAMETERS, GRADIENTS, OPTIMIZER = "parameters and buffers", "gradients", "optimizer states"
-BATCH, SAVED, TEMPORARY = "batch", "saved activations", "temporaries"
-OUTSIDE = "outside of the model"
 
 
 @dataclass(frozen=True)
@@ -42,7 +39,7 @@ class Part:
     """A category of what was held.
 
     Attributes:
-        category: one of the names above.
+        category: one of `predictions.CATEGORIES`.
         bytes: of the device's memory, of a CPU's process resident.
         tensors: what it is made of, largest first; empty where that is not known.
     """

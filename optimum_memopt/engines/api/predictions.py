@@ -23,7 +23,7 @@ CATEGORIES = OTHER, PARAMETERS, OPTIMIZER, BATCH, GRADIENTS, SAVED, RECOMPUTED, 
     "gradients",
     "saved activations",
     "recomputed",
-    "temporary",
+    "temporaries",
 )
 # Borders of a step's phases, as `--log_memory_phases` names them.
 PRE_FORWARD, POST_FORWARD, PRE_BACKWARD, POST_BACKWARD, POST_OPTIMIZER_STEP = (

@@ -105,6 +105,6 @@ def capture(
         raise MemOptError(no_training_graph(call))
     untrained = without_gradient(graph.gradients for graph in call.graphs)
     return tuple(
-        replace(graph, partitioned=partitioned, runs=partitioned.runs, tape=call.tape, untrained=untrained)
-        for graph, partitioned in zip(graphs, call.graphs, strict=True)
+        replace(graph, partitioned=partitioned, runs=runs, tape=call.tape, untrained=untrained)
+        for graph, partitioned, runs in zip(graphs, call.graphs, call.tape.runs, strict=True)
     )

@@ -114,9 +114,8 @@ class TracedCall:
     Attributes:
         outputs: of the forward.
         graphs: those that were compiled in it.
-        tape: the runs of those that were compiled in it.
-        ran: all that ran.
-        ran_tape: their runs.
+        ran: `graphs`, and the others that ran.
+        tape: the runs of `ran`.
         graph_breaks: reasons, one line each, where graphs were compiled.
         recompiles: reasons, one line each, where an earlier call had compiled graphs for it.
     """
@@ -125,7 +124,7 @@ class TracedCall:
     graphs: tuple[PartitionedGraph, ...]
     tape: Tape
     ran: tuple[PartitionedGraph, ...]
-    ran_tape: Tape
+    tape: Tape
     graph_breaks: tuple[str, ...]
     recompiles: tuple[str, ...]
 
@@ -158,8 +157,8 @@ class TracedForward:
         self._inputs: Mapping[str, Any] = {}
         self._losses: tuple[LossDecision, ...] = ()
         self._parameters: tuple[str, ...] = ()
-        # All that were compiled, and what ran in the current call.
-        self._of_programs: dict[Hashable, PartitionedGraph] = {}
+        # All that were compiled, and the runs of the current call.
+        self._of_programs: dict[object, PartitionedGraph] = {}
         self._tape = TapeRecorder()
         self._progress = Progress()
         self._said: set[str] = set()
@@ -219,18 +218,13 @@ class TracedForward:
             before.restore(self._model)
             return None
         graphs, self._graphs = tuple(self._graphs), []
-        self._tape.end(dynamo.tree_leaves(outputs))
         self._of_programs.update((graph.programs, graph) for graph in graphs)
-        ran = [programs for programs in dict.fromkeys(self._tape.graphs) if programs in self._of_programs]
-        return TracedCall(
-            outputs,
-            graphs,
-            self._tape.tape([graph.programs for graph in graphs]),
-            tuple(self._of_programs[programs] for programs in ran),
-            self._tape.tape(ran),
-            tuple(watch.graph_breaks()) if is_first or graphs else (),
-            () if is_first else tuple(watch.recompiles()),
-        )
+        self._tape.end(dynamo.tree_leaves(outputs))
+        others = (self._of_programs[programs] for programs in self._tape.graphs if programs in self._of_programs)
+        ran = tuple(dict.fromkeys((*graphs, *others)))
+        tape = self._tape.tape([graph.programs for graph in ran])
+        breaks = tuple(watch.graph_breaks()) if is_first or graphs else ()
+        return TracedCall(outputs, graphs, ran, tape, breaks, () if is_first else tuple(watch.recompiles()))
 
     def plainly(self, call: ForwardArgs) -> Any:
         """The outputs of the model's own forward, changed as those of the compiled one."""
@@ -300,9 +294,8 @@ class TracedForward:
         untrained = without_gradient([*(graph.gradients for graph in self._graphs), gradients])
         cuda = spec.target.cuda if spec.target is not None else None
         graph = analyze(module, inputs, num_fwd_outputs, others, cuda, input_sizes(self._inputs))
-        earlier = tuple(self._graphs)
-        tape = self._tape.tape([known.programs for known in earlier])
-        state = GraphInForward(self._inputs, earlier, tape, untrained, self._progress, is_all)
+        tape = self._tape.tape([known.programs for known in self._graphs])
+        state = GraphInForward(self._inputs, tuple(self._graphs), tape, untrained, self._progress, is_all)
         choice = self._choose(graph, state)
         known, modules = partitioned(graph, choice, runs_operators=spec.compiler != "inductor", target=spec.target)
         known = replace(known, programs=programs, is_all_of_forward=is_all, losses=self._losses, gradients=gradients)

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.graph.joint import JointGraph, is_chunked_loss, is_number, is_view, symbolic, value
 from optimum_memopt.engines.compile.torch_compat import dynamo, fx_graph, kernels
-from optimum_memopt.engines.compile.torch_compat.autograd import generator_state
+from optimum_memopt.engines.compile.torch_compat.kernels import generator_state
 
 # Of a data sheet's rates, what matrix products and operators that are bound by memory get; not tuned.
 EFFICIENCY = 0.6

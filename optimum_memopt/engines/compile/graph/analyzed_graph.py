@@ -19,6 +19,7 @@ from optimum_memopt.engines.compile.graph.saved_activations import (
     module_path,
     operator_name,
 )
+from optimum_memopt.engines.compile.torch_compat import dynamo
 from optimum_memopt.engines.compile.torch_compat.kernels import Multiprocessors
 from optimum_memopt.plans.plan_file import GraphSignature
 
@@ -213,3 +214,18 @@ def layer_boundaries(graph: AnalyzedGraph) -> frozenset[fx.Node]:
             if is_inside and layer_of(storage) != layer_of(node):
                 boundaries.add(storage)
     return frozenset(boundaries) - graph.constants
+
+
+# ATen's operators, in the order in which they are told.
+_ATTENTION_KERNELS = {
+    "_scaled_dot_product_cudnn_attention": "cuDNN",
+    "_scaled_dot_product_flash_attention": "flash",
+    "_scaled_dot_product_flash_attention_for_cpu": "flash",
+    "_scaled_dot_product_efficient_attention": "memory-efficient",
+}
+
+
+def fused_attention(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
+    """The fused kernels among a graph's operators, by their names in PyTorch's documentation."""
+    names = {dynamo.operator_name(node.target) for node in nodes}
+    return tuple(dict.fromkeys(kernel for operator, kernel in _ATTENTION_KERNELS.items() if operator in names))

@@ -282,7 +282,8 @@ def problems_of(
     scaled = _scaled_in_place(joint)
     roots = [scaled.get(storage := root(node), storage) for node in nodes]
     sizes = [
-        storage_bytes(node) if is_tensor(node) and of is node else sympy.Integer(0)
+        # A constant of the graph is there from the beginning, and stays.
+        storage_bytes(node) if is_tensor(node) and of is node and node.op != "get_attr" else sympy.Integer(0)
         for node, of in zip(nodes, roots, strict=True)
     ]
     workspaces = [graph.workspaces.get(node, sympy.Integer(0)) for node in nodes]

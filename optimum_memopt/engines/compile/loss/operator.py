@@ -14,13 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from optimum_memopt.engines.compile.graph.analyzed_graph import Modules
-from optimum_memopt.engines.compile.graph.joint import (
-    elements,
-    first_input,
-    is_chunked_loss,
-    is_scaling,
-    tensor_value,
-)
+from optimum_memopt.engines.compile.graph.joint import elements, first_input, is_chunked_loss, is_scaling, tensor_value
 from optimum_memopt.engines.compile.graph.saved_activations import is_output
 from optimum_memopt.engines.compile.torch_compat.dynamo import backward_runs_once
 from optimum_memopt.engines.compile.torch_compat.fx_graph import LIBRARY

@@ -1,8 +1,8 @@
 """What the forward and backward hold under any set of saved nodes, without partitioning the joint graph. Pure.
 
 The order is that of the partitioned graphs: the forward in its own, and each recomputed operator in the backward just
-before the first of the backward's own operators that needs it. `tests/graph/test_simulation.py` compares it with
-`events.schedule` byte by byte.
+before the first of the backward's own operators that needs it. `tests/graph/test_simulation.py`
+compares it with `events.schedule` byte by byte.
 """
 
 import math
@@ -201,7 +201,7 @@ def problem_events(
     problem: Problem,
     saved: frozenset[int],
     rows: Mapping[str, str] | None = None,
-    offloaded: Collection[int] = (),
+    on_host: Collection[int] = (),
 ) -> GraphEvents:
     """What both graphs allocate and free, operator by operator; `simulate` folds the same in arrays.
 
@@ -209,14 +209,14 @@ def problem_events(
         problem: see `simulate`.
         saved: see `simulate`.
         rows: names of saved activations, by their nodes'.
-        offloaded: saved nodes that wait on the host, and are left out altogether.
+        on_host: saved nodes that wait on the host, and are left out altogether.
     """
     order = backward_order(problem, saved)
     names, roots, at, rows = problem.names, problem.roots, problem.positions, rows or {}
     ends = [*problem.forward_outputs, *saved, *(n for user in order for n in problem.tables.read_numbers[user])]
     first, second = (_raise_picks(problem, run).tolist() for run in (_forward_order(problem, ends), order))
     saved_roots = {roots[node] for node in saved}
-    away = {roots[node] for node in offloaded} & saved_roots
+    away = {roots[node] for node in on_host} & saved_roots
     read = {roots[node] for user in second for node in problem.reads[user]}
     of_forward, gradients = set(first), {roots[node] for node in problem.backward_outputs}
 

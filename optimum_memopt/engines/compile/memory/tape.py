@@ -389,7 +389,8 @@ class _Composition:
                 found[storage.name] = _shared(number)
         for place, name in graph.outputs:
             returned = None if place is None else call.outputs.get(place)
-            if name and returned is not None and returned not in self._given:
+            # What is written back to an input is copied there, and is a storage of its own until then.
+            if name and returned is not None and returned not in {*self._given, *call.inputs.values()}:
                 found.setdefault(name, _shared(returned))
         return found
 

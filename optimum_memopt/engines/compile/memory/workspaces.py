@@ -1,7 +1,7 @@
 """Bytes that an operator holds while it runs, beside its results.
 
 From torch's sources (2.13, `aten/src/ATen/`), and compared with its allocators by
-`tests/engines/compile/test_cpu_workspaces.py` and `tests/cuda/test_workspaces.py`. CUDA's operators that are not here
+`tests/unit/test_cpu_workspaces.py` and `tests/cuda/test_workspaces.py`. CUDA's operators that are not here
 take less than a percent of what they return.
 """
 

@@ -78,7 +78,7 @@ class CapturedGraph:
     partitioned: PartitionedGraph | None = None
     analyzed: AnalyzedGraph | None = None
     runs: int = 1
-    tape: Tape = field(default_factory=lambda: Tape(()))
+    tape: Tape = field(default_factory=Tape.of_one)
     untrained: frozenset[str] = frozenset()
 
     @property

@@ -15,10 +15,10 @@ from optimum_memopt.engines.compile.graph.analyzed_graph import (
     AnalyzedGraph,
     Modules,
     find_constants,
+    fused_attention,
     node_paths,
     signature_of,
 )
-from optimum_memopt.engines.compile.graph.attention import fused_attention
 from optimum_memopt.engines.compile.graph.candidates import Candidate, find_candidates, offloads
 from optimum_memopt.engines.compile.graph.joint import JointGraph, is_number, is_tensor, root, tensor_value, value
 from optimum_memopt.engines.compile.graph.saved_activations import find_saved_activations, note_layers, operator_name

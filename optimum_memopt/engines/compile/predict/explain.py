@@ -32,7 +32,7 @@ from optimum_memopt.engines.compile.partition.captured_graph import CapturedGrap
 from optimum_memopt.engines.compile.partition.producers import producer_for
 from optimum_memopt.engines.compile.partition.producers.producer import Producer
 from optimum_memopt.engines.compile.partition.producers.torch_default import TorchDefault
-from optimum_memopt.engines.compile.predict.holdings import Simulate, StepHoldings, step_of
+from optimum_memopt.engines.compile.predict.holdings import HeldStep, Simulate, step_of
 from optimum_memopt.engines.compile.predict.suggestions import (
     FailedRun,
     peak_of,
@@ -155,8 +155,8 @@ def _look(failed: FailedStep, found: _Found, progress: Progress, deadline: Deadl
     else:
         graphs = captured(ran.producer, PLAIN, _AS_WRITTEN, no_costs)
     # What a caller computes from the logits, and what runs between graphs, is in none of them.
-    runs = sum(graph.runs for graph in graphs)
-    is_exact = runs == 1 and not failed.call.reader
+    count = sum(graph.runs for graph in graphs)
+    is_exact = count == 1 and not failed.call.reader
     model, untrained = failed.model, graphs[0].untrained
     found.is_traced, found.remarks = True, ran.remarks
     run = _failed_run(failed, ran.is_planned, is_exact, untrained)
@@ -172,11 +172,11 @@ def _look(failed: FailedStep, found: _Found, progress: Progress, deadline: Deadl
         for place, way in enumerate(other_optimizers(planned, graphs, ran.simulate, by_optimizer, same, deadline)):
             found.ways_out.append((place, way))
         return
-    holdings = StepHoldings(graphs, step_of(graphs, ran.simulate))
-    found.moment, point = holdings.moment(failed.place, _of_graphs(failed), failed.requested)
-    found.parts = tuple(holdings.parts(point))
-    if runs > 1:
-        found.remarks += (f"the forward is {runs} graphs, and what runs between them is not known",)
+    held = HeldStep(graphs, step_of(graphs, ran.simulate))
+    found.moment, point = held.moment(failed.place, _of_graphs(failed), failed.requested)
+    found.parts = tuple(held.parts(point))
+    if count > 1:
+        found.remarks += (f"the forward is {count} graphs, and what runs between them is not known",)
     for place, way in ways_out(planned, graphs, ran.simulate, run, deadline):
         found.ways_out.append((place, way))
 

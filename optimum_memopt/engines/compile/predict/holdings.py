@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from optimum_memopt.engines.api.explanations import BACKWARD, Moment, Part, Place, Tensors
-from optimum_memopt.engines.api.predictions import GRADIENTS, SAVED, TEMPORARY
+from optimum_memopt.engines.api.predictions import CATEGORIES
 from optimum_memopt.engines.compile.graph.problem import Problem
 from optimum_memopt.engines.compile.memory.events import GraphEvents, bytes_during, held_before
 from optimum_memopt.engines.compile.memory.simulation import Simulation, problem_events
@@ -51,7 +51,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class StepHoldings:
+class HeldStep:
     """A step up to the operator whose allocation failed.
 
     Attributes:
@@ -85,11 +85,10 @@ class StepHoldings:
             group = groups.setdefault(storage.category, {})
             key = storage.kind, self._layer(storage.layer)
             group[key] = group.get(key, 0) + storage.bytes
-        order = (GRADIENTS, SAVED, TEMPORARY)
         return [
             Part(category, sum(groups[category].values()), _sorted(groups[category]))
-            for category in sorted(groups, key=lambda name: order.index(name) if name in order else len(order))
-            if any(groups[category].values())
+            for category in CATEGORIES
+            if any(groups.get(category, {}).values())
         ]
 
     def _layer(self, layer: str) -> str:

@@ -2,7 +2,7 @@
 
 import gc
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Generic, Protocol, TypeVar
@@ -16,7 +16,7 @@ from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.graph.symbols import larger_sizes
 from optimum_memopt.engines.compile.memory.step_context import StepContext, step_around
-from optimum_memopt.engines.compile.memory.tape import Tape, bytes_left_by
+from optimum_memopt.engines.compile.memory.tape import bytes_left_by
 from optimum_memopt.engines.compile.partition.captured_graph import captured_graph
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
@@ -215,7 +215,7 @@ class Planner(Generic[_P]):
         """The step around the graph that is being partitioned; the limit is that of the first time."""
         self._earlier = state.earlier
         first = self._constant if state.earlier else self._first_constant
-        left, left_by_largest = (_bytes_left_by(state.earlier, state.tape, batch) for batch in (None, self.largest))
+        left, left_by_largest = (_bytes_left(state, batch) for batch in (None, self.largest))
         spec, budget = self._spec, self._spec.producer.bound
         assert budget is not None
         around = step_around(self._model, state.inputs, budget, spec.run(), spec.target, left, state.untrained)
@@ -325,11 +325,11 @@ def _without_second_room(step: StepContext, first: int | None) -> StepContext:
     return replace(step, fixed=replace(step.fixed, constant=first), resident=step.resident - grown)
 
 
-def _bytes_left_by(graphs: Sequence[PartitionedGraph], tape: Tape, largest: LargestBatch | None) -> int:
-    """What the runs of graphs have left, with the first batch or the largest; 0 where that is not known."""
-    schedules = [graph.timeline for graph in graphs if graph.timeline is not None]
-    if len(schedules) < len(graphs):
+def _bytes_left(state: GraphInForward, largest: LargestBatch | None) -> int:
+    """What the earlier graphs have left, with the first batch or the largest; 0 where that is not known."""
+    schedules = [graph.timeline for graph in state.earlier if graph.timeline is not None]
+    if len(schedules) < len(state.earlier):
         return 0
-    sizes = [larger_sizes(graph.sizes, graph.names, largest) for graph in graphs]
+    sizes = [larger_sizes(graph.sizes, graph.names, largest) for graph in state.earlier]
     events = [schedule.at(values) for schedule, values in zip(schedules, sizes, strict=True)]
-    return bytes_left_by(tape, [events[call.graph] for call in tape.calls])
+    return bytes_left_by(state.tape, [events[call.graph] for call in state.tape.calls])

@@ -349,5 +349,5 @@ def show(
     with best_effort("the plan table"):
         table = to_table(graphs, matched, names, lines)
     plan_file = plan_file_of(model, spec.compiler, graphs, names.first, footprint)
-    is_one_graph = len(graphs) == 1 and graphs[0].is_all_of_forward and graphs[0].programs.runs <= 1
+    is_one_graph = len(tape.calls) == 1 and graphs[0].is_all_of_forward
     return ShownPlan(table, plan_file, predictor, is_one_graph, remarks)

@@ -1,4 +1,8 @@
-"""Autograd's graph outside of compiled graphs, and its random generators."""
+"""Operators that autograd runs outside of all compiled graphs: what they save, and the gradients of their backward.
+
+Read from the nodes of autograd's graph (`torch/csrc/autograd/python_cpp_function.cpp`, 2.13), whose `_saved_self` and
+`_input_metadata` are private.
+"""
 
 import contextlib
 import itertools
@@ -13,14 +17,6 @@ import torch
 _COMPILED = "CompiledFunctionBackward"
 # Operators whose backward returns memory of what it is given.
 _VIEWS = ("AddBackward", "Alias", "Permute", "Squeeze", "TBackward", "Transpose", "Unsqueeze", "View", "Reshape")
-
-
-def generator_state(device: torch.device) -> torch.Tensor:
-    """A copy of the state of a device's default generator: bytes, on the CPU."""
-    if device.type == "cpu":
-        return torch.get_rng_state()
-    state: torch.Tensor = torch.get_device_module(device).get_rng_state(device)
-    return state
 
 
 def order_of(results: Iterable[object]) -> int:

@@ -250,3 +250,11 @@ def _to_float32(args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 def _is_half(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+
+
+def generator_state(device: torch.device) -> torch.Tensor:
+    """A copy of the state of a device's default generator: bytes, on the CPU."""
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    state: torch.Tensor = torch.get_device_module(device).get_rng_state(device)
+    return state

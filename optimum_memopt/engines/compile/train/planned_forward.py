@@ -184,7 +184,7 @@ class PlannedForward:
             self.give_up(no_training_graph(traced))
         if self.predictors is not None:
             with self.predicting():
-                self.predictors.note_forward(traced.ran, traced.ran_tape, call.inputs, traced.outputs)
+                self.predictors.note_forward(traced.ran, traced.tape, call.inputs, traced.outputs)
         return _refusing(traced.outputs, call)
 
     def _show(self, traced: TracedCall, inputs: Mapping[str, Any]) -> None:
@@ -194,9 +194,8 @@ class PlannedForward:
             for remark in matched_in(producer, [(graph.choice, graph.candidates) for graph in graphs]).remarks:
                 self._traced.say(f"in the new graph: {remark}")
             return
-        shown = show(
-            self._model, graphs, traced.tape, inputs, self.planner.resident(self._traced.held), producer, self._spec
-        )
+        resident = self.planner.resident(self._traced.held)
+        shown = show(self._model, graphs, traced.tape, inputs, resident, producer, self._spec)
         for remark in shown.remarks:
             get_logger().warning(remark)
         if len(graphs) > 1:

@@ -17,6 +17,7 @@ from optimum_memopt.engines.compile.graph.joint import first_input
 from optimum_memopt.engines.compile.torch_compat import fx_graph
 from optimum_memopt.engines.compile.torch_compat.autograd import generator_state
 from optimum_memopt.engines.compile.torch_compat.fx_graph import LIBRARY
+from optimum_memopt.engines.compile.torch_compat.kernels import generator_state
 
 # Bytes of a generator's state; that of a CUDA generator is its seed and its offset
 # (`aten/src/ATen/cuda/CUDAGeneratorImpl.cpp`, 2.13).

@@ -1,0 +1,157 @@
+"""Forwards in several graphs: what passes between them is held once, and predictions are the allocator's."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from optimum_memopt.engines.api.predictions import SAVED, TEMPORARY
+from optimum_memopt.engines.compile.memory.events import Event, GraphEvents, Storage
+from optimum_memopt.engines.compile.memory.tape import Call, Tape, TapeRecorder, bytes_left_by, compose
+from optimum_memopt.engines.compile.train.engine import CompileEngine
+from tests.compiled import selection
+from tests.gradients import Batch
+from tests.small_model import VOCABULARY
+from tests.train.test_step_memory import EXACT, measured
+
+_TEXT = {"vocab_size": VOCABULARY, "pad_token_id": 1}
+_SPEECH = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "conv_dim": (16, 16),
+    "conv_stride": (5, 4),
+    "conv_kernel": (10, 4),
+    "num_conv_pos_embeddings": 16,
+    "num_conv_pos_embedding_groups": 2,
+    "num_feat_extract_layers": 2,
+    "vocab_size": 32,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "activation_dropout": 0.0,
+    "feat_proj_dropout": 0.0,
+    "final_dropout": 0.0,
+    "layerdrop": 0.0,
+    "mask_time_length": 4,
+    "ctc_loss_reduction": "mean",
+    "ctc_zero_infinity": True,
+}
+_YOSO = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "max_position_embeddings": 128,
+}
+_LED = {
+    "d_model": 32,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64,
+    "attention_window": 16,
+    "dropout": 0.0,
+    "max_encoder_position_embeddings": 128,
+    "max_decoder_position_embeddings": 128,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 2,
+    "use_cache": False,
+}
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "yoso": ("YosoForMaskedLM", "YosoConfig", {**_TEXT, **_YOSO}),
+    "led": ("LEDForConditionalGeneration", "LEDConfig", {**_TEXT, **_LED}),
+    "wav2vec2": ("Wav2Vec2ForCTC", "Wav2Vec2Config", _SPEECH),
+    "hubert": ("HubertForCTC", "HubertConfig", _SPEECH),
+}
+
+
+def batch_of(name: str, rows: int, length: int) -> Batch:
+    if MODELS[name][2] is _SPEECH:
+        return {"input_values": torch.randn(rows, 32 * length), "labels": torch.randint(1, 32, (rows, 6))}
+    ids = torch.randint(5, VOCABULARY, (rows, length))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.nightly if name != "yoso" else ()) for name in MODELS]
+)
+@pytest.mark.parametrize("asked", ["", pytest.param("level 1", marks=pytest.mark.nightly)])
+def test_predictions_are_the_allocators(name: str, asked: str) -> None:
+    model_class, config_class, arguments = MODELS[name]
+    torch.manual_seed(0)
+    model = getattr(transformers, model_class)(getattr(transformers, config_class)(**arguments)).train()
+    engine = CompileEngine(compiler="aot_eager", loss="plain")
+    engine.attach(model)
+    engine.apply(selection(asked))
+    model(**batch_of(name, 4, 64)).loss.backward()
+    for size in ((4, 64), (3, 64), (6, 96)):
+        batch = batch_of(name, *size)
+        measured(model, batch)
+        saved, peak = measured(model, batch)
+        predictor = engine._planned.predictors.of(batch)
+        assert sum(predictor.runs) > 1
+        assert predictor.saved(predictor.sizes_of(batch)) == pytest.approx(saved, **EXACT)
+        assert predictor.activations(predictor.sizes_of(batch)) == pytest.approx(peak, **EXACT)
+    engine.detach()
+
+
+# A graph that saves what it returns; the backward reads it and its gradient, and returns that of its input.
+LINK = GraphEvents(
+    forward=(Event("exp", allocates=(Storage("exp", 10, SAVED),)),),
+    backward=(
+        Event("mul", allocates=(Storage("backward mul", 10, TEMPORARY),), workspace=3, frees=("exp", "tangent")),
+    ),
+    inputs={0: Storage("x", 10, SAVED)},
+    outputs=((0, "exp"),),
+    saved=(Storage("exp", 10, SAVED),),
+    saved_inputs=frozenset({"x"}),
+    tangents=((0, Storage("tangent", 10)),),
+    gradients=((0, "backward mul"),),
+)
+CHAIN = Tape((Call(0, {0: 1}, {0: 2}), Call(0, {0: 2}, {0: 3})), given=frozenset({1}))
+
+
+def test_what_passes_between_graphs_is_held_once() -> None:
+    step = compose(CHAIN, [LINK, LINK])
+    # Both results, which are saved; the second one's input is the first one's result.
+    assert step.saved_bytes == 20
+    # In the second backward its tangent and its gradient; in the first one the gradient is the tangent.
+    assert step.peak() == 20 + 10 + 10 + 3
+    assert step.peak(gradients=5) == 20 + 10 + 10 + 3 + 5
+
+
+def test_graphs_that_pass_nothing_are_held_side_by_side() -> None:
+    step = compose(Tape((Call(0), Call(0))), [LINK, LINK])
+    assert step.saved_bytes == 20
+    # The gradients of both inputs stay.
+    assert step.peak() == 10 + 10 + 10 + 10 + 3
+
+
+def test_bytes_left_are_those_of_the_runs_so_far() -> None:
+    assert bytes_left_by(Tape(CHAIN.calls[:1], CHAIN.given), [LINK]) == 10
+    assert bytes_left_by(Tape(()), []) == 0
+
+
+def test_a_recorder_knows_storages_by_identity() -> None:
+    recorder, weight = TapeRecorder(), torch.nn.Parameter(torch.ones(3))
+    x = torch.ones(3)
+    recorder.begin([x])
+    recorder.before("first", (x, weight, 7))
+    y = x * 2
+    recorder.after((y, y[1:]))
+    recorder.before("second", (y.view(3, 1), weight))
+    recorder.after((x.sum(),))
+    tape = recorder.tape(("first", "second"))
+    first, second = tape.calls
+    assert first.inputs[0] in tape.given and first.inputs[1] in tape.given
+    assert first.outputs[0] == first.outputs[1] == second.inputs[0]
+    assert second.inputs[1] == first.inputs[1]
+    assert (first.sizes, second.sizes) == ({0: (3,), 2: (7,)}, {0: (3, 1)})
+    assert recorder.tape(("second",)).calls[0].graph == 0
