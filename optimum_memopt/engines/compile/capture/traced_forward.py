@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -122,7 +122,6 @@ class TracedCall:
 
     outputs: Any
     graphs: tuple[PartitionedGraph, ...]
-    tape: Tape
     ran: tuple[PartitionedGraph, ...]
     tape: Tape
     graph_breaks: tuple[str, ...]

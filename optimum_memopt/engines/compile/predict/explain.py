@@ -163,13 +163,13 @@ def _look(failed: FailedStep, found: _Found, progress: Progress, deadline: Deadl
     if failed.place.phase == OPTIMIZER_STEP:
         # What recompute saves is free by then.
         found.moment, trainable = Moment(OPTIMIZER_STEP), trainable_of(model, untrained)
-        by_optimizer = {
+        runs = {
             name: _with_optimizer(run, model, trainable, name) for name in smaller_optimizers(device.type == "cuda")
         }
         # accelerate's wraps the run's own.
         is_adamw = isinstance(getattr(failed.run.optimizer, "optimizer", failed.run.optimizer), torch.optim.AdamW)
         same = DEFAULT if is_adamw else ""
-        for place, way in enumerate(other_optimizers(planned, graphs, ran.simulate, by_optimizer, same, deadline)):
+        for place, way in enumerate(other_optimizers(planned, graphs, ran.simulate, runs, same, deadline)):
             found.ways_out.append((place, way))
         return
     held = HeldStep(graphs, step_of(graphs, ran.simulate))

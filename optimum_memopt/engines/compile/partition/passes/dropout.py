@@ -15,7 +15,6 @@ from torch import fx
 
 from optimum_memopt.engines.compile.graph.joint import first_input
 from optimum_memopt.engines.compile.torch_compat import fx_graph
-from optimum_memopt.engines.compile.torch_compat.autograd import generator_state
 from optimum_memopt.engines.compile.torch_compat.fx_graph import LIBRARY
 from optimum_memopt.engines.compile.torch_compat.kernels import generator_state
 
