@@ -31,6 +31,7 @@ PRIVATE_NAMES_ALLOWED = {
     "engines.compile.costs.costs": {"_scaled_dot_product_flash_attention_for_cpu"},
     # Names of ATen's operators, as strings.
     "engines.compile.memory.workspaces": {
+        "_log_softmax_backward_data",
         "_scaled_dot_product_efficient_attention_backward",
         "_scaled_dot_product_flash_attention_backward",
         "_scaled_dot_product_flash_attention_for_cpu",
