@@ -139,7 +139,7 @@ def test_inductors_peak_is_read_from_its_program(name: str, plan: str, monkeypat
     subject.check()
     predictor = subject.engine.predictor
     ours = predictor.activations()
-    (graph,) = subject.engine._planned._of_programs.values()
+    (graph,) = subject.engine._planned._traced._of_programs.values()
     assert abs(ours / graph.prediction.peak - 1) > 0.02, "inductor changes nothing here"
     # The last sizes are remembered.
     assert predictor.activations({name: size + 1 for name, size in predictor.first.items()}) > ours
