@@ -5,8 +5,8 @@ import torch
 
 from optimum_memopt import optimize
 from optimum_memopt.engines.compile.partition import partitioned_graph
+from optimum_memopt.engines.compile.predict import table
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
-from optimum_memopt.engines.compile.train import planned_forward
 from tests.gradients import assert_bitwise_same_step
 from tests.rotation import nightly
 from tests.train.test_hooks import Net
@@ -22,10 +22,10 @@ def fails(*args, **kwargs):
     [
         (partitioned_graph, "schedule", "the predicted peak"),
         (partitioned_graph, "symbol_names", "the names of sizes"),
-        (planned_forward, "StepMemoryPredictor", "the predicted peak"),
+        (table, "StepMemoryPredictor", "the predicted peak"),
         (StepMemoryPredictor, "footprint", "the predicted peak"),
         (StepMemoryPredictor, "note_forward", "the predicted peak"),
-        (planned_forward, "to_table", "the plan table"),
+        (table, "to_table", "the plan table"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -53,5 +53,5 @@ def test_noisy_embeddings(tmp_path, name):
         trainer.train()
         found.append(weights(trainer.model))
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
-    table = trainer.memopt.table
-    assert len(table.enabled) > 2 and any(line.startswith("Predicted peak") for line in table.header)
+    shown = trainer.memopt.table
+    assert len(shown.enabled) > 2 and any(line.startswith("Predicted peak") for line in shown.header)

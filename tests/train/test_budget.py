@@ -14,6 +14,7 @@ from optimum_memopt.engines.compile.capture import traced_forward
 from optimum_memopt.engines.compile.capture.traced_forward import GraphInForward
 from optimum_memopt.engines.compile.memory import step_context
 from optimum_memopt.engines.compile.memory.footprint import Footprint
+from optimum_memopt.engines.compile.memory.tape import Tape
 from optimum_memopt.engines.compile.partition.producers.budget import FromBudget
 from optimum_memopt.engines.compile.partition.producers.torch_default import TorchDefault
 from optimum_memopt.engines.compile.predict.planner import Planner, PlannerSpec
@@ -152,7 +153,7 @@ def test_what_planning_leaves_behind_is_part_of_the_room_to_grow(monkeypatch: py
     """What the process holds is read before operators are measured, and again when the plan is chosen."""
     room, model = step_context.room_to_grow(torch.device("cpu"), 2**29), Tower()
     spec = PlannerSpec(FromBudget(budget_of(2**30)), Run)
-    state = GraphInForward(tower_batch(2, 3), (), frozenset(), Progress(), is_all=True)
+    state = GraphInForward(tower_batch(2, 3), (), Tape(()), frozenset(), Progress(), is_all=True)
 
     def constant(planner: Planner, held: int) -> int:
         monkeypatch.setattr(step_context, "held_bytes", lambda device: held)
