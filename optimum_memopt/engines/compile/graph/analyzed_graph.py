@@ -119,14 +119,14 @@ def find_constants(joint: JointGraph, static_inputs: Collection[fx.Node]) -> fro
         static_inputs: parameters and buffers.
     """
     frozen = frozen_inputs(joint, static_inputs)
-    found: set[fx.Node] = set()
+    constants: set[fx.Node] = set()
     for node in joint.forward:
         is_product = getattr(node.target, "overloadpacket", None) in flop_registry
         if node.op == "call_function" and (is_product or joint.is_impure(node)):
             continue
-        if all(read in found or read in frozen or is_number(read) for read in node.all_input_nodes):
-            found.add(node)
-    return frozenset(node for node in found if node.op == "call_function" and not is_statistic(node))
+        if all(read in constants or read in frozen or is_number(read) for read in node.all_input_nodes):
+            constants.add(node)
+    return frozenset(node for node in constants if node.op == "call_function" and not is_statistic(node))
 
 
 Modules = tuple[fx.GraphModule, fx.GraphModule]

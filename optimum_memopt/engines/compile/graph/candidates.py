@@ -108,7 +108,7 @@ def find_candidates(
         chain = recompute_chain(joint, activation, available)
         name = _name(joint, chain, available) if chain else cluster_id(producing_operator(activation))
         eligible.append((activation, chain, name))
-    candidates = (strategy.candidate(*known, size_hints) for strategy in strategies for known in eligible)
+    candidates = (strategy.candidate(*arguments, size_hints) for strategy in strategies for arguments in eligible)
     return tuple(candidate for candidate in candidates if candidate is not None)
 
 

@@ -142,15 +142,15 @@ def translate(cluster_id: str, existing: Collection[str]) -> str | None:
     That is the id itself, one of another provider's fusions, one that differs in reshapes alone, or one whose subgraph
     ONNX Runtime cuts elsewhere.
     """
-    if known := matching.translate(cluster_id, existing):
-        return known
+    if exact := matching.translate(cluster_id, existing):
+        return exact
     for spelled in matching.unfused(cluster_id):
         for same in (spelled, *CUT_ELSEWHERE.get(spelled, ())):
             if same in existing:
                 return same
-            others = [other for other in existing if _computing(other) == _computing(same)]
-            if len(others) == 1 and _computing(spelled):
-                return others[0]
+            matches = [other for other in existing if _computing(other) == _computing(same)]
+            if len(matches) == 1 and _computing(spelled):
+                return matches[0]
     return None
 
 

@@ -147,24 +147,24 @@ class Problem:
 
     @cached_property
     def users(self) -> tuple[tuple[int, ...], ...]:
-        found: list[list[int]] = [[] for _ in self.names]
+        users: list[list[int]] = [[] for _ in self.names]
         for node, reads in enumerate(self.reads):
             for read in reads:
-                found[read].append(node)
-        return tuple(map(tuple, found))
+                users[read].append(node)
+        return tuple(map(tuple, users))
 
     @cached_property
     def allocates(self) -> tuple[tuple[int, ...], ...]:
         """Roots that each operator allocates; of those of several outputs, what is picked in the same graph counts."""
-        found: list[tuple[int, ...]] = []
+        roots: list[tuple[int, ...]] = []
         for node, users in enumerate(self.users):
             if not self.is_operator[node] or self.is_view[node]:
-                found.append(())
+                roots.append(())
             elif self.has_outputs[node]:
-                found.append(tuple(user for user in users if self.picks[user] == node and self.is_tensor[user]))
+                roots.append(tuple(user for user in users if self.picks[user] == node and self.is_tensor[user]))
             else:
-                found.append((node,) if self.picks[node] is None and self.is_tensor[node] else ())
-        return tuple(found)
+                roots.append((node,) if self.picks[node] is None and self.is_tensor[node] else ())
+        return tuple(roots)
 
     @cached_property
     def tables(self) -> "Tables":
@@ -196,15 +196,15 @@ class Problem:
         done = bytearray(self.is_input)
         for node in available:
             done[node] = 1
-        found: set[int] = set()
+        nodes: set[int] = set()
         todo = list(targets)
         while todo:
             node = todo.pop()
             if not done[node]:
                 done[node] = 1
-                found.add(node)
+                nodes.add(node)
                 todo.extend(self.reads[node])
-        return found
+        return nodes
 
     def saving(self, nodes: Iterable[int]) -> frozenset[int]:
         """What the forward saves if the storages of some nodes are saved: torch's own partition saves views, too."""
@@ -235,13 +235,13 @@ class Problem:
 
 def _scaled_in_place(joint: JointGraph) -> dict[fx.Node, fx.Node]:
     """Products that scale a gradient of the chunked loss in place (`loss.operator.scale_in_place`), with it."""
-    found = {}
+    products = {}
     for gradient in joint.forward:
         if gradient.target is operator.getitem and is_chunked_loss(first_input(gradient)) and gradient.args[1] != 0:
             readers = [user for user in gradient.users if user in joint.backward]
             if len(readers) == 1 and is_scaling(readers[0], gradient):
-                found[readers[0]] = gradient
-    return found
+                products[readers[0]] = gradient
+    return products
 
 
 def _positions(graph: AnalyzedGraph, number: Mapping[fx.Node, int]) -> Positions:

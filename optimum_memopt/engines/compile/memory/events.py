@@ -279,7 +279,7 @@ class Schedule:
         Raises:
             KeyError: a symbol without a value, as where a size depends on data.
         """
-        sizes, known = self.sizes(values), self.events
+        sizes, events_ = self.sizes(values), self.events
 
         def sized(storage: Storage) -> Storage:
             return storage._replace(bytes=sizes[storage.bytes])
@@ -291,12 +291,12 @@ class Schedule:
             )
 
         return replace(
-            known,
-            forward=run(known.forward),
-            backward=run(known.backward),
-            inputs={position: sized(storage) for position, storage in known.inputs.items()},
-            saved=tuple(map(sized, known.saved)),
-            tangents=tuple((position, sized(storage)) for position, storage in known.tangents),
+            events_,
+            forward=run(events_.forward),
+            backward=run(events_.backward),
+            inputs={position: sized(storage) for position, storage in events_.inputs.items()},
+            saved=tuple(map(sized, events_.saved)),
+            tangents=tuple((position, sized(storage)) for position, storage in events_.tangents),
         )
 
     def values(self, sizes: Mapping[int, tuple[int, ...]]) -> dict[sympy.Symbol, int]:
@@ -345,7 +345,7 @@ def schedule(
     ]
     saved_inputs = {node.name for node in kept if node.op == "placeholder" and node.name not in static_inputs}
     tangents, owned = _owned_inputs(backward.graph, saved)
-    known = {node.name: root(saved[node.name]).name for node in owned}
+    roots = {node.name: root(saved[node.name]).name for node in owned}
     of_forward = {allocated.name for node in forward.graph.nodes for allocated in _allocations(node)}
 
     def in_forward(node: fx.Node, kind: str, layer: str) -> Storage:
@@ -364,7 +364,7 @@ def schedule(
     def name_in_backward(node: fx.Node) -> str:
         if node.op != "placeholder":
             return f"{BACKWARD}{node.name}"
-        return known.get(node.name, root(saved[node.name]).name if node.name in saved else node.name)
+        return roots.get(node.name, root(saved[node.name]).name if node.name in saved else node.name)
 
     placeholders = backward.graph.find_nodes(op="placeholder")
     freed = [*tangents, *owned, *(node for node in placeholders if name_in_backward(node) in saved_inputs)]

@@ -146,7 +146,7 @@ def trainable_of(model: torch.nn.Module, untrained: Collection[str] = ()) -> lis
         model: whose they are.
         untrained: names of those that require one and get none; see `without_gradient`.
     """
-    return [one for name, one in model.named_parameters() if one.requires_grad and name not in untrained]
+    return [parameter for name, parameter in model.named_parameters() if parameter.requires_grad and name not in untrained]
 
 
 def constant_of(model: torch.nn.Module, batch: int, resident: int, saved_bytes: int = 0) -> int:
@@ -278,9 +278,9 @@ def _held_during(step: StepEvents, index: int) -> tuple[Storage, ...]:
 
 def _groups(storages: Iterable[Storage]) -> list[Group]:
     """Tensors of one kind together; gradients are all of one."""
-    found: dict[tuple[str, str], list[Storage]] = {}
+    groups: dict[tuple[str, str], list[Storage]] = {}
     for storage in storages:
-        found.setdefault((storage.category, storage.kind if storage.category != GRADIENTS else ""), []).append(storage)
+        groups.setdefault((storage.category, storage.kind if storage.category != GRADIENTS else ""), []).append(storage)
     return [
         Group(
             category,
@@ -289,6 +289,6 @@ def _groups(storages: Iterable[Storage]) -> list[Group]:
             sum(storage.bytes for storage in of_kind),
             tuple(dict.fromkeys(storage.layer for storage in of_kind if storage.layer)),
         )
-        for (category, kind), of_kind in found.items()
+        for (category, kind), of_kind in groups.items()
         if any(storage.bytes for storage in of_kind)
     ]

@@ -127,18 +127,18 @@ def backward_order(problem: Problem, saved: Collection[int]) -> list[int]:
     def add_missing(todo: list[int]) -> None:
         missing = []
         while todo:
-            found = todo.pop()
-            if not done[found]:
-                done[found] = 1
-                missing.append(found)
-                todo.extend(reads[found])
+            node_ = todo.pop()
+            if not done[node_]:
+                done[node_] = 1
+                missing.append(node_)
+                todo.extend(reads[node_])
         missing.sort()
         order.extend(missing)
 
-    for node, others in problem.tables.backward:
-        for read in others:
+    for node, operands in problem.tables.backward:
+        for read in operands:
             if not done[read]:
-                add_missing(list(others))
+                add_missing(list(operands))
                 break
         done[node] = 1
         order.append(node)
@@ -296,14 +296,14 @@ def operator_of(problem: Problem, node: int) -> str:
     return parts[min(1, len(parts) - 1)]
 
 
-def held_at_peak(problem: Problem, found: Simulation, in_backward: bool) -> dict[int, int]:
+def held_at_peak(problem: Problem, simulation: Simulation, in_backward: bool) -> dict[int, int]:
     """Bytes of each storage, by its root, that is held at the first operator of a run at which most is held."""
-    run = found.backward if in_backward else found.forward
+    run = simulation.backward if in_backward else simulation.forward
     peak = run.held.index(run.peak) if run.held else 0
-    ends = problem.backward_outputs if in_backward else (*problem.forward_outputs, *found.saved)
+    ends = problem.backward_outputs if in_backward else (*problem.forward_outputs, *simulation.saved)
     last = {problem.roots[read]: at for at, node in enumerate(run.order) for read in problem.reads[node]}
     last.update({problem.roots[node]: len(run.order) for node in ends})
-    given = {problem.roots[node] for node in (*found.saved, *problem.tangents)} if in_backward else set()
+    given = {problem.roots[node] for node in (*simulation.saved, *problem.tangents)} if in_backward else set()
     here = set(run.order)
     allocated = {storage for node in run.order[:peak] for storage in problem.allocates[node] if storage in here}
     new = {storage for node in run.order[peak : peak + 1] for storage in problem.allocates[node] if storage in here}

@@ -64,6 +64,7 @@ class Outside:
         name: of its backward.
         call: the last one before it in the forward; -1: none.
         saved: what it saves.
+        workspace: as large as what its backward holds while it runs; None: that holds nothing.
         allocates: gradients that its backward computes.
         frees: gradients that nothing reads behind it.
         passed: gradients that are those of a graph's result, with the storage of that.
@@ -72,6 +73,7 @@ class Outside:
     name: str
     call: int
     saved: tuple[Tensor, ...]
+    workspace: Tensor | None
     allocates: tuple[Tensor, ...]
     frees: tuple[int, ...]
     passed: tuple[tuple[int, int], ...]
@@ -114,7 +116,7 @@ class TapeRecorder:
         self._calls: list[tuple[Hashable, Call]] = []
         # Of the calls, and of what is saved outside, the place in the order of autograd's operators.
         self._orders: list[int] = []
-        self._outside: list[tuple[OutsideOperator, tuple[Tensor, ...]]] = []
+        self._outside: list[tuple[OutsideOperator, tuple[Tensor, ...], Tensor | None]] = []
         self._numbers = itertools.count()
         # By address, which a storage that is gone may have left to another one.
         self._storages: dict[int, tuple[dynamo.StorageWeakRef, int]] = {}
@@ -142,11 +144,9 @@ class TapeRecorder:
         """The forward has returned."""
         self._note_released()
         for operator in outside_operators(outputs):
-            saved = (
-                Tensor(self._number(tensor), tuple(map(int, tensor.shape)), tensor.untyped_storage().nbytes())
-                for tensor in operator.saved
-            )
-            self._outside.append((replace(operator, saved=()), tuple(saved)))
+            saved = tuple(map(self._tensor, operator.saved))
+            workspace = None if operator.workspace is None else self._tensor(operator.workspace)
+            self._outside.append((replace(operator, saved=(), workspace=None), saved, workspace))
 
     @property
     def graphs(self) -> tuple[Hashable, ...]:
@@ -166,7 +166,7 @@ class TapeRecorder:
             elif calls:
                 calls[-1] = replace(calls[-1], released=calls[-1].released | call.released)
         given = frozenset({*self._given, *self._parameters.values()})
-        outside = tuple(_outside(operator, saved, calls, orders, given) for operator, saved in self._outside)
+        outside = tuple(_outside(*operator, calls, orders, given) for operator in self._outside)
         return Tape(tuple(calls), given, outside)
 
     def _note_released(self) -> None:
@@ -178,6 +178,10 @@ class TapeRecorder:
 
     def _numbered(self, values: Sequence[object]) -> dict[int, int]:
         return {place: self._number(tensor) for place, tensor in enumerate(values) if isinstance(tensor, torch.Tensor)}
+
+    def _tensor(self, tensor: torch.Tensor) -> Tensor:
+        shape = tuple(map(int, tensor.shape))
+        return Tensor(self._number(tensor), shape, tensor.untyped_storage().nbytes())
 
     def _number(self, tensor: torch.Tensor) -> int:
         if isinstance(tensor, torch.nn.Parameter):
@@ -193,6 +197,7 @@ class TapeRecorder:
 def _outside(
     operator: OutsideOperator,
     saved: Iterable[Tensor],
+    workspace: Tensor | None,
     calls: Sequence[Call],
     orders: Sequence[int],
     given: frozenset[int],
@@ -203,7 +208,8 @@ def _outside(
         operator.name,
         sum(0 <= order < operator.order for order in orders) - 1,
         tuple(tensor for tensor in saved if tensor.storage not in given),
-        tuple(Tensor(one.number, one.shape, one.bytes) for one in operator.allocates),
+        workspace,
+        tuple(Tensor(tensor_.number, tensor_.shape, tensor_.bytes) for tensor_ in operator.allocates),
         operator.frees,
         tuple((number, result) for number, result in results if result is not None),
     )
@@ -250,6 +256,7 @@ def resized(
         replace(
             operator,
             saved=tuple(map(grown, operator.saved)),
+            workspace=None if operator.workspace is None else grown(operator.workspace),
             allocates=tuple(map(grown, operator.allocates)),
         )
         for operator in tape.outside
@@ -275,27 +282,27 @@ class _Shape(NamedTuple):
         return self.storage == storage and self.before == shape
 
 
-def _grown(size: int, known: Sequence[_Shape], place: int | None = None) -> int:
+def _grown(size: int, shapes: Sequence[_Shape], place: int | None = None) -> int:
     """A size without a name, by one that was equal to it and is another now, if any in the same place of a shape."""
     equal = [
         (at != place, new)
-        for shape in known
+        for shape in shapes
         for at, (old, new) in enumerate(zip(shape.before, shape.now, strict=True))
         if old == size != new
     ]
-    return min(equal, key=lambda one: one[0], default=(False, size))[1]
+    return min(equal, key=lambda size_: size_[0], default=(False, size))[1]
 
 
-def _grown_bytes(tensor: Tensor, known: Sequence[_Shape]) -> int:
+def _grown_bytes(tensor: Tensor, shapes: Sequence[_Shape]) -> int:
     """The size of what is outside of all graphs, by the shape that begins as its own does."""
 
     def common(shape: _Shape) -> int:
         pairs = zip(shape.before, tensor.shape, strict=False)
         return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
-    nearest = max(known, key=common, default=None)
+    nearest = max(shapes, key=common, default=None)
     kept = nearest.now[: common(nearest)] if nearest is not None else ()
-    rest = (_grown(size, known, place) for place, size in enumerate(tensor.shape) if place >= len(kept))
+    rest = (_grown(size, shapes, place) for place, size in enumerate(tensor.shape) if place >= len(kept))
     return tensor.bytes * math.prod((*kept, *rest)) // max(1, math.prod(tensor.shape))
 
 
@@ -382,17 +389,17 @@ class _Composition:
 
     def _names_of(self, index: int) -> dict[str, str]:
         graph, call = self._graphs[index], self._calls[index]
-        found: dict[str, str] = {}
+        names: dict[str, str] = {}
         for position, storage in graph.inputs.items():
             number = call.inputs.get(position)
             if number is not None and number not in self._given:
-                found[storage.name] = _shared(number)
+                names[storage.name] = _shared(number)
         for place, name in graph.outputs:
             returned = None if place is None else call.outputs.get(place)
             # What is written back to an input is copied there, and is a storage of its own until then.
             if name and returned is not None and returned not in {*self._given, *call.inputs.values()}:
-                found.setdefault(name, _shared(returned))
-        return found
+                names.setdefault(name, _shared(returned))
+        return names
 
     def forward(self, index: int) -> Iterator[Event]:
         """The events of a run; before it what comes from outside of all graphs, behind it what is released."""
@@ -440,7 +447,7 @@ class _Composition:
         names = {storage.name: self._name(index, storage.name) for storage in graph.saved}
         names |= {name: self._names[index].get(name, "") for name in graph.saved_inputs}
         needed = [name for name in names.values() if index in self._readers.get(name, ())]
-        behind = [one for one in self._outside if one[1].call == index]
+        behind = [entry for entry in self._outside if entry[1].call == index]
         if behind:
             yield Event("")
             yield from self._backward_outside(behind)
@@ -474,7 +481,8 @@ class _Composition:
             done = [_shared(tensor.storage) for tensor in operator.saved]
             done = [name for name in dict.fromkeys(done) if self._is_last(reader, name)]
             frees = (*map(_gradient, operator.frees), *done)
-            yield Event(operator.name, operator.name, allocates=allocates, frees=frees)
+            workspace = operator.workspace.bytes if operator.workspace is not None else 0
+            yield Event(operator.name, operator.name, "", allocates, workspace, frees)
             for number, result in operator.passed:
                 self._gradients.setdefault(result, _gradient(number))
                 self._waiting[_gradient(number)] += 1
@@ -505,10 +513,10 @@ class _Composition:
         return bool(name) and not self._waiting[name]
 
     def _dropped(self, names: Iterable[str]) -> tuple[str, ...]:
-        found = [name for name in names if name in self._of_caller]
-        for name in found:
+        dropped = [name for name in names if name in self._of_caller]
+        for name in dropped:
             del self._of_caller[name]
-        return tuple(name for name in found if not self._readers.get(name))
+        return tuple(name for name in dropped if not self._readers.get(name))
 
     def _name(self, index: int, local: str) -> str:
         return self._names[index].get(local, f"{index} {local}")

@@ -15,6 +15,9 @@ from typing import Any, NamedTuple
 import torch
 
 _COMPILED = "CompiledFunctionBackward"
+# Of operators whose backward holds a buffer what is as large: CTC's has betas of the size of its alphas
+# (`aten/src/ATen/native/LossCTC.cpp`).
+_AS_LARGE_AS = {"CtcLossBackward0": "_saved_result1"}
 # Operators whose backward returns memory of what it is given.
 _VIEWS = ("AddBackward", "Alias", "Permute", "Squeeze", "TBackward", "Transpose", "Unsqueeze", "View", "Reshape")
 
@@ -51,6 +54,7 @@ class OutsideOperator:
         name: of its backward, `LogSoftmaxBackward0`.
         order: its place among the operators of the forward.
         saved: tensors that it saves.
+        workspace: a saved one that is as large as what its backward holds while it runs; None: that holds nothing.
         allocates: gradients that its backward computes.
         frees: numbers of those that nothing reads behind it.
         passed: numbers of those that are given to a compiled graph, with the graph's order and the output's position.
@@ -59,6 +63,7 @@ class OutsideOperator:
     name: str
     order: int
     saved: tuple[torch.Tensor, ...]
+    workspace: torch.Tensor | None
     allocates: tuple[Gradient, ...]
     frees: tuple[int, ...]
     passed: tuple[tuple[int, int, int], ...]
@@ -108,8 +113,9 @@ def outside_operators(outputs: Iterable[object]) -> list[OutsideOperator]:
         for gradient in inputs:
             waiting[gradient.number] -= 1
         done = tuple(dict.fromkeys([*summed, *(one.number for one in inputs if not waiting[one.number])]))
-        saved = tuple(_saved_tensors(node))
-        found.append(OutsideOperator(name, node._sequence_nr(), saved, tuple(allocates), done, tuple(passed)))
+        saved, order = tuple(_saved_tensors(node)), node._sequence_nr()
+        workspace = getattr(node, _AS_LARGE_AS.get(name, ""), None)
+        found.append(OutsideOperator(name, order, saved, workspace, tuple(allocates), done, tuple(passed)))
     return found
 
 
