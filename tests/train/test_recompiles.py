@@ -119,7 +119,7 @@ class Counting(Whole):
         return {"loss": super().forward(x)["loss"] * self.calls / self.second.temperature}
 
 
-def test_a_number_that_changes_at_every_step_is_named_once_with_the_way_out() -> None:
+def test_a_number_that_changes_at_every_step_is_named_once_with_a_suggestion() -> None:
     model = Counting()
     attached(model)
     with log_lines() as lines:

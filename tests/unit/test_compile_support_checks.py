@@ -1,4 +1,4 @@
-"""What the compile engine refuses, each in a line that names the way out."""
+"""What the compile engine refuses, each in a line that names a suggestion."""
 
 import pytest
 import torch

@@ -4,6 +4,7 @@ import copy
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -14,8 +15,8 @@ from optimum_memopt.engines.api.explanations import (
     FailedStep,
     Moment,
     Part,
+    Suggestion,
     TensorLike,
-    WayOut,
 )
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.capture.backend import default_compiler
@@ -39,8 +40,8 @@ from optimum_memopt.engines.compile.predict.suggestions import (
     plain_run,
     planned_run,
     problems_of,
+    suggestions,
     together_of,
-    ways_out,
     within_budget,
 )
 from optimum_memopt.engines.compile.torch_compat import dynamo
@@ -89,14 +90,14 @@ class _Found:
         is_traced: what the step held is known, and how long a trace takes.
         parts: see `Explanation`.
         remarks: see `Explanation`.
-        ways_out: each with its place, see `ways_out`.
+        suggestions: each with its place, see `suggestions`.
     """
 
     moment: Moment
     is_traced: bool = False
     parts: tuple[Part, ...] = ()
     remarks: tuple[str, ...] = ()
-    ways_out: list[tuple[int, WayOut]] = field(default_factory=list)
+    suggestions: list[tuple[int, Suggestion]] = field(default_factory=list)
 
 
 def explain(failed: FailedStep) -> Explanation:
@@ -118,8 +119,10 @@ def explain(failed: FailedStep) -> Explanation:
             _look(failed, found, progress, Deadline(_SECONDS))
         except TimeIsUpError:
             remarks = (f"what was found in {_SECONDS:.0f} seconds is here: more may fit",)
-    ways = sorted(found.ways_out, key=lambda one: one[0])
-    return Explanation(found.moment, found.parts, tuple(way for _, way in ways), (*found.remarks, *remarks))
+    ranked = sorted(found.suggestions, key=itemgetter(0))
+    return Explanation(
+        found.moment, found.parts, tuple(suggestion for _, suggestion in ranked), (*found.remarks, *remarks)
+    )
 
 
 def _look(failed: FailedStep, found: _Found, progress: Progress, deadline: Deadline) -> None:
@@ -132,7 +135,7 @@ def _look(failed: FailedStep, found: _Found, progress: Progress, deadline: Deadl
     ) -> tuple[CapturedGraph, ...]:
         progress.stage = "tracing"
         traced = capture_failed(failed, producer, LossMode(loss), compiled_by, costs)
-        progress.stage = "solving for what would have fit"
+        progress.stage = "searching for suggestions"
         return traced
 
     def measured(graph: AnalyzedGraph) -> Costs:
@@ -169,16 +172,16 @@ def _look(failed: FailedStep, found: _Found, progress: Progress, deadline: Deadl
         # accelerate's wraps the run's own.
         is_adamw = isinstance(getattr(failed.run.optimizer, "optimizer", failed.run.optimizer), torch.optim.AdamW)
         same = DEFAULT if is_adamw else ""
-        for place, way in enumerate(other_optimizers(planned, graphs, ran.simulate, runs, same, deadline)):
-            found.ways_out.append((place, way))
+        for place, suggestion in enumerate(other_optimizers(planned, graphs, ran.simulate, runs, same, deadline)):
+            found.suggestions.append((place, suggestion))
         return
     held = HeldStep(graphs, step_of(graphs, ran.simulate))
     found.moment, point = held.moment(failed.place, _of_graphs(failed), failed.requested)
     found.parts = tuple(held.parts(point))
     if count > 1:
         found.remarks += (f"the forward is {count} graphs, and what runs between them is not known",)
-    for place, way in ways_out(planned, graphs, ran.simulate, run, deadline):
-        found.ways_out.append((place, way))
+    for place, suggestion in suggestions(planned, graphs, ran.simulate, run, deadline):
+        found.suggestions.append((place, suggestion))
 
 
 def _what_ran(failed: FailedStep) -> _Ran:
@@ -293,11 +296,11 @@ def other_optimizers(
     runs: Mapping[str, FailedRun],
     same: str,
     deadline: Deadline,
-) -> Iterator[WayOut]:
+) -> Iterator[Suggestion]:
     """Each with as little recompute as it needs: none, or that of a budget; none where none fits.
 
     Args:
-        planned: see `ways_out`.
+        planned: see `suggestions`.
         ran: the graphs of the step that failed.
         simulate: what they held.
         runs: the run with another optimizer, by Trainer's name of it, the recommended one first.
@@ -317,7 +320,7 @@ def other_optimizers(
         peak = replace(run.plain, activations=activations).peak
         # What an allocator wastes is in what was held: forward and backward had run.
         if peak <= run.allowed:
-            yield WayOut(f"--optim {name}", peak, None, what)
+            yield Suggestion(f"--optim {name}", peak, None, what)
             continue
-        for way in within_budget(together_of(planned(), run), run):
-            yield replace(way, flags=f"--optim {name} {way.flags}", what=f"{what}; {way.what}")
+        for suggestion in within_budget(together_of(planned(), run), run):
+            yield replace(suggestion, flags=f"--optim {name} {suggestion.flags}", what=f"{what}; {suggestion.what}")

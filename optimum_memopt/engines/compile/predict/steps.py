@@ -211,7 +211,7 @@ def _checkpointed(problem: Problem, every: int) -> Simulation:
 
 
 @dataclass(frozen=True, eq=False)
-class StepsOfModel:
+class ModelStepPredictor:
     """A `StepPredictor`.
 
     Attributes:
@@ -230,7 +230,7 @@ class StepsOfModel:
     update: UpdateTimes
     compares: bool = True
 
-    def within(self, budget: int) -> "StepsOfModel":
+    def within(self, budget: int) -> "ModelStepPredictor":
         """The same model with another budget, in bytes, from the same traces."""
         graphs = {chunks: graph.within(budget) for chunks, graph in self.graphs.items()}
         return replace(self, budget=budget, budget_text=f"{budget // 2**20}MiB", graphs=graphs)
@@ -286,7 +286,7 @@ class _Case:
     compares: bool = True
 
 
-def of_workload(workload: Workload, budget: Budget, spec: StepSpec) -> StepsOfModel:
+def of_workload(workload: Workload, budget: Budget, spec: StepSpec) -> ModelStepPredictor:
     """Steps of a model that is given by its config, on fake tensors alone, with any batch size.
 
     Raises:
@@ -311,7 +311,7 @@ def of_model(
     spec: StepSpec,
     tokens: int,
     may_chunk: bool,
-) -> StepsOfModel:
+) -> ModelStepPredictor:
     """Steps of a model that is about to train, where it is; it is left as it is.
 
     Args:
@@ -335,7 +335,7 @@ def of_model(
     return _predictor(case, model, make_batch(_FEW), make)
 
 
-def _predictor(case: _Case, model: torch.nn.Module, batch: Mapping[str, Any], make: _MakeFake) -> StepsOfModel:
+def _predictor(case: _Case, model: torch.nn.Module, batch: Mapping[str, Any], make: _MakeFake) -> ModelStepPredictor:
     losses = (PLAIN, AUTO) if case.may_chunk and may_have_vocabulary(model) else (PLAIN,)
     captured = [_captured(case, make, loss) for loss in losses]
     untrained, target, device = captured[0].untrained, case.target, next(model.parameters()).device
@@ -353,7 +353,7 @@ def _predictor(case: _Case, model: torch.nn.Module, batch: Mapping[str, Any], ma
         bandwidth = times.update_bandwidth(device, sum(parameter.numel() for parameter in trained))
     else:
         bandwidth = target.bandwidth * EFFICIENCY
-    return StepsOfModel(
+    return ModelStepPredictor(
         type(model).__name__,
         device.type if target is None else target.name,
         step.limit,

@@ -1,10 +1,10 @@
-"""What would have fit, each as flags with its predicted peak. Pure."""
+"""Suggestions: flags with which a failed step would have fit, each with its predicted peak. Pure."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from optimum_memopt.engines.api.explanations import WayOut
+from optimum_memopt.engines.api.explanations import Suggestion
 from optimum_memopt.engines.compile.graph.problem import Problem
 from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.compile.memory.simulation import Simulation, simulate_everything_saved
@@ -63,13 +63,13 @@ def peak_of(graphs: Sequence[CapturedGraph], simulate: Simulate, problems: Seque
     return step_of(graphs, simulate, problems).peak()
 
 
-def ways_out(
+def suggestions(
     planned: Callable[[], Sequence[CapturedGraph]],
     ran: Sequence[CapturedGraph],
     simulate: Simulate,
     run: FailedRun,
     deadline: Deadline,
-) -> Iterator[tuple[int, WayOut]]:
+) -> Iterator[tuple[int, Suggestion]]:
     """Each with its place, the recommended one's the lowest, and what is found soonest first; none where not even one
     row fits.
 
@@ -115,7 +115,7 @@ def problems_of(graphs: Sequence[CapturedGraph], run: FailedRun, times: int = 1)
     return [graph.problem(times, run.step.largest) for graph in graphs]
 
 
-def within_budget(graphs: MultiGraphSolver, run: FailedRun) -> Iterator[WayOut]:
+def within_budget(graphs: MultiGraphSolver, run: FailedRun) -> Iterator[Suggestion]:
     """A budget; none where nothing fits.
 
     Args:
@@ -128,7 +128,7 @@ def within_budget(graphs: MultiGraphSolver, run: FailedRun) -> Iterator[WayOut]:
     peak = replace(run.step.fixed, activations=found.peak).peak
     if peak > run.allowed:
         return
-    yield WayOut(
+    yield Suggestion(
         f"--memory_opt_budget {run.budget}MiB",
         peak,
         _share(found),
@@ -158,37 +158,39 @@ def _share(found: Plan) -> float | None:
     return found.extra_seconds / found.seconds if found.seconds else None
 
 
-def _smaller(ran: Sequence[CapturedGraph], simulate: Simulate, run: FailedRun) -> Iterator[WayOut]:
+def _smaller(ran: Sequence[CapturedGraph], simulate: Simulate, run: FailedRun) -> Iterator[Suggestion]:
     for times in _parts(ran, run):
         activations = peak_of(ran, simulate, problems_of(ran, run, times))
         peak = _micro(run.plain, activations, times).peak
         if peak + run.waste * activations <= run.allowed:
-            yield WayOut(_micro_flags(run, times), peak, None, "as many rows in an optimizer step")
+            yield Suggestion(_micro_flags(run, times), peak, None, "as many rows in an optimizer step")
             return
 
 
-def _loss(planned: Sequence[CapturedGraph], ran: Sequence[CapturedGraph], run: FailedRun) -> Iterator[WayOut]:
+def _loss(planned: Sequence[CapturedGraph], ran: Sequence[CapturedGraph], run: FailedRun) -> Iterator[Suggestion]:
     if any(graph.chunks_loss for graph in ran) or not any(graph.chunks_loss for graph in planned):
         return
     # Without a plan it is torch's own partition that runs.
     activations = peak_of(planned, planned_run, problems_of(planned, run))
     peak = replace(run.step.fixed, activations=activations).peak
     if peak <= run.allowed:
-        yield WayOut(
+        yield Suggestion(
             "--memory_opt_engine compile --memory_opt_loss chunked", peak, None, "a loss that never holds its logits"
         )
 
 
-def _level(graphs: MultiGraphSolver, run: FailedRun) -> Iterator[WayOut]:
+def _level(graphs: MultiGraphSolver, run: FailedRun) -> Iterator[Suggestion]:
     found = graphs.layers_recomputed
     peak = replace(run.step.fixed, activations=found.peak).peak
     if peak > run.allowed:
         return
     flags = "--memory_opt_engine compile --memory_opt_level 1"
-    yield WayOut(flags, peak, _share(found), "every layer is recomputed from its input")
+    yield Suggestion(flags, peak, _share(found), "every layer is recomputed from its input")
 
 
-def _smaller_within_budget(planned: Sequence[CapturedGraph], run: FailedRun, deadline: Deadline) -> Iterator[WayOut]:
+def _smaller_within_budget(
+    planned: Sequence[CapturedGraph], run: FailedRun, deadline: Deadline
+) -> Iterator[Suggestion]:
     """The largest micro-batch with which some plan fits."""
     for times in _parts(planned, run):
         deadline.check()
@@ -199,7 +201,7 @@ def _smaller_within_budget(planned: Sequence[CapturedGraph], run: FailedRun, dea
         peak = replace(step, activations=found.peak).peak
         if peak > run.allowed:
             continue
-        yield WayOut(
+        yield Suggestion(
             f"{_micro_flags(run, times)} --memory_opt_budget {run.budget}MiB",
             peak,
             _share(found),
