@@ -122,7 +122,7 @@ class CompileFactory(EngineFactory[CompileOptions]):
 
     def largest_batch(self, workload: Workload, selection: Selection, spec: StepSpec, budget: Budget) -> int:
         """The most rows with which a step is predicted to be within a budget, from one trace or two."""
-        from optimum_memopt.engines.compile.predict.largest_batch import largest_batch
+        from optimum_memopt.engines.compile.predict.estimate import largest_batch
         from optimum_memopt.engines.compile.predict.planned_step import PlannedStep
 
         return largest_batch(PlannedStep(workload, selection, spec), budget)

@@ -2,7 +2,7 @@
 
 import gc
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Generic, Protocol, TypeVar
@@ -14,25 +14,106 @@ from optimum_memopt.engines.compile.capture.traced_forward import GraphInForward
 from optimum_memopt.engines.compile.costs.cache import costs_of
 from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
+from optimum_memopt.engines.compile.graph.problem import ALONE, SiblingGraphs
 from optimum_memopt.engines.compile.graph.symbols import larger_sizes
 from optimum_memopt.engines.compile.memory.step_context import StepContext, step_around
 from optimum_memopt.engines.compile.memory.tape import bytes_left_by
-from optimum_memopt.engines.compile.partition.captured_graph import captured_graph
+from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph, captured_graph
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
 from optimum_memopt.engines.compile.partition.producers.producer import GraphContext, Producer, Solvable
-from optimum_memopt.engines.compile.partition.reservations import GraphReservations
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
+from optimum_memopt.engines.compile.solver.multi_graph import MultiGraphSolver
 from optimum_memopt.engines.compile.solver.solver import Solver
 from optimum_memopt.errors import DoesNotFitError
 from optimum_memopt.logs import best_effort, get_logger
 from optimum_memopt.memory.optimizers import Optimizer
+from optimum_memopt.plans.plan_file import GraphSignature
 from optimum_memopt.sizes import gib_text
 
 # Of one batch's plan, until what was compiled is within the budget too.
 _MOST_COMPILES = 3
 # Of each of those, in which no further graph of the forward was reached, until all of them fit.
 _MOST_RESERVES = 3
+
+
+class GraphReservations:
+    """The graphs of one forward, as far as compiling it has shown them. Pure.
+
+    torch compiles and runs each before it traces the next one. So the first plan of a graph is made as if no other one
+    followed. Where that leaves a later graph too little, the forward is compiled again, and each graph leaves to those
+    behind it what they take at least, or more where all together are faster then.
+    """
+
+    def __init__(self) -> None:
+        self._planned: list[CapturedGraph] = []
+        # As of the last call of `learn`.
+        self._learned: tuple[CapturedGraph, ...] = ()
+        self._siblings: tuple[SiblingGraphs, ...] = ()
+        self._share = 0.0
+        self._reserve = 0
+
+    @property
+    def count(self) -> int:
+        return len(self._planned)
+
+    @property
+    def reserved(self) -> int:
+        """Bytes that the first one leaves to those behind it."""
+        return self._siblings[0].later if self._siblings else 0
+
+    def note(self, index: int, graph: CapturedGraph) -> None:
+        """Note a planned graph by its place in the forward; its number of runs is not known yet."""
+        if index < len(self._planned) and self._planned[index].signature == graph.signature:
+            self._planned[index] = replace(graph, runs=self._planned[index].runs)
+        else:
+            # Other graphs may follow this one.
+            self._planned[index:] = [graph]
+
+    def siblings(self, index: int, signature: GraphSignature, times: int = 1) -> SiblingGraphs:
+        """The other graphs of the forward around one, as was learned.
+
+        Args:
+            index: its place in the forward.
+            signature: of the graph; torch may compile one of several graphs again, alone.
+            times: the batch is one of so many parts of the rows, and later graphs take as little as they can.
+        """
+        if index >= len(self._learned) or self._learned[index].signature != signature:
+            return ALONE
+        return self._siblings[index] if times == 1 else self._solver(times).siblings(0)[index]
+
+    def learn(self, runs: Sequence[int], allowed: int, lacking: int = 0) -> bool:
+        """Take in a forward whose plans did not fit together.
+
+        Args:
+            runs: how often each of its graphs ran, as far as it came.
+            allowed: bytes that all of them may hold.
+            lacking: bytes. If all that this forward shows was known, the process has grown: later graphs are left no
+                more than they take at least, then that much more.
+
+        Returns:
+            Whether the next plans are made for something else.
+        """
+        for index, count in enumerate(runs):
+            self._planned[index] = replace(self._planned[index], runs=count)
+        before = tuple(self.siblings(index, graph.signature) for index, graph in enumerate(self._planned))
+        is_new = [(graph.signature, graph.runs) for graph in self._learned] != [
+            (graph.signature, graph.runs) for graph in self._planned
+        ]
+        if runs and not is_new and not self._share:
+            self._reserve += lacking
+        self._learned = tuple(self._planned)
+        solver = self._solver()
+        if is_new:
+            self._share = solver.fastest_share(allowed)
+        elif lacking:
+            self._share = 0.0
+        self._siblings = solver.siblings(self._share)
+        return self._siblings != before
+
+    def _solver(self, times: int = 1) -> MultiGraphSolver:
+        problems, runs = zip(*((graph.problem(times), graph.runs) for graph in self._learned), strict=True)
+        return MultiGraphSolver(problems, runs, self._reserve)
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from optimum_memopt.engines.api.predictions import Frontier, StepTimeline
 from optimum_memopt.engines.api.run import LargestBatch, Run, Selection
-from optimum_memopt.engines.compile.capture import support_checks
 from optimum_memopt.engines.compile.capture.backend import check_compiler, default_compiler
+from optimum_memopt.engines.compile.capture.capture import check_model, check_trainer_arguments
 from optimum_memopt.engines.compile.capture.recompiles import TooManyRecompilesError
 from optimum_memopt.engines.compile.capture.traced_forward import ForwardArgs, TraceSpec
 from optimum_memopt.engines.compile.loss.decide import loss_mode
@@ -78,10 +78,10 @@ class CompileEngine(in_place.InPlaceEngine):
         Raises:
             MemOptError: torch_compile, FSDP, ZeRO 3, several GPUs in one process.
         """
-        support_checks.check_arguments(args)
+        check_trainer_arguments(args)
 
     def _check(self, model: torch.nn.Module) -> None:
-        support_checks.check(model)
+        check_model(model)
         if self._compiler_asked is not None:
             check_compiler(self._compiler_asked, next(model.parameters()).device.type)
 
