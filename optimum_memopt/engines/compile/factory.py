@@ -129,7 +129,6 @@ class CompileFactory(EngineFactory[CompileOptions]):
 
 
 def _report() -> Report:
-    """Compilers, devices and kernels of this machine; compiles nothing."""
     from optimum_memopt.engines.compile.capture.backend import default_compiler, missing_for
 
     triton = installed_version(_TRITONS)

@@ -82,7 +82,7 @@ def chosen_by(producer: Producer) -> Choose:
     """Choices of a producer that is told nothing of the step."""
 
     def choose(graph: AnalyzedGraph, state: GraphInForward) -> Choice:
-        return producer.choose(graph, GraphContext([known.choice for known in state.earlier]))
+        return producer.choose(graph, GraphContext([graph.choice for graph in state.earlier]))
 
     return choose
 
@@ -101,11 +101,7 @@ def capture(
 
     Args:
         model: of fake tensors, in training mode; the caller is in their mode.
-        args: of its forward, by position.
-        inputs: of its forward, by keyword.
-        spec: how it is traced.
         choose: whose choice is applied to each graph.
-        reader: who may read more of the outputs than the loss, empty when nobody does.
         costs_of: asked for the costs of each graph's operators.
         compared: producers whose choices are noted, too, after the one that is applied.
 
@@ -125,10 +121,10 @@ def capture(
         if not state.earlier:
             graphs.clear()
             choices[:] = [[] for _ in compared]
-        known, choice = captured_graph(graph, costs_of(graph)), choose(graph, state)
+        captured, choice = captured_graph(graph, costs_of(graph)), choose(graph, state)
         for producer, earlier in zip(compared, choices, strict=True):
             earlier.append(producer.choose(graph, GraphContext(tuple(earlier))))
-        graphs.append(captured_plans(known, [choice, *(of_producer[-1] for of_producer in choices)]))
+        graphs.append(captured_plans(captured, [choice, *(of_producer[-1] for of_producer in choices)]))
         return choice
 
     place = training_forward(model)

@@ -29,7 +29,6 @@ class LossMode:
     """How a run computes its losses over a vocabulary.
 
     Attributes:
-        name: one of `LOSSES`.
         is_row: the config's row asks for chunks.
     """
 
@@ -96,9 +95,7 @@ class LossDecision:
 
     Attributes:
         shape: in the symbols of the graph.
-        first_rows: of the first batch.
         is_read_by_caller: it would be chunked, if nobody read the logits.
-        reason: why it is not chunked; empty where it is.
     """
 
     shape: LossShape

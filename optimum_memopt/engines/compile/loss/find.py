@@ -87,9 +87,7 @@ class LossChain:
         projection: of the hidden states, (…, hidden size), to the vocabulary.
         slices: of the projection's rows, in their order: a causal model predicts nothing at its last token.
         offset: (1, …, vocabulary), added to the projection's output (BART's `final_logits_bias`); None without.
-        adapter: added to the projection's output; None without.
         ignore_index: the label of rows that do not count; a node where dynamo made it an input of the graph.
-        mean: over the rows that count; else their sum.
         is_returned: the forward returns the logits, so its caller may read them.
     """
 

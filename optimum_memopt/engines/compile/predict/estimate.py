@@ -46,19 +46,14 @@ class Estimate:
     Attributes:
         table: the plan table, with the prediction in its header.
         parts: bytes by name, see `Footprint`.
-        peak_mib: of a step.
         device: type of the device whose kernels are assumed.
         compiler: whose graphs.
         attention: transformers' name of the assumed attention implementation.
         plan: what is on, to be applied by `--memory_opt_plan`.
-        curve: what budgets cost, where that was asked for.
-        costs: where the curve's times are from.
-        batches: steps of several batch sizes, where that was asked for.
         chosen: the plan's place on the curve, where that is known.
         timeline: the step, operator by operator.
         allocated: bytes of the blocks of torch's allocator on CUDA; None where it is not known.
         reserved: bytes that it takes of the device; None where it is not known.
-        capacity: memory of the device.
     """
 
     table: PlanTable
@@ -89,7 +84,6 @@ class Estimate:
         return f"{table}{curve}\n{self._assumes}"
 
     def _repr_html_(self) -> str:
-        """In a notebook."""
         curve = tabulate(_curve_rows(self.curve), headers="keys", tablefmt="html", disable_numparse=True)
         costs = f"<p>What budgets cost ({html.escape(self.costs)} costs)</p>{curve}" if self.curve else ""
         return f"<div>{self.table._repr_html_()}{costs}<p>{html.escape(self._assumes)}</p></div>"
@@ -103,10 +97,10 @@ class Estimate:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON; without the plan, which is a file of its own, and the timeline, which is a picture."""
-        found = asdict(replace(self, plan=None, timeline=None, capacity=None))
+        entries = asdict(replace(self, plan=None, timeline=None, capacity=None))
         for name in ("plan", "timeline", "chosen", "capacity"):
-            del found[name]
-        return found
+            del entries[name]
+        return entries
 
 
 def estimate(
@@ -121,11 +115,8 @@ def estimate(
     """Trace one training forward and its backward on fake tensors, and partition them with the compile engine.
 
     Args:
-        workload: the model and the size of its batch.
-        selection: which plans.
         spec: how the step runs. Of inductor's graphs, too, the order of operators is the graph's.
         symbolic: sizes stay symbols, so that savings are formulas; several times slower.
-        with_curve: find out what budgets cost, too.
         batch_sizes: predict a step of each, too, from one trace with the workload's, the largest of them; sizes stay
             symbols.
 
@@ -171,7 +162,7 @@ def estimate(
 
 
 def _frontier(traced: TracedStep, step: PlannedStep) -> Frontier:
-    """What budgets cost, with the place of what is selected."""
+    """The costs of budgets, with the place of what is selected."""
     graphs, budget = traced.graphs, step.selection.budget
     context = step.context(traced, budget or Budget("", 0))
     solver = MultiGraphSolver(
@@ -253,7 +244,6 @@ def largest_batch(step: PlannedStep, budget: Budget) -> int:
 
     Args:
         step: its workload's batch is where the search begins.
-        budget: of the peak; blocks of torch's allocator on CUDA.
 
     Returns:
         0 where one row is too many.
@@ -281,7 +271,7 @@ def largest_batch(step: PlannedStep, budget: Budget) -> int:
 
 
 def _fits(graphs: Sequence[CapturedGraph], step: StepContext, rows: int) -> bool:
-    """Whether a plan is found for a step with so many rows, of which the context's batch has those of the graphs."""
+    """True where a plan is found for a step with n rows, of which the context's batch has those of the graphs."""
     before = max(graphs[0].row_symbols.values(), default=rows)
     step = replace(step, fixed=replace(step.fixed, batch=step.fixed.batch * rows // before))
     if step.footprint(0).peak > step.limit:
@@ -298,9 +288,7 @@ def largest(fits: Callable[[int], bool], start: int, limit: int = _MOST_ROWS) ->
     """The largest number that fits, where all smaller ones do too. Pure.
 
     Args:
-        fits: whether a number does.
         start: where to look first, from 1 on.
-        limit: the largest number that is looked at.
 
     Returns:
         0 where 1 does not fit.

@@ -36,12 +36,12 @@ from optimum_memopt.engines.compile.partition.producers.torch_default import Tor
 from optimum_memopt.engines.compile.predict.holdings import HeldStep, Simulate, step_of
 from optimum_memopt.engines.compile.predict.suggestions import (
     FailedRun,
+    multi_graph_solver,
     peak_of,
     plain_run,
     planned_run,
     problems_of,
     suggestions,
-    together_of,
     within_budget,
 )
 from optimum_memopt.engines.compile.torch_compat import dynamo
@@ -64,14 +64,10 @@ _NAME, _AS_WRITTEN = "compile", "aot_eager"
 
 @dataclass(frozen=True)
 class _Ran:
-    """What ran out of memory.
+    """The run that ran out of memory.
 
     Attributes:
-        producer: of its plan.
-        loss: one of `options.LOSSES`.
         simulate: what a graph of it holds.
-        is_planned: the compile engine ran.
-        remarks: see `Explanation`.
     """
 
     producer: Producer
@@ -82,15 +78,11 @@ class _Ran:
 
 
 @dataclass
-class _Found:
+class _Search:
     """A search for why memory ran out, as far as it has come.
 
     Attributes:
-        moment: see `Explanation`.
         is_traced: what the step held is known, and how long a trace takes.
-        parts: see `Explanation`.
-        remarks: see `Explanation`.
-        suggestions: each with its place, see `suggestions`.
     """
 
     moment: Moment
@@ -101,12 +93,12 @@ class _Found:
 
 
 def explain(failed: FailedStep) -> Explanation:
-    """See `EngineFactory.explain`; what is found in time, since the error waits meanwhile.
+    """The explanation of a failed step, as far as the search came in time, since the error waits meanwhile.
 
     Raises:
         Exception: the forward cannot be traced on fake tensors, or memory ran out again.
     """
-    found = _Found(Moment(failed.place.phase, failed.place.module, failed.place.operator))
+    search = _Search(Moment(failed.place.phase, failed.place.module, failed.place.operator))
     with announced(
         "looking for why memory ran out in a training step",
         "looked for why memory ran out in a training step",
@@ -116,16 +108,16 @@ def explain(failed: FailedStep) -> Explanation:
     ) as progress:
         remarks: tuple[str, ...] = ()
         try:
-            _look(failed, found, progress, Deadline(_SECONDS))
+            _run_search(failed, search, progress, Deadline(_SECONDS))
         except TimeIsUpError:
             remarks = (f"what was found in {_SECONDS:.0f} seconds is here: more may fit",)
-    ranked = sorted(found.suggestions, key=itemgetter(0))
+    ranked = sorted(search.suggestions, key=itemgetter(0))
     return Explanation(
-        found.moment, found.parts, tuple(suggestion for _, suggestion in ranked), (*found.remarks, *remarks)
+        search.moment, search.parts, tuple(suggestion for _, suggestion in ranked), (*search.remarks, *remarks)
     )
 
 
-def _look(failed: FailedStep, found: _Found, progress: Progress, deadline: Deadline) -> None:
+def _run_search(failed: FailedStep, search: _Search, progress: Progress, deadline: Deadline) -> None:
     device = next(failed.model.parameters()).device
     compiler = default_compiler(device.type)[0]
     ran = _what_ran(failed)
@@ -144,7 +136,7 @@ def _look(failed: FailedStep, found: _Found, progress: Progress, deadline: Deadl
     @functools.cache
     def planned() -> tuple[CapturedGraph, ...]:
         """The graphs as the compile engine would run them, which take as long as the first where they are others."""
-        deadline.check(needed=deadline.elapsed if found.is_traced else 0.0)
+        deadline.check(needed=deadline.elapsed if search.is_traced else 0.0)
         if ran.is_planned:
             return (captured(TorchDefault(), CHUNKED, compiler, measured) if ran.loss == PLAIN else None) or graphs
         return captured(TorchDefault(), AUTO, compiler, measured)
@@ -161,11 +153,11 @@ def _look(failed: FailedStep, found: _Found, progress: Progress, deadline: Deadl
     count = sum(graph.runs for graph in graphs)
     is_exact = count == 1 and not failed.call.reader
     model, untrained = failed.model, graphs[0].untrained
-    found.is_traced, found.remarks = True, ran.remarks
+    search.is_traced, search.remarks = True, ran.remarks
     run = _failed_run(failed, ran.is_planned, is_exact, untrained)
     if failed.place.phase == OPTIMIZER_STEP:
         # What recompute saves is free by then.
-        found.moment, trainable = Moment(OPTIMIZER_STEP), trainable_of(model, untrained)
+        search.moment, trainable = Moment(OPTIMIZER_STEP), trainable_of(model, untrained)
         runs = {
             name: _with_optimizer(run, model, trainable, name) for name in smaller_optimizers(device.type == "cuda")
         }
@@ -173,15 +165,15 @@ def _look(failed: FailedStep, found: _Found, progress: Progress, deadline: Deadl
         is_adamw = isinstance(getattr(failed.run.optimizer, "optimizer", failed.run.optimizer), torch.optim.AdamW)
         same = DEFAULT if is_adamw else ""
         for place, suggestion in enumerate(other_optimizers(planned, graphs, ran.simulate, runs, same, deadline)):
-            found.suggestions.append((place, suggestion))
+            search.suggestions.append((place, suggestion))
         return
     held = HeldStep(graphs, step_of(graphs, ran.simulate))
-    found.moment, point = held.moment(failed.place, _of_graphs(failed), failed.requested)
-    found.parts = tuple(held.parts(point))
+    search.moment, point = held.moment(failed.place, _of_graphs(failed), failed.requested)
+    search.parts = tuple(held.parts(point))
     if count > 1:
-        found.remarks += (f"the forward is {count} graphs, and what runs between them is not known",)
+        search.remarks += (f"the forward is {count} graphs, and what runs between them is not known",)
     for place, suggestion in suggestions(planned, graphs, ran.simulate, run, deadline):
-        found.suggestions.append((place, suggestion))
+        search.suggestions.append((place, suggestion))
 
 
 def _what_ran(failed: FailedStep) -> _Ran:
@@ -204,9 +196,9 @@ def _what_ran(failed: FailedStep) -> _Ran:
 
 
 def _of_graphs(failed: FailedStep) -> int:
-    """Bytes of the tensors that the failed step had made by itself."""
-    others = _tensors_of(failed) + failed.accumulated + failed.outside + failed.kept
-    return max(0, failed.held - others)
+    """Bytes of tensors that the failed step had made."""
+    outside = _tensors_of(failed) + failed.accumulated + failed.outside + failed.kept
+    return max(0, failed.held - outside)
 
 
 def _tensors_of(failed: FailedStep) -> int:
@@ -300,12 +292,9 @@ def other_optimizers(
     """Each with as little recompute as it needs: none, or that of a budget; none where none fits.
 
     Args:
-        planned: see `suggestions`.
         ran: the graphs of the step that failed.
-        simulate: what they held.
         runs: the run with another optimizer, by Trainer's name of it, the recommended one first.
         same: name of the one that computes what the run's own does; empty: none does.
-        deadline: for all of them.
 
     Raises:
         TimeIsUpError: some are not known in time.
@@ -322,5 +311,5 @@ def other_optimizers(
         if peak <= run.allowed:
             yield Suggestion(f"--optim {name}", peak, None, what)
             continue
-        for suggestion in within_budget(together_of(planned(), run), run):
+        for suggestion in within_budget(multi_graph_solver(planned(), run), run):
             yield replace(suggestion, flags=f"--optim {name} {suggestion.flags}", what=f"{what}; {suggestion.what}")

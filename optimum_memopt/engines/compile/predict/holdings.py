@@ -1,4 +1,4 @@
-"""What a training step held when it ran out of memory, tensor by tensor, from its graphs. Pure."""
+"""The tensors of a training step when it ran out of memory, from its graphs. Pure."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,8 +21,6 @@ def step_of(
     """The events of a step.
 
     Args:
-        graphs: of the forward, in order.
-        simulate: what each saves.
         problems: the graphs as numbers; None: for the sizes that they were captured with.
     """
     problems = problems or [graph.problem_at(graph.sizes) for graph in graphs]
@@ -52,12 +50,7 @@ class Point:
 
 @dataclass(frozen=True)
 class HeldStep:
-    """A step up to the operator whose allocation failed.
-
-    Attributes:
-        graphs: of the forward.
-        step: the events of all of them.
-    """
+    """A step up to the operator whose allocation failed."""
 
     graphs: Sequence[CapturedGraph]
     step: StepEvents
@@ -66,7 +59,6 @@ class HeldStep:
         """Where the allocation failed.
 
         Args:
-            place: what the traceback tells.
             held: bytes of the graphs' tensors at that moment.
             requested: bytes of the allocation; None: not known.
         """
@@ -74,12 +66,12 @@ class HeldStep:
         named = [point for point in points if place.node and self._node(point) == place.node]
         if not named and place.module:
             points = [point for point in points if self._modules.get(self._node(point)) == place.module] or points
-        found = named[0] if named else _likeliest(points, held, requested)
-        event = self.step.events[found.index]
-        return Moment(place.phase, self._layer(event.layer) or place.module, event.kind, bool(named)), found
+        point = named[0] if named else _likeliest(points, held, requested)
+        event = self.step.events[point.index]
+        return Moment(place.phase, self._layer(event.layer) or place.module, event.kind, bool(named)), point
 
     def parts(self, point: Point) -> list[Part]:
-        """What the graphs hold just before an operator allocates, tensors of one row and layer together."""
+        """The storages that the graphs hold just before an operator allocates, by category, row and layer."""
         groups: dict[str, dict[tuple[str, str], int]] = {}
         for storage in held_before(self.step.events[: point.index]).values():
             group = groups.setdefault(storage.category, {})

@@ -76,7 +76,7 @@ class GraphReservations:
         Args:
             index: its place in the forward.
             signature: of the graph; torch may compile one of several graphs again, alone.
-            times: the batch is one of so many parts of the rows, and later graphs take as little as they can.
+            times: n: the batch is an n-th of the rows, and later graphs take as little as they can.
         """
         if index >= len(self._learned) or self._learned[index].signature != signature:
             return ALONE
@@ -118,15 +118,11 @@ class GraphReservations:
 
 @dataclass(frozen=True)
 class PlannerSpec:
-    """What a planner plans for.
+    """The subject of a planner.
 
     Attributes:
-        producer: makes the choices.
-        run: the training run, asked at each step.
         fused: a compiler fuses what is bound by memory.
         target: the device that steps are planned for; None: where the model lies.
-        with_curve: find out what other budgets would cost.
-        with_lengths: find out what plans for shorter batches would cost.
     """
 
     producer: Producer
@@ -138,11 +134,11 @@ class PlannerSpec:
 
 
 class Planned(Protocol):
-    """What came of planning a forward."""
+    """The result of planning a forward."""
 
     @property
     def predictor(self) -> StepMemoryPredictor | None:
-        """Of its steps; None where nothing is predicted."""
+        """Predicts its steps; None where nothing is predicted."""
 
 
 _P = TypeVar("_P", bound=Planned)
@@ -150,10 +146,6 @@ _P = TypeVar("_P", bound=Planned)
 
 class Planner(Generic[_P]):
     """Plans one model's steps for every batch up to the largest; under a budget until the step is within it.
-
-    Args:
-        model: whose steps are planned.
-        spec: what they are planned for.
 
     Attributes:
         largest: the largest batch that the plan is made for; None: it is not known.
@@ -182,7 +174,6 @@ class Planner(Generic[_P]):
 
         Args:
             largest: batch that the plan is made for; None: that of the run.
-            spec: of the other one.
         """
         planner: Planner[_P] = Planner(self._model, spec)
         planner.largest, planner._limit, planner._margin = largest, self._limit, self._margin
@@ -195,7 +186,7 @@ class Planner(Generic[_P]):
 
     @property
     def solves(self) -> bool:
-        """Whether the plan has to be within a budget."""
+        """True where the plan has to be within a budget."""
         return self._spec.producer.bound is not None
 
     def plan(self, attempt: Callable[[], _P], forget: Callable[[], None]) -> _P:
@@ -237,7 +228,7 @@ class Planner(Generic[_P]):
         Raises:
             DoesNotFitError: nothing fits the budget.
         """
-        producer, earlier = self._spec.producer, [known.choice for known in state.earlier]
+        producer, earlier = self._spec.producer, [graph.choice for graph in state.earlier]
         if producer.bound is None:
             return producer.choose(graph, GraphContext(earlier))
         return producer.choose(graph, GraphContext(earlier, self._solvable(graph, state)))
@@ -249,12 +240,7 @@ class Planner(Generic[_P]):
         return self._resident
 
     def is_within(self, predictor: StepMemoryPredictor, inputs: Mapping[str, object]) -> bool:
-        """Whether a batch's step is within the budget.
-
-        Args:
-            predictor: of the plan in force.
-            inputs: keyword arguments of the forward.
-        """
+        """True where a batch's step is within the budget."""
         return self._limit is None or self._peak(predictor, predictor.sizes_of(inputs)) <= self._limit
 
     def excess(self, predictor: StepMemoryPredictor, inputs: Mapping[str, object]) -> str:
@@ -311,15 +297,14 @@ class Planner(Generic[_P]):
         return replace(step, limit=self._limit, largest=self.largest, margin=self._margin)
 
     def _with_room(self, attempt: Callable[[], _P], forget: Callable[[], None]) -> _P:
-        """An attempt, repeated where earlier graphs of the forward leave a later one too little."""
-        known, tries = 0, 0
+        count, tries = 0, 0
         while True:
             try:
                 return attempt()
             except DoesNotFitError as error:
                 # A try that was the first to reach a graph could not have left it room.
-                tries += self._graphs.count == known
-                known = self._graphs.count
+                tries += self._graphs.count == count
+                count = self._graphs.count
                 line = "" if tries > _MOST_RESERVES else self._make_room(error)
                 if not line:
                     raise
@@ -329,11 +314,7 @@ class Planner(Generic[_P]):
             gc.collect()
 
     def _make_room(self, error: DoesNotFitError) -> str:
-        """Plan what the graphs of the forward leave to each other, and say so; empty where that is not the reason.
-
-        Args:
-            error: of the graph that was planned last.
-        """
+        """Plan what the graphs of the forward leave to each other, and say so; empty where that is not the reason."""
         runs = [graph.runs for graph in self._earlier]
         if not (runs or self._graphs.reserved) or not self._graphs.learn(runs, self._allowed, error.lacking):
             return ""
@@ -383,7 +364,7 @@ def bounded_bytes(
     *,
     batch_size: int | None = None,
 ) -> int:
-    """What a budget bounds: a step's peak, on CUDA that of the allocator's blocks; arguments as in `footprint`."""
+    """Bytes that a budget bounds: a step's peak, on CUDA of the allocator's blocks; arguments as in `footprint`."""
     step = sizes, optimizer, gradient_accumulation
     blocks = predictor.allocator_peak(*step, batch_size=batch_size)
     peak = predictor.footprint(*step, batch_size=batch_size).peak
@@ -397,7 +378,6 @@ def _without_second_room(step: StepContext, first: int | None) -> StepContext:
     once more on top of that, no step of a RoBERTa of 4 layers of 256 took the last 26 MiB of 732; now it is 9.
 
     Args:
-        step: now.
         first: `constant` before the first plan was made; None: this is the first time.
     """
     grown = step.fixed.constant - first if first is not None else 0
@@ -407,7 +387,7 @@ def _without_second_room(step: StepContext, first: int | None) -> StepContext:
 
 
 def _bytes_left(state: GraphInForward, largest: LargestBatch | None) -> int:
-    """What the earlier graphs have left, with the first batch or the largest; 0 where that is not known."""
+    """Bytes that the earlier graphs have left, with the first batch or the largest; 0 where that is not known."""
     schedules = [graph.timeline for graph in state.earlier if graph.timeline is not None]
     if len(schedules) < len(state.earlier):
         return 0

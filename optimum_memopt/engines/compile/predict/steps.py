@@ -217,7 +217,6 @@ class ModelStepPredictor:
     Attributes:
         budget: bytes; as the flag has it in `budget_text`.
         tokens: of a row; 0 where rows have no tokens.
-        graphs: by whether the loss is chunked.
         compares: there are other plans beside that of the budget, with either loss.
     """
 
@@ -271,7 +270,6 @@ class _Case:
 
     Attributes:
         target: the device that steps are predicted for; None: where the model lies.
-        optim: the optimizer, by Trainer's name.
         tokens: of a row; 0: as many as the batch has that is traced.
         compares: there are other plans beside that of the budget.
     """

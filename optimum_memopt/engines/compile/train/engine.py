@@ -44,12 +44,9 @@ class CompileEngine(in_place.InPlaceEngine):
     forward. Without a config or level torch partitions the graph as it always does.
 
     Args:
-        selection: which plans.
         compiler: `inductor`, or `aot_eager`: the same graphs, run operator by operator; None: see `default_compiler`.
         dynamic: sizes of batches stay symbols; False: traced several times as fast, for the sizes of the first only.
         loss: one of `options.LOSSES`.
-        variants: how many plans there may be within a budget.
-        with_frontier: find out what other budgets would cost.
     """
 
     name = "compile"
@@ -111,7 +108,6 @@ class CompileEngine(in_place.InPlaceEngine):
 
     @property
     def _planned(self) -> PlannedForward | None:
-        """The forward under the plan for the largest batch, which is what is shown; None before the first one."""
         return self._buckets.largest if self._buckets is not None else None
 
     def plans(self) -> PlanTable | None:
@@ -133,19 +129,19 @@ class CompileEngine(in_place.InPlaceEngine):
         return self._planned.predictor if self._planned is not None else None
 
     def predicted_peak_mib(self, optimizer: torch.optim.Optimizer | None, gradient_accumulation: bool) -> float | None:
-        """Of the batches so far the highest peak of a step, MiB; None before the first training forward."""
+        """The highest peak of a step with the batches so far, MiB; None before the first training forward."""
         if self._buckets is None:
             return None
         peak = self._buckets.predicted_peak(optimizer, gradient_accumulation)
         return None if peak is None else peak / MIB
 
     def timeline(self, optimizer: torch.optim.Optimizer | None, gradient_accumulation: bool) -> StepTimeline | None:
-        """Of the batches so far the step with the highest peak; None before the first training forward."""
+        """The step with the highest peak of the batches so far; None before the first training forward."""
         return self._buckets.timeline(optimizer, gradient_accumulation) if self._buckets is not None else None
 
     def frontier(self) -> Frontier | None:
-        """What budgets cost the largest batch; None without a budget, before the first training forward, and for one
-        in several graphs, whose first one is not all that it holds."""
+        """Costs of budgets for the largest batch; None without a budget, before the first training forward, and for
+        one in several graphs, whose first one is not all that it holds."""
         return self._buckets.frontier() if self._buckets is not None else None
 
     def without_plan(self, error: Exception) -> contextlib.AbstractContextManager[None] | None:

@@ -40,7 +40,6 @@ class LengthBucket:
     Attributes:
         forward: compiled when the first of them comes.
         length: tokens of the longest batch that its plan is made for.
-        share: extra time of its plan.
     """
 
     forward: PlannedForward
@@ -50,10 +49,6 @@ class LengthBucket:
 
 class LengthBuckets:
     """The compiled forwards of one model.
-
-    Args:
-        most: how many there may be.
-        new_forward: makes them.
 
     Attributes:
         largest: the one for the run's largest batch.
@@ -99,7 +94,7 @@ class LengthBuckets:
         return timeline
 
     def frontier(self) -> Frontier | None:
-        """What budgets cost the largest batch; None where nobody asked, and for a forward in several graphs, whose
+        """Costs of budgets for the largest batch; None where nobody asked, and for a forward in several graphs, whose
         first one is not all that it holds."""
         largest = self.largest
         return largest.choices[0].frontier if largest.is_one_graph and largest.choices else None
@@ -166,7 +161,6 @@ class LengthBuckets:
         return LengthBucket(forward, batch.length, self._extra.shares[batch.length])
 
     def _gain(self, lengths: tuple[int, ...]) -> str:
-        """What the variants save, for the header."""
         extra = self._extra
         if not lengths:
             return f"one variant: another one would save less than {WORTH:.1%} time"

@@ -44,16 +44,7 @@ class _Attempt:
 class PlannedForward:
     """Compiles at its first call, under a budget until the step is within it, and again for arguments of another kind.
 
-    Args:
-        model: that trains.
-        forward: its own.
-        spec: how it is traced.
-        planner: makes the plan.
-
     Attributes:
-        planner: see above.
-        table: None before the first call.
-        plan_file: None before the first call.
         predictors: None before the first call, and where nothing is predicted.
         is_one_graph: the first forward was one graph, which ran once and has all of it.
         choices: of the first forward's graphs.
@@ -78,12 +69,12 @@ class PlannedForward:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether a forward has run."""
+        """True once a forward has run."""
         return self.table is not None
 
     @property
     def predictor(self) -> StepMemoryPredictor | None:
-        """Of the graphs that the table shows."""
+        """Predicts steps of the graphs that the table shows; None where nothing is predicted."""
         return self.predictors.first if self.predictors is not None else None
 
     def __call__(self, call: ForwardArgs) -> Any:
@@ -107,11 +98,11 @@ class PlannedForward:
         return self.planner.plan(attempt, forget).outputs
 
     def covers(self, sizes: Mapping[str, int]) -> bool:
-        """Whether its plan is made for a batch of these sizes, which it may not have been compiled for yet."""
+        """True where its plan is made for a batch of these sizes; it may not be compiled for them yet."""
         return self.planner.largest is not None and is_covered(sizes, self.planner.largest)
 
     def is_within(self, inputs: Mapping[str, object]) -> bool:
-        """Whether a step with this batch is predicted to be within the budget; False where nothing is predicted."""
+        """True where a step with this batch is predicted to be within the budget; False where nothing is predicted."""
         is_within = False
         if self.predictors is not None:
             with self.predicting():
@@ -141,10 +132,6 @@ class PlannedForward:
 
     def give_up(self, why: str, failed: Exception | None = None) -> None:
         """Say that plain PyTorch trains the model from now on; the table has that line alone.
-
-        Args:
-            why: there is no plan.
-            failed: the error that has led to it.
 
         Raises:
             UnsupportedModelError: the plan must hold.

@@ -26,7 +26,6 @@ def matched_in(producer: Producer, graphs: Sequence[tuple[Choice, Sequence[Candi
     one is traced, from values that it computed: only the end of the forward tells which ids there are.
 
     Args:
-        producer: that chose.
         graphs: of one forward, what was chosen and all candidates.
     """
     if len(graphs) == 1:
