@@ -12,12 +12,7 @@ from torch import fx
 from optimum_memopt.compat import forward_hook_ids
 from optimum_memopt.engines.compile.capture.backend import Backend, configured
 from optimum_memopt.engines.compile.costs.devices import Device
-from optimum_memopt.engines.compile.graph.analyzed_graph import (
-    AnalyzedGraph,
-    Modules,
-    gradients_of,
-    without_gradient,
-)
+from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, Modules, gradients_of, without_gradient
 from optimum_memopt.engines.compile.graph.saved_activations import add_outer_modules
 from optimum_memopt.engines.compile.graph.symbols import input_sizes
 from optimum_memopt.engines.compile.loss.decide import (

@@ -129,11 +129,7 @@ def _is_cost(entry: Any) -> bool:
 
 
 def costs_of(
-    graph: AnalyzedGraph,
-    device: torch.device,
-    fused: bool,
-    target: Device | None = None,
-    most: int | None = None,
+    graph: AnalyzedGraph, device: torch.device, fused: bool, target: Device | None = None, most: int | None = None
 ) -> Costs:
     """The costs of all operators of a graph.
 

@@ -121,12 +121,7 @@ def _on(device: Device, work: Work | None) -> tuple[float, str]:
 
 
 def measured(
-    graph: AnalyzedGraph,
-    sizes: Sizes,
-    device: torch.device,
-    fused: bool,
-    budget: int,
-    peak: Callable[[int], int],
+    graph: AnalyzedGraph, sizes: Sizes, device: torch.device, fused: bool, budget: int, peak: Callable[[int], int]
 ) -> Callable[[int], OperatorTimes]:
     """Measured where the graph's tensors are, with a few batches; those of any other follow.
 

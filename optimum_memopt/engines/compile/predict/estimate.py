@@ -204,11 +204,7 @@ def _batches_text(points: Sequence[BatchPoint]) -> str:
 
 def _curve_rows(points: Sequence[CurvePoint]) -> list[dict[str, str]]:
     return [
-        {
-            "budget": gib_text(point.budget),
-            "predicted peak": gib_text(point.peak),
-            "time": f"{point.extra_time:+.1%}",
-        }
+        {"budget": gib_text(point.budget), "predicted peak": gib_text(point.peak), "time": f"{point.extra_time:+.1%}"}
         for point in reversed(points)
     ]
 

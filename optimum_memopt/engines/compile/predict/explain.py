@@ -243,11 +243,7 @@ def _with_optimizer(run: FailedRun, model: torch.nn.Module, trainable: Sequence[
 
 
 def capture_failed(
-    failed: FailedStep,
-    producer: Producer,
-    loss: LossMode,
-    compiler: str,
-    costs: Callable[[AnalyzedGraph], Costs],
+    failed: FailedStep, producer: Producer, loss: LossMode, compiler: str, costs: Callable[[AnalyzedGraph], Costs]
 ) -> tuple[CapturedGraph, ...]:
     """The graphs of the failed forward, traced on a copy of the model whose tensors have no data."""
     mode, fake = dynamo.fake_copy(failed.model)

@@ -112,10 +112,7 @@ def within_budget(graphs: MultiGraphSolver, run: FailedRun) -> Iterator[Suggesti
     if peak > run.allowed:
         return
     yield Suggestion(
-        f"--memory_opt_budget {run.budget}MiB",
-        peak,
-        _share(plan),
-        f"{_words(plan)} with which every step fits",
+        f"--memory_opt_budget {run.budget}MiB", peak, _share(plan), f"{_words(plan)} with which every step fits"
     )
 
 

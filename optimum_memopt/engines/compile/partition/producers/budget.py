@@ -13,12 +13,7 @@ from optimum_memopt.engines.compile.graph.symbols import is_length
 from optimum_memopt.engines.compile.memory.step_context import StepContext
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph
 from optimum_memopt.engines.compile.partition.choice import Choice
-from optimum_memopt.engines.compile.partition.producers.producer import (
-    INSTEAD,
-    GraphContext,
-    Producer,
-    Solvable,
-)
+from optimum_memopt.engines.compile.partition.producers.producer import INSTEAD, GraphContext, Producer, Solvable
 from optimum_memopt.engines.compile.partition.producers.torch_default import torchs_own
 from optimum_memopt.engines.compile.solver.length_buckets import ExtraByLength, extra_by_length
 from optimum_memopt.engines.compile.solver.offload import Host, cheapest, fits

@@ -165,11 +165,7 @@ def _reload(graph: fx.Graph, hosts: Mapping[str, fx.Node]) -> None:
 
 
 def place_copies(
-    modules: Modules,
-    prediction: Prediction,
-    seconds: Mapping[str, float],
-    sizes: SymbolValues,
-    bandwidth: float,
+    modules: Modules, prediction: Prediction, seconds: Mapping[str, float], sizes: SymbolValues, bandwidth: float
 ) -> None:
     """Move copies to the host, and the waits for them, apart, so that a GPU computes meanwhile.
 
