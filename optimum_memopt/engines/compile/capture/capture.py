@@ -101,8 +101,6 @@ def capture(
 
     Args:
         model: of fake tensors, in training mode; the caller is in their mode.
-        choose: whose choice is applied to each graph.
-        costs_of: asked for the costs of each graph's operators.
         compared: producers whose choices are noted, too, after the one that is applied.
 
     Returns:

@@ -40,9 +40,7 @@ class TraceSpec:
     """How a forward is traced.
 
     Attributes:
-        compiler: one of `options.COMPILERS`.
         strict: what is asked for and is not in the graphs is an error.
-        smoothing: label smoothing, computed with the loss; None: none.
         purpose: for which batches, for log lines; empty: for all.
         target: the device that it is planned for; None: where the model lies.
         is_run: programs are compiled and run; False: the graphs are only looked at.
@@ -79,7 +77,6 @@ class GraphInForward:
 
     Attributes:
         earlier: graphs of the same forward that were partitioned, and have run.
-        untrained: see `without_gradient`, of the graphs so far.
         is_all: nothing of the model's forward runs outside of the graph.
     """
 
@@ -100,7 +97,6 @@ class TracedCall:
     """One call of a forward.
 
     Attributes:
-        graphs: those that were compiled in it.
         ran: `graphs`, and the others that ran.
         tape: the runs of `ran`.
         graph_breaks: reasons, one line each, where graphs were compiled.

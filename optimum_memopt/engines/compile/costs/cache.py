@@ -46,7 +46,6 @@ def computed_once(store: "Store", name: str, compute: Callable[[], str], wait: f
     also where only one of them compiles again.
 
     Args:
-        name: all that the result depends on.
         compute: called on the first rank; on another one, if the first has failed or has not answered in time.
     """
     key = f"optimum_memopt/{hashlib.sha256(name.encode()).hexdigest()}"

@@ -74,9 +74,7 @@ class OperatorTimes:
     """Times of a joint graph's nodes, in its order.
 
     Attributes:
-        seconds: 0 of what does not run.
         bounds: what bounds each, one of `predictions`.
-        source: of the seconds, as `roofline H100`.
         call: seconds of a forward and its backward beside their operators.
     """
 

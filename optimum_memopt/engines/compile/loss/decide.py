@@ -94,7 +94,6 @@ class LossDecision:
     """A loss whose logits need not be saved.
 
     Attributes:
-        shape: in the symbols of the graph.
         is_read_by_caller: it would be chunked, if nobody read the logits.
     """
 

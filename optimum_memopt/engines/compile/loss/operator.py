@@ -29,7 +29,6 @@ class LossShape:
 
     Attributes:
         compute: dtype of the products; that of autocast where it is on.
-        has_softcap: the logits go through a soft cap.
         rank: of a LoRA on the projection, 0 without.
     """
 
@@ -212,8 +211,6 @@ class _Term:
 
     Args:
         of_hidden: gets the gradient of `hidden`; empty where none is wanted.
-        of_weight: likewise.
-        dtype: of the products.
         unread: number of rows that do not count.
     """
 
@@ -258,7 +255,6 @@ class _Loss:
 
     Attributes:
         bias: (vocabulary,) in the dtype of the products, or None.
-        share: gradients are multiplied by it.
         buffer: for the logits of a chunk; None: each chunk allocates its own.
     """
 

@@ -49,13 +49,8 @@ class CapturedGraph:
     Attributes:
         names: of the symbols that are sizes of inputs, `input_ids_dim0`.
         rows: of the plan table, by the name of the node that makes an activation.
-        chunks_loss: a loss is computed without its logits.
         plans: what was chosen for it, the choice that was applied first; empty before there is one.
-        partitioned: its forward and backward under that choice; None before there is one.
         analyzed: None once only numbers are kept.
-        runs: how often it runs in a forward.
-        tape: the runs of all graphs of the forward.
-        untrained: parameters of the model that get no gradient, see `without_gradient`.
     """
 
     signature: GraphSignature

@@ -22,7 +22,6 @@ class Choice:
             activation is one of them: its strategy rewrites the two graphs afterwards.
         why: `level 1`, as the table's header has it.
         candidates: those that are on, in the order of the graph's candidates.
-        auto_recomputed: candidates that torch's own partition recomputes by itself.
         mismatch: how this graph differs from the one that a plan file was made for; empty where it does not.
         torchs_graphs: forward and backward where torch has partitioned the graph; None: this engine does.
         frontier: what other budgets would cost; None where nobody asked.

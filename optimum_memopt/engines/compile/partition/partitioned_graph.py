@@ -54,20 +54,13 @@ class PartitionedGraph:
     """One compiled training graph.
 
     Attributes:
-        sizes: value of each symbol in the first batch.
         names: of the symbols, `input_ids_dim0`.
         timeline: what its forward and backward hold, for any values of the symbols; None where it cannot be known.
-        prediction: for the first batch.
         has_convolutions: whose kernels take workspaces that are no tensors of the graph.
         has_half_products: matrix products in half precision on a CPU, for which oneDNN keeps memory for each shape.
         attention: the fused kernels that compute it, see `fused_attention`.
-        programs: inductor's for the two graphs, once it has compiled them.
         is_all_of_forward: nothing of the model's forward runs outside of the graph.
-        losses: those of a model with a vocabulary, chunked or not.
         is_for_cuda: it trains on a CUDA device, or is planned for one.
-        bound: see `bound_symbols`.
-        gradients: see `gradients_of`.
-        plan: the choice as a plan file has it.
     """
 
     candidates: tuple[Candidate, ...]
@@ -114,10 +107,8 @@ def analyze(
     """Clean up a joint graph and find its candidates.
 
     Args:
-        module: the joint graph that AOTAutograd has traced.
         num_fwd_outputs: outputs of the joint graph that are the forward's.
         cuda: see `operator_workspace`; None: the device of its tensors.
-        batch: see `symbol_names`.
     """
     module.graph.eliminate_dead_code()
     fx_graph.remove_copies(module.graph, map(root, JointGraph(module, num_fwd_outputs).forward_outputs))
@@ -290,11 +281,7 @@ def _is_half_on_cpu(node: fx.Node) -> bool:
 
 
 def static_inputs(joint: JointGraph, indices: Iterable[int]) -> tuple[fx.Node, ...]:
-    """The inputs that stay where they are from step to step: parameters and buffers.
-
-    Args:
-        indices: as AOTAutograd counts inputs.
-    """
+    """The inputs that stay where they are from step to step: parameters and buffers."""
     return tuple(joint.inputs[index] for index in indices)
 
 

@@ -44,14 +44,10 @@ class Estimate:
     """The predicted memory of a step.
 
     Attributes:
-        table: the plan table, with the prediction in its header.
         parts: bytes by name, see `Footprint`.
         device: type of the device whose kernels are assumed.
-        compiler: whose graphs.
         attention: transformers' name of the assumed attention implementation.
-        plan: what is on, to be applied by `--memory_opt_plan`.
         chosen: the plan's place on the curve, where that is known.
-        timeline: the step, operator by operator.
         allocated: bytes of the blocks of torch's allocator on CUDA; None where it is not known.
         reserved: bytes that it takes of the device; None where it is not known.
     """
@@ -282,9 +278,6 @@ def _fits(graphs: Sequence[CapturedGraph], step: StepContext, rows: int) -> bool
 
 def largest(fits: Callable[[int], bool], start: int, limit: int = _MOST_ROWS) -> int:
     """The largest number that fits, where all smaller ones do too. Pure.
-
-    Args:
-        start: where to look first, from 1 on.
 
     Returns:
         0 where 1 does not fit.

@@ -64,11 +64,7 @@ _NAME, _AS_WRITTEN = "compile", "aot_eager"
 
 @dataclass(frozen=True)
 class _Ran:
-    """The run that ran out of memory.
-
-    Attributes:
-        simulate: what a graph of it holds.
-    """
+    """The run that ran out of memory."""
 
     producer: Producer
     loss: str
@@ -168,7 +164,8 @@ def _run_search(failed: FailedStep, search: _Search, progress: Progress, deadlin
             search.suggestions.append((place, suggestion))
         return
     held = HeldStep(graphs, step_of(graphs, ran.simulate))
-    search.moment, point = held.moment(failed.place, _of_graphs(failed), failed.requested)
+    made_before = _tensors_of(failed) + failed.accumulated + failed.outside + failed.kept
+    search.moment, point = held.moment(failed.place, max(0, failed.held - made_before), failed.requested)
     search.parts = tuple(held.parts(point))
     if count > 1:
         search.remarks += (f"the forward is {count} graphs, and what runs between them is not known",)
@@ -193,12 +190,6 @@ def _what_ran(failed: FailedStep) -> _Ran:
         # Its solver had not come to an end.
         selection, remarks = Selection(), ("what was held is that of no plan: the budget's was not known yet",)
     return _Ran(producer_for(replace(selection, strict=False)), AUTO, planned_run, is_planned=True, remarks=remarks)
-
-
-def _of_graphs(failed: FailedStep) -> int:
-    """Bytes of tensors that the failed step had made."""
-    outside = _tensors_of(failed) + failed.accumulated + failed.outside + failed.kept
-    return max(0, failed.held - outside)
 
 
 def _tensors_of(failed: FailedStep) -> int:
@@ -288,7 +279,6 @@ def other_optimizers(
     """Each with as little recompute as it needs: none, or that of a budget; none where none fits.
 
     Args:
-        ran: the graphs of the step that failed.
         runs: the run with another optimizer, by Trainer's name of it, the recommended one first.
         same: name of the one that computes what the run's own does; empty: none does.
 

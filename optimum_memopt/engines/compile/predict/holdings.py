@@ -38,7 +38,6 @@ class Point:
     """An operator of a step.
 
     Attributes:
-        index: of its event.
         before: bytes that all graphs hold before it allocates.
         during: bytes while it runs.
     """
@@ -56,12 +55,7 @@ class HeldStep:
     step: StepEvents
 
     def moment(self, place: Place, held: int, requested: int | None) -> tuple[Moment, Point]:
-        """Where the allocation failed.
-
-        Args:
-            held: bytes of the graphs' tensors at that moment.
-            requested: bytes of the allocation; None: not known.
-        """
+        """Where the allocation failed."""
         points = self._points(place.phase == BACKWARD)
         named = [point for point in points if place.node and self._node(point) == place.node]
         if not named and place.module:

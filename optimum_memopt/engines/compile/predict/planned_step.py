@@ -132,9 +132,6 @@ class PlannedStep:
     def trace(self, dynamic: bool, costs: Callable[[AnalyzedGraph], Costs] = no_costs) -> TracedStep:
         """Run one training forward under what is selected.
 
-        Args:
-            dynamic: sizes stay symbols.
-
         Raises:
             MemOptError: nothing fits a budget, bad plans, or a model that cannot be traced.
         """

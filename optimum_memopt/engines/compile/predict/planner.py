@@ -74,7 +74,6 @@ class GraphReservations:
         """The other graphs of the forward around one, as was learned.
 
         Args:
-            index: its place in the forward.
             signature: of the graph; torch may compile one of several graphs again, alone.
             times: n: the batch is an n-th of the rows, and later graphs take as little as they can.
         """
@@ -92,7 +91,7 @@ class GraphReservations:
                 more than they take at least, then that much more.
 
         Returns:
-            Whether the next plans are made for something else.
+            True where the next plans are made for something else.
         """
         for index, count in enumerate(runs):
             self._planned[index] = replace(self._planned[index], runs=count)
@@ -148,7 +147,6 @@ class Planner(Generic[_P]):
     """Plans one model's steps for every batch up to the largest; under a budget until the step is within it.
 
     Attributes:
-        largest: the largest batch that the plan is made for; None: it is not known.
         solved_for: sizes that the plan in force was solved for, by the plan table's names.
     """
 
@@ -170,11 +168,7 @@ class Planner(Generic[_P]):
         self._allowed = 0
 
     def for_another(self, largest: LargestBatch | None, spec: PlannerSpec) -> "Planner[_P]":
-        """A planner within the same bytes.
-
-        Args:
-            largest: batch that the plan is made for; None: that of the run.
-        """
+        """A planner within the same bytes."""
         planner: Planner[_P] = Planner(self._model, spec)
         planner.largest, planner._limit, planner._margin = largest, self._limit, self._margin
         planner._first_constant = self._first_constant
@@ -194,7 +188,6 @@ class Planner(Generic[_P]):
 
         Args:
             attempt: traces the forward, whose graphs ask `choose`.
-            forget: undoes an attempt.
 
         Raises:
             DoesNotFitError: no plan fits.

@@ -83,11 +83,7 @@ class Pending(Generic[_T]):
         return iter(tuple(self._forwards.values()))
 
     def add(self, forward: _T, outputs: Any) -> None:
-        """Count a forward until its backward has run, or nothing refers to its autograd graph any more.
-
-        Args:
-            outputs: what it has returned.
-        """
+        """Count a forward until its backward has run, or nothing refers to its autograd graph any more."""
         tensors = (leaf for leaf in dynamo.tree_leaves(outputs) if isinstance(leaf, torch.Tensor))
         nodes = {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
         if not nodes:
@@ -152,11 +148,7 @@ def _outside_of(graphs: Sequence[PartitionedGraph], runs: int) -> str:
 
 @dataclass(frozen=True)
 class _Part:
-    """A graph of a forward.
-
-    Attributes:
-        schedule: its events for any sizes.
-    """
+    """A graph of a forward."""
 
     graph: PartitionedGraph
     schedule: Schedule
@@ -168,11 +160,7 @@ class _Noted(NamedTuple):
 
 
 class _Shared(NamedTuple):
-    """State that the predictors of a model share.
-
-    Attributes:
-        constant: what the process holds beside the model and its batch, in bytes.
-    """
+    """State that the predictors of a model share."""
 
     pending: Pending[_Noted]
     constant: int
@@ -191,8 +179,6 @@ class StepMemoryPredictor:
 
     Attributes:
         first: sizes of the first batch by the plan table's names, `inputs_input_ids_dim0`.
-        largest_shapes: the largest forwards of the run so far.
-        untrained: see `without_gradient`.
     """
 
     def __init__(
@@ -304,11 +290,7 @@ class StepMemoryPredictor:
         return compose(*self._runs({**self.first, **(sizes or {})}, compiled=False)).saved_bytes
 
     def activations(self, sizes: BatchSizes | None = None, gradients: int = 0) -> int:
-        """The peak of a forward and its backward, in bytes.
-
-        Args:
-            gradients: there when the backward begins, and not yet in the forward.
-        """
+        """The peak of a forward and its backward, in bytes."""
         return self._step({**self.first, **(sizes or {})}).peak(gradients)
 
     def footprint(

@@ -58,10 +58,7 @@ class _Run:
     """A forward and backward.
 
     Attributes:
-        simulation: with all saved activations on the device.
-        peak: bytes of both, with some of them on the host.
         stall: seconds that the device waits for copies.
-        host_bytes: that they take there.
     """
 
     simulation: Simulation
@@ -86,7 +83,7 @@ class GraphSteps:
         self._graph, self._context, self._tokens, self._times_at = graph, step, tokens, times
         self._host = graph.host(step)
         self._times = cache(times)
-        self._problem = cache(self._new_problem)
+        self._problem = cache(lambda rows: graph.problem_at(graph.sizes_of(rows, tokens)))
         self._solver = cache(self._new_solver)
         self._simulation = cache(self._simulate)
         self._within_budget = cache(self._solve)
@@ -178,9 +175,6 @@ class GraphSteps:
             return _checkpointed(problem, every)
         return simulate(problem, problem.saving(self._graph.plans[(_NO_PLAN, _LEVEL_1).index(plan)].saved))
 
-    def _new_problem(self, rows: int) -> Problem:
-        return self._graph.problem_at(self._graph.sizes_of(rows, self._tokens))
-
     def _new_solver(self, rows: int) -> Solver:
         problem = self._problem(rows)
         return Solver(replace(problem, seconds=self._times(rows).seconds[: len(problem.names)]))
@@ -215,7 +209,6 @@ class ModelStepPredictor:
     """A `StepPredictor`.
 
     Attributes:
-        budget: bytes; as the flag has it in `budget_text`.
         tokens: of a row; 0 where rows have no tokens.
         compares: there are other plans beside that of the budget, with either loss.
     """
@@ -271,7 +264,6 @@ class _Case:
     Attributes:
         target: the device that steps are predicted for; None: where the model lies.
         tokens: of a row; 0: as many as the batch has that is traced.
-        compares: there are other plans beside that of the budget.
     """
 
     compiler: str
@@ -313,7 +305,6 @@ def of_model(
     """Steps of a model that is about to train, where it is; it is left as it is.
 
     Args:
-        make_batch: the arguments of its forward in a batch of n rows.
         spec: an optimizer whose memory is not known counts as AdamW.
         tokens: of the longest row; 0: as many as the batches have.
         may_chunk: nobody asked for the model's own loss or reads its logits.

@@ -27,7 +27,6 @@ class FailedRun:
     Attributes:
         step: of the compile engine, with the run's largest batch; its limit is what was held when an allocation
             failed.
-        rows: of a micro-batch.
         waste: of activations, what an allocator wastes on those of what ran, which come and go in all sizes.
         is_exact: the graphs are all that the step holds; else a budget's plan may take more than it is predicted to.
     """
@@ -64,9 +63,6 @@ def suggestions(
 ) -> Iterator[tuple[int, Suggestion]]:
     """Suggestions, each with its place, the recommended one's the lowest, in the order in which they are found; none
     where not even one row fits.
-
-    Args:
-        planned: asked for the graphs as the compile engine would run them, which may take long.
 
     Raises:
         TimeIsUpError: some are not known in time.

@@ -105,11 +105,7 @@ _AUTO = "AUTO: torch recomputes {count} by itself"
 
 @dataclass(frozen=True)
 class _Part:
-    """One graph's share of a row.
-
-    Attributes:
-        symbols: of the graph to those of the table.
-    """
+    """One graph's share of a row."""
 
     graph: PartitionedGraph
     candidates: Sequence[Candidate]
@@ -138,9 +134,6 @@ def to_table(
     """Rows of all graphs, those of one id and strategy together.
 
     Offload is listed where it is on, and where an activation cannot be recomputed, so that there is nothing else.
-
-    Args:
-        matched: the rows that were asked for, in any of the graphs.
     """
     rows: dict[str, list[_Part]] = {}
     for graph in graphs:
@@ -230,9 +223,6 @@ _SOFTWARE = ("optimum-memopt", "torch", "transformers")
 def mismatch_line(choice: Choice, refuses: bool) -> str:
     """A line about a graph that a plan file was not made for; empty where it was.
 
-    Args:
-        refuses: it is an error.
-
     Raises:
         MemOptError: `refuses`, and there is a difference.
     """
@@ -251,13 +241,7 @@ def plan_file_of(
     sizes: Mapping[str, int],
     predicted: Footprint | None,
 ) -> PlanFile:
-    """The plan of a forward's graphs.
-
-    Args:
-        model: that was compiled.
-        sizes: of the first batch.
-        predicted: of a step with that batch; None: it is not known.
-    """
+    """The plan of a forward's graphs."""
     versions = (installed_version((distribution,)) for distribution in _SOFTWARE)
     return PlanFile(
         why=graphs[0].choice.why,
@@ -283,7 +267,6 @@ class ShownPlan:
     Attributes:
         predictor: of steps under it; None where nothing is predicted.
         is_one_graph: the forward was one graph, which ran once and has all of it.
-        remarks: lines for the user about what was asked for and is not there.
     """
 
     table: PlanTable

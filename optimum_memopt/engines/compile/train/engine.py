@@ -70,11 +70,6 @@ class CompileEngine(in_place.InPlaceEngine):
         super().__init__(selection)
 
     def check_arguments(self, args: "TrainingArguments") -> None:
-        """Refuse Trainer arguments that do the engine's work too.
-
-        Raises:
-            MemOptError: torch_compile, FSDP, ZeRO 3, several GPUs in one process.
-        """
         check_trainer_arguments(args)
 
     def _check(self, model: torch.nn.Module) -> None:
@@ -94,11 +89,7 @@ class CompileEngine(in_place.InPlaceEngine):
             host_copies.release_pinned()
 
     def smooth_labels(self, smoothing: Any) -> bool:
-        """Compute the smoothed loss of the Trainer in training forwards with labels, where that may be chunked.
-
-        Args:
-            smoothing: a `LabelSmoothing`; None: the model's own loss.
-        """
+        """Compute the smoothed loss of the Trainer in training forwards with labels, where that may be chunked."""
         if not self._loss.may_chunk or (smoothing is not None and type(smoothing.smoother) is not LabelSmoother):
             return False
         if smoothing != self._smoothing:
@@ -111,15 +102,12 @@ class CompileEngine(in_place.InPlaceEngine):
         return self._buckets.largest if self._buckets is not None else None
 
     def plans(self) -> PlanTable | None:
-        """The table of the current training graphs, None before the first training forward."""
         return self._planned.table if self._planned is not None else None
 
     def insight(self) -> str:
-        """Nothing: the table holds all there is."""
         return ""
 
     def plan_file(self) -> PlanFile | None:
-        """The plan in force, of several that for the largest batch; None before the first training forward."""
         return self._planned.plan_file if self._planned is not None else None
 
     @property
@@ -129,19 +117,15 @@ class CompileEngine(in_place.InPlaceEngine):
         return self._planned.predictor if self._planned is not None else None
 
     def predicted_peak_mib(self, optimizer: torch.optim.Optimizer | None, gradient_accumulation: bool) -> float | None:
-        """The highest peak of a step with the batches so far, MiB; None before the first training forward."""
         if self._buckets is None:
             return None
         peak = self._buckets.predicted_peak(optimizer, gradient_accumulation)
         return None if peak is None else peak / MIB
 
     def timeline(self, optimizer: torch.optim.Optimizer | None, gradient_accumulation: bool) -> StepTimeline | None:
-        """The step with the highest peak of the batches so far; None before the first training forward."""
         return self._buckets.timeline(optimizer, gradient_accumulation) if self._buckets is not None else None
 
     def frontier(self) -> Frontier | None:
-        """Costs of budgets for the largest batch; None without a budget, before the first training forward, and for
-        one in several graphs, whose first one is not all that it holds."""
         return self._buckets.frontier() if self._buckets is not None else None
 
     def without_plan(self, error: Exception) -> contextlib.AbstractContextManager[None] | None:

@@ -38,7 +38,6 @@ class LengthBucket:
     """A forward for shorter batches.
 
     Attributes:
-        forward: compiled when the first of them comes.
         length: tokens of the longest batch that its plan is made for.
     """
 
@@ -48,11 +47,7 @@ class LengthBucket:
 
 
 class LengthBuckets:
-    """The compiled forwards of one model.
-
-    Attributes:
-        largest: the one for the run's largest batch.
-    """
+    """The compiled forwards of one model."""
 
     def __init__(self, most: int, new_forward: _NewForward) -> None:
         self._most, self._new_forward = most, new_forward

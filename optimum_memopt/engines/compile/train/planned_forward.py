@@ -47,7 +47,6 @@ class PlannedForward:
     Attributes:
         predictors: None before the first call, and where nothing is predicted.
         is_one_graph: the first forward was one graph, which ran once and has all of it.
-        choices: of the first forward's graphs.
     """
 
     def __init__(

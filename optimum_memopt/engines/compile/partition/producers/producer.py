@@ -27,7 +27,6 @@ class Solvable:
         captured: the graph with the sizes of the run's largest batch.
         solver: of those sizes, with the other graphs of the forward around it.
         siblings_at: the other graphs of the forward with an n-th of the batch's rows.
-        step: around the graph, with the batch of those sizes.
     """
 
     captured: CapturedGraph

@@ -101,8 +101,6 @@ def insert(
     """Save host copies of activations instead of the activations; the graphs wait for each right where it begins.
 
     Args:
-        forward: offloads each activation after its last use.
-        backward: reloads each copy before its first use.
         activations: names of roots that the forward saves and does not return.
         is_on_accelerator: the copies take none of the device's memory.
     """
@@ -175,7 +173,6 @@ def place_copies(
 
     Args:
         modules: forward and backward, which wait for each copy right behind its beginning.
-        prediction: of these.
         seconds: of operators, by the names of their nodes; others take none.
         bandwidth: of the link to the host, bytes a second in one direction.
     """

@@ -70,7 +70,6 @@ def insert_barriers(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
 
     Args:
         forward: only read: operators of both graphs are recomputed.
-        backward: recomputes each operator where the backward needs it.
     """
     graph = backward.graph
     nodes = list(graph.nodes)
