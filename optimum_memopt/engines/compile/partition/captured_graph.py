@@ -18,6 +18,7 @@ from optimum_memopt.engines.compile.memory.step_context import StepContext
 from optimum_memopt.engines.compile.memory.tape import Tape
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
+from optimum_memopt.engines.compile.solver.multi_graph import MultiGraphSolver
 from optimum_memopt.engines.compile.solver.offload import Host
 from optimum_memopt.plans.plan_file import GraphSignature
 
@@ -128,6 +129,13 @@ def captured_graph(graph: AnalyzedGraph, costs: Costs) -> CapturedGraph:
         chunks_loss=any(map(is_chunked_loss, joint.nodes)),
         analyzed=graph,
     )
+
+
+def multi_graph_solver(
+    graphs: Sequence[CapturedGraph], problems: Sequence[Problem], step: StepContext
+) -> MultiGraphSolver:
+    """The solver for all graphs of a forward, whose problems may be those of another batch."""
+    return MultiGraphSolver(problems, [graph.runs for graph in graphs], hosts=[graph.host(step) for graph in graphs])
 
 
 def no_costs(graph: AnalyzedGraph) -> Costs:

@@ -14,10 +14,9 @@ from optimum_memopt.engines.api.predictions import BatchPoint, CurvePoint, Front
 from optimum_memopt.engines.api.run import THIS_MACHINE, Selection, StepSpec
 from optimum_memopt.engines.compile.graph.symbols import plain_sizes
 from optimum_memopt.engines.compile.memory.step_context import StepContext
-from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph, no_costs
+from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph, multi_graph_solver, no_costs
 from optimum_memopt.engines.compile.predict.planned_step import PlannedStep, TracedStep
 from optimum_memopt.engines.compile.predict.planner import bounded_bytes
-from optimum_memopt.engines.compile.solver.multi_graph import MultiGraphSolver
 from optimum_memopt.engines.compile.solver.plan import Infeasible, point_of, points_of, solved
 from optimum_memopt.errors import DoesNotFitError
 from optimum_memopt.memory.capacity import Capacity
@@ -161,11 +160,7 @@ def _frontier(traced: TracedStep, step: PlannedStep) -> Frontier:
     """The costs of budgets, with the place of what is selected."""
     graphs, budget = traced.graphs, step.selection.budget
     context = step.context(traced, budget or Budget("", 0))
-    solver = MultiGraphSolver(
-        [graph.problem() for graph in graphs],
-        [graph.runs for graph in graphs],
-        hosts=[graph.host(context) for graph in graphs],
-    )
+    solver = multi_graph_solver(graphs, [graph.problem() for graph in graphs], context)
     points = points_of(solved(solver.lowest, solver.everything, solver.cheapest), context.fixed)
     place = None
     if budget is not None:
@@ -268,11 +263,7 @@ def _fits(graphs: Sequence[CapturedGraph], step: StepContext, rows: int) -> bool
     step = replace(step, fixed=replace(step.fixed, batch=step.fixed.batch * rows // before))
     if step.footprint(0).peak > step.limit:
         return False
-    solver = MultiGraphSolver(
-        [graph.problem_of_rows(rows) for graph in graphs],
-        [graph.runs for graph in graphs],
-        hosts=[graph.host(step) for graph in graphs],
-    )
+    solver = multi_graph_solver(graphs, [graph.problem_of_rows(rows) for graph in graphs], step)
     return solver.fits(int(step.allowed * (1 - _BLOCKS)))
 
 

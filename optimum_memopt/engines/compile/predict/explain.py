@@ -36,11 +36,11 @@ from optimum_memopt.engines.compile.partition.producers.torch_default import Tor
 from optimum_memopt.engines.compile.predict.holdings import HeldStep, Simulate, step_of
 from optimum_memopt.engines.compile.predict.suggestions import (
     FailedRun,
-    multi_graph_solver,
     peak_of,
     plain_run,
     planned_run,
     problems_of,
+    solver_of,
     suggestions,
     within_budget,
 )
@@ -297,5 +297,5 @@ def other_optimizers(
         if peak <= run.allowed:
             yield Suggestion(f"--optim {name}", peak, None, what)
             continue
-        for suggestion in within_budget(multi_graph_solver(planned(), run), run):
+        for suggestion in within_budget(solver_of(planned(), run), run):
             yield replace(suggestion, flags=f"--optim {name} {suggestion.flags}", what=f"{what}; {suggestion.what}")

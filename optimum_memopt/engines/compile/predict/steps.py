@@ -122,7 +122,8 @@ class GraphSteps:
         """A step; level 1 where no plan fits the budget."""
         run = self._within_budget(rows, accumulates) if plan == _BUDGET else None
         if run is None:
-            run = _on_device(self._simulation(_LEVEL_1 if plan == _BUDGET else plan, rows))
+            simulation = self._simulation(_LEVEL_1 if plan == _BUDGET else plan, rows)
+            run = _Run(simulation, simulation.peak)
         simulation, times = run.simulation, self._times(rows)
         seconds = times.by_bound((*simulation.forward.order, *simulation.backward.order))
         for bound, more in ((LAUNCHES, times.call), (COPIES, run.stall)):
@@ -156,7 +157,7 @@ class GraphSteps:
     def _solve(self, rows: int, accumulates: bool) -> _Run | None:
         plain = self._simulation(_NO_PLAN, rows)
         if self._is_within(plain, rows, accumulates):
-            return _on_device(plain)
+            return _Run(plain, plain.peak)
         solver = self._solver(rows)
         allowed = self._footprint(rows, accumulates, 0).activations_within(self._context.limit)
         # Not the long search for recompute that fits after all: most rows that are looked at do not fit.
@@ -178,10 +179,6 @@ class GraphSteps:
     def _new_solver(self, rows: int) -> Solver:
         problem = self._problem(rows)
         return Solver(replace(problem, seconds=self._times(rows).seconds[: len(problem.names)]))
-
-
-def _on_device(simulation: Simulation) -> _Run:
-    return _Run(simulation, simulation.peak)
 
 
 def _layers_of(problem: Problem) -> tuple[str, ...]:

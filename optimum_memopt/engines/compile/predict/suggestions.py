@@ -9,7 +9,7 @@ from optimum_memopt.engines.compile.graph.problem import Problem
 from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.compile.memory.simulation import Simulation, simulate_everything_saved
 from optimum_memopt.engines.compile.memory.step_context import StepContext
-from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph
+from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph, multi_graph_solver
 from optimum_memopt.engines.compile.predict.holdings import Simulate, step_of
 from optimum_memopt.engines.compile.solver.multi_graph import MultiGraphSolver
 from optimum_memopt.engines.compile.solver.plan import Infeasible, Plan
@@ -67,7 +67,7 @@ def suggestions(
     Raises:
         TimeIsUpError: some are not known in time.
     """
-    solver = cache(lambda: multi_graph_solver(planned(), run))
+    solver = cache(lambda: solver_of(planned(), run))
     budget, smaller = (0, 1) if run.is_exact else (1, 0)
     is_any = False
     for place, search in (
@@ -85,17 +85,13 @@ def suggestions(
             yield 0, suggestion
 
 
-def multi_graph_solver(graphs: Sequence[CapturedGraph], run: FailedRun, times: int = 1) -> MultiGraphSolver:
+def solver_of(graphs: Sequence[CapturedGraph], run: FailedRun, times: int = 1) -> MultiGraphSolver:
     """To be solved for the run's largest batch, or for a micro-batch of one of `times` parts of its rows."""
-    return MultiGraphSolver(
-        problems_of(graphs, run, times),
-        [graph.runs for graph in graphs],
-        hosts=[graph.host(run.step) for graph in graphs],
-    )
+    return multi_graph_solver(graphs, problems_of(graphs, run, times), run.step)
 
 
 def problems_of(graphs: Sequence[CapturedGraph], run: FailedRun, times: int = 1) -> list[Problem]:
-    """The graphs as numbers; see `multi_graph_solver`."""
+    """The graphs as numbers; see `solver_of`."""
     return [graph.problem(times, run.step.largest) for graph in graphs]
 
 
@@ -171,7 +167,7 @@ def _smaller_within_budget(
         deadline.check()
         step = _micro(run.step.fixed, 0, times)
         allowed = step.activations_within(run.budget << 20)
-        if (plan := _within(multi_graph_solver(planned, run, times), allowed, run)) is None:
+        if (plan := _within(solver_of(planned, run, times), allowed, run)) is None:
             continue
         peak = replace(step, activations=plan.peak).peak
         if peak > run.allowed:
