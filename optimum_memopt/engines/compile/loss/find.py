@@ -27,7 +27,7 @@ _DIVIDES = frozenset({"div", "truediv", "divide"})
 
 
 class _DoesNotFit(Exception):
-    """Why the loss stays as it is."""
+    """The reason why a loss stays as it is."""
 
 
 @dataclass(frozen=True)
@@ -236,7 +236,6 @@ def _is_cast(before: torch.Tensor, after: torch.Tensor) -> bool:
 
 
 def _slices_rows(node: fx.Node) -> bool:
-    """True where an index takes ranges of rows and all classes."""
     index = node.args[1] if isinstance(node.args[1], tuple | list) else (node.args[1],)
     rank = traced_tensor(node).dim()
     are_ranges = all(isinstance(item, slice) or item is Ellipsis for item in index)

@@ -92,7 +92,6 @@ class PartitionedGraph:
 
     @property
     def chunks_loss(self) -> bool:
-        """True where a loss is computed without its logits."""
         return any(loss.is_chunked for loss in self.losses)
 
 

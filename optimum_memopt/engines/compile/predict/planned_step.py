@@ -96,17 +96,14 @@ class PlannedStep:
 
     @property
     def here(self) -> torch.device:
-        """The device of fake tensors."""
         return torch.device("cuda" if torch.cuda.is_available() and self.target is None else "cpu")
 
     @property
     def device_name(self) -> str:
-        """The device's name, or the type of this machine's."""
         return self.here.type if self.target is None else self.target.name
 
     @property
     def compiled_by(self) -> str:
-        """The compiler."""
         if self.spec.compiler is not None:
             return self.spec.compiler
         return default_compiler(self.here.type)[0] if self.target is None else "inductor"
@@ -117,7 +114,6 @@ class PlannedStep:
 
     @property
     def capacity(self) -> Capacity:
-        """Memory of the device."""
         return capacity(self.here) if self.target is None else capacity_of(self.target.memory)
 
     def costs_of(self, graph: AnalyzedGraph) -> Costs:

@@ -352,7 +352,6 @@ def _predictor(case: _Case, model: torch.nn.Module, batch: Mapping[str, Any], ma
 
 
 def _captured(case: _Case, make: _MakeFake, loss: str) -> CapturedGraph:
-    """The graph of a training forward, with sizes that stay symbols."""
     rows, other_rows = _ROWS[loss]
     fake, model, batch = make(rows)
     if any(rows in tensor.shape[1:] for tensor in batch.values() if isinstance(tensor, torch.Tensor)):

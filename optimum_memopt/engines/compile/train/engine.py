@@ -12,7 +12,6 @@ from optimum_memopt.engines.api.predictions import Frontier, StepTimeline
 from optimum_memopt.engines.api.run import LargestBatch, Run, Selection
 from optimum_memopt.engines.compile.capture.backend import check_compiler, default_compiler
 from optimum_memopt.engines.compile.capture.capture import check_model, check_trainer_arguments
-from optimum_memopt.engines.compile.capture.recompiles import TooManyRecompilesError
 from optimum_memopt.engines.compile.capture.traced_forward import ForwardArgs, TraceSpec
 from optimum_memopt.engines.compile.loss.decide import loss_mode
 from optimum_memopt.engines.compile.options import AUTO
@@ -23,7 +22,7 @@ from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPred
 from optimum_memopt.engines.compile.torch_compat.dynamo import is_of_compiled_backward, own_error
 from optimum_memopt.engines.compile.torch_compat.kernels import start_libraries
 from optimum_memopt.engines.compile.train.length_buckets import LengthBuckets
-from optimum_memopt.engines.compile.train.planned_forward import PlannedForward
+from optimum_memopt.engines.compile.train.planned_forward import PlannedForward, TooManyRecompilesError
 from optimum_memopt.engines.shared import in_place
 from optimum_memopt.engines.shared.forward_patch import weak_method, without_key_value_cache
 from optimum_memopt.engines.shared.label_smoothing import LabelSmoothing

@@ -126,7 +126,6 @@ class LengthBuckets:
         self.largest = self._new_forward(planner, planner.largest, "")
 
     def _plan_shorter(self) -> None:
-        """Choose lengths for further forwards, once the one for the largest batch is compiled, and say so."""
         largest, planner = self.largest, self.largest.planner
         self._extra = (largest.choices[0].by_length if largest.choices else None) or ExtraByLength()
         solved, name = largest_of(planner.solved_for), length_name(planner.solved_for)

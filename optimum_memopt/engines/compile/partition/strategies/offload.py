@@ -37,8 +37,6 @@ _Ends = Callable[[Sequence[fx.Node], Sequence[int], Sequence[fx.Node]], tuple[in
 
 
 class Offload(MemoryStrategy):
-    """Strategy 3."""
-
     numbers = (Strategy.OFFLOAD,)
 
     def candidate(
@@ -241,5 +239,4 @@ def _is_wait(node: fx.Node) -> bool:
 
 
 def _anchor(nodes: Sequence[fx.Node], index: int, moving: Collection[fx.Node], end: fx.Node) -> fx.Node:
-    """The first node from an index on that stays where it is."""
     return next((node for node in nodes[index:] if node not in moving), end)

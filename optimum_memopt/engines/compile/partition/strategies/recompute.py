@@ -38,8 +38,6 @@ torch.library.register_fake(f"{LIBRARY}::after", _after)
 
 
 class Recompute(MemoryStrategy):
-    """Strategies 1 and 2."""
-
     numbers = (Strategy.RECOMPUTE, Strategy.RECOMPUTE_WITH_COMPROMISE)
 
     def candidate(
