@@ -72,7 +72,6 @@ class Adapter:
 
     Attributes:
         projection: of its hidden states, (…, rank), by its second matrix, (vocabulary, rank).
-        scale: the projection's output is multiplied by this.
     """
 
     projection: Projection

@@ -254,7 +254,6 @@ class _Loss:
     """Loss of a chunk of rows, and the gradient of their logits; other fields as in `chunked_loss`.
 
     Attributes:
-        bias: (vocabulary,) in the dtype of the products, or None.
         buffer: for the logits of a chunk; None: each chunk allocates its own.
     """
 

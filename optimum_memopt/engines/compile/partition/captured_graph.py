@@ -29,7 +29,6 @@ class SavedNodes:
 
     Attributes:
         saved: for the backward, offloaded ones included.
-        offloaded: those of them that wait on the host.
     """
 
     saved: tuple[int, ...]

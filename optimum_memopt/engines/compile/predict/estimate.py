@@ -44,7 +44,6 @@ class Estimate:
 
     Attributes:
         parts: bytes by name, see `Footprint`.
-        device: type of the device whose kernels are assumed.
         attention: transformers' name of the assumed attention implementation.
         chosen: the plan's place on the curve, where that is known.
         allocated: bytes of the blocks of torch's allocator on CUDA; None where it is not known.

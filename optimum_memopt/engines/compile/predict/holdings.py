@@ -18,11 +18,7 @@ Simulate = Callable[[CapturedGraph, Problem], Simulation]
 def step_of(
     graphs: Sequence[CapturedGraph], simulate: Simulate, problems: Sequence[Problem] | None = None
 ) -> StepEvents:
-    """The events of a step.
-
-    Args:
-        problems: the graphs as numbers; None: for the sizes that they were captured with.
-    """
+    """The events of a step."""
     problems = problems or [graph.problem_at(graph.sizes) for graph in graphs]
     events = [_events(graph, problem, simulate) for graph, problem in zip(graphs, problems, strict=True)]
     tape = graphs[0].tape
@@ -35,12 +31,7 @@ def _events(graph: CapturedGraph, problem: Problem, simulate: Simulate) -> Graph
 
 @dataclass(frozen=True)
 class Point:
-    """An operator of a step.
-
-    Attributes:
-        before: bytes that all graphs hold before it allocates.
-        during: bytes while it runs.
-    """
+    """An operator of a step, by the index of its event: bytes of all graphs before it allocates, and while it runs."""
 
     index: int
     before: int

@@ -74,7 +74,6 @@ class GraphSteps:
         graph: with the loss as the model computes it, or in chunks, with torch's own choice and that of level 1.
         step: around it, with a batch of one row.
         tokens: of a row; 0: as many as were traced.
-        times: of the graph's operators for batches of n rows.
     """
 
     def __init__(
@@ -260,7 +259,6 @@ class _Case:
 
     Attributes:
         target: the device that steps are predicted for; None: where the model lies.
-        tokens: of a row; 0: as many as the batch has that is traced.
     """
 
     compiler: str
@@ -303,7 +301,6 @@ def of_model(
 
     Args:
         spec: an optimizer whose memory is not known counts as AdamW.
-        tokens: of the longest row; 0: as many as the batches have.
         may_chunk: nobody asked for the model's own loss or reads its logits.
 
     Raises:

@@ -39,8 +39,6 @@ class PinnedPool:
     way: the next copy into it is asked of the same stream, which keeps their order. The host itself does not write.
 
     Args:
-        pin: the pages of an address and a number of bytes.
-        unpin: those at an address.
         finish: waits until all copies of the stream have ended.
     """
 
