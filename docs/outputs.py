@@ -188,7 +188,7 @@ OUTPUTS = {
         (
             (r"\[memopt\] memory ran out .*", "  forward, .*"),
             ELLIPSIS,
-            ("what would have fit", " +predicted peak .*, time not known.*"),
+            ("suggestions", " +predicted peak .*, time not known.*"),
         ),
         is_prompt_shown=False,
     ),

@@ -19,8 +19,8 @@ from optimum_memopt.engines.api.explanations import (
     ForwardCall,
     Moment,
     Part,
+    Suggestion,
     Tensors,
-    WayOut,
 )
 from optimum_memopt.engines.api.predictions import (
     BATCH,
@@ -67,7 +67,7 @@ class MemoryReport:
         requested: bytes of that allocation; None: the error does not say.
         moment: where in the step.
         parts: what was held, in the order of the categories.
-        ways_out: what would have fit, the recommended one first.
+        suggestions: what would have fit, the recommended one first.
         remarks: what is not exact or not known, a line each.
     """
 
@@ -84,7 +84,7 @@ class MemoryReport:
     requested: int | None
     moment: Moment
     parts: tuple[Part, ...]
-    ways_out: tuple[WayOut, ...] = ()
+    suggestions: tuple[Suggestion, ...] = ()
     remarks: tuple[str, ...] = ()
 
     @property
@@ -107,8 +107,8 @@ class MemoryReport:
                 lines += [_row(f"{row}{layers}", size, size / self.held) for row, layers, size in shown]
         lines += [
             "",
-            "what would have fit",
-            *(map(_way_line, self.ways_out) if self.ways_out else ["  nothing found"]),
+            "suggestions",
+            *(map(_suggestion_line, self.suggestions) if self.suggestions else ["  none found"]),
         ]
         return "\n".join([*lines, *(f"note: {remark}" for remark in self.remarks)])
 
@@ -124,12 +124,15 @@ class MemoryReport:
             if part.tensors:
                 lines += [f"## {part.category.capitalize()}", "", "| row | layer | bytes |", "|---|---|---:|"]
                 lines += [f"| {each.row} | {each.layer} | {gib_text(each.bytes)} |" for each in part.tensors] + [""]
-        lines += ["## What would have fit", ""]
-        if self.ways_out:
+        lines += ["## Suggestions", ""]
+        if self.suggestions:
             lines += ["| flags | predicted peak | time | |", "|---|---:|---:|---|"]
-            lines += [f"| `{way.flags}` | {gib_text(way.peak)} | {_time(way)} | {way.what} |" for way in self.ways_out]
+            lines += [
+                f"| `{each.flags}` | {gib_text(each.peak)} | {_time(each)} | {each.what} |"
+                for each in self.suggestions
+            ]
         else:
-            lines += ["Nothing was found."]
+            lines += ["None found."]
         return "\n".join([*lines, "", *(f"- {remark}" for remark in self.remarks), ""])
 
     def to_dict(self) -> dict[str, Any]:
@@ -168,12 +171,13 @@ def _row(name: str, size: int, share: float) -> str:
     return f"  {name:<60}{gib_text(size):>12}{share:>8.1%}"
 
 
-def _way_line(way: WayOut) -> str:
-    return f"  {way.flags}\n      predicted peak {gib_text(way.peak)}, time {_time(way)}: {way.what}"
+def _suggestion_line(suggestion: Suggestion) -> str:
+    figures = f"predicted peak {gib_text(suggestion.peak)}, time {_time(suggestion)}"
+    return f"  {suggestion.flags}\n      {figures}: {suggestion.what}"
 
 
-def _time(way: WayOut) -> str:
-    return "not known" if way.extra_time is None else f"{way.extra_time:+.1%}"
+def _time(suggestion: Suggestion) -> str:
+    return "not known" if suggestion.extra_time is None else f"{suggestion.extra_time:+.1%}"
 
 
 def _by_row(tensors: Sequence[Tensors]) -> list[tuple[str, str, int]]:
@@ -222,7 +226,7 @@ def report_of(
         requested=failure.requested,
         moment=explained.moment,
         parts=parts,
-        ways_out=explained.ways_out,
+        suggestions=explained.suggestions,
         remarks=(*((_FEWER_STATES,) if in_optimizer else ()), *explained.remarks),
     )
 

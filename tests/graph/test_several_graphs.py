@@ -7,7 +7,7 @@ from optimum_memopt.engines.compile.graph.problem import SiblingGraphs, problem_
 from optimum_memopt.engines.compile.memory.simulation import problem_events, simulate
 from optimum_memopt.engines.compile.memory.tape import Call, Tape, compose
 from optimum_memopt.engines.compile.partition.captured_graph import captured_graph, no_costs
-from optimum_memopt.engines.compile.partition.reservations import GraphReservations
+from optimum_memopt.engines.compile.predict.planner import GraphReservations
 from optimum_memopt.engines.compile.solver.solver import Solver
 from optimum_memopt.plans.plan_file import GraphSignature
 from tests.captured import Captured

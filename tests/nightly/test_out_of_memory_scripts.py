@@ -80,7 +80,7 @@ def test_the_recommended_flag_gets_the_script_to_train(tmp_path, name):
     assert "memory ran out in step 1" in failed.stderr, failed.stderr[-3000:]
     assert "memory" in failed.stderr.strip().splitlines()[-1]
     report = json.loads((tmp_path / "run" / "memory_report.json").read_text())
-    recommended = report["ways_out"][0]["flags"]
+    recommended = report["suggestions"][0]["flags"]
     assert f"  {recommended}\n" in failed.stderr
     # Of a flag that is given twice the last counts.
     trained = run(script, f"{FLAGS} {recommended}", tmp_path / "run")

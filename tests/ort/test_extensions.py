@@ -86,7 +86,7 @@ def test_what_was_built_for_another_torch_is_not_found(cache, monkeypatch):
     assert extensions.find() is None
 
 
-def test_a_file_that_cannot_be_loaded_is_named_with_the_way_out(cache):
+def test_a_file_that_cannot_be_loaded_is_named_with_a_suggestion(cache):
     put_built_files()
     with pytest.raises(MemOptError, match=f"aten_op_executor.*; delete .* and run: {extensions.BUILD_COMMAND}"):
         extensions.load(extensions.find())

@@ -34,7 +34,7 @@ def test_ordinary_models_pass(make):
     checks.check(make())
 
 
-def test_models_that_ort_would_train_wrongly_are_refused_with_a_way_out():
+def test_models_that_ort_would_train_wrongly_are_refused_with_a_suggestion():
     assert "nothing to train" in refused(torch.nn.Identity())
     assert "accelerate launch" in refused(torch.nn.DataParallel(torch.nn.Linear(2, 2)))
     assert "has bfloat16, float16 parameters" in refused(

@@ -146,12 +146,12 @@ def test_parameters_without_a_gradient_have_neither_gradients_nor_states(monkeyp
         # The process itself grows and shrinks by more.
         monkeypatch.setattr(module, "constant_of", lambda *held: 2**29)
     batch = {"x": torch.randn(512, 64)}
-    ways, footprints, floors = [], [], []
+    by_run, footprints, floors = [], [], []
     for requires_grad in (True, False):
         model = WithReference(requires_grad)
         accumulating = Run(None, True)
         failed, _ = run_out_with(model, batch, 0.8, rows=512, run=accumulating, held=6 * 2**20)
-        ways.append([(way.flags, way.peak) for way in explain(failed).ways_out])
+        by_run.append([(suggestion.flags, suggestion.peak) for suggestion in explain(failed).suggestions])
         engine = CompileEngine(compiler="aot_eager")
         engine.attach(model)
         model(**batch).loss.backward()
@@ -168,7 +168,7 @@ def test_parameters_without_a_gradient_have_neither_gradients_nor_states(monkeyp
             model(**batch)
         floors.append(str(caught.value))
         engine.detach()
-    assert ways[0] == ways[1] and ways[0]
+    assert by_run[0] == by_run[1] and by_run[0]
     assert footprints[0] == footprints[1]
     assert floors[0] == floors[1]
 
@@ -184,13 +184,13 @@ def test_what_is_found_when_the_time_is_up_is_told(monkeypatch):
     monkeypatch.setattr(suggestions, "within_budget", takes_too_long)
     partial = explain(failed)
     assert (partial.moment, partial.parts) == (complete.moment, complete.parts)
-    assert partial.ways_out and set(partial.ways_out) <= set(complete.ways_out)
+    assert partial.suggestions and set(partial.suggestions) <= set(complete.suggestions)
     assert partial.remarks == ("what was found in 15 seconds is here: more may fit",)
     monkeypatch.undo()
     monkeypatch.setattr("optimum_memopt.engines.compile.predict.explain._SECONDS", 0.001)
     with log_lines() as lines:
         traced = explain(failed)
-    assert (traced.moment, traced.parts) == (complete.moment, complete.parts) and not traced.ways_out
+    assert (traced.moment, traced.parts) == (complete.moment, complete.parts) and not traced.suggestions
     assert traced.remarks == ("what was found in 0 seconds is here: more may fit",)
     assert lines[0].startswith("looking for why memory ran out in a training step: traced on tensors without data")
     monkeypatch.undo()

@@ -147,7 +147,7 @@ def test_the_optimizers_step(tmp_path):
     with pytest.raises(torch.OutOfMemoryError):
         trainer.train()
     assert callback.report.moment.phase == OPTIMIZER_STEP
-    assert not callback.report.ways_out and "optimizer with fewer" in callback.report.remarks[0]
+    assert not callback.report.suggestions and "optimizer with fewer" in callback.report.remarks[0]
     held = {part.category: part.bytes for part in callback.report.parts}
     assert held["gradients"] == held[PARAMETERS] == held[OPTIMIZER]
 
@@ -158,11 +158,11 @@ def test_another_optimizer_would_have_fit(tmp_path):
     trainer.optimizer = Failing(model.parameters(), lr=0.1)
     with pytest.raises(torch.OutOfMemoryError):
         trainer.train()
-    (way,) = callback.report.ways_out
+    (suggestion,) = callback.report.suggestions
     weights = sum(parameter.nbytes for parameter in model.parameters())
-    assert way.flags == "--optim adafactor" and "trains differently" in way.what
+    assert suggestion.flags == "--optim adafactor" and "trains differently" in suggestion.what
     # Without the state that was there, and with Adafactor's temporaries of two layers.
-    assert callback.report.held - weights < way.peak < callback.report.held - 0.7 * weights
+    assert callback.report.held - weights < suggestion.peak < callback.report.held - 0.7 * weights
     assert callback.report.remarks[1:] == ()
 
 

@@ -12,7 +12,7 @@ from allocations import allocated
 
 import optimum_memopt
 from optimum_memopt import Estimate, MemOptError, plan
-from optimum_memopt.engines.compile.predict.largest_batch import largest
+from optimum_memopt.engines.compile.predict.estimate import largest
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.predict.workload import ModuleWorkload, Workload
 from tests.saved_configs import save

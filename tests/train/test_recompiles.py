@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from optimum_memopt.engines.api.run import Selection
-from optimum_memopt.engines.compile.capture.recompiles import Recompiles
 from optimum_memopt.engines.compile.torch_compat import dynamo
 from optimum_memopt.engines.compile.train.engine import CompileEngine
+from optimum_memopt.engines.compile.train.planned_forward import Recompiles
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.plans.grammar import parse
 from tests.trainer_runs import log_lines
@@ -119,7 +119,7 @@ class Counting(Whole):
         return {"loss": super().forward(x)["loss"] * self.calls / self.second.temperature}
 
 
-def test_a_number_that_changes_at_every_step_is_named_once_with_the_way_out() -> None:
+def test_a_number_that_changes_at_every_step_is_named_once_with_a_suggestion() -> None:
     model = Counting()
     attached(model)
     with log_lines() as lines:

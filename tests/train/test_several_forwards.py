@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from optimum_memopt.engines.compile.predict.pending import Forward, Pending, largest_shapes
+from optimum_memopt.engines.compile.predict.step_predictor import Forward, Pending, largest_shapes
 from tests.gradients import Batch
 from tests.rotation import nightly
 from tests.train.test_step_memory import EXACT, Predicted, allocated, predicted

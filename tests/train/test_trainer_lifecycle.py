@@ -126,7 +126,7 @@ def test_under_autocast_the_engine_comes_into_the_place_of_the_last_one(tmp_path
     assert first.memopt.table.enabled and second.memopt.table.enabled
 
 
-def test_two_engines_at_a_time_are_refused_with_a_public_way_out(tmp_path):
+def test_two_engines_at_a_time_are_refused_with_a_public_suggestion(tmp_path):
     model = build(NAME)
     engine = optimize(model, memory_opt_engine="compile")
     trainer = make(tmp_path, NAME, model=model, memory_opt_engine="compile")

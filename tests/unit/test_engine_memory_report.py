@@ -3,7 +3,7 @@
 import json
 from dataclasses import replace
 
-from optimum_memopt.engines.api.explanations import BACKWARD, Moment, Part, Tensors, WayOut
+from optimum_memopt.engines.api.explanations import BACKWARD, Moment, Part, Suggestion, Tensors
 from optimum_memopt.engines.api.predictions import OTHER, PARAMETERS, SAVED, TEMPORARY
 from optimum_memopt.oom.report import MemoryReport
 
@@ -35,9 +35,11 @@ REPORT = MemoryReport(
         Part(TEMPORARY, 0),
         Part(OTHER, 460 * MIB),
     ),
-    ways_out=(
-        WayOut("--memory_opt_budget 2007MiB", 2000 * MIB, 0.123, "the cheapest recompute with which every step fits"),
-        WayOut("--per_device_train_batch_size 32 --gradient_accumulation_steps 4", GIB, None, "as many rows"),
+    suggestions=(
+        Suggestion(
+            "--memory_opt_budget 2007MiB", 2000 * MIB, 0.123, "the cheapest recompute with which every step fits"
+        ),
+        Suggestion("--per_device_train_batch_size 32 --gradient_accumulation_steps 4", GIB, None, "as many rows"),
     ),
     remarks=("several graphs",),
 )
@@ -71,7 +73,7 @@ def test_files(tmp_path):
     assert [path.name for path in paths] == ["memory_report.json", "memory_report.md"]
     found = json.loads(paths[0].read_text())
     assert found == json.loads(json.dumps(REPORT.to_dict()))
-    assert found["ways_out"][0]["flags"] == "--memory_opt_budget 2007MiB"
+    assert found["suggestions"][0]["flags"] == "--memory_opt_budget 2007MiB"
     assert found["sizes"] == {"input_ids": "64 x 128"}
     text = paths[1].read_text()
     assert "| Gelu+:1:-1 | roberta.encoder.layer.0 | 300.0 MiB |" in text
@@ -88,5 +90,5 @@ def test_each_rank_has_its_file(tmp_path):
 
 
 def test_nothing_fits():
-    report = replace(REPORT, ways_out=())
-    assert "nothing found" in report.to_text() and "Nothing was found" in report.to_markdown()
+    report = replace(REPORT, suggestions=())
+    assert "none found" in report.to_text() and "None found" in report.to_markdown()

@@ -89,8 +89,10 @@ def test_one_process_of_accelerate_is_let_through(monkeypatch):
 
 def test_several_processes_of_accelerate_are_refused(monkeypatch):
     monkeypatch.setattr(launch, "_parent_command", lambda: ["accelerate", "launch", "--num_processes", "2", "s.py"])
-    way_out = "write: accelerate launch --multi_gpu --num_processes 2 s.py …, and on a machine without a GPU --use_cpu"
-    with pytest.raises(MemOptError, match=re.escape(way_out)):
+    suggestion = (
+        "write: accelerate launch --multi_gpu --num_processes 2 s.py …, and on a machine without a GPU --use_cpu"
+    )
+    with pytest.raises(MemOptError, match=re.escape(suggestion)):
         launch.check_world(1, ONE_PROCESS_ONLY)
     # Whoever is started by a script that was launched so is not meant.
     launch.check_world(1, {})

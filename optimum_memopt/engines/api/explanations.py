@@ -75,8 +75,8 @@ class Moment:
 
 
 @dataclass(frozen=True)
-class WayOut:
-    """What would have fit.
+class Suggestion:
+    """Flags with which the step would have fit.
 
     Attributes:
         flags: to add to the command line, or to replace there.
@@ -197,7 +197,7 @@ class Explanation:
 
     moment: Moment
     parts: tuple[Part, ...]
-    ways_out: tuple[WayOut, ...]
+    suggestions: tuple[Suggestion, ...]
     remarks: tuple[str, ...] = ()
 
 

@@ -34,14 +34,12 @@ class CompileFactory(EngineFactory[CompileOptions]):
     predicts = True
 
     def missing(self) -> str:
-        """Why this engine cannot work here and how to get it; empty when it can."""
         version = torch.__version__
         if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST_TORCH:
             return f"torch {version} is older than {'.'.join(map(str, _OLDEST_TORCH))}; pip install -U torch"
         return ""
 
     def create(self, options: CompileOptions, selection: Selection) -> Engine:
-        """An engine, not yet attached."""
         from optimum_memopt.engines.compile.train.engine import CompileEngine
 
         return CompileEngine(
@@ -83,7 +81,6 @@ class CompileFactory(EngineFactory[CompileOptions]):
         return TrainerParts()
 
     def environment_report(self) -> Report:
-        """Compilers, devices, kernels, and what is missing."""
         if why := self.missing():
             return Report({}, (Ability("compile engine", False, why, "pip install -U torch"),))
         return _report()
@@ -98,19 +95,16 @@ class CompileFactory(EngineFactory[CompileOptions]):
         with_curve: bool = False,
         batch_sizes: Sequence[int] = (),
     ) -> Estimate:
-        """Predict a training step from a trace on fake tensors."""
         from optimum_memopt.engines.compile.predict.estimate import estimate
 
         return estimate(workload, selection, spec, symbolic=symbolic, with_curve=with_curve, batch_sizes=batch_sizes)
 
     def explain(self, failed: FailedStep) -> Explanation:
-        """Trace the failed step on fake tensors, and find its place and what would have fit."""
         from optimum_memopt.engines.compile.predict.explain import explain
 
         return explain(failed)
 
     def predict_steps(self, workload: Workload | ModelOfRun, options: CompileOptions, spec: StepSpec) -> StepPredictor:
-        """Predict steps with any micro-batch from one trace for each loss."""
         from optimum_memopt.engines.compile.predict.steps import of_model, of_workload
 
         budget = options.budget
@@ -121,15 +115,13 @@ class CompileFactory(EngineFactory[CompileOptions]):
         return of_workload(workload, budget, spec)
 
     def largest_batch(self, workload: Workload, selection: Selection, spec: StepSpec, budget: Budget) -> int:
-        """The most rows with which a step is predicted to be within a budget, from one trace or two."""
-        from optimum_memopt.engines.compile.predict.largest_batch import largest_batch
+        from optimum_memopt.engines.compile.predict.estimate import largest_batch
         from optimum_memopt.engines.compile.predict.planned_step import PlannedStep
 
         return largest_batch(PlannedStep(workload, selection, spec), budget)
 
 
 def _report() -> Report:
-    """Compilers, devices and kernels of this machine; compiles nothing."""
     from optimum_memopt.engines.compile.capture.backend import default_compiler, missing_for
 
     triton = installed_version(_TRITONS)

@@ -72,7 +72,6 @@ class Backend:
 
     Attributes:
         prepare: changes the graph that dynamo has traced; its inputs are those that the graph was traced with.
-        tape: gets the runs of all graphs.
         is_run: inductor writes programs; False: its graphs are only looked at.
     """
 

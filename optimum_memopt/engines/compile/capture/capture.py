@@ -1,12 +1,12 @@
 """The joint graphs of a training forward, traced on fake tensors: nothing is run, nothing allocated."""
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from optimum_memopt.engines.compile.capture import support_checks
 from optimum_memopt.engines.compile.capture.traced_forward import (
     Choose,
     ForwardArgs,
@@ -26,15 +26,63 @@ from optimum_memopt.engines.compile.partition.captured_graph import (
 )
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.producers.producer import GraphContext, Producer
+from optimum_memopt.engines.shared import in_place
 from optimum_memopt.engines.shared.forward_patch import Checkpointing, training_forward, without_key_value_cache
-from optimum_memopt.errors import MemOptError
+from optimum_memopt.errors import MemOptError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+
+_SPLIT_BY_HOOKS = (
+    "it gathers the parameters of each module in hooks, which are graph breaks, so that no plan reaches further than "
+    "a module"
+)
+
+
+def check_model(model: torch.nn.Module) -> None:
+    """Refuse what would be trained without the plan.
+
+    Raises:
+        UnsupportedModelError: no parameters, DataParallel.
+    """
+    in_place.check_parameters(model)
+    if isinstance(model, torch.nn.DataParallel):
+        raise UnsupportedModelError(
+            "the compile engine under torch.nn.DataParallel: start one process for each GPU, for example with "
+            "accelerate launch, or make one GPU visible with CUDA_VISIBLE_DEVICES=0"
+        )
+
+
+def check_trainer_arguments(args: "TrainingArguments") -> None:
+    """Refuse Trainer arguments that do the engine's work too.
+
+    Raises:
+        MemOptError: torch_compile, FSDP, ZeRO 3, several GPUs in one process.
+    """
+    if args.torch_compile:
+        raise MemOptError("--torch_compile with the compile engine, which compiles the model already; leave it out")
+    # accelerate's launcher and config file ask for FSDP in the environment, without the Trainer's argument.
+    if args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
+        raise MemOptError(f"FSDP with the compile engine: {_SPLIT_BY_HOOKS}; use DDP or ZeRO 0, 1, 2")
+    plugin = getattr(args, "deepspeed_plugin", None)
+    if plugin is not None and plugin.zero_stage == 3:
+        raise MemOptError(
+            f"DeepSpeed ZeRO stage 3 with the compile engine: {_SPLIT_BY_HOOKS}; use ZeRO stage 0, 1 or 2 "
+            "(`zero_optimization.stage`), with --memory_opt_level 1 if the step needs less memory"
+        )
+    if args.n_gpu > 1:
+        raise MemOptError(
+            f"the compile engine with {args.n_gpu} GPUs in one process: start one process for each GPU, for example "
+            "with accelerate launch, or make one GPU visible with CUDA_VISIBLE_DEVICES=0"
+        )
 
 
 def chosen_by(producer: Producer) -> Choose:
     """Choices of a producer that is told nothing of the step."""
 
     def choose(graph: AnalyzedGraph, state: GraphInForward) -> Choice:
-        return producer.choose(graph, GraphContext([known.choice for known in state.earlier]))
+        return producer.choose(graph, GraphContext([graph.choice for graph in state.earlier]))
 
     return choose
 
@@ -53,12 +101,6 @@ def capture(
 
     Args:
         model: of fake tensors, in training mode; the caller is in their mode.
-        args: of its forward, by position.
-        inputs: of its forward, by keyword.
-        spec: how it is traced.
-        choose: whose choice is applied to each graph.
-        reader: who may read more of the outputs than the loss, empty when nobody does.
-        costs_of: asked for the costs of each graph's operators.
         compared: producers whose choices are noted, too, after the one that is applied.
 
     Returns:
@@ -68,7 +110,7 @@ def capture(
         MemOptError: the model has nothing that can be trained, or the plan does not go with it.
         Exception: whatever tracing meets, as a forward that reads values of its tensors.
     """
-    support_checks.check(model)
+    check_model(model)
     graphs: list[CapturedGraph] = []
     choices: list[list[Choice]] = [[] for _ in compared]
     calls: list[TracedCall] = []
@@ -77,10 +119,10 @@ def capture(
         if not state.earlier:
             graphs.clear()
             choices[:] = [[] for _ in compared]
-        known, choice = captured_graph(graph, costs_of(graph)), choose(graph, state)
+        captured, choice = captured_graph(graph, costs_of(graph)), choose(graph, state)
         for producer, earlier in zip(compared, choices, strict=True):
             earlier.append(producer.choose(graph, GraphContext(tuple(earlier))))
-        graphs.append(captured_plans(known, [choice, *(of_producer[-1] for of_producer in choices)]))
+        graphs.append(captured_plans(captured, [choice, *(of_producer[-1] for of_producer in choices)]))
         return choice
 
     place = training_forward(model)

@@ -20,12 +20,7 @@ _AMPERE = (8, 0)
 
 @contextlib.contextmanager
 def traced_for(device: Device | None, dtype: torch.dtype | None, here: str = "cpu") -> Iterator[None]:
-    """Forwards that are traced within are a device's; without one of CUDA, operators are those of `here`.
-
-    Args:
-        dtype: of autocast; None: without.
-        here: type of the device that the tensors are on.
-    """
+    """Forwards that are traced within are a device's; without one of CUDA, operators are those of `here`."""
     cuda = device if device is not None and device.cuda is not None else None
     before = torch.nn.functional.scaled_dot_product_attention
     with contextlib.ExitStack() as stack:

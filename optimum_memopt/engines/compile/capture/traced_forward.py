@@ -12,12 +12,7 @@ from torch import fx
 from optimum_memopt.compat import forward_hook_ids
 from optimum_memopt.engines.compile.capture.backend import Backend, configured
 from optimum_memopt.engines.compile.costs.devices import Device
-from optimum_memopt.engines.compile.graph.analyzed_graph import (
-    AnalyzedGraph,
-    Modules,
-    gradients_of,
-    without_gradient,
-)
+from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, Modules, gradients_of, without_gradient
 from optimum_memopt.engines.compile.graph.saved_activations import add_outer_modules
 from optimum_memopt.engines.compile.graph.symbols import input_sizes
 from optimum_memopt.engines.compile.loss.decide import (
@@ -45,11 +40,7 @@ class TraceSpec:
     """How a forward is traced.
 
     Attributes:
-        compiler: one of `options.COMPILERS`.
-        dynamic: sizes of batches stay symbols.
-        loss: how losses over a vocabulary are computed.
         strict: what is asked for and is not in the graphs is an error.
-        smoothing: label smoothing, computed with the loss; None: none.
         purpose: for which batches, for log lines; empty: for all.
         target: the device that it is planned for; None: where the model lies.
         is_run: programs are compiled and run; False: the graphs are only looked at.
@@ -70,8 +61,6 @@ class ForwardArgs:
     """The arguments of a training forward.
 
     Attributes:
-        args: by position.
-        inputs: by keyword.
         loss_only: nobody calls backward from any output but the loss.
         reader: who may read more of the outputs than the loss, empty when nobody does.
     """
@@ -84,14 +73,10 @@ class ForwardArgs:
 
 @dataclass(frozen=True)
 class GraphInForward:
-    """What is known of the forward while one of its graphs is partitioned.
+    """The forward as far as it has come while one of its graphs is partitioned.
 
     Attributes:
-        inputs: the forward's keyword arguments.
         earlier: graphs of the same forward that were partitioned, and have run.
-        tape: their runs.
-        untrained: see `without_gradient`, of the graphs so far.
-        progress: of the call.
         is_all: nothing of the model's forward runs outside of the graph.
     """
 
@@ -112,8 +97,6 @@ class TracedCall:
     """One call of a forward.
 
     Attributes:
-        outputs: of the forward.
-        graphs: those that were compiled in it.
         ran: `graphs`, and the others that ran.
         tape: the runs of `ran`.
         graph_breaks: reasons, one line each, where graphs were compiled.
@@ -130,12 +113,6 @@ class TracedCall:
 
 class TracedForward:
     """Compiles at its first call, and again for arguments of another kind.
-
-    Args:
-        model: that trains.
-        forward: its own.
-        spec: how it is traced.
-        choose: asked for each graph.
 
     Attributes:
         held: bytes that the process held when the last graph was partitioned.
@@ -184,7 +161,7 @@ class TracedForward:
         return traced
 
     def _call(self, call: ForwardArgs) -> TracedCall | None:
-        """None: a model's first forward has put hooks on its modules."""
+        """Run a call; None where a model's first forward has put hooks on its modules."""
         key = call.loss_only, self._spec.loss.drops_logits(call.reader), dynamo.global_hooks()
         self.is_first = is_first = key not in self._compiled or not self._has_run
         if key not in self._compiled:
@@ -219,8 +196,8 @@ class TracedForward:
         graphs, self._graphs = tuple(self._graphs), []
         self._of_programs.update((graph.programs, graph) for graph in graphs)
         self._tape.end(dynamo.tree_leaves(outputs))
-        others = (self._of_programs[programs] for programs in self._tape.graphs if programs in self._of_programs)
-        ran = tuple(dict.fromkeys((*graphs, *others)))
+        earlier = (self._of_programs[programs] for programs in self._tape.graphs if programs in self._of_programs)
+        ran = tuple(dict.fromkeys((*graphs, *earlier)))
         tape = self._tape.tape([graph.programs for graph in ran])
         breaks = tuple(watch.graph_breaks()) if is_first or graphs else ()
         return TracedCall(outputs, graphs, ran, tape, breaks, () if is_first else tuple(watch.recompiles()))
@@ -260,7 +237,6 @@ class TracedForward:
         return dynamo.compile_alone(forward, backend, self._spec.dynamic)
 
     def _wrapped(self, call: ForwardArgs) -> Callable[..., Any]:
-        """The model's forward with what the engine changes of its outputs."""
         forward, smoothing = self._forward, self._spec.smoothing
         if smoothing is not None:
             forward = smoothing.wrap(forward, functools.partial(cross_entropy, smoothing))
@@ -283,7 +259,7 @@ class TracedForward:
         module: fx.GraphModule,
         inputs: Any,
         num_fwd_outputs: int,
-        others: dict[str, Any],
+        options: dict[str, Any],
     ) -> tuple[Choice, Modules]:
         spec, number = self._spec, len(self._graphs) + 1
         self._progress.stage = f"partitioning graph {number} of {len(module.graph.nodes)} operators"
@@ -292,20 +268,23 @@ class TracedForward:
         gradients = gradients_of(module.graph, num_fwd_outputs, self._parameters)
         untrained = without_gradient([*(graph.gradients for graph in self._graphs), gradients])
         cuda = spec.target.cuda if spec.target is not None else None
-        graph = analyze(module, inputs, num_fwd_outputs, others, cuda, input_sizes(self._inputs))
-        tape = self._tape.tape([known.programs for known in self._graphs])
+        graph = analyze(module, inputs, num_fwd_outputs, options, cuda, input_sizes(self._inputs))
+        tape = self._tape.tape([graph.programs for graph in self._graphs])
         state = GraphInForward(self._inputs, tuple(self._graphs), tape, untrained, self._progress, is_all)
         choice = self._choose(graph, state)
-        known, modules = partitioned(graph, choice, runs_operators=spec.compiler != "inductor", target=spec.target)
-        known = replace(known, programs=programs, is_all_of_forward=is_all, losses=self._losses, gradients=gradients)
+        partitioned_graph, modules = partitioned(
+            graph, choice, runs_operators=spec.compiler != "inductor", target=spec.target
+        )
+        partitioned_graph = replace(
+            partitioned_graph, programs=programs, is_all_of_forward=is_all, losses=self._losses, gradients=gradients
+        )
         self._losses = ()
-        self._graphs.append(known)
+        self._graphs.append(partitioned_graph)
         self.held = held_bytes(next(self._model.parameters()).device)
         self._progress.stage = f"compiling graph {number}"
         return choice, modules
 
     def _announced(self, is_first: bool) -> contextlib.AbstractContextManager[Progress]:
-        """Lines around a first call; nothing around the later ones."""
         if not is_first:
             return contextlib.nullcontext(Progress())
         subject = f"the training graph of {self._name}{self._spec.purpose}"

@@ -46,9 +46,7 @@ def computed_once(store: "Store", name: str, compute: Callable[[], str], wait: f
     also where only one of them compiles again.
 
     Args:
-        name: all that the result depends on.
         compute: called on the first rank; on another one, if the first has failed or has not answered in time.
-        wait: seconds that another rank waits.
     """
     key = f"optimum_memopt/{hashlib.sha256(name.encode()).hexdigest()}"
     try:
@@ -97,15 +95,15 @@ def known_costs(path: Path) -> Iterator[dict[str, Measured]]:
         with contextlib.suppress(OSError, NotImplementedError, Timeout):
             path.parent.mkdir(parents=True, exist_ok=True)
             held.enter_context(FileLock(path.with_suffix(".lock"), timeout=_LOCK_WAIT))
-        known = _read(path)
-        before = len(known)
-        yield known
-        if len(known) > before:
+        cached = _read(path)
+        before = len(cached)
+        yield cached
+        if len(cached) > before:
             # Whole, for a reader that has not got the lock; a folder that cannot be written to has no cache.
             # In a folder that goes whatever fails, as on a full disk.
             with contextlib.suppress(OSError), tempfile.TemporaryDirectory(dir=path.parent) as folder:
                 written = Path(folder) / path.name
-                written.write_text(json.dumps(known), encoding="utf-8")
+                written.write_text(json.dumps(cached), encoding="utf-8")
                 written.replace(path)
 
 
@@ -130,11 +128,7 @@ def _is_cost(entry: Any) -> bool:
 
 
 def costs_of(
-    graph: AnalyzedGraph,
-    device: torch.device,
-    fused: bool,
-    target: Device | None = None,
-    most: int | None = None,
+    graph: AnalyzedGraph, device: torch.device, fused: bool, target: Device | None = None, most: int | None = None
 ) -> Costs:
     """The costs of all operators of a graph.
 
@@ -152,14 +146,14 @@ def costs_of(
     room = None if most is None else max(_LEAST_MEASURED, most - held_bytes(device))
     costs = partial(measured, graph.joint, graph.size_hints, of_joint, fused, room=room)
     if (store := store_of_ranks()) is None:
-        with known_costs(path) as known:
-            return costs(known)
+        with known_costs(path) as cached:
+            return costs(cached)
     operators = sorted({work.key for work in of_joint if work is not None})
 
     def measure() -> str:
-        with known_costs(path) as known:
-            costs(known)
-            return json.dumps({operator: known[operator] for operator in operators if operator in known})
+        with known_costs(path) as cached:
+            costs(cached)
+            return json.dumps({operator: cached[operator] for operator in operators if operator in cached})
 
     of_ranks = json.loads(computed_once(store, "\n".join((path.name, *operators)), measure, _RANK_WAIT))
     return costs({operator: Measured(*cost) for operator, cost in of_ranks.items()}, limit=0)

@@ -71,7 +71,6 @@ class Work:
 
     Attributes:
         key: equal for operators that do the same work on the same shapes.
-        bytes: read and written.
         flops: of a matrix product, a convolution or attention, else 0.
         is_several: kernels that run one after the other.
     """
@@ -117,7 +116,7 @@ def measured(
     sizes: Mapping[sympy.Symbol, int],
     of_joint: Sequence[Work | None],
     fused: bool,
-    known: dict[str, Measured],
+    cached: dict[str, Measured],
     limit: float = 2.0,
     room: int | None = None,
 ) -> Costs:
@@ -130,7 +129,7 @@ def measured(
     tensors of ones, is estimated by the bytes that it moves, at the median rate of what was measured.
 
     Args:
-        known: by operator; gets what is measured.
+        cached: by operator; gets what is measured.
         limit: seconds in all.
         room: bytes that may be allocated; what takes more is measured with smaller sizes, and grows with its work.
             None: as many as there are.
@@ -139,15 +138,15 @@ def measured(
     distinct = {work.key: node for node, work in of_nodes.items() if not fx_graph.reads_seed(node)}
     end = time.perf_counter() + limit
     # What followed from smaller sizes is not measured, and not for others to read.
-    costs = dict(known)
+    costs = dict(cached)
     with eager(joint):
         for key, node in sorted(distinct.items(), key=lambda item: -of_nodes[item[1]].bytes):
-            if key not in known and time.perf_counter() < end:
+            if key not in cached and time.perf_counter() < end:
                 work = of_nodes[node]
                 if room is not None and _taken(work) > room:
                     cost = _measure_part(node, sizes, work, room)
                 elif (cost := _measure(node, _numbers(sizes), work)) is not None:
-                    known[key] = cost
+                    cached[key] = cost
                 if cost is not None:
                     costs[key] = cost
     moving = [work for work in of_nodes.values() if work.key in costs and work.bytes]
@@ -303,7 +302,6 @@ def _measure(node: fx.Node, number: _Number, work: Work) -> Measured | None:
 
 
 def _taken(work: Work) -> float:
-    """Bytes that measuring an operator allocates at most."""
     return _TAKEN * work.bytes + (_CLEARED if _SMALL < work.bytes < _LARGE else 0)
 
 

@@ -40,13 +40,10 @@ class Device:
     """A device's rates.
 
     Attributes:
-        name: `H100`.
         memory: bytes.
         bandwidth: of its memory, bytes a second.
         flops: of matrix products a second, by dtype as `bfloat16`.
         link: to the host, bytes a second in one direction.
-        cuda: its multiprocessors, None where it is no CUDA device.
-        capability: of a CUDA device.
     """
 
     name: str

@@ -74,9 +74,7 @@ class OperatorTimes:
     """Times of a joint graph's nodes, in its order.
 
     Attributes:
-        seconds: 0 of what does not run.
         bounds: what bounds each, one of `predictions`.
-        source: of the seconds, as `roofline H100`.
         call: seconds of a forward and its backward beside their operators.
     """
 
@@ -121,12 +119,7 @@ def _on(device: Device, work: Work | None) -> tuple[float, str]:
 
 
 def measured(
-    graph: AnalyzedGraph,
-    sizes: Sizes,
-    device: torch.device,
-    fused: bool,
-    budget: int,
-    peak: Callable[[int], int],
+    graph: AnalyzedGraph, sizes: Sizes, device: torch.device, fused: bool, budget: int, peak: Callable[[int], int]
 ) -> Callable[[int], OperatorTimes]:
     """Measured where the graph's tensors are, with a few batches; those of any other follow.
 

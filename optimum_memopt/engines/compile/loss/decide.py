@@ -29,7 +29,6 @@ class LossMode:
     """How a run computes its losses over a vocabulary.
 
     Attributes:
-        name: one of `LOSSES`.
         is_row: the config's row asks for chunks.
     """
 
@@ -95,10 +94,7 @@ class LossDecision:
     """A loss whose logits need not be saved.
 
     Attributes:
-        shape: in the symbols of the graph.
-        first_rows: of the first batch.
         is_read_by_caller: it would be chunked, if nobody read the logits.
-        reason: why it is not chunked; empty where it is.
     """
 
     shape: LossShape

@@ -27,7 +27,7 @@ _DIVIDES = frozenset({"div", "truediv", "divide"})
 
 
 class _DoesNotFit(Exception):
-    """Why the loss stays as it is."""
+    """The reason why a loss stays as it is."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,6 @@ class Adapter:
 
     Attributes:
         projection: of its hidden states, (…, rank), by its second matrix, (vocabulary, rank).
-        scale: the projection's output is multiplied by this.
     """
 
     projection: Projection
@@ -87,9 +86,7 @@ class LossChain:
         projection: of the hidden states, (…, hidden size), to the vocabulary.
         slices: of the projection's rows, in their order: a causal model predicts nothing at its last token.
         offset: (1, …, vocabulary), added to the projection's output (BART's `final_logits_bias`); None without.
-        adapter: added to the projection's output; None without.
         ignore_index: the label of rows that do not count; a node where dynamo made it an input of the graph.
-        mean: over the rows that count; else their sum.
         is_returned: the forward returns the logits, so its caller may read them.
     """
 
@@ -238,7 +235,6 @@ def _is_cast(before: torch.Tensor, after: torch.Tensor) -> bool:
 
 
 def _slices_rows(node: fx.Node) -> bool:
-    """True where an index takes ranges of rows and all classes."""
     index = node.args[1] if isinstance(node.args[1], tuple | list) else (node.args[1],)
     rank = traced_tensor(node).dim()
     are_ranges = all(isinstance(item, slice) or item is Ellipsis for item in index)

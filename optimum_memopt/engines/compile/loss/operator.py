@@ -28,11 +28,7 @@ class LossShape:
     """The sizes of a chunked loss; rows and what follows from them may be symbolic.
 
     Attributes:
-        hidden_size: width of the hidden states.
-        vocabulary: number of classes.
-        hidden: dtype of the hidden states.
         compute: dtype of the products; that of autocast where it is on.
-        has_softcap: the logits go through a soft cap.
         rank: of a LoRA on the projection, 0 without.
     """
 
@@ -154,13 +150,10 @@ def chunked_loss(
 
     Args:
         hidden: (…, hidden size).
-        weight: (vocabulary, hidden size).
         bias: (vocabulary,), or None.
         adapter_hidden: (…, rank), the hidden states after the first matrix of a LoRA on the projection; None without.
         adapter_weight: (vocabulary, rank), its second matrix; None without.
-        labels: (…), integers.
         softcap: not 0: the scaled logits become `softcap * tanh` of them.
-        ignore_index: the label of rows that do not count.
         needs: of which of the first five arguments a gradient is wanted; empty tensors come for the others.
 
     Returns:
@@ -218,8 +211,6 @@ class _Term:
 
     Args:
         of_hidden: gets the gradient of `hidden`; empty where none is wanted.
-        of_weight: likewise.
-        dtype: of the products.
         unread: number of rows that do not count.
     """
 
@@ -263,8 +254,6 @@ class _Loss:
     """Loss of a chunk of rows, and the gradient of their logits; other fields as in `chunked_loss`.
 
     Attributes:
-        bias: (vocabulary,) in the dtype of the products, or None.
-        share: gradients are multiplied by it.
         buffer: for the logits of a chunk; None: each chunk allocates its own.
     """
 
@@ -324,9 +313,9 @@ def _empty_gradients(tensors: Sequence[Tensor | None], needs: Sequence[bool]) ->
 
 
 @chunked_loss.register_fake
-def _(hidden: Tensor, *others: Any) -> Outputs:
-    *_, loss_dtype, needs = others
-    tensors = (hidden, *others[: _DIFFERENTIABLE - 1])
+def _(hidden: Tensor, *arguments: Any) -> Outputs:
+    *_, loss_dtype, needs = arguments
+    tensors = (hidden, *arguments[: _DIFFERENTIABLE - 1])
     return cast("Outputs", (hidden.new_empty((), dtype=loss_dtype), *_empty_gradients(tensors, needs)))
 
 
@@ -336,7 +325,7 @@ def _save_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...
     ctx.save_for_backward(*output[1:])
     ctx.needs = inputs[-1]
     ctx.dtypes = [tensor if tensor is None else tensor.dtype for tensor in inputs[:_DIFFERENTIABLE]]
-    ctx.others = len(inputs) - _DIFFERENTIABLE
+    ctx.undifferentiated = len(inputs) - _DIFFERENTIABLE
 
 
 def _scale_gradients(ctx: Any, gradient: Tensor | None, *unused: Any) -> tuple[Any, ...]:
@@ -344,7 +333,7 @@ def _scale_gradients(ctx: Any, gradient: Tensor | None, *unused: Any) -> tuple[A
         (saved * gradient).to(dtype) if is_needed and gradient is not None else None
         for saved, dtype, is_needed in zip(ctx.saved_tensors, ctx.dtypes, ctx.needs, strict=True)
     ]
-    return (*scaled, *[None] * ctx.others)
+    return (*scaled, *[None] * ctx.undifferentiated)
 
 
 chunked_loss.register_autograd(_scale_gradients, setup_context=_save_gradients)

@@ -18,18 +18,17 @@ from optimum_memopt.engines.compile.memory.step_context import StepContext
 from optimum_memopt.engines.compile.memory.tape import Tape
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
+from optimum_memopt.engines.compile.solver.multi_graph import MultiGraphSolver
 from optimum_memopt.engines.compile.solver.offload import Host
 from optimum_memopt.plans.plan_file import GraphSignature
 
 
 @dataclass(frozen=True)
 class SavedNodes:
-    """What a choice saves, in numbers of the joint graph's nodes.
+    """The saved and offloaded nodes of a choice, by their numbers in the joint graph.
 
     Attributes:
         saved: for the backward, offloaded ones included.
-        offloaded: those of them that wait on the host.
-        is_by_torch: torch's own partition.
     """
 
     saved: tuple[int, ...]
@@ -48,21 +47,10 @@ class CapturedGraph:
     """One joint graph of a training forward.
 
     Attributes:
-        signature: tells it from others.
-        problem_at: its numbers for any sizes.
-        sizes: of the batch that it was captured with.
         names: of the symbols that are sizes of inputs, `input_ids_dim0`.
-        costs: of its operators.
-        offloadable: numbers of the nodes that may wait on the host.
         rows: of the plan table, by the name of the node that makes an activation.
-        modules: paths of the modules that call the operators, by node.
-        chunks_loss: a loss is computed without its logits.
         plans: what was chosen for it, the choice that was applied first; empty before there is one.
-        partitioned: its forward and backward under that choice; None before there is one.
         analyzed: None once only numbers are kept.
-        runs: how often it runs in a forward.
-        tape: the runs of all graphs of the forward.
-        untrained: parameters of the model that get no gradient, see `without_gradient`.
     """
 
     signature: GraphSignature
@@ -94,7 +82,7 @@ class CapturedGraph:
         """Its numbers for its batch.
 
         Args:
-            times: for one of so many parts of the batch's rows.
+            times: n: for an n-th of the batch's rows.
             largest: for the sizes of this batch where they are larger; None: for its own.
         """
         sizes = larger_sizes(self.sizes, self.names, largest)
@@ -102,13 +90,13 @@ class CapturedGraph:
         return self.problem_at({**sizes, **parts})
 
     def problem_of_rows(self, rows: int) -> Problem:
-        """Its numbers for a batch of so many rows, and the time that they take."""
+        """Its numbers for a batch of n rows, and the time that they take."""
         problem = self.problem_at({**self.sizes, **dict.fromkeys(self.row_symbols, rows)})
         before = max(self.row_symbols.values(), default=rows)
         return replace(problem, seconds=tuple(seconds * rows / before for seconds in problem.seconds))
 
     def sizes_of(self, rows: int, tokens: int) -> SymbolValues:
-        """The symbols' values for a batch of rows of so many tokens; 0: as many as were captured."""
+        """The symbols' values for a batch of rows of n tokens; 0: as many as were captured."""
         of_rows = dict.fromkeys(self.row_symbols, rows)
         of_tokens = {symbol: tokens for symbol, name in self.names.items() if tokens and is_length(name)}
         return {symbol: {**of_tokens, **of_rows}.get(symbol, size) for symbol, size in self.sizes.items()}
@@ -123,12 +111,7 @@ class CapturedGraph:
 
 
 def captured_graph(graph: AnalyzedGraph, costs: Costs) -> CapturedGraph:
-    """A graph before anything was chosen for it.
-
-    Args:
-        graph: read, not changed.
-        costs: of its operators.
-    """
+    """A graph before anything was chosen for it."""
     joint = graph.joint
     rows: dict[str, str] = {}
     for candidate in graph.candidates:
@@ -145,6 +128,13 @@ def captured_graph(graph: AnalyzedGraph, costs: Costs) -> CapturedGraph:
         chunks_loss=any(map(is_chunked_loss, joint.nodes)),
         analyzed=graph,
     )
+
+
+def multi_graph_solver(
+    graphs: Sequence[CapturedGraph], problems: Sequence[Problem], step: StepContext
+) -> MultiGraphSolver:
+    """The solver for all graphs of a forward, whose problems may be those of another batch."""
+    return MultiGraphSolver(problems, [graph.runs for graph in graphs], hosts=[graph.host(step) for graph in graphs])
 
 
 def no_costs(graph: AnalyzedGraph) -> Costs:

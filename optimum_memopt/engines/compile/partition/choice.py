@@ -1,4 +1,5 @@
-"""What one joint graph saves, recomputes and offloads. A producer makes it, everything downstream reads only it."""
+"""The choice for one joint graph: its saved, recomputed and offloaded activations. A producer makes it, everything
+downstream reads only it."""
 
 from dataclasses import dataclass, field, replace
 
@@ -21,8 +22,6 @@ class Choice:
             activation is one of them: its strategy rewrites the two graphs afterwards.
         why: `level 1`, as the table's header has it.
         candidates: those that are on, in the order of the graph's candidates.
-        auto_recomputed: candidates that torch's own partition recomputes by itself.
-        matched: the rows that were asked for.
         mismatch: how this graph differs from the one that a plan file was made for; empty where it does not.
         torchs_graphs: forward and backward where torch has partitioned the graph; None: this engine does.
         frontier: what other budgets would cost; None where nobody asked.
@@ -56,7 +55,6 @@ def graph_plan(graph: AnalyzedGraph, choice: Choice) -> GraphEntry:
 
     Args:
         graph: of which its joint graph is not read, since torch's own partition changes that.
-        choice: for this graph.
     """
     if choice.torchs_graphs is not None:
         return GraphEntry(graph.signature, by_torch=True)
@@ -70,8 +68,8 @@ def graph_plan(graph: AnalyzedGraph, choice: Choice) -> GraphEntry:
             if node in nodes:
                 layers.setdefault(layer, {}).setdefault(kind, []).append(path)
     alike: dict[LayerEntry, list[str]] = {}
-    for layer, found in layers.items():
-        plan = LayerEntry((), **{kind: tuple(paths) for kind, paths in found.items()})
+    for layer, paths_by_kind in layers.items():
+        plan = LayerEntry((), **{kind: tuple(paths) for kind, paths in paths_by_kind.items()})
         alike.setdefault(plan, []).append(layer)
     return GraphEntry(
         graph.signature,

@@ -54,22 +54,13 @@ class PartitionedGraph:
     """One compiled training graph.
 
     Attributes:
-        candidates: all there are.
-        choice: what is done with them.
-        sizes: value of each symbol in the first batch.
         names: of the symbols, `input_ids_dim0`.
         timeline: what its forward and backward hold, for any values of the symbols; None where it cannot be known.
-        prediction: for the first batch.
         has_convolutions: whose kernels take workspaces that are no tensors of the graph.
         has_half_products: matrix products in half precision on a CPU, for which oneDNN keeps memory for each shape.
         attention: the fused kernels that compute it, see `fused_attention`.
-        programs: inductor's for the two graphs, once it has compiled them.
         is_all_of_forward: nothing of the model's forward runs outside of the graph.
-        losses: those of a model with a vocabulary, chunked or not.
         is_for_cuda: it trains on a CUDA device, or is planned for one.
-        bound: see `bound_symbols`.
-        gradients: see `gradients_of`.
-        plan: the choice as a plan file has it.
     """
 
     candidates: tuple[Candidate, ...]
@@ -91,7 +82,7 @@ class PartitionedGraph:
 
     @property
     def offloaded_bytes(self) -> list[int]:
-        """Of each activation that waits on the host, in the first batch."""
+        """Sizes of the offloaded activations in the first batch."""
         return compile_sizes(candidate.saving for candidate in offloads(self.choice.candidates))(self.sizes)
 
     @property
@@ -101,7 +92,6 @@ class PartitionedGraph:
 
     @property
     def chunks_loss(self) -> bool:
-        """Whether a loss is computed without its logits."""
         return any(loss.is_chunked for loss in self.losses)
 
 
@@ -109,19 +99,15 @@ def analyze(
     module: fx.GraphModule,
     inputs: Any,
     num_fwd_outputs: int,
-    others: Mapping[str, Any],
+    options: Mapping[str, Any],
     cuda: Multiprocessors | None = None,
     batch: Mapping[str, int] | None = None,
 ) -> AnalyzedGraph:
     """Clean up a joint graph and find its candidates.
 
     Args:
-        module: the joint graph that AOTAutograd has traced.
-        inputs: passed on to torch's own partitioner.
         num_fwd_outputs: outputs of the joint graph that are the forward's.
-        others: passed on to torch's own partitioner.
         cuda: see `operator_workspace`; None: the device of its tensors.
-        batch: see `symbol_names`.
     """
     module.graph.eliminate_dead_code()
     fx_graph.remove_copies(module.graph, map(root, JointGraph(module, num_fwd_outputs).forward_outputs))
@@ -133,7 +119,7 @@ def analyze(
     names: dict[sympy.Symbol, str] = {}
     with best_effort("the names of sizes"):
         names = symbol_names(dynamo.symbol_sources(), sizes, batch or {})
-    parameters = static_inputs(joint, others.get("static_lifetime_input_indices") or ())
+    parameters = static_inputs(joint, options.get("static_lifetime_input_indices") or ())
     constants = find_constants(joint, parameters)
     candidates = find_candidates(joint, activations, sizes, strategies.registered(), constants)
     if cuda is not None:
@@ -142,7 +128,7 @@ def analyze(
     def partition_by_torch() -> Modules:
         before = module.graph
         try:
-            return fx_graph.default_partition(module, inputs, num_fwd_outputs=num_fwd_outputs, **others)
+            return fx_graph.default_partition(module, inputs, num_fwd_outputs=num_fwd_outputs, **options)
         finally:
             # torch's partitioner puts a graph of its own in the joint graph's place (CSE).
             module.graph = before
@@ -224,8 +210,6 @@ def partitioned(
     """A graph's forward and backward under a choice.
 
     Args:
-        graph: read, not changed.
-        choice: made for this graph.
         runs_operators: the two are run as they are, operator by operator.
         target: the device that the graph is planned for; None: that of its tensors.
     """
@@ -271,7 +255,6 @@ def _partitioned(graph: AnalyzedGraph, choice: Choice, modules: Modules) -> Part
 
 
 def _place_copies(graph: AnalyzedGraph, modules: Modules, device: Device, fused: bool) -> None:
-    """Where the copies would stall the device otherwise; what they do is the same anywhere."""
     with best_effort("where copies to the host are placed"):
         prediction = _timeline(graph, modules).predict(graph.size_hints)
         nodes = (node.name for node in graph.joint.nodes)
@@ -286,7 +269,7 @@ def _timeline(graph: AnalyzedGraph, modules: Modules) -> Schedule:
 
 
 def _device(joint: JointGraph) -> torch.device:
-    """Where the tensors of a graph are, numbers on the CPU left out."""
+    """The device of the graph's tensors, numbers on the CPU left out."""
     devices = [tensor_value(node).device for node in joint.inputs if is_tensor(node)]
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
@@ -297,12 +280,7 @@ def _is_half_on_cpu(node: fx.Node) -> bool:
 
 
 def static_inputs(joint: JointGraph, indices: Iterable[int]) -> tuple[fx.Node, ...]:
-    """The inputs that stay where they are from step to step: parameters and buffers.
-
-    Args:
-        joint: read, not changed.
-        indices: as AOTAutograd counts inputs.
-    """
+    """The inputs that stay where they are from step to step: parameters and buffers."""
     return tuple(joint.inputs[index] for index in indices)
 
 

@@ -2,8 +2,9 @@
 
 import contextlib
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
@@ -12,9 +13,10 @@ from optimum_memopt.compat import attention_implementation, is_encoder_decoder
 from optimum_memopt.engines.api.predictions import BatchPoint, CurvePoint, Frontier, StepTimeline, Workload
 from optimum_memopt.engines.api.run import THIS_MACHINE, Selection, StepSpec
 from optimum_memopt.engines.compile.graph.symbols import plain_sizes
-from optimum_memopt.engines.compile.partition.captured_graph import no_costs
+from optimum_memopt.engines.compile.memory.step_context import StepContext
+from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph, multi_graph_solver, no_costs
 from optimum_memopt.engines.compile.predict.planned_step import PlannedStep, TracedStep
-from optimum_memopt.engines.compile.solver.multi_graph import MultiGraphSolver
+from optimum_memopt.engines.compile.predict.planner import bounded_bytes
 from optimum_memopt.engines.compile.solver.plan import Infeasible, point_of, points_of, solved
 from optimum_memopt.errors import DoesNotFitError
 from optimum_memopt.memory.capacity import Capacity
@@ -41,21 +43,11 @@ class Estimate:
     """The predicted memory of a step.
 
     Attributes:
-        table: the plan table, with the prediction in its header.
         parts: bytes by name, see `Footprint`.
-        peak_mib: of a step.
-        device: type of the device whose kernels are assumed.
-        compiler: whose graphs.
         attention: transformers' name of the assumed attention implementation.
-        plan: what is on, to be applied by `--memory_opt_plan`.
-        curve: what budgets cost, where that was asked for.
-        costs: where the curve's times are from.
-        batches: steps of several batch sizes, where that was asked for.
         chosen: the plan's place on the curve, where that is known.
-        timeline: the step, operator by operator.
         allocated: bytes of the blocks of torch's allocator on CUDA; None where it is not known.
         reserved: bytes that it takes of the device; None where it is not known.
-        capacity: memory of the device.
     """
 
     table: PlanTable
@@ -86,7 +78,6 @@ class Estimate:
         return f"{table}{curve}\n{self._assumes}"
 
     def _repr_html_(self) -> str:
-        """In a notebook."""
         curve = tabulate(_curve_rows(self.curve), headers="keys", tablefmt="html", disable_numparse=True)
         costs = f"<p>What budgets cost ({html.escape(self.costs)} costs)</p>{curve}" if self.curve else ""
         return f"<div>{self.table._repr_html_()}{costs}<p>{html.escape(self._assumes)}</p></div>"
@@ -100,10 +91,10 @@ class Estimate:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON; without the plan, which is a file of its own, and the timeline, which is a picture."""
-        found = asdict(replace(self, plan=None, timeline=None, capacity=None))
+        entries = asdict(replace(self, plan=None, timeline=None, capacity=None))
         for name in ("plan", "timeline", "chosen", "capacity"):
-            del found[name]
-        return found
+            del entries[name]
+        return entries
 
 
 def estimate(
@@ -118,11 +109,8 @@ def estimate(
     """Trace one training forward and its backward on fake tensors, and partition them with the compile engine.
 
     Args:
-        workload: the model and the size of its batch.
-        selection: which plans.
         spec: how the step runs. Of inductor's graphs, too, the order of operators is the graph's.
         symbolic: sizes stay symbols, so that savings are formulas; several times slower.
-        with_curve: find out what budgets cost, too.
         batch_sizes: predict a step of each, too, from one trace with the workload's, the largest of them; sizes stay
             symbols.
 
@@ -168,14 +156,10 @@ def estimate(
 
 
 def _frontier(traced: TracedStep, step: PlannedStep) -> Frontier:
-    """What budgets cost, with the place of what is selected."""
+    """The costs of budgets, with the place of what is selected."""
     graphs, budget = traced.graphs, step.selection.budget
     context = step.context(traced, budget or Budget("", 0))
-    solver = MultiGraphSolver(
-        [graph.problem() for graph in graphs],
-        [graph.runs for graph in graphs],
-        hosts=[graph.host(context) for graph in graphs],
-    )
+    solver = multi_graph_solver(graphs, [graph.problem() for graph in graphs], context)
     points = points_of(solved(solver.lowest, solver.everything, solver.cheapest), context.fixed)
     place = None
     if budget is not None:
@@ -210,11 +194,7 @@ def _batches_text(points: Sequence[BatchPoint]) -> str:
 
 def _curve_rows(points: Sequence[CurvePoint]) -> list[dict[str, str]]:
     return [
-        {
-            "budget": gib_text(point.budget),
-            "predicted peak": gib_text(point.peak),
-            "time": f"{point.extra_time:+.1%}",
-        }
+        {"budget": gib_text(point.budget), "predicted peak": gib_text(point.peak), "time": f"{point.extra_time:+.1%}"}
         for point in reversed(points)
     ]
 
@@ -234,3 +214,72 @@ def _without_formulas(table: PlanTable, batch: Mapping[str, Any], is_encoder_dec
         plans=tuple(replace(plan, saving_symbolic="") for plan in table.plans),
         symbols={canonical[name]: size for name, size in sizes.items()},
     )
+
+
+# Far beyond what one step trains on.
+_MOST_ROWS = 2**24
+# What an allocator's blocks take under a plan beyond what they take without one; not tuned.
+_BLOCKS = 0.005
+
+
+def largest_batch(step: PlannedStep, budget: Budget) -> int:
+    """The most rows with which a step's peak is within a budget.
+
+    A config, a level or a plan file is traced once, with symbols for its sizes. Where a budget chooses the plan, each
+    number of rows may have a plan of its own.
+
+    Args:
+        step: its workload's batch is where the search begins.
+
+    Returns:
+        0 where one row is too many.
+
+    Raises:
+        MemOptError: as for `estimate`, or a batch whose rows are no symbol of the graph.
+    """
+    # A single row would be a constant of the graph.
+    step = replace(step, workload=step.workload.with_rows(max(2, step.workload.batch_size)))
+    allowed = budget.on_device(step.capacity.total, step.capacity.available)
+    start = step.workload.batch_size
+    if step.selection.budget is None:
+        predictor = step.trace(dynamic=True).predicted
+        return largest(lambda rows: bounded_bytes(predictor, batch_size=rows) <= allowed, start)
+    step = replace(step, selection=Selection())
+    traced = step.trace(True, step.costs_of)
+    predictor, context = traced.predicted, step.context(traced, budget)
+
+    def is_within(rows: int) -> bool:
+        """Less what the blocks of the allocator take beyond what tensors ask for, without a plan."""
+        limit = allowed * predictor.footprint(batch_size=rows).peak // bounded_bytes(predictor, batch_size=rows)
+        return _fits(traced.graphs, replace(context, limit=limit), rows)
+
+    return largest(is_within, start)
+
+
+def _fits(graphs: Sequence[CapturedGraph], step: StepContext, rows: int) -> bool:
+    """True where a plan is found for a step with n rows, of which the context's batch has those of the graphs."""
+    before = max(graphs[0].row_symbols.values(), default=rows)
+    step = replace(step, fixed=replace(step.fixed, batch=step.fixed.batch * rows // before))
+    if step.footprint(0).peak > step.limit:
+        return False
+    solver = multi_graph_solver(graphs, [graph.problem_of_rows(rows) for graph in graphs], step)
+    return solver.fits(int(step.allowed * (1 - _BLOCKS)))
+
+
+def largest(fits: Callable[[int], bool], start: int, limit: int = _MOST_ROWS) -> int:
+    """The largest number that fits, where all smaller ones do too. Pure.
+
+    Returns:
+        0 where 1 does not fit.
+    """
+    fits = lru_cache(None)(fits)
+    low, high = 0, min(start, limit)
+    while fits(high):
+        low = high
+        if high == limit:
+            return limit
+        high = min(2 * high, limit)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

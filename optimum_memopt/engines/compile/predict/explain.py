@@ -4,6 +4,7 @@ import copy
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -14,8 +15,8 @@ from optimum_memopt.engines.api.explanations import (
     FailedStep,
     Moment,
     Part,
+    Suggestion,
     TensorLike,
-    WayOut,
 )
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.capture.backend import default_compiler
@@ -39,8 +40,8 @@ from optimum_memopt.engines.compile.predict.suggestions import (
     plain_run,
     planned_run,
     problems_of,
-    together_of,
-    ways_out,
+    solver_of,
+    suggestions,
     within_budget,
 )
 from optimum_memopt.engines.compile.torch_compat import dynamo
@@ -63,15 +64,7 @@ _NAME, _AS_WRITTEN = "compile", "aot_eager"
 
 @dataclass(frozen=True)
 class _Ran:
-    """What ran out of memory.
-
-    Attributes:
-        producer: of its plan.
-        loss: one of `options.LOSSES`.
-        simulate: what a graph of it holds.
-        is_planned: the compile engine ran.
-        remarks: see `Explanation`.
-    """
+    """The run that ran out of memory."""
 
     producer: Producer
     loss: str
@@ -81,31 +74,27 @@ class _Ran:
 
 
 @dataclass
-class _Found:
+class _Search:
     """A search for why memory ran out, as far as it has come.
 
     Attributes:
-        moment: see `Explanation`.
         is_traced: what the step held is known, and how long a trace takes.
-        parts: see `Explanation`.
-        remarks: see `Explanation`.
-        ways_out: each with its place, see `ways_out`.
     """
 
     moment: Moment
     is_traced: bool = False
     parts: tuple[Part, ...] = ()
     remarks: tuple[str, ...] = ()
-    ways_out: list[tuple[int, WayOut]] = field(default_factory=list)
+    suggestions: list[tuple[int, Suggestion]] = field(default_factory=list)
 
 
 def explain(failed: FailedStep) -> Explanation:
-    """See `EngineFactory.explain`; what is found in time, since the error waits meanwhile.
+    """The explanation of a failed step, as far as the search came in time, since the error waits meanwhile.
 
     Raises:
         Exception: the forward cannot be traced on fake tensors, or memory ran out again.
     """
-    found = _Found(Moment(failed.place.phase, failed.place.module, failed.place.operator))
+    search = _Search(Moment(failed.place.phase, failed.place.module, failed.place.operator))
     with announced(
         "looking for why memory ran out in a training step",
         "looked for why memory ran out in a training step",
@@ -115,14 +104,16 @@ def explain(failed: FailedStep) -> Explanation:
     ) as progress:
         remarks: tuple[str, ...] = ()
         try:
-            _look(failed, found, progress, Deadline(_SECONDS))
+            _run_search(failed, search, progress, Deadline(_SECONDS))
         except TimeIsUpError:
             remarks = (f"what was found in {_SECONDS:.0f} seconds is here: more may fit",)
-    ways = sorted(found.ways_out, key=lambda one: one[0])
-    return Explanation(found.moment, found.parts, tuple(way for _, way in ways), (*found.remarks, *remarks))
+    ranked = sorted(search.suggestions, key=itemgetter(0))
+    return Explanation(
+        search.moment, search.parts, tuple(suggestion for _, suggestion in ranked), (*search.remarks, *remarks)
+    )
 
 
-def _look(failed: FailedStep, found: _Found, progress: Progress, deadline: Deadline) -> None:
+def _run_search(failed: FailedStep, search: _Search, progress: Progress, deadline: Deadline) -> None:
     device = next(failed.model.parameters()).device
     compiler = default_compiler(device.type)[0]
     ran = _what_ran(failed)
@@ -132,7 +123,7 @@ def _look(failed: FailedStep, found: _Found, progress: Progress, deadline: Deadl
     ) -> tuple[CapturedGraph, ...]:
         progress.stage = "tracing"
         traced = capture_failed(failed, producer, LossMode(loss), compiled_by, costs)
-        progress.stage = "solving for what would have fit"
+        progress.stage = "searching for suggestions"
         return traced
 
     def measured(graph: AnalyzedGraph) -> Costs:
@@ -141,7 +132,7 @@ def _look(failed: FailedStep, found: _Found, progress: Progress, deadline: Deadl
     @functools.cache
     def planned() -> tuple[CapturedGraph, ...]:
         """The graphs as the compile engine would run them, which take as long as the first where they are others."""
-        deadline.check(needed=deadline.elapsed if found.is_traced else 0.0)
+        deadline.check(needed=deadline.elapsed if search.is_traced else 0.0)
         if ran.is_planned:
             return (captured(TorchDefault(), CHUNKED, compiler, measured) if ran.loss == PLAIN else None) or graphs
         return captured(TorchDefault(), AUTO, compiler, measured)
@@ -158,27 +149,28 @@ def _look(failed: FailedStep, found: _Found, progress: Progress, deadline: Deadl
     count = sum(graph.runs for graph in graphs)
     is_exact = count == 1 and not failed.call.reader
     model, untrained = failed.model, graphs[0].untrained
-    found.is_traced, found.remarks = True, ran.remarks
+    search.is_traced, search.remarks = True, ran.remarks
     run = _failed_run(failed, ran.is_planned, is_exact, untrained)
     if failed.place.phase == OPTIMIZER_STEP:
         # What recompute saves is free by then.
-        found.moment, trainable = Moment(OPTIMIZER_STEP), trainable_of(model, untrained)
+        search.moment, trainable = Moment(OPTIMIZER_STEP), trainable_of(model, untrained)
         runs = {
             name: _with_optimizer(run, model, trainable, name) for name in smaller_optimizers(device.type == "cuda")
         }
         # accelerate's wraps the run's own.
         is_adamw = isinstance(getattr(failed.run.optimizer, "optimizer", failed.run.optimizer), torch.optim.AdamW)
         same = DEFAULT if is_adamw else ""
-        for place, way in enumerate(other_optimizers(planned, graphs, ran.simulate, runs, same, deadline)):
-            found.ways_out.append((place, way))
+        for place, suggestion in enumerate(other_optimizers(planned, graphs, ran.simulate, runs, same, deadline)):
+            search.suggestions.append((place, suggestion))
         return
     held = HeldStep(graphs, step_of(graphs, ran.simulate))
-    found.moment, point = held.moment(failed.place, _of_graphs(failed), failed.requested)
-    found.parts = tuple(held.parts(point))
+    made_before = _tensors_of(failed) + failed.accumulated + failed.outside + failed.kept
+    search.moment, point = held.moment(failed.place, max(0, failed.held - made_before), failed.requested)
+    search.parts = tuple(held.parts(point))
     if count > 1:
-        found.remarks += (f"the forward is {count} graphs, and what runs between them is not known",)
-    for place, way in ways_out(planned, graphs, ran.simulate, run, deadline):
-        found.ways_out.append((place, way))
+        search.remarks += (f"the forward is {count} graphs, and what runs between them is not known",)
+    for place, suggestion in suggestions(planned, graphs, ran.simulate, run, deadline):
+        search.suggestions.append((place, suggestion))
 
 
 def _what_ran(failed: FailedStep) -> _Ran:
@@ -198,12 +190,6 @@ def _what_ran(failed: FailedStep) -> _Ran:
         # Its solver had not come to an end.
         selection, remarks = Selection(), ("what was held is that of no plan: the budget's was not known yet",)
     return _Ran(producer_for(replace(selection, strict=False)), AUTO, planned_run, is_planned=True, remarks=remarks)
-
-
-def _of_graphs(failed: FailedStep) -> int:
-    """Bytes of the tensors that the failed step had made by itself."""
-    others = _tensors_of(failed) + failed.accumulated + failed.outside + failed.kept
-    return max(0, failed.held - others)
 
 
 def _tensors_of(failed: FailedStep) -> int:
@@ -248,11 +234,7 @@ def _with_optimizer(run: FailedRun, model: torch.nn.Module, trainable: Sequence[
 
 
 def capture_failed(
-    failed: FailedStep,
-    producer: Producer,
-    loss: LossMode,
-    compiler: str,
-    costs: Callable[[AnalyzedGraph], Costs],
+    failed: FailedStep, producer: Producer, loss: LossMode, compiler: str, costs: Callable[[AnalyzedGraph], Costs]
 ) -> tuple[CapturedGraph, ...]:
     """The graphs of the failed forward, traced on a copy of the model whose tensors have no data."""
     mode, fake = dynamo.fake_copy(failed.model)
@@ -293,16 +275,12 @@ def other_optimizers(
     runs: Mapping[str, FailedRun],
     same: str,
     deadline: Deadline,
-) -> Iterator[WayOut]:
+) -> Iterator[Suggestion]:
     """Each with as little recompute as it needs: none, or that of a budget; none where none fits.
 
     Args:
-        planned: see `ways_out`.
-        ran: the graphs of the step that failed.
-        simulate: what they held.
         runs: the run with another optimizer, by Trainer's name of it, the recommended one first.
         same: name of the one that computes what the run's own does; empty: none does.
-        deadline: for all of them.
 
     Raises:
         TimeIsUpError: some are not known in time.
@@ -317,7 +295,7 @@ def other_optimizers(
         peak = replace(run.plain, activations=activations).peak
         # What an allocator wastes is in what was held: forward and backward had run.
         if peak <= run.allowed:
-            yield WayOut(f"--optim {name}", peak, None, what)
+            yield Suggestion(f"--optim {name}", peak, None, what)
             continue
-        for way in within_budget(together_of(planned(), run), run):
-            yield replace(way, flags=f"--optim {name} {way.flags}", what=f"{what}; {way.what}")
+        for suggestion in within_budget(solver_of(planned(), run), run):
+            yield replace(suggestion, flags=f"--optim {name} {suggestion.flags}", what=f"{what}; {suggestion.what}")

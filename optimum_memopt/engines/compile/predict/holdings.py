@@ -1,4 +1,4 @@
-"""What a training step held when it ran out of memory, tensor by tensor, from its graphs. Pure."""
+"""The tensors of a training step when it ran out of memory, from its graphs. Pure."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,13 +18,7 @@ Simulate = Callable[[CapturedGraph, Problem], Simulation]
 def step_of(
     graphs: Sequence[CapturedGraph], simulate: Simulate, problems: Sequence[Problem] | None = None
 ) -> StepEvents:
-    """The events of a step.
-
-    Args:
-        graphs: of the forward, in order.
-        simulate: what each saves.
-        problems: the graphs as numbers; None: for the sizes that they were captured with.
-    """
+    """The events of a step."""
     problems = problems or [graph.problem_at(graph.sizes) for graph in graphs]
     events = [_events(graph, problem, simulate) for graph, problem in zip(graphs, problems, strict=True)]
     tape = graphs[0].tape
@@ -37,13 +31,7 @@ def _events(graph: CapturedGraph, problem: Problem, simulate: Simulate) -> Graph
 
 @dataclass(frozen=True)
 class Point:
-    """An operator of a step.
-
-    Attributes:
-        index: of its event.
-        before: bytes that all graphs hold before it allocates.
-        during: bytes while it runs.
-    """
+    """An operator of a step, by the index of its event: bytes of all graphs before it allocates, and while it runs."""
 
     index: int
     before: int
@@ -52,34 +40,23 @@ class Point:
 
 @dataclass(frozen=True)
 class HeldStep:
-    """A step up to the operator whose allocation failed.
-
-    Attributes:
-        graphs: of the forward.
-        step: the events of all of them.
-    """
+    """A step up to the operator whose allocation failed."""
 
     graphs: Sequence[CapturedGraph]
     step: StepEvents
 
     def moment(self, place: Place, held: int, requested: int | None) -> tuple[Moment, Point]:
-        """Where the allocation failed.
-
-        Args:
-            place: what the traceback tells.
-            held: bytes of the graphs' tensors at that moment.
-            requested: bytes of the allocation; None: not known.
-        """
+        """Where the allocation failed."""
         points = self._points(place.phase == BACKWARD)
         named = [point for point in points if place.node and self._node(point) == place.node]
         if not named and place.module:
             points = [point for point in points if self._modules.get(self._node(point)) == place.module] or points
-        found = named[0] if named else _likeliest(points, held, requested)
-        event = self.step.events[found.index]
-        return Moment(place.phase, self._layer(event.layer) or place.module, event.kind, bool(named)), found
+        point = named[0] if named else _likeliest(points, held, requested)
+        event = self.step.events[point.index]
+        return Moment(place.phase, self._layer(event.layer) or place.module, event.kind, bool(named)), point
 
     def parts(self, point: Point) -> list[Part]:
-        """What the graphs hold just before an operator allocates, tensors of one row and layer together."""
+        """The storages that the graphs hold just before an operator allocates, by category, row and layer."""
         groups: dict[str, dict[tuple[str, str], int]] = {}
         for storage in held_before(self.step.events[: point.index]).values():
             group = groups.setdefault(storage.category, {})

@@ -42,10 +42,6 @@ class TracedStep:
 
     Attributes:
         model: must be kept as long as its steps are predicted.
-        batch: keyword arguments of the forward.
-        graphs: of the forward.
-        shown: the plan of the graphs.
-        run: whose step it is.
     """
 
     model: torch.nn.Module
@@ -100,29 +96,24 @@ class PlannedStep:
 
     @property
     def here(self) -> torch.device:
-        """Where fake tensors are."""
         return torch.device("cuda" if torch.cuda.is_available() and self.target is None else "cpu")
 
     @property
     def device_name(self) -> str:
-        """The device's name, or the type of this machine's."""
         return self.here.type if self.target is None else self.target.name
 
     @property
     def compiled_by(self) -> str:
-        """Whose graphs."""
         if self.spec.compiler is not None:
             return self.spec.compiler
         return default_compiler(self.here.type)[0] if self.target is None else "inductor"
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
-        """None: without."""
         return getattr(torch, self.spec.autocast) if self.spec.autocast else None
 
     @property
     def capacity(self) -> Capacity:
-        """Of the device."""
         return capacity(self.here) if self.target is None else capacity_of(self.target.memory)
 
     def costs_of(self, graph: AnalyzedGraph) -> Costs:
@@ -136,10 +127,6 @@ class PlannedStep:
 
     def trace(self, dynamic: bool, costs: Callable[[AnalyzedGraph], Costs] = no_costs) -> TracedStep:
         """Run one training forward under what is selected.
-
-        Args:
-            dynamic: sizes stay symbols.
-            costs: see `capture`.
 
         Raises:
             MemOptError: nothing fits a budget, bad plans, or a model that cannot be traced.
@@ -183,7 +170,7 @@ class PlannedStep:
         return traced
 
     def _selection_for(self, model: torch.nn.Module) -> Selection:
-        """What is selected; level 1 where nothing is and the model checkpoints its activations."""
+        """The selection; level 1 where it is empty and the model checkpoints its activations."""
         plain = Selection(strict=self.selection.strict)
         if self.selection != plain or not Checkpointing(model).is_on:
             return self.selection

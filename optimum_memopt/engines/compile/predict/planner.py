@@ -2,7 +2,7 @@
 
 import gc
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Generic, Protocol, TypeVar
@@ -14,19 +14,21 @@ from optimum_memopt.engines.compile.capture.traced_forward import GraphInForward
 from optimum_memopt.engines.compile.costs.cache import costs_of
 from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
+from optimum_memopt.engines.compile.graph.problem import ALONE, SiblingGraphs
 from optimum_memopt.engines.compile.graph.symbols import larger_sizes
 from optimum_memopt.engines.compile.memory.step_context import StepContext, step_around
 from optimum_memopt.engines.compile.memory.tape import bytes_left_by
-from optimum_memopt.engines.compile.partition.captured_graph import captured_graph
+from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph, captured_graph
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
 from optimum_memopt.engines.compile.partition.producers.producer import GraphContext, Producer, Solvable
-from optimum_memopt.engines.compile.partition.reservations import GraphReservations
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
+from optimum_memopt.engines.compile.solver.multi_graph import MultiGraphSolver
 from optimum_memopt.engines.compile.solver.solver import Solver
 from optimum_memopt.errors import DoesNotFitError
 from optimum_memopt.logs import best_effort, get_logger
 from optimum_memopt.memory.optimizers import Optimizer
+from optimum_memopt.plans.plan_file import GraphSignature
 from optimum_memopt.sizes import gib_text
 
 # Of one batch's plan, until what was compiled is within the budget too.
@@ -35,17 +37,91 @@ _MOST_COMPILES = 3
 _MOST_RESERVES = 3
 
 
+class GraphReservations:
+    """The graphs of one forward, as far as compiling it has shown them. Pure.
+
+    torch compiles and runs each before it traces the next one. So the first plan of a graph is made as if no other one
+    followed. Where that leaves a later graph too little, the forward is compiled again, and each graph leaves to those
+    behind it what they take at least, or more where all together are faster then.
+    """
+
+    def __init__(self) -> None:
+        self._planned: list[CapturedGraph] = []
+        # As of the last call of `learn`.
+        self._learned: tuple[CapturedGraph, ...] = ()
+        self._siblings: tuple[SiblingGraphs, ...] = ()
+        self._share = 0.0
+        self._reserve = 0
+
+    @property
+    def count(self) -> int:
+        return len(self._planned)
+
+    @property
+    def reserved(self) -> int:
+        """Bytes that the first one leaves to those behind it."""
+        return self._siblings[0].later if self._siblings else 0
+
+    def note(self, index: int, graph: CapturedGraph) -> None:
+        """Note a planned graph by its place in the forward; its number of runs is not known yet."""
+        if index < len(self._planned) and self._planned[index].signature == graph.signature:
+            self._planned[index] = replace(graph, runs=self._planned[index].runs)
+        else:
+            # Other graphs may follow this one.
+            self._planned[index:] = [graph]
+
+    def siblings(self, index: int, signature: GraphSignature, times: int = 1) -> SiblingGraphs:
+        """The other graphs of the forward around one, as was learned.
+
+        Args:
+            signature: of the graph; torch may compile one of several graphs again, alone.
+            times: n: the batch is an n-th of the rows, and later graphs take as little as they can.
+        """
+        if index >= len(self._learned) or self._learned[index].signature != signature:
+            return ALONE
+        return self._siblings[index] if times == 1 else self._solver(times).siblings(0)[index]
+
+    def learn(self, runs: Sequence[int], allowed: int, lacking: int = 0) -> bool:
+        """Take in a forward whose plans did not fit together.
+
+        Args:
+            runs: how often each of its graphs ran, as far as it came.
+            allowed: bytes that all of them may hold.
+            lacking: bytes. If all that this forward shows was known, the process has grown: later graphs are left no
+                more than they take at least, then that much more.
+
+        Returns:
+            True where the next plans are made for something else.
+        """
+        for index, count in enumerate(runs):
+            self._planned[index] = replace(self._planned[index], runs=count)
+        before = tuple(self.siblings(index, graph.signature) for index, graph in enumerate(self._planned))
+        is_new = [(graph.signature, graph.runs) for graph in self._learned] != [
+            (graph.signature, graph.runs) for graph in self._planned
+        ]
+        if runs and not is_new and not self._share:
+            self._reserve += lacking
+        self._learned = tuple(self._planned)
+        solver = self._solver()
+        if is_new:
+            self._share = solver.fastest_share(allowed)
+        elif lacking:
+            self._share = 0.0
+        self._siblings = solver.siblings(self._share)
+        return self._siblings != before
+
+    def _solver(self, times: int = 1) -> MultiGraphSolver:
+        problems, runs = zip(*((graph.problem(times), graph.runs) for graph in self._learned), strict=True)
+        return MultiGraphSolver(problems, runs, self._reserve)
+
+
 @dataclass(frozen=True)
 class PlannerSpec:
-    """What a planner plans for.
+    """The subject of a planner.
 
     Attributes:
-        producer: makes the choices.
-        run: the training run, asked at each step.
         fused: a compiler fuses what is bound by memory.
         target: the device that steps are planned for; None: where the model lies.
-        with_curve: find out what other budgets would cost.
-        with_lengths: find out what plans for shorter batches would cost.
     """
 
     producer: Producer
@@ -57,11 +133,11 @@ class PlannerSpec:
 
 
 class Planned(Protocol):
-    """What came of planning a forward."""
+    """The result of planning a forward."""
 
     @property
     def predictor(self) -> StepMemoryPredictor | None:
-        """Of its steps; None where nothing is predicted."""
+        """Predicts its steps; None where nothing is predicted."""
 
 
 _P = TypeVar("_P", bound=Planned)
@@ -70,12 +146,7 @@ _P = TypeVar("_P", bound=Planned)
 class Planner(Generic[_P]):
     """Plans one model's steps for every batch up to the largest; under a budget until the step is within it.
 
-    Args:
-        model: whose steps are planned.
-        spec: what they are planned for.
-
     Attributes:
-        largest: the largest batch that the plan is made for; None: it is not known.
         solved_for: sizes that the plan in force was solved for, by the plan table's names.
     """
 
@@ -97,12 +168,7 @@ class Planner(Generic[_P]):
         self._allowed = 0
 
     def for_another(self, largest: LargestBatch | None, spec: PlannerSpec) -> "Planner[_P]":
-        """A planner within the same bytes.
-
-        Args:
-            largest: batch that the plan is made for; None: that of the run.
-            spec: of the other one.
-        """
+        """A planner within the same bytes."""
         planner: Planner[_P] = Planner(self._model, spec)
         planner.largest, planner._limit, planner._margin = largest, self._limit, self._margin
         planner._first_constant = self._first_constant
@@ -114,7 +180,7 @@ class Planner(Generic[_P]):
 
     @property
     def solves(self) -> bool:
-        """Whether the plan has to be within a budget."""
+        """True where the plan has to be within a budget."""
         return self._spec.producer.bound is not None
 
     def plan(self, attempt: Callable[[], _P], forget: Callable[[], None]) -> _P:
@@ -122,7 +188,6 @@ class Planner(Generic[_P]):
 
         Args:
             attempt: traces the forward, whose graphs ask `choose`.
-            forget: undoes an attempt.
 
         Raises:
             DoesNotFitError: no plan fits.
@@ -156,7 +221,7 @@ class Planner(Generic[_P]):
         Raises:
             DoesNotFitError: nothing fits the budget.
         """
-        producer, earlier = self._spec.producer, [known.choice for known in state.earlier]
+        producer, earlier = self._spec.producer, [graph.choice for graph in state.earlier]
         if producer.bound is None:
             return producer.choose(graph, GraphContext(earlier))
         return producer.choose(graph, GraphContext(earlier, self._solvable(graph, state)))
@@ -168,12 +233,7 @@ class Planner(Generic[_P]):
         return self._resident
 
     def is_within(self, predictor: StepMemoryPredictor, inputs: Mapping[str, object]) -> bool:
-        """Whether a batch's step is within the budget.
-
-        Args:
-            predictor: of the plan in force.
-            inputs: keyword arguments of the forward.
-        """
+        """True where a batch's step is within the budget."""
         return self._limit is None or self._peak(predictor, predictor.sizes_of(inputs)) <= self._limit
 
     def excess(self, predictor: StepMemoryPredictor, inputs: Mapping[str, object]) -> str:
@@ -230,15 +290,14 @@ class Planner(Generic[_P]):
         return replace(step, limit=self._limit, largest=self.largest, margin=self._margin)
 
     def _with_room(self, attempt: Callable[[], _P], forget: Callable[[], None]) -> _P:
-        """An attempt, repeated where earlier graphs of the forward leave a later one too little."""
-        known, tries = 0, 0
+        count, tries = 0, 0
         while True:
             try:
                 return attempt()
             except DoesNotFitError as error:
                 # A try that was the first to reach a graph could not have left it room.
-                tries += self._graphs.count == known
-                known = self._graphs.count
+                tries += self._graphs.count == count
+                count = self._graphs.count
                 line = "" if tries > _MOST_RESERVES else self._make_room(error)
                 if not line:
                     raise
@@ -248,11 +307,7 @@ class Planner(Generic[_P]):
             gc.collect()
 
     def _make_room(self, error: DoesNotFitError) -> str:
-        """Plan what the graphs of the forward leave to each other, and say so; empty where that is not the reason.
-
-        Args:
-            error: of the graph that was planned last.
-        """
+        """Plan what the graphs of the forward leave to each other, and say so; empty where that is not the reason."""
         runs = [graph.runs for graph in self._earlier]
         if not (runs or self._graphs.reserved) or not self._graphs.learn(runs, self._allowed, error.lacking):
             return ""
@@ -302,7 +357,7 @@ def bounded_bytes(
     *,
     batch_size: int | None = None,
 ) -> int:
-    """What a budget bounds: a step's peak, on CUDA that of the allocator's blocks; arguments as in `footprint`."""
+    """Bytes that a budget bounds: a step's peak, on CUDA of the allocator's blocks; arguments as in `footprint`."""
     step = sizes, optimizer, gradient_accumulation
     blocks = predictor.allocator_peak(*step, batch_size=batch_size)
     peak = predictor.footprint(*step, batch_size=batch_size).peak
@@ -316,7 +371,6 @@ def _without_second_room(step: StepContext, first: int | None) -> StepContext:
     once more on top of that, no step of a RoBERTa of 4 layers of 256 took the last 26 MiB of 732; now it is 9.
 
     Args:
-        step: now.
         first: `constant` before the first plan was made; None: this is the first time.
     """
     grown = step.fixed.constant - first if first is not None else 0
@@ -326,7 +380,7 @@ def _without_second_room(step: StepContext, first: int | None) -> StepContext:
 
 
 def _bytes_left(state: GraphInForward, largest: LargestBatch | None) -> int:
-    """What the earlier graphs have left, with the first batch or the largest; 0 where that is not known."""
+    """Bytes that the earlier graphs have left, with the first batch or the largest; 0 where that is not known."""
     schedules = [graph.timeline for graph in state.earlier if graph.timeline is not None]
     if len(schedules) < len(state.earlier):
         return 0

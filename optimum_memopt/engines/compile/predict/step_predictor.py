@@ -1,10 +1,11 @@
 """Predictions of a model's training steps, and why one is not exact, in words."""
 
+import itertools
 import math
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import sympy
 import torch
@@ -28,9 +29,82 @@ from optimum_memopt.engines.compile.memory.footprint import (
 from optimum_memopt.engines.compile.memory.inductor_programs import program_events
 from optimum_memopt.engines.compile.memory.tape import Call, StepEvents, Tape, bytes_left_by, compose, resized
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
-from optimum_memopt.engines.compile.predict.pending import BatchSizes, Forward, Pending, largest_shapes
+from optimum_memopt.engines.compile.torch_compat import dynamo
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.memory.optimizers import Optimizer
+
+# Of a batch, by the plan table's names.
+BatchSizes = Mapping[str, int]
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Forward:
+    """A training forward among those of the same step.
+
+    Attributes:
+        saved_before: bytes that earlier forwards have saved and still hold when it runs.
+        is_followed: another forward ran before its backward. That one's backward comes first, so that the gradients
+            of all parameters are there when its own begins.
+    """
+
+    sizes: BatchSizes
+    saved_before: int = 0
+    is_followed: bool = False
+
+    def covers(self, other: "Forward") -> bool:
+        """True where it needs at least the memory of `other`, which grows with every size."""
+        return (
+            self.sizes.keys() == other.sizes.keys()
+            and all(self.sizes[name] >= size for name, size in other.sizes.items())
+            and self.saved_before >= other.saved_before
+            and self.is_followed >= other.is_followed
+        )
+
+
+def largest_shapes(seen: Iterable[Forward], new: Forward) -> tuple[Forward, ...]:
+    """`seen` and `new` without those that another one covers."""
+    seen = tuple(seen)
+    if any(forward.covers(new) for forward in seen):
+        return seen
+    return (*(forward for forward in seen if not new.covers(forward)), new)
+
+
+class Pending(Generic[_T]):
+    """The forwards of one model whose backward is still to come, oldest first: several where a step runs several
+    before one backward, as contrastive losses do."""
+
+    def __init__(self) -> None:
+        self._forwards: dict[int, _T] = {}
+        self._numbers = itertools.count()
+
+    def __iter__(self) -> Iterator[_T]:
+        # A copy, since the garbage collector may drop a graph at any time.
+        return iter(tuple(self._forwards.values()))
+
+    def add(self, forward: _T, outputs: Any) -> None:
+        """Count a forward until its backward has run, or nothing refers to its autograd graph any more."""
+        tensors = (leaf for leaf in dynamo.tree_leaves(outputs) if isinstance(leaf, torch.Tensor))
+        nodes = {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
+        if not nodes:
+            return
+        number = next(self._numbers)
+        self._forwards[number] = forward
+        release = _Release(self._forwards, number)
+        for node in nodes:
+            node.register_hook(release)
+
+
+class _Release:
+    """Hook of autograd nodes. Nothing else refers to it, so it is deleted with the last of them."""
+
+    def __init__(self, forwards: dict[int, Any], number: int) -> None:
+        self._release = weakref.finalize(self, forwards.pop, number, None)
+        self._release.atexit = False
+
+    def __call__(self, *gradients: Any) -> None:
+        self._release()
+
 
 # Batches of different sizes whose tapes are kept.
 _MOST_TAPES = 256
@@ -40,7 +114,6 @@ def caveat_of(graphs: Sequence[PartitionedGraph], runs: int, bound: Mapping[str,
     """Empty where it is exact.
 
     Args:
-        graphs: of one forward.
         runs: of all graphs together.
         bound: sizes by name, which the graphs may not be for where they are others.
         programs: what is wrong with inductor's.
@@ -75,30 +148,19 @@ def _outside_of(graphs: Sequence[PartitionedGraph], runs: int) -> str:
 
 @dataclass(frozen=True)
 class _Part:
-    """A graph of a forward.
-
-    Attributes:
-        schedule: its events for any sizes.
-    """
+    """A graph of a forward."""
 
     graph: PartitionedGraph
     schedule: Schedule
 
 
 class _Noted(NamedTuple):
-    """A forward whose backward is still to come."""
-
     predictor: "StepMemoryPredictor"
     forward: Forward
 
 
 class _Shared(NamedTuple):
-    """What is the same for all graphs of a model.
-
-    Attributes:
-        pending: its forwards.
-        constant: what the process holds beside the model and its batch, in bytes.
-    """
+    """State that the predictors of a model share."""
 
     pending: Pending[_Noted]
     constant: int
@@ -108,20 +170,15 @@ class StepMemoryPredictor:
     """Predicts a model's training step for any batch, from the graphs of its first one.
 
     Args:
-        model: whose parameters and buffers count.
         graphs: of one training forward, in order, right after it, each with a prediction.
         inputs: the forward's keyword arguments in the first batch.
         resident: what the process held when the last graph was partitioned, in bytes.
         names: of the graphs' symbols, as in the plan table.
-        run: the one that steps are predicted for where nothing else is said.
         tape: the runs of the graphs; None: one of each, none of which reads what another one returns.
         shared: with a predictor from other graphs of the model.
 
     Attributes:
         first: sizes of the first batch by the plan table's names, `inputs_input_ids_dim0`.
-        largest_shapes: the largest forwards of the run so far.
-        run: see above.
-        untrained: see `without_gradient`.
     """
 
     def __init__(
@@ -202,9 +259,6 @@ class StepMemoryPredictor:
         """Count a training forward among those of the run.
 
         Args:
-            graphs: those that ran.
-            tape: their runs.
-            inputs: its keyword arguments.
             outputs: what it returned; its backward has run once their autograd graph has.
         """
         places = {part.graph: place for place, part in enumerate(self._parts)}
@@ -223,13 +277,7 @@ class StepMemoryPredictor:
     def with_graphs(
         self, graphs: Sequence[PartitionedGraph], tape: Tape, inputs: Mapping[str, object]
     ) -> "StepMemoryPredictor | None":
-        """Predicts from other graphs of the same model; None where they cannot be predicted.
-
-        Args:
-            graphs: of one forward.
-            tape: their runs.
-            inputs: its keyword arguments.
-        """
+        """Predicts from other graphs of the same model; None where they cannot be predicted."""
         model = self._model()
         if model is None or not all(graph.prediction for graph in graphs):
             return None
@@ -242,12 +290,7 @@ class StepMemoryPredictor:
         return compose(*self._runs({**self.first, **(sizes or {})}, compiled=False)).saved_bytes
 
     def activations(self, sizes: BatchSizes | None = None, gradients: int = 0) -> int:
-        """The peak of a forward and its backward, in bytes.
-
-        Args:
-            sizes: see `footprint`.
-            gradients: there when the backward begins, and not yet in the forward.
-        """
+        """The peak of a forward and its backward, in bytes."""
         return self._step({**self.first, **(sizes or {})}).peak(gradients)
 
     def footprint(
@@ -270,8 +313,6 @@ class StepMemoryPredictor:
             gradient_accumulation: gradients of earlier micro-batches are in memory; None: as in `run`.
             saved_before: bytes that earlier forwards hold for the same backward, see `saved`.
             is_followed: another forward runs before the backward, see `Forward`.
-            batch_size: rows; None: as `sizes` has them.
-            seq_len: tokens of a row; None: as `sizes` has them.
 
         Raises:
             MemOptError: a size that the model's graphs do not have, or that is not positive.
@@ -301,7 +342,7 @@ class StepMemoryPredictor:
         return self._highest(optimizer, gradient_accumulation)[1].peak
 
     def timeline(self, optimizer: Optimizer | None = None, gradient_accumulation: bool | None = None) -> StepTimeline:
-        """What the step with the highest peak so far holds, operator by operator; arguments as in `footprint`."""
+        """The step with the highest peak so far, operator by operator; arguments as in `footprint`."""
         forward, around = self._highest(optimizer, gradient_accumulation)
         sizes = {**self.first, **forward.sizes}
         step, gradients = self._step(sizes), around.gradients if forward.is_followed else 0
@@ -309,8 +350,7 @@ class StepMemoryPredictor:
         return step_timeline(step, around, sizes, gradients, "allocations" if is_compiled else "operators")
 
     def _highest(self, optimizer: Optimizer | None, gradient_accumulation: bool | None) -> tuple[Forward, Footprint]:
-        """The forward of the run so far whose step has the highest peak."""
-        found = [
+        footprints = [
             (
                 forward,
                 self.footprint(
@@ -319,7 +359,7 @@ class StepMemoryPredictor:
             )
             for forward in self.largest_shapes
         ]
-        return max(found, key=lambda pair: pair[1].peak)
+        return max(footprints, key=lambda pair: pair[1].peak)
 
     def allocator_peak(
         self,
@@ -330,7 +370,7 @@ class StepMemoryPredictor:
         batch_size: int | None = None,
         seq_len: int | None = None,
     ) -> AllocatorPeak | None:
-        """What torch's allocator takes on CUDA for the step of `footprint`, whose tensors lie in larger blocks.
+        """The peak of torch's allocator on CUDA for the step of `footprint`, whose tensors lie in larger blocks.
 
         None elsewhere. Arguments as in `footprint`.
         """
@@ -361,20 +401,19 @@ class StepMemoryPredictor:
         """The tape for a batch, and the events of each of its calls: of inductor's programs, where there are any."""
         schedules = [part.schedule for part in self._parts]
         first = [part.graph.sizes for part in self._parts]
-        known = self._tapes.get(frozenset(sizes.items()), self.tape)
-        tape, values = resized(known, schedules, first, [self._named(part.graph, sizes) for part in self._parts])
-        found: dict[object, GraphEvents] = {}
+        tape = self._tapes.get(frozenset(sizes.items()), self.tape)
+        tape, values = resized(tape, schedules, first, [self._named(part.graph, sizes) for part in self._parts])
+        events_by_call: dict[object, GraphEvents] = {}
         runs: list[GraphEvents] = []
         for call, of_call in zip(tape.calls, values, strict=True):
             key, part = (call.graph, *of_call.values()), self._parts[call.graph]
-            if key not in found:
+            if key not in events_by_call:
                 events = part.schedule.at(of_call)
-                found[key] = self._compiled(part, events, of_call) if compiled else events
-            runs.append(found[key])
+                events_by_call[key] = self._compiled(part, events, of_call) if compiled else events
+            runs.append(events_by_call[key])
         return tape, runs
 
     def _compiled(self, part: _Part, events: GraphEvents, values: SymbolValues) -> GraphEvents:
-        """The events of inductor's programs, where there are any."""
         if (programs := part.graph.programs.both) is None:
             return events
         try:
@@ -387,7 +426,6 @@ class StepMemoryPredictor:
             return events
 
     def _named(self, graph: PartitionedGraph, sizes: BatchSizes) -> dict[sympy.Symbol, int]:
-        """The values of the symbols that have names."""
         names = self._names.of_symbols(graph)
         return {symbol: sizes[name] for symbol, name in names.items() if symbol in graph.sizes and name in sizes}
 
@@ -395,12 +433,6 @@ class StepMemoryPredictor:
 class Predictors:
     """Those of one forward: torch traces it again where a guard fails, as for a length that is a constant of a graph,
     and what was traced first says nothing of such a batch.
-
-    Args:
-        first: of the first training forward.
-
-    Attributes:
-        first: see above.
     """
 
     def __init__(self, first: StepMemoryPredictor) -> None:
@@ -413,29 +445,18 @@ class Predictors:
         return iter(dict.fromkeys((self.first, *self._by_graphs.values())))
 
     def of(self, inputs: Mapping[str, object]) -> StepMemoryPredictor:
-        """The one for a batch, as far as one of its sizes has run; else the first.
-
-        Args:
-            inputs: keyword arguments of a forward.
-        """
+        """The one for a batch, as far as one of its sizes has run; else the first."""
         return self._by_sizes.get(_sizes(inputs), self.first)
 
     def note_forward(
         self, graphs: Sequence[PartitionedGraph], tape: Tape, inputs: Mapping[str, object], outputs: object = None
     ) -> None:
-        """Count a training forward among those of the run.
-
-        Args:
-            graphs: those that ran.
-            tape: their runs.
-            inputs: its keyword arguments.
-            outputs: what it returned.
-        """
+        """Count a training forward among those of the run."""
         # How often a graph runs may differ at every step, as where layers are dropped.
         key = frozenset(graphs)
         if key not in self._by_graphs:
-            found = self.first.with_graphs(graphs, tape, inputs) if self._by_graphs and graphs else None
-            self._by_graphs[key] = found or self.first
+            predictor = self.first.with_graphs(graphs, tape, inputs) if self._by_graphs and graphs else None
+            self._by_graphs[key] = predictor or self.first
         predictor = self._by_graphs[key]
         if predictor is not self.first:
             self._by_sizes[_sizes(inputs)] = predictor

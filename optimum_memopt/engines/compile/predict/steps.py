@@ -58,10 +58,7 @@ class _Run:
     """A forward and backward.
 
     Attributes:
-        simulation: with all saved activations on the device.
-        peak: bytes of both, with some of them on the host.
         stall: seconds that the device waits for copies.
-        host_bytes: that they take there.
     """
 
     simulation: Simulation
@@ -77,7 +74,6 @@ class GraphSteps:
         graph: with the loss as the model computes it, or in chunks, with torch's own choice and that of level 1.
         step: around it, with a batch of one row.
         tokens: of a row; 0: as many as were traced.
-        times: of the graph's operators for batches of n rows.
     """
 
     def __init__(
@@ -86,7 +82,7 @@ class GraphSteps:
         self._graph, self._context, self._tokens, self._times_at = graph, step, tokens, times
         self._host = graph.host(step)
         self._times = cache(times)
-        self._problem = cache(self._new_problem)
+        self._problem = cache(lambda rows: graph.problem_at(graph.sizes_of(rows, tokens)))
         self._solver = cache(self._new_solver)
         self._simulation = cache(self._simulate)
         self._within_budget = cache(self._solve)
@@ -125,7 +121,8 @@ class GraphSteps:
         """A step; level 1 where no plan fits the budget."""
         run = self._within_budget(rows, accumulates) if plan == _BUDGET else None
         if run is None:
-            run = _on_device(self._simulation(_LEVEL_1 if plan == _BUDGET else plan, rows))
+            simulation = self._simulation(_LEVEL_1 if plan == _BUDGET else plan, rows)
+            run = _Run(simulation, simulation.peak)
         simulation, times = run.simulation, self._times(rows)
         seconds = times.by_bound((*simulation.forward.order, *simulation.backward.order))
         for bound, more in ((LAUNCHES, times.call), (COPIES, run.stall)):
@@ -159,7 +156,7 @@ class GraphSteps:
     def _solve(self, rows: int, accumulates: bool) -> _Run | None:
         plain = self._simulation(_NO_PLAN, rows)
         if self._is_within(plain, rows, accumulates):
-            return _on_device(plain)
+            return _Run(plain, plain.peak)
         solver = self._solver(rows)
         allowed = self._footprint(rows, accumulates, 0).activations_within(self._context.limit)
         # Not the long search for recompute that fits after all: most rows that are looked at do not fit.
@@ -178,16 +175,9 @@ class GraphSteps:
             return _checkpointed(problem, every)
         return simulate(problem, problem.saving(self._graph.plans[(_NO_PLAN, _LEVEL_1).index(plan)].saved))
 
-    def _new_problem(self, rows: int) -> Problem:
-        return self._graph.problem_at(self._graph.sizes_of(rows, self._tokens))
-
     def _new_solver(self, rows: int) -> Solver:
         problem = self._problem(rows)
         return Solver(replace(problem, seconds=self._times(rows).seconds[: len(problem.names)]))
-
-
-def _on_device(simulation: Simulation) -> _Run:
-    return _Run(simulation, simulation.peak)
 
 
 def _layers_of(problem: Problem) -> tuple[str, ...]:
@@ -211,13 +201,11 @@ def _checkpointed(problem: Problem, every: int) -> Simulation:
 
 
 @dataclass(frozen=True, eq=False)
-class StepsOfModel:
+class ModelStepPredictor:
     """A `StepPredictor`.
 
     Attributes:
-        budget: bytes; as the flag has it in `budget_text`.
         tokens: of a row; 0 where rows have no tokens.
-        graphs: by whether the loss is chunked.
         compares: there are other plans beside that of the budget, with either loss.
     """
 
@@ -230,7 +218,7 @@ class StepsOfModel:
     update: UpdateTimes
     compares: bool = True
 
-    def within(self, budget: int) -> "StepsOfModel":
+    def within(self, budget: int) -> "ModelStepPredictor":
         """The same model with another budget, in bytes, from the same traces."""
         graphs = {chunks: graph.within(budget) for chunks, graph in self.graphs.items()}
         return replace(self, budget=budget, budget_text=f"{budget // 2**20}MiB", graphs=graphs)
@@ -271,9 +259,6 @@ class _Case:
 
     Attributes:
         target: the device that steps are predicted for; None: where the model lies.
-        optim: the optimizer, by Trainer's name.
-        tokens: of a row; 0: as many as the batch has that is traced.
-        compares: there are other plans beside that of the budget.
     """
 
     compiler: str
@@ -286,7 +271,7 @@ class _Case:
     compares: bool = True
 
 
-def of_workload(workload: Workload, budget: Budget, spec: StepSpec) -> StepsOfModel:
+def of_workload(workload: Workload, budget: Budget, spec: StepSpec) -> ModelStepPredictor:
     """Steps of a model that is given by its config, on fake tensors alone, with any batch size.
 
     Raises:
@@ -311,13 +296,11 @@ def of_model(
     spec: StepSpec,
     tokens: int,
     may_chunk: bool,
-) -> StepsOfModel:
+) -> ModelStepPredictor:
     """Steps of a model that is about to train, where it is; it is left as it is.
 
     Args:
-        make_batch: the arguments of its forward in a batch of n rows.
         spec: an optimizer whose memory is not known counts as AdamW.
-        tokens: of the longest row; 0: as many as the batches have.
         may_chunk: nobody asked for the model's own loss or reads its logits.
 
     Raises:
@@ -335,7 +318,7 @@ def of_model(
     return _predictor(case, model, make_batch(_FEW), make)
 
 
-def _predictor(case: _Case, model: torch.nn.Module, batch: Mapping[str, Any], make: _MakeFake) -> StepsOfModel:
+def _predictor(case: _Case, model: torch.nn.Module, batch: Mapping[str, Any], make: _MakeFake) -> ModelStepPredictor:
     losses = (PLAIN, AUTO) if case.may_chunk and may_have_vocabulary(model) else (PLAIN,)
     captured = [_captured(case, make, loss) for loss in losses]
     untrained, target, device = captured[0].untrained, case.target, next(model.parameters()).device
@@ -353,7 +336,7 @@ def _predictor(case: _Case, model: torch.nn.Module, batch: Mapping[str, Any], ma
         bandwidth = times.update_bandwidth(device, sum(parameter.numel() for parameter in trained))
     else:
         bandwidth = target.bandwidth * EFFICIENCY
-    return StepsOfModel(
+    return ModelStepPredictor(
         type(model).__name__,
         device.type if target is None else target.name,
         step.limit,
@@ -366,7 +349,6 @@ def _predictor(case: _Case, model: torch.nn.Module, batch: Mapping[str, Any], ma
 
 
 def _captured(case: _Case, make: _MakeFake, loss: str) -> CapturedGraph:
-    """The graph of a training forward, with sizes that stay symbols."""
     rows, other_rows = _ROWS[loss]
     fake, model, batch = make(rows)
     if any(rows in tensor.shape[1:] for tensor in batch.values() if isinstance(tensor, torch.Tensor)):

@@ -1,15 +1,15 @@
-"""What would have fit, each as flags with its predicted peak. Pure."""
+"""Suggestions: flags with which a failed step would have fit, each with its predicted peak. Pure."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from optimum_memopt.engines.api.explanations import WayOut
+from optimum_memopt.engines.api.explanations import Suggestion
 from optimum_memopt.engines.compile.graph.problem import Problem
 from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.compile.memory.simulation import Simulation, simulate_everything_saved
 from optimum_memopt.engines.compile.memory.step_context import StepContext
-from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph
+from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph, multi_graph_solver
 from optimum_memopt.engines.compile.predict.holdings import Simulate, step_of
 from optimum_memopt.engines.compile.solver.multi_graph import MultiGraphSolver
 from optimum_memopt.engines.compile.solver.plan import Infeasible, Plan
@@ -27,9 +27,6 @@ class FailedRun:
     Attributes:
         step: of the compile engine, with the run's largest batch; its limit is what was held when an allocation
             failed.
-        plain: what a step holds beside its graphs as it ran.
-        rows: of a micro-batch.
-        accumulation: micro-batches of an optimizer step.
         waste: of activations, what an allocator wastes on those of what ran, which come and go in all sizes.
         is_exact: the graphs are all that the step holds; else a budget's plan may take more than it is predicted to.
     """
@@ -53,93 +50,68 @@ class FailedRun:
 
 
 def peak_of(graphs: Sequence[CapturedGraph], simulate: Simulate, problems: Sequence[Problem]) -> int:
-    """Bytes of a step's activations.
-
-    Args:
-        graphs: in the order of the forward.
-        simulate: what each saves.
-        problems: the graphs as numbers.
-    """
+    """Bytes of a step's activations."""
     return step_of(graphs, simulate, problems).peak()
 
 
-def ways_out(
+def suggestions(
     planned: Callable[[], Sequence[CapturedGraph]],
     ran: Sequence[CapturedGraph],
     simulate: Simulate,
     run: FailedRun,
     deadline: Deadline,
-) -> Iterator[tuple[int, WayOut]]:
-    """Each with its place, the recommended one's the lowest, and what is found soonest first; none where not even one
-    row fits.
-
-    Args:
-        planned: asked for the graphs as the compile engine would run them, which may take long.
-        ran: the graphs that ran out of memory.
-        simulate: what they held.
-        run: that failed.
-        deadline: for all of them.
+) -> Iterator[tuple[int, Suggestion]]:
+    """Suggestions, each with its place, the recommended one's the lowest, in the order in which they are found; none
+    where not even one row fits.
 
     Raises:
         TimeIsUpError: some are not known in time.
     """
-    together = cache(lambda: together_of(planned(), run))
+    solver = cache(lambda: solver_of(planned(), run))
     budget, smaller = (0, 1) if run.is_exact else (1, 0)
     is_any = False
     for place, search in (
         (smaller, lambda: _smaller(ran, simulate, run)),
         (2, lambda: _loss(planned(), ran, run)),
-        (3, lambda: _level(together(), run)),
-        (budget, lambda: within_budget(together(), run)),
+        (3, lambda: _level(solver(), run)),
+        (budget, lambda: within_budget(solver(), run)),
     ):
         deadline.check()
-        for found in search():
+        for suggestion in search():
             is_any = True
-            yield place, found
+            yield place, suggestion
     if not is_any:
-        for found in _smaller_within_budget(planned(), run, deadline):
-            yield 0, found
+        for suggestion in _smaller_within_budget(planned(), run, deadline):
+            yield 0, suggestion
 
 
-def together_of(graphs: Sequence[CapturedGraph], run: FailedRun, times: int = 1) -> MultiGraphSolver:
+def solver_of(graphs: Sequence[CapturedGraph], run: FailedRun, times: int = 1) -> MultiGraphSolver:
     """To be solved for the run's largest batch, or for a micro-batch of one of `times` parts of its rows."""
-    return MultiGraphSolver(
-        problems_of(graphs, run, times),
-        [graph.runs for graph in graphs],
-        hosts=[graph.host(run.step) for graph in graphs],
-    )
+    return multi_graph_solver(graphs, problems_of(graphs, run, times), run.step)
 
 
 def problems_of(graphs: Sequence[CapturedGraph], run: FailedRun, times: int = 1) -> list[Problem]:
-    """The graphs as numbers; see `together_of`."""
+    """The graphs as numbers; see `solver_of`."""
     return [graph.problem(times, run.step.largest) for graph in graphs]
 
 
-def within_budget(graphs: MultiGraphSolver, run: FailedRun) -> Iterator[WayOut]:
-    """A budget; none where nothing fits.
-
-    Args:
-        graphs: as the compile engine would run them.
-        run: that failed.
-    """
+def within_budget(graphs: MultiGraphSolver, run: FailedRun) -> Iterator[Suggestion]:
+    """A budget; none where nothing fits."""
     allowed = run.step.fixed.activations_within(run.budget << 20)
-    if (found := _within(graphs, allowed, run)) is None:
+    if (plan := _within(graphs, allowed, run)) is None:
         return
-    peak = replace(run.step.fixed, activations=found.peak).peak
+    peak = replace(run.step.fixed, activations=plan.peak).peak
     if peak > run.allowed:
         return
-    yield WayOut(
-        f"--memory_opt_budget {run.budget}MiB",
-        peak,
-        _share(found),
-        f"{_words(found)} with which every step fits",
+    yield Suggestion(
+        f"--memory_opt_budget {run.budget}MiB", peak, _share(plan), f"{_words(plan)} with which every step fits"
     )
 
 
 def _within(graphs: MultiGraphSolver, allowed: int, run: FailedRun) -> Plan | None:
-    """The plans of a budget, unless in another process, where a little more may be there, nothing would fit."""
+    """The plan for a budget; None where in another process, with slightly less memory, nothing would fit."""
     less = allowed - int(run.step.limit * _MARGIN)
-    # Without a host no long search for recompute that is below the lowest found.
+    # Without a host no long search for recompute that is below the lowest plan.
     if graphs.lowest > less and not (run.step.link and graphs.fits(less)):
         return None
     try:
@@ -148,68 +120,69 @@ def _within(graphs: MultiGraphSolver, allowed: int, run: FailedRun) -> Plan | No
         return None
 
 
-def _words(found: Plan) -> str:
-    on_host = f" and offload ({gib_text(found.host_bytes)} on the host)" if found.host_bytes else ""
+def _words(plan: Plan) -> str:
+    on_host = f" and offload ({gib_text(plan.host_bytes)} on the host)" if plan.host_bytes else ""
     return f"the cheapest recompute{on_host}"
 
 
-def _share(found: Plan) -> float | None:
-    """Time for recompute and copies, of that without; None: not known."""
-    return found.extra_seconds / found.seconds if found.seconds else None
+def _share(plan: Plan) -> float | None:
+    """Time for recompute and copies, as a share of the rest; None where it is not known."""
+    return plan.extra_seconds / plan.seconds if plan.seconds else None
 
 
-def _smaller(ran: Sequence[CapturedGraph], simulate: Simulate, run: FailedRun) -> Iterator[WayOut]:
+def _smaller(ran: Sequence[CapturedGraph], simulate: Simulate, run: FailedRun) -> Iterator[Suggestion]:
     for times in _parts(ran, run):
         activations = peak_of(ran, simulate, problems_of(ran, run, times))
         peak = _micro(run.plain, activations, times).peak
         if peak + run.waste * activations <= run.allowed:
-            yield WayOut(_micro_flags(run, times), peak, None, "as many rows in an optimizer step")
+            yield Suggestion(_micro_flags(run, times), peak, None, "as many rows in an optimizer step")
             return
 
 
-def _loss(planned: Sequence[CapturedGraph], ran: Sequence[CapturedGraph], run: FailedRun) -> Iterator[WayOut]:
+def _loss(planned: Sequence[CapturedGraph], ran: Sequence[CapturedGraph], run: FailedRun) -> Iterator[Suggestion]:
     if any(graph.chunks_loss for graph in ran) or not any(graph.chunks_loss for graph in planned):
         return
     # Without a plan it is torch's own partition that runs.
     activations = peak_of(planned, planned_run, problems_of(planned, run))
     peak = replace(run.step.fixed, activations=activations).peak
     if peak <= run.allowed:
-        yield WayOut(
+        yield Suggestion(
             "--memory_opt_engine compile --memory_opt_loss chunked", peak, None, "a loss that never holds its logits"
         )
 
 
-def _level(graphs: MultiGraphSolver, run: FailedRun) -> Iterator[WayOut]:
-    found = graphs.layers_recomputed
-    peak = replace(run.step.fixed, activations=found.peak).peak
+def _level(graphs: MultiGraphSolver, run: FailedRun) -> Iterator[Suggestion]:
+    plan = graphs.layers_recomputed
+    peak = replace(run.step.fixed, activations=plan.peak).peak
     if peak > run.allowed:
         return
     flags = "--memory_opt_engine compile --memory_opt_level 1"
-    yield WayOut(flags, peak, _share(found), "every layer is recomputed from its input")
+    yield Suggestion(flags, peak, _share(plan), "every layer is recomputed from its input")
 
 
-def _smaller_within_budget(planned: Sequence[CapturedGraph], run: FailedRun, deadline: Deadline) -> Iterator[WayOut]:
-    """The largest micro-batch with which some plan fits."""
+def _smaller_within_budget(
+    planned: Sequence[CapturedGraph], run: FailedRun, deadline: Deadline
+) -> Iterator[Suggestion]:
     for times in _parts(planned, run):
         deadline.check()
         step = _micro(run.step.fixed, 0, times)
         allowed = step.activations_within(run.budget << 20)
-        if (found := _within(together_of(planned, run, times), allowed, run)) is None:
+        if (plan := _within(solver_of(planned, run, times), allowed, run)) is None:
             continue
-        peak = replace(step, activations=found.peak).peak
+        peak = replace(step, activations=plan.peak).peak
         if peak > run.allowed:
             continue
-        yield WayOut(
+        yield Suggestion(
             f"{_micro_flags(run, times)} --memory_opt_budget {run.budget}MiB",
             peak,
-            _share(found),
-            f"as many rows in an optimizer step, with {_words(found)}",
+            _share(plan),
+            f"as many rows in an optimizer step, with {_words(plan)}",
         )
         return
 
 
 def _micro(outside: Footprint, activations: int, times: int) -> Footprint:
-    """A micro-batch of so many: gradients of the earlier ones are there while a later one runs."""
+    """The footprint of a micro-batch: gradients of the earlier ones are there while a later one runs."""
     return replace(outside, activations=activations, batch=outside.batch // times, accumulated=outside.gradients)
 
 
@@ -228,10 +201,10 @@ def _parts(graphs: Sequence[CapturedGraph], run: FailedRun) -> Iterator[int]:
 
 
 def plain_run(graph: CapturedGraph, problem: Problem) -> Simulation:
-    """What plain PyTorch holds; see `Simulate`."""
+    """The simulation of plain PyTorch; a `Simulate`."""
     return simulate_everything_saved(problem)
 
 
 def planned_run(graph: CapturedGraph, problem: Problem) -> Simulation:
-    """What the compile engine holds under the recorded plan; see `Simulate`."""
+    """The simulation of the recorded plan under the compile engine; a `Simulate`."""
     return graph.simulated(problem)

@@ -1,4 +1,4 @@
-"""What is shown of a plan: the table with the lines above it, and the plan as a file."""
+"""The plan table with the lines above it, and the plan as a file."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ from optimum_memopt.plans.table import PlanRow, PlanTable, sorted_plans
 def plan_line(
     model: torch.nn.Module, compiler: str, graphs: Sequence[PartitionedGraph], target: Device | None = None
 ) -> str:
-    """What trains the model, where and under which plan."""
+    """A line about the model, its device, compiler and plan."""
     device = next(model.parameters()).device.type if target is None else target.name
     attention = f", attention: {_attention(model, graphs)}" if any(graph.is_for_cuda for graph in graphs) else ""
     pieces = f", in {len(graphs)} graphs" if len(graphs) > 1 else ""
@@ -46,7 +46,7 @@ def plan_line(
 
 
 def _why(graphs: Sequence[PartitionedGraph]) -> str:
-    """Of the graphs' choices; each of several may have one of its own."""
+    """The reason of the graphs' choices; each of several may have one of its own."""
     reasons = [graph.choice.why for graph in graphs]
     if len(set(reasons)) == 1:
         return reasons[0]
@@ -54,7 +54,7 @@ def _why(graphs: Sequence[PartitionedGraph]) -> str:
 
 
 def host_line(graphs: Sequence[PartitionedGraph]) -> tuple[str, ...]:
-    """What is offloaded takes of the host; nothing where that is the device, too."""
+    """A line about offloaded bytes on the host; none where that is the device, too."""
     sizes = [size for graph in graphs if graph.is_for_cuda for size in graph.offloaded_bytes]
     if not sizes:
         return ()
@@ -73,7 +73,7 @@ def _attention(model: torch.nn.Module, graphs: Sequence[PartitionedGraph]) -> st
 
 
 def prediction_lines(predictor: StepMemoryPredictor) -> tuple[str, ...]:
-    """What a step with the first batch is predicted to hold."""
+    """Lines about the predicted memory of a step with the first batch."""
     footprint = predictor.footprint()
     caveat = predictor.caveat and f" ({predictor.caveat})"
     return (
@@ -105,11 +105,7 @@ _AUTO = "AUTO: torch recomputes {count} by itself"
 
 @dataclass(frozen=True)
 class _Part:
-    """One graph's share of a row.
-
-    Attributes:
-        symbols: of the graph to those of the table.
-    """
+    """One graph's share of a row."""
 
     graph: PartitionedGraph
     candidates: Sequence[Candidate]
@@ -138,12 +134,6 @@ def to_table(
     """Rows of all graphs, those of one id and strategy together.
 
     Offload is listed where it is on, and where an activation cannot be recomputed, so that there is nothing else.
-
-    Args:
-        graphs: all graphs of a forward.
-        matched: the rows that were asked for, in any of the graphs.
-        names: of the graphs' symbols.
-        header: lines above the table.
     """
     rows: dict[str, list[_Part]] = {}
     for graph in graphs:
@@ -195,7 +185,7 @@ def _is_listed(parts: Sequence[_Part], recomputable: Collection[str]) -> bool:
 
 
 def _device_type(part: _Part) -> str:
-    """Of the candidates, the accelerator's where any lies there."""
+    """The type of the candidates' device, the accelerator's where any lies there."""
     types = {candidate.device_type for candidate in part.candidates}
     return min(types, key=lambda device_type: device_type == "cpu")
 
@@ -233,10 +223,6 @@ _SOFTWARE = ("optimum-memopt", "torch", "transformers")
 def mismatch_line(choice: Choice, refuses: bool) -> str:
     """A line about a graph that a plan file was not made for; empty where it was.
 
-    Args:
-        choice: for the graph.
-        refuses: it is an error.
-
     Raises:
         MemOptError: `refuses`, and there is a difference.
     """
@@ -255,15 +241,7 @@ def plan_file_of(
     sizes: Mapping[str, int],
     predicted: Footprint | None,
 ) -> PlanFile:
-    """The plan of a forward's graphs.
-
-    Args:
-        model: that was compiled.
-        compiler: one of `options.COMPILERS`.
-        graphs: of its training forward, in their order.
-        sizes: of the first batch.
-        predicted: of a step with that batch; None: it is not known.
-    """
+    """The plan of a forward's graphs."""
     versions = (installed_version((distribution,)) for distribution in _SOFTWARE)
     return PlanFile(
         why=graphs[0].choice.why,
@@ -284,14 +262,11 @@ def plan_file_of(
 
 @dataclass(frozen=True)
 class ShownPlan:
-    """What is shown of a plan.
+    """A plan as it is shown.
 
     Attributes:
-        table: of the graphs.
-        plan_file: to apply the plan again.
         predictor: of steps under it; None where nothing is predicted.
         is_one_graph: the forward was one graph, which ran once and has all of it.
-        remarks: lines for the user about what was asked for and is not there.
     """
 
     table: PlanTable
@@ -314,13 +289,8 @@ def show(
     """The plan of a forward's graphs.
 
     Args:
-        model: that was compiled.
         graphs: of its first training forward, in order, right after it.
-        tape: their runs.
-        inputs: the forward's keyword arguments.
         resident: bytes that the process held when the last graph was partitioned.
-        producer: that chose.
-        spec: how the forward was traced.
         run: that is planned where none trains; None: one that trains, whose optimizer must not be kept.
 
     Raises:

@@ -10,9 +10,8 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from optimum_memopt.engines.api.predictions import Frontier, StepTimeline
 from optimum_memopt.engines.api.run import LargestBatch, Run, Selection
-from optimum_memopt.engines.compile.capture import support_checks
 from optimum_memopt.engines.compile.capture.backend import check_compiler, default_compiler
-from optimum_memopt.engines.compile.capture.recompiles import TooManyRecompilesError
+from optimum_memopt.engines.compile.capture.capture import check_model, check_trainer_arguments
 from optimum_memopt.engines.compile.capture.traced_forward import ForwardArgs, TraceSpec
 from optimum_memopt.engines.compile.loss.decide import loss_mode
 from optimum_memopt.engines.compile.options import AUTO
@@ -23,7 +22,7 @@ from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPred
 from optimum_memopt.engines.compile.torch_compat.dynamo import is_of_compiled_backward, own_error
 from optimum_memopt.engines.compile.torch_compat.kernels import start_libraries
 from optimum_memopt.engines.compile.train.length_buckets import LengthBuckets
-from optimum_memopt.engines.compile.train.planned_forward import PlannedForward
+from optimum_memopt.engines.compile.train.planned_forward import PlannedForward, TooManyRecompilesError
 from optimum_memopt.engines.shared import in_place
 from optimum_memopt.engines.shared.forward_patch import weak_method, without_key_value_cache
 from optimum_memopt.engines.shared.label_smoothing import LabelSmoothing
@@ -44,12 +43,9 @@ class CompileEngine(in_place.InPlaceEngine):
     forward. Without a config or level torch partitions the graph as it always does.
 
     Args:
-        selection: which plans.
         compiler: `inductor`, or `aot_eager`: the same graphs, run operator by operator; None: see `default_compiler`.
         dynamic: sizes of batches stay symbols; False: traced several times as fast, for the sizes of the first only.
         loss: one of `options.LOSSES`.
-        variants: how many plans there may be within a budget.
-        with_frontier: find out what other budgets would cost.
     """
 
     name = "compile"
@@ -73,15 +69,10 @@ class CompileEngine(in_place.InPlaceEngine):
         super().__init__(selection)
 
     def check_arguments(self, args: "TrainingArguments") -> None:
-        """Refuse Trainer arguments that do the engine's work too.
-
-        Raises:
-            MemOptError: torch_compile, FSDP, ZeRO 3, several GPUs in one process.
-        """
-        support_checks.check_arguments(args)
+        check_trainer_arguments(args)
 
     def _check(self, model: torch.nn.Module) -> None:
-        support_checks.check(model)
+        check_model(model)
         if self._compiler_asked is not None:
             check_compiler(self._compiler_asked, next(model.parameters()).device.type)
 
@@ -97,11 +88,7 @@ class CompileEngine(in_place.InPlaceEngine):
             host_copies.release_pinned()
 
     def smooth_labels(self, smoothing: Any) -> bool:
-        """Compute the smoothed loss of the Trainer in training forwards with labels, where that may be chunked.
-
-        Args:
-            smoothing: a `LabelSmoothing`; None: the model's own loss.
-        """
+        """Compute the smoothed loss of the Trainer in training forwards with labels, where that may be chunked."""
         if not self._loss.may_chunk or (smoothing is not None and type(smoothing.smoother) is not LabelSmoother):
             return False
         if smoothing != self._smoothing:
@@ -111,19 +98,15 @@ class CompileEngine(in_place.InPlaceEngine):
 
     @property
     def _planned(self) -> PlannedForward | None:
-        """The forward under the plan for the largest batch, which is what is shown; None before the first one."""
         return self._buckets.largest if self._buckets is not None else None
 
     def plans(self) -> PlanTable | None:
-        """The table of the current training graphs, None before the first training forward."""
         return self._planned.table if self._planned is not None else None
 
     def insight(self) -> str:
-        """Nothing: the table holds all there is."""
         return ""
 
     def plan_file(self) -> PlanFile | None:
-        """The plan in force, of several that for the largest batch; None before the first training forward."""
         return self._planned.plan_file if self._planned is not None else None
 
     @property
@@ -133,19 +116,15 @@ class CompileEngine(in_place.InPlaceEngine):
         return self._planned.predictor if self._planned is not None else None
 
     def predicted_peak_mib(self, optimizer: torch.optim.Optimizer | None, gradient_accumulation: bool) -> float | None:
-        """Of the batches so far the highest peak of a step, MiB; None before the first training forward."""
         if self._buckets is None:
             return None
         peak = self._buckets.predicted_peak(optimizer, gradient_accumulation)
         return None if peak is None else peak / MIB
 
     def timeline(self, optimizer: torch.optim.Optimizer | None, gradient_accumulation: bool) -> StepTimeline | None:
-        """Of the batches so far the step with the highest peak; None before the first training forward."""
         return self._buckets.timeline(optimizer, gradient_accumulation) if self._buckets is not None else None
 
     def frontier(self) -> Frontier | None:
-        """What budgets cost the largest batch; None without a budget, before the first training forward, and for one
-        in several graphs, whose first one is not all that it holds."""
         return self._buckets.frontier() if self._buckets is not None else None
 
     def without_plan(self, error: Exception) -> contextlib.AbstractContextManager[None] | None:

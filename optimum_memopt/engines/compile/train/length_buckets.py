@@ -38,9 +38,7 @@ class LengthBucket:
     """A forward for shorter batches.
 
     Attributes:
-        forward: compiled when the first of them comes.
         length: tokens of the longest batch that its plan is made for.
-        share: extra time of its plan.
     """
 
     forward: PlannedForward
@@ -49,15 +47,7 @@ class LengthBucket:
 
 
 class LengthBuckets:
-    """The compiled forwards of one model.
-
-    Args:
-        most: how many there may be.
-        new_forward: makes them.
-
-    Attributes:
-        largest: the one for the run's largest batch.
-    """
+    """The compiled forwards of one model."""
 
     def __init__(self, most: int, new_forward: _NewForward) -> None:
         self._most, self._new_forward = most, new_forward
@@ -99,7 +89,7 @@ class LengthBuckets:
         return timeline
 
     def frontier(self) -> Frontier | None:
-        """What budgets cost the largest batch; None where nobody asked, and for a forward in several graphs, whose
+        """Costs of budgets for the largest batch; None where nobody asked, and for a forward in several graphs, whose
         first one is not all that it holds."""
         largest = self.largest
         return largest.choices[0].frontier if largest.is_one_graph and largest.choices else None
@@ -136,7 +126,6 @@ class LengthBuckets:
         self.largest = self._new_forward(planner, planner.largest, "")
 
     def _plan_shorter(self) -> None:
-        """Choose lengths for further forwards, once the one for the largest batch is compiled, and say so."""
         largest, planner = self.largest, self.largest.planner
         self._extra = (largest.choices[0].by_length if largest.choices else None) or ExtraByLength()
         solved, name = largest_of(planner.solved_for), length_name(planner.solved_for)
@@ -166,7 +155,6 @@ class LengthBuckets:
         return LengthBucket(forward, batch.length, self._extra.shares[batch.length])
 
     def _gain(self, lengths: tuple[int, ...]) -> str:
-        """What the variants save, for the header."""
         extra = self._extra
         if not lengths:
             return f"one variant: another one would save less than {WORTH:.1%} time"

@@ -2,14 +2,15 @@
 
 import contextlib
 import gc
+import re
 import traceback
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from optimum_memopt.engines.compile.capture.recompiles import Recompiles
 from optimum_memopt.engines.compile.capture.traced_forward import (
     ForwardArgs,
     GraphInForward,
@@ -29,10 +30,102 @@ from optimum_memopt.engines.compile.predict.table import mismatch_line, show
 from optimum_memopt.engines.compile.torch_compat import dynamo
 from optimum_memopt.engines.compile.torch_compat.dynamo import failure_of_compiler, own_error
 from optimum_memopt.engines.shared.forward_patch import ForwardState, weak_method
-from optimum_memopt.errors import is_out_of_memory, line_of
+from optimum_memopt.errors import MemOptError, is_out_of_memory, line_of
 from optimum_memopt.logs import best_effort, get_logger
 from optimum_memopt.plans.plan_file import PlanFile
 from optimum_memopt.plans.table import PlanTable
+
+_COMPILE_ID = re.compile(r"^\d+/\d+: ")
+_NUMBER = re.compile(r"(?<![\w.])-?(?:\d+(?:\.\d+)?(?:e[+-]?\d+)?|inf|nan)\b")
+# `self.calls == 3`, `self._modules['head'].scale == 0.5`, `alpha == 1.0`: torch compares Python numbers so.
+_CHANGED_NUMBER = re.compile(rf"^(?P<name>[\w.\[\]'\"]+) == {_NUMBER.pattern}$")
+# The model's name where a wrapper that takes `*args` is traced (`decide.with_detached_outputs`).
+_MODEL = re.compile(r"\bargs\[0\](?=\.)")
+_QUOTED = 3
+
+
+class TooManyRecompilesError(MemOptError):
+    """torch's limit of recompiles is reached."""
+
+
+class Recompiles:
+    """The forwards that recompiled after a model's first, and the guards that failed.
+
+    Guards that differ only in their numbers have one cause: batches of many sizes, or a number of the model that
+    changes at every step.
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._guards: dict[str, None] = {}
+        self._causes: Counter[str] = Counter()
+
+    def add(self, reasons: Sequence[str], limit: int, model: str) -> list[str]:
+        """Note the reasons that torch gives for a forward's recompile, none where there was none.
+
+        Returns:
+            Lines to log.
+
+        Raises:
+            TooManyRecompilesError: as many forwards as the limit have recompiled.
+        """
+        lines = [line for reason in reasons if (line := self.note(reason))]
+        self._count += bool(reasons)
+        if reasons and self._count >= limit:
+            raise TooManyRecompilesError(
+                f"{model} was recompiled {limit} times, which is the limit; last failed guards: {self.last}; "
+                f"{self.advice}, or raise torch._dynamo.config.recompile_limit"
+            )
+        return lines
+
+    def note(self, reason: str) -> str:
+        """Note a failed guard, as torch's recompile reason has it.
+
+        Returns:
+            The line to log: for the first guard of a cause, and once more when a number changed again; else "".
+        """
+        guard = _MODEL.sub("self", _COMPILE_ID.sub("", reason))
+        if guard in self._guards:
+            return ""
+        self._guards[guard] = None
+        cause = _NUMBER.sub("N", guard)
+        self._causes[cause] += 1
+        if self._causes[cause] == 1:
+            return f"recompiled the training graph; failed guard: {guard}"
+        if self._causes[cause] == 2 and (name := _changed_number(guard)):
+            return f"the training graph is recompiled for each value of {name}: {_as_tensor(name)}"
+        return ""
+
+    @property
+    def last(self) -> str:
+        return "; ".join(list(self._guards)[-_QUOTED:])
+
+    @property
+    def advice(self) -> str:
+        changed = dict.fromkeys(
+            name
+            for guard in self._guards
+            if (name := _changed_number(guard)) and self._causes[_NUMBER.sub("N", guard)] > 1
+        )
+        if changed:
+            return "; ".join(map(_as_tensor, list(changed)[-_QUOTED:]))
+        return "pad batches to fewer lengths (pad_to_multiple_of)"
+
+
+def _changed_number(guard: str) -> str:
+    match = _CHANGED_NUMBER.match(guard)
+    return match["name"] if match else ""
+
+
+def _as_tensor(name: str) -> str:
+    """Advice that keeps a number from being a constant of the graph."""
+    if not name.startswith("self."):
+        return f"pass {name} as a tensor (torch.tensor({name})), whose value torch does not guard on"
+    attribute = name.rpartition(".")[2]
+    return (
+        f"make {name} a tensor, whose value torch does not guard on: register_buffer({attribute!r}, torch.tensor(…), "
+        f"persistent=False), changed in place (.fill_, .add_)"
+    )
 
 
 @dataclass(frozen=True)
@@ -44,19 +137,9 @@ class _Attempt:
 class PlannedForward:
     """Compiles at its first call, under a budget until the step is within it, and again for arguments of another kind.
 
-    Args:
-        model: that trains.
-        forward: its own.
-        spec: how it is traced.
-        planner: makes the plan.
-
     Attributes:
-        planner: see above.
-        table: None before the first call.
-        plan_file: None before the first call.
         predictors: None before the first call, and where nothing is predicted.
         is_one_graph: the first forward was one graph, which ran once and has all of it.
-        choices: of the first forward's graphs.
     """
 
     def __init__(
@@ -78,12 +161,12 @@ class PlannedForward:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether a forward has run."""
+        """True once a forward has run."""
         return self.table is not None
 
     @property
     def predictor(self) -> StepMemoryPredictor | None:
-        """Of the graphs that the table shows."""
+        """Predicts steps of the graphs that the table shows; None where nothing is predicted."""
         return self.predictors.first if self.predictors is not None else None
 
     def __call__(self, call: ForwardArgs) -> Any:
@@ -107,11 +190,11 @@ class PlannedForward:
         return self.planner.plan(attempt, forget).outputs
 
     def covers(self, sizes: Mapping[str, int]) -> bool:
-        """Whether its plan is made for a batch of these sizes, which it may not have been compiled for yet."""
+        """True where its plan is made for a batch of these sizes; it may not be compiled for them yet."""
         return self.planner.largest is not None and is_covered(sizes, self.planner.largest)
 
     def is_within(self, inputs: Mapping[str, object]) -> bool:
-        """Whether a step with this batch is predicted to be within the budget; False where nothing is predicted."""
+        """True where a step with this batch is predicted to be within the budget; False where nothing is predicted."""
         is_within = False
         if self.predictors is not None:
             with self.predicting():
@@ -141,10 +224,6 @@ class PlannedForward:
 
     def give_up(self, why: str, failed: Exception | None = None) -> None:
         """Say that plain PyTorch trains the model from now on; the table has that line alone.
-
-        Args:
-            why: there is no plan.
-            failed: the error that has led to it.
 
         Raises:
             UnsupportedModelError: the plan must hold.

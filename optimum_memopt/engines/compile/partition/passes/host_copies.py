@@ -39,8 +39,6 @@ class PinnedPool:
     way: the next copy into it is asked of the same stream, which keeps their order. The host itself does not write.
 
     Args:
-        pin: the pages of an address and a number of bytes.
-        unpin: those at an address.
         finish: waits until all copies of the stream have ended.
     """
 
@@ -105,8 +103,6 @@ _devices: dict[torch.device, _Device] = {}
 
 
 class _Copy(NamedTuple):
-    """A copy that is under way."""
-
     end: torch.cuda.Event
     # Source and target, whose memory must not become another tensor's before the end, not even where an error ends the
     # graph in between. `Tensor.record_stream` would hold it for copies that began later, too.
@@ -217,7 +213,6 @@ def _wait(target: torch.Tensor, source: torch.Tensor, begun: Sequence[torch.Tens
     """`target`, complete for all that is asked of the GPU from now on.
 
     Args:
-        target: the copy.
         source: read here, so that inductor, which plans memory by reads, does not reuse it during the copy.
         begun: computed or being copied by now. inductor, which orders operators by what they read, would put the wait
             right behind its own copy (torch's `ao::wait_tensor` has the same argument for its memory, 2.13).

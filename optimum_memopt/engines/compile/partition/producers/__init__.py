@@ -24,10 +24,6 @@ def matched_in(producer: Producer, graphs: Sequence[tuple[Choice, Sequence[Candi
 
     One graph's choice has them. An id may be in any of several graphs, and each is compiled and run before the next
     one is traced, from values that it computed: only the end of the forward tells which ids there are.
-
-    Args:
-        producer: that chose.
-        graphs: of one forward, what was chosen and all candidates.
     """
     if len(graphs) == 1:
         return graphs[0][0].matched

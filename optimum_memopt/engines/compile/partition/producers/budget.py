@@ -13,12 +13,7 @@ from optimum_memopt.engines.compile.graph.symbols import is_length
 from optimum_memopt.engines.compile.memory.step_context import StepContext
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph
 from optimum_memopt.engines.compile.partition.choice import Choice
-from optimum_memopt.engines.compile.partition.producers.producer import (
-    INSTEAD,
-    GraphContext,
-    Producer,
-    Solvable,
-)
+from optimum_memopt.engines.compile.partition.producers.producer import INSTEAD, GraphContext, Producer, Solvable
 from optimum_memopt.engines.compile.partition.producers.torch_default import torchs_own
 from optimum_memopt.engines.compile.solver.length_buckets import ExtraByLength, extra_by_length
 from optimum_memopt.engines.compile.solver.offload import Host, cheapest, fits
@@ -138,8 +133,6 @@ def smaller_batch(
 
     Args:
         graph: that does not fit.
-        siblings_at: see `Solvable`.
-        step: around the graph.
         host: where activations may be offloaded to; None: nowhere.
 
     Returns:
@@ -182,7 +175,7 @@ def _by_length(given: Solvable, plan: Plan) -> ExtraByLength:
 
 
 def _torchs_own(graph: AnalyzedGraph, siblings: SiblingGraphs, allowed: int) -> Choice | None:
-    """torch's own partition; None where it holds more than is allowed, as it may: it does not look at the peak."""
+    """torch's own partition, which does not look at the peak; None where it holds more than is allowed."""
     choice, alone = torchs_own(graph)
     left, gradients = alone.forward.end, alone.backward.end - alone.tangents
     in_forward = max(siblings.in_forward(left) + alone.forward.peak.held, siblings.between(left))

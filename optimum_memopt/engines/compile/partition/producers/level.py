@@ -78,24 +78,24 @@ def _without_a_higher_peak(graph: AnalyzedGraph, level: Choice) -> Choice:
     holds all of its steps at once.
     """
     problem = problem_of(graph, [0.0] * len(graph.joint.nodes))
-    found = simulate(problem, problem.saving(_numbers(graph, level)))
-    if found.peak <= _LOW * simulate_everything_saved(problem).peak:
+    simulation = simulate(problem, problem.saving(_numbers(graph, level)))
+    if simulation.peak <= _LOW * simulate_everything_saved(problem).peak:
         return level
     own, prediction = torchs_own(graph)
-    by_level, by_torch = found.saved, problem.saving(_numbers(graph, own))
+    by_level, by_torch = simulation.saved, problem.saving(_numbers(graph, own))
     layers: list[str] = []
-    while found.peak > _HIGHER * prediction.peak:
-        layer = _recomputed_at_peak(problem, found)
+    while simulation.peak > _HIGHER * prediction.peak:
+        layer = _recomputed_at_peak(problem, simulation)
         if not layer or layer in layers:
             why = f"{level.why}: recompute of layers would raise the peak, so torch's own partition"
             return replace(own, why=why, matched=level.matched)
         layers.append(layer)
         kept = {node for node in by_torch if problem.layers[node] in layers}
         kept |= {node for node in by_level if problem.layers[node] not in layers}
-        found = simulate(problem, problem.closure(kept))
+        simulation = simulate(problem, problem.closure(kept))
     if not layers:
         return level
-    saved = tuple(graph.joint.nodes[node] for node in sorted(found.saved))
+    saved = tuple(graph.joint.nodes[node] for node in sorted(simulation.saved))
     named = layers[0] if len(layers) == 1 else f"{layers[0]} and {len(layers) - 1} more"
     return replace(
         level,
@@ -109,12 +109,12 @@ def _numbers(graph: AnalyzedGraph, choice: Choice) -> list[int]:
     return [graph.joint.order[node] for node in choice.nodes_to_save]
 
 
-def _recomputed_at_peak(problem: Problem, found: Simulation) -> str:
-    """The layer of which most that was recomputed is held at the peak of the backward; empty where there is none."""
-    if found.forward.peak >= found.backward.peak:
+def _recomputed_at_peak(problem: Problem, simulation: Simulation) -> str:
+    """The layer that holds most recomputed bytes at the peak of the backward; empty where there is none."""
+    if simulation.forward.peak >= simulation.backward.peak:
         return ""
     sizes: Counter[str] = Counter()
-    for node, size in held_at_peak(problem, found, in_backward=True).items():
-        if problem.layers[node] and problem.is_forward[node] and node not in found.saved:
+    for node, size in held_at_peak(problem, simulation, in_backward=True).items():
+        if problem.layers[node] and problem.is_forward[node] and node not in simulation.saved:
             sizes[problem.layers[node]] += size
     return sizes.most_common(1)[0][0] if sizes else ""

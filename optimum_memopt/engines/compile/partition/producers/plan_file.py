@@ -1,4 +1,4 @@
-"""A plan file: what it says of each graph."""
+"""A plan file: the choice that it has for each graph."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -26,11 +26,11 @@ class FromPlanFile(Producer):
         return UnsupportedModelError(text, f"without the file {INSTEAD}")
 
     def choose(self, graph: AnalyzedGraph, context: GraphContext) -> Choice:
-        """What the file says of this graph, by its number; for another graph what goes, with what differs."""
-        number, known = len(context.earlier), len(self.file.graphs)
+        """The file's entry for a graph, by its number; for another graph as far as it applies, with a mismatch."""
+        number, count = len(context.earlier), len(self.file.graphs)
         why = self.file.why if self.file.why.startswith("plan file") else f"plan file ({self.file.why})"
-        if number >= known:
-            mismatch = f"this is graph {number + 1} of the forward, and the file has {known}"
+        if number >= count:
+            mismatch = f"this is graph {number + 1} of the forward, and the file has {count}"
             return replace(TorchDefault().choose(graph, context), why=why, mismatch=mismatch)
         plan = self.file.graphs[number]
         mismatch = plan.signature.difference(graph.signature)
@@ -42,18 +42,18 @@ class FromPlanFile(Producer):
         wanted = {kind: {nodes.get(path): path for path in _paths(plan, kind)} for kind in _KINDS}
         wrong = [
             (kind, path)
-            for kind, among in (("recompute", roots), ("offload", offloadable), ("save", graph.paths))
+            for kind, allowed in (("recompute", roots), ("offload", offloadable), ("save", graph.paths))
             for node, path in wanted[kind].items()
-            if node not in among
+            if node not in allowed
         ]
         if wrong and not mismatch:
             kind, (layer, path) = wrong[0]
             mismatch = f"there is no {path} {f'in {layer}' if layer else 'outside of layers'} to {kind}"
-        found = {kind: {node for node in wanted[kind] if node is not None} for kind in _KINDS}
+        present = {kind: {node for node in wanted[kind] if node is not None} for kind in _KINDS}
         # All but what it recomputes, constants that a budget has saved too.
-        saved = nodes_to_save(graph, found["recompute"], roots | found["save"])
+        saved = nodes_to_save(graph, present["recompute"], roots | present["save"])
         chosen = {*recomputed(graph.candidates, frozenset(saved))}
-        chosen |= {offloadable[node] for node in found["offload"] if node in offloadable and node in saved}
+        chosen |= {offloadable[node] for node in present["offload"] if node in offloadable and node in saved}
         return Choice(
             nodes_to_save=saved,
             why=why,

@@ -1,4 +1,4 @@
-"""What makes choices. A producer is a file of this folder and a place in `PRODUCERS`."""
+"""The base of producers. A producer is a file of this folder and a place in `PRODUCERS`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,10 +26,7 @@ class Solvable:
     Attributes:
         captured: the graph with the sizes of the run's largest batch.
         solver: of those sizes, with the other graphs of the forward around it.
-        siblings_at: the other graphs of the forward with one of so many parts of the batch's rows.
-        step: around the graph, with the batch of those sizes.
-        with_curve: find out what other budgets would cost, too.
-        with_lengths: find out what plans for shorter batches would cost, too.
+        siblings_at: the other graphs of the forward with an n-th of the batch's rows.
     """
 
     captured: CapturedGraph
@@ -42,7 +39,7 @@ class Solvable:
 
 @dataclass(frozen=True)
 class GraphContext:
-    """What a producer is told beside the graph.
+    """The graph's surroundings, for a producer.
 
     Attributes:
         earlier: choices of the graphs of the same forward before this one.
@@ -67,11 +64,7 @@ class Producer:
         raise NotImplementedError
 
     def match(self, candidates: Sequence[Candidate]) -> Matched:
-        """The rows that are asked for by name.
-
-        Args:
-            candidates: of one graph, or of all graphs of a forward.
-        """
+        """The rows that are asked for by name."""
         return Matched()
 
     def choose(self, graph: AnalyzedGraph, context: GraphContext) -> Choice:

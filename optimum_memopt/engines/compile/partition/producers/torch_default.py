@@ -32,11 +32,7 @@ class TorchDefault(Producer):
 
 
 def torchs_own(graph: AnalyzedGraph) -> tuple[Choice, Prediction]:
-    """torch's own partition, and what its two graphs hold with the first batch.
-
-    Args:
-        graph: read, not changed.
-    """
+    """torch's own partition, and what its two graphs hold with the first batch."""
     choice = TorchDefault().choose(graph, GraphContext())
     assert choice.torchs_graphs is not None
     events = schedule(*choice.torchs_graphs, graph.joint.num_fwd_outputs, cuda=graph.cuda)

@@ -36,7 +36,6 @@ class MemoryStrategy(FindsCandidate, Protocol):
         """True where the plan table lists a row that is off.
 
         Args:
-            device_type: where the activation is.
             is_recomputable: there is a row of recompute for the same cluster id.
         """
         return True

@@ -37,8 +37,6 @@ _Ends = Callable[[Sequence[fx.Node], Sequence[int], Sequence[fx.Node]], tuple[in
 
 
 class Offload(MemoryStrategy):
-    """Strategy 3."""
-
     numbers = (Strategy.OFFLOAD,)
 
     def candidate(
@@ -101,8 +99,6 @@ def insert(
     """Save host copies of activations instead of the activations; the graphs wait for each right where it begins.
 
     Args:
-        forward: offloads each activation after its last use.
-        backward: reloads each copy before its first use.
         activations: names of roots that the forward saves and does not return.
         is_on_accelerator: the copies take none of the device's memory.
     """
@@ -165,11 +161,7 @@ def _reload(graph: fx.Graph, hosts: Mapping[str, fx.Node]) -> None:
 
 
 def place_copies(
-    modules: Modules,
-    prediction: Prediction,
-    seconds: Mapping[str, float],
-    sizes: SymbolValues,
-    bandwidth: float,
+    modules: Modules, prediction: Prediction, seconds: Mapping[str, float], sizes: SymbolValues, bandwidth: float
 ) -> None:
     """Move copies to the host, and the waits for them, apart, so that a GPU computes meanwhile.
 
@@ -179,7 +171,6 @@ def place_copies(
 
     Args:
         modules: forward and backward, which wait for each copy right behind its beginning.
-        prediction: of these.
         seconds: of operators, by the names of their nodes; others take none.
         bandwidth: of the link to the host, bytes a second in one direction.
     """
@@ -248,5 +239,4 @@ def _is_wait(node: fx.Node) -> bool:
 
 
 def _anchor(nodes: Sequence[fx.Node], index: int, moving: Collection[fx.Node], end: fx.Node) -> fx.Node:
-    """The first node from an index on that stays where it is."""
     return next((node for node in nodes[index:] if node not in moving), end)

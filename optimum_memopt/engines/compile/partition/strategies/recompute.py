@@ -38,8 +38,6 @@ torch.library.register_fake(f"{LIBRARY}::after", _after)
 
 
 class Recompute(MemoryStrategy):
-    """Strategies 1 and 2."""
-
     numbers = (Strategy.RECOMPUTE, Strategy.RECOMPUTE_WITH_COMPROMISE)
 
     def candidate(
@@ -70,7 +68,6 @@ def insert_barriers(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
 
     Args:
         forward: only read: operators of both graphs are recomputed.
-        backward: recomputes each operator where the backward needs it.
     """
     graph = backward.graph
     nodes = list(graph.nodes)

@@ -117,5 +117,5 @@ def test_the_first_recommended_flags_train(tmp_path, case):
     assert in_fresh_process(train, case, tmp_path, [], limit) == 3
     report = json.loads((tmp_path / "memory_report.json").read_text())
     assert 0.95 <= report["accounted"] <= 1.05
-    flags = report["ways_out"][0]["flags"].split()
-    assert in_fresh_process(train, case, tmp_path, flags, limit) == 0, report["ways_out"]
+    flags = report["suggestions"][0]["flags"].split()
+    assert in_fresh_process(train, case, tmp_path, flags, limit) == 0, report["suggestions"]
