@@ -281,7 +281,8 @@ def plain_sizes(sizes_by_name: Mapping[str, int], batch_size: int | None, seq_le
         if size is None:
             continue
         if not names:
-            raise MemOptError(f"{plain}={size}: no size that can be changed; those are {', '.join(sizes_by_name) or 'none'}")
+            allowed = ", ".join(sizes_by_name) or "none"
+            raise MemOptError(f"{plain}={size}: no size that can be changed; those are {allowed}")
         sizes.update(dict.fromkeys(names, size))
     return sizes
 

@@ -146,7 +146,8 @@ def trainable_of(model: torch.nn.Module, untrained: Collection[str] = ()) -> lis
         model: whose they are.
         untrained: names of those that require one and get none; see `without_gradient`.
     """
-    return [parameter for name, parameter in model.named_parameters() if parameter.requires_grad and name not in untrained]
+    named = model.named_parameters()
+    return [parameter for name, parameter in named if parameter.requires_grad and name not in untrained]
 
 
 def constant_of(model: torch.nn.Module, batch: int, resident: int, saved_bytes: int = 0) -> int:
@@ -280,7 +281,8 @@ def _groups(storages: Iterable[Storage]) -> list[Group]:
     """Tensors of one kind together; gradients are all of one."""
     groups: dict[tuple[str, str], list[Storage]] = {}
     for storage in storages:
-        groups.setdefault((storage.category, storage.kind if storage.category != GRADIENTS else ""), []).append(storage)
+        kind = storage.kind if storage.category != GRADIENTS else ""
+        groups.setdefault((storage.category, kind), []).append(storage)
     return [
         Group(
             category,
