@@ -56,7 +56,7 @@ class Candidate:
 
 
 class FindsCandidate(Protocol):
-    """What the analysis asks of a strategy; the strategies themselves are in `strategies/`."""
+    """A strategy as the analysis uses it; the strategies themselves are in `strategies/`."""
 
     def candidate(
         self,
@@ -108,7 +108,7 @@ def find_candidates(
         chain = recompute_chain(joint, activation, available)
         name = _name(joint, chain, available) if chain else cluster_id(producing_operator(activation))
         eligible.append((activation, chain, name))
-    candidates = (strategy.candidate(*known, size_hints) for strategy in strategies for known in eligible)
+    candidates = (strategy.candidate(*arguments, size_hints) for strategy in strategies for arguments in eligible)
     return tuple(candidate for candidate in candidates if candidate is not None)
 
 

@@ -142,20 +142,20 @@ def translate(cluster_id: str, existing: Collection[str]) -> str | None:
     That is the id itself, one of another provider's fusions, one that differs in reshapes alone, or one whose subgraph
     ONNX Runtime cuts elsewhere.
     """
-    if known := matching.translate(cluster_id, existing):
-        return known
+    if exact := matching.translate(cluster_id, existing):
+        return exact
     for spelled in matching.unfused(cluster_id):
         for same in (spelled, *CUT_ELSEWHERE.get(spelled, ())):
             if same in existing:
                 return same
-            others = [other for other in existing if _computing(other) == _computing(same)]
-            if len(others) == 1 and _computing(spelled):
-                return others[0]
+            matches = [other for other in existing if _computing(other) == _computing(same)]
+            if len(matches) == 1 and _computing(spelled):
+                return matches[0]
     return None
 
 
 def _computing(cluster_id: str) -> tuple[str, ...]:
-    """What an id computes, however it is reshaped on the way."""
+    """The computation that an id names, however it is reshaped on the way."""
     merged = (_MERGED.get(operator, (operator,)) for operator in matching.operators(cluster_id))
     names = (operator for parts in merged for operator in parts if operator not in _RESHAPES)
     return tuple(name for name, _ in itertools.groupby(names))
@@ -252,8 +252,8 @@ def _names(node: fx.Node) -> tuple[str, ...]:
         return ("Gemm",)
     if name == "gelu" and node.kwargs.get("approximate") == "tanh":
         return ("FastGelu",)
-    known = OPERATORS.get(called, OPERATORS.get(name))
-    return ("".join(part.capitalize() for part in called.strip("_").split("_")),) if known is None else known
+    operators = OPERATORS.get(called, OPERATORS.get(name))
+    return ("".join(part.capitalize() for part in called.strip("_").split("_")),) if operators is None else operators
 
 
 def _is_silent(node: fx.Node) -> bool:
@@ -271,7 +271,7 @@ def _is_silent(node: fx.Node) -> bool:
 
 
 def _is_silent_view(node: fx.Node) -> bool:
-    """Whether a matrix product reshapes its operand itself, having more than two dimensions."""
+    """True for a matrix product that reshapes its operand itself, having more than two dimensions."""
     return is_view(node) and operator_name(node) in LAYOUTS and _is_silent(node)
 
 
@@ -285,7 +285,7 @@ def _swaps_last_two(node: fx.Node) -> bool:
 
 
 def _is_multiplied(node: fx.Node) -> bool:
-    """Whether a matrix product reads it, which transposes its operands itself (FusedMatMul's transA, transB)."""
+    """True where a matrix product reads it, which transposes its operands itself (FusedMatMul's transA, transB)."""
     names = {user: operator_name(user) for user in node.users if user.op == "call_function"}
     return any(
         name in _PRODUCT_OPERATORS or (_is_carried(user) and _is_multiplied(user)) for user, name in names.items()

@@ -52,10 +52,10 @@ class CompiledSizes:
         Raises:
             KeyError: a symbol without a value.
         """
-        found: list[Any] = []
+        results: list[Any] = []
         for function, arguments in self.steps:
-            found.append(function(values if arguments is None else [found[index] for index in arguments]))
-        return [int(found[index]) for index in self.results]
+            results.append(function(values if arguments is None else [results[index] for index in arguments]))
+        return [int(results[index]) for index in self.results]
 
 
 def compile_sizes(expressions: Iterable[sympy.Expr]) -> CompiledSizes:
@@ -76,7 +76,7 @@ def compile_sizes(expressions: Iterable[sympy.Expr]) -> CompiledSizes:
 
 
 def _leaf(expression: sympy.Basic) -> Callable[[SymbolValues], Any] | None:
-    """What gives an expression's value without that of its terms; None where their values are enough."""
+    """A function for an expression's value without that of its terms; None where their values are enough."""
     if isinstance(expression, sympy.Symbol):
         return operator.itemgetter(expression)
     if isinstance(expression, sympy.Rational):
@@ -89,8 +89,8 @@ def _leaf(expression: sympy.Basic) -> Callable[[SymbolValues], Any] | None:
 
 
 def _substituted(expression: sympy.Basic, values: SymbolValues) -> int | Fraction | float:
-    found = expression.subs(values)
-    return Fraction(found.p, found.q) if isinstance(found, sympy.Rational) else float(found)
+    result = expression.subs(values)
+    return Fraction(result.p, result.q) if isinstance(result, sympy.Rational) else float(result)
 
 
 _DIMENSION = re.compile(r"\['(?P<input>\w+)'\]\.size\(\)\[(?P<dim>\d+)\]$")
@@ -116,15 +116,15 @@ def symbol_names(
     """
     names = {}
     for symbol, texts in sources.items():
-        found = [(match["input"], int(match["dim"])) for text in texts if (match := _DIMENSION.search(text))]
+        axes = [(match["input"], int(match["dim"])) for text in texts if (match := _DIMENSION.search(text))]
         if batch:
-            found = [one for one in found if _name(*one) in batch]
+            axes = [axis for axis in axes if _name(*axis) in batch]
         dims = {int(match["dim"]) for text in texts if (match := _SIZE.search(text))}
-        if found:
-            names[symbol] = _name(*min(found, key=_rank))
+        if axes:
+            names[symbol] = _name(*min(axes, key=_rank))
         elif dims and (equal := [name for name, size in batch.items() if size == sizes.get(symbol)]):
-            parsed = [(name, int(dim)) for name, _, dim in (one.rpartition("_dim") for one in equal)]
-            names[symbol] = _name(*min(parsed, key=lambda one: (one[1] not in dims, *_rank(one))))
+            parsed = [(name, int(dim)) for name, _, dim in (axis.rpartition("_dim") for axis in equal)]
+            names[symbol] = _name(*min(parsed, key=lambda axis: (axis[1] not in dims, *_rank(axis))))
     return names
 
 
@@ -135,14 +135,14 @@ def bound_symbols(guards: Iterable[sympy.Basic], sizes: Mapping[sympy.Symbol, in
         guards: that torch checks before it runs the graph.
         sizes: value of each symbol.
     """
-    found = set()
+    bound = set()
     for guard in guards:
         symbols = guard.free_symbols if isinstance(guard, sympy.Eq) else set()
-        if len(symbols) != 1 or (symbol := next(iter(symbols))) not in sizes or symbol in found:
+        if len(symbols) != 1 or (symbol := next(iter(symbols))) not in sizes or symbol in bound:
             continue
         if guard.subs(symbol, 2 * sizes[symbol]) == sympy.false:
-            found.add(symbol)
-    return frozenset(found)
+            bound.add(symbol)
+    return frozenset(bound)
 
 
 def input_sizes(inputs: Mapping[str, object]) -> dict[str, int]:
@@ -165,7 +165,7 @@ def _rank(of: tuple[str, int]) -> tuple[int, str]:
 
 
 class _Graph(Protocol):
-    """What a `PartitionedGraph` knows of its symbols."""
+    """The symbols of a `PartitionedGraph`."""
 
     @property
     def names(self) -> Mapping[sympy.Symbol, str]:
@@ -218,7 +218,7 @@ _Symbol = TypeVar("_Symbol")
 
 
 def is_rows(name: str) -> bool:
-    """Whether a name of a size, `input_ids_dim0`, is that of a batch's rows."""
+    """True for the name of a batch's rows, `input_ids_dim0`."""
     return name.rpartition("_")[2] == "dim0"
 
 
@@ -233,7 +233,7 @@ def rows_of(sizes: Mapping[_Symbol, int], names: Mapping[_Symbol, str]) -> dict[
 
 
 def is_length(name: str) -> bool:
-    """Whether a name of a size, `input_ids_dim1`, is that of a batch's tokens."""
+    """True for the name of a batch's tokens, `input_ids_dim1`."""
     return name.removeprefix(_SHOWN) in _BY_TOKENS
 
 
@@ -264,11 +264,11 @@ def largest_of(sizes: Mapping[str, int]) -> LargestBatch | None:
     return LargestBatch(max(rows, default=1), max(lengths)) if lengths else None
 
 
-def plain_sizes(known: Mapping[str, int], batch_size: int | None, seq_len: int | None) -> dict[str, int]:
-    """Sizes of a batch by the names of `known`, from what Trainer's users call them.
+def plain_sizes(first: Mapping[str, int], batch_size: int | None, seq_len: int | None) -> dict[str, int]:
+    """Sizes of a batch by the names of `first`, from what Trainer's users call them.
 
     Args:
-        known: sizes of the first batch, by name.
+        first: sizes of the first batch, by name.
         batch_size: rows; None: as they are.
         seq_len: tokens of the longest row; None: as they are.
 
@@ -277,11 +277,11 @@ def plain_sizes(known: Mapping[str, int], batch_size: int | None, seq_len: int |
     """
     sizes = {}
     for plain, size, is_it in (("batch_size", batch_size, is_rows), ("seq_len", seq_len, is_length)):
-        names = [name for name in known if is_it(name)]
+        names = [name for name in first if is_it(name)]
         if size is None:
             continue
         if not names:
-            raise MemOptError(f"{plain}={size}: no size that can be changed; those are {', '.join(known) or 'none'}")
+            raise MemOptError(f"{plain}={size}: no size that can be changed; those are {', '.join(first) or 'none'}")
         sizes.update(dict.fromkeys(names, size))
     return sizes
 
@@ -292,7 +292,7 @@ def length_name(names: Iterable[str]) -> str:
 
 
 def is_covered(sizes: Mapping[str, int], largest: LargestBatch) -> bool:
-    """Whether a batch has no more rows and no more tokens than `largest`; other sizes count for nothing."""
+    """True where a batch has no more rows and no more tokens than `largest`; other sizes count for nothing."""
     return all(
         size <= (largest.rows if is_rows(name) else largest.length)
         for name, size in sizes.items()

@@ -56,7 +56,7 @@ class Storage(NamedTuple):
 
 
 class Event(NamedTuple):
-    """What an operator does to memory, or what happens between two of them.
+    """The allocations and frees of an operator, or of a moment between two of them.
 
     Attributes:
         operator: the name of its node, or of the storage that a compiled program allocates; empty between operators.
@@ -76,7 +76,7 @@ class Event(NamedTuple):
 
 
 def held_before(events: Iterable[Event]) -> dict[str, Storage]:
-    """What is held after events, by name, and so before the next one allocates."""
+    """The storages held after events, by name, and so before the next one allocates."""
     held: dict[str, Storage] = {}
     for event in events:
         held.update((storage.name, storage) for storage in event.allocates)
@@ -152,7 +152,7 @@ class GraphEvents:
 
 
 class Moment(NamedTuple):
-    """What is held while an operator runs, in bytes."""
+    """The bytes held while an operator runs."""
 
     node: str
     held: int
@@ -184,7 +184,7 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one graph's forward and backward hold, in bytes over parameters, inputs and gradients that were there.
+    """The memory of one graph's forward and backward, in bytes over parameters, inputs and gradients that were there.
 
     Attributes:
         forward: the forward's run.
@@ -279,7 +279,7 @@ class Schedule:
         Raises:
             KeyError: a symbol without a value, as where a size depends on data.
         """
-        sizes, known = self.sizes(values), self.events
+        sizes, graph = self.sizes(values), self.events
 
         def sized(storage: Storage) -> Storage:
             return storage._replace(bytes=sizes[storage.bytes])
@@ -291,12 +291,12 @@ class Schedule:
             )
 
         return replace(
-            known,
-            forward=run(known.forward),
-            backward=run(known.backward),
-            inputs={position: sized(storage) for position, storage in known.inputs.items()},
-            saved=tuple(map(sized, known.saved)),
-            tangents=tuple((position, sized(storage)) for position, storage in known.tangents),
+            graph,
+            forward=run(graph.forward),
+            backward=run(graph.backward),
+            inputs={position: sized(storage) for position, storage in graph.inputs.items()},
+            saved=tuple(map(sized, graph.saved)),
+            tangents=tuple((position, sized(storage)) for position, storage in graph.tangents),
         )
 
     def values(self, sizes: Mapping[int, tuple[int, ...]]) -> dict[sympy.Symbol, int]:
@@ -345,7 +345,7 @@ def schedule(
     ]
     saved_inputs = {node.name for node in kept if node.op == "placeholder" and node.name not in static_inputs}
     tangents, owned = _owned_inputs(backward.graph, saved)
-    known = {node.name: root(saved[node.name]).name for node in owned}
+    roots = {node.name: root(saved[node.name]).name for node in owned}
     of_forward = {allocated.name for node in forward.graph.nodes for allocated in _allocations(node)}
 
     def in_forward(node: fx.Node, kind: str, layer: str) -> Storage:
@@ -364,7 +364,7 @@ def schedule(
     def name_in_backward(node: fx.Node) -> str:
         if node.op != "placeholder":
             return f"{BACKWARD}{node.name}"
-        return known.get(node.name, root(saved[node.name]).name if node.name in saved else node.name)
+        return roots.get(node.name, root(saved[node.name]).name if node.name in saved else node.name)
 
     placeholders = backward.graph.find_nodes(op="placeholder")
     freed = [*tangents, *owned, *(node for node in placeholders if name_in_backward(node) in saved_inputs)]
@@ -429,7 +429,7 @@ def _shape(node: fx.Node) -> tuple[sympy.Expr, ...]:
 
 
 def _results(graph: fx.Graph) -> list[fx.Node | None]:
-    """What a graph returns, None for what is no node."""
+    """The nodes that a graph returns, None for what is no node."""
     (output,) = graph.find_nodes(op="output")
     return [node if isinstance(node, fx.Node) else None for node in cast("Sequence[object]", output.args[0])]
 

@@ -146,11 +146,12 @@ def trainable_of(model: torch.nn.Module, untrained: Collection[str] = ()) -> lis
         model: whose they are.
         untrained: names of those that require one and get none; see `without_gradient`.
     """
-    return [one for name, one in model.named_parameters() if one.requires_grad and name not in untrained]
+    parameters = model.named_parameters()
+    return [parameter for name, parameter in parameters if parameter.requires_grad and name not in untrained]
 
 
 def constant_of(model: torch.nn.Module, batch: int, resident: int, saved_bytes: int = 0) -> int:
-    """What a process holds beside a model and its batch, in bytes.
+    """The memory that a process holds beside a model and its batch, in bytes.
 
     Args:
         model: its parameters, buffers and gradients may be fake tensors, which have no memory.
@@ -268,7 +269,7 @@ def step_timeline(
 
 
 def _held_during(step: StepEvents, index: int) -> tuple[Storage, ...]:
-    """What is held during an event, its workspace as a storage of its own."""
+    """The storages held during an event, its workspace as a storage of its own."""
     event = step.events[index]
     workspace = Storage("", event.workspace, TEMPORARY, f"{event.kind} workspace", event.layer)
     held = held_before(step.events[:index])
@@ -278,9 +279,10 @@ def _held_during(step: StepEvents, index: int) -> tuple[Storage, ...]:
 
 def _groups(storages: Iterable[Storage]) -> list[Group]:
     """Tensors of one kind together; gradients are all of one."""
-    found: dict[tuple[str, str], list[Storage]] = {}
+    groups: dict[tuple[str, str], list[Storage]] = {}
     for storage in storages:
-        found.setdefault((storage.category, storage.kind if storage.category != GRADIENTS else ""), []).append(storage)
+        kind = storage.kind if storage.category != GRADIENTS else ""
+        groups.setdefault((storage.category, kind), []).append(storage)
     return [
         Group(
             category,
@@ -289,6 +291,6 @@ def _groups(storages: Iterable[Storage]) -> list[Group]:
             sum(storage.bytes for storage in of_kind),
             tuple(dict.fromkeys(storage.layer for storage in of_kind if storage.layer)),
         )
-        for (category, kind), of_kind in found.items()
+        for (category, kind), of_kind in groups.items()
         if any(storage.bytes for storage in of_kind)
     ]

@@ -86,7 +86,7 @@ class InductorPrograms:
 def program_events(
     forward: InductorProgram, backward: InductorProgram, graph: GraphEvents, values: SymbolValues
 ) -> GraphEvents:
-    """What both programs allocate and free when AOTAutograd runs them: an event for each allocation.
+    """The storages that both programs allocate and free when AOTAutograd runs them: an event for each allocation.
 
     Args:
         forward: its program.
@@ -138,9 +138,9 @@ class _Number(int):
 class _Names:
     """Names for the storages of one program."""
 
-    def __init__(self, prefix: str, known: Mapping[Any, str]) -> None:
+    def __init__(self, prefix: str, names: Mapping[Any, str]) -> None:
         self._prefix = prefix
-        self._names: dict[Any, str] = dict(known)
+        self._names: dict[Any, str] = dict(names)
 
     def __call__(self, key: Any) -> str:
         return self._names.setdefault(key, f"{self._prefix} {len(self._names)}")
@@ -174,7 +174,7 @@ def _events(
 
 
 class _Run(NamedTuple):
-    """What a program did.
+    """The events of a program.
 
     Attributes:
         log: keys of storages with their bytes where they are allocated, with 0 where they are freed.
@@ -197,14 +197,14 @@ def _run(program: InductorProgram, owned: Mapping[str, Storage], values: SymbolV
     """
     tensors = [tensor for _, tensor in program.inputs if isinstance(tensor, torch.Tensor)]
     device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))
-    tracker, others = _StorageTracker(device), []
+    tracker, shared = _StorageTracker(device), []
     with dynamo.fake_tensors(), torch.no_grad():
         arguments = [_sized(argument, values) for _, argument in program.inputs]
         for (name, _), argument in zip(program.inputs, arguments, strict=True):
             if name in owned:
                 tracker.add(argument, owned[name].name, owned[name].bytes, is_given=True)
             elif isinstance(argument, torch.Tensor):
-                others.append(argument)
+                shared.append(argument)
                 tracker.ignore(argument)
         # The program clears the list and must be left with the only reference to each.
         argument = None
@@ -216,7 +216,7 @@ def _run(program: InductorProgram, owned: Mapping[str, Storage], values: SymbolV
             tracker.name_of(value) if value is None or isinstance(value, torch.Tensor) else _Number()
             for value in outputs
         ]
-    del outputs, others
+    del outputs, shared
     return _Run(log, returned, tuple(storage.name for storage in owned.values()))
 
 

@@ -1,4 +1,4 @@
-"""What the forward and backward hold under any set of saved nodes, without partitioning the joint graph. Pure.
+"""The memory of the forward and backward under any set of saved nodes, without partitioning the joint graph. Pure.
 
 The order is that of the partitioned graphs: the forward in its own, and each recomputed operator in the backward just
 before the first of the backward's own operators that needs it. `tests/graph/test_simulation.py`
@@ -37,7 +37,7 @@ class Run:
         return max(self.held, default=self.end)
 
     def seconds(self, problem: Problem) -> float:
-        """Of its operators."""
+        """Seconds of its operators."""
         return math.fsum(problem.seconds[node] for node in self.order)
 
 
@@ -64,7 +64,7 @@ class Simulation:
         return max(self.forward.peak, self.backward.peak)
 
     def extra_seconds(self, problem: Problem) -> float:
-        """Of what is recomputed."""
+        """Seconds of the recomputed operators."""
         return math.fsum(problem.seconds[node] for node in self.recomputed)
 
 
@@ -127,18 +127,18 @@ def backward_order(problem: Problem, saved: Collection[int]) -> list[int]:
     def add_missing(todo: list[int]) -> None:
         missing = []
         while todo:
-            found = todo.pop()
-            if not done[found]:
-                done[found] = 1
-                missing.append(found)
-                todo.extend(reads[found])
+            source = todo.pop()
+            if not done[source]:
+                done[source] = 1
+                missing.append(source)
+                todo.extend(reads[source])
         missing.sort()
         order.extend(missing)
 
-    for node, others in problem.tables.backward:
-        for read in others:
+    for node, operands in problem.tables.backward:
+        for read in operands:
             if not done[read]:
-                add_missing(list(others))
+                add_missing(list(operands))
                 break
         done[node] = 1
         order.append(node)
@@ -203,7 +203,7 @@ def problem_events(
     rows: Mapping[str, str] | None = None,
     on_host: Collection[int] = (),
 ) -> GraphEvents:
-    """What both graphs allocate and free, operator by operator; `simulate` folds the same in arrays.
+    """The storages that both graphs allocate and free, operator by operator; `simulate` folds the same in arrays.
 
     Args:
         problem: see `simulate`.
@@ -296,14 +296,14 @@ def operator_of(problem: Problem, node: int) -> str:
     return parts[min(1, len(parts) - 1)]
 
 
-def held_at_peak(problem: Problem, found: Simulation, in_backward: bool) -> dict[int, int]:
+def held_at_peak(problem: Problem, simulation: Simulation, in_backward: bool) -> dict[int, int]:
     """Bytes of each storage, by its root, that is held at the first operator of a run at which most is held."""
-    run = found.backward if in_backward else found.forward
+    run = simulation.backward if in_backward else simulation.forward
     peak = run.held.index(run.peak) if run.held else 0
-    ends = problem.backward_outputs if in_backward else (*problem.forward_outputs, *found.saved)
+    ends = problem.backward_outputs if in_backward else (*problem.forward_outputs, *simulation.saved)
     last = {problem.roots[read]: at for at, node in enumerate(run.order) for read in problem.reads[node]}
     last.update({problem.roots[node]: len(run.order) for node in ends})
-    given = {problem.roots[node] for node in (*found.saved, *problem.tangents)} if in_backward else set()
+    given = {problem.roots[node] for node in (*simulation.saved, *problem.tangents)} if in_backward else set()
     here = set(run.order)
     allocated = {storage for node in run.order[:peak] for storage in problem.allocates[node] if storage in here}
     new = {storage for node in run.order[peak : peak + 1] for storage in problem.allocates[node] if storage in here}

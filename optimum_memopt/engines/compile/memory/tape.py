@@ -203,7 +203,7 @@ def _outside(
         operator.name,
         sum(0 <= order < operator.order for order in orders) - 1,
         tuple(tensor for tensor in saved if tensor.storage not in given),
-        tuple(Tensor(one.number, one.shape, one.bytes) for one in operator.allocates),
+        tuple(Tensor(storage.number, storage.shape, storage.bytes) for storage in operator.allocates),
         operator.frees,
         tuple((number, result) for number, result in results if result is not None),
     )
@@ -275,27 +275,27 @@ class _Shape(NamedTuple):
         return self.storage == storage and self.before == shape
 
 
-def _grown(size: int, known: Sequence[_Shape], place: int | None = None) -> int:
+def _grown(size: int, shapes: Sequence[_Shape], place: int | None = None) -> int:
     """A size without a name, by one that was equal to it and is another now, if any in the same place of a shape."""
     equal = [
         (at != place, new)
-        for shape in known
+        for shape in shapes
         for at, (old, new) in enumerate(zip(shape.before, shape.now, strict=True))
         if old == size != new
     ]
-    return min(equal, key=lambda one: one[0], default=(False, size))[1]
+    return min(equal, key=lambda match: match[0], default=(False, size))[1]
 
 
-def _grown_bytes(tensor: Tensor, known: Sequence[_Shape]) -> int:
+def _grown_bytes(tensor: Tensor, shapes: Sequence[_Shape]) -> int:
     """The size of what is outside of all graphs, by the shape that begins as its own does."""
 
     def common(shape: _Shape) -> int:
         pairs = zip(shape.before, tensor.shape, strict=False)
         return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
-    nearest = max(known, key=common, default=None)
+    nearest = max(shapes, key=common, default=None)
     kept = nearest.now[: common(nearest)] if nearest is not None else ()
-    rest = (_grown(size, known, place) for place, size in enumerate(tensor.shape) if place >= len(kept))
+    rest = (_grown(size, shapes, place) for place, size in enumerate(tensor.shape) if place >= len(kept))
     return tensor.bytes * math.prod((*kept, *rest)) // max(1, math.prod(tensor.shape))
 
 
@@ -382,17 +382,17 @@ class _Composition:
 
     def _names_of(self, index: int) -> dict[str, str]:
         graph, call = self._graphs[index], self._calls[index]
-        found: dict[str, str] = {}
+        names: dict[str, str] = {}
         for position, storage in graph.inputs.items():
             number = call.inputs.get(position)
             if number is not None and number not in self._given:
-                found[storage.name] = _shared(number)
+                names[storage.name] = _shared(number)
         for place, name in graph.outputs:
             returned = None if place is None else call.outputs.get(place)
             # What is written back to an input is copied there, and is a storage of its own until then.
             if name and returned is not None and returned not in {*self._given, *call.inputs.values()}:
-                found.setdefault(name, _shared(returned))
-        return found
+                names.setdefault(name, _shared(returned))
+        return names
 
     def forward(self, index: int) -> Iterator[Event]:
         """The events of a run; before it what comes from outside of all graphs, behind it what is released."""
@@ -422,7 +422,7 @@ class _Composition:
                 yield Event("", frees=frees)
 
     def _saved_outside(self, call: int) -> Iterator[Event]:
-        """What operators behind a call save, where no graph has allocated it."""
+        """The storages that operators behind a call save, where no graph has allocated it."""
         behind = (operator for _, operator in self._outside if operator.call == call)
         saved = {_shared(tensor.storage): tensor.bytes for operator in behind for tensor in operator.saved}
         new = tuple(Storage(name, size, SAVED, _BETWEEN) for name, size in saved.items() if name not in self._held)
@@ -431,7 +431,7 @@ class _Composition:
             yield Event("", allocates=new)
 
     def drop_results(self) -> Event:
-        """What the caller of the forward drops: Trainer keeps the loss alone."""
+        """The storages that the forward's caller drops: Trainer keeps the loss alone."""
         return Event("", frees=self._dropped([*self._of_caller]))
 
     def backward(self, index: int) -> Iterator[Event]:
@@ -440,7 +440,7 @@ class _Composition:
         names = {storage.name: self._name(index, storage.name) for storage in graph.saved}
         names |= {name: self._names[index].get(name, "") for name in graph.saved_inputs}
         needed = [name for name in names.values() if index in self._readers.get(name, ())]
-        behind = [one for one in self._outside if one[1].call == index]
+        behind = [entry for entry in self._outside if entry[1].call == index]
         if behind:
             yield Event("")
             yield from self._backward_outside(behind)
@@ -505,10 +505,10 @@ class _Composition:
         return bool(name) and not self._waiting[name]
 
     def _dropped(self, names: Iterable[str]) -> tuple[str, ...]:
-        found = [name for name in names if name in self._of_caller]
-        for name in found:
+        dropped = [name for name in names if name in self._of_caller]
+        for name in dropped:
             del self._of_caller[name]
-        return tuple(name for name in found if not self._readers.get(name))
+        return tuple(name for name in dropped if not self._readers.get(name))
 
     def _name(self, index: int, local: str) -> str:
         return self._names[index].get(local, f"{index} {local}")
