@@ -9,13 +9,14 @@ from budget_graphs import Within
 from optimum_memopt.engines.compile.costs.costs import Costs, roofline
 from optimum_memopt.engines.compile.costs.devices import DEVICES, Device
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
+from optimum_memopt.engines.compile.graph.candidates import offloads
 from optimum_memopt.engines.compile.graph.problem import problem_of
 from optimum_memopt.engines.compile.memory.allocator import pinned_bytes
 from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.compile.memory.step_context import StepContext
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
 from optimum_memopt.engines.compile.solver.multi_graph import MultiGraphSolver
-from optimum_memopt.engines.compile.solver.offload import Host, cheapest, fits, host_of
+from optimum_memopt.engines.compile.solver.offload import Host, cheapest, fits
 from optimum_memopt.engines.compile.solver.plan import Infeasible
 from optimum_memopt.engines.compile.solver.solver import Solver
 from optimum_memopt.errors import DoesNotFitError
@@ -63,7 +64,8 @@ def solver(larger: Captured) -> Solver:
 
 @pytest.fixture(scope="module")
 def host(larger: Captured) -> Host:
-    return host_of(larger.graph, SLOW.link, 2**40)
+    joint, candidates = larger.graph.joint, offloads(larger.graph.candidates)
+    return Host(SLOW.link, 2**40, frozenset(joint.order[candidate.activation.root] for candidate in candidates))
 
 
 def between(solver: Solver, share: float) -> int:

@@ -49,7 +49,7 @@ def node_paths(joint: JointGraph) -> dict[fx.Node, Path]:
 
 
 def signature_of(paths: Mapping[fx.Node, Path], parameters: Iterable[fx.Node]) -> GraphSignature:
-    """What tells a graph from another one, whatever the sizes of the batch.
+    """The signature that tells a graph from another, whatever the sizes of the batch.
 
     Args:
         paths: see `node_paths`.
@@ -168,7 +168,7 @@ class AnalyzedGraph:
 def nodes_to_save(
     graph: AnalyzedGraph, recomputed: Collection[fx.Node], also_saved: Collection[fx.Node] = ()
 ) -> tuple[fx.Node, ...]:
-    """What the forward has to save when the activations with the roots `recomputed` are not saved, in graph order.
+    """The nodes that the forward saves when those activations are recomputed, in graph order.
 
     Every read of the backward is followed back until it reaches an input, an activation that stays saved, or what
     must not run twice (random draws). So nothing is saved that no read leads to, and nothing is drawn twice. Constants

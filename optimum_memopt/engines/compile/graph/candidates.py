@@ -56,7 +56,7 @@ class Candidate:
 
 
 class FindsCandidate(Protocol):
-    """What the analysis asks of a strategy; the strategies themselves are in `strategies/`."""
+    """A strategy as the analysis uses it; the strategies themselves are in `strategies/`."""
 
     def candidate(
         self,

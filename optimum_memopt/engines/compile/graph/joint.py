@@ -25,12 +25,12 @@ Number = int | torch.SymInt | torch.SymFloat | torch.SymBool
 
 
 def value(node: fx.Node) -> object:
-    """What the tracer put through: a FakeTensor, a symbolic number, or a tuple of them."""
+    """The value that the tracer put through: a FakeTensor, a symbolic number, or a tuple of them."""
     return node.meta.get("val")
 
 
 def tensor_value(node: fx.Node) -> dynamo.FakeTensor:
-    """Of a node for which `is_tensor` holds."""
+    """The fake tensor of a node for which `is_tensor` holds."""
     return cast(dynamo.FakeTensor, node.meta["val"])
 
 
@@ -40,7 +40,7 @@ def first_input(node: fx.Node) -> fx.Node:
 
 
 def is_on_host(node: fx.Node) -> bool:
-    """Whether a root is a host copy in a graph that runs elsewhere: it takes none of the device's memory."""
+    """True for a host copy in a graph that runs elsewhere: it takes none of the device's memory."""
     return bool(node.meta.get(ON_HOST))
 
 
@@ -54,7 +54,7 @@ def is_number(node: fx.Node) -> bool:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether the operator returns memory of its first argument."""
+    """True for an operator that returns memory of its first argument."""
     if node.op != "call_function":
         return False
     if node.target is operator.getitem:
@@ -75,17 +75,17 @@ def root(node: fx.Node) -> fx.Node:
 
 
 def is_chunked_loss_operator(target: object) -> bool:
-    """Whether a call's target is the operator of `loss/operators.py`."""
+    """True for the operator of `loss/operators.py`."""
     return str(target) == "optimum_memopt.chunked_loss.default"
 
 
 def is_chunked_loss(node: fx.Node) -> bool:
-    """Whether this is the operator of `loss/operators.py`."""
+    """True for a call of the operator of `loss/operators.py`."""
     return is_chunked_loss_operator(node.target)
 
 
 def is_scaling(node: fx.Node, gradient: fx.Node) -> bool:
-    """Whether the operator multiplies a gradient of the chunked loss: as its only reader, it may do so in place."""
+    """True for a product with a gradient of the chunked loss: as its only reader, it may do so in place."""
     is_product = node.target is torch.ops.aten.mul.Tensor and node.args[0] is gradient
     return is_product and tensor_value(node).dtype == tensor_value(gradient).dtype
 
@@ -185,7 +185,7 @@ class JointGraph:
         return fx_graph.mutated_inputs(self.module.graph)
 
     def is_impure(self, node: fx.Node) -> bool:
-        """Whether it must not run twice: it draws random numbers, reads an input that is written to in the meantime
+        """True where it must not run twice: it draws random numbers, reads an input that is written to in the meantime
         (running statistics), or is a loss that computes its own gradients, three products with all classes."""
         if node.target is operator.getitem:
             node = first_input(node)

@@ -155,7 +155,7 @@ def translate(cluster_id: str, existing: Collection[str]) -> str | None:
 
 
 def _computing(cluster_id: str) -> tuple[str, ...]:
-    """What an id computes, however it is reshaped on the way."""
+    """The computation that an id names, however it is reshaped on the way."""
     merged = (_MERGED.get(operator, (operator,)) for operator in matching.operators(cluster_id))
     names = (operator for parts in merged for operator in parts if operator not in _RESHAPES)
     return tuple(name for name, _ in itertools.groupby(names))
@@ -252,8 +252,8 @@ def _names(node: fx.Node) -> tuple[str, ...]:
         return ("Gemm",)
     if name == "gelu" and node.kwargs.get("approximate") == "tanh":
         return ("FastGelu",)
-    known = OPERATORS.get(called, OPERATORS.get(name))
-    return ("".join(part.capitalize() for part in called.strip("_").split("_")),) if known is None else known
+    operators = OPERATORS.get(called, OPERATORS.get(name))
+    return ("".join(part.capitalize() for part in called.strip("_").split("_")),) if operators is None else operators
 
 
 def _is_silent(node: fx.Node) -> bool:
@@ -271,7 +271,7 @@ def _is_silent(node: fx.Node) -> bool:
 
 
 def _is_silent_view(node: fx.Node) -> bool:
-    """Whether a matrix product reshapes its operand itself, having more than two dimensions."""
+    """True for a matrix product that reshapes its operand itself, having more than two dimensions."""
     return is_view(node) and operator_name(node) in LAYOUTS and _is_silent(node)
 
 
@@ -285,7 +285,7 @@ def _swaps_last_two(node: fx.Node) -> bool:
 
 
 def _is_multiplied(node: fx.Node) -> bool:
-    """Whether a matrix product reads it, which transposes its operands itself (FusedMatMul's transA, transB)."""
+    """True where a matrix product reads it, which transposes its operands itself (FusedMatMul's transA, transB)."""
     names = {user: operator_name(user) for user in node.users if user.op == "call_function"}
     return any(
         name in _PRODUCT_OPERATORS or (_is_carried(user) and _is_multiplied(user)) for user, name in names.items()

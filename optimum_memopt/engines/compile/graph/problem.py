@@ -29,7 +29,7 @@ from optimum_memopt.engines.compile.torch_compat import fx_graph
 
 @dataclass(frozen=True)
 class SiblingGraphs:
-    """What a forward holds around one of its graphs, where graph breaks split it.
+    """The bytes that a forward holds around one of its graphs, where graph breaks split it.
 
     Attributes:
         later: bytes that the graphs after this one hold at most, between its forward and its backward.
@@ -183,7 +183,7 @@ class Problem:
 
     @cached_property
     def backward_operators(self) -> tuple[int, ...]:
-        """What the backward runs of its own, from the first reader of a gradient on, in order."""
+        """The backward's own operators, from the first reader of a gradient on, in order."""
         needed = self.needed(self.backward_outputs)
         given = set(self.tangents)
         first = min((user for node in given for user in self.users[node] if user in needed), default=len(self.names))
@@ -192,7 +192,7 @@ class Problem:
         )
 
     def needed(self, targets: Iterable[int], available: Collection[int] = ()) -> set[int]:
-        """What has to run for `targets`, inputs left out, with what is `available`, which is not run."""
+        """The nodes that have to run for `targets`, without inputs and without what is `available`."""
         done = bytearray(self.is_input)
         for node in available:
             done[node] = 1
@@ -207,16 +207,13 @@ class Problem:
         return nodes
 
     def saving(self, nodes: Iterable[int]) -> frozenset[int]:
-        """What the forward saves if the storages of some nodes are saved: torch's own partition saves views, too."""
+        """The nodes that the forward saves with the storages of `nodes`; torch's own partition saves views, too."""
         return self.closure({self.roots[node] for node in nodes})
 
     def closure(self, kept: Collection[int]) -> frozenset[int]:
-        """What the forward saves if everything in `kept` that a read of the backward leads to is saved.
+        """The nodes that the forward saves if everything in `kept` that a read of the backward leads to is saved.
 
-        As `analysis.graph.nodes_to_save` follows reads.
-
-        Args:
-            kept: roots.
+        `kept` are roots; reads are followed as by `analyzed_graph.nodes_to_save`.
         """
         saved: set[int] = set()
         seen: set[int] = set()
@@ -289,9 +286,10 @@ def problems_of(
     workspaces = [graph.workspaces.get(node, sympy.Integer(0)) for node in nodes]
     bytes_of, workspaces_of = compile_sizes(sizes), compile_sizes(workspaces)
 
-    def all_of(found: Iterable[object]) -> tuple[int, ...]:
-        return tuple(number[node] for node in found if isinstance(node, fx.Node))
+    def all_of(values: Iterable[object]) -> tuple[int, ...]:
+        return tuple(number[node] for node in values if isinstance(node, fx.Node))
 
+    roots_to_save = {activation.root for activation in graph.activations}
     first = Problem(
         names=tuple(node.name for node in nodes),
         kinds=tuple(str(node.target) for node in nodes),
@@ -317,22 +315,22 @@ def problems_of(
             number[node] for node in nodes if node.op == "placeholder" and node in joint.backward and is_tensor(node)
         ),
         backward_reads=all_of(joint.backward_reads()),
-        activations=frozenset(number[activation.root] for activation in graph.activations),
+        activations=frozenset(number[root] for root in roots_to_save),
         boundaries=frozenset(number[node] for node in layer_boundaries(graph)),
-        constants=frozenset(number[one.root] for one in graph.activations if one.root in graph.constants),
+        constants=frozenset(number[root] for root in roots_to_save & graph.constants),
         positions=_positions(graph, number),
     )
 
     def at(values: SymbolValues) -> Problem:
-        found, known = bytes_of(values), list(workspaces_of(values))
+        bytes_now, workspaces_now = bytes_of(values), list(workspaces_of(values))
         # Nothing of the graph itself, which may be gone by then.
-        for node, most in enumerate(measured[: len(known)]):
+        for node, most in enumerate(measured[: len(workspaces_now)]):
             if most:
                 # Buffers for operands are as large as these.
                 operands = [first.roots[read] for read in first.reads[node]]
-                before, now = (sum(sizes[root] for root in operands) for sizes in (first.bytes, found))
-                known[node] = max(known[node], most * now // max(1, before))
-        return replace(first, bytes=tuple(found), workspaces=tuple(known))
+                before, now = (sum(sizes[root] for root in operands) for sizes in (first.bytes, bytes_now))
+                workspaces_now[node] = max(workspaces_now[node], most * now // max(1, before))
+        return replace(first, bytes=tuple(bytes_now), workspaces=tuple(workspaces_now))
 
     return at
 

@@ -47,7 +47,7 @@ _STATISTICS = frozenset({"amax", "var_mean", "logsumexp", "mean", "sum", "rsqrt"
 
 
 def is_output(node: fx.Node) -> bool:
-    """Whether this picks one output of an operator that has several."""
+    """True where this picks one output of an operator that has several."""
     return node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem"
 
 
@@ -93,7 +93,7 @@ def module_stack(node: fx.Node) -> list[tuple[str, str, str]]:
 
 @cache
 def _module_path(source: str) -> str:
-    """What dynamo calls `L['self'].layer.0`.
+    """The module's path, which dynamo calls `L['self'].layer.0`.
 
     Until torch 2.10 the paths of lists have their inner names, `L['self']._modules['layer']._modules['0']`, and those
     of a module that has set an attribute in its forward have `L['self'].__dict__['_modules']['layer'].0` in all.
@@ -109,7 +109,7 @@ def is_generator_state(node: fx.Node) -> bool:
 
 
 def is_negligible(size: sympy.Expr) -> bool:
-    """Whether a storage is too small to matter and does not grow with the batch."""
+    """True for a storage that is too small to matter and does not grow with the batch."""
     return not size.free_symbols and size < _NEGLIGIBLE
 
 
@@ -162,7 +162,7 @@ def find_saved_activations(joint: JointGraph) -> tuple[SavedActivation, ...]:
 
 
 def is_statistic(node: fx.Node) -> bool:
-    """Whether this is one number for each row that an operator has reduced, which every plan saves.
+    """True for one number for each row that an operator has reduced, which every plan saves.
 
     A statistic that the backward does not read (the sums of a decomposed softmax) is recomputed with its operator.
     """
@@ -195,7 +195,7 @@ class RecomputeChain:
 
     @property
     def is_compromise(self) -> bool:
-        """Whether more than something negligible is saved in exchange."""
+        """True where more than something negligible is saved in exchange."""
         return bool(self._exchanged)
 
     @property

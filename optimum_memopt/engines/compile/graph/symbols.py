@@ -76,7 +76,7 @@ def compile_sizes(expressions: Iterable[sympy.Expr]) -> CompiledSizes:
 
 
 def _leaf(expression: sympy.Basic) -> Callable[[SymbolValues], Any] | None:
-    """What gives an expression's value without that of its terms; None where their values are enough."""
+    """A function for an expression's value without that of its terms; None where their values are enough."""
     if isinstance(expression, sympy.Symbol):
         return operator.itemgetter(expression)
     if isinstance(expression, sympy.Rational):
@@ -165,7 +165,7 @@ def _rank(of: tuple[str, int]) -> tuple[int, str]:
 
 
 class _Graph(Protocol):
-    """What a `PartitionedGraph` knows of its symbols."""
+    """The symbols of a `PartitionedGraph`."""
 
     @property
     def names(self) -> Mapping[sympy.Symbol, str]:
@@ -218,7 +218,7 @@ _Symbol = TypeVar("_Symbol")
 
 
 def is_rows(name: str) -> bool:
-    """Whether a name of a size, `input_ids_dim0`, is that of a batch's rows."""
+    """True for the name of a batch's rows, `input_ids_dim0`."""
     return name.rpartition("_")[2] == "dim0"
 
 
@@ -233,7 +233,7 @@ def rows_of(sizes: Mapping[_Symbol, int], names: Mapping[_Symbol, str]) -> dict[
 
 
 def is_length(name: str) -> bool:
-    """Whether a name of a size, `input_ids_dim1`, is that of a batch's tokens."""
+    """True for the name of a batch's tokens, `input_ids_dim1`."""
     return name.removeprefix(_SHOWN) in _BY_TOKENS
 
 
@@ -264,11 +264,11 @@ def largest_of(sizes: Mapping[str, int]) -> LargestBatch | None:
     return LargestBatch(max(rows, default=1), max(lengths)) if lengths else None
 
 
-def plain_sizes(sizes_by_name: Mapping[str, int], batch_size: int | None, seq_len: int | None) -> dict[str, int]:
-    """Sizes of a batch by the names of `known`, from what Trainer's users call them.
+def plain_sizes(first: Mapping[str, int], batch_size: int | None, seq_len: int | None) -> dict[str, int]:
+    """Sizes of a batch by the names of `first`, from what Trainer's users call them.
 
     Args:
-        known: sizes of the first batch, by name.
+        first: sizes of the first batch, by name.
         batch_size: rows; None: as they are.
         seq_len: tokens of the longest row; None: as they are.
 
@@ -277,12 +277,11 @@ def plain_sizes(sizes_by_name: Mapping[str, int], batch_size: int | None, seq_le
     """
     sizes = {}
     for plain, size, is_it in (("batch_size", batch_size, is_rows), ("seq_len", seq_len, is_length)):
-        names = [name for name in sizes_by_name if is_it(name)]
+        names = [name for name in first if is_it(name)]
         if size is None:
             continue
         if not names:
-            allowed = ", ".join(sizes_by_name) or "none"
-            raise MemOptError(f"{plain}={size}: no size that can be changed; those are {allowed}")
+            raise MemOptError(f"{plain}={size}: no size that can be changed; those are {', '.join(first) or 'none'}")
         sizes.update(dict.fromkeys(names, size))
     return sizes
 
@@ -293,7 +292,7 @@ def length_name(names: Iterable[str]) -> str:
 
 
 def is_covered(sizes: Mapping[str, int], largest: LargestBatch) -> bool:
-    """Whether a batch has no more rows and no more tokens than `largest`; other sizes count for nothing."""
+    """True where a batch has no more rows and no more tokens than `largest`; other sizes count for nothing."""
     return all(
         size <= (largest.rows if is_rows(name) else largest.length)
         for name, size in sizes.items()

@@ -136,7 +136,7 @@ class AllocatorPeak:
 
 @dataclass(frozen=True)
 class StepBlocks:
-    """What training steps ask for, in bytes.
+    """The allocations of training steps, in bytes.
 
     Attributes:
         always: blocks that stay: parameters, buffers, the batch, workspaces of libraries.

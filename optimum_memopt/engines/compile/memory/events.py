@@ -56,7 +56,7 @@ class Storage(NamedTuple):
 
 
 class Event(NamedTuple):
-    """What an operator does to memory, or what happens between two of them.
+    """The allocations and frees of an operator, or of a moment between two of them.
 
     Attributes:
         operator: the name of its node, or of the storage that a compiled program allocates; empty between operators.
@@ -76,7 +76,7 @@ class Event(NamedTuple):
 
 
 def held_before(events: Iterable[Event]) -> dict[str, Storage]:
-    """What is held after events, by name, and so before the next one allocates."""
+    """The storages held after events, by name, and so before the next one allocates."""
     held: dict[str, Storage] = {}
     for event in events:
         held.update((storage.name, storage) for storage in event.allocates)
@@ -152,7 +152,7 @@ class GraphEvents:
 
 
 class Moment(NamedTuple):
-    """What is held while an operator runs, in bytes."""
+    """The bytes held while an operator runs."""
 
     node: str
     held: int
@@ -184,7 +184,7 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one graph's forward and backward hold, in bytes over parameters, inputs and gradients that were there.
+    """The memory of one graph's forward and backward, in bytes over parameters, inputs and gradients that were there.
 
     Attributes:
         forward: the forward's run.
@@ -279,7 +279,7 @@ class Schedule:
         Raises:
             KeyError: a symbol without a value, as where a size depends on data.
         """
-        sizes, events_ = self.sizes(values), self.events
+        sizes, graph = self.sizes(values), self.events
 
         def sized(storage: Storage) -> Storage:
             return storage._replace(bytes=sizes[storage.bytes])
@@ -291,12 +291,12 @@ class Schedule:
             )
 
         return replace(
-            events_,
-            forward=run(events_.forward),
-            backward=run(events_.backward),
-            inputs={position: sized(storage) for position, storage in events_.inputs.items()},
-            saved=tuple(map(sized, events_.saved)),
-            tangents=tuple((position, sized(storage)) for position, storage in events_.tangents),
+            graph,
+            forward=run(graph.forward),
+            backward=run(graph.backward),
+            inputs={position: sized(storage) for position, storage in graph.inputs.items()},
+            saved=tuple(map(sized, graph.saved)),
+            tangents=tuple((position, sized(storage)) for position, storage in graph.tangents),
         )
 
     def values(self, sizes: Mapping[int, tuple[int, ...]]) -> dict[sympy.Symbol, int]:
@@ -429,7 +429,7 @@ def _shape(node: fx.Node) -> tuple[sympy.Expr, ...]:
 
 
 def _results(graph: fx.Graph) -> list[fx.Node | None]:
-    """What a graph returns, None for what is no node."""
+    """The nodes that a graph returns, None for what is no node."""
     (output,) = graph.find_nodes(op="output")
     return [node if isinstance(node, fx.Node) else None for node in cast("Sequence[object]", output.args[0])]
 

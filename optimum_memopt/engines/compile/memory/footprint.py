@@ -146,12 +146,12 @@ def trainable_of(model: torch.nn.Module, untrained: Collection[str] = ()) -> lis
         model: whose they are.
         untrained: names of those that require one and get none; see `without_gradient`.
     """
-    named = model.named_parameters()
-    return [parameter for name, parameter in named if parameter.requires_grad and name not in untrained]
+    parameters = model.named_parameters()
+    return [parameter for name, parameter in parameters if parameter.requires_grad and name not in untrained]
 
 
 def constant_of(model: torch.nn.Module, batch: int, resident: int, saved_bytes: int = 0) -> int:
-    """What a process holds beside a model and its batch, in bytes.
+    """The memory that a process holds beside a model and its batch, in bytes.
 
     Args:
         model: its parameters, buffers and gradients may be fake tensors, which have no memory.
@@ -269,7 +269,7 @@ def step_timeline(
 
 
 def _held_during(step: StepEvents, index: int) -> tuple[Storage, ...]:
-    """What is held during an event, its workspace as a storage of its own."""
+    """The storages held during an event, its workspace as a storage of its own."""
     event = step.events[index]
     workspace = Storage("", event.workspace, TEMPORARY, f"{event.kind} workspace", event.layer)
     held = held_before(step.events[:index])

@@ -86,7 +86,7 @@ class InductorPrograms:
 def program_events(
     forward: InductorProgram, backward: InductorProgram, graph: GraphEvents, values: SymbolValues
 ) -> GraphEvents:
-    """What both programs allocate and free when AOTAutograd runs them: an event for each allocation.
+    """The storages that both programs allocate and free when AOTAutograd runs them: an event for each allocation.
 
     Args:
         forward: its program.
@@ -174,7 +174,7 @@ def _events(
 
 
 class _Run(NamedTuple):
-    """What a program did.
+    """The events of a program.
 
     Attributes:
         log: keys of storages with their bytes where they are allocated, with 0 where they are freed.

@@ -1,4 +1,4 @@
-"""What the forward and backward hold under any set of saved nodes, without partitioning the joint graph. Pure.
+"""The memory of the forward and backward under any set of saved nodes, without partitioning the joint graph. Pure.
 
 The order is that of the partitioned graphs: the forward in its own, and each recomputed operator in the backward just
 before the first of the backward's own operators that needs it. `tests/graph/test_simulation.py`
@@ -37,7 +37,7 @@ class Run:
         return max(self.held, default=self.end)
 
     def seconds(self, problem: Problem) -> float:
-        """Of its operators."""
+        """Seconds of its operators."""
         return math.fsum(problem.seconds[node] for node in self.order)
 
 
@@ -64,7 +64,7 @@ class Simulation:
         return max(self.forward.peak, self.backward.peak)
 
     def extra_seconds(self, problem: Problem) -> float:
-        """Of what is recomputed."""
+        """Seconds of the recomputed operators."""
         return math.fsum(problem.seconds[node] for node in self.recomputed)
 
 
@@ -127,11 +127,11 @@ def backward_order(problem: Problem, saved: Collection[int]) -> list[int]:
     def add_missing(todo: list[int]) -> None:
         missing = []
         while todo:
-            node_ = todo.pop()
-            if not done[node_]:
-                done[node_] = 1
-                missing.append(node_)
-                todo.extend(reads[node_])
+            source = todo.pop()
+            if not done[source]:
+                done[source] = 1
+                missing.append(source)
+                todo.extend(reads[source])
         missing.sort()
         order.extend(missing)
 
@@ -203,7 +203,7 @@ def problem_events(
     rows: Mapping[str, str] | None = None,
     on_host: Collection[int] = (),
 ) -> GraphEvents:
-    """What both graphs allocate and free, operator by operator; `simulate` folds the same in arrays.
+    """The storages that both graphs allocate and free, operator by operator; `simulate` folds the same in arrays.
 
     Args:
         problem: see `simulate`.

@@ -209,7 +209,7 @@ def _outside(
         sum(0 <= order < operator.order for order in orders) - 1,
         tuple(tensor for tensor in saved if tensor.storage not in given),
         workspace,
-        tuple(Tensor(tensor_.number, tensor_.shape, tensor_.bytes) for tensor_ in operator.allocates),
+        tuple(Tensor(storage.number, storage.shape, storage.bytes) for storage in operator.allocates),
         operator.frees,
         tuple((number, result) for number, result in results if result is not None),
     )
@@ -290,7 +290,7 @@ def _grown(size: int, shapes: Sequence[_Shape], place: int | None = None) -> int
         for at, (old, new) in enumerate(zip(shape.before, shape.now, strict=True))
         if old == size != new
     ]
-    return min(equal, key=lambda size_: size_[0], default=(False, size))[1]
+    return min(equal, key=lambda match: match[0], default=(False, size))[1]
 
 
 def _grown_bytes(tensor: Tensor, shapes: Sequence[_Shape]) -> int:
@@ -429,7 +429,7 @@ class _Composition:
                 yield Event("", frees=frees)
 
     def _saved_outside(self, call: int) -> Iterator[Event]:
-        """What operators behind a call save, where no graph has allocated it."""
+        """The storages that operators behind a call save, where no graph has allocated it."""
         behind = (operator for _, operator in self._outside if operator.call == call)
         saved = {_shared(tensor.storage): tensor.bytes for operator in behind for tensor in operator.saved}
         new = tuple(Storage(name, size, SAVED, _BETWEEN) for name, size in saved.items() if name not in self._held)
@@ -438,7 +438,7 @@ class _Composition:
             yield Event("", allocates=new)
 
     def drop_results(self) -> Event:
-        """What the caller of the forward drops: Trainer keeps the loss alone."""
+        """The storages that the forward's caller drops: Trainer keeps the loss alone."""
         return Event("", frees=self._dropped([*self._of_caller]))
 
     def backward(self, index: int) -> Iterator[Event]:

@@ -159,7 +159,7 @@ def _onednn_buffers(dtype: torch.dtype, rows: sympy.Expr, keys: sympy.Expr, head
 
 
 def _accumulated_bytes(query: torch.Tensor) -> int:
-    """Of an element of a block: in float32, and a copy in half precision where the query has it."""
+    """Bytes of an element of a block: in float32, and a copy in half precision where the query has it."""
     return _FLOAT_BYTES + (query.dtype.itemsize if query.dtype.itemsize < _FLOAT_BYTES else 0)
 
 

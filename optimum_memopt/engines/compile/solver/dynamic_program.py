@@ -71,7 +71,7 @@ class DynamicProgram:
     frontiers: tuple[_Frontier, ...]
 
     def choose(self, budget: int) -> tuple[frozenset[int], ...]:
-        """What each block saves under the least time with which no part passes the budget; empty where there is none.
+        """The roots that each block saves in least time with no part above the budget; empty where that is impossible.
 
         Exact but for the rounding of `_STEPS`, and for what blocks share; the caller simulates the result.
         """
@@ -155,7 +155,7 @@ class DynamicProgram:
         return simulate(problem, problem.closure(frozenset().union(*chosen).difference(dropped)))
 
     def _cheap_outside(self, simulation: Simulation) -> frozenset[int]:
-        """What a plan saves outside of the layers for recompute within them, such as an attention mask, and that is
+        """Nodes that a plan saves outside of the layers for recompute within them (an attention mask) and that are
         cheaper to recompute than what the plan does: no plan of one block alone shows this."""
         problem = self.blocks.problem
         dropped: frozenset[int] = frozenset()

@@ -10,8 +10,6 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 
-from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
-from optimum_memopt.engines.compile.graph.candidates import offloads
 from optimum_memopt.engines.compile.graph.problem import Problem
 from optimum_memopt.engines.compile.memory.allocator import pinned_bytes
 from optimum_memopt.engines.compile.memory.simulation import simulate
@@ -102,16 +100,6 @@ class Host:
     bandwidth: float
     available: int
     allowed: frozenset[int]
-
-
-def host_of(graph: AnalyzedGraph, link: float, available: int) -> Host | None:
-    """The host for a graph's activations; None where the link is 0, so that there is none."""
-    return Host(link, available, offloadable(graph)) if link else None
-
-
-def offloadable(graph: AnalyzedGraph) -> frozenset[int]:
-    """The roots that may be offloaded."""
-    return frozenset(graph.joint.order[candidate.activation.root] for candidate in offloads(graph.candidates))
 
 
 def cheapest(solver: Solver, budget: int, host: Host | None) -> Plan:

@@ -1,4 +1,4 @@
-"""What a training forward saves under a budget, and what budgets cost. Pure."""
+"""The plan of a training forward under a budget, and the curve of budgets. Pure."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ _POINTS = 10
 
 @dataclass(frozen=True)
 class Plan:
-    """What a forward saves for its backward, on the device or the host.
+    """The nodes that a forward saves for its backward, on the device or the host.
 
     Attributes:
         saved: nodes that the forward saves, in order.

@@ -95,7 +95,7 @@ def solve_whole_graph(problem: Problem, budget: int, start: Simulation, gap: flo
 def _limit(
     problem: Problem, cut: Cut, plan: Simulation, budget: int, in_backward: bool
 ) -> tuple[dict[int, float], float]:
-    """What is held at the highest point of a run, as megabytes of the program's variables, and how many there may be.
+    """Megabytes of the program's variables held at the highest point of a run, and how many there may be.
 
     What is held and is no choice is taken off the budget. What could be saved, and is not, counts too: if it is saved,
     it is held there.
