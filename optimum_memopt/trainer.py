@@ -26,7 +26,7 @@ from optimum_memopt.callbacks.reporting import removing_hooks
 from optimum_memopt.compat import outputs_read_by
 from optimum_memopt.engines.api.engine import Engine, Run
 from optimum_memopt.engines.api.factory import TrainerParts
-from optimum_memopt.engines.api.options import REPLAN
+from optimum_memopt.engines.api.run import REPLAN
 from optimum_memopt.engines.shared.auto import create
 from optimum_memopt.engines.shared.registry import factory, registrations
 from optimum_memopt.errors import MemOptError, excerpt

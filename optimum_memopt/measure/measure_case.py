@@ -134,7 +134,7 @@ def measure(case: Case) -> Measurement:
     """
     import torch
 
-    from optimum_memopt.engines.api.options import AUTO
+    from optimum_memopt.engines.api.run import AUTO
     from optimum_memopt.engines.shared.registry import factory
     from optimum_memopt.loop import optimize
     from optimum_memopt.memory import malloc

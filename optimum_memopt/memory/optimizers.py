@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from optimum_memopt.compat import installed_version
 from optimum_memopt.errors import MemOptError, excerpt
-from optimum_memopt.installed import installed_version
 
 DEFAULT = "adamw_torch_fused"
 _FLOAT32 = 4

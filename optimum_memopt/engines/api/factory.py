@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic
 
 from optimum_memopt.engines.api.explanations import Explanation, FailedStep
-from optimum_memopt.engines.api.options import Options
 from optimum_memopt.engines.api.predictions import Estimate, ModelOfRun, StepPredictor, Workload
+from optimum_memopt.engines.api.run import Options
 from optimum_memopt.sizes import Budget
 
 if TYPE_CHECKING:

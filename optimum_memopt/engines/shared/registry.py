@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 
-from optimum_memopt.compat import extension_lock
+from optimum_memopt.compat import extension_lock, installed_version
 from optimum_memopt.engines.api.factory import EngineFactory
-from optimum_memopt.engines.api.options import AUTO, EngineOptions
+from optimum_memopt.engines.api.run import AUTO, EngineOptions
 from optimum_memopt.errors import MemOptError, excerpt
-from optimum_memopt.installed import installed_version
 from optimum_memopt.logs import get_logger
 
 

@@ -10,13 +10,12 @@ import numpy
 import torch
 from transformers import Trainer
 
-from optimum_memopt.compat import attention_implementation
+from optimum_memopt.compat import attention_implementation, installed_version
 from optimum_memopt.engines.ort.compat import installation, ortmodule, torch_modules
 from optimum_memopt.engines.ort.compat.extensions import BUILD_COMMAND
 from optimum_memopt.engines.ort.compat.installation import DISTRIBUTIONS
 from optimum_memopt.engines.shared import in_place
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
-from optimum_memopt.installed import installed_version
 from optimum_memopt.logs import get_logger
 
 # Names of attention dropout in transformers' configs.
