@@ -220,8 +220,8 @@ def spawn(case: Case, program: Sequence[str] = ("-m", "optimum_memopt.measure.me
     if done.returncode != 0:
         raise MemOptError(_reason(done.returncode, done.stderr))
     remarks = (line.removeprefix(_REMARK) for line in done.stderr.splitlines() if line.startswith(_REMARK))
-    found = Measurement.from_json(done.stdout.splitlines()[-1])
-    return Measurement(**{**vars(found), "remarks": tuple(dict.fromkeys(remarks))})
+    measurement = Measurement.from_json(done.stdout.splitlines()[-1])
+    return Measurement(**{**vars(measurement), "remarks": tuple(dict.fromkeys(remarks))})
 
 
 def _reason(returncode: int, stderr: str) -> str:

@@ -163,8 +163,8 @@ class Run:
     @property
     def outcome(self) -> Outcome:
         """Peak and time as the search compares them."""
-        found = self.measurement
-        return FAILED if found is None else Outcome(found.peak_mib, found.step_seconds)
+        measurement = self.measurement
+        return FAILED if measurement is None else Outcome(measurement.peak_mib, measurement.step_seconds)
 
 
 @dataclass(frozen=True)
@@ -246,15 +246,15 @@ class Sweep:
 _SET = "set"
 
 
-def _numbers(found: Measurement | None) -> dict[str, Any]:
-    if found is None:
+def _numbers(measurement: Measurement | None) -> dict[str, Any]:
+    if measurement is None:
         return {"peak_mib": None}
     return {
-        "peak_mib": found.peak_mib,
-        "step_seconds": found.step_seconds,
-        "cpu_seconds": found.cpu_seconds,
-        "claimed_saving_bytes": found.claimed_bytes,
-        "applied": sorted(found.applied),
+        "peak_mib": measurement.peak_mib,
+        "step_seconds": measurement.step_seconds,
+        "cpu_seconds": measurement.cpu_seconds,
+        "claimed_saving_bytes": measurement.claimed_bytes,
+        "applied": sorted(measurement.applied),
     }
 
 

@@ -108,9 +108,9 @@ def failure_of(error: Exception, trainer: Trainer, start: StepStart, place: Plac
     # What a backward or another runtime held is free again when its error gets here.
     highest = peak_bytes(device)
     held = said.allocated or (highest if highest > start.peak else held_bytes(device))
-    found = place or place_of(error.__traceback__, model_of(trainer))
+    where = place or place_of(error.__traceback__, model_of(trainer))
     kept = max(0, _kept(device) - start.kept)
-    return Failure(line_of(error), found, held, said.requested, kept)
+    return Failure(line_of(error), where, held, said.requested, kept)
 
 
 def free_step(error: BaseException) -> None:

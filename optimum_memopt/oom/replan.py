@@ -50,11 +50,11 @@ class StepState:
         """
         model = model_of(trainer)
         of_model = dict.fromkeys(model.parameters())
-        others = dict.fromkeys([*(p for module in modules for p in module.parameters()), *_trained(trainer)])
-        gradients = {p: p.grad for p in (of_model | others) if p.grad is not None}
+        beside = dict.fromkeys([*(p for module in modules for p in module.parameters()), *_trained(trainer)])
+        gradients = {p: p.grad for p in (of_model | beside) if p.grad is not None}
         return cls(
             ForwardState.of(model, with_buffers=True, others=modules),
-            {parameter: compat.writes_to(parameter) for parameter in of_model | others},
+            {parameter: compat.writes_to(parameter) for parameter in of_model | beside},
             {parameter: (gradient, compat.writes_to(gradient)) for parameter, gradient in gradients.items()},
             {p: gradient.detach().clone() for p, gradient in gradients.items() if p not in of_model},
         )
@@ -117,11 +117,11 @@ class Replanner:
                 "hooks of register_post_accumulate_grad_hook): a step that has begun to change parameters cannot be "
                 "run again; leave it out"
             )
-        known = {
-            *(one for one in held if isinstance(one, torch.nn.Parameter)),
+        restorable = {
+            *(value for value in held if isinstance(value, torch.nn.Parameter)),
             *(p for module in (model_of(trainer), *self._modules) for p in module.parameters()),
         }
-        if unknown := sum(parameter not in known for parameter in trained):
+        if unknown := sum(parameter not in restorable for parameter in trained):
             raise MemOptError(
                 f"--memory_opt_on_oom replan: the optimizer trains {unknown} parameters that are in no module of "
                 "the Trainer's, so that the buffers beside them cannot be restored; make their module an attribute of "
@@ -176,7 +176,7 @@ def modules_beside(trainer: Trainer) -> tuple[torch.nn.Module, ...]:
 
     A model for reference is in evaluation mode, and changes nothing.
     """
-    return tuple(one for one in _held(trainer) if isinstance(one, torch.nn.Module) and one.training)
+    return tuple(value for value in _held(trainer) if isinstance(value, torch.nn.Module) and value.training)
 
 
 def _held(trainer: Trainer) -> list[Any]:

@@ -134,8 +134,8 @@ class MemoryReport:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        found = asdict(replace(self, sizes={}))
-        return {**found, "sizes": dict(self.sizes), "accounted": self.accounted}
+        fields = asdict(replace(self, sizes={}))
+        return {**fields, "sizes": dict(self.sizes), "accounted": self.accounted}
 
     def save(self, folder: Path) -> tuple[Path, ...]:
         """Write `memory_report.json` and `memory_report.md`; of a rank beside the first with its number.
@@ -181,12 +181,12 @@ def _by_row(tensors: Sequence[Tensors]) -> list[tuple[str, str, int]]:
     rows: dict[str, list[Tensors]] = {}
     for each in tensors:
         rows.setdefault(each.row, []).append(each)
-    found = []
+    sums = []
     for row, members in rows.items():
         layers = {each.layer for each in members if each.layer}
         where = f" in {len(layers)} layers" if len(layers) > 1 else f" in {next(iter(layers))}" if layers else ""
-        found.append((row, where, sum(each.bytes for each in members)))
-    return sorted(found, key=lambda item: -item[2])
+        sums.append((row, where, sum(each.bytes for each in members)))
+    return sorted(sums, key=lambda item: -item[2])
 
 
 def report_of(

@@ -30,7 +30,7 @@ def operators(cluster_id: str) -> tuple[str, ...]:
 
 
 def is_fused(cluster_id: str) -> bool:
-    """Whether the id contains an operator that only some providers fuse."""
+    """True where the id contains an operator that only some providers fuse."""
     return any(operator in UNFUSED for operator in operators(cluster_id))
 
 
@@ -52,7 +52,7 @@ def translate(cluster_id: str, existing: Collection[str]) -> str | None:
 
 @dataclass(frozen=True)
 class Matched:
-    """What of a config applies to a graph.
+    """The part of a config that applies to a graph.
 
     Attributes:
         requests: `cluster_id:strategy:-1` of each row that is on to its request, in the order of the requests.

@@ -113,10 +113,10 @@ def plan(
 
 
 def _patterns(trainable: object) -> tuple[str, ...]:
-    found = trainable.split(",") if isinstance(trainable, str) else trainable
-    if not isinstance(found, Sequence) or not all(isinstance(one, str) for one in found):
-        raise MemOptError(f"trainable {excerpt(found)}: allowed are strings, and lists and tuples of them")
-    return tuple(found)
+    patterns = trainable.split(",") if isinstance(trainable, str) else trainable
+    if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise MemOptError(f"trainable {excerpt(patterns)}: allowed are strings, and lists and tuples of them")
+    return tuple(patterns)
 
 
 def _workload(

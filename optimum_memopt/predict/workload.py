@@ -44,10 +44,10 @@ def freeze_others(model: "torch.nn.Module", patterns: Sequence[str]) -> None:
     named = list(model.named_parameters(remove_duplicate=False))
     trained = set()
     for pattern in patterns:
-        found = {id(parameter) for name, parameter in named if matches(pattern, name)}
-        if not found:
+        matching = {id(parameter) for name, parameter in named if matches(pattern, name)}
+        if not matching:
             raise MemOptError(_nothing(pattern, type(model).__name__, [name for name, _ in named]))
-        trained |= found
+        trained |= matching
     for _, parameter in named:
         parameter.requires_grad_(id(parameter) in trained)
 
@@ -101,7 +101,7 @@ _MOST_MODULES = 20_000
 
 @dataclass(frozen=True)
 class Workload:
-    """What is trained.
+    """A model by its config, and the batch that it trains on.
 
     Attributes:
         model: a folder with a config.json, the path of one, a name on the hub, or a config. Weights are not read.
@@ -301,7 +301,7 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 
 @dataclass(frozen=True)
 class ModuleWorkload:
-    """What is trained.
+    """A module, and the batch that it trains on.
 
     Attributes:
         module: on any device, the meta device too.

@@ -215,9 +215,9 @@ class _Places:
 
     def __init__(self, timeline: StepTimeline) -> None:
         self._last = timeline.optimizer_at
-        found = columns_of(timeline, _COLUMNS)
-        self.picked = [*(index for _, index in found), self._last]
-        self.edges = [*(self(begin) for begin, _ in found), 1 - _OPTIMIZER, 1.0]
+        columns = columns_of(timeline, _COLUMNS)
+        self.picked = [*(index for _, index in columns), self._last]
+        self.edges = [*(self(begin) for begin, _ in columns), 1 - _OPTIMIZER, 1.0]
 
     def __call__(self, index: float) -> float:
         """The place of the beginning of an operator."""

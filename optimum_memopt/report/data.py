@@ -96,13 +96,13 @@ def thinned(points: Sequence[_T], most: int) -> list[_T]:
 
 
 def _phases(values: Mapping[str, float]) -> tuple[MeasuredPhase, ...]:
-    found = []
+    phases = []
     for phase in _PHASES:
         held = next((values[f"{phase}/{name}"] for name in _HELD if f"{phase}/{name}" in values), None)
         peak = next((values[f"{phase}/{name}"] for name in _PEAKS if f"{phase}/{name}" in values), None)
         if held is not None and peak is not None:
-            found.append(MeasuredPhase(phase, held, peak))
-    return tuple(found)
+            phases.append(MeasuredPhase(phase, held, peak))
+    return tuple(phases)
 
 
 _MIB = 2**20

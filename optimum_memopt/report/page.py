@@ -157,26 +157,26 @@ def render(data: ReportData) -> Page:
 
 def _snapshots(data: ReportData) -> dict[str, bytes]:
     """The step as snapshots, by name."""
-    found = {}
+    snapshots = {}
     if data.timeline is not None:
-        found["predicted"] = predicted_snapshot(data.timeline)
+        snapshots["predicted"] = predicted_snapshot(data.timeline)
     if data.measured is not None:
-        found["measured"] = measured_snapshot(data.measured)
-    return found
+        snapshots["measured"] = measured_snapshot(data.measured)
+    return snapshots
 
 
 def _pictures(data: ReportData) -> dict[str, str]:
     """By name, those for which there is something to show."""
-    found = {}
+    pictures = {}
     if data.timeline is not None:
-        found["timeline"] = charts.timeline_svg(data.timeline)
+        pictures["timeline"] = charts.timeline_svg(data.timeline)
     if data.timeline is not None or data.measured is not None:
-        found["phases"] = charts.phases_svg(data.timeline, data.measured)
+        pictures["phases"] = charts.phases_svg(data.timeline, data.measured)
     if data.frontier is not None and data.frontier.points:
-        found["frontier"] = charts.frontier_svg(data.frontier)
+        pictures["frontier"] = charts.frontier_svg(data.frontier)
     if data.densities:
-        found["density"] = charts.density_svg(data.densities)
-    return found
+        pictures["density"] = charts.density_svg(data.densities)
+    return pictures
 
 
 def _values(data: ReportData) -> dict[str, Any]:

@@ -438,10 +438,10 @@ def _agreed(trainer: Trainer, options: MemOptOptions, engine: str, rows: int) ->
     except MemOptError as error:
         own = str(error)
     of_ranks = gathered(own) if trainer.args.world_size > 1 else [own]
-    for rank, found in enumerate(of_ranks):
-        if isinstance(found, str):
-            raise MemOptError(f"{_AUTO_BATCH}: {f'rank {rank}: ' if len(of_ranks) > 1 else ''}{found}")
-    smallest = min(found for found in of_ranks if isinstance(found, int))
+    for rank, choice in enumerate(of_ranks):
+        if isinstance(choice, str):
+            raise MemOptError(f"{_AUTO_BATCH}: {f'rank {rank}: ' if len(of_ranks) > 1 else ''}{choice}")
+    smallest = min(choice for choice in of_ranks if isinstance(choice, int))
     assert row is not None
     get_logger().info(
         f"{_AUTO_BATCH}: micro-batches of {smallest} rows, {rows // smallest} to each optimizer step of {rows} rows a "

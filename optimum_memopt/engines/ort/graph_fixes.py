@@ -188,8 +188,8 @@ def as_index_error(error: BaseException, checks: Mapping[str, IndexCheck]) -> In
     if failed := _FAILED_CHECK.search(text):
         return checks[failed["node"]].error(int(failed["coded"]) - 1 - _OFFSET)
     if failed := _FAILED_GATHER.search(text):
-        known = checks.get(failed["node"].partition("_Grad/")[0])
-        check = known or IndexCheck(module_scope(failed["node"]) or failed["node"], int(failed["size"]))
+        inserted = checks.get(failed["node"].partition("_Grad/")[0])
+        check = inserted or IndexCheck(module_scope(failed["node"]) or failed["node"], int(failed["size"]))
         return check.error(int(failed["value"]))
     if failed := _FAILED_EXPORT.search(text):
         return IndexError(failed["reason"])

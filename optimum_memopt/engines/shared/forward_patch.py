@@ -153,11 +153,11 @@ def training_forward(model: torch.nn.Module) -> TrainingForward:
     place of the last one, under autocast.
     """
     held = _training_forwards.get(model)
-    known = held() if held is not None else None
-    if known is None or not known.is_in_place:
-        known = TrainingForward(model)
-        _training_forwards[model] = weakref.ref(known)
-    return known
+    patch = held() if held is not None else None
+    if patch is None or not patch.is_in_place:
+        patch = TrainingForward(model)
+        _training_forwards[model] = weakref.ref(patch)
+    return patch
 
 
 _SWITCH = "gradient_checkpointing"

@@ -123,9 +123,9 @@ def given_flags(options: Any, name: str) -> list[str]:
     registration = _registrations[name]
     # Of the object's own class: a subclass may have other defaults (the examples' `TrainingArguments`).
     defaults = {field.name: field.default for field in fields(options)}
-    others = registration.for_any_engine.union(field.name for field in fields(EngineOptions))
+    shared = registration.for_any_engine.union(field.name for field in fields(EngineOptions))
     values = {
-        field.name: getattr(options, field.name) for field in fields(registration.options) if field.name not in others
+        field.name: getattr(options, field.name) for field in fields(registration.options) if field.name not in shared
     }
     return [
         f"--{name}" if isinstance(value, bool) else f"--{name} {excerpt(value)}"

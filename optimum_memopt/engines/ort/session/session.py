@@ -32,7 +32,7 @@ from optimum_memopt.engines.ort.options.flags import OrtOptions
 from optimum_memopt.engines.ort.session import module_with_loss
 from optimum_memopt.engines.ort.session.export_cache import ExportCache
 from optimum_memopt.engines.ort.session.graph_plans import (
-    GraphPlans,
+    GraphTable,
     applied_counts,
     check_applied,
     choose_plans,
@@ -78,7 +78,7 @@ class OrtSession:
         self, module: torch.nn.Module, options: OrtOptions, selection: Selection, log_level: str = "info"
     ) -> None:
         imported = ortmodule.load()
-        self.plans, self.insight = GraphPlans(), ""
+        self.plans, self.insight = GraphTable(), ""
         self.table: PlanTable | None = None
         self.is_building, self.backward_is_due = True, False
         self._has_extensions = imported.has_extensions
