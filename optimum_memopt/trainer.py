@@ -110,9 +110,6 @@ class Attachment:
     def report(self, path: Path | str | None = None) -> Page:
         """A page about the memory of a training step: where it went, what was predicted, what plans would save.
 
-        Args:
-            path: HTML file to write, too.
-
         Raises:
             MemOptError: matplotlib or jinja2 is missing, or the file cannot be written.
         """

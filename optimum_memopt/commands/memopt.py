@@ -92,8 +92,8 @@ class AdviseCommand(BaseOptimumCLICommand):
         device = None if args.device == _HERE else args.device
         autocast = "bfloat16" if args.bf16 else "float16" if args.fp16 else ""
         steps = factory(name).predict_steps(workload, options, StepSpec(device, args.compiler, autocast, args.optim))
-        found = advise(steps, args.global_batch)
-        print(json.dumps(to_dict(found, steps), indent=2) if args.json else to_text(found, steps))
+        advice = advise(steps, args.global_batch)
+        print(json.dumps(to_dict(advice, steps), indent=2) if args.json else to_text(advice, steps))
 
 
 LIBRARIES = ("torch", "transformers", "accelerate", "optimum", "deepspeed")

@@ -34,7 +34,6 @@ class Case:
     """A case that one process trains.
 
     Attributes:
-        workload: model and batch.
         options: fields of `MemOptOptions`; None trains with plain PyTorch.
         activation_checkpointing: PyTorch's own.
         tuned_malloc: malloc returns freed blocks to the system, as the engines set it up; False: glibc's defaults.

@@ -305,7 +305,6 @@ def sweep(
         config: a user's config, which is measured and is one of the sets that the search starts from.
         budget: most processes that may be started.
         on_start: called with the name of each run before it starts.
-        measure: measures one case.
 
     Raises:
         MemOptError: the model cannot be trained without a plan, or the user's config cannot be applied.

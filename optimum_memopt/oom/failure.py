@@ -25,8 +25,6 @@ class Failure:
     """An allocation that failed, as it was found before anything was freed.
 
     Attributes:
-        error: one line.
-        place: in the step.
         held: bytes at that moment.
         requested: bytes of the allocation; None: the error does not say.
         kept: what the step has freed and a CPU's malloc has not returned, by when its error got here.
@@ -70,7 +68,6 @@ class HeldAtStart:
     Attributes:
         parameters: and buffers.
         gradients: of earlier micro-batches.
-        optimizer: its states.
         batch: what the forward is given.
         outside: of all else, or what has come to it since and stays when the step's memory is free again.
     """
@@ -100,8 +97,6 @@ def failure_of(error: Exception, trainer: Trainer, start: StepStart, place: Plac
 
     Args:
         error: that memory ran out.
-        trainer: whose step it was.
-        start: of the step.
         place: where that is known already.
     """
     said, device = shortage(error), trainer.args.device

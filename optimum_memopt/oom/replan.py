@@ -45,7 +45,6 @@ class StepState:
         """Before a step.
 
         Args:
-            trainer: whose step it is.
             modules: that take part beside its model.
         """
         model = model_of(trainer)
@@ -60,11 +59,7 @@ class StepState:
         )
 
     def restore(self, model: torch.nn.Module) -> str:
-        """As it was; why that cannot be, else empty.
-
-        Args:
-            model: of the step.
-        """
+        """As it was; why that cannot be, else empty."""
         if _steps_in_backward(self.parameters) or any(compat.writes_to(p) != n for p, n in self.parameters.items()):
             return "its backward had begun to change parameters"
         for parameter, (gradient, writes) in self.gradients.items():
@@ -81,10 +76,6 @@ class StepState:
 
 class Replanner:
     """Has an engine plan for less each time that a step runs out of memory.
-
-    Args:
-        engine: that plans within a budget.
-        trainer: that it trains in.
 
     Raises:
         MemOptError: under DeepSpeed, where ranks have exchanged gradients before one of them knows.
@@ -143,8 +134,6 @@ class Replanner:
         Args:
             failure: of the step, whose memory is free again.
             is_own: this rank ran out; else another one did, and this one runs the step again under the same plan.
-            before: the step.
-            trainer: whose step it is.
         """
         step = f"step {trainer.state.global_step + 1} ran out of memory"
         if why := self._refused(failure) or before.restore(model_of(trainer)):
@@ -214,7 +203,6 @@ def falling_back(
     alone, since DDP's other ranks wait in the backward's all-reduce.
 
     Args:
-        trainer: whose model it trains.
         engine: that trains it.
         training_step: the Trainer's.
     """

@@ -56,8 +56,6 @@ class MemoryReport:
     Attributes:
         error: its first line.
         step: optimizer steps that were done before.
-        rank: of the process.
-        model: its class.
         device: type of its device, as `cuda`.
         engine: what trained it, and under which plan.
         rows: of the micro-batch that failed.
@@ -195,9 +193,6 @@ def report_of(
     """Explain a failure, whose memory is free again.
 
     Args:
-        failure: of the step.
-        trainer: whose step it was.
-        start: of the step.
         call: of the model's last training forward; None: there was none.
         first_outside: bytes outside of the model before the run's first step, when a CPU's malloc had kept nothing of
             earlier steps.
@@ -270,11 +265,8 @@ def _parts(
     """The bytes that were held, by category.
 
     Args:
-        failure: of the step.
-        trainer: whose step it was.
         held: when the step began.
         of_graphs: what it had allocated; empty where that is not held.
-        first_outside: see `report_of`.
         runtime: what ran the graphs, where it holds tensors of its own; empty: PyTorch.
     """
     in_optimizer = failure.place.phase == OPTIMIZER_STEP

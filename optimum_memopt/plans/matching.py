@@ -90,7 +90,6 @@ def match(
     """Find the row of each request; what is not found is left out, with a remark.
 
     Args:
-        config: what the user asked for.
         existing: `cluster_id:strategy:-1` of every row of the graph.
         here: `provider` or `engine`, depending on which of them determines the names.
         translate: finds the existing id of the same activation.

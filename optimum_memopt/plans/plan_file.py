@@ -14,7 +14,6 @@ def read_json(path: Path, kind: str, shape: str, largest: int) -> Any:
     """The JSON value in a file.
 
     Args:
-        path: any path that a user may give.
         kind: of the file, for errors.
         shape: what is expected in it, for errors.
         largest: bytes, since a path may have no end (`/dev/zero`).

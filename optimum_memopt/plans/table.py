@@ -59,8 +59,6 @@ class PlanTable:
     """All plans of one training graph, largest saving first, ties by config, so that tables of runs are comparable.
 
     Attributes:
-        engine: name of the engine.
-        plans: the rows.
         symbols: symbolic dimensions to their values in the first batch.
         header: lines above the table (device, level, fallback).
     """

@@ -85,9 +85,7 @@ class Row:
 
     Attributes:
         plan: how the model is trained.
-        rows: of a micro-batch.
         accumulation: micro-batches of an optimizer step.
-        step: an optimizer step.
         largest: rows of the largest micro-batch that fits under this plan, of those there are to choose from.
         samples_with_largest: samples a second with that.
     """
@@ -147,7 +145,6 @@ def advise(predictor: StepPredictor, rows: int | None = None) -> Advice:
     """Choose a micro-batch and a plan.
 
     Args:
-        predictor: of the model's steps.
         rows: of a process and an optimizer step; None: each micro-batch is a step.
 
     Raises:
@@ -177,13 +174,7 @@ def advise(predictor: StepPredictor, rows: int | None = None) -> Advice:
 
 
 class _Search:
-    """The micro-batches of one plan that fit, by index.
-
-    Args:
-        predictor: of the model's steps.
-        plan: one of its plans.
-        rows: see `advise`.
-    """
+    """The micro-batches of one plan that fit, by index."""
 
     def __init__(self, predictor: StepPredictor, plan: Technique, rows: int | None) -> None:
         self._predictor, self.plan, self._all_rows = predictor, plan, rows
@@ -226,7 +217,6 @@ def fitting(fits: Callable[[int, bool], bool], rows: int | None) -> Sequence[int
 
     Args:
         fits: tells whether a micro-batch of n rows does, with and without gradients of others beside it.
-        rows: see `advise`.
     """
     sizes = micro_batches(rows)
     if rows is None:

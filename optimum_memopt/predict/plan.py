@@ -73,14 +73,9 @@ def plan(
         batch_size: rows; default: those of `example_inputs`, else 8.
         seq_len: tokens of a row, without `example_inputs`; default: 128.
         budget: bytes that the step must not pass, as `24GiB`, `90%`; the cheapest recompute that fits is planned.
-        level: as `--memory_opt_level`.
-        config: as `--memory_opt_config`.
-        plan_file: as `--memory_opt_plan`.
         device: that is planned for, as `h100`, or a JSON file; None: this machine's.
         bf16: under autocast, as Trainer's.
         fp16: under autocast, as Trainer's.
-        optim: Trainer's name of the optimizer.
-        gradient_accumulation_steps: micro-batches of a step.
         trainable: patterns of the parameters that train, as PEFT's `target_modules`, globs or regular expressions;
             empty: all that the model trains.
         compiler: `inductor` or `aot_eager`; None: the one that would train.

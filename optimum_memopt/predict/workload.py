@@ -31,10 +31,6 @@ _SHOWN = 150
 def freeze_others(model: "torch.nn.Module", patterns: Sequence[str]) -> None:
     """Let only the parameters train that a pattern matches; without patterns nothing is changed.
 
-    Args:
-        model: whose parameters are frozen.
-        patterns: see `matches`.
-
     Raises:
         MemOptError: a pattern that matches nothing, with names that there are.
     """
@@ -307,7 +303,6 @@ class ModuleWorkload:
         module: on any device, the meta device too.
         inputs: keyword arguments of its forward; tensors among them may be anywhere too.
         batch_size: rows of a batch; the first dimension of all inputs that have as many rows as the first tensor.
-        trainable: see `Workload`.
     """
 
     module: torch.nn.Module = field(repr=False)
@@ -321,10 +316,8 @@ class ModuleWorkload:
     ) -> "ModuleWorkload":
         """
         Args:
-            module: see above.
             inputs: a mapping of keyword arguments, a sequence of positional ones, or a tensor.
             batch_size: None: as the first tensor has rows.
-            trainable: see above.
 
         Raises:
             MemOptError: the inputs are not what the forward takes, or without a tensor that has rows; the module is

@@ -138,13 +138,7 @@ class ReportData:
 
 
 def of_estimate(found: Estimate, model: str, task: str) -> ReportData:
-    """A step that was not run.
-
-    Args:
-        found: the prediction.
-        model: as the user named it.
-        task: of the model.
-    """
+    """A step that was not run."""
     facts = (("model", excerpt(model)), ("task", task), ("batch", sizes_text(found.table.symbols)))
     return ReportData(
         title=(found.table.header or ("Training step",))[0],
@@ -165,11 +159,7 @@ def of_training(
     """A run so far, or one that is over.
 
     Args:
-        trainer: that has trained.
         engine: that holds its model, or has held it.
-        plan_stats: of the run.
-        collected: of the run.
-        failure: see `failure_text`.
     """
     table = engine.plans()
     timeline = None

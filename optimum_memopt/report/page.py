@@ -108,7 +108,6 @@ class Page:
     """A page.
 
     Attributes:
-        html: all of it.
         snapshots: pickles of the step for PyTorch's memory viewer, by name: `predicted`, `measured`.
     """
 
@@ -254,14 +253,7 @@ def _in_bytes(phase: Any) -> Mapping[str, int] | None:
 
 
 class TrainingReport:
-    """Makes the page about one Trainer's runs.
-
-    Args:
-        trainer: whose runs.
-        engine: that trains its model.
-        plan_stats: of the run.
-        collected: of the run.
-    """
+    """Makes the page about one Trainer's runs."""
 
     def __init__(
         self, trainer: Trainer, engine: Engine, plan_stats: PlanStatsCallback, collected: CollectingCallback
@@ -272,10 +264,6 @@ class TrainingReport:
 
     def page(self, path: os.PathLike | str | None = None, failure: str = "") -> Page:
         """The page about the last run, or the one that is under way.
-
-        Args:
-            path: HTML file to write, too.
-            failure: see `failure_text`.
 
         Raises:
             MemOptError: matplotlib or jinja2 is missing, or the file cannot be written.
@@ -293,7 +281,6 @@ class TrainingReport:
         """`page` at the end of a run, on the world's rank 0; what goes wrong is a warning, since the run is over.
 
         Args:
-            path: HTML file.
             failure: see `failure_text`; empty: the run ended by itself.
         """
         trainer = self._trainer()

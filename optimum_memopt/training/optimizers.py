@@ -16,7 +16,6 @@ def check(name: str, trainer: "Trainer") -> None:
     """Refuse what would create another optimizer than the flag names, or none at all.
 
     Args:
-        name: a key of `OPTIMIZERS`.
         trainer: before its `train()`.
 
     Raises:

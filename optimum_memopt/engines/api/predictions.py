@@ -364,7 +364,6 @@ class StepPredictor(Protocol):
 
         Args:
             plan: one of `plans`.
-            rows: of a micro-batch.
             accumulates: gradients of several micro-batches add up.
         """
 

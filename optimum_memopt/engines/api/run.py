@@ -25,8 +25,6 @@ class StepSpec:
         device: whose memory and rates count, as `h100` or a JSON file; None: this machine's.
         compiler: whose graphs, `inductor` or `aot_eager`; None: the one that would train.
         autocast: `bfloat16` or `float16`; empty: float32.
-        optim: Trainer's name of the optimizer.
-        gradient_accumulation_steps: micro-batches of a step.
     """
 
     device: str | None = None
@@ -44,7 +42,6 @@ class LargestBatch:
     """Sizes of the largest batch of a run.
 
     Attributes:
-        rows: of a micro-batch.
         length: tokens of the longest row.
         lengths: tokens of the longest row of each batch of an epoch, for one order that the run's sampler may draw;
             empty where they are not known.
@@ -186,10 +183,8 @@ class Resolved(Generic[Options]):
     """The engine that trains, and its plan: decided once, the same for everyone who asks later.
 
     Attributes:
-        engine: its name.
         reason: why this one.
         options: those in force: the user's, as the engine's variables in the environment change them.
-        selection: the plans that were asked for.
         remarks: a line for each variable of the environment that counts; not logged yet.
         given: flags of this engine alone that the user gave.
         then: the engine that takes over if this one turns out unable to train the model; None: nothing.

@@ -59,7 +59,6 @@ class NewNodes:
     """Nodes and constants under a common prefix, collected in topological order and inserted at once.
 
     Args:
-        graph: an `onnx.GraphProto`.
         prefix: of the names of all new nodes and constants.
     """
 
@@ -78,11 +77,8 @@ class NewNodes:
         """Add a node; returns the full name of its output.
 
         Args:
-            operator: its ONNX type.
-            inputs: full names.
             output: its name without the prefix.
             label: the node's name; by default made of output and operator.
-            **attributes: of the node.
         """
         full = f"{self._prefix}/{output}"
         self._nodes.append(
@@ -147,7 +143,6 @@ def check_indices(graph: Any, module: torch.nn.Module) -> dict[str, IndexCheck]:
     """Add a check before every node that reads labels, or ids where torch allows no negative ones; in place.
 
     Args:
-        graph: an `onnx.GraphProto` of the training graph.
         module: the model that it was exported from; its nodes are named after the submodules.
 
     Returns:

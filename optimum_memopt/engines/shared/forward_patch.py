@@ -43,7 +43,6 @@ class ForwardState:
         """Before a forward.
 
         Args:
-            model: whose forward it is.
             with_buffers: which costs a copy of each.
             others: modules that take part, as one that computes the loss; of theirs, too.
         """

@@ -282,8 +282,6 @@ def choose_plans(
         combinations: ORT's rows (configs joined by commas where only together they save) to their frequency.
         dimensions: names of the inputs' dynamic dimensions to their values in the first batch.
         is_encoder_decoder: the kind of model, which names the dimensions.
-        selection: the plans that were asked for.
-        graph: the training graph (`onnx.GraphProto`).
 
     Raises:
         ConfigError: a strict config names a plan that the graph does not have.

@@ -97,9 +97,7 @@ def check_operators(name: str, inlined_functions: Sequence[str], graph: Any, has
     """Refuse an exported graph that needs the torch extensions where they are missing or off.
 
     Args:
-        name: of the model's class.
         inlined_functions: `torch.autograd.Function`s that the export inlined.
-        graph: the training graph (`onnx.GraphProto`).
         has_extensions: the torch extensions are built and on.
 
     Raises:
@@ -185,7 +183,6 @@ def check_arguments(args: Any, checkpointing: bool = False, zero_stage3: bool = 
     """Refuse `transformers.TrainingArguments` that ONNX Runtime cannot train with.
 
     Args:
-        args: the Trainer's.
         checkpointing: activation checkpointing stays on and has to be re-entrant.
         zero_stage3: ZeRO stage 3 is allowed.
 
