@@ -250,7 +250,6 @@ def _launch_arguments(command: Sequence[str]) -> list[str] | None:
 
 
 def _parent_command() -> list[str]:
-    """The parent process's command line, empty when it cannot be had."""
     try:
         parent = psutil.Process().parent()
         return parent.cmdline() if parent is not None else []

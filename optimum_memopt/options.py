@@ -142,7 +142,6 @@ class MemOptOptions(_AllOptions):
 
     @property
     def _engines(self) -> tuple[str, ...]:
-        """Those that may train the model."""
         return engine_names() if self.memory_opt_engine == AUTO else (self.memory_opt_engine,)
 
 

@@ -81,7 +81,6 @@ class Attachment:
         return self.plan_stats.measured_peak_mib
 
     def _repr_html_(self) -> str:
-        """The peak and the table in a notebook."""
         if self.table is None:
             return f"<p>{self.engine.name} engine: the plan table comes with the first training step</p>"
         predicted = self.plan_stats.predicted_peak_mib

@@ -81,7 +81,6 @@ def case_of(args: Any) -> tuple[Case, dict[str, Any]]:
 
 
 def _is_prediction(args: Any, sizes: Sequence[int]) -> bool:
-    """True where `auto` is an engine that predicts."""
     flags = ("budget_curve", "device", "html", *_PREDICTED)
     asked = any(getattr(args, flag) is not None for flag in flags)
     return not args.measure and (asked or len(sizes) > 1 or bool(autocast_of(args)))

@@ -268,8 +268,6 @@ def _flag(options: Mapping[str, Any]) -> str:
 
 @dataclass
 class _Runner:
-    """Starts one process for each case and keeps the results."""
-
     case: Case
     budget: int
     on_start: Callable[[str], None]

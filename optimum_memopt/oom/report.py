@@ -297,7 +297,6 @@ def _parts(
 
 
 def _untraced(error: Exception) -> tuple[str, ...]:
-    """A suggestion where memory ran out in tracing too."""
     if not any(map(is_out_of_memory, with_causes(error))):
         return ()
     return (

@@ -194,7 +194,7 @@ def _graph(value: Any) -> GraphEntry:
             {name: _count(count) for name, count in _dict(signature["operators"]).items()},
             _text(signature["digest"]),
         ),
-        _truth(value["by_torch"]),
+        _typed(value["by_torch"], bool, "true or false"),
         tuple(
             LayerEntry(**{name: tuple(map(_text, _list(layer[name]))) for name in LayerEntry.__dataclass_fields__})
             for layer in map(_dict, _list(value["layers"]))
@@ -218,10 +218,6 @@ def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value < _MOST:
         raise ValueError(f"expected a count from 0 on, not {excerpt(value) or repr(value)}")
     return value
-
-
-def _truth(value: Any) -> bool:
-    return _typed(value, bool, "true or false")
 
 
 def _text(value: Any) -> str:

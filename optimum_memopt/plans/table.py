@@ -98,7 +98,6 @@ class PlanTable:
     __str__ = to_text
 
     def _repr_html_(self) -> str:
-        """The table as in a notebook."""
         grid = tabulate(self._columns(), headers="keys", tablefmt="html", disable_numparse=True)
         above, below = ("<br>".join(map(html.escape, lines)) for lines in (self._lines_above, self._lines_below))
         return f"<div><p>{above}</p>{grid}<p>{below}</p></div>"

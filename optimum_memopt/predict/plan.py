@@ -280,7 +280,6 @@ class Estimate:
         return f"Estimate(peak={gib_text(self.peak)}, {self.table.header[0]})"
 
     def _repr_html_(self) -> str:
-        """Peak, what holds it, and the table, in a notebook."""
         rows = [(name, gib_text(size)) for name, size in self.breakdown.items() if size]
         grid = tabulate([*rows, ("peak", gib_text(self.peak))], tablefmt="html", disable_numparse=True)
         title = html.escape(f"Predicted peak of a step: {gib_text(self.peak)}")

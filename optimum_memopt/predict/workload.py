@@ -119,7 +119,6 @@ class Workload:
 
     @property
     def _named(self) -> str:
-        """The model, for an error."""
         return f"--model {path_excerpt(self.model) if isinstance(self.model, str) else type(self.model).__name__}"
 
     @property
@@ -267,7 +266,6 @@ def _at_most(modules: int) -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    """An error in one short line."""
     kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
     return kind + excerpt(" ".join(str(error).split()), longest=300)
 

@@ -196,12 +196,8 @@ def _facts(trainer: "Trainer", engine: Engine) -> tuple[tuple[str, str], ...]:
         ("model", type(trainer.model).__name__),
         ("micro-batch", batch),
         ("optimizer steps", f"{state.global_step} of {state.max_steps}"),
-        ("mixed precision", _precision(args)),
+        ("mixed precision", "bf16" if args.bf16 else "fp16" if args.fp16 else "no"),
     )
-
-
-def _precision(args: Any) -> str:
-    return "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
 
 
 def failure_text(failure: BaseException) -> str:

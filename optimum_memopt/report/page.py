@@ -155,7 +155,6 @@ def render(data: ReportData) -> Page:
 
 
 def _snapshots(data: ReportData) -> dict[str, bytes]:
-    """The step as snapshots, by name."""
     snapshots = {}
     if data.timeline is not None:
         snapshots["predicted"] = predicted_snapshot(data.timeline)

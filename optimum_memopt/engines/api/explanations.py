@@ -226,7 +226,6 @@ def place_of(traceback: TracebackType | None, model: torch.nn.Module) -> Place:
 
 
 def _self_of(frame: FrameType) -> Any:
-    """The object that a method was called on."""
     if "self" not in frame.f_code.co_varnames:
         return None
     variables = frame.f_locals

@@ -156,7 +156,6 @@ def _ort_engine(versions: Mapping[str, str | None]) -> Ability:
 
 
 def _with_engine(compiler_missing: str) -> tuple[Ability, ...]:
-    """Abilities on a machine where the engine itself works."""
     built = (True, "the torch extensions are built", "")
     if not extensions.find():
         why = f"the torch extensions are not built{compiler_missing and ': '}{compiler_missing}"

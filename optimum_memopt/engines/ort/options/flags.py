@@ -198,7 +198,6 @@ class OrtOptions(EngineOptions):
 
 
 def _given(options: OrtOptions) -> dict[str, str]:
-    """Names of the options that are set, with the text of the flag."""
     names = dict.fromkeys((*_NEED_CUDA, *_NEED_EXTENSIONS))
     values = {name: getattr(options, name) for name in names}
     return {
