@@ -35,7 +35,7 @@ import budget_solver
 import budget_steps
 from shared import fill
 
-from optimum_memopt.installed import installed_version
+from optimum_memopt.compat import installed_version
 
 # Each has run(saved, keep, arguments), which adds to what is saved, and sections(saved), the texts of the page.
 PARTS: dict[str, Any] = {

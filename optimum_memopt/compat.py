@@ -1,8 +1,10 @@
-"""Private names of torch and transformers that the package needs beside those of its engines, each in one place."""
+"""Private names of torch and transformers that the package needs beside those of its engines, and versions of what is
+installed."""
 
 import importlib
+import importlib.metadata
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -15,6 +17,16 @@ if TYPE_CHECKING:
 
 _OUTPUT_HOOKS = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_OUTPUT_HOOKS = ("_global_forward_hooks", "_global_backward_hooks", "_global_backward_pre_hooks")
+
+
+def installed_version(distributions: Sequence[str]) -> tuple[str, str] | None:
+    """Name and version of the first of these distributions that is installed, without an import of it."""
+    for distribution in distributions:
+        try:
+            return distribution, importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
 
 
 def at_end_of_backward(function: Callable[[], None]) -> None:

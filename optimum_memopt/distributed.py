@@ -23,10 +23,10 @@ import torch
 import torch.distributed
 from transformers import Trainer, TrainerState
 
-from optimum_memopt.engines.api.options import REPLAN
+from optimum_memopt.compat import installed_version
+from optimum_memopt.engines.api.run import REPLAN
 from optimum_memopt.engines.shared.registry import factory, registrations
 from optimum_memopt.errors import MemOptError
-from optimum_memopt.installed import installed_version
 from optimum_memopt.options import MemOptOptions
 from optimum_memopt.plans.table import PlanTable
 
@@ -250,7 +250,6 @@ def _launch_arguments(command: Sequence[str]) -> list[str] | None:
 
 
 def _parent_command() -> list[str]:
-    """The parent process's command line, empty when it cannot be had."""
     try:
         parent = psutil.Process().parent()
         return parent.cmdline() if parent is not None else []

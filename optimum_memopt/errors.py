@@ -28,7 +28,6 @@ class DoesNotFitError(MemOptError):
     """No plan brings a training step within its budget.
 
     Args:
-        text: the message.
         lacking: bytes over the budget.
     """
 

@@ -171,9 +171,6 @@ class Deadline:
 
     Args:
         seconds: that a task may take.
-
-    Attributes:
-        seconds: see above.
     """
 
     def __init__(self, seconds: float) -> None:

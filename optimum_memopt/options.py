@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, fields, make_dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from optimum_memopt import option_values
-from optimum_memopt.engines.api.options import AUTO, EngineOptions, Resolved
-from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.api.run import AUTO, EngineOptions, Resolved, Selection
 from optimum_memopt.engines.shared.registry import (
     OPTIMIZERS,
     check_flags_of_others,
@@ -143,7 +142,6 @@ class MemOptOptions(_AllOptions):
 
     @property
     def _engines(self) -> tuple[str, ...]:
-        """Those that may train the model."""
         return engine_names() if self.memory_opt_engine == AUTO else (self.memory_opt_engine,)
 
 

@@ -26,7 +26,7 @@ from optimum_memopt.callbacks.reporting import removing_hooks
 from optimum_memopt.compat import outputs_read_by
 from optimum_memopt.engines.api.engine import Engine, Run
 from optimum_memopt.engines.api.factory import TrainerParts
-from optimum_memopt.engines.api.options import REPLAN
+from optimum_memopt.engines.api.run import REPLAN
 from optimum_memopt.engines.shared.auto import create
 from optimum_memopt.engines.shared.registry import factory, registrations
 from optimum_memopt.errors import MemOptError, excerpt
@@ -81,7 +81,6 @@ class Attachment:
         return self.plan_stats.measured_peak_mib
 
     def _repr_html_(self) -> str:
-        """The peak and the table in a notebook."""
         if self.table is None:
             return f"<p>{self.engine.name} engine: the plan table comes with the first training step</p>"
         predicted = self.plan_stats.predicted_peak_mib
@@ -109,9 +108,6 @@ class Attachment:
 
     def report(self, path: Path | str | None = None) -> Page:
         """A page about the memory of a training step: where it went, what was predicted, what plans would save.
-
-        Args:
-            path: HTML file to write, too.
 
         Raises:
             MemOptError: matplotlib or jinja2 is missing, or the file cannot be written.

@@ -69,7 +69,6 @@ class _Method:
 
     Args:
         owner: a Trainer, or its optimizer.
-        name: of the method.
     """
 
     def __init__(self, owner: Any, name: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from gpu.checks import Outcome
 from shared import fill, to_markdown
 
-from optimum_memopt.installed import installed_version
+from optimum_memopt.compat import installed_version
 
 _PACKAGES = ("torch", "triton", "transformers", "accelerate")
 

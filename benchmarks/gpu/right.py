@@ -30,9 +30,9 @@ from gpu.steps import (
     planned,
 )
 
+from optimum_memopt.compat import installed_version
 from optimum_memopt.engines.compile.capture.backend import missing_for
 from optimum_memopt.engines.compile.torch_compat.kernels import without_cudnn_attention
-from optimum_memopt.installed import installed_version
 from optimum_memopt.memory.peak_monitor import PeakMonitor
 
 # Relative errors of gradients: operator by operator, by other kernels, and in half precision.

@@ -92,8 +92,8 @@ class AdviseCommand(BaseOptimumCLICommand):
         device = None if args.device == _HERE else args.device
         autocast = "bfloat16" if args.bf16 else "float16" if args.fp16 else ""
         steps = factory(name).predict_steps(workload, options, StepSpec(device, args.compiler, autocast, args.optim))
-        found = advise(steps, args.global_batch)
-        print(json.dumps(to_dict(found, steps), indent=2) if args.json else to_text(found, steps))
+        advice = advise(steps, args.global_batch)
+        print(json.dumps(to_dict(advice, steps), indent=2) if args.json else to_text(advice, steps))
 
 
 LIBRARIES = ("torch", "transformers", "accelerate", "optimum", "deepspeed")
@@ -136,7 +136,7 @@ class EnvCommand(BaseOptimumCLICommand):
 
 def installed(reports: "Sequence[Report]") -> dict[str, str | None]:
     """Versions by name, None for what is not installed."""
-    from optimum_memopt.installed import installed_version
+    from optimum_memopt.compat import installed_version
 
     versions = {name: version and version[1] for name in LIBRARIES for version in [installed_version((name,))]}
     own = {name: version for report in reports for name, version in report.installed.items()}
@@ -153,7 +153,7 @@ def _cuda() -> str | None:
 
 def advice(reports: "Sequence[Report]") -> list[str]:
     """When to take which engine, and what `auto` takes."""
-    from optimum_memopt.engines.api.options import AUTO
+    from optimum_memopt.engines.api.run import AUTO
     from optimum_memopt.engines.shared.registry import choose_engines
     from optimum_memopt.errors import MemOptError
 

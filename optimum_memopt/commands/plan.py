@@ -81,7 +81,6 @@ def case_of(args: Any) -> tuple[Case, dict[str, Any]]:
 
 
 def _is_prediction(args: Any, sizes: Sequence[int]) -> bool:
-    """True where `auto` is an engine that predicts."""
     flags = ("budget_curve", "device", "html", *_PREDICTED)
     asked = any(getattr(args, flag) is not None for flag in flags)
     return not args.measure and (asked or len(sizes) > 1 or bool(autocast_of(args)))
@@ -150,11 +149,8 @@ class Found:
     """The results of the command.
 
     Attributes:
-        report: for JSON.
-        text: for a terminal.
         config: the plans that are on, or that won.
         plan: the same as a plan file, where there is one.
-        curve: what budgets cost.
         costs: where the curve's times are from.
         estimate: all that was predicted.
     """
@@ -173,22 +169,22 @@ def table_of(args: Any) -> Found:
     case, options = case_of(args)
     if factory(options["memory_opt_engine"]).predicts:
         return _estimated(case.workload, MemOptOptions(**options), args)
-    found = spawn(case)
-    _log_once(found.remarks)
+    run = spawn(case)
+    _log_once(run.remarks)
     report = {
-        "table": asdict(found.engine_table),
-        "peak_mib": found.peak_mib,
-        "method": found.method,
-        "step_seconds": found.step_seconds,
+        "table": asdict(run.engine_table),
+        "peak_mib": run.peak_mib,
+        "method": run.method,
+        "step_seconds": run.step_seconds,
     }
-    line = f"Measured peak of a step: {found.peak_mib:.1f} MiB ({found.method}), {found.step_seconds:.3f} s"
-    return Found(report, f"{found.engine_table.to_text()}\n{line}", ",".join(sorted(found.applied)))
+    line = f"Measured peak of a step: {run.peak_mib:.1f} MiB ({run.method}), {run.step_seconds:.3f} s"
+    return Found(report, f"{run.engine_table.to_text()}\n{line}", ",".join(sorted(run.applied)))
 
 
 def _estimated(workload: Workload, options: MemOptOptions, args: Any) -> Found:
     resolved = resolve(options)
     with_curve = args.budget_curve is not None or args.html is not None
-    found = factory(resolved.engine).estimate(
+    estimate = factory(resolved.engine).estimate(
         workload,
         resolved.selection,
         StepSpec(
@@ -202,9 +198,9 @@ def _estimated(workload: Workload, options: MemOptOptions, args: Any) -> Found:
         with_curve=with_curve,
         batch_sizes=batch_sizes(args.batch_size),
     )
-    config = ",".join(plan.config for plan in found.table.enabled)
-    report: Any = [asdict(batch) for batch in found.batches] or found.to_dict()
-    return Found(report, found.to_text(), config, found.plan, found.curve, found.costs, found)
+    config = ",".join(plan.config for plan in estimate.table.enabled)
+    report: Any = [asdict(batch) for batch in estimate.batches] or estimate.to_dict()
+    return Found(report, estimate.to_text(), config, estimate.plan, estimate.curve, estimate.costs, estimate)
 
 
 def measured(args: Any) -> Found:
@@ -218,9 +214,9 @@ def measured(args: Any) -> Found:
             bar.set_postfix_str(name)
             bar.update()
 
-        found = sweep(case, args.config, max_runs, show)
-    _log_once(remark for run in found.runs if run.measurement for remark in run.measurement.remarks)
-    return Found(found.to_dict(), found.to_text(), ",".join(sorted(found.winner.measured.applied)))
+        result = sweep(case, args.config, max_runs, show)
+    _log_once(remark for run in result.runs if run.measurement for remark in run.measurement.remarks)
+    return Found(result.to_dict(), result.to_text(), ",".join(sorted(result.winner.measured.applied)))
 
 
 def _log_once(remarks: Iterable[str]) -> None:
@@ -230,16 +226,16 @@ def _log_once(remarks: Iterable[str]) -> None:
 
 def run(args: Any) -> None:
     """Print what the command found, and write the files that were asked for."""
-    found = measured(args) if args.measure else table_of(args)
-    print(json.dumps(found.report, indent=2) if args.json else found.text)
+    result = measured(args) if args.measure else table_of(args)
+    print(json.dumps(result.report, indent=2) if args.json else result.text)
     if args.budget_curve:
-        charts.draw(found.curve, found.costs, Path(args.budget_curve))
+        charts.draw(result.curve, result.costs, Path(args.budget_curve))
     if args.html:
-        render(of_estimate(found.estimate, args.model, args.task)).save(args.html)
+        render(of_estimate(result.estimate, args.model, args.task)).save(args.html)
     if args.output and args.budget:
-        found.plan.save(args.output)
+        result.plan.save(args.output)
     elif args.output:
-        _write(args.output, found.config)
+        _write(args.output, result.config)
 
 
 def _write(path: str, config: str) -> None:

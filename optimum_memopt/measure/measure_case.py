@@ -34,7 +34,6 @@ class Case:
     """A case that one process trains.
 
     Attributes:
-        workload: model and batch.
         options: fields of `MemOptOptions`; None trains with plain PyTorch.
         activation_checkpointing: PyTorch's own.
         tuned_malloc: malloc returns freed blocks to the system, as the engines set it up; False: glibc's defaults.
@@ -134,7 +133,7 @@ def measure(case: Case) -> Measurement:
     """
     import torch
 
-    from optimum_memopt.engines.api.options import AUTO
+    from optimum_memopt.engines.api.run import AUTO
     from optimum_memopt.engines.shared.registry import factory
     from optimum_memopt.loop import optimize
     from optimum_memopt.memory import malloc
@@ -220,8 +219,8 @@ def spawn(case: Case, program: Sequence[str] = ("-m", "optimum_memopt.measure.me
     if done.returncode != 0:
         raise MemOptError(_reason(done.returncode, done.stderr))
     remarks = (line.removeprefix(_REMARK) for line in done.stderr.splitlines() if line.startswith(_REMARK))
-    found = Measurement.from_json(done.stdout.splitlines()[-1])
-    return Measurement(**{**vars(found), "remarks": tuple(dict.fromkeys(remarks))})
+    measurement = Measurement.from_json(done.stdout.splitlines()[-1])
+    return Measurement(**{**vars(measurement), "remarks": tuple(dict.fromkeys(remarks))})
 
 
 def _reason(returncode: int, stderr: str) -> str:

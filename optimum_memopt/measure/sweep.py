@@ -163,8 +163,8 @@ class Run:
     @property
     def outcome(self) -> Outcome:
         """Peak and time as the search compares them."""
-        found = self.measurement
-        return FAILED if found is None else Outcome(found.peak_mib, found.step_seconds)
+        measurement = self.measurement
+        return FAILED if measurement is None else Outcome(measurement.peak_mib, measurement.step_seconds)
 
 
 @dataclass(frozen=True)
@@ -246,15 +246,15 @@ class Sweep:
 _SET = "set"
 
 
-def _numbers(found: Measurement | None) -> dict[str, Any]:
-    if found is None:
+def _numbers(measurement: Measurement | None) -> dict[str, Any]:
+    if measurement is None:
         return {"peak_mib": None}
     return {
-        "peak_mib": found.peak_mib,
-        "step_seconds": found.step_seconds,
-        "cpu_seconds": found.cpu_seconds,
-        "claimed_saving_bytes": found.claimed_bytes,
-        "applied": sorted(found.applied),
+        "peak_mib": measurement.peak_mib,
+        "step_seconds": measurement.step_seconds,
+        "cpu_seconds": measurement.cpu_seconds,
+        "claimed_saving_bytes": measurement.claimed_bytes,
+        "applied": sorted(measurement.applied),
     }
 
 
@@ -268,8 +268,6 @@ def _flag(options: Mapping[str, Any]) -> str:
 
 @dataclass
 class _Runner:
-    """Starts one process for each case and keeps the results."""
-
     case: Case
     budget: int
     on_start: Callable[[str], None]
@@ -305,7 +303,6 @@ def sweep(
         config: a user's config, which is measured and is one of the sets that the search starts from.
         budget: most processes that may be started.
         on_start: called with the name of each run before it starts.
-        measure: measures one case.
 
     Raises:
         MemOptError: the model cannot be trained without a plan, or the user's config cannot be applied.

@@ -95,7 +95,7 @@ def _inner(path: str, top: str) -> PurePosixPath | None:
 
 def _unescaped(path: str) -> str:
     """Spaces and backslashes are octal in `mountinfo`."""
-    return re.sub(r"\\(\d{3})", lambda found: chr(int(found[1], 8)), path)
+    return re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), path)
 
 
 def _text(path: Path) -> str:

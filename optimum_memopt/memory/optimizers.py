@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from optimum_memopt.compat import installed_version
 from optimum_memopt.errors import MemOptError, excerpt
-from optimum_memopt.installed import installed_version
 
 DEFAULT = "adamw_torch_fused"
 _FLOAT32 = 4
@@ -109,15 +109,15 @@ def check(name: str) -> None:
     """
     if name in _KINDS:
         return
-    known = f"predicted are {', '.join(_KINDS)}"
+    supported = f"predicted are {', '.join(_KINDS)}"
     if name.startswith("paged_"):
         raise MemOptError(
             f"--optim {excerpt(name)}: its states move between host and device as the driver pages them, which cannot "
-            f"be predicted; {known}"
+            f"be predicted; {supported}"
         )
     near = difflib.get_close_matches(name, _KINDS, n=1, cutoff=0.7)
     hint = f"did you mean {near[0]}? " if near else "its memory is not known; "
-    raise MemOptError(f"--optim {excerpt(name) or repr(name)}: {hint}{known}")
+    raise MemOptError(f"--optim {excerpt(name) or repr(name)}: {hint}{supported}")
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,6 @@ class Failure:
     """An allocation that failed, as it was found before anything was freed.
 
     Attributes:
-        error: one line.
-        place: in the step.
         held: bytes at that moment.
         requested: bytes of the allocation; None: the error does not say.
         kept: what the step has freed and a CPU's malloc has not returned, by when its error got here.
@@ -70,7 +68,6 @@ class HeldAtStart:
     Attributes:
         parameters: and buffers.
         gradients: of earlier micro-batches.
-        optimizer: its states.
         batch: what the forward is given.
         outside: of all else, or what has come to it since and stays when the step's memory is free again.
     """
@@ -100,17 +97,15 @@ def failure_of(error: Exception, trainer: Trainer, start: StepStart, place: Plac
 
     Args:
         error: that memory ran out.
-        trainer: whose step it was.
-        start: of the step.
         place: where that is known already.
     """
     said, device = shortage(error), trainer.args.device
     # What a backward or another runtime held is free again when its error gets here.
     highest = peak_bytes(device)
     held = said.allocated or (highest if highest > start.peak else held_bytes(device))
-    found = place or place_of(error.__traceback__, model_of(trainer))
+    where = place or place_of(error.__traceback__, model_of(trainer))
     kept = max(0, _kept(device) - start.kept)
-    return Failure(line_of(error), found, held, said.requested, kept)
+    return Failure(line_of(error), where, held, said.requested, kept)
 
 
 def free_step(error: BaseException) -> None:

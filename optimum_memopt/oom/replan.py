@@ -45,26 +45,21 @@ class StepState:
         """Before a step.
 
         Args:
-            trainer: whose step it is.
             modules: that take part beside its model.
         """
         model = model_of(trainer)
         of_model = dict.fromkeys(model.parameters())
-        others = dict.fromkeys([*(p for module in modules for p in module.parameters()), *_trained(trainer)])
-        gradients = {p: p.grad for p in (of_model | others) if p.grad is not None}
+        beside = dict.fromkeys([*(p for module in modules for p in module.parameters()), *_trained(trainer)])
+        gradients = {p: p.grad for p in (of_model | beside) if p.grad is not None}
         return cls(
             ForwardState.of(model, with_buffers=True, others=modules),
-            {parameter: compat.writes_to(parameter) for parameter in of_model | others},
+            {parameter: compat.writes_to(parameter) for parameter in of_model | beside},
             {parameter: (gradient, compat.writes_to(gradient)) for parameter, gradient in gradients.items()},
             {p: gradient.detach().clone() for p, gradient in gradients.items() if p not in of_model},
         )
 
     def restore(self, model: torch.nn.Module) -> str:
-        """As it was; why that cannot be, else empty.
-
-        Args:
-            model: of the step.
-        """
+        """As it was; why that cannot be, else empty."""
         if _steps_in_backward(self.parameters) or any(compat.writes_to(p) != n for p, n in self.parameters.items()):
             return "its backward had begun to change parameters"
         for parameter, (gradient, writes) in self.gradients.items():
@@ -81,10 +76,6 @@ class StepState:
 
 class Replanner:
     """Has an engine plan for less each time that a step runs out of memory.
-
-    Args:
-        engine: that plans within a budget.
-        trainer: that it trains in.
 
     Raises:
         MemOptError: under DeepSpeed, where ranks have exchanged gradients before one of them knows.
@@ -117,11 +108,11 @@ class Replanner:
                 "hooks of register_post_accumulate_grad_hook): a step that has begun to change parameters cannot be "
                 "run again; leave it out"
             )
-        known = {
-            *(one for one in held if isinstance(one, torch.nn.Parameter)),
+        restorable = {
+            *(value for value in held if isinstance(value, torch.nn.Parameter)),
             *(p for module in (model_of(trainer), *self._modules) for p in module.parameters()),
         }
-        if unknown := sum(parameter not in known for parameter in trained):
+        if unknown := sum(parameter not in restorable for parameter in trained):
             raise MemOptError(
                 f"--memory_opt_on_oom replan: the optimizer trains {unknown} parameters that are in no module of "
                 "the Trainer's, so that the buffers beside them cannot be restored; make their module an attribute of "
@@ -143,8 +134,6 @@ class Replanner:
         Args:
             failure: of the step, whose memory is free again.
             is_own: this rank ran out; else another one did, and this one runs the step again under the same plan.
-            before: the step.
-            trainer: whose step it is.
         """
         step = f"step {trainer.state.global_step + 1} ran out of memory"
         if why := self._refused(failure) or before.restore(model_of(trainer)):
@@ -176,7 +165,7 @@ def modules_beside(trainer: Trainer) -> tuple[torch.nn.Module, ...]:
 
     A model for reference is in evaluation mode, and changes nothing.
     """
-    return tuple(one for one in _held(trainer) if isinstance(one, torch.nn.Module) and one.training)
+    return tuple(value for value in _held(trainer) if isinstance(value, torch.nn.Module) and value.training)
 
 
 def _held(trainer: Trainer) -> list[Any]:
@@ -214,7 +203,6 @@ def falling_back(
     alone, since DDP's other ranks wait in the backward's all-reduce.
 
     Args:
-        trainer: whose model it trains.
         engine: that trains it.
         training_step: the Trainer's.
     """

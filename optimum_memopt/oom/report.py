@@ -56,8 +56,6 @@ class MemoryReport:
     Attributes:
         error: its first line.
         step: optimizer steps that were done before.
-        rank: of the process.
-        model: its class.
         device: type of its device, as `cuda`.
         engine: what trained it, and under which plan.
         rows: of the micro-batch that failed.
@@ -137,8 +135,8 @@ class MemoryReport:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        found = asdict(replace(self, sizes={}))
-        return {**found, "sizes": dict(self.sizes), "accounted": self.accounted}
+        fields = asdict(replace(self, sizes={}))
+        return {**fields, "sizes": dict(self.sizes), "accounted": self.accounted}
 
     def save(self, folder: Path) -> tuple[Path, ...]:
         """Write `memory_report.json` and `memory_report.md`; of a rank beside the first with its number.
@@ -185,12 +183,12 @@ def _by_row(tensors: Sequence[Tensors]) -> list[tuple[str, str, int]]:
     rows: dict[str, list[Tensors]] = {}
     for each in tensors:
         rows.setdefault(each.row, []).append(each)
-    found = []
+    sums = []
     for row, members in rows.items():
         layers = {each.layer for each in members if each.layer}
         where = f" in {len(layers)} layers" if len(layers) > 1 else f" in {next(iter(layers))}" if layers else ""
-        found.append((row, where, sum(each.bytes for each in members)))
-    return sorted(found, key=lambda item: -item[2])
+        sums.append((row, where, sum(each.bytes for each in members)))
+    return sorted(sums, key=lambda item: -item[2])
 
 
 def report_of(
@@ -199,9 +197,6 @@ def report_of(
     """Explain a failure, whose memory is free again.
 
     Args:
-        failure: of the step.
-        trainer: whose step it was.
-        start: of the step.
         call: of the model's last training forward; None: there was none.
         first_outside: bytes outside of the model before the run's first step, when a CPU's malloc had kept nothing of
             earlier steps.
@@ -274,11 +269,8 @@ def _parts(
     """The bytes that were held, by category.
 
     Args:
-        failure: of the step.
-        trainer: whose step it was.
         held: when the step began.
         of_graphs: what it had allocated; empty where that is not held.
-        first_outside: see `report_of`.
         runtime: what ran the graphs, where it holds tensors of its own; empty: PyTorch.
     """
     in_optimizer = failure.place.phase == OPTIMIZER_STEP
@@ -309,7 +301,6 @@ def _parts(
 
 
 def _untraced(error: Exception) -> tuple[str, ...]:
-    """A suggestion where memory ran out in tracing too."""
     if not any(map(is_out_of_memory, with_causes(error))):
         return ()
     return (

@@ -23,7 +23,7 @@ ALL = -1
 
 
 class Strategy(IntEnum):
-    """What to do with a saved activation."""
+    """The treatment of a saved activation."""
 
     NONE = 0
     RECOMPUTE = 1

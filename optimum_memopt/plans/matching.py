@@ -30,7 +30,7 @@ def operators(cluster_id: str) -> tuple[str, ...]:
 
 
 def is_fused(cluster_id: str) -> bool:
-    """Whether the id contains an operator that only some providers fuse."""
+    """True where the id contains an operator that only some providers fuse."""
     return any(operator in UNFUSED for operator in operators(cluster_id))
 
 
@@ -52,7 +52,7 @@ def translate(cluster_id: str, existing: Collection[str]) -> str | None:
 
 @dataclass(frozen=True)
 class Matched:
-    """What of a config applies to a graph.
+    """The part of a config that applies to a graph.
 
     Attributes:
         requests: `cluster_id:strategy:-1` of each row that is on to its request, in the order of the requests.
@@ -90,7 +90,6 @@ def match(
     """Find the row of each request; what is not found is left out, with a remark.
 
     Args:
-        config: what the user asked for.
         existing: `cluster_id:strategy:-1` of every row of the graph.
         here: `provider` or `engine`, depending on which of them determines the names.
         translate: finds the existing id of the same activation.

@@ -11,10 +11,9 @@ from optimum_memopt.errors import MemOptError, excerpt, path_excerpt
 
 
 def read_json(path: Path, kind: str, shape: str, largest: int) -> Any:
-    """What a file holds.
+    """The JSON value in a file.
 
     Args:
-        path: any path that a user may give.
         kind: of the file, for errors.
         shape: what is expected in it, for errors.
         largest: bytes, since a path may have no end (`/dev/zero`).
@@ -54,7 +53,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class LayerEntry:
-    """What layers that are alike do; operators as paths from the layer, `output.dense/addmm`.
+    """The plan of a class of equal layers; operators as paths from the layer, `output.dense/addmm`.
 
     Attributes:
         layers: their paths; "" for all that is outside of layers.
@@ -71,7 +70,7 @@ class LayerEntry:
 
 @dataclass(frozen=True)
 class GraphSignature:
-    """What a graph must have in common with the one that a plan was made for. Sizes of batches are not in it.
+    """The facts that a graph shares with the one that a plan was made for. Sizes of batches are not in it.
 
     Attributes:
         parameters: how many, and how many numbers they hold, by dtype as `float32`.
@@ -84,7 +83,7 @@ class GraphSignature:
     digest: str
 
     def difference(self, other: "GraphSignature") -> str:
-        """What another graph has that this one has not, in a few words; empty where they are equal."""
+        """The differences to another graph in a few words; empty where they are equal."""
         texts = [
             f"{dtype} parameters and buffers: {_parameters(self.parameters.get(dtype))} in the file, "
             f"{_parameters(other.parameters.get(dtype))} here"
@@ -104,10 +103,9 @@ class GraphSignature:
 
 @dataclass(frozen=True)
 class GraphEntry:
-    """What one compiled graph does.
+    """The plan of a compiled graph.
 
     Attributes:
-        signature: of the graph.
         by_torch: torch's own partition; `layers` is empty.
         layers: a class of layers each.
     """
@@ -119,7 +117,7 @@ class GraphEntry:
 
 @dataclass(frozen=True)
 class PlanFile:
-    """What all graphs of a training forward do.
+    """The plans of all graphs of a training forward.
 
     Attributes:
         why: who chose it, as `level 1`.
@@ -141,21 +139,21 @@ class PlanFile:
             MemOptError: it cannot be read, is no plan file, or one of a later version.
         """
         shown = path_excerpt(path)
-        found = read_json(path, "plan", _SHAPE, _LARGEST_FILE)
-        if isinstance(found, list):
+        content = read_json(path, "plan", _SHAPE, _LARGEST_FILE)
+        if isinstance(content, list):
             raise MemOptError(f"plan {shown}: a list, as --memory_opt_config takes it; give it to that option")
-        if not isinstance(found, dict) or found.get("format") != FORMAT:
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise MemOptError(f"plan {shown}: {_SHAPE}")
-        if found.get("version") != VERSION:
+        if content.get("version") != VERSION:
             raise MemOptError(
-                f"plan {shown}: version {excerpt(found.get('version'))}; this optimum-memopt reads {VERSION}"
+                f"plan {shown}: version {excerpt(content.get('version'))}; this optimum-memopt reads {VERSION}"
             )
         try:
             return cls(
-                why=_text(found["why"]),
-                loss=_loss(found["loss"]),
-                solved_for=_dict(found["solved_for"]),
-                graphs=tuple(map(_graph, _list(found["graphs"]))),
+                why=_text(content["why"]),
+                loss=_loss(content["loss"]),
+                solved_for=_dict(content["solved_for"]),
+                graphs=tuple(map(_graph, _list(content["graphs"]))),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise MemOptError(f"plan {shown}: {type(error).__name__}: {excerpt(str(error))}") from None
@@ -184,61 +182,57 @@ class PlanFile:
         return hashlib.sha256(json.dumps([self.loss, does], sort_keys=True).encode()).hexdigest()
 
 
-def _parameters(found: Sequence[int] | None) -> str:
-    return f"{found[0]} of {found[1]:,} numbers" if found else "none"
+def _parameters(counts: Sequence[int] | None) -> str:
+    return f"{counts[0]} of {counts[1]:,} numbers" if counts else "none"
 
 
-def _graph(found: Any) -> GraphEntry:
-    signature = _dict(_dict(found)["signature"])
+def _graph(value: Any) -> GraphEntry:
+    signature = _dict(_dict(value)["signature"])
     return GraphEntry(
         GraphSignature(
             {dtype: _parameter_counts(counts) for dtype, counts in _dict(signature["parameters"]).items()},
             {name: _count(count) for name, count in _dict(signature["operators"]).items()},
             _text(signature["digest"]),
         ),
-        _truth(found["by_torch"]),
+        _typed(value["by_torch"], bool, "true or false"),
         tuple(
             LayerEntry(**{name: tuple(map(_text, _list(layer[name]))) for name in LayerEntry.__dataclass_fields__})
-            for layer in map(_dict, _list(found["layers"]))
+            for layer in map(_dict, _list(value["layers"]))
         ),
     )
 
 
-def _parameter_counts(found: Any) -> tuple[int, int]:
-    count, numbers = _list(found)
+def _parameter_counts(value: Any) -> tuple[int, int]:
+    count, numbers = _list(value)
     return _count(count), _count(numbers)
 
 
-def _loss(found: Any) -> str:
-    if found not in LOSSES:
-        raise ValueError(f"loss {excerpt(found)}: allowed are {', '.join(LOSSES)}")
-    return _text(found)
+def _loss(value: Any) -> str:
+    if value not in LOSSES:
+        raise ValueError(f"loss {excerpt(value)}: allowed are {', '.join(LOSSES)}")
+    return _text(value)
 
 
-def _count(found: Any) -> int:
+def _count(value: Any) -> int:
     # An exact type, since true is a number of Python's.
-    if type(found) is not int or not 0 <= found < _MOST:
-        raise ValueError(f"expected a count from 0 on, not {excerpt(found) or repr(found)}")
-    return found
+    if type(value) is not int or not 0 <= value < _MOST:
+        raise ValueError(f"expected a count from 0 on, not {excerpt(value) or repr(value)}")
+    return value
 
 
-def _truth(found: Any) -> bool:
-    return _typed(found, bool, "true or false")
+def _text(value: Any) -> str:
+    return _typed(value, str, "a string")
 
 
-def _text(found: Any) -> str:
-    return _typed(found, str, "a string")
+def _list(value: Any) -> list[Any]:
+    return _typed(value, list, "a list")
 
 
-def _list(found: Any) -> list[Any]:
-    return _typed(found, list, "a list")
+def _dict(value: Any) -> dict[str, Any]:
+    return _typed(value, dict, "an object")
 
 
-def _dict(found: Any) -> dict[str, Any]:
-    return _typed(found, dict, "an object")
-
-
-def _typed(found: Any, kind: type[_T], name: str) -> _T:
-    if not isinstance(found, kind):
-        raise TypeError(f"expected {name}, not {excerpt(found) or repr(found)}")
-    return found
+def _typed(value: Any, kind: type[_T], name: str) -> _T:
+    if not isinstance(value, kind):
+        raise TypeError(f"expected {name}, not {excerpt(value) or repr(value)}")
+    return value

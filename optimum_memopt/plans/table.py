@@ -59,8 +59,6 @@ class PlanTable:
     """All plans of one training graph, largest saving first, ties by config, so that tables of runs are comparable.
 
     Attributes:
-        engine: name of the engine.
-        plans: the rows.
         symbols: symbolic dimensions to their values in the first batch.
         header: lines above the table (device, level, fallback).
     """
@@ -100,7 +98,6 @@ class PlanTable:
     __str__ = to_text
 
     def _repr_html_(self) -> str:
-        """The table as in a notebook."""
         grid = tabulate(self._columns(), headers="keys", tablefmt="html", disable_numparse=True)
         above, below = ("<br>".join(map(html.escape, lines)) for lines in (self._lines_above, self._lines_below))
         return f"<div><p>{above}</p>{grid}<p>{below}</p></div>"

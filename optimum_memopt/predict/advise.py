@@ -85,9 +85,7 @@ class Row:
 
     Attributes:
         plan: how the model is trained.
-        rows: of a micro-batch.
         accumulation: micro-batches of an optimizer step.
-        step: an optimizer step.
         largest: rows of the largest micro-batch that fits under this plan, of those there are to choose from.
         samples_with_largest: samples a second with that.
     """
@@ -136,18 +134,17 @@ class Advice:
     @property
     def pays(self) -> str:
         """Says that larger micro-batches than the recommended one do not pay; empty where none fits."""
-        found = self.recommended
-        if found.largest <= found.rows:
+        row = self.recommended
+        if row.largest <= row.rows:
             return ""
-        gain = found.samples_with_largest / found.samples - 1
-        return f"Larger micro-batches do not pay: {found.largest} rows fit too, for {gain:+.1%} samples a second."
+        gain = row.samples_with_largest / row.samples - 1
+        return f"Larger micro-batches do not pay: {row.largest} rows fit too, for {gain:+.1%} samples a second."
 
 
 def advise(predictor: StepPredictor, rows: int | None = None) -> Advice:
     """Choose a micro-batch and a plan.
 
     Args:
-        predictor: of the model's steps.
         rows: of a process and an optimizer step; None: each micro-batch is a step.
 
     Raises:
@@ -177,13 +174,7 @@ def advise(predictor: StepPredictor, rows: int | None = None) -> Advice:
 
 
 class _Search:
-    """The micro-batches of one plan that fit, by index.
-
-    Args:
-        predictor: of the model's steps.
-        plan: one of its plans.
-        rows: see `advise`.
-    """
+    """The micro-batches of one plan that fit, by index."""
 
     def __init__(self, predictor: StepPredictor, plan: Technique, rows: int | None) -> None:
         self._predictor, self.plan, self._all_rows = predictor, plan, rows
@@ -226,15 +217,14 @@ def fitting(fits: Callable[[int, bool], bool], rows: int | None) -> Sequence[int
 
     Args:
         fits: tells whether a micro-batch of n rows does, with and without gradients of others beside it.
-        rows: see `advise`.
     """
     sizes = micro_batches(rows)
     if rows is None:
         return sizes[: count_fitting(sizes, lambda size: fits(size, False))]
     # All rows at once have no gradients of others beside them.
     several = sizes[:-1]
-    found = several[: count_fitting(several, lambda size: fits(size, True))]
-    return (*found, rows) if len(found) == len(several) and fits(rows, False) else found
+    fitting = several[: count_fitting(several, lambda size: fits(size, True))]
+    return (*fitting, rows) if len(fitting) == len(several) and fits(rows, False) else fitting
 
 
 def flags(row: Row) -> tuple[str, ...]:
@@ -296,15 +286,15 @@ def _cells(row: Row, has_accumulation: bool) -> dict[str, str]:
 
 
 def _recommendation(advice: Advice, predictor: StepPredictor) -> Sequence[str]:
-    found = advice.recommended
-    tokens = f", {found.rows * predictor.tokens:,} tokens" if predictor.tokens else ""
-    chosen = f"{found.plan.name}, {_loss(found)} loss, micro-batches of {found.rows} rows{tokens}"
+    row = advice.recommended
+    tokens = f", {row.rows * predictor.tokens:,} tokens" if predictor.tokens else ""
+    chosen = f"{row.plan.name}, {_loss(row)} loss, micro-batches of {row.rows} rows{tokens}"
     return (
         "",
-        f"Recommended: {chosen}: {found.samples:.1f} samples a second, predicted peak {gib_text(found.step.peak)}"
-        f"{_on_host(found)}.",
+        f"Recommended: {chosen}: {row.samples:.1f} samples a second, predicted peak {gib_text(row.step.peak)}"
+        f"{_on_host(row)}.",
         *filter(None, (advice.pays,)),
-        " ".join(flags(found)),
+        " ".join(flags(row)),
     )
 
 

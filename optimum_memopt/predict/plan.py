@@ -73,14 +73,9 @@ def plan(
         batch_size: rows; default: those of `example_inputs`, else 8.
         seq_len: tokens of a row, without `example_inputs`; default: 128.
         budget: bytes that the step must not pass, as `24GiB`, `90%`; the cheapest recompute that fits is planned.
-        level: as `--memory_opt_level`.
-        config: as `--memory_opt_config`.
-        plan_file: as `--memory_opt_plan`.
         device: that is planned for, as `h100`, or a JSON file; None: this machine's.
         bf16: under autocast, as Trainer's.
         fp16: under autocast, as Trainer's.
-        optim: Trainer's name of the optimizer.
-        gradient_accumulation_steps: micro-batches of a step.
         trainable: patterns of the parameters that train, as PEFT's `target_modules`, globs or regular expressions;
             empty: all that the model trains.
         compiler: `inductor` or `aot_eager`; None: the one that would train.
@@ -113,10 +108,10 @@ def plan(
 
 
 def _patterns(trainable: object) -> tuple[str, ...]:
-    found = trainable.split(",") if isinstance(trainable, str) else trainable
-    if not isinstance(found, Sequence) or not all(isinstance(one, str) for one in found):
-        raise MemOptError(f"trainable {excerpt(found)}: allowed are strings, and lists and tuples of them")
-    return tuple(found)
+    patterns = trainable.split(",") if isinstance(trainable, str) else trainable
+    if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise MemOptError(f"trainable {excerpt(patterns)}: allowed are strings, and lists and tuples of them")
+    return tuple(patterns)
 
 
 def _workload(
@@ -285,7 +280,6 @@ class Estimate:
         return f"Estimate(peak={gib_text(self.peak)}, {self.table.header[0]})"
 
     def _repr_html_(self) -> str:
-        """Peak, what holds it, and the table, in a notebook."""
         rows = [(name, gib_text(size)) for name, size in self.breakdown.items() if size]
         grid = tabulate([*rows, ("peak", gib_text(self.peak))], tablefmt="html", disable_numparse=True)
         title = html.escape(f"Predicted peak of a step: {gib_text(self.peak)}")

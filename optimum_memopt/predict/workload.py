@@ -31,10 +31,6 @@ _SHOWN = 150
 def freeze_others(model: "torch.nn.Module", patterns: Sequence[str]) -> None:
     """Let only the parameters train that a pattern matches; without patterns nothing is changed.
 
-    Args:
-        model: whose parameters are frozen.
-        patterns: see `matches`.
-
     Raises:
         MemOptError: a pattern that matches nothing, with names that there are.
     """
@@ -44,10 +40,10 @@ def freeze_others(model: "torch.nn.Module", patterns: Sequence[str]) -> None:
     named = list(model.named_parameters(remove_duplicate=False))
     trained = set()
     for pattern in patterns:
-        found = {id(parameter) for name, parameter in named if matches(pattern, name)}
-        if not found:
+        matching = {id(parameter) for name, parameter in named if matches(pattern, name)}
+        if not matching:
             raise MemOptError(_nothing(pattern, type(model).__name__, [name for name, _ in named]))
-        trained |= found
+        trained |= matching
     for _, parameter in named:
         parameter.requires_grad_(id(parameter) in trained)
 
@@ -101,7 +97,7 @@ _MOST_MODULES = 20_000
 
 @dataclass(frozen=True)
 class Workload:
-    """What is trained.
+    """A model by its config, and the batch that it trains on.
 
     Attributes:
         model: a folder with a config.json, the path of one, a name on the hub, or a config. Weights are not read.
@@ -123,7 +119,6 @@ class Workload:
 
     @property
     def _named(self) -> str:
-        """The model, for an error."""
         return f"--model {path_excerpt(self.model) if isinstance(self.model, str) else type(self.model).__name__}"
 
     @property
@@ -271,7 +266,6 @@ def _at_most(modules: int) -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    """An error in one short line."""
     kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
     return kind + excerpt(" ".join(str(error).split()), longest=300)
 
@@ -301,13 +295,12 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 
 @dataclass(frozen=True)
 class ModuleWorkload:
-    """What is trained.
+    """A module, and the batch that it trains on.
 
     Attributes:
         module: on any device, the meta device too.
         inputs: keyword arguments of its forward; tensors among them may be anywhere too.
         batch_size: rows of a batch; the first dimension of all inputs that have as many rows as the first tensor.
-        trainable: see `Workload`.
     """
 
     module: torch.nn.Module = field(repr=False)
@@ -321,10 +314,8 @@ class ModuleWorkload:
     ) -> "ModuleWorkload":
         """
         Args:
-            module: see above.
             inputs: a mapping of keyword arguments, a sequence of positional ones, or a tensor.
             batch_size: None: as the first tensor has rows.
-            trainable: see above.
 
         Raises:
             MemOptError: the inputs are not what the forward takes, or without a tensor that has rows; the module is

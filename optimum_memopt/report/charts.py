@@ -64,7 +64,6 @@ def figure(name: str, width: float, height: float) -> Iterator["Figure"]:
     Args:
         name: pictures of one page have different ones.
         width: inches; the page shows as much of them as it is wide.
-        height: inches.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -78,7 +77,6 @@ def svg_of(drawn: "Figure", description: str) -> str:
     """A figure as an element of a page.
 
     Args:
-        drawn: by the colours of this module.
         description: for readers that cannot see it.
     """
     file = io.StringIO()
@@ -105,7 +103,6 @@ class Span:
 
     Attributes:
         name: path of their layer.
-        begin: index of the first.
         end: index behind the last.
     """
 
@@ -215,9 +212,9 @@ class _Places:
 
     def __init__(self, timeline: StepTimeline) -> None:
         self._last = timeline.optimizer_at
-        found = columns_of(timeline, _COLUMNS)
-        self.picked = [*(index for _, index in found), self._last]
-        self.edges = [*(self(begin) for begin, _ in found), 1 - _OPTIMIZER, 1.0]
+        columns = columns_of(timeline, _COLUMNS)
+        self.picked = [*(index for _, index in columns), self._last]
+        self.edges = [*(self(begin) for begin, _ in columns), 1 - _OPTIMIZER, 1.0]
 
     def __call__(self, index: float) -> float:
         """The place of the beginning of an operator."""

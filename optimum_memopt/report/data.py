@@ -96,13 +96,13 @@ def thinned(points: Sequence[_T], most: int) -> list[_T]:
 
 
 def _phases(values: Mapping[str, float]) -> tuple[MeasuredPhase, ...]:
-    found = []
+    phases = []
     for phase in _PHASES:
         held = next((values[f"{phase}/{name}"] for name in _HELD if f"{phase}/{name}" in values), None)
         peak = next((values[f"{phase}/{name}"] for name in _PEAKS if f"{phase}/{name}" in values), None)
         if held is not None and peak is not None:
-            found.append(MeasuredPhase(phase, held, peak))
-    return tuple(found)
+            phases.append(MeasuredPhase(phase, held, peak))
+    return tuple(phases)
 
 
 _MIB = 2**20
@@ -138,13 +138,7 @@ class ReportData:
 
 
 def of_estimate(found: Estimate, model: str, task: str) -> ReportData:
-    """A step that was not run.
-
-    Args:
-        found: the prediction.
-        model: as the user named it.
-        task: of the model.
-    """
+    """A step that was not run."""
     facts = (("model", excerpt(model)), ("task", task), ("batch", sizes_text(found.table.symbols)))
     return ReportData(
         title=(found.table.header or ("Training step",))[0],
@@ -165,11 +159,7 @@ def of_training(
     """A run so far, or one that is over.
 
     Args:
-        trainer: that has trained.
         engine: that holds its model, or has held it.
-        plan_stats: of the run.
-        collected: of the run.
-        failure: see `failure_text`.
     """
     table = engine.plans()
     timeline = None
@@ -206,12 +196,8 @@ def _facts(trainer: "Trainer", engine: Engine) -> tuple[tuple[str, str], ...]:
         ("model", type(trainer.model).__name__),
         ("micro-batch", batch),
         ("optimizer steps", f"{state.global_step} of {state.max_steps}"),
-        ("mixed precision", _precision(args)),
+        ("mixed precision", "bf16" if args.bf16 else "fp16" if args.fp16 else "no"),
     )
-
-
-def _precision(args: Any) -> str:
-    return "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
 
 
 def failure_text(failure: BaseException) -> str:

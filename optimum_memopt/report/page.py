@@ -108,7 +108,6 @@ class Page:
     """A page.
 
     Attributes:
-        html: all of it.
         snapshots: pickles of the step for PyTorch's memory viewer, by name: `predicted`, `measured`.
     """
 
@@ -156,27 +155,26 @@ def render(data: ReportData) -> Page:
 
 
 def _snapshots(data: ReportData) -> dict[str, bytes]:
-    """The step as snapshots, by name."""
-    found = {}
+    snapshots = {}
     if data.timeline is not None:
-        found["predicted"] = predicted_snapshot(data.timeline)
+        snapshots["predicted"] = predicted_snapshot(data.timeline)
     if data.measured is not None:
-        found["measured"] = measured_snapshot(data.measured)
-    return found
+        snapshots["measured"] = measured_snapshot(data.measured)
+    return snapshots
 
 
 def _pictures(data: ReportData) -> dict[str, str]:
     """By name, those for which there is something to show."""
-    found = {}
+    pictures = {}
     if data.timeline is not None:
-        found["timeline"] = charts.timeline_svg(data.timeline)
+        pictures["timeline"] = charts.timeline_svg(data.timeline)
     if data.timeline is not None or data.measured is not None:
-        found["phases"] = charts.phases_svg(data.timeline, data.measured)
+        pictures["phases"] = charts.phases_svg(data.timeline, data.measured)
     if data.frontier is not None and data.frontier.points:
-        found["frontier"] = charts.frontier_svg(data.frontier)
+        pictures["frontier"] = charts.frontier_svg(data.frontier)
     if data.densities:
-        found["density"] = charts.density_svg(data.densities)
-    return found
+        pictures["density"] = charts.density_svg(data.densities)
+    return pictures
 
 
 def _values(data: ReportData) -> dict[str, Any]:
@@ -254,14 +252,7 @@ def _in_bytes(phase: Any) -> Mapping[str, int] | None:
 
 
 class TrainingReport:
-    """Makes the page about one Trainer's runs.
-
-    Args:
-        trainer: whose runs.
-        engine: that trains its model.
-        plan_stats: of the run.
-        collected: of the run.
-    """
+    """Makes the page about one Trainer's runs."""
 
     def __init__(
         self, trainer: Trainer, engine: Engine, plan_stats: PlanStatsCallback, collected: CollectingCallback
@@ -272,10 +263,6 @@ class TrainingReport:
 
     def page(self, path: os.PathLike | str | None = None, failure: str = "") -> Page:
         """The page about the last run, or the one that is under way.
-
-        Args:
-            path: HTML file to write, too.
-            failure: see `failure_text`.
 
         Raises:
             MemOptError: matplotlib or jinja2 is missing, or the file cannot be written.
@@ -293,7 +280,6 @@ class TrainingReport:
         """`page` at the end of a run, on the world's rank 0; what goes wrong is a warning, since the run is over.
 
         Args:
-            path: HTML file.
             failure: see `failure_text`; empty: the run ended by itself.
         """
         trainer = self._trainer()

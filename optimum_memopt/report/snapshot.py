@@ -25,8 +25,6 @@ class Block:
     """Memory that is held from one operator to another.
 
     Attributes:
-        category: as in the timeline.
-        bytes: its size.
         begin: index of the operator that allocates it.
         end: index of the operator before which it is freed; as many as there are operators: never.
     """

@@ -61,7 +61,6 @@ def balance(order: np.ndarray, complexities: np.ndarray, batch_size: int, world_
         order: indices of samples; an incomplete last step is left out.
         complexities: tokens of each sample.
         batch_size: samples of one rank in one step.
-        world_size: number of ranks.
 
     Returns:
         None when there is no complete step.
@@ -161,7 +160,6 @@ def check(args: TrainingArguments, dataset: Any) -> None:
     """Refuse what cannot be put into an order, and what would choose the order too.
 
     Args:
-        args: the Trainer's.
         dataset: the training data; None when the Trainer gets them later.
 
     Raises:
@@ -351,7 +349,6 @@ def batch_lengths(lengths: np.ndarray, rows: int, strategy: str) -> tuple[int, .
 
     Args:
         lengths: tokens of each sample, shape (samples,).
-        rows: samples of a batch.
         strategy: as in Trainer's arguments; one that is not known counts as random.
     """
     if strategy == "sequential":
@@ -402,7 +399,6 @@ def chosen_micro_batch(trainer: Trainer, options: MemOptOptions, engine: str) ->
     Args:
         trainer: before its `train()`.
         options: with a budget.
-        engine: the one that trains, by name.
 
     Raises:
         MemOptError: no micro-batch fits on some rank, or the model cannot be predicted for other batches.
@@ -410,9 +406,9 @@ def chosen_micro_batch(trainer: Trainer, options: MemOptOptions, engine: str) ->
     args = trainer.args
     before = args.per_device_train_batch_size, args.gradient_accumulation_steps
     rows = before[0] * before[1]
-    found = _agreed(trainer, options, engine, rows)
+    smallest = _agreed(trainer, options, engine, rows)
     try:
-        _set(trainer, found, rows // found)
+        _set(trainer, smallest, rows // smallest)
         yield
     finally:
         _set(trainer, *before)
@@ -438,10 +434,10 @@ def _agreed(trainer: Trainer, options: MemOptOptions, engine: str, rows: int) ->
     except MemOptError as error:
         own = str(error)
     of_ranks = gathered(own) if trainer.args.world_size > 1 else [own]
-    for rank, found in enumerate(of_ranks):
-        if isinstance(found, str):
-            raise MemOptError(f"{_AUTO_BATCH}: {f'rank {rank}: ' if len(of_ranks) > 1 else ''}{found}")
-    smallest = min(found for found in of_ranks if isinstance(found, int))
+    for rank, choice in enumerate(of_ranks):
+        if isinstance(choice, str):
+            raise MemOptError(f"{_AUTO_BATCH}: {f'rank {rank}: ' if len(of_ranks) > 1 else ''}{choice}")
+    smallest = min(choice for choice in of_ranks if isinstance(choice, int))
     assert row is not None
     get_logger().info(
         f"{_AUTO_BATCH}: micro-batches of {smallest} rows, {rows // smallest} to each optimizer step of {rows} rows a "

@@ -16,7 +16,6 @@ def check(name: str, trainer: "Trainer") -> None:
     """Refuse what would create another optimizer than the flag names, or none at all.
 
     Args:
-        name: a key of `OPTIMIZERS`.
         trainer: before its `train()`.
 
     Raises:
@@ -24,7 +23,8 @@ def check(name: str, trainer: "Trainer") -> None:
     """
     conflict = _conflict(trainer.args, trainer) or _deepspeed_conflict(name, deepspeed_config(trainer))
     if not conflict:
-        conflict = OPTIMIZERS[name].missing(_step_device(trainer))
+        device = "cpu" if _offloads(deepspeed_config(trainer)) else trainer.args.device.type
+        conflict = OPTIMIZERS[name].missing(device)
     if conflict:
         raise MemOptError(f"{FLAG} {name}: {conflict}")
 
@@ -96,7 +96,3 @@ def _deepspeed_conflict(name: str, config: Mapping[str, Any] | None) -> str:
     if name != "deepspeed_cpu_adam" and _offloads(config) and forced:
         return f"DeepSpeed's offload_optimizer steps on the CPU; use {FLAG} deepspeed_cpu_adam, or do not offload"
     return ""
-
-
-def _step_device(trainer: "Trainer") -> str:
-    return "cpu" if _offloads(deepspeed_config(trainer)) else trainer.args.device.type

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from optimum_memopt.engines.api.run import Selection
-from optimum_memopt.engines.ort.graph_fixes import gradients
-from optimum_memopt.engines.ort.graph_fixes.index_checks import IndexCheck, as_index_error
+from optimum_memopt.engines.ort import graph_fixes
+from optimum_memopt.engines.ort.graph_fixes import IndexCheck, as_index_error
 from optimum_memopt.engines.ort.session import session
 from tests import fresh_process
 from tests.gradients import accumulate, assert_same_step
@@ -238,7 +238,7 @@ def test_without_it_they_are_stashed(attach, monkeypatch):
 def test_other_graphs_are_left_alone():
     gather = onnx.helper.make_node("GatherElementsGrad", ["dy", "shape", "indices"], ["dx"])
     graph = onnx.helper.make_graph([gather], "graph", [], [])
-    gradients.expand_indices_in_backward(graph)
+    graph_fixes.expand_indices_in_backward(graph)
     assert [node.op_type for node in graph.node] == ["GatherElementsGrad"]
 
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from optimum_memopt import MemOptError, MemOptOptions, PlanRow, PlanTable
+from optimum_memopt.compat import installed_version
 from optimum_memopt.distributed import describe_difference, digest, facts, failure
 from optimum_memopt.engines.ort.compat.installation import DISTRIBUTIONS
-from optimum_memopt.installed import installed_version
 from optimum_memopt.plans.plan_file import PlanFile
 
 PLAN = PlanRow("Gelu+:1:-1", 2, 1024, "8*inputs_input_ids_dim0", requested_count=-1, applied_count=2)

@@ -69,9 +69,9 @@ class Moment:
     def __str__(self) -> str:
         of = f"operator {self.operator}" if self.operator else ""
         within = f"in {self.layer}" if self.layer else ""
-        known = " ".join(filter(None, (of, within)))
+        place = " ".join(filter(None, (of, within)))
         about = "" if self.is_exact or not self.operator else "at about "
-        return f"{self.phase}, {about}{known}" if known else self.phase
+        return f"{self.phase}, {about}{place}" if place else self.phase
 
 
 @dataclass(frozen=True)
@@ -226,12 +226,11 @@ def place_of(traceback: TracebackType | None, model: torch.nn.Module) -> Place:
 
 
 def _self_of(frame: FrameType) -> Any:
-    """The object that a method was called on."""
     if "self" not in frame.f_code.co_varnames:
         return None
-    found = frame.f_locals
-    owner = found.get("self")
-    if isinstance(found, dict) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+    variables = frame.f_locals
+    owner = variables.get("self")
+    if isinstance(variables, dict) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
         # Before Python 3.13 a copy that stays with the frame, and keeps its tensors when the frame is cleared.
-        found.clear()
+        variables.clear()
     return owner

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic
 
 from optimum_memopt.engines.api.explanations import Explanation, FailedStep
-from optimum_memopt.engines.api.options import Options
 from optimum_memopt.engines.api.predictions import Estimate, ModelOfRun, StepPredictor, Workload
+from optimum_memopt.engines.api.run import Options
 from optimum_memopt.sizes import Budget
 
 if TYPE_CHECKING:
@@ -99,7 +99,6 @@ class EngineFactory(Generic[Options]):
 
         Args:
             options: as `in_force` returned them.
-            selection: the plans that were asked for.
 
         Raises:
             MemOptError: the engine cannot do what is selected.
@@ -140,7 +139,6 @@ class EngineFactory(Generic[Options]):
 
         Args:
             workload: the model and the size of its batch.
-            selection: the plans that were asked for.
             spec: how the step runs.
             symbolic: sizes stay symbols, so that savings are formulas; several times slower.
             with_curve: predict what budgets cost, too; with a plan selected, the model is traced a second time.

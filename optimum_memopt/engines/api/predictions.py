@@ -325,8 +325,8 @@ class PredictedStep:
 
     def by_bound(self, accumulation: int) -> dict[str, float]:
         """Seconds of an optimizer step of several micro-batches, by what bounds them."""
-        found = {bound: seconds * accumulation for bound, seconds in self.seconds.items()}
-        return {**found, OPTIMIZER_PART: self.optimizer + self.accumulating * (accumulation - 1)}
+        seconds_by_bound = {bound: seconds * accumulation for bound, seconds in self.seconds.items()}
+        return {**seconds_by_bound, OPTIMIZER_PART: self.optimizer + self.accumulating * (accumulation - 1)}
 
 
 class StepPredictor(Protocol):
@@ -364,7 +364,6 @@ class StepPredictor(Protocol):
 
         Args:
             plan: one of `plans`.
-            rows: of a micro-batch.
             accumulates: gradients of several micro-batches add up.
         """
 

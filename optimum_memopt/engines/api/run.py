@@ -1,12 +1,20 @@
-"""The plans that were asked for, the step that they are for, and the run that trains under them."""
+"""The options that every engine reads, the plan that they ask for, the step that it is for, and the run."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Annotated, Any, Generic, TypeVar
 
+from optimum_memopt.logs import LOG_LEVELS, get_logger, set_log_level
 from optimum_memopt.memory.optimizers import DEFAULT, Optimizer
-from optimum_memopt.plans.grammar import PlanConfig
+from optimum_memopt.option_values import Numbers
+from optimum_memopt.plans.grammar import ConfigSource, PlanConfig, to_text
 from optimum_memopt.plans.plan_file import PlanFile
 from optimum_memopt.sizes import Budget
+
+AUTO = "auto"
+ON_OOM = EXPLAIN, REPLAN = ("explain", "replan")
+_LEVELS = Numbers(0, 2, "0 (the config), 1 (recompute in each layer) and 2 (also with compromised saving)")
 
 
 @dataclass(frozen=True)
@@ -17,8 +25,6 @@ class StepSpec:
         device: whose memory and rates count, as `h100` or a JSON file; None: this machine's.
         compiler: whose graphs, `inductor` or `aot_eager`; None: the one that would train.
         autocast: `bfloat16` or `float16`; empty: float32.
-        optim: Trainer's name of the optimizer.
-        gradient_accumulation_steps: micro-batches of a step.
     """
 
     device: str | None = None
@@ -36,7 +42,6 @@ class LargestBatch:
     """Sizes of the largest batch of a run.
 
     Attributes:
-        rows: of a micro-batch.
         length: tokens of the longest row.
         lengths: tokens of the longest row of each batch of an epoch, for one order that the run's sampler may draw;
             empty where they are not known.
@@ -88,3 +93,113 @@ class Selection:
         if self.level:
             return f"level {self.level}"
         return "" if self.config is None else f"config {self.config}"
+
+
+@dataclass
+class EngineOptions:
+    """The options that every engine reads. An engine's own flags are a subclass, `MemOptOptions` is all of them.
+
+    From Python `memory_opt_config` is also a list of `cluster_id:strategy:count`, a dict of cluster id to strategy
+    (`{"Gelu+": 1}`, all occurrences) or to `strategy:count` (`{"Gelu+": "1:4"}`), the `Path` of a file, or a
+    `PlanConfig`; `MemOptOptions.check` makes the flag's text of it.
+    """
+
+    memory_opt_engine: str = AUTO
+    memory_opt_config: ConfigSource | None = field(
+        default=None,
+        metadata={
+            "help": "Plans to turn on, cluster_id:strategy:count separated by commas, or a JSON file with a list of "
+            "such strings. Strategy: 0 none, 1 recompute, 2 recompute with compromised saving, 3 offload to the host "
+            "(compile engine). Count: -1 all, 0 off, N the first N (compile engine). Example: Gelu+:1:-1. The plan "
+            "table lists the cluster ids of your model."
+        },
+    )
+    memory_opt_level: Annotated[int, _LEVELS] = field(
+        default=0,
+        metadata={
+            "help": "0: the plans of --memory_opt_config. 1: all recomputable plans inside each transformer layer, "
+            "less those that would raise the peak. 2: also those with compromised saving. Not together with a config."
+        },
+    )
+    memory_opt_strict: bool = field(
+        default=True,
+        metadata={"help": "Stop at a cluster id that the model does not have; false: warn and go on without it."},
+    )
+    memory_opt_log_level: str = field(
+        default="info",
+        metadata={
+            "choices": tuple(LOG_LEVELS),
+            "help": "info: the plan table, on rank 0. devinfo: also each node as the engine sees it, on all ranks, "
+            "and a line for each memory phase. verbose: also the engine's own log.",
+        },
+    )
+    memory_opt_report: os.PathLike | str | None = field(
+        default=None,
+        metadata={
+            "help": "When training ends, however it ends, write a page about its memory to this HTML file: the step "
+            "operator by operator, predicted beside measured phases, the plan table. Measures memory phases as "
+            "--log_memory_phases does. Needs the extra report."
+        },
+    )
+    memory_opt_on_oom: str = field(
+        default=EXPLAIN,
+        metadata={
+            "choices": ON_OOM,
+            "help": "When a training step runs out of memory. explain: log what was held and what would have fit, "
+            "write memory_report.json into --output_dir, and stop with the same error. replan: plan for what there "
+            "is, run the same step again and go on, at most three times; compile engine, not with DeepSpeed.",
+        },
+    )
+
+    @property
+    def plan_config(self) -> PlanConfig | None:
+        """`memory_opt_config`, read; a file is read the first time.
+
+        Raises:
+            ConfigError: it cannot be read.
+        """
+        if self.memory_opt_config is None:
+            return None
+        text = to_text(self.memory_opt_config)
+        return self._read(f"config {text}", lambda: PlanConfig.load(text))
+
+    def _read(self, name: str, read: Callable[[], Any]) -> Any:
+        # No field, so that it is neither a flag nor serialised; shallow copies share it.
+        files: dict[str, Any] = vars(self).setdefault("_files", {})
+        if name not in files:
+            files[name] = read()
+        return files[name]
+
+    def check_values(self) -> None:
+        """Refuse wrong values and options that do not go together. Raises MemOptError."""
+        raise NotImplementedError
+
+
+Options = TypeVar("Options", bound=EngineOptions)
+
+
+@dataclass(frozen=True)
+class Resolved(Generic[Options]):
+    """The engine that trains, and its plan: decided once, the same for everyone who asks later.
+
+    Attributes:
+        reason: why this one.
+        options: those in force: the user's, as the engine's variables in the environment change them.
+        remarks: a line for each variable of the environment that counts; not logged yet.
+        given: flags of this engine alone that the user gave.
+        then: the engine that takes over if this one turns out unable to train the model; None: nothing.
+    """
+
+    engine: str
+    reason: str
+    options: Options
+    selection: Selection
+    remarks: tuple[str, ...] = ()
+    given: tuple[str, ...] = ()
+    then: "Resolved[Options] | None" = None
+
+    def log(self) -> None:
+        """Log the remarks, at the log level that is in force from now on."""
+        set_log_level(self.options.memory_opt_log_level)
+        for remark in self.remarks:
+            get_logger().warning(remark)

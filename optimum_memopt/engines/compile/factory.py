@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from optimum_memopt.compat import installed_version
 from optimum_memopt.engines.api.engine import Engine
 from optimum_memopt.engines.api.explanations import Explanation, FailedStep
 from optimum_memopt.engines.api.factory import Ability, EngineFactory, Report, TrainerParts
@@ -17,7 +18,6 @@ from optimum_memopt.engines.api.predictions import Estimate, ModelOfRun, StepPre
 from optimum_memopt.engines.api.run import Selection, StepSpec
 from optimum_memopt.engines.compile.options import PLAIN, CompileOptions
 from optimum_memopt.errors import MemOptError
-from optimum_memopt.installed import installed_version
 from optimum_memopt.sizes import Budget
 
 if TYPE_CHECKING:

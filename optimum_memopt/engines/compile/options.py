@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-from optimum_memopt.engines.api.options import AUTO, EngineOptions
+from optimum_memopt.engines.api.run import AUTO, EngineOptions
 from optimum_memopt.option_values import Numbers
 from optimum_memopt.plans.plan_file import LOSSES as PLAN_FILE_LOSSES
 from optimum_memopt.plans.plan_file import PlanFile

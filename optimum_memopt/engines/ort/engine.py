@@ -280,7 +280,6 @@ class OrtEngine(in_place.InPlaceEngine):
 
 
 def _autocast(model: torch.nn.Module) -> Any:
-    """The autocast dtype on the model's device, False without autocast."""
     parameter = next(model.parameters(), None)
     device_type = parameter.device.type if parameter is not None else "cpu"
     return torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type)

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from optimum_memopt.compat import installed_version
 from optimum_memopt.engines.api.engine import Engine
 from optimum_memopt.engines.api.factory import Ability, EngineFactory, Report, TrainerParts
-from optimum_memopt.engines.api.options import EXPLAIN
-from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.api.run import EXPLAIN, Selection
 from optimum_memopt.engines.ort.compat import extensions, installation, ortmodule
 from optimum_memopt.engines.ort.compat.installation import clash, install_command
 from optimum_memopt.engines.ort.options import environment
@@ -18,7 +18,6 @@ from optimum_memopt.engines.ort.options.flags import OrtOptions
 from optimum_memopt.engines.ort.session.graph_plans import check_supported
 from optimum_memopt.engines.shared.registry import engine_names, given_flags
 from optimum_memopt.errors import MemOptError
-from optimum_memopt.installed import installed_version
 from optimum_memopt.plans.grammar import ConfigError
 
 if TYPE_CHECKING:
@@ -157,7 +156,6 @@ def _ort_engine(versions: Mapping[str, str | None]) -> Ability:
 
 
 def _with_engine(compiler_missing: str) -> tuple[Ability, ...]:
-    """Abilities on a machine where the engine itself works."""
     built = (True, "the torch extensions are built", "")
     if not extensions.find():
         why = f"the torch extensions are not built{compiler_missing and ': '}{compiler_missing}"

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from optimum_memopt.engines.api.engine import Engine, Run, Smoothing
-from optimum_memopt.engines.api.options import Resolved
 from optimum_memopt.engines.api.predictions import Frontier, StepTimeline
-from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.api.run import Resolved, Selection
 from optimum_memopt.engines.shared.forward_patch import ForwardState, TrainForward, training_forward
 from optimum_memopt.engines.shared.in_place import note_engine
 from optimum_memopt.engines.shared.registry import factory

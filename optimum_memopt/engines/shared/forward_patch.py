@@ -43,7 +43,6 @@ class ForwardState:
         """Before a forward.
 
         Args:
-            model: whose forward it is.
             with_buffers: which costs a copy of each.
             others: modules that take part, as one that computes the loss; of theirs, too.
         """
@@ -153,11 +152,11 @@ def training_forward(model: torch.nn.Module) -> TrainingForward:
     place of the last one, under autocast.
     """
     held = _training_forwards.get(model)
-    known = held() if held is not None else None
-    if known is None or not known.is_in_place:
-        known = TrainingForward(model)
-        _training_forwards[model] = weakref.ref(known)
-    return known
+    patch = held() if held is not None else None
+    if patch is None or not patch.is_in_place:
+        patch = TrainingForward(model)
+        _training_forwards[model] = weakref.ref(patch)
+    return patch
 
 
 _SWITCH = "gradient_checkpointing"

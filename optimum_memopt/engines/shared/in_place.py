@@ -92,7 +92,6 @@ class InPlaceEngine:
 
     @property
     def _attached(self) -> Attached:
-        """The model of the last `attach`, until `detach`."""
         if self._last_attached is None:
             raise RuntimeError(f"the {self.name} engine has no model: attach() comes first")
         return self._last_attached

@@ -61,11 +61,11 @@ class LabelSmoothing:
             outputs = forward(*args, **kwargs)
             if labels is None:
                 return outputs
-            found = loss_of(outputs, labels, kwargs.get("num_items_in_batch"))
+            loss = loss_of(outputs, labels, kwargs.get("num_items_in_batch"))
             if isinstance(outputs, dict):
-                outputs["loss"] = found
+                outputs["loss"] = loss
                 return outputs
-            return found, *outputs
+            return loss, *outputs
 
         return smoothed
 

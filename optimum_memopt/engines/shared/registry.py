@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 
-from optimum_memopt.compat import extension_lock
+from optimum_memopt.compat import extension_lock, installed_version
 from optimum_memopt.engines.api.factory import EngineFactory
-from optimum_memopt.engines.api.options import AUTO, EngineOptions
+from optimum_memopt.engines.api.run import AUTO, EngineOptions
 from optimum_memopt.errors import MemOptError, excerpt
-from optimum_memopt.installed import installed_version
 from optimum_memopt.logs import get_logger
 
 
@@ -124,9 +123,9 @@ def given_flags(options: Any, name: str) -> list[str]:
     registration = _registrations[name]
     # Of the object's own class: a subclass may have other defaults (the examples' `TrainingArguments`).
     defaults = {field.name: field.default for field in fields(options)}
-    others = registration.for_any_engine.union(field.name for field in fields(EngineOptions))
+    shared = registration.for_any_engine.union(field.name for field in fields(EngineOptions))
     values = {
-        field.name: getattr(options, field.name) for field in fields(registration.options) if field.name not in others
+        field.name: getattr(options, field.name) for field in fields(registration.options) if field.name not in shared
     }
     return [
         f"--{name}" if isinstance(value, bool) else f"--{name} {excerpt(value)}"

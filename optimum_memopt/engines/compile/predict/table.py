@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import sympy
 import torch
 
-from optimum_memopt.compat import attention_implementation, is_encoder_decoder
+from optimum_memopt.compat import attention_implementation, installed_version, is_encoder_decoder
 from optimum_memopt.engines.api.run import Run
 from optimum_memopt.engines.compile.capture.traced_forward import TraceSpec
 from optimum_memopt.engines.compile.costs.devices import Device
@@ -24,7 +24,6 @@ from optimum_memopt.engines.compile.partition.producers.producer import Producer
 from optimum_memopt.engines.compile.partition.strategies import strategy_of
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
 from optimum_memopt.errors import MemOptError
-from optimum_memopt.installed import installed_version
 from optimum_memopt.logs import best_effort
 from optimum_memopt.memory.optimizers import PlannedOptimizer
 from optimum_memopt.memory.peak_monitor import MIB

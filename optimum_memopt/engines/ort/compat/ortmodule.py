@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import torch
 import torch.utils.checkpoint
 
+from optimum_memopt.compat import installed_version
 from optimum_memopt.engines.ort.compat import extensions
-from optimum_memopt.installed import installed_version
 
 ORTMODULE = "onnxruntime.training.ortmodule"
 EXTENSIONS_PACKAGE = f"{ORTMODULE}.torch_cpp_extensions"

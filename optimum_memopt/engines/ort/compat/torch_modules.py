@@ -121,7 +121,6 @@ def check_checkpointed_functions() -> Iterator[None]:
 
 
 def _held_tensors(function: Callable[..., Any]) -> list[str]:
-    """Names of the tensors that a partial or a closure holds."""
     held: dict[str, Any] = {}
     while isinstance(function, functools.partial):
         held |= {**function.keywords, **{f"argument {index}": value for index, value in enumerate(function.args)}}

@@ -193,8 +193,8 @@ def _decide_between_plans(options: Any, effective: Any, given: Mapping[str, str]
 def _other_remarks(given: Mapping[str, str]) -> list[str]:
     lines = []
     for name in given:
-        known = name.removeprefix(PREFIX)
-        if note := _NOT_USED.get(known) or _PROCESS_WIDE.get(known):
+        variable = name.removeprefix(PREFIX)
+        if note := _NOT_USED.get(variable) or _PROCESS_WIDE.get(variable):
             lines.append(f"{name} in the environment: {note}")
         elif name not in KNOWN:
             near = difflib.get_close_matches(name, KNOWN, n=1, cutoff=0)

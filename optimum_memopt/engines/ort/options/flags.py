@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 
-from optimum_memopt.engines.api.options import EngineOptions
+from optimum_memopt.compat import installed_version
+from optimum_memopt.engines.api.run import EngineOptions
 from optimum_memopt.engines.ort.compat import extensions, installation
 from optimum_memopt.errors import MemOptError, UnsupportedModelError, excerpt, path_excerpt
-from optimum_memopt.installed import installed_version
 from optimum_memopt.option_values import Numbers
 
 if TYPE_CHECKING:
@@ -198,7 +198,6 @@ class OrtOptions(EngineOptions):
 
 
 def _given(options: OrtOptions) -> dict[str, str]:
-    """Names of the options that are set, with the text of the flag."""
     names = dict.fromkeys((*_NEED_CUDA, *_NEED_EXTENSIONS))
     values = {name: getattr(options, name) for name in names}
     return {

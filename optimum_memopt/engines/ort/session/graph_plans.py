@@ -248,7 +248,7 @@ def check_applied(choice: Choice, counts: Mapping[str, tuple[int, int]], strict:
 
 
 @dataclass(frozen=True)
-class GraphPlans:
+class GraphTable:
     """Plans of a training graph.
 
     Attributes:
@@ -274,7 +274,7 @@ def choose_plans(
     is_encoder_decoder: bool,
     selection: Selection,
     graph: Any,
-) -> GraphPlans:
+) -> GraphTable:
     """Match a selection with the plans of a training graph.
 
     Args:
@@ -282,8 +282,6 @@ def choose_plans(
         combinations: ORT's rows (configs joined by commas where only together they save) to their frequency.
         dimensions: names of the inputs' dynamic dimensions to their values in the first batch.
         is_encoder_decoder: the kind of model, which names the dimensions.
-        selection: the plans that were asked for.
-        graph: the training graph (`onnx.GraphProto`).
 
     Raises:
         ConfigError: a strict config names a plan that the graph does not have.
@@ -297,7 +295,7 @@ def choose_plans(
         choice = choose_config(selection.config, existing, selection.strict)
     elif selection.level:
         choice = choose_level(selection.level, existing, residual_normalizations(graph))
-    return GraphPlans(rows, symbols, choice)
+    return GraphTable(rows, symbols, choice)
 
 
 def _with_counts(row: PlanRow, choice: Choice, counts: Mapping[str, tuple[int, int]]) -> PlanRow:

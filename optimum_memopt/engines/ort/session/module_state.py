@@ -150,8 +150,6 @@ def describe_changes(changes: Mapping[str, tuple[str, str]]) -> str:
 
 
 class _ObjectState:
-    """The compared state of one module or one config."""
-
     def __init__(self, name: str, owner: Any, fields: dict[str, Any]) -> None:
         self.name = name
         self.prefix = f"{name}." if name else ""
@@ -269,7 +267,6 @@ def _snapshot(value: Any, depth: int = 4) -> Any:
 
 
 def _snapshot_text(snapshot: tuple[Any, ...]) -> str:
-    """A result of `_snapshot` as text."""
     if len(snapshot) == 1:
         return repr(snapshot[0])
     if isinstance(snapshot[0], str):

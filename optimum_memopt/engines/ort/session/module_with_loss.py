@@ -47,7 +47,6 @@ def return_loss_only(module: torch.nn.Module, smoothing: LabelSmoothing | None, 
 
     Args:
         module: what ORT exports; its forward is replaced on this instance and keeps its signature.
-        smoothing: see `with_label_smoothing`.
         sparse: compute the loss from the labelled rows only, if there is a label per token.
     """
     own: Any = module.forward

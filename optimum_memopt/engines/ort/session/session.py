@@ -14,27 +14,25 @@ from typing import Any
 
 import torch
 
-from optimum_memopt.compat import is_encoder_decoder
+from optimum_memopt.compat import installed_version, is_encoder_decoder
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.ort.compat import internals, ortmodule, torch_modules
 from optimum_memopt.engines.ort.compat.installation import DISTRIBUTIONS
-from optimum_memopt.engines.ort.graph_fixes.gradients import (
-    expand_indices_in_backward,
-    mask_padding_gradients,
-    unsqueeze_grouped_conv1d_gradients,
-)
-from optimum_memopt.engines.ort.graph_fixes.index_checks import (
+from optimum_memopt.engines.ort.graph_fixes import (
     IndexCheck,
     as_index_error,
     check_indices,
+    expand_indices_in_backward,
+    mask_padding_gradients,
     nan_mean_without_labels,
+    unsqueeze_grouped_conv1d_gradients,
 )
 from optimum_memopt.engines.ort.options import environment
 from optimum_memopt.engines.ort.options.flags import OrtOptions
 from optimum_memopt.engines.ort.session import module_with_loss
 from optimum_memopt.engines.ort.session.export_cache import ExportCache
 from optimum_memopt.engines.ort.session.graph_plans import (
-    GraphPlans,
+    GraphTable,
     applied_counts,
     check_applied,
     choose_plans,
@@ -42,7 +40,6 @@ from optimum_memopt.engines.ort.session.graph_plans import (
 )
 from optimum_memopt.engines.ort.support.checks import check_operators, refuse_side_effects
 from optimum_memopt.errors import MemOptError
-from optimum_memopt.installed import installed_version
 from optimum_memopt.logs import Progress, announced, get_logger
 from optimum_memopt.plans.table import PlanTable
 
@@ -81,7 +78,7 @@ class OrtSession:
         self, module: torch.nn.Module, options: OrtOptions, selection: Selection, log_level: str = "info"
     ) -> None:
         imported = ortmodule.load()
-        self.plans, self.insight = GraphPlans(), ""
+        self.plans, self.insight = GraphTable(), ""
         self.table: PlanTable | None = None
         self.is_building, self.backward_is_due = True, False
         self._has_extensions = imported.has_extensions

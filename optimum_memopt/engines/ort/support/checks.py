@@ -10,13 +10,12 @@ import numpy
 import torch
 from transformers import Trainer
 
-from optimum_memopt.compat import attention_implementation
+from optimum_memopt.compat import attention_implementation, installed_version
 from optimum_memopt.engines.ort.compat import installation, ortmodule, torch_modules
 from optimum_memopt.engines.ort.compat.extensions import BUILD_COMMAND
 from optimum_memopt.engines.ort.compat.installation import DISTRIBUTIONS
 from optimum_memopt.engines.shared import in_place
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
-from optimum_memopt.installed import installed_version
 from optimum_memopt.logs import get_logger
 
 # Names of attention dropout in transformers' configs.
@@ -98,9 +97,7 @@ def check_operators(name: str, inlined_functions: Sequence[str], graph: Any, has
     """Refuse an exported graph that needs the torch extensions where they are missing or off.
 
     Args:
-        name: of the model's class.
         inlined_functions: `torch.autograd.Function`s that the export inlined.
-        graph: the training graph (`onnx.GraphProto`).
         has_extensions: the torch extensions are built and on.
 
     Raises:
@@ -186,7 +183,6 @@ def check_arguments(args: Any, checkpointing: bool = False, zero_stage3: bool = 
     """Refuse `transformers.TrainingArguments` that ONNX Runtime cannot train with.
 
     Args:
-        args: the Trainer's.
         checkpointing: activation checkpointing stays on and has to be re-entrant.
         zero_stage3: ZeRO stage 3 is allowed.
 

@@ -1,4 +1,7 @@
-"""Labels and ids as PyTorch takes them: bounds checks, and the loss of a batch without labels.
+"""Mends ONNX Runtime 1.19.2's training graphs in place: labels and ids as PyTorch takes them, and wrong
+or costly gradients.
+
+A graph is an `onnx.GraphProto`, whose nodes are named after the submodules that they were exported from.
 
 ONNX Runtime's losses read out of bounds for a label out of range, and its Gather counts negative ids from the end
 (onnxruntime 1.19.2); torch raises IndexError for both. A check is a group of nodes before the node that would read out
@@ -9,7 +12,7 @@ because Reshape reads its shape on the host (not run: there was no GPU).
 """
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +20,16 @@ import numpy
 import onnx
 import torch
 
-from optimum_memopt.engines.ort.graph_fixes.training_graph import NewNodes, element_type, embedding_of, module_scope
+from optimum_memopt.engines.ort.support.checks import UnsupportedByOrt
 
+# The export names nodes after their submodules, under this prefix.
+ROOT = "/_original_module/"
+_ELEMENTS = {
+    torch.float32: onnx.TensorProto.FLOAT,
+    torch.float16: onnx.TensorProto.FLOAT16,
+    torch.bfloat16: onnx.TensorProto.BFLOAT16,
+    torch.float64: onnx.TensorProto.DOUBLE,
+}
 LOSSES = frozenset({"SoftmaxCrossEntropyLoss", "SoftmaxCrossEntropyLossInternal"})
 # Operators that pass the values of their first input on unchanged.
 _SAME_VALUES = frozenset(
@@ -42,6 +53,70 @@ _FAILED_EXPORT = re.compile(
     r"index -?\d+ is out of bounds for dimension \d+ with size \d+|"
     r"Class values must be (?:non-negative|smaller than num_classes)\.)"
 )
+
+
+class NewNodes:
+    """Nodes and constants under a common prefix, collected in topological order and inserted at once.
+
+    Args:
+        prefix: of the names of all new nodes and constants.
+    """
+
+    def __init__(self, graph: Any, prefix: str) -> None:
+        self._graph = graph
+        self._prefix = prefix
+        self._nodes: list[Any] = []
+
+    def constant(self, name: str, value: Any, dtype: Any = numpy.int64) -> str:
+        """Add an initializer; returns its full name."""
+        full = f"{self._prefix}/{name}"
+        self._graph.initializer.append(onnx.numpy_helper.from_array(numpy.asarray(value, dtype), full))
+        return full
+
+    def add(self, operator: str, inputs: Sequence[str], output: str, label: str = "", **attributes: Any) -> str:
+        """Add a node; returns the full name of its output.
+
+        Args:
+            output: its name without the prefix.
+            label: the node's name; by default made of output and operator.
+        """
+        full = f"{self._prefix}/{output}"
+        self._nodes.append(
+            onnx.helper.make_node(operator, inputs, [full], label or f"{full}/{operator}", **attributes)
+        )
+        return full
+
+    def rename_last_output(self, name: str) -> None:
+        """Rename the output of the last node."""
+        self._nodes[-1].output[0] = name
+
+    def insert(self, position: int) -> None:
+        """Insert the nodes into the graph, the first at `position`."""
+        for offset, node in enumerate(self._nodes):
+            self._graph.node.insert(position + offset, node)
+
+
+def embedding_of(node_name: str, embeddings: dict[str, torch.nn.Embedding]) -> torch.nn.Embedding | None:
+    """The embedding that a node was exported from; `embeddings` are keyed by module name.
+
+    From the second call of a submodule in one forward on, its scope ends with a number.
+    """
+    scope = module_scope(node_name)
+    if scope in embeddings:
+        return embeddings[scope]
+    called, _, count = scope.rpartition("_")
+    return embeddings.get(called) if count.isdigit() else None
+
+
+def module_scope(node_name: str) -> str:
+    """Name of the module that a node was exported from; a gradient node has the module of its forward node."""
+    return node_name.partition("_Grad/")[0].rpartition("/")[0].removeprefix(ROOT).replace("/", ".")
+
+
+def element_type(graph: Any, name: str, default: int) -> int:
+    """The `onnx.TensorProto` type of a value, `default` if the graph does not have it."""
+    values = (*graph.value_info, *graph.input, *graph.output)
+    return next((value.type.tensor_type.elem_type for value in values if value.name == name), 0) or default
 
 
 @dataclass(frozen=True)
@@ -68,7 +143,6 @@ def check_indices(graph: Any, module: torch.nn.Module) -> dict[str, IndexCheck]:
     """Add a check before every node that reads labels, or ids where torch allows no negative ones; in place.
 
     Args:
-        graph: an `onnx.GraphProto` of the training graph.
         module: the model that it was exported from; its nodes are named after the submodules.
 
     Returns:
@@ -109,8 +183,8 @@ def as_index_error(error: BaseException, checks: Mapping[str, IndexCheck]) -> In
     if failed := _FAILED_CHECK.search(text):
         return checks[failed["node"]].error(int(failed["coded"]) - 1 - _OFFSET)
     if failed := _FAILED_GATHER.search(text):
-        known = checks.get(failed["node"].partition("_Grad/")[0])
-        check = known or IndexCheck(module_scope(failed["node"]) or failed["node"], int(failed["size"]))
+        inserted = checks.get(failed["node"].partition("_Grad/")[0])
+        check = inserted or IndexCheck(module_scope(failed["node"]) or failed["node"], int(failed["size"]))
         return check.error(int(failed["value"]))
     if failed := _FAILED_EXPORT.search(text):
         return IndexError(failed["reason"])
@@ -208,3 +282,97 @@ def nan_mean_without_labels(graph: Any) -> None:
         new.add("Where", [any_label, node.output[0], new.constant("nan", numpy.nan, dtype)], "mean")
         new.rename_last_output(loss)
         new.insert(position + 1)
+
+
+def mask_padding_gradients(graph: Any, module: torch.nn.Module) -> None:
+    """Keep the gradient of an embedding's padding row at zero, as torch does.
+
+    Without the torch extensions embeddings are exported as Gather, which has no `padding_idx`: the row would get a
+    gradient from every padded position that the loss reads, and would be trained.
+    """
+    embeddings = {
+        name: submodule
+        for name, submodule in module.named_modules(remove_duplicate=False)
+        if isinstance(submodule, torch.nn.Embedding) and submodule.padding_idx is not None
+    }
+    for position, node in reversed(list(enumerate(graph.node))):
+        if node.op_type != "GatherGrad" or (embedding := embedding_of(node.name, embeddings)) is None:
+            continue
+        _, indices, gradient = node.input
+        new = NewNodes(graph, f"{node.name}/padding")
+        row_mask = numpy.ones((embedding.num_embeddings, 1), numpy.float32)
+        row_mask[embedding.padding_idx] = 0
+        rows = new.add("Gather", [new.constant("row_mask", row_mask, numpy.float32), indices], "rows")
+        mask = new.add("Cast", [rows], "mask", to=_ELEMENTS[embedding.weight.dtype])
+        node.input[2] = new.add("Mul", [gradient, mask], "masked")
+        new.insert(position)
+
+
+def expand_indices_in_backward(graph: Any) -> None:
+    """Recompute the expanded indices of a gather in the backward, instead of stashing them.
+
+    `x.gather(-1, index.expand(…))` needs no memory in torch, where an expanded tensor is a view. ONNX Runtime
+    materializes it, and the gather's gradient reads it, so it is stashed as int64 at full size: in DeBERTa-v2 two
+    tensors of shape (batch * heads, length, length) per layer, a quarter of all that a step holds
+    (docs/ort_claims.md). The memory optimizer has no row for them: it traces the Expand back to a Clip, which it
+    cannot recompute (orttraining/core/optimizer/memory_optimizer/recompute_analysis.cc).
+
+    The incoming gradient has the shape of the indices (ONNX, GatherElements), so the new Expand reads its shape. The
+    result is bitwise the same.
+    """
+    expanded = {node.output[0]: node.input[0] for node in graph.node if node.op_type == "Expand"}
+    for position, node in reversed(list(enumerate(graph.node))):
+        if node.op_type == "GatherElementsGrad" and node.input[2] in expanded:
+            gradient, _, indices = node.input
+            new = NewNodes(graph, node.name)
+            shape = new.add("Shape", [gradient], "indices_shape")
+            node.input[2] = new.add("Expand", [expanded[indices], shape], "indices")
+            new.insert(position)
+
+
+def unsqueeze_grouped_conv1d_gradients(graph: Any) -> None:
+    """Compute the gradient of a grouped 1D convolution as that of a 2D convolution of height 1.
+
+    ONNX Runtime's CPU kernel of ConvGrad writes past its buffer in the input gradient of grouped convolutions that are
+    not 2D; the process aborts with glibc's "free(): corrupted unsorted chunks" (ConvBERT's separable convolutions).
+
+    Raises:
+        UnsupportedByOrt: a grouped ConvGrad with three dimensions or more.
+    """
+    for position, node in reversed(list(enumerate(graph.node))):
+        if node.op_type != "ConvGrad":
+            continue
+        attributes = {attribute.name: attribute for attribute in node.attribute}
+        rank = len(attributes["kernel_shape"].ints)
+        if "group" not in attributes or attributes["group"].i == 1 or rank == 2:
+            continue
+        if rank > 2:
+            raise UnsupportedByOrt(
+                f"its gradient of a grouped convolution over {rank} dimensions writes out of bounds "
+                f"({module_scope(node.name)})"
+            )
+        for name in ("kernel_shape", "strides", "dilations"):
+            if name in attributes:
+                attributes[name].ints.insert(0, 1)
+        if "pads" in attributes:
+            before, after = attributes["pads"].ints
+            attributes["pads"].ints[:] = [0, before, 0, after]
+        _unsqueeze(graph, position)
+
+
+def _unsqueeze(graph: Any, position: int) -> None:
+    """Add a dimension to the inputs of the node and remove it from its outputs."""
+    node = graph.node[position]
+    before, after = NewNodes(graph, f"{node.name}/unsqueeze"), NewNodes(graph, f"{node.name}/squeeze")
+    # In a Reshape, 0 copies the size of the input.
+    shape_2d, shape_1d = before.constant("shape", [0, 0, 1, -1]), after.constant("shape", [0, 0, -1])
+    for index, name in enumerate(node.input):
+        node.input[index] = before.add("Reshape", [name, shape_2d], f"input_{index}")
+    # Gradients of input and weight; the bias gradient is 1D in both cases.
+    for index, name in enumerate(node.output[:2]):
+        if name:
+            node.output[index] = f"{node.name}/unsqueeze/output_{index}"
+            after.add("Reshape", [node.output[index], shape_1d], f"output_{index}")
+            after.rename_last_output(name)
+    after.insert(position + 1)
+    before.insert(position)
