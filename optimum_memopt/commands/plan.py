@@ -145,7 +145,7 @@ def _check_curve(args: Any, chosen: Any) -> None:
 
 
 @dataclass(frozen=True)
-class Found:
+class PlanOutput:
     """The results of the command.
 
     Attributes:
@@ -164,7 +164,7 @@ class Found:
     estimate: Any = None
 
 
-def table_of(args: Any) -> Found:
+def table_of(args: Any) -> PlanOutput:
     """One measurement, or one prediction."""
     case, options = case_of(args)
     if factory(options["memory_opt_engine"]).predicts:
@@ -178,10 +178,10 @@ def table_of(args: Any) -> Found:
         "step_seconds": run.step_seconds,
     }
     line = f"Measured peak of a step: {run.peak_mib:.1f} MiB ({run.method}), {run.step_seconds:.3f} s"
-    return Found(report, f"{run.engine_table.to_text()}\n{line}", ",".join(sorted(run.applied)))
+    return PlanOutput(report, f"{run.engine_table.to_text()}\n{line}", ",".join(sorted(run.applied)))
 
 
-def _estimated(workload: Workload, options: MemOptOptions, args: Any) -> Found:
+def _estimated(workload: Workload, options: MemOptOptions, args: Any) -> PlanOutput:
     resolved = resolve(options)
     with_curve = args.budget_curve is not None or args.html is not None
     estimate = factory(resolved.engine).estimate(
@@ -200,10 +200,10 @@ def _estimated(workload: Workload, options: MemOptOptions, args: Any) -> Found:
     )
     config = ",".join(plan.config for plan in estimate.table.enabled)
     report: Any = [asdict(batch) for batch in estimate.batches] or estimate.to_dict()
-    return Found(report, estimate.to_text(), config, estimate.plan, estimate.curve, estimate.costs, estimate)
+    return PlanOutput(report, estimate.to_text(), config, estimate.plan, estimate.curve, estimate.costs, estimate)
 
 
-def measured(args: Any) -> Found:
+def measured(args: Any) -> PlanOutput:
     """A sweep over plans, and the winner's config."""
     case, _ = case_of(args)
     case = replace(case, options={"memory_opt_engine": args.engine})
@@ -216,7 +216,7 @@ def measured(args: Any) -> Found:
 
         result = sweep(case, args.config, max_runs, show)
     _log_once(remark for run in result.runs if run.measurement for remark in run.measurement.remarks)
-    return Found(result.to_dict(), result.to_text(), ",".join(sorted(result.winner.measured.applied)))
+    return PlanOutput(result.to_dict(), result.to_text(), ",".join(sorted(result.winner.measured.applied)))
 
 
 def _log_once(remarks: Iterable[str]) -> None:

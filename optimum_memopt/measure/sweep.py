@@ -45,17 +45,17 @@ class Search:
         rows: what may be turned on, as rows of the plan table.
         measure: measures a set; called once for each.
         budget: most measurements that it may start.
-        known: sets that are measured already.
+        outcomes: sets that are measured already.
 
     Attributes:
-        known: every set measured so far.
+        outcomes: every set measured so far.
         complete: False when the search ran out of budget.
     """
 
     rows: Sequence[Rows]
     measure: Callable[[Rows], Outcome]
     budget: int
-    known: dict[Rows, Outcome] = field(default_factory=dict)
+    outcomes: dict[Rows, Outcome] = field(default_factory=dict)
     complete: bool = True
 
     def run(self, starts: Iterable[Rows]) -> Rows:
@@ -63,16 +63,16 @@ class Search:
         those that are as fast within `TIME_TOLERANCE`, the smallest.
 
         Args:
-            starts: sets to begin with, in addition to those in `known`.
+            starts: sets to begin with, in addition to those in `outcomes`.
 
         Raises:
-            ValueError: no start, and nothing known.
+            ValueError: no start, and no outcome.
         """
         for start in starts:
             self._outcome(start)
-        if not self.known:
+        if not self.outcomes:
             raise ValueError("a search needs a set to start from")
-        current = min(self.known, key=lambda rows: (self.known[rows].peak, self.known[rows].seconds))
+        current = min(self.outcomes, key=lambda rows: (self.outcomes[rows].peak, self.outcomes[rows].seconds))
         while True:
             before = current
             current = self._up(self._down(current))
@@ -91,29 +91,29 @@ class Search:
         """Add each row that lowers the peak further."""
         for row in reversed(self._least_helpful_first()):
             more = with_row(current, row)
-            if more != current and self._outcome(more).peak < self.known[current].peak * (1 - PEAK_TOLERANCE):
+            if more != current and self._outcome(more).peak < self.outcomes[current].peak * (1 - PEAK_TOLERANCE):
                 current = more
         return current
 
     def _least_helpful_first(self) -> list[Rows]:
-        alone = {row: self.known.get(row, FAILED).peak for row in self.rows}
+        alone = {row: self.outcomes.get(row, FAILED).peak for row in self.rows}
         return sorted(self.rows, key=lambda row: (-alone[row], sorted(row)))
 
     def _lowest(self) -> float:
-        return min(outcome.peak for outcome in self.known.values())
+        return min(outcome.peak for outcome in self.outcomes.values())
 
     def _outcome(self, rows: Rows) -> Outcome:
-        if rows not in self.known:
+        if rows not in self.outcomes:
             if self.budget <= 0:
                 self.complete = False
                 return FAILED
             self.budget -= 1
-            self.known[rows] = self.measure(rows)
-        return self.known[rows]
+            self.outcomes[rows] = self.measure(rows)
+        return self.outcomes[rows]
 
     def _choose(self) -> Rows:
         lowest = self._lowest() * (1 + PEAK_TOLERANCE)
-        low = {rows: outcome for rows, outcome in self.known.items() if outcome.peak <= lowest}
+        low = {rows: outcome for rows, outcome in self.outcomes.items() if outcome.peak <= lowest}
         fastest = min(outcome.seconds for outcome in low.values()) * (1 + TIME_TOLERANCE)
         fast = {rows: outcome for rows, outcome in low.items() if outcome.seconds <= fastest}
         return min(fast, key=lambda rows: (len(rows), fast[rows].peak, sorted(rows)))

@@ -170,13 +170,13 @@ def modules_beside(trainer: Trainer) -> tuple[torch.nn.Module, ...]:
 
 def _held(trainer: Trainer) -> list[Any]:
     """Values of a Trainer's attributes, in containers too: sentence-transformers has one loss, or several by name."""
-    found: list[Any] = []
+    values: list[Any] = []
     for value in vars(trainer).values():
         if isinstance(value, dict | list | tuple):
-            found.extend(value.values() if isinstance(value, dict) else value)
+            values.extend(value.values() if isinstance(value, dict) else value)
         else:
-            found.append(value)
-    return found
+            values.append(value)
+    return values
 
 
 def _trained(trainer: Trainer) -> Iterator[torch.Tensor]:

@@ -280,22 +280,22 @@ def _parts(
         OPTIMIZER: held.optimizer,
         BATCH: held.batch,
     }
-    outside, found = held.outside, {part.category: part for part in of_graphs}
+    outside, by_category = held.outside, {part.category: part for part in of_graphs}
     rest = failure.held - sum(there.values()) - outside
-    if not found:
+    if not by_category:
         category = TEMPORARY if in_optimizer else SAVED
-        found = {category: Part(category, max(0, rest))}
-    elif (excess := sum(part.bytes for part in found.values()) - rest) > 0:
+        by_category = {category: Part(category, max(0, rest))}
+    elif (excess := sum(part.bytes for part in by_category.values()) - rest) > 0:
         # This step has taken again what malloc had kept.
         outside -= max(0, min(excess, outside - first_outside))
     elif runtime and excess < 0:
-        part = found.get(TEMPORARY, Part(TEMPORARY, 0))
-        found[TEMPORARY] = Part(TEMPORARY, part.bytes - excess, (Tensors(runtime, "", -excess), *part.tensors))
+        part = by_category.get(TEMPORARY, Part(TEMPORARY, 0))
+        by_category[TEMPORARY] = Part(TEMPORARY, part.bytes - excess, (Tensors(runtime, "", -excess), *part.tensors))
     else:
         outside += min(-excess, failure.kept)
     parts = []
     for category in (PARAMETERS, GRADIENTS, OPTIMIZER, BATCH, SAVED, RECOMPUTED, TEMPORARY):
-        part = found.get(category, Part(category, 0))
+        part = by_category.get(category, Part(category, 0))
         parts.append(Part(category, part.bytes + there.get(category, 0), part.tensors))
     return (*parts, Part(OTHER, outside))
 

@@ -81,9 +81,9 @@ class CollectingCallback(TrainerCallback):
         values = {name.removeprefix(METRIC_PREFIX): value for name, value in logs.items()}
         step = state.global_step
         if phases := _phases(values):
-            found, kept = MeasuredStep(step, phases), self.phases
-            if kept is None or kept.step == self._first_step or found.peak > kept.peak:
-                self.phases = found
+            latest, kept = MeasuredStep(step, phases), self.phases
+            if kept is None or kept.step == self._first_step or latest.peak > kept.peak:
+                self.phases = latest
         for name, value in values.items():
             if name.startswith(_DENSITY):
                 points = [*self.densities.get(name.removeprefix(_DENSITY), ()), (step, value)]
@@ -137,15 +137,15 @@ class ReportData:
     densities: Mapping[str, Sequence[tuple[int, float]]] = field(default_factory=dict)
 
 
-def of_estimate(found: Estimate, model: str, task: str) -> ReportData:
+def of_estimate(estimate: Estimate, model: str, task: str) -> ReportData:
     """A step that was not run."""
-    facts = (("model", excerpt(model)), ("task", task), ("batch", sizes_text(found.table.symbols)))
+    facts = (("model", excerpt(model)), ("task", task), ("batch", sizes_text(estimate.table.symbols)))
     return ReportData(
-        title=(found.table.header or ("Training step",))[0],
+        title=(estimate.table.header or ("Training step",))[0],
         facts=facts,
-        table=found.table,
-        timeline=found.timeline,
-        frontier=found.frontier,
+        table=estimate.table,
+        timeline=estimate.timeline,
+        frontier=estimate.frontier,
     )
 
 

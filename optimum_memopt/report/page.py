@@ -208,7 +208,7 @@ def _room(data: ReportData) -> int:
 def at_peak(timeline: StepTimeline) -> list[Mapping[str, Any]]:
     """Groups of tensors at the peak, largest first; the last row sums up what is small."""
     groups = [group for group in timeline.alive if group.bytes >= _SMALLEST_SHARE * timeline.peak][:_MOST_GROUPS]
-    found: list[Mapping[str, Any]] = [
+    listed: list[Mapping[str, Any]] = [
         {
             "category": group.category,
             "name": group.name,
@@ -221,8 +221,8 @@ def at_peak(timeline: StepTimeline) -> list[Mapping[str, Any]]:
     ]
     if rest := timeline.peak - sum(group.bytes for group in groups):
         row = {"category": "", "name": "", "count": 0, "where": "", "bytes": rest, "share": rest / timeline.peak}
-        found.append(row)
-    return found
+        listed.append(row)
+    return listed
 
 
 def _where(layers: tuple[str, ...]) -> str:
