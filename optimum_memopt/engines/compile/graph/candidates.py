@@ -68,7 +68,6 @@ class FindsCandidate(Protocol):
         """The activation's candidate under this strategy, None where it saves nothing.
 
         Args:
-            activation: one that the forward saves.
             chain: None where the activation must not be recomputed.
             cluster_id: of the chain, or of the operator alone.
             size_hints: sizes of the first batch.
@@ -89,11 +88,8 @@ def find_candidates(
     by name saves.
 
     Args:
-        joint: read, not changed.
-        activations: what the forward saves for the backward.
         size_hints: sizes of the first batch, which tell whether a candidate saves anything.
         strategies: in the order of their candidates.
-        constants: see `find_constants`.
     """
     available = {activation.root for activation in activations}
     eligible = []

@@ -47,9 +47,7 @@ def operator_workspace(target: Any, arguments: Sequence[Any], result: Any, cuda:
     """That of a call.
 
     Args:
-        target: the operator.
         arguments: positional ones; tensors may be fake.
-        result: of the call.
         cuda: the CUDA device that runs it, wherever the tensors are; None: the tensors' own device.
     """
     if is_chunked_loss_operator(target):
