@@ -95,11 +95,6 @@ def without_gradient(graphs: Iterable[Mapping[str, bool]]) -> frozenset[str]:
     return frozenset(name for name, is_returned in read.items() if not is_returned)
 
 
-def frozen_inputs(joint: JointGraph, static_inputs: Collection[fx.Node]) -> frozenset[fx.Node]:
-    """Parameters and buffers without a gradient."""
-    return frozenset(node for node, gradient in joint.gradients.items() if gradient is None and node in static_inputs)
-
-
 def find_constants(joint: JointGraph, static_inputs: Collection[fx.Node]) -> frozenset[fx.Node]:
     """Operators of the forward that depend on frozen parameters, buffers, constants and sizes alone.
 
@@ -107,7 +102,7 @@ def find_constants(joint: JointGraph, static_inputs: Collection[fx.Node]) -> fro
     Left out are matrix products, convolutions and attention with what depends on them, random draws, and statistics,
     which hardly take memory.
     """
-    frozen = frozen_inputs(joint, static_inputs)
+    frozen = {node for node, gradient in joint.gradients.items() if gradient is None and node in static_inputs}
     constants: set[fx.Node] = set()
     for node in joint.forward:
         is_product = getattr(node.target, "overloadpacket", None) in flop_registry

@@ -94,9 +94,9 @@ def find_candidates(
     available = {activation.root for activation in activations}
     eligible = []
     for activation in activations:
-        if activation.is_returned or is_negligible(activation.bytes) or _is_always_saved(activation.root):
+        if activation.is_returned or is_negligible(activation.bytes) or activation.root in constants:
             continue
-        if activation.root in constants:
+        if is_statistic(activation.root) or is_generator_state(activation.root):
             continue
         # Gradients that were computed early: each lives on as the backward's result.
         if is_chunked_loss(producing_operator(activation).nodes[0]):
@@ -124,10 +124,6 @@ def by_row(candidates: Iterable[Candidate]) -> dict[str, list[Candidate]]:
     for candidate in candidates:
         rows.setdefault(candidate.row, []).append(candidate)
     return rows
-
-
-def _is_always_saved(root: fx.Node) -> bool:
-    return is_statistic(root) or is_generator_state(root)
 
 
 def _name(joint: JointGraph, chain: RecomputeChain, available: Collection[fx.Node]) -> str:

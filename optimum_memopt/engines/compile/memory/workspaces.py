@@ -73,11 +73,6 @@ def _casts(arguments: Sequence[Any], result: Any) -> sympy.Expr:
     return sympy.Add(*(elements(operand) for operand in operands if operand.dtype != dtype)) * dtype.itemsize
 
 
-def _choice_casts(arguments: Sequence[Any], result: Any) -> sympy.Expr:
-    """The same of `where`, without its condition."""
-    return _casts(arguments[1:], result)
-
-
 def _accumulated(arguments: Sequence[Any], result: Any) -> sympy.Expr:
     """A half-precision result in float32 (`native/cpu/ScatterGatherKernel.cpp`)."""
     return elements(result) * _FLOAT_BYTES if result.dtype in _HALVES else _ZERO
@@ -174,7 +169,8 @@ def _is_contiguous(tensor: torch.Tensor) -> bool:
 _POINTWISE = ("add", "div", "mul", "rsub", "sub", "maximum", "minimum", "eq", "ne", "lt", "le", "gt", "ge")
 _CPU_RULES_OF_RESULT: dict[str, Callable[[Sequence[Any], Any], sympy.Expr]] = {
     **dict.fromkeys(_POINTWISE, _casts),
-    "where": _choice_casts,
+    # Without its condition.
+    "where": lambda arguments, result: _casts(arguments[1:], result),
     **dict.fromkeys(("gather", "scatter", "scatter_add", "scatter_reduce"), _accumulated),
     "sum": _sum_cast,
     "mean": _mean_cast,
