@@ -52,7 +52,6 @@ def signature_of(paths: Mapping[fx.Node, Path], parameters: Iterable[fx.Node]) -
     """The signature that tells a graph from another, whatever the sizes of the batch.
 
     Args:
-        paths: see `node_paths`.
         parameters: inputs that stay from step to step, buffers among them.
     """
     numbers: dict[str, tuple[int, int]] = {}
@@ -75,7 +74,6 @@ def gradients_of(joint: fx.Graph, num_fwd_outputs: int, parameters: Sequence[str
     Args:
         joint: as AOTAutograd has traced it; empty is returned where its inputs are others than what dynamo's graph is
             given, as where a tensor subclass is several of them.
-        num_fwd_outputs: how many of its outputs belong to the forward.
         parameters: the names of those inputs of dynamo's graph that are parameters, empty for the others, in order.
     """
     (output,) = joint.find_nodes(op="output")
@@ -97,28 +95,14 @@ def without_gradient(graphs: Iterable[Mapping[str, bool]]) -> frozenset[str]:
     return frozenset(name for name, is_returned in read.items() if not is_returned)
 
 
-def frozen_inputs(joint: JointGraph, static_inputs: Collection[fx.Node]) -> frozenset[fx.Node]:
-    """Parameters and buffers without a gradient.
-
-    Args:
-        joint: read, not changed.
-        static_inputs: parameters and buffers.
-    """
-    return frozenset(node for node, gradient in joint.gradients.items() if gradient is None and node in static_inputs)
-
-
 def find_constants(joint: JointGraph, static_inputs: Collection[fx.Node]) -> frozenset[fx.Node]:
     """Operators of the forward that depend on frozen parameters, buffers, constants and sizes alone.
 
     A cast of a frozen weight, a dequantized one, a mask of positions: its memory is worth more than the pass over it.
     Left out are matrix products, convolutions and attention with what depends on them, random draws, and statistics,
     which hardly take memory.
-
-    Args:
-        joint: read, not changed.
-        static_inputs: parameters and buffers.
     """
-    frozen = frozen_inputs(joint, static_inputs)
+    frozen = {node for node, gradient in joint.gradients.items() if gradient is None and node in static_inputs}
     constants: set[fx.Node] = set()
     for node in joint.forward:
         is_product = getattr(node.target, "overloadpacket", None) in flop_registry
@@ -175,7 +159,6 @@ def nodes_to_save(
     are not saved: they would wait through the whole step for what is computed in a moment.
 
     Args:
-        graph: read, not changed.
         recomputed: roots of the activations that are recomputed.
         also_saved: roots that are no saved activations, or constants, and are saved when a read leads to them.
     """

@@ -68,7 +68,6 @@ class FindsCandidate(Protocol):
         """The activation's candidate under this strategy, None where it saves nothing.
 
         Args:
-            activation: one that the forward saves.
             chain: None where the activation must not be recomputed.
             cluster_id: of the chain, or of the operator alone.
             size_hints: sizes of the first batch.
@@ -89,18 +88,15 @@ def find_candidates(
     by name saves.
 
     Args:
-        joint: read, not changed.
-        activations: what the forward saves for the backward.
         size_hints: sizes of the first batch, which tell whether a candidate saves anything.
         strategies: in the order of their candidates.
-        constants: see `find_constants`.
     """
     available = {activation.root for activation in activations}
     eligible = []
     for activation in activations:
-        if activation.is_returned or is_negligible(activation.bytes) or _is_always_saved(activation.root):
+        if activation.is_returned or is_negligible(activation.bytes) or activation.root in constants:
             continue
-        if activation.root in constants:
+        if is_statistic(activation.root) or is_generator_state(activation.root):
             continue
         # Gradients that were computed early: each lives on as the backward's result.
         if is_chunked_loss(producing_operator(activation).nodes[0]):
@@ -128,10 +124,6 @@ def by_row(candidates: Iterable[Candidate]) -> dict[str, list[Candidate]]:
     for candidate in candidates:
         rows.setdefault(candidate.row, []).append(candidate)
     return rows
-
-
-def _is_always_saved(root: fx.Node) -> bool:
-    return is_statistic(root) or is_generator_state(root)
 
 
 def _name(joint: JointGraph, chain: RecomputeChain, available: Collection[fx.Node]) -> str:

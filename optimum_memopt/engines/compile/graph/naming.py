@@ -182,7 +182,7 @@ def cluster_id(chain: RecomputeChain) -> str:
     call: object = None
     last: tuple[str, ...] = ()
     inner = [node for node in chain.nodes if not (activation.layer and not layer_of(node))]
-    computing = [node for node in inner if not _is_view_of(node, reached)]
+    computing = [node for node in inner if not (is_view(node) and root(node) in reached)]
     for node in (*computing, *_views_to(activation.reads[0])):
         if node.op != "call_function" or (_is_constant(node) and node is not activation.root):
             continue
@@ -212,10 +212,6 @@ def _views_to(read: fx.Node) -> Sequence[fx.Node]:
         views.append(read)
         read = first_input(read)
     return views[::-1]
-
-
-def _is_view_of(node: fx.Node, roots: set[fx.Node]) -> bool:
-    return is_view(node) and root(node) in roots
 
 
 def _called(node: fx.Node) -> str:

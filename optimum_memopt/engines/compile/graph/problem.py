@@ -262,7 +262,6 @@ def problem_of(graph: AnalyzedGraph, seconds: Sequence[float], workspaces: Seque
     """The numbers of a joint graph for the sizes of its first batch.
 
     Args:
-        graph: read, not changed.
         seconds: of each node of the joint graph, in its order, the output's included.
         workspaces: bytes that were measured of each of them; empty: none were.
     """

@@ -216,8 +216,6 @@ def recompute_chain(
     """The way back from an activation to inputs and `available` storages; None where it must not be recomputed.
 
     Args:
-        joint: read, not changed.
-        activation: the one to recompute.
         available: roots of the activations that stay saved.
     """
     if joint.is_impure(activation.root) or is_statistic(activation.root):
@@ -255,8 +253,6 @@ def add_outer_modules(graph: fx.Graph, model: torch.nn.Module, traced: torch.nn.
     Modules of one class may share a compiled graph; the paths are then those of the first.
 
     Args:
-        graph: its nodes' metadata are changed.
-        model: the outermost module.
         traced: the module whose forward the graph is; without effect where it is `model` or none of its modules.
     """
     path = next((name for name, module in model.named_modules() if module is traced), "")
@@ -275,9 +271,6 @@ def note_layers(graph: fx.Graph) -> None:
     """Note each operator's layer where no list of layers has a name that `layer_of` knows, as in an `nn.Sequential`.
 
     Layers are then the items of the outermost numbered list around the operator two of which are alike.
-
-    Args:
-        graph: its nodes' metadata are changed.
     """
     operators = [node for node in graph.nodes if node.op == "call_function"]
     if any(map(layer_of, operators)):

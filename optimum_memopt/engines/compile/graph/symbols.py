@@ -111,7 +111,6 @@ def symbol_names(
 
     Args:
         sources: what each symbol is the size of.
-        sizes: value of each symbol.
         batch: sizes of the forward's inputs, by name; empty: all sizes are those of inputs.
     """
     names = {}
@@ -129,12 +128,7 @@ def symbol_names(
 
 
 def bound_symbols(guards: Iterable[sympy.Basic], sizes: Mapping[sympy.Symbol, int]) -> frozenset[sympy.Symbol]:
-    """The sizes that a graph was traced for, and few others: an equation in one of them fails for twice as much.
-
-    Args:
-        guards: that torch checks before it runs the graph.
-        sizes: value of each symbol.
-    """
+    """The sizes that a graph was traced for, and few others: an equation in one of them fails for twice as much."""
     bound = set()
     for guard in guards:
         symbols = guard.free_symbols if isinstance(guard, sympy.Eq) else set()
@@ -223,12 +217,7 @@ def is_rows(name: str) -> bool:
 
 
 def rows_of(sizes: Mapping[_Symbol, int], names: Mapping[_Symbol, str]) -> dict[_Symbol, int]:
-    """Those of a graph's sizes that are a batch's rows.
-
-    Args:
-        sizes: by symbol.
-        names: of the symbols, `input_ids_dim0`.
-    """
+    """Those of a graph's sizes that are a batch's rows."""
     return {symbol: size for symbol, size in sizes.items() if is_rows(names.get(symbol, ""))}
 
 
@@ -243,8 +232,6 @@ def larger_sizes(
     """The sizes of a first batch, raised to those of the largest.
 
     Args:
-        sizes: of the first batch, by symbol.
-        names: of the symbols, `input_ids_dim0` or `inputs_input_ids_dim0`.
         largest: None: it is not known.
     """
     if largest is None:
@@ -268,7 +255,6 @@ def plain_sizes(first: Mapping[str, int], batch_size: int | None, seq_len: int |
     """Sizes of a batch by the names of `first`, from what Trainer's users call them.
 
     Args:
-        first: sizes of the first batch, by name.
         batch_size: rows; None: as they are.
         seq_len: tokens of the longest row; None: as they are.
 

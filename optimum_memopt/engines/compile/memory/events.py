@@ -326,11 +326,7 @@ def schedule(
     """Read a partitioned graph, which may be changed afterwards.
 
     Args:
-        forward: the partitioned forward graph.
-        backward: the partitioned backward graph.
         num_fwd_outputs: outputs of the forward that its caller gets; the others are saved for backward.
-        static_inputs: names of parameters and buffers.
-        cuda: see `operator_workspace`.
         rows: cluster ids of saved activations, by the names of their roots.
     """
     sizes, rows = _Sizes(), rows or {}
@@ -458,11 +454,8 @@ def _events(
 
     Args:
         graph: functional but for copies back into inputs.
-        sizes: gets the sizes of its storages.
         owned: placeholders that nobody else holds: freed after their last use.
         storage_of: that of a root, of the operator that allocates it, and of its layer.
-        name_of: the name of a root's storage.
-        cuda: see `operator_workspace`.
     """
     last_use = _last_uses(graph)
     freed: dict[fx.Node, list[fx.Node]] = {}

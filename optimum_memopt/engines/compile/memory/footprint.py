@@ -68,11 +68,7 @@ class Footprint:
         return always + max(self._in_backward, self.gradients + self.step)
 
     def activations_within(self, budget: int) -> int:
-        """The most that `activations` may be with a peak within the budget; negative where the rest passes it alone.
-
-        Args:
-            budget: bytes that `peak` must not pass.
-        """
+        """The most that `activations` may be with `peak` within a budget; negative where the rest passes it alone."""
         return budget - replace(self, activations=0, gradients=0, step=0).peak
 
     @property
@@ -114,14 +110,7 @@ def footprint_of(
     """A step of a model.
 
     Args:
-        model: whose parameters and buffers count.
         optimizer: None before there is one: AdamW.
-        gradient_accumulation: whether gradients of several micro-batches add up.
-        activations: see `Footprint`.
-        batch: see `Footprint`.
-        constant: see `Footprint`.
-        other_forwards: see `Footprint`.
-        untrained: see `trainable_of`.
     """
     trainable = trainable_of(model, untrained)
     weights = tensor_bytes(trainable)
@@ -143,7 +132,6 @@ def trainable_of(model: torch.nn.Module, untrained: Collection[str] = ()) -> lis
     """Parameters that get a gradient, and with it states of the optimizer.
 
     Args:
-        model: whose they are.
         untrained: names of those that require one and get none; see `without_gradient`.
     """
     parameters = model.named_parameters()
@@ -155,8 +143,6 @@ def constant_of(model: torch.nn.Module, batch: int, resident: int, saved_bytes: 
 
     Args:
         model: its parameters, buffers and gradients may be fake tensors, which have no memory.
-        batch: bytes of the batch.
-        resident: bytes that the process holds.
         saved_bytes: of saved activations among them.
     """
     if any(dynamo.is_fake(parameter) for parameter in model.parameters()):
@@ -216,11 +202,8 @@ def step_timeline(
     """A step by category, operator by operator; its peak is that of `around`.
 
     Args:
-        step: its events.
         around: the parts of the step, with the activations of its events.
-        sizes: of the batch.
         gradients: there when the backward begins, and not yet in the forward.
-        counts: what an event is, see `StepTimeline`.
     """
     always = {
         OTHER: around.constant,

@@ -89,8 +89,6 @@ def program_events(
     """The storages that both programs allocate and free when AOTAutograd runs them: an event for each allocation.
 
     Args:
-        forward: its program.
-        backward: its program.
         graph: the events of the graphs that they were compiled from, for the same values.
         values: of every symbol.
 
@@ -191,9 +189,7 @@ def _run(program: InductorProgram, owned: Mapping[str, Storage], values: SymbolV
     """Run one program.
 
     Args:
-        program: the one to run.
         owned: storages of the inputs that nobody else holds, by the input's name.
-        values: of every symbol.
     """
     tensors = [tensor for _, tensor in program.inputs if isinstance(tensor, torch.Tensor)]
     device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))

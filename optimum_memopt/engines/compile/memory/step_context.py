@@ -82,13 +82,8 @@ def step_around(
     """The step around a graph that is being partitioned, with AdamW until there is another optimizer.
 
     Args:
-        model: whose step it is.
-        inputs: the forward's keyword arguments.
-        budget: of the whole step.
-        run: whose step it is.
         target: the device that the step is planned for, which holds nothing else; None: where the model lies.
         earlier: bytes that earlier graphs of the same forward hold, which are no part of `fixed`.
-        untrained: see `trainable_of`.
     """
     device = next(model.parameters()).device
     memory = capacity(device) if target is None else capacity_of(target.memory)
@@ -112,7 +107,6 @@ def link_of(device: torch.device, target: Device | None = None) -> tuple[float, 
     machine not known.
 
     Args:
-        device: that trains.
         target: that is planned for; None: `device`.
     """
     if target is not None:
@@ -123,12 +117,7 @@ def link_of(device: torch.device, target: Device | None = None) -> tuple[float, 
 
 
 def room_to_grow(device: torch.device, held: int) -> int:
-    """Bytes by which the process itself grows while it trains under a budget.
-
-    Args:
-        device: where it trains.
-        held: bytes that it holds.
-    """
+    """Bytes by which the process itself grows while it trains under a budget."""
     return max(_GROWTH, int(_GROWTH_SHARE * held)) if device.type == "cpu" else 0
 
 

@@ -237,7 +237,8 @@ def resized(
         passed: dict[sympy.Symbol, int] = {}
         old = schedule.shapes(before)[0]
         for position in old.keys() & call.inputs.keys():
-            same = [shape.now for shape in results if shape.is_of(call.inputs[position], old[position])]
+            argument = call.inputs[position], old[position]
+            same = [shape.now for shape in results if (shape.storage, shape.before) == argument]
             passed.update(zip(schedule.inputs[position], same[-1], strict=True) if same else ())
         values = {symbol: _grown(size, results) for symbol, size in before.items()}
         # The graph may run for another length, too, than the one that its sizes are named by.
@@ -276,10 +277,6 @@ class _Shape(NamedTuple):
     storage: int
     before: tuple[int, ...]
     now: tuple[int, ...]
-
-    def is_of(self, storage: int, shape: tuple[int, ...]) -> bool:
-        """True for this storage and shape."""
-        return self.storage == storage and self.before == shape
 
 
 def _grown(size: int, shapes: Sequence[_Shape], place: int | None = None) -> int:

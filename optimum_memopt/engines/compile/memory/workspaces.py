@@ -47,9 +47,7 @@ def operator_workspace(target: Any, arguments: Sequence[Any], result: Any, cuda:
     """That of a call.
 
     Args:
-        target: the operator.
         arguments: positional ones; tensors may be fake.
-        result: of the call.
         cuda: the CUDA device that runs it, wherever the tensors are; None: the tensors' own device.
     """
     if is_chunked_loss_operator(target):
@@ -73,11 +71,6 @@ def _casts(arguments: Sequence[Any], result: Any) -> sympy.Expr:
         # A comparison computes in what its operands are promoted to.
         dtype = functools.reduce(torch.promote_types, (operand.dtype for operand in operands))
     return sympy.Add(*(elements(operand) for operand in operands if operand.dtype != dtype)) * dtype.itemsize
-
-
-def _choice_casts(arguments: Sequence[Any], result: Any) -> sympy.Expr:
-    """The same of `where`, without its condition."""
-    return _casts(arguments[1:], result)
 
 
 def _accumulated(arguments: Sequence[Any], result: Any) -> sympy.Expr:
@@ -176,7 +169,8 @@ def _is_contiguous(tensor: torch.Tensor) -> bool:
 _POINTWISE = ("add", "div", "mul", "rsub", "sub", "maximum", "minimum", "eq", "ne", "lt", "le", "gt", "ge")
 _CPU_RULES_OF_RESULT: dict[str, Callable[[Sequence[Any], Any], sympy.Expr]] = {
     **dict.fromkeys(_POINTWISE, _casts),
-    "where": _choice_casts,
+    # Without its condition.
+    "where": lambda arguments, result: _casts(arguments[1:], result),
     **dict.fromkeys(("gather", "scatter", "scatter_add", "scatter_reduce"), _accumulated),
     "sum": _sum_cast,
     "mean": _mean_cast,

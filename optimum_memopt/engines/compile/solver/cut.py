@@ -109,7 +109,6 @@ class Cut:
         Args:
             limits: rows of megabytes of the variables.
             most: of each row.
-            gap: to the optimum, as a share.
         """
         from scipy.optimize import Bounds, LinearConstraint, milp
 
@@ -133,8 +132,6 @@ def cut_of(
     """The program of some operators of the forward; None where nothing is read that they could recompute.
 
     Args:
-        problem: of which they are.
-        nodes: the operators.
         given: roots that are there anyway.
         wanted: roots that are read by more than the backward.
     """

@@ -155,7 +155,7 @@ class DynamicProgram:
         return simulate(problem, problem.closure(frozenset().union(*chosen).difference(dropped)))
 
     def _cheap_outside(self, simulation: Simulation) -> frozenset[int]:
-        """Nodes that a plan saves outside of the layers for recompute within them (an attention mask) and that are
+        """Nodes that a plan saves outside of layers for recompute within them, such as an attention mask, that are
         cheaper to recompute than what the plan does: no plan of one block alone shows this."""
         problem = self.blocks.problem
         dropped: frozenset[int] = frozenset()
@@ -178,8 +178,6 @@ def _undominated(sums: np.ndarray, times: np.ndarray, step: float) -> np.ndarray
     """The fastest of all with nearly the same bytes, and only if nothing with fewer bytes is as fast; by their bytes.
 
     Args:
-        sums: bytes of each.
-        times: seconds of each.
         step: bytes that are nearly the same.
     """
     places = np.round(sums / step).astype(np.intp)
@@ -199,10 +197,6 @@ def dynamic_programs(problem: Problem, frontiers: LayerFrontiers) -> tuple[Dynam
 
     A point is measured alone. If many blocks recompute what leaves them, it is there for all of them when the backward
     begins, which only the simulation of the result shows.
-
-    Args:
-        problem: to solve.
-        frontiers: of the problem with any siblings.
     """
     blocks = replace(frontiers.blocks, problem=problem)
     everything = simulate(problem, problem.closure(blocks.leaving | problem.activations))
@@ -234,9 +228,6 @@ def _measured(
     A simulation measures one point of each block, while all other blocks save everything.
 
     Args:
-        blocks: of a problem.
-        everything: the simulation in which all saved activations are saved.
-        tops: of that one.
         sets: what each point saves, for each block that is measured.
     """
     problem = blocks.problem

@@ -48,10 +48,6 @@ def extra_by_length(
 
     Args:
         batches: the longest row of each batch of an epoch; empty: they are not known.
-        longest: tokens of the largest batch.
-        plan: for the largest batch.
-        problem_at: the graph with batches of a length.
-        allowed: bytes that the graph may hold.
     """
     rows = batches or range(min(_MULTIPLE, longest), longest + 1, _MULTIPLE)
     lengths = candidate_lengths(rows, longest)
@@ -63,12 +59,7 @@ def extra_by_length(
 
 
 def candidate_lengths(batches: Sequence[int], longest: int) -> tuple[int, ...]:
-    """Lengths that a plan may be made for, ascending, `longest` among them.
-
-    Args:
-        batches: the longest row of each batch of an epoch.
-        longest: tokens of the largest batch.
-    """
+    """Lengths that a plan may be made for, ascending, `longest` among them."""
     rounded = sorted({-(-length // _MULTIPLE) * _MULTIPLE for length in batches})
     shorter = [length for length in rounded if length < longest]
     every = math.ceil(len(shorter) / _CANDIDATES) or 1
@@ -97,7 +88,6 @@ def expected_extra(batches: Mapping[int, int], shares: Mapping[int, float], chos
 
     Args:
         batches: how many there are of each length.
-        shares: extra time of the plan for each length.
         chosen: lengths that plans are made for; the last and longest takes all that is left.
     """
     lengths = sorted(chosen)
@@ -113,11 +103,6 @@ def best_lengths(batches: Sequence[int], shares: Mapping[int, float], most: int)
     """The lengths below the largest for which cheaper plans save most of an epoch's time, ascending.
 
     Fewer than asked for where one more would not be worth compiling it.
-
-    Args:
-        batches: the longest row of each batch of an epoch.
-        shares: extra time of the plan for each length.
-        most: how many.
     """
     counts = Counter(batches)
     *shorter, longest = sorted(shares)

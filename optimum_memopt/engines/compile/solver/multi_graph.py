@@ -70,11 +70,7 @@ class MultiGraphSolver:
         return tuple(around)
 
     def fastest_share(self, allowed: int) -> float:
-        """The share with which the plans of all graphs take least time; the lowest where none fits.
-
-        Args:
-            allowed: bytes that all of them may hold.
-        """
+        """The share with which the plans of all graphs take least time; the lowest where none fits."""
 
         def extra_seconds(share: float) -> float:
             try:
@@ -87,9 +83,6 @@ class MultiGraphSolver:
 
     def cheapest(self, allowed: int) -> Plan:
         """The fastest plan.
-
-        Args:
-            allowed: bytes that all graphs may hold.
 
         Raises:
             Infeasible: no plan fits.

@@ -52,10 +52,8 @@ def overlap(
 
     Args:
         held: bytes while each operator runs, of a copied tensor up to the operator `Copy.after` only.
-        seconds: of each operator.
         copies: in the order in which they may begin.
         limit: bytes that copies under way must not take `held` beyond.
-        bandwidth: bytes a second.
     """
     until = [len(held)] * len(copies)
     under_way: deque[tuple[float, int]] = deque()
@@ -106,8 +104,6 @@ def cheapest(solver: Solver, budget: int, host: Host | None) -> Plan:
     """The fastest plan within a budget, with offload where that is faster.
 
     Args:
-        solver: of a graph.
-        budget: bytes that the graph's forward and backward may hold.
         host: where activations may wait; None: nowhere.
 
     Raises:
@@ -140,10 +136,7 @@ def with_offload(solver: Solver, recompute: Plan | None, budget: int, host: Host
     """The fastest plan with offload; None where it gains less than `_WORTH` over recompute alone, or fits no better.
 
     Args:
-        solver: of a graph.
         recompute: its plan for this budget; None: none fits.
-        budget: bytes that the graph's forward and backward may hold.
-        host: where activations may wait.
     """
     worth = _WORTH * solver.seconds
     alone = float("inf") if recompute is None else recompute.extra_seconds

@@ -54,8 +54,6 @@ def solved(low: int, high: int, cheapest: Callable[[int], Plan], count: int = _P
     Args:
         low: the lowest peak of recompute, bytes.
         high: the peak with everything saved, bytes.
-        cheapest: finds the plan for a budget.
-        count: of budgets.
     """
     budgets = [low + (high - low) * number // (count - 1) for number in range(count)]
     # The solver is no exact one: what it finds for a larger budget may fit a smaller one, and be faster.
@@ -64,12 +62,7 @@ def solved(low: int, high: int, cheapest: Callable[[int], Plan], count: int = _P
 
 
 def points_of(plans: Iterable[tuple[int, Plan]], outside: Footprint) -> tuple[CurvePoint, ...]:
-    """The curve of plans by budget.
-
-    Args:
-        plans: bytes that the graphs may hold, and the plan for them.
-        outside: what a step holds beside the graphs.
-    """
+    """The curve of plans by budget."""
     return tuple(point_of(plan, outside, replace(outside, activations=budget).peak) for budget, plan in plans)
 
 
@@ -77,8 +70,6 @@ def point_of(plan: Plan, outside: Footprint, budget: int | None = None) -> Curve
     """A plan on the curve.
 
     Args:
-        plan: of the graphs.
-        outside: what a step holds beside them.
         budget: bytes that the step may take; None: what it takes.
     """
     peak = replace(outside, activations=plan.peak).peak

@@ -69,10 +69,7 @@ def solve_whole_graph(problem: Problem, budget: int, start: Simulation, gap: flo
     """The first plan found whose simulated peak is within the budget, which is the fastest; None where none was.
 
     Args:
-        problem: a joint graph.
-        budget: bytes.
         start: a plan, whose peak is the first limit.
-        gap: see `Cut.within`.
     """
     nodes = [node for node, is_forward in enumerate(problem.is_forward) if is_forward and not problem.is_number[node]]
     cut = cut_of(problem, nodes)
