@@ -51,10 +51,7 @@ FIXED = {
     "torch": (Named("torch", None), Named("torch checkpointing", None, activation_checkpointing=True)),
     "none": (NONE,),
     "levels": (Named("level 1", LEVEL), Named("level 2", {"memory_opt_level": 2})),
-    "arena": (
-        Named("none, arena on", {"ort_arena": True}),
-        Named("level 1, arena on", {**LEVEL, "ort_arena": True}),
-    ),
+    "arena": (Named("none, arena on", {"ort_arena": True}), Named("level 1, arena on", {**LEVEL, "ort_arena": True})),
     "malloc": (
         Named("none, malloc untuned", {}, tuned_malloc=False),
         Named("level 1, malloc untuned", LEVEL, tuned_malloc=False),

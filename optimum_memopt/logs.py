@@ -18,12 +18,7 @@ _ANY_RANK = "is_of_any_rank"
 
 # Names as in ONNX Runtime (onnxruntime/training/ortmodule/options.py, LogLevel): `devinfo` is between info and verbose
 # and the first level at which every rank logs.
-LOG_LEVELS = {
-    "warning": logging.WARNING,
-    "info": logging.INFO,
-    "devinfo": logging.INFO - 5,
-    "verbose": logging.DEBUG,
-}
+LOG_LEVELS = {"warning": logging.WARNING, "info": logging.INFO, "devinfo": logging.INFO - 5, "verbose": logging.DEBUG}
 
 
 def rank() -> int:

@@ -158,11 +158,7 @@ def resolve(options: MemOptOptions, environ: Mapping[str, str] = os.environ) -> 
 
 
 def _resolved(
-    name: str,
-    reason: str,
-    options: MemOptOptions,
-    environ: Mapping[str, str],
-    then: Resolved[MemOptOptions] | None,
+    name: str, reason: str, options: MemOptOptions, environ: Mapping[str, str], then: Resolved[MemOptOptions] | None
 ) -> Resolved[MemOptOptions]:
     chosen, remarks = factory(name).in_force(copy.copy(options), environ)
     selection = Selection(

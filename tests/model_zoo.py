@@ -53,10 +53,7 @@ def masked_lm(batch_size: int, length: int, generator: torch.Generator) -> dict[
 
 
 def classification(batch_size: int, length: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    return {
-        **tokens(batch_size, length, generator),
-        "labels": torch.randint(0, 3, (batch_size,), generator=generator),
-    }
+    return {**tokens(batch_size, length, generator), "labels": torch.randint(0, 3, (batch_size,), generator=generator)}
 
 
 def forecast(batch_size: int, length: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
@@ -499,12 +496,7 @@ UNTRAINABLE: dict[str, tuple[Case, str, dict[str, Any], str]] = {
         {"attention_probs_dropout_prob": 0.1},
         r"gradient_builder_base.h:123: i < node_->OutputDefs\(\).size\(\) was false",
     ),
-    "mixtral": (
-        ZOO["mixtral"],
-        "eager",
-        {},
-        "Exporting the operator 'aten::histc'",
-    ),
+    "mixtral": (ZOO["mixtral"], "eager", {}, "Exporting the operator 'aten::histc'"),
     "mamba": (
         Case(
             "MambaForCausalLM",

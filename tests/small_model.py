@@ -52,10 +52,7 @@ class SmallForSequenceClassification(PreTrainedModel):
         self.post_init()
 
     def forward(
-        self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        labels: torch.Tensor | None = None,
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor | None = None
     ) -> SequenceClassifierOutput:
         x = self.embedding(input_ids)
         if self.scale is not None:

@@ -9,20 +9,7 @@ from typing import Any
 
 import torch
 from gpu.checks import Check, Figure, Setting, clean_up, within
-from gpu.steps import (
-    BASE,
-    MIB,
-    MODELS,
-    TINY,
-    Held,
-    Shape,
-    adamw,
-    batch_of,
-    build,
-    offload_config,
-    planned,
-    train,
-)
+from gpu.steps import BASE, MIB, MODELS, TINY, Held, Shape, adamw, batch_of, build, offload_config, planned, train
 
 from optimum_memopt.engines.api.run import Selection, StepSpec
 from optimum_memopt.engines.compile.predict.estimate import estimate

@@ -23,8 +23,7 @@ class ModelArguments:
         metadata={"help": "Without --model_name_or_path: the architecture to load the packaged MiniLM weights into."},
     )
     freeze_embeddings: bool = field(
-        default=False,
-        metadata={"help": "Freeze the word embeddings: half of a small model's parameters."},
+        default=False, metadata={"help": "Freeze the word embeddings: half of a small model's parameters."}
     )
 
 
@@ -44,8 +43,7 @@ class RowArguments:
     max_train_samples: int | None = field(default=None, metadata={"help": "Train on the first N rows only."})
     max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on the first N rows only."})
     split_seed: int = field(
-        default=0,
-        metadata={"help": "Seed for the held-out rows. Separate from --seed, so that runs stay comparable."},
+        default=0, metadata={"help": "Seed for the held-out rows. Separate from --seed, so that runs stay comparable."}
     )
 
     def __post_init__(self) -> None:

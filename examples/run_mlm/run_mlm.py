@@ -8,12 +8,7 @@ from itertools import chain
 from pathlib import Path
 
 from datasets import Dataset
-from transformers import (
-    AutoModelForMaskedLM,
-    DataCollatorForLanguageModeling,
-    PreTrainedTokenizerBase,
-    set_seed,
-)
+from transformers import AutoModelForMaskedLM, DataCollatorForLanguageModeling, PreTrainedTokenizerBase, set_seed
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 

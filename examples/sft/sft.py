@@ -69,10 +69,7 @@ def new_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerBase:
     tokenizer.train_from_iterator(
         texts,
         trainers.BpeTrainer(
-            vocab_size=VOCABULARY,
-            special_tokens=[PAD, BEGIN, END],
-            initial_alphabet=alphabet,
-            show_progress=False,
+            vocab_size=VOCABULARY, special_tokens=[PAD, BEGIN, END], initial_alphabet=alphabet, show_progress=False
         ),
     )
     begin = (BEGIN, tokenizer.token_to_id(BEGIN))

@@ -89,11 +89,7 @@ class MemoryPhasesCallback(HookingCallback):
         return None if self._monitor is None else self._monitor.run_peak
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self.remove_hooks()  # a run that died left them
         self.reporter.begin(state)

@@ -188,11 +188,7 @@ def _estimated(workload: Workload, options: MemOptOptions, args: Any) -> PlanOut
         workload,
         resolved.selection,
         StepSpec(
-            args.device,
-            args.compiler,
-            autocast_of(args),
-            args.optim or DEFAULT,
-            args.gradient_accumulation_steps or 1,
+            args.device, args.compiler, autocast_of(args), args.optim or DEFAULT, args.gradient_accumulation_steps or 1
         ),
         symbolic=args.symbolic,
         with_curve=with_curve,

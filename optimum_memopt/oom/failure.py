@@ -9,12 +9,7 @@ from typing import Any
 import torch
 from transformers import Trainer
 
-from optimum_memopt.engines.api.explanations import (
-    ForwardCall,
-    Place,
-    TensorLike,
-    place_of,
-)
+from optimum_memopt.engines.api.explanations import ForwardCall, Place, TensorLike, place_of
 from optimum_memopt.errors import line_of, shortage, with_causes
 from optimum_memopt.memory import malloc
 from optimum_memopt.memory.peak_monitor import held_bytes, peak_bytes

@@ -243,9 +243,7 @@ def _explained(
         accumulated=held.gradients,
         engine=engine,
         run=Run(
-            trainer.optimizer,
-            trainer.args.gradient_accumulation_steps > 1,
-            functools.partial(largest_batch, trainer),
+            trainer.optimizer, trainer.args.gradient_accumulation_steps > 1, functools.partial(largest_batch, trainer)
         ),
         rows=compat.train_batch_size(trainer),
         accumulation=trainer.args.gradient_accumulation_steps,

@@ -150,11 +150,7 @@ def of_estimate(estimate: Estimate, model: str, task: str) -> ReportData:
 
 
 def of_training(
-    trainer: "Trainer",
-    engine: Engine,
-    plan_stats: PlanStatsCallback,
-    collected: CollectingCallback,
-    failure: str = "",
+    trainer: "Trainer", engine: Engine, plan_stats: PlanStatsCallback, collected: CollectingCallback, failure: str = ""
 ) -> ReportData:
     """A run so far, or one that is over.
 

@@ -95,12 +95,7 @@ class ComplexitySampler(Sampler[int]):
     """
 
     def __init__(
-        self,
-        complexities: np.ndarray,
-        batch_size: int,
-        world_size: int = 1,
-        seed: int = 0,
-        fill_last: bool = False,
+        self, complexities: np.ndarray, batch_size: int, world_size: int = 1, seed: int = 0, fill_last: bool = False
     ) -> None:
         self.complexities = np.asarray(complexities, dtype=np.float64)
         self.batch_size = batch_size

@@ -17,13 +17,7 @@ from optimum_memopt.engines.shared.in_place import engine_of
 from optimum_memopt.errors import MemOptError
 from tests.gradients import accumulate, assert_same_step
 from tests.model_zoo import ZOO
-from tests.ort.helpers import (
-    ROBERTA,
-    Attach,
-    Pair,
-    count_lines,
-    needs_ort,
-)
+from tests.ort.helpers import ROBERTA, Attach, Pair, count_lines, needs_ort
 from tests.rotation import nightly
 
 pytestmark = needs_ort

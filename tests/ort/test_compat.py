@@ -64,10 +64,7 @@ BREAKS = {
         "del ortmodule.MOVED_MODULES['torch.onnx._internal.jit_utils']; words()",
         "ImportError: cannot import name 'jit_utils' from 'torch.onnx._internal'",
     ),
-    "nvtx": (
-        "ortmodule._silence_missing_nvtx = lambda: None; words()",
-        "RuntimeError: NVTX functions not installed",
-    ),
+    "nvtx": ("ortmodule._silence_missing_nvtx = lambda: None; words()", "RuntimeError: NVTX functions not installed"),
     "export": (
         "internals.export_arguments = lambda: {}; words()",
         f"torch{os.sep}onnx{os.sep}_internal{os.sep}exporter{os.sep}",

@@ -11,12 +11,7 @@ from optimum_memopt.engines.ort.session import session
 from tests import fresh_process
 from tests.gradients import accumulate, assert_same_step
 from tests.model_zoo import _BERT, IGNORE, ZOO, Case, tokens
-from tests.ort.helpers import (
-    MLM,
-    Pair,
-    needs_ort,
-    run_script,
-)
+from tests.ort.helpers import MLM, Pair, needs_ort, run_script
 from tests.rotation import nightly
 
 pytestmark = needs_ort

@@ -10,14 +10,7 @@ from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.ort.compat import internals
 from optimum_memopt.engines.ort.options.flags import OrtOptions
 from tests.gradients import TOLERANCE, accumulate, assert_same_step
-from tests.ort.helpers import (
-    MLM,
-    Tagger,
-    environment_variables,
-    needs_ort,
-    optimize,
-    run_script,
-)
+from tests.ort.helpers import MLM, Tagger, environment_variables, needs_ort, optimize, run_script
 from tests.rotation import nightly
 
 
@@ -168,8 +161,7 @@ def test_graph_rewrites_belong_to_the_model_that_asked_for_them():
 @pytest.mark.extensions
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
-    "script",
-    ["label_sparsity.py", "custom_autograd.py", "activation_checkpointing.py", "grad_management_hooks.py"],
+    "script", ["label_sparsity.py", "custom_autograd.py", "activation_checkpointing.py", "grad_management_hooks.py"]
 )
 def test_options_that_need_the_extensions(script, environment_with_extensions, tmp_path):
     run_script(script, environment=environment_with_extensions, cwd=tmp_path)

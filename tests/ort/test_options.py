@@ -222,10 +222,7 @@ def test_what_needs_the_extensions_is_refused_without(option, monkeypatch):
             "--ort_tuning_duration_ms -5: allowed are whole numbers from 1 on",
         ),
         ({"ort_tuning_results": "none.json"}, "--ort_tuning_results none.json: No such file"),
-        (
-            {"ort_tuning_results": "no/such.json", "ort_tuning": True},
-            "--ort_tuning_results no/such.json: no such",
-        ),
+        ({"ort_tuning_results": "no/such.json", "ort_tuning": True}, "--ort_tuning_results no/such.json: no such"),
         ({"ort_tuning_results": __file__}, "test_options.py: not JSON"),
         ({"ort_conv_search": "FAST"}, "--ort_conv_search FAST: allowed are HEURISTIC, EXHAUSTIVE"),
         (
@@ -237,10 +234,7 @@ def test_what_needs_the_extensions_is_refused_without(option, monkeypatch):
             "--ort_label_sparse_optimizer is part of what --ort_compute_optimizer false turns off",
         ),
         ({"ort_skip_check": "SKIP_CHECK_DISABLED|SKIP_CHECK_DEVICE"}, "SKIP_CHECK_DISABLED turns all others off"),
-        (
-            {"ort_skip_check": "SKIP_CHECK_EXECUTION_AGENT"},
-            "a new graph would run in the session of the old one;",
-        ),
+        ({"ort_skip_check": "SKIP_CHECK_EXECUTION_AGENT"}, "a new graph would run in the session of the old one;"),
     ],
     ids=str,
 )

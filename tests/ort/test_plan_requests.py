@@ -9,15 +9,7 @@ from optimum_memopt.engines.ort.engine import OrtEngine
 from optimum_memopt.plans.grammar import ConfigError, parse
 from tests.gradients import accumulate, assert_same_step
 from tests.model_zoo import ZOO
-from tests.ort.helpers import (
-    DROPOUT,
-    MLM,
-    Attach,
-    Pair,
-    config,
-    count_lines,
-    needs_ort,
-)
+from tests.ort.helpers import DROPOUT, MLM, Attach, Pair, config, count_lines, needs_ort
 from tests.rotation import nightly
 
 pytestmark = needs_ort
@@ -61,10 +53,7 @@ def test_count_0_and_strategy_0_mean_off(attach: Attach, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("asked", "applied", "changes"),
-    [
-        ("BiasGelu+:1:-1", "Gelu+:1:-1", {}),
-        ("BitmaskDropout+:1:-1", "Dropout+:1:-1", DROPOUT),
-    ],
+    [("BiasGelu+:1:-1", "Gelu+:1:-1", {}), ("BitmaskDropout+:1:-1", "Dropout+:1:-1", DROPOUT)],
 )
 def test_recipes_made_for_cuda_train_on_the_cpu(
     attach: Attach, lines: list[str], asked: str, applied: str, changes: dict[str, Any]
@@ -79,8 +68,7 @@ def test_recipes_made_for_cuda_train_on_the_cpu(
 
 
 @pytest.mark.parametrize(
-    "name",
-    nightly(["roberta-mlm", "bert-mlm", "deberta-v2-mlm", "gpt2", "llama", "vit"], but=["roberta-mlm", "gpt2"]),
+    "name", nightly(["roberta-mlm", "bert-mlm", "deberta-v2-mlm", "gpt2", "llama", "vit"], but=["roberta-mlm", "gpt2"])
 )
 @pytest.mark.parametrize("level", [1, 2])
 def test_a_level_leaves_normalizations_out_where_they_make_the_residual_stream(

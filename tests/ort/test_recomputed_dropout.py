@@ -6,14 +6,7 @@ import torch
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.errors import MemOptError
 from tests.gradients import accumulate, wrong_gradients
-from tests.ort.helpers import (
-    DROPOUT,
-    ROBERTA,
-    Attach,
-    Pair,
-    config,
-    needs_ort,
-)
+from tests.ort.helpers import DROPOUT, ROBERTA, Attach, Pair, config, needs_ort
 
 pytestmark = needs_ort
 

@@ -11,14 +11,7 @@ from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.errors import UnsupportedModelError
 from tests.gradients import accumulate, assert_same_step
 from tests.model_zoo import ZOO
-from tests.ort.helpers import (
-    MLM,
-    ROBERTA,
-    Attach,
-    Pair,
-    count_lines,
-    needs_ort,
-)
+from tests.ort.helpers import MLM, ROBERTA, Attach, Pair, count_lines, needs_ort
 from tests.rotation import nightly
 
 pytestmark = needs_ort

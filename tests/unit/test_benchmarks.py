@@ -104,13 +104,7 @@ RAN = (
 
 
 def advice(plan: str, rows: int, peak: int = 640) -> dict:
-    chosen = {
-        "plan": plan,
-        "chunked_loss": False,
-        "rows": rows,
-        "samples_per_second": 12.0,
-        "peak": peak * MIB,
-    }
+    chosen = {"plan": plan, "chunked_loss": False, "rows": rows, "samples_per_second": 12.0, "peak": peak * MIB}
     return {"budget": 750 * MIB, "recommended": chosen}
 
 

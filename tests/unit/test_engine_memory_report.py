@@ -82,10 +82,7 @@ def test_files(tmp_path):
 
 def test_each_rank_has_its_file(tmp_path):
     replace(REPORT, rank=3).save(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "memory_report_rank3.json",
-        "memory_report_rank3.md",
-    ]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["memory_report_rank3.json", "memory_report_rank3.md"]
     assert "on rank 3" in replace(REPORT, rank=3).to_text()
 
 

@@ -380,10 +380,7 @@ def test_the_forms_of_a_config(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "source, message",
     [
-        (
-            5,
-            "memory-optimizer config 5: allowed are a string, a list of strings, a dict of ",
-        ),
+        (5, "memory-optimizer config 5: allowed are a string, a list of strings, a dict of "),
         ([], "the list is empty"),
         ({}, "the dict is empty"),
         (["Gelu+:1:-1", 3], 'item 2: expected a string such as "Gelu+:1:-1", not 3'),

@@ -185,12 +185,7 @@ def test_masked_language_model(train, capsys):
 def test_a_step_sums_its_micro_batches_and_the_run_its_steps(train):
     data = rows_of(input_ids=padded(1), labels=padded(-100))
     result = train(
-        roberta(),
-        data,
-        log_steps=2,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        max_steps=3,
+        roberta(), data, log_steps=2, per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=3
     )
     assert set(result.steps) == {(0, "input_ids"), (0, "labels"), (2, "input_ids"), (2, "labels")}
     for record in result.steps.values():

@@ -55,10 +55,7 @@ def arguments(folder, **options):
             {"memory_opt_budget": "auto", "memory_opt_config": "Gelu+:1:-1"},
             "--memory_opt_budget auto together with --memory_opt_config: a budget chooses the plans itself",
         ),
-        (
-            {"memory_opt_plan": "missing.json"},
-            "plan file missing.json: No such file",
-        ),
+        ({"memory_opt_plan": "missing.json"}, "plan file missing.json: No such file"),
         (
             {"memory_opt_plan": "plan.json", "memory_opt_level": 1},
             "--memory_opt_plan together with --memory_opt_level 1: a plan file chooses the plans itself",

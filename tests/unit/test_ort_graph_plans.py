@@ -218,10 +218,7 @@ def test_additions_of_gradients_and_to_statistics_do_not_count():
 
 
 def test_each_kind_of_normalization_is_judged_by_itself():
-    other = [
-        node("SimplifiedLayerNormalization", ["logits", "scale"], ["r"]),
-        node("MatMul", ["r", "w"], ["out"]),
-    ]
+    other = [node("SimplifiedLayerNormalization", ["logits", "scale"], ["r"]), node("MatMul", ["r", "w"], ["out"])]
     assert residual_normalizations(graph(*post_norm(), *other)) == {"LayerNormalization"}
     assert residual_normalizations(graph()) == frozenset()
 

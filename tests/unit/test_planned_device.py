@@ -10,11 +10,7 @@ from optimum_memopt.engines.compile.capture.device_standin import kernel, traced
 from optimum_memopt.engines.compile.costs.devices import DEVICES
 
 H100, A100, T4 = ((9, 0), (8, 0), (7, 5))
-NORM, SUM, PRODUCT = (
-    lambda x: functional.layer_norm(x, (4,)),
-    lambda x: x.sum(-1),
-    lambda x: x @ x.T,
-)
+NORM, SUM, PRODUCT = (lambda x: functional.layer_norm(x, (4,)), lambda x: x.sum(-1), lambda x: x @ x.T)
 
 
 @pytest.mark.parametrize(

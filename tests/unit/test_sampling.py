@@ -122,12 +122,7 @@ ITEM = {"input_ids": [5, 6, 7, 1, 1], "attention_mask": [1, 1, 0, 0, 0], "length
 @pytest.mark.parametrize("kind", ["items", "tensors", "columns"])
 @pytest.mark.parametrize(
     ("without", "padding", "expected"),
-    [
-        ((), 1, 9),
-        (("length",), 1, 2),
-        (("length", "attention_mask"), 1, 3),
-        (("length", "attention_mask"), None, 5),
-    ],
+    [((), 1, 9), (("length",), 1, 2), (("length", "attention_mask"), 1, 3), (("length", "attention_mask"), None, 5)],
 )
 def test_lengths_come_from_the_best_source_there_is(kind, without, padding, expected):
     short = {"input_ids": [5], "attention_mask": [1], "length": 1, "label": 0}

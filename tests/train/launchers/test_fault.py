@@ -27,12 +27,7 @@ from tests.trainer_runs import distance
 SAVED, KILLED, STEPS = 3, 5, 8
 # An epoch has ten steps.
 ROWS = 80
-ARGUMENTS = {
-    "memory_opt_config": "Gelu+:1:-1",
-    "max_steps": STEPS,
-    "save_strategy": "steps",
-    "save_steps": SAVED,
-}
+ARGUMENTS = {"memory_opt_config": "Gelu+:1:-1", "max_steps": STEPS, "save_strategy": "steps", "save_steps": SAVED}
 DYING = Job("dying", rows=ROWS, arguments=ARGUMENTS, killed=(1, KILLED))
 SOON = 240
 # Until the checkpoint, and until the end.

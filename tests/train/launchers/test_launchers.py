@@ -34,12 +34,7 @@ ROWS = 8 * STEPS
 HALF = STEPS // 2
 SAVING = {"save_strategy": "steps", "save_steps": HALF}
 ACCUMULATING = {"max_steps": HALF, "gradient_accumulation_steps": 2}
-BUDGET = {
-    "per_device_train_batch_size": 4,
-    "max_steps": 2,
-    "memory_opt_engine": "compile",
-    "memory_opt_budget": "90%",
-}
+BUDGET = {"per_device_train_batch_size": 4, "max_steps": 2, "memory_opt_engine": "compile", "memory_opt_budget": "90%"}
 COMPILE = {**TWO, "memory_opt_engine": "compile"}
 # Bitwise whatever the plan, without the chunked loss.
 REPLAN = {
@@ -65,19 +60,9 @@ def two_ranks(tmp_path_factory):
             rows=ROWS,
             arguments={**TWO, **SAVING, "log_input_density": True, "log_memory_phases": True},
         ),
-        Job(
-            "accumulation",
-            rows=ROWS,
-            arguments={**TWO, **ACCUMULATING},
-            count_reductions=True,
-        ),
+        Job("accumulation", rows=ROWS, arguments={**TWO, **ACCUMULATING}, count_reductions=True),
         Job("compile-steps", model=MODEL, rows=ROWS, arguments=COMPILE),
-        Job(
-            "compile-accumulation",
-            rows=ROWS,
-            arguments={**COMPILE, **ACCUMULATING},
-            count_reductions=True,
-        ),
+        Job("compile-accumulation", rows=ROWS, arguments={**COMPILE, **ACCUMULATING}, count_reductions=True),
         Job("compile-budget", rows=ROWS, arguments=BUDGET, environment=caches),
         Job("batch-auto", rows=ROWS, arguments={**BUDGET, **ACCUMULATING, "memory_opt_batch": "auto"}),
         Job("replan-enough", "compile", rows=ROWS, arguments=REPLAN, runs_out={}),
@@ -96,12 +81,7 @@ def one_rank(two_ranks, tmp_path_factory):
     """What a stock Trainer makes of the same rows in one process, and of the checkpoint of the two ranks."""
     jobs = [
         Job("steps", "plain", model=MODEL, rows=ROWS, arguments={**ONE, **SAVING}),
-        Job(
-            "accumulation",
-            "plain",
-            rows=ROWS,
-            arguments={**ONE, **ACCUMULATING},
-        ),
+        Job("accumulation", "plain", rows=ROWS, arguments={**ONE, **ACCUMULATING}),
         Job("resumed", model=MODEL, rows=ROWS, arguments=ONE, resume=checkpoint(two_ranks)),
     ]
     return run_jobs_alone(tmp_path_factory.mktemp("one"), jobs)
@@ -252,11 +232,7 @@ def trap(command, folder, **arguments):
     return [line for line in done.output.splitlines() if line.startswith("error: ")], done
 
 
-@pytest.mark.parametrize(
-    "flags",
-    nightly([["--cpu", "--num_processes", "2"], ["--num_processes", "2"]]),
-    ids=" ".join,
-)
+@pytest.mark.parametrize("flags", nightly([["--cpu", "--num_processes", "2"], ["--num_processes", "2"]]), ids=" ".join)
 def test_accelerate_that_starts_one_process_is_refused(tmp_path, flags):
     errors, done = trap([*ACCELERATE, *flags], tmp_path)
     assert len(errors) == 1 and WRITE_MULTI_GPU in errors[0]

@@ -8,15 +8,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from transformers import HfArgumentParser
 
 from tests.fresh_process import free_port
-from tests.train.launchers.launching import (
-    PROGRAMS,
-    ROOT,
-    launcher,
-    needs_compiler,
-    needs_deepspeed,
-    run_jobs,
-    start,
-)
+from tests.train.launchers.launching import PROGRAMS, ROOT, launcher, needs_compiler, needs_deepspeed, run_jobs, start
 from tests.train.launchers.worker import Job
 from tests.trainer_runs import distance
 

@@ -19,9 +19,7 @@ LAUNCHERS = ("python", "accelerate", "torchrun", "deepspeed")
 STAGES = (None, 0, 1, 2, 3)
 OF_TORCH = ("adamw_torch", "torch_fused_adamw")
 OF_DEEPSPEED = ("deepspeed_fused_adam", "deepspeed_cpu_adam")
-QUICK = {
-    ("deepspeed", 2, OF_TORCH),
-}
+QUICK = {("deepspeed", 2, OF_TORCH)}
 # Stages at which a language model with tied weights trains with a chunked loss, too.
 CHUNKED = (0, 1, 2)
 CLASSES = {"deepspeed_fused_adam": "FusedAdam", "deepspeed_cpu_adam": "DeepSpeedCPUAdam"}

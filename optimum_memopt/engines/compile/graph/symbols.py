@@ -100,9 +100,7 @@ _RANK = {"input_ids": 0, "labels": 2}
 
 
 def symbol_names(
-    sources: Mapping[sympy.Symbol, Sequence[str]],
-    sizes: Mapping[sympy.Symbol, int],
-    batch: Mapping[str, int],
+    sources: Mapping[sympy.Symbol, Sequence[str]], sizes: Mapping[sympy.Symbol, int], batch: Mapping[str, int]
 ) -> dict[sympy.Symbol, str]:
     """`input_ids_dim0` of `L['kwargs']['input_ids'].size()[0]`; symbols that are no size have no name.
 

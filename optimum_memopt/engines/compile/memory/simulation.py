@@ -198,10 +198,7 @@ def _run(problem: Problem, ran: np.ndarray, ends: Iterable[int], owned: set[int]
 
 
 def problem_events(
-    problem: Problem,
-    saved: frozenset[int],
-    rows: Mapping[str, str] | None = None,
-    on_host: Collection[int] = (),
+    problem: Problem, saved: frozenset[int], rows: Mapping[str, str] | None = None, on_host: Collection[int] = ()
 ) -> GraphEvents:
     """The storages that both graphs allocate and free, operator by operator; `simulate` folds the same in arrays.
 

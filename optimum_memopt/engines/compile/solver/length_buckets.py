@@ -111,8 +111,7 @@ def best_lengths(batches: Sequence[int], shares: Mapping[int, float], most: int)
     for count in range(1, most + 1):
         options = itertools.combinations(shorter, count)
         extra, lengths = min(
-            ((expected_extra(counts, shares, (*option, longest)), option) for option in options),
-            default=(before, ()),
+            ((expected_extra(counts, shares, (*option, longest)), option) for option in options), default=(before, ())
         )
         if before - extra < WORTH:
             break

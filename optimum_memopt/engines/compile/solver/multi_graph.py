@@ -26,11 +26,7 @@ class MultiGraphSolver:
     """
 
     def __init__(
-        self,
-        problems: Sequence[Problem],
-        runs: Sequence[int],
-        reserve: int = 0,
-        hosts: Sequence[Host | None] = (),
+        self, problems: Sequence[Problem], runs: Sequence[int], reserve: int = 0, hosts: Sequence[Host | None] = ()
     ) -> None:
         self._problems, self._runs, self._reserve = problems, runs, reserve
         self._hosts = hosts or (None,) * len(problems)

@@ -122,10 +122,7 @@ class SessionInternals:
         function.backward = staticmethod(decorate(function.backward))
 
     def set_callbacks(
-        self,
-        choose: Callable[[Any, Any], None],
-        phase: Callable[[Any], None],
-        built: Callable[[], None],
+        self, choose: Callable[[Any, Any], None], phase: Callable[[Any], None], built: Callable[[], None]
     ) -> None:
         """Replace what ORT calls at three moments.
 
