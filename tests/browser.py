@@ -14,6 +14,11 @@ from typing import Any
 # 70 MB for Linux on x86, and with them the libraries and fonts that a container lacks.
 PACKAGE = "@sparticuz/chromium@147.0.0"
 FOLDER = Path(sys.prefix) / "browser"
+# Its own configuration looks for its fonts in folders of Amazon's machines and in /tmp.
+FONTS = """<?xml version="1.0"?>
+<!DOCTYPE fontconfig SYSTEM "fonts.dtd">
+<fontconfig><dir>{folder}/fonts</dir><dir>/usr/share/fonts</dir><cachedir>{folder}/cache</cachedir></fontconfig>
+"""
 UNPACK = 'import chromium from "@sparticuz/chromium"; await chromium.executablePath()'
 
 
@@ -30,16 +35,24 @@ def install() -> str:
         return "no Chromium and no npm to get one with: tests of the report's page are skipped"
     FOLDER.mkdir(exist_ok=True)
     # It unpacks into the temporary folder, and its libraries only where it is told of Amazon's machines.
-    environment = {**os.environ, "TMPDIR": str(FOLDER), "AWS_EXECUTION_ENV": "AWS_Lambda_nodejs22.x"}
+    variables = {**os.environ, "TMPDIR": str(FOLDER), "AWS_EXECUTION_ENV": "AWS_Lambda_nodejs22.x"}
     commands = (
         ["npm", "install", "--prefix", str(FOLDER), "--no-save", "--silent", PACKAGE],
         ["node", "--input-type=module", "-e", UNPACK],
     )
     for command in commands:
-        done = subprocess.run(command, cwd=FOLDER, env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, cwd=FOLDER, env=variables, capture_output=True, text=True, check=False)
         if done.returncode:
             return f"no Chromium ({command[0]}: {done.stderr.strip()[-200:]}): tests of the report's page are skipped"
+    (FOLDER / "fonts" / "fonts.conf").write_text(FONTS.format(folder=FOLDER / "fonts"))
     return ""
+
+
+def environment(program: str) -> dict[str, str]:
+    """The variables of its process: an installed one brings libraries and fonts."""
+    if Path(program).parent != FOLDER:
+        return dict(os.environ)
+    return {**os.environ, "LD_LIBRARY_PATH": f"{FOLDER}/al2023/lib", "FONTCONFIG_PATH": f"{FOLDER}/fonts"}
 
 
 class Browser:
@@ -49,10 +62,11 @@ class Browser:
         theirs, self._ours = zip(*((r, w) for r, w in (os.pipe(), reversed(os.pipe()))), strict=True)
         # The protocol reads from 3 and writes to 4, which may be others' here.
         ends = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in theirs]
-        command = [str(find()), "--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe"]
+        program = str(find())
+        command = [program, "--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe"]
         self._process = subprocess.Popen(
             [*command, f"--user-data-dir={profile}"],
-            env={**os.environ, "LD_LIBRARY_PATH": f"{FOLDER}/al2023/lib", "FONTCONFIG_PATH": f"{FOLDER}/fonts"},
+            env=environment(program),
             pass_fds=(3, 4),
             preexec_fn=lambda: [os.dup2(end, number) for number, end in enumerate(ends, 3)] and None,
             stderr=subprocess.DEVNULL,
