@@ -156,7 +156,7 @@ def print_race(folder: Path, name: str, budget: str, runners: Sequence[Runner]) 
 def _options(
     folder: Path, name: str, runner: Runner, budget: str | None, is_saved: bool = False
 ) -> dict[str, str | int]:
-    """Of `optimize`; a budget is that of a process with one model, and its plan is saved there for any other."""
+    """The arguments of `optimize`; a budget is for a process with one model, its plan saved there for the others."""
     plan, _, _ = runner
     if plan != BUDGET:
         return {"memory_opt_level": int(plan == LEVEL_1)}
@@ -214,7 +214,7 @@ class _Training:
 
 
 def ask(folder: Path, *arguments: str) -> list[Any]:
-    """What a worker prints, a JSON document a line."""
+    """The JSON documents that a worker prints, one a line."""
     command = [sys.executable, __file__, "--out", str(folder), *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache")}
     found = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
@@ -284,7 +284,7 @@ def compare(folder: Path, name: str, advice: dict[str, Any]) -> dict[str, Any]:
 
 
 def _pairs(rounds: Sequence[Sequence[float]]) -> list[list[tuple[float, float]]]:
-    """Of the first runner and each other one, round by round."""
+    """The values of the first runner and of each other one, round by round."""
     return [[(row[0], row[other]) for row in rounds] for other in range(1, len(rounds[0]))]
 
 

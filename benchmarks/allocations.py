@@ -1,4 +1,4 @@
-"""What torch's allocator gives out, for benchmarks and tests."""
+"""Bytes that torch's allocator gives out, for benchmarks and tests."""
 
 import gc
 from collections.abc import Callable

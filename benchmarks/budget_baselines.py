@@ -141,7 +141,7 @@ def _ran(found: Simulation) -> tuple[int, ...]:
 
 
 def rows(found: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Of one model's table, from the highest peak to the lowest."""
+    """The rows of one model's table, from the highest peak to the lowest."""
     for one in sorted((Compared(**saved) for saved in found["compared"]), key=lambda one: -one.peak):
         yield {
             "baseline": one.name.replace("row ", "", 1),

@@ -176,7 +176,7 @@ def _forward(model: torch.nn.Module, batch: Mapping[str, torch.Tensor], bf16: bo
 
 
 def _peak(model: torch.nn.Module, batch: Mapping[str, torch.Tensor], bf16: bool) -> int:
-    """Of a step, over what is held before, in bytes; the loss alone is kept between forward and backward."""
+    """The peak of a step, over what is held before, in bytes; the loss alone is kept between forward and backward."""
     model.zero_grad(set_to_none=True)
     highest, stashed, loss = allocated(lambda: _forward(model, batch, bf16))
     backward, _, _ = allocated(loss.backward)

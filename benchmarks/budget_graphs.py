@@ -136,7 +136,7 @@ def attach(model: torch.nn.Module, producer: Producer) -> CompileEngine:
 def trace(
     shape: Shape, look: Callable[[AnalyzedGraph], Any], dynamic: bool = False, dtype: torch.dtype = torch.bfloat16
 ) -> Any:
-    """What `look` makes of a model's joint graph, as a Trainer would train it.
+    """The result of `look` for a model's joint graph, as a Trainer would train it.
 
     Args:
         shape: of the model.

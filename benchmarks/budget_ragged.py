@@ -1,4 +1,4 @@
-"""What plans within a budget cost where batches of real text have all lengths, for budget.py."""
+"""The costs of plans within a budget where batches of real text have all lengths, for budget.py."""
 
 import argparse
 from collections import Counter

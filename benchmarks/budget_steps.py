@@ -29,7 +29,7 @@ _DECIMALS = {"CPU-s": 2, "of no plan": 2, "of the baseline": 2}
 
 @dataclass(frozen=True)
 class Size:
-    """Of models and batches."""
+    """The size of a model and of its batch."""
 
     hidden: int
     layers: int
@@ -157,7 +157,7 @@ def run(saved: dict[str, Any], keep: Callable[[], None], arguments: argparse.Nam
 
 
 def rows(found: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Of one model's table; each ratio is the median of the rounds' own."""
+    """The rows of one model's table; each ratio is the median of the rounds' own."""
     seconds = found["seconds"]
 
     def ratio(way: str, base: str) -> float:

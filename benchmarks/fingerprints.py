@@ -112,7 +112,7 @@ def planned(name: str, compiler: str, device: str | None, is_wide: bool = False,
 
 
 def of_plan(table: Any, file: Any) -> dict[str, Any]:
-    """What a table and a plan file say."""
+    """The content of a table and of a plan file."""
     choice = json.loads(file.to_json())
     solved_for = {name: value for name, value in choice.pop("solved_for").items() if name != "versions"}
     return {**json.loads(table.to_json()), "choice": choice, "solved for": solved_for}
@@ -149,7 +149,7 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def fingerprint(name: str, plan: str, compiler: str) -> dict[str, Any]:
-    """What is compared of one case."""
+    """The results of one case that are compared."""
     at = functools.partial(planned, name, compiler)
     options: dict[str, Any] = {"memory_opt_loss": "plain"}
     if plan == "no plan":
@@ -275,7 +275,7 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> tuple[list[str
 
 
 def is_reworded(path: str, *texts: Any) -> bool:
-    """Whether both are remarks with the same numbers."""
+    """True where both are remarks with the same numbers."""
     is_remark = not {*_REMARKS}.isdisjoint(path.split("/")) and all(isinstance(text, str) for text in texts)
     numbers = [re.findall(r"\d+(?:[.,]\d+)*", text) for text in texts] if is_remark else [0, 1]
     return numbers[0] == numbers[1]

@@ -204,7 +204,7 @@ def _short(name: str) -> str:
 
 
 def conditions(arguments: argparse.Namespace) -> str:
-    """What the numbers depend on beside the models."""
+    """The conditions that the numbers depend on beside the models."""
     import platform
 
     import torch

@@ -47,7 +47,7 @@ class Case:
 
 
 def is_chunked_by_auto(case: Case) -> bool:
-    """What `--memory_opt_loss auto` does in a Trainer."""
+    """True where `--memory_opt_loss auto` computes the loss in chunks."""
     import torch
 
     from optimum_memopt.engines.compile.loss.operator import LossShape

@@ -15,7 +15,7 @@ _PACKAGES = ("torch", "triton", "transformers", "accelerate")
 
 
 def conditions() -> str:
-    """What the figures depend on beside the models."""
+    """The conditions that the figures depend on beside the models."""
     import torch
 
     versions = (installed_version((name,)) for name in _PACKAGES)

@@ -24,15 +24,29 @@ _ADVISE_DESCRIPTION = (
 _HERE = "here"
 
 
+def _add_model_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", required=True, help="Folder with a config.json, path of a config file, or name on the hub."
+    )
+    parser.add_argument("--task", required=True, help="text-classification, fill-mask, text-generation, …")
+    parser.add_argument("--seq_len", type=int, default=128, help="Tokens per row, without padding (default: 128).")
+
+
+def _add_step_arguments(parser: ArgumentParser) -> None:
+    precision = parser.add_mutually_exclusive_group()
+    precision.add_argument("--bf16", action="store_true", help="Under autocast, as Trainer's --bf16.")
+    precision.add_argument("--fp16", action="store_true", help="Under autocast, as Trainer's --fp16.")
+    parser.add_argument(
+        "--compiler",
+        help="As --memory_opt_compiler takes it (default: the one that would train, inductor with --device).",
+    )
+
+
 class AdviseCommand(BaseOptimumCLICommand):
     @staticmethod
     def parse_args(parser: ArgumentParser) -> None:
         parser.description = _ADVISE_DESCRIPTION
-        parser.add_argument(
-            "--model", required=True, help="Folder with a config.json, path of a config file, or name on the hub."
-        )
-        parser.add_argument("--task", required=True, help="text-classification, fill-mask, text-generation, …")
-        parser.add_argument("--seq_len", type=int, default=128, help="Tokens per row, without padding (default: 128).")
+        _add_model_arguments(parser)
         parser.add_argument(
             "--global_batch",
             type=int,
@@ -48,17 +62,11 @@ class AdviseCommand(BaseOptimumCLICommand):
         parser.add_argument(
             "--budget", default="auto", help="As --memory_opt_budget takes it (default: auto, what is free)."
         )
-        precision = parser.add_mutually_exclusive_group()
-        precision.add_argument("--bf16", action="store_true", help="Under autocast, as Trainer's --bf16.")
-        precision.add_argument("--fp16", action="store_true", help="Under autocast, as Trainer's --fp16.")
+        _add_step_arguments(parser)
         parser.add_argument(
             "--optim",
             default="adamw_torch_fused",
             help="The optimizer, as Trainer's --optim takes it (default: adamw_torch_fused).",
-        )
-        parser.add_argument(
-            "--compiler",
-            help="As --memory_opt_compiler takes it (default: the one that would train, inductor with --device).",
         )
         parser.add_argument("--json", action="store_true", help="Print JSON instead of a table.")
 
@@ -202,17 +210,13 @@ class PlanCommand(BaseOptimumCLICommand):
     @staticmethod
     def parse_args(parser: ArgumentParser) -> None:
         parser.description = _PLAN_DESCRIPTION
-        parser.add_argument(
-            "--model", required=True, help="Folder with a config.json, path of a config file, or name on the hub."
-        )
-        parser.add_argument("--task", required=True, help="text-classification, fill-mask, text-generation, …")
+        _add_model_arguments(parser)
         parser.add_argument(
             "--batch_size",
             default="8",
             help="Rows of a (micro-)batch (default: 8); several, as 1,2,4,8, for a table over batch sizes from one "
             "trace of the largest.",
         )
-        parser.add_argument("--seq_len", type=int, default=128, help="Tokens per row, without padding (default: 128).")
         parser.add_argument("--engine", default="auto", help="As --memory_opt_engine takes it (default: auto).")
         parser.add_argument(
             "--symbolic",
@@ -228,9 +232,7 @@ class PlanCommand(BaseOptimumCLICommand):
             help="compile engine: the device whose memory and speed count, as h100 or 'rtx 4090', or a JSON file "
             "(docs/budget.md); with its attention kernels, workspaces and allocator. Default: this machine.",
         )
-        precision = parser.add_mutually_exclusive_group()
-        precision.add_argument("--bf16", action="store_true", help="Under autocast, as Trainer's --bf16.")
-        precision.add_argument("--fp16", action="store_true", help="Under autocast, as Trainer's --fp16.")
+        _add_step_arguments(parser)
         parser.add_argument("--optim", help="The optimizer, as Trainer's --optim (default: adamw_torch_fused).")
         parser.add_argument(
             "--gradient_accumulation_steps",
@@ -244,10 +246,6 @@ class PlanCommand(BaseOptimumCLICommand):
             "globs or regular expressions. Default: all that the model trains.",
         )
         parser.add_argument(
-            "--compiler",
-            help="As --memory_opt_compiler takes it (default: the one that would train, inductor with --device).",
-        )
-        parser.add_argument(
             "--budget_curve",
             nargs="?",
             const="",
@@ -259,7 +257,7 @@ class PlanCommand(BaseOptimumCLICommand):
             "--html",
             metavar="FILE",
             help="Also write a page: the step operator by operator, what is held at its peak, what budgets cost, the "
-            "plan table (pip install optimum-memopt[report]). Solves for ten budgets, with a plan in a second trace.",
+            "plan table (pip install optimum-memopt[report]). Solves for ten budgets.",
         )
         parser.add_argument(
             "--measure",

@@ -141,7 +141,7 @@ class EngineFactory(Generic[Options]):
             workload: the model and the size of its batch.
             spec: how the step runs.
             symbolic: sizes stay symbols, so that savings are formulas; several times slower.
-            with_curve: predict what budgets cost, too; with a plan selected, the model is traced a second time.
+            with_curve: predict what budgets cost, too.
             batch_sizes: predict a step of each, too, from one trace with the workload's, the largest of them; sizes
                 stay symbols.
 

@@ -18,12 +18,7 @@ from optimum_memopt.engines.compile.capture.traced_forward import (
 )
 from optimum_memopt.engines.compile.costs.costs import Costs
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, without_gradient
-from optimum_memopt.engines.compile.partition.captured_graph import (
-    CapturedGraph,
-    captured_graph,
-    captured_plans,
-    no_costs,
-)
+from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph, SavedNodes, captured_graph, no_costs
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.producers.producer import GraphContext, Producer
 from optimum_memopt.engines.shared import in_place
@@ -122,7 +117,8 @@ def capture(
         captured, choice = captured_graph(graph, costs_of(graph)), choose(graph, state)
         for producer, earlier in zip(compared, choices, strict=True):
             earlier.append(producer.choose(graph, GraphContext(tuple(earlier))))
-        graphs.append(captured_plans(captured, [choice, *(of_producer[-1] for of_producer in choices)]))
+        chosen = (choice, *(of_producer[-1] for of_producer in choices))
+        graphs.append(replace(captured, plans=tuple(SavedNodes.of(graph, each) for each in chosen)))
         return choice
 
     place = training_forward(model)

@@ -75,12 +75,12 @@ def root(node: fx.Node) -> fx.Node:
 
 
 def is_chunked_loss_operator(target: object) -> bool:
-    """True for the operator of `loss/operators.py`."""
+    """True for the operator of `loss/operator.py`."""
     return str(target) == "optimum_memopt.chunked_loss.default"
 
 
 def is_chunked_loss(node: fx.Node) -> bool:
-    """True for a call of the operator of `loss/operators.py`."""
+    """True for a call of the operator of `loss/operator.py`."""
     return is_chunked_loss_operator(node.target)
 
 

@@ -140,12 +140,3 @@ def multi_graph_solver(
 def no_costs(graph: AnalyzedGraph) -> Costs:
     """Operators that take no time, where only bytes are asked for."""
     return Costs((0.0,) * len(graph.joint.nodes), "no")
-
-
-def captured_plans(
-    graph: CapturedGraph, chosen: Sequence[Choice], partitioned: PartitionedGraph | None = None
-) -> CapturedGraph:
-    """A graph with what was chosen for it, the choice that was applied first."""
-    assert graph.analyzed is not None
-    plans = tuple(SavedNodes.of(graph.analyzed, choice) for choice in chosen)
-    return replace(graph, plans=plans, partitioned=partitioned)
