@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.modules import module as torch_module
 
+from optimum_memopt.errors import MemOptError
+
 if TYPE_CHECKING:
     from torch.distributed import Store
 
@@ -181,3 +183,29 @@ def _module(frame: FrameType) -> Any:
 
 def _package(module: Any) -> str:
     return module.partition(".")[0] if isinstance(module, str) else ""
+
+
+def checkpoint_layers(model: Any, every: int) -> None:
+    """Trainer's activation checkpointing of every nth layer.
+
+    Raises:
+        MemOptError: the model has none, or this transformers can only checkpoint all layers.
+    """
+    if not getattr(model, "supports_gradient_checkpointing", False):
+        raise MemOptError(f"{type(model).__name__} does not support activation checkpointing")
+    # transformers 5.23 has both, and warns of the older one.
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable({"use_reentrant": False}, every_n_layers=every)
+    elif every == 1:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    else:
+        raise MemOptError(
+            f"checkpointing of every {every} layers needs transformers 5.23; pip install -U transformers"
+        )
+
+
+def in_float32(outputs: Any) -> Any:
+    """A model's outputs as accelerate returns them under autocast (`ConvertOutputsToFp32`, 1.15)."""
+    from accelerate.utils.operations import convert_to_fp32
+
+    return convert_to_fp32(outputs)

@@ -105,6 +105,7 @@ class Workload:
         batch_size: rows per step.
         seq_len: tokens per row, without padding; images have the size of their config.
         trainable: patterns of the parameters that train, see `measure.trainable`; empty: those that the model trains.
+        has_padding: some row of a batch is shorter than others.
     """
 
     model: "str | PretrainedConfig"
@@ -112,10 +113,16 @@ class Workload:
     batch_size: int = 8
     seq_len: int = 128
     trainable: tuple[str, ...] = ()
+    has_padding: bool = True
 
     def with_rows(self, rows: int) -> "Workload":
         """The same with another batch size."""
         return replace(self, batch_size=rows)
+
+    @property
+    def values(self) -> "dict[str, torch.Tensor]":
+        """Inputs whose values models branch on: masks are left out where every token is real."""
+        return {} if not self.tokens else {"attention_mask": mask_of(self.batch_size, self.seq_len, self.has_padding)}
 
     @property
     def _named(self) -> str:
@@ -233,6 +240,16 @@ class Workload:
         return {**batch, "labels": ids.clone()}
 
 
+def mask_of(rows: int, length: int, has_padding: bool) -> "torch.Tensor":
+    """An attention mask, in which the last token of the last row is padding, or none."""
+    import torch
+
+    mask = torch.ones(rows, length, dtype=torch.int64)
+    if has_padding:
+        mask[-1:, -1:] = 0
+    return mask
+
+
 def decide_problem_type(config: Any, labels: "torch.Tensor | None") -> None:
     """Set the problem type where each row has one class as its label: DeBERTa's forward reads the labels otherwise."""
     if labels is None or labels.dim() != 1 or labels.is_floating_point():
@@ -340,6 +357,16 @@ class ModuleWorkload:
     def tokens(self) -> int:
         """As many as the inputs have."""
         return 0
+
+    @property
+    def values(self) -> dict[str, torch.Tensor]:
+        """Inputs whose values are known: real tensors, and a mask with padding for one that is not."""
+        tensors = {name: value for name, value in self.inputs.items() if isinstance(value, torch.Tensor)}
+        known = {name: tensor for name, tensor in tensors.items() if tensor.device.type != "meta"}
+        mask = tensors.get("attention_mask")
+        if mask is not None and "attention_mask" not in known and mask.dim() == 2:
+            known["attention_mask"] = mask_of(mask.shape[0], mask.shape[1], has_padding=True).to(mask.dtype)
+        return known
 
     @property
     def suggestion(self) -> str:

@@ -15,13 +15,14 @@ if TYPE_CHECKING:
 
 
 # From the bottom of a picture to its top: what is always held comes first.
-CATEGORIES = OTHER, PARAMETERS, OPTIMIZER, BATCH, GRADIENTS, SAVED, RECOMPUTED, TEMPORARY = (
+CATEGORIES = OTHER, PARAMETERS, OPTIMIZER, BATCH, GRADIENTS, SAVED, OUTPUTS, RECOMPUTED, TEMPORARY = (
     "other",
     "parameters",
     "optimizer states",
     "batch",
     "gradients",
     "saved activations",
+    "outputs and variables",
     "recomputed",
     "temporaries",
 )
@@ -134,6 +135,10 @@ class Workload(Protocol):
     @property
     def tokens(self) -> int:
         """Tokens of a row; 0: as many as the batch has, if any."""
+
+    @property
+    def values(self) -> "Mapping[str, torch.Tensor]":
+        """Inputs of the batch whose values are known, on the CPU: models branch on those of masks."""
 
     @property
     def suggestion(self) -> str:

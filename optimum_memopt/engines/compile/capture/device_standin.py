@@ -21,23 +21,39 @@ _AMPERE = (8, 0)
 @contextlib.contextmanager
 def traced_for(device: Device | None, dtype: torch.dtype | None, here: str = "cpu") -> Iterator[None]:
     """Forwards that are traced within are a device's; without one of CUDA, operators are those of `here`."""
-    cuda = device if device is not None and device.cuda is not None else None
-    before = torch.nn.functional.scaled_dot_product_attention
     with contextlib.ExitStack() as stack:
-        if dtype is not None:
-            if cuda is not None:
+        if device is not None and device.cuda is not None:
+            if dtype is not None:
                 stack.enter_context(kernels.autocast_lists())
+            stack.enter_context(_attention_of(device))
+        if dtype is not None:
             stack.enter_context(torch.autocast(here, dtype))
-        if cuda is not None:
-            stack.callback(setattr, torch.nn.functional, "scaled_dot_product_attention", before)
-            capability = cuda.capability
-
-            # dynamo traces it in the place of torch's, as it does no partial object.
-            def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> torch.Tensor:
-                return _attention(capability, *args, **kwargs)
-
-            torch.nn.functional.scaled_dot_product_attention = scaled_dot_product_attention
         yield
+
+
+@contextlib.contextmanager
+def eager_standin(device: Device | None) -> Iterator[None]:
+    """What runs within without a compiler calls the operators of a device; those of the tensors' own without one."""
+    if device is None or device.cuda is None:
+        yield
+        return
+    with kernels.autocast_lists(), kernels.fused_dropout(), _attention_of(device):
+        yield
+
+
+@contextlib.contextmanager
+def _attention_of(device: Device) -> Iterator[None]:
+    before, capability = torch.nn.functional.scaled_dot_product_attention, device.capability
+
+    # dynamo traces it in the place of torch's, as it does no partial object.
+    def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return _attention(capability, *args, **kwargs)
+
+    torch.nn.functional.scaled_dot_product_attention = scaled_dot_product_attention
+    try:
+        yield
+    finally:
+        torch.nn.functional.scaled_dot_product_attention = before
 
 
 def kernel(capability: tuple[int, int], is_half: bool, has_mask: bool, has_dropout: bool, shares_keys: bool) -> str:

@@ -82,6 +82,13 @@ def layer_of(node: fx.Node) -> str:
     return path + "".join(dict.fromkeys(call[0] for call in calls if call))
 
 
+@cache
+def layer_in(path: str) -> str:
+    """The path of the transformer layer in the path of a module or parameter, "" outside of all."""
+    match = _LAYER.search(path)
+    return path[: match.end()] if match else ""
+
+
 def module_stack(node: fx.Node) -> list[tuple[str, str, str]]:
     """Dynamo's key, the path and the class's name of each module around the operator, from the outside in."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}

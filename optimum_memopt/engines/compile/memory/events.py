@@ -85,6 +85,15 @@ def held_before(events: Iterable[Event]) -> dict[str, Storage]:
     return held
 
 
+def held_during(events: Sequence[Event], index: int) -> tuple[Storage, ...]:
+    """The storages held during an event, its workspace as a storage of its own."""
+    event = events[index]
+    workspace = Storage("", event.workspace, TEMPORARY, f"{event.kind} workspace", event.layer)
+    held = held_before(events[:index])
+    held.update((storage.name, storage) for storage in event.allocates)
+    return (*held.values(), *([workspace] if event.workspace else []))
+
+
 def bytes_during(events: Iterable[Event]) -> tuple[list[int], int]:
     """Bytes held during each event, and after the last."""
     sizes: dict[str, int] = {}

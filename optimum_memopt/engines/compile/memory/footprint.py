@@ -23,7 +23,7 @@ from optimum_memopt.engines.api.predictions import (
     Phase,
     StepTimeline,
 )
-from optimum_memopt.engines.compile.memory.events import Storage, bytes_by_category, held_before
+from optimum_memopt.engines.compile.memory.events import Storage, bytes_by_category, held_during
 from optimum_memopt.engines.compile.memory.tape import StepEvents
 from optimum_memopt.engines.compile.torch_compat import dynamo
 from optimum_memopt.memory.optimizers import Optimizer, PlannedOptimizer
@@ -226,8 +226,8 @@ def step_timeline(
     peaks = [sum(now.values()) for now in shown]
     at = peaks.index(max(peaks))
     base = in_optimizer if at == len(operators) else in_graphs if operators[at] <= first else in_backward
-    held_at_peak = _held_during(step, operators[at]) if at < len(operators) else ()
-    alive = [*(Group(name, "", 0, size) for name, size in base.items() if size), *_groups(held_at_peak)]
+    held_at_peak = held_during(step.events, operators[at]) if at < len(operators) else ()
+    alive = [*(Group(name, "", 0, size) for name, size in base.items() if size), *groups(held_at_peak)]
     before, count = sum(in_graphs.values()), sum(index < first for index in operators)
     # Gradients are added to those of earlier micro-batches, whose memory is theirs.
     after = before - in_graphs[GRADIENTS] - in_graphs[SAVED] + in_optimizer[GRADIENTS]
@@ -251,21 +251,12 @@ def step_timeline(
     )
 
 
-def _held_during(step: StepEvents, index: int) -> tuple[Storage, ...]:
-    """The storages held during an event, its workspace as a storage of its own."""
-    event = step.events[index]
-    workspace = Storage("", event.workspace, TEMPORARY, f"{event.kind} workspace", event.layer)
-    held = held_before(step.events[:index])
-    held.update((storage.name, storage) for storage in event.allocates)
-    return (*held.values(), *([workspace] if event.workspace else []))
-
-
-def _groups(storages: Iterable[Storage]) -> list[Group]:
+def groups(storages: Iterable[Storage]) -> list[Group]:
     """Tensors of one kind together; gradients are all of one."""
-    groups: dict[tuple[str, str], list[Storage]] = {}
+    by_kind: dict[tuple[str, str], list[Storage]] = {}
     for storage in storages:
         kind = storage.kind if storage.category != GRADIENTS else ""
-        groups.setdefault((storage.category, kind), []).append(storage)
+        by_kind.setdefault((storage.category, kind), []).append(storage)
     return [
         Group(
             category,
@@ -274,6 +265,6 @@ def _groups(storages: Iterable[Storage]) -> list[Group]:
             sum(storage.bytes for storage in of_kind),
             tuple(dict.fromkeys(storage.layer for storage in of_kind if storage.layer)),
         )
-        for (category, kind), of_kind in groups.items()
+        for (category, kind), of_kind in by_kind.items()
         if any(storage.bytes for storage in of_kind)
     ]

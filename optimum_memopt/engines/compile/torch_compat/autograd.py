@@ -28,6 +28,22 @@ def order_of(results: Iterable[object]) -> int:
     return max((node._sequence_nr() for node in nodes if node is not None), default=-1)
 
 
+def current_node() -> Any:
+    """The node whose backward runs; None outside of a backward."""
+    return torch._C._current_autograd_node()
+
+
+def last_order() -> int:
+    """The place in the order of autograd's operators of the latest one."""
+    order: int = torch.autograd._get_sequence_nr() - 1
+    return order
+
+
+def order(node: Any) -> int:
+    """The place of a node in the order of autograd's operators; -1 without one."""
+    return -1 if node is None else int(node._sequence_nr())
+
+
 class Gradient(NamedTuple):
     """The gradient of a tensor outside of all compiled graphs.
 

@@ -30,6 +30,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
+from optimum_memopt.engines.compile.torch_compat import fake_tensors as eager_fakes
 from optimum_memopt.engines.compile.torch_compat import fx_graph
 from optimum_memopt.engines.compile.torch_compat.kernels import inductor_patches
 from optimum_memopt.errors import MemOptError, is_out_of_memory, line_of
@@ -328,6 +329,8 @@ def fake_copy(model: torch.nn.Module) -> tuple[FakeTensorMode, torch.nn.Module]:
     with FakeCopyMode(mode):
         copied = copy.deepcopy(model)
     vars(copied).pop("forward", None)
+    with mode:
+        eager_fakes.replace_subclasses(copied, model)
     return mode, copied
 
 

@@ -226,6 +226,23 @@ def autocast_lists() -> Iterator[None]:
         library._destroy()
 
 
+@contextlib.contextmanager
+def fused_dropout() -> Iterator[None]:
+    """Dropout on the CPU saves a boolean mask, as CUDA's kernel does, where the CPU's own saves one in the input's
+    dtype (`aten/src/ATen/native/Dropout.cpp`, 2.13)."""
+    library = torch.library.Library("aten", "IMPL", "AutogradCPU")
+
+    def dropout(tensor: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+        result: torch.Tensor = torch.ops.aten.native_dropout(tensor, p, train)[0] if train and 0 < p < 1 else tensor
+        return result
+
+    try:
+        library.impl("dropout", dropout, allow_override=True)
+        yield
+    finally:
+        library._destroy()
+
+
 def _cast_by(cast: Callable[[Any, Any], tuple[Any, Any]], name: str) -> Callable[..., Any]:
     """An operator without autocast, whose arguments are cast before."""
     packet, _, overload = name.partition(".")

@@ -1,0 +1,380 @@
+"""A step as plain PyTorch runs it: the module as Python on fake tensors, each storage counted while it is alive.
+
+Whoever holds a storage: autograd, an output, a variable of a function, a key-value cache. No graph has the last three,
+so this is the source of events for every run without an engine.
+"""
+
+import itertools
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from optimum_memopt.engines.api.predictions import (
+    CATEGORIES,
+    GRADIENTS,
+    OTHER,
+    OUTPUTS,
+    POST_BACKWARD,
+    POST_FORWARD,
+    POST_OPTIMIZER_STEP,
+    PRE_FORWARD,
+    RECOMPUTED,
+    SAVED,
+    TEMPORARY,
+    Phase,
+    StepTimeline,
+)
+from optimum_memopt.engines.compile.graph.saved_activations import layer_in
+from optimum_memopt.engines.compile.memory.events import (
+    Event,
+    Storage,
+    bytes_by_category,
+    bytes_during,
+    held_before,
+    held_during,
+)
+from optimum_memopt.engines.compile.memory.footprint import groups
+from optimum_memopt.engines.compile.memory.workspaces import operator_workspace
+from optimum_memopt.engines.compile.torch_compat import autograd, dynamo, fake_tensors
+from optimum_memopt.engines.compile.torch_compat.kernels import Multiprocessors
+from optimum_memopt.errors import MemOptError
+
+# Phases of a step.
+FORWARD, BACKWARD, OPTIMIZER_STEP = "forward", "backward", "optimizer"
+_TORCH = str(Path(torch.__file__).parent)
+_PACKAGE = str(Path(__file__).parents[3])
+
+
+class Place(NamedTuple):
+    """Where a tensor is held: `name` in `function`, at `file:line`."""
+
+    name: str
+    function: str
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.name} in {self.function} ({'/'.join(Path(self.file).parts[-2:])}:{self.line})"
+
+
+@dataclass(frozen=True)
+class LiveRun:
+    """The events of a step, those of what was there before included.
+
+    Attributes:
+        events: in order.
+        phases: of each event, one of `FORWARD`, `BACKWARD`, `OPTIMIZER_STEP`.
+        trained: names of the parameters that got a gradient.
+    """
+
+    events: tuple[Event, ...]
+    phases: tuple[str, ...]
+    trained: frozenset[str] = frozenset()
+
+    @cached_property
+    def during(self) -> list[int]:
+        """Bytes held during each event."""
+        return bytes_during(self.events)[0]
+
+    @property
+    def peak(self) -> int:
+        return max(self.during)
+
+    @property
+    def peak_at(self) -> int:
+        """Index of the first event at which most is held."""
+        return self.during.index(self.peak)
+
+    def split(self) -> tuple[tuple[Storage, ...], tuple[Event, ...]]:
+        """What was there before the first operator, and the events from it on."""
+        first = next((at for at, event in enumerate(self.events) if event.operator), len(self.events))
+        return tuple(held_before(self.events[:first]).values()), self.events[first:]
+
+    def most(self, phase: str) -> int:
+        """The most that is held in a phase; 0 where there is none."""
+        return max((size for size, of in zip(self.during, self.phases, strict=True) if of == phase), default=0)
+
+    def timeline(self, sizes: Mapping[str, int], constant: int = 0) -> StepTimeline:
+        """The step operator by operator, the optimizer's as one.
+
+        Args:
+            sizes: of the batch, by name.
+            constant: bytes that are always held, and no event's.
+        """
+        held = [{**now, OTHER: now[OTHER] + constant} for now in bytes_by_category(self.events)]
+        shown = [
+            at
+            for at, (event, phase) in enumerate(zip(self.events, self.phases, strict=True))
+            if event.operator and phase != OPTIMIZER_STEP
+        ]
+        updates = [at for at, phase in enumerate(self.phases) if phase == OPTIMIZER_STEP] or [len(self.events) - 1]
+        update = max(updates, key=lambda at: self.during[at])
+        entries = [*shown, update]
+        borders = self._borders()
+        at = max(entries, key=lambda entry: self.during[entry])
+        backward = [place for place, entry in enumerate(shown) if self.phases[entry] == BACKWARD]
+        return StepTimeline(
+            operators=(*(self.events[entry].operator for entry in shown), "optimizer step"),
+            layers=(*(self.events[entry].layer for entry in shown), ""),
+            held={name: tuple(held[entry][name] for entry in entries) for name in CATEGORIES},
+            backward_at=min(backward, default=len(shown)),
+            alive=tuple(sorted(groups(held_during(self.events, at)), key=lambda group: -group.bytes)),
+            phases=tuple(
+                Phase(name, self._after[end - 1] + constant, max(self.during[begin:end], default=0) + constant)
+                for name, begin, end in borders
+            ),
+            sizes=dict(sizes),
+        )
+
+    @cached_property
+    def _after(self) -> list[int]:
+        """Bytes held after each event."""
+        return list(itertools.accumulate(self._changes()))
+
+    def _changes(self) -> Iterator[int]:
+        sizes: dict[str, int] = {}
+        for event in self.events:
+            sizes.update((storage.name, storage.bytes) for storage in event.allocates)
+            yield sum(storage.bytes for storage in event.allocates) - sum(sizes.pop(name, 0) for name in event.frees)
+
+    def _borders(self) -> list[tuple[str, int, int]]:
+        """Name, first event and the one behind the last, of the phases that memory is logged for."""
+        first = next((at for at, event in enumerate(self.events) if event.operator), len(self.events))
+        backward = next((at for at, phase in enumerate(self.phases) if phase == BACKWARD), len(self.events))
+        update = next((at for at, phase in enumerate(self.phases) if phase == OPTIMIZER_STEP), len(self.events))
+        return [
+            (PRE_FORWARD, 0, first),
+            (POST_FORWARD, first, backward),
+            (POST_BACKWARD, backward, update),
+            (POST_OPTIMIZER_STEP, update, len(self.events)),
+        ]
+
+
+@dataclass(eq=False)
+class _Allocation:
+    """A storage while it is followed."""
+
+    number: int
+    bytes: int
+    kind: str
+    layer: str
+    phase: str
+    category: str = ""
+    is_recomputed: bool = False
+
+
+@dataclass(eq=False)
+class _Operator:
+    name: str
+    kind: str
+    layer: str
+    phase: str
+    allocates: list[int] = field(default_factory=list)
+    workspace: int = 0
+    frees: list[int] = field(default_factory=list)
+
+
+class LiveRecorder(TorchDispatchMode):
+    """Records the events of a step that runs within it, once.
+
+    Args:
+        model: whose modules name the operators.
+        cuda: the device that is planned for, wherever the tensors are; None: the tensors' own.
+        inspect_at: index of an event during which variables of Python are looked at; -1: none.
+    """
+
+    def __init__(self, model: torch.nn.Module, cuda: Multiprocessors | None = None, inspect_at: int = -1) -> None:
+        super().__init__()
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._model, self._cuda, self._inspect_at = model, cuda, inspect_at
+        self._allocations: list[_Allocation] = []
+        self._operators: list[_Operator] = [_Operator("", "", "", FORWARD)]
+        # By address, which a storage that is gone may have left to another one.
+        self._alive: dict[int, int] = {}
+        self._modules: list[str] = []
+        self._module_of_node: dict[int, str] = {}
+        self._phase = FORWARD
+        self._variables: dict[int, Place] = {}
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> "LiveRecorder":
+        self._hooks = [
+            register_module_forward_pre_hook(self._enter_module),
+            register_module_forward_hook(self._leave_module, always_call=True),
+            register_optimizer_step_pre_hook(lambda *_: self.begin(OPTIMIZER_STEP)),
+            register_optimizer_step_post_hook(lambda *_: self.begin(FORWARD)),
+        ]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for hook in self._hooks:
+            hook.remove()
+
+    def hold(self, category: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Tensors, by name, that were there before the step."""
+        for name, tensor in tensors.items():
+            for storage in fake_tensors.storages(tensor):
+                if (allocation := self._follow(storage, name, layer_in(name))) is not None:
+                    allocation.category = category
+
+    def begin(self, phase: str) -> None:
+        """What is freed from now on is none of the last operator's."""
+        self._phase = phase
+        self._operators.append(_Operator("", "", "", phase))
+
+    def outputs(self, name: str, value: object) -> None:
+        """What a caller holds under a name, in containers and attributes too, is an output."""
+        for path, tensor in _named_tensors(name, value):
+            for storage in fake_tensors.storages(tensor):
+                number = self._alive.get(storage.address)
+                if number is not None and not self._allocations[number].category:
+                    self._allocations[number].category, self._allocations[number].kind = OUTPUTS, path
+
+    def gradients(self) -> None:
+        """The gradients of the model's parameters are what they are from now on."""
+        for parameter in self._model.parameters():
+            if parameter.grad is not None:
+                for storage in fake_tensors.storages(parameter.grad):
+                    number = self._alive.get(storage.address)
+                    if number is not None and not self._allocations[number].category:
+                        self._allocations[number].category = GRADIENTS
+
+    def run(self) -> LiveRun:
+        """What was recorded."""
+        freed_in = {number: operator.phase for operator in self._operators for number in operator.frees}
+        trained = frozenset(name for name, parameter in self._model.named_parameters() if parameter.grad is not None)
+
+        def storage(number: int) -> Storage:
+            held = self._allocations[number]
+            category, kind = held.category, held.kind
+            if not category:
+                is_saved = held.phase == FORWARD and freed_in.get(number, BACKWARD) == BACKWARD
+                category = SAVED if is_saved else RECOMPUTED if held.is_recomputed else TEMPORARY
+                if number in self._variables and not is_saved:
+                    category, kind = OUTPUTS, str(self._variables[number])
+            return Storage(f"{number}", held.bytes, category, kind, held.layer)
+
+        events = tuple(
+            Event(
+                operator.name,
+                operator.kind,
+                operator.layer,
+                tuple(map(storage, operator.allocates)),
+                operator.workspace,
+                tuple(map(str, operator.frees)),
+            )
+            for operator in self._operators
+        )
+        return LiveRun(events, tuple(operator.phase for operator in self._operators), trained)
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        try:
+            results = fake_tensors.call(function, args, kwargs)
+        except fake_tensors.DATA_DEPENDENT as error:
+            raise MemOptError(_reads_data(function)) from error
+        node = autograd.current_node()
+        phase = self._phase if node is None else BACKWARD
+        module = self._modules[-1] if self._modules else self._module_of_node.get(autograd.order(node), "")
+        if node is None and torch.is_grad_enabled():
+            self._module_of_node[autograd.last_order()] = module
+        new = [
+            storage
+            for leaf in dynamo.tree_leaves(results)
+            if isinstance(leaf, torch.Tensor)
+            for storage in fake_tensors.storages(leaf)
+            if storage.address not in self._alive
+        ]
+        workspace = int(operator_workspace(function, args, results, self._cuda))
+        if not new and not workspace:
+            return results
+        kind = dynamo.operator_name(function)
+        layer = layer_in(module)
+        self._operators.append(_Operator(f"{kind}_{len(self._operators)}", kind, layer, phase, workspace=workspace))
+        for storage in new:
+            if (allocation := self._follow(storage, kind, layer)) is not None:
+                allocation.is_recomputed = phase == BACKWARD and bool(self._modules)
+        if len(self._operators) - 1 == self._inspect_at:
+            self._look_at_variables()
+        return results
+
+    def _follow(self, storage: fake_tensors.HeldStorage, kind: str, layer: str) -> _Allocation | None:
+        if storage.address in self._alive:
+            return None
+        number = len(self._allocations)
+        operator = self._operators[-1]
+        allocation = _Allocation(number, storage.bytes, kind, layer, operator.phase)
+        self._allocations.append(allocation)
+        self._alive[storage.address] = number
+        operator.allocates.append(number)
+        storage.on_release(self._free)
+        return allocation
+
+    def _free(self, address: int) -> None:
+        if (number := self._alive.pop(address, None)) is not None:
+            self._operators[-1].frees.append(number)
+
+    def _enter_module(self, module: torch.nn.Module, args: Any) -> None:
+        self._modules.append(self._names.get(id(module), self._modules[-1] if self._modules else ""))
+
+    def _leave_module(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        self._modules.pop()
+
+    def _look_at_variables(self) -> None:
+        for frame in _frames():
+            for name, value in frame.f_locals.items():
+                for path, tensor in _named_tensors(name, value):
+                    for storage in fake_tensors.storages(tensor):
+                        number = self._alive.get(storage.address)
+                        if number is not None:
+                            code = frame.f_code
+                            place = Place(path, code.co_name, code.co_filename, frame.f_lineno)
+                            self._variables.setdefault(number, place)
+
+
+def _reads_data(function: Any) -> str:
+    place = next(_frames(), None)
+    where = "torch" if place is None else f"{place.f_code.co_filename}:{place.f_lineno}, in {place.f_code.co_name}"
+    return (
+        f"the value of a tensor is read ({dynamo.operator_name(function)} at {where}), which "
+        "tensors without data do not have"
+    )
+
+
+def _frames() -> Iterator[FrameType]:
+    """Those of functions that are neither torch's nor this package's, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith((_TORCH, _PACKAGE)):
+            yield frame
+        frame = frame.f_back
+
+
+def _named_tensors(name: str, value: object, depth: int = 4) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors in containers and in attributes of objects that are neither modules nor classes."""
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif not depth or isinstance(value, torch.nn.Module | type | str):
+        return
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _named_tensors(f"{name}.{key}" if isinstance(key, str) else f"{name}[{key}]", item, depth - 1)
+    elif isinstance(value, list | tuple | set):
+        for place, item in enumerate(value):
+            yield from _named_tensors(f"{name}[{place}]", item, depth - 1)
+    elif hasattr(value, "__dict__") and not callable(value):
+        for key, item in vars(value).items():
+            yield from _named_tensors(f"{name}.{key}", item, depth - 1)

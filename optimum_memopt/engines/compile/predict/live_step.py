@@ -1,0 +1,177 @@
+"""A training step without an engine, on fake tensors: for a device that may not be here, before anything is loaded."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from optimum_memopt.compat import checkpoint_layers, in_float32
+from optimum_memopt.engines.api.predictions import BATCH, OPTIMIZER, PARAMETERS, StepTimeline, Workload
+from optimum_memopt.engines.api.run import Selection, StepSpec
+from optimum_memopt.engines.compile.capture.device_standin import eager_standin
+from optimum_memopt.engines.compile.memory.allocator import AllocatorPeak, StepBlocks, allocator_peak
+from optimum_memopt.engines.compile.memory.events import Event, Storage
+from optimum_memopt.engines.compile.memory.live import BACKWARD, FORWARD, OPTIMIZER_STEP, LiveRecorder, LiveRun
+from optimum_memopt.engines.compile.predict.planned_step import PlannedStep, build
+from optimum_memopt.engines.compile.torch_compat import dynamo, fake_tensors, kernels
+from optimum_memopt.engines.compile.torch_compat.kernels import Multiprocessors
+from optimum_memopt.engines.shared.forward_patch import without_key_value_cache
+from optimum_memopt.errors import MemOptError, line_of
+from optimum_memopt.memory.optimizers import PlannedOptimizer, embeddings_of
+from optimum_memopt.memory.peak_monitor import held_bytes
+
+
+@dataclass(frozen=True)
+class Training:
+    """How plain PyTorch trains.
+
+    Attributes:
+        checkpoints: every nth layer is checkpointed; 0: none.
+        keeps_outputs: the loop holds the model's outputs during the backward, the key-value cache among them; Trainer
+            drops them.
+    """
+
+    checkpoints: int = 0
+    keeps_outputs: bool = False
+
+
+PLAIN_TRAINING = Training()
+
+
+@dataclass(frozen=True)
+class LiveStep:
+    """A predicted step of plain PyTorch.
+
+    Attributes:
+        run: of one micro-batch, or of two where gradients add up.
+        states: bytes of each state of the optimizer.
+        update: bytes of temporary tensors of the optimizer's step.
+        constant: bytes that are no tensor's: of libraries on CUDA, of the process on a CPU.
+        sizes: of the batch, by name.
+        is_on_cuda: torch's caching allocator is known.
+    """
+
+    run: LiveRun
+    states: tuple[int, ...]
+    update: int
+    constant: int
+    sizes: Mapping[str, int]
+    is_on_cuda: bool
+
+    @cached_property
+    def whole(self) -> LiveRun:
+        """The run with the optimizer."""
+        return with_optimizer(self.run, self.states, self.update)
+
+    @property
+    def peak(self) -> int:
+        """Bytes that tensors ask for."""
+        return self.constant + self.whole.peak
+
+    @property
+    def timeline(self) -> StepTimeline:
+        return self.whole.timeline(self.sizes, self.constant)
+
+    @cached_property
+    def allocator(self) -> AllocatorPeak | None:
+        """Bytes of torch's allocator on CUDA; None elsewhere."""
+        if not self.is_on_cuda:
+            return None
+        given, events = self.run.split()
+        always = [self.constant, *(storage.bytes for storage in given)]
+        return allocator_peak(StepBlocks(always, events, self.states, self.update, accumulates=False))
+
+
+def with_optimizer(run: LiveRun, states: Sequence[int], update: int) -> LiveRun:
+    """The run with the states of an optimizer, in bytes, and its step."""
+    given = Event("", allocates=tuple(Storage(f"state {n}", size, OPTIMIZER) for n, size in enumerate(states)))
+    step = Event("optimizer step", "optimizer step", workspace=update)
+    return replace(run, events=(given, *run.events, step), phases=(FORWARD, *run.phases, OPTIMIZER_STEP))
+
+
+def plain_step(workload: Workload, spec: StepSpec, training: Training = PLAIN_TRAINING) -> LiveStep:
+    """Run a step of a workload as plain PyTorch does.
+
+    Raises:
+        MemOptError: an unknown device or optimizer, a model that cannot be built, or one that reads values of its
+            tensors.
+    """
+    planned = PlannedStep(workload, Selection(), spec)
+    here, target, values = planned.here, planned.target, workload.values
+    with torch.random.fork_rng(devices=[]), eager_standin(target), dynamo.fake_tensors():
+        model, batch = build(workload, here)
+        for name in values.keys() & batch.keys():
+            fake_tensors.with_values(batch[name], values[name])
+        cuda = target.cuda if target is not None else kernels.multiprocessors_of(here)
+        count = 2 if spec.gradient_accumulation_steps > 1 else 1
+        run = run_micro_batches(model, batch, planned.autocast_dtype, training, cuda, count)
+        trained = [parameter for name, parameter in model.named_parameters() if name in run.trained]
+        is_on_cuda = here.type == "cuda" or cuda is not None
+        optimizer = PlannedOptimizer(spec.optim, is_on_cuda, embeddings_of(model))
+        return LiveStep(
+            run,
+            tuple(optimizer.state_sizes(trained)),
+            optimizer.step_bytes(trained),
+            target.libraries if target is not None else held_bytes(here),
+            sizes_of(batch),
+            is_on_cuda,
+        )
+
+
+def run_micro_batches(
+    model: torch.nn.Module,
+    batch: Mapping[str, Any],
+    autocast: torch.dtype | None,
+    training: Training,
+    cuda: Multiprocessors | None,
+    count: int = 1,
+) -> LiveRun:
+    """Forward and backward of a model of fake tensors, whose mode the caller is in, as Trainer runs them.
+
+    Raises:
+        MemOptError: the model reads values of its tensors, or fails.
+    """
+    device = next(model.parameters()).device.type
+    if training.checkpoints:
+        checkpoint_layers(model, training.checkpoints)
+    recorder = LiveRecorder(model, cuda)
+    try:
+        with fake_tensors.run_as_eager(), recorder:
+            recorder.hold(PARAMETERS, dict(itertools.chain(model.named_parameters(), model.named_buffers())))
+            recorder.hold(BATCH, {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)})
+            for _ in range(count):
+                recorder.begin(FORWARD)
+                inputs = dict(batch) if training.keeps_outputs else without_key_value_cache(model, (), batch)
+                with torch.autocast(device, autocast, enabled=autocast is not None):
+                    outputs = model(**inputs)
+                if autocast is not None:
+                    # As accelerate's `ConvertOutputsToFp32` (1.15, `utils/operations.py`).
+                    outputs = in_float32(outputs)
+                recorder.outputs("outputs", outputs)
+                loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs[0]
+                if not training.keeps_outputs:
+                    outputs = None
+                recorder.begin(BACKWARD)
+                loss.backward()
+                recorder.gradients()
+                del outputs, loss
+    except MemOptError:
+        raise
+    except Exception as error:
+        raise MemOptError(
+            f"{type(model).__name__} cannot be run on tensors without data ({line_of(error)})"
+        ) from error
+    return recorder.run()
+
+
+def sizes_of(batch: Mapping[str, Any]) -> dict[str, int]:
+    """`input_ids_dim0` and its size."""
+    return {
+        f"{name}_dim{dim}": int(size)
+        for name, value in batch.items()
+        if isinstance(value, torch.Tensor)
+        for dim, size in enumerate(value.shape)
+    }

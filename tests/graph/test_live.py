@@ -1,0 +1,171 @@
+"""A step of plain PyTorch, run on fake tensors, against what torch's allocator is asked for in a real one."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from transformers import RobertaConfig
+
+from optimum_memopt.compat import checkpoint_layers
+from optimum_memopt.engines.api.predictions import GRADIENTS, OPTIMIZER, OUTPUTS, PARAMETERS, SAVED
+from optimum_memopt.engines.api.run import StepSpec
+from optimum_memopt.engines.compile.memory.live import BACKWARD, LiveRecorder, LiveRun
+from optimum_memopt.engines.compile.predict.live_step import Training, plain_step, run_micro_batches
+from optimum_memopt.engines.compile.torch_compat import dynamo, fake_tensors, kernels
+from optimum_memopt.engines.shared.forward_patch import without_key_value_cache
+from optimum_memopt.errors import MemOptError
+from optimum_memopt.predict.workload import Workload
+from tests.model_zoo import ZOO
+
+# Convolutions take workspaces that depend on the processor.
+_CONVOLVES = {"vit", "patchtst", "wav2vec2", "hubert", "segformer"}
+_NAMES = sorted(set(ZOO) - _CONVOLVES)
+# An empty tensor here and there, whose storage takes 8 bytes.
+_SLACK = 256
+
+
+def measured(model: torch.nn.Module, batch: dict[str, Any], training: Training, micro_batches: int = 1) -> int:
+    """The most bytes that a real step asks for over what was there before, after a first one."""
+
+    def step() -> Any:
+        for _ in range(micro_batches):
+            inputs = batch if training.keeps_outputs else without_key_value_cache(model, (), batch)
+            outputs = model(**inputs)
+            loss = outputs["loss"]
+            if not training.keeps_outputs:
+                outputs = None
+            loss.backward()
+            del loss
+        return outputs
+
+    step()
+    model.zero_grad()
+    allocations = kernels.cpu_allocations(step)
+    model.zero_grad()
+    return max(itertools.accumulate(allocations, initial=0))
+
+
+def predicted(model: torch.nn.Module, batch: dict[str, Any], training: Training, micro_batches: int = 1) -> LiveRun:
+    fake, copied = dynamo.fake_copy(model)
+    inputs = dynamo.fake_batch(batch, fake)
+    for name, values in batch.items():
+        fake_tensors.with_values(inputs[name], values)
+    with fake:
+        return run_micro_batches(copied.train(), inputs, None, training, None, micro_batches)
+
+
+def over_given(run: LiveRun) -> int:
+    given, _ = run.split()
+    return run.peak - sum(storage.bytes for storage in given)
+
+
+@pytest.mark.parametrize("keeps_outputs", [False, True])
+@pytest.mark.parametrize("name", _NAMES)
+def test_peak_is_that_of_the_allocator(name: str, keeps_outputs: bool) -> None:
+    model, batch = ZOO[name].build().train(), ZOO[name].batch(4, 24)
+    training = Training(keeps_outputs=keeps_outputs)
+    assert over_given(predicted(model, batch, training)) == pytest.approx(measured(model, batch, training), abs=_SLACK)
+
+
+@pytest.mark.parametrize("name", ["roberta-mlm", "llama", "t5", "qwen2"])
+def test_checkpointing(name: str) -> None:
+    model, batch = ZOO[name].build().train(), ZOO[name].batch(8, 60)
+    plain = over_given(predicted(model, batch, Training()))
+    checkpoint_layers(model, 1)
+    here = over_given(predicted(model, batch, Training()))
+    # Each checkpoint holds the state of the CPU's generator, which no operator allocates.
+    states = 6 * torch.get_rng_state().nbytes
+    assert here < plain
+    assert here <= measured(model, batch, Training()) + _SLACK <= here + states + 2 * _SLACK
+
+
+def test_gradients_add_up() -> None:
+    model, batch = ZOO["roberta-mlm"].build().train(), ZOO["roberta-mlm"].batch(2, 8)
+    run = predicted(model, batch, Training(), micro_batches=2)
+    assert over_given(run) == pytest.approx(measured(model, batch, Training(), 2), abs=_SLACK)
+    assert over_given(run) > over_given(predicted(model, batch, Training()))
+
+
+def test_it_names_who_holds_what() -> None:
+    model, batch = ZOO["llama"].build().train(), ZOO["llama"].batch(4, 24)
+    timeline = predicted(model, batch, Training(keeps_outputs=True)).timeline({})
+    groups = {(group.category, group.name) for group in timeline.alive}
+    assert (OUTPUTS, "outputs.logits") in groups
+    assert any(category == SAVED for category, _ in groups)
+    assert {name for category, name in groups if category == PARAMETERS} >= {"model.embed_tokens.weight"}
+    assert timeline.peak_phase == "backward"
+    assert max(timeline.held[GRADIENTS]) == sum(parameter.nbytes for parameter in model.parameters())
+
+
+def test_a_variable_has_its_place() -> None:
+    class Holds(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            squares = x * x
+            return self.linear(x).exp().sum() + squares.mean()
+
+    model = Holds()
+
+    def run(inspect_at: int) -> LiveRun:
+        fake, copied = dynamo.fake_copy(model)
+        recorder = LiveRecorder(copied, inspect_at=inspect_at)
+        with fake, recorder:
+            copied(torch.ones(4, 8))
+        return recorder.run()
+
+    at = next(index for index, event in enumerate(run(-1).events) if event.kind == "exp")
+    (squares,) = (s for e in run(at).events for s in e.allocates if s.category == OUTPUTS and "squares" in s.kind)
+    assert "squares in forward" in squares.kind
+    assert "test_live.py" in squares.kind
+
+
+def test_a_value_that_is_read_is_a_line_with_the_place() -> None:
+    class Reads(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result = self.linear(x)
+            return {"loss": result.sum() if result.max() > 0 else result.mean()}
+
+    with pytest.raises(MemOptError, match=r"the value of a tensor is read .*test_live\.py:\d+, in forward"):
+        predicted(Reads(), {"x": torch.ones(4, 8)}, Training())
+
+
+def test_random_numbers_without_inputs_have_values() -> None:
+    class Drops(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            # As PEFT's LoHa does.
+            return {"loss": self.linear(x).sum() if torch.rand(1) >= 0 else x.sum()}
+
+    assert predicted(Drops(), {"x": torch.ones(4, 8)}, Training()).trained == {"linear.weight", "linear.bias"}
+
+
+def test_on_a_gpu_that_is_not_here() -> None:
+    config = RobertaConfig(
+        vocab_size=512, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128
+    )
+    step = plain_step(Workload(config, "fill-mask", 8, 64), StepSpec("h100", autocast="bfloat16"))
+    assert step.allocator is not None
+    assert step.peak <= step.allocator.allocated <= step.allocator.reserved
+    timeline = step.timeline
+    assert timeline.peak == step.peak
+    assert timeline.held[OPTIMIZER][0] == 2 * timeline.held[PARAMETERS][0] - 2 * _buffers(config)
+    assert {phase.name for phase in timeline.phases} >= {"post_forward", "post_backward"}
+    assert BACKWARD in step.run.phases
+
+
+def _buffers(config: RobertaConfig) -> int:
+    from transformers import RobertaForMaskedLM
+
+    with torch.device("meta"):
+        return sum(buffer.nbytes for buffer in RobertaForMaskedLM(config).buffers())
