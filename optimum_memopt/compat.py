@@ -5,12 +5,14 @@ import importlib
 import importlib.metadata
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.modules import module as torch_module
+from torch.utils import _python_dispatch
 
 from optimum_memopt.errors import MemOptError
 
@@ -19,6 +21,10 @@ if TYPE_CHECKING:
 
 _OUTPUT_HOOKS = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_OUTPUT_HOOKS = ("_global_forward_hooks", "_global_backward_hooks", "_global_backward_pre_hooks")
+
+
+# Trainer's flag; the older name warns since transformers 5.23.
+CHECKPOINTING_FLAG = "--activation_checkpointing"
 
 
 def installed_version(distributions: Sequence[str]) -> tuple[str, str] | None:
@@ -209,3 +215,10 @@ def in_float32(outputs: Any) -> Any:
     from accelerate.utils.operations import convert_to_fp32
 
     return convert_to_fp32(outputs)
+
+
+def without_modes() -> AbstractContextManager[Any]:
+    """Within it tensors are real, or on meta, and operators run as they are called (`torch/utils/_python_dispatch.py`,
+    2.13)."""
+    mode: AbstractContextManager[Any] = _python_dispatch._disable_current_modes()
+    return mode

@@ -24,11 +24,14 @@ _ADVISE_DESCRIPTION = (
 _HERE = "here"
 
 
-def _add_model_arguments(parser: ArgumentParser) -> None:
+def _add_model_arguments(parser: ArgumentParser, needs_task: bool) -> None:
     parser.add_argument(
         "--model", required=True, help="Folder with a config.json, path of a config file, or name on the hub."
     )
-    parser.add_argument("--task", required=True, help="text-classification, fill-mask, text-generation, …")
+    default = "" if needs_task else " Default: by the name of the class in the config."
+    parser.add_argument(
+        "--task", required=needs_task, help=f"text-classification, fill-mask, text-generation, ….{default}"
+    )
     parser.add_argument("--seq_len", type=int, default=128, help="Tokens per row, without padding (default: 128).")
 
 
@@ -46,7 +49,7 @@ class AdviseCommand(BaseOptimumCLICommand):
     @staticmethod
     def parse_args(parser: ArgumentParser) -> None:
         parser.description = _ADVISE_DESCRIPTION
-        _add_model_arguments(parser)
+        _add_model_arguments(parser, needs_task=True)
         parser.add_argument(
             "--global_batch",
             type=int,
@@ -210,7 +213,40 @@ class PlanCommand(BaseOptimumCLICommand):
     @staticmethod
     def parse_args(parser: ArgumentParser) -> None:
         parser.description = _PLAN_DESCRIPTION
-        _add_model_arguments(parser)
+        _add_model_arguments(parser, needs_task=False)
+        parser.add_argument(
+            "--ways",
+            choices=("all", "plain"),
+            default="all",
+            help="The ways to train that are compared: plain PyTorch and Trainer's checkpointing, which take two "
+            "seconds, and all: also the compile engine without a plan, under level 1 and under what is selected "
+            "(default).",
+        )
+        parser.add_argument(
+            "--dtype",
+            help="Type of the weights, as bfloat16. Default: that of the config, as transformers 5 loads it.",
+        )
+        parser.add_argument(
+            "--peft",
+            metavar="FIELD=VALUE,… or FILE",
+            help="PEFT's adapter, as r=16,target=all-linear or r=8,target=q_proj+v_proj,use_dora=true, or an "
+            "adapter_config.json.",
+        )
+        parser.add_argument(
+            "--attention", help="transformers' attention: sdpa or eager. Default: transformers' choice."
+        )
+        parser.add_argument(
+            "--no_padding",
+            action="store_true",
+            help="All rows are equally long, as packed ones: models leave their masks out.",
+        )
+        parser.add_argument("--loss", help="compile engine: as --memory_opt_loss takes it (default: auto).")
+        parser.add_argument(
+            "--keep_outputs",
+            action="store_true",
+            help="plain PyTorch: the loop holds the model's outputs, logits and key-value cache, during the backward, "
+            "as loops of one's own often do. Trainer drops them.",
+        )
         parser.add_argument(
             "--batch_size",
             default="8",

@@ -10,7 +10,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from optimum_memopt.engines.api.run import StepSpec
+from optimum_memopt.engines.api.predictions import Way
+from optimum_memopt.engines.api.run import AUTO, StepSpec
 from optimum_memopt.engines.shared.registry import choose_engines, engine_names, factory
 from optimum_memopt.errors import MemOptError, excerpt, path_excerpt
 from optimum_memopt.logs import get_logger
@@ -21,13 +22,15 @@ from optimum_memopt.memory.optimizers import DEFAULT
 from optimum_memopt.option_values import check_page, check_written
 from optimum_memopt.options import MemOptOptions, resolve
 from optimum_memopt.plans.grammar import parse
+from optimum_memopt.predict.ways import to_dict, to_text
 from optimum_memopt.predict.workload import Workload
 from optimum_memopt.report import charts
-from optimum_memopt.report.data import of_estimate
+from optimum_memopt.report.data import of_estimate, of_way
 from optimum_memopt.report.page import render
 
 # What only a prediction has.
-_PREDICTED = ("optim", "gradient_accumulation_steps", "trainable")
+_PREDICTED = ("optim", "gradient_accumulation_steps", "trainable", "dtype", "peft", "attention", "loss")
+PLAIN_WAYS = "plain"
 _NUMBER = re.compile(r"[1-9][0-9]{0,18}")
 
 
@@ -39,8 +42,18 @@ def case_of(args: Any) -> tuple[Case, dict[str, Any]]:
     """
     sizes = batch_sizes(args.batch_size)
     patterns = tuple(args.trainable.split(",")) if args.trainable is not None else ()
-    workload = Workload(args.model, args.task, max(sizes), args.seq_len, patterns)
-    workload.check()
+    workload = Workload(
+        args.model,
+        args.task or "",
+        max(sizes),
+        args.seq_len,
+        patterns,
+        has_padding=not args.no_padding,
+        dtype=args.dtype or "",
+        attention=args.attention or "",
+        adapter=args.peft or "",
+    )
+    workload = workload.checked(finds_task=args.task is None)
     _check(args)
     options = {
         "memory_opt_engine": args.engine,
@@ -49,6 +62,7 @@ def case_of(args: Any) -> tuple[Case, dict[str, Any]]:
         "memory_opt_budget": args.budget,
         "memory_opt_plan": args.plan,
         "memory_opt_compiler": args.compiler,
+        "memory_opt_loss": args.loss or AUTO,
     }
     if args.engine == "auto" and _is_prediction(args, sizes):
         options["memory_opt_engine"] = next(name for name in engine_names() if factory(name).predicts)
@@ -67,6 +81,9 @@ def case_of(args: Any) -> tuple[Case, dict[str, Any]]:
     for flag in _PREDICTED:
         if (value := getattr(args, flag)) is not None and not predicts:
             raise MemOptError(f"--{flag} {excerpt(value)}: is predicted, and not measured; leave it out")
+    for flag in ("no_padding", "keep_outputs"):
+        if getattr(args, flag) and not predicts:
+            raise MemOptError(f"--{flag}: is predicted, and not measured; leave it out")
     if len(sizes) > 1 and not predicts:
         raise MemOptError(f"--batch_size {args.batch_size}: only a prediction has several; give one")
     if args.symbolic and not predicts:
@@ -83,7 +100,8 @@ def case_of(args: Any) -> tuple[Case, dict[str, Any]]:
 def _is_prediction(args: Any, sizes: Sequence[int]) -> bool:
     flags = ("budget_curve", "device", "html", *_PREDICTED)
     asked = any(getattr(args, flag) is not None for flag in flags)
-    return not args.measure and (asked or len(sizes) > 1 or bool(autocast_of(args)))
+    is_said = args.ways == PLAIN_WAYS or args.no_padding or args.keep_outputs or bool(autocast_of(args))
+    return not args.measure and (asked or len(sizes) > 1 or is_said)
 
 
 def batch_sizes(text: str) -> tuple[int, ...]:
@@ -112,6 +130,8 @@ def _check(args: Any) -> None:
         raise MemOptError(f"--max_runs {args.max_runs}: only --measure starts so many processes; leave it out")
     if args.optim is not None:
         optimizers.check(args.optim)
+    if args.ways == PLAIN_WAYS:
+        _check_plain(args)
     sizes = batch_sizes(args.batch_size)
     for flag in ("budget", "budget_curve", "html"):
         if len(sizes) > 1 and getattr(args, flag) is not None:
@@ -135,6 +155,16 @@ def _check(args: Any) -> None:
         check_page("--html", args.html)
 
 
+def _check_plain(args: Any) -> None:
+    """Refuse what plain PyTorch does not have. Raises MemOptError."""
+    for flag in ("config", "level", "budget", "plan", "loss", "compiler", "budget_curve", "output", "measure"):
+        if getattr(args, flag):
+            raise MemOptError(f"--{flag} with --ways plain: is the engine's; leave one of the two out")
+    if args.symbolic or "," in args.batch_size:
+        given = "--symbolic" if args.symbolic else f"--batch_size {args.batch_size}"
+        raise MemOptError(f"{given} with --ways plain: a step of plain PyTorch has one size; leave one of the two out")
+
+
 def _check_curve(args: Any, chosen: Any) -> None:
     """Refuse what the curve cannot be drawn with. Raises MemOptError."""
     if chosen:
@@ -153,6 +183,7 @@ class PlanOutput:
         plan: the same as a plan file, where there is one.
         costs: where the curve's times are from.
         estimate: all that was predicted.
+        ways: the ways to train that were compared.
     """
 
     report: dict[str, Any] | list[dict[str, Any]]
@@ -162,6 +193,7 @@ class PlanOutput:
     curve: Sequence[Any] = ()
     costs: str = ""
     estimate: Any = None
+    ways: Sequence[Way] = ()
 
 
 def table_of(args: Any) -> PlanOutput:
@@ -183,20 +215,58 @@ def table_of(args: Any) -> PlanOutput:
 
 def _estimated(workload: Workload, options: MemOptOptions, args: Any) -> PlanOutput:
     resolved = resolve(options)
-    with_curve = args.budget_curve is not None or args.html is not None
-    estimate = factory(resolved.engine).estimate(
+    sizes = batch_sizes(args.batch_size)
+    spec = StepSpec(
+        args.device,
+        args.compiler,
+        autocast_of(args),
+        args.optim or DEFAULT,
+        args.gradient_accumulation_steps or 1,
+        args.loss or AUTO,
+    )
+    engine = factory(resolved.engine)
+    plain = engine.plain_ways(workload, spec, args.keep_outputs) if len(sizes) == 1 else ()
+    header = _header(workload, spec)
+    if args.ways == PLAIN_WAYS:
+        return PlanOutput({"ways": to_dict(plain)}, to_text(plain, header), "", ways=plain)
+    estimate = engine.estimate(
         workload,
         resolved.selection,
-        StepSpec(
-            args.device, args.compiler, autocast_of(args), args.optim or DEFAULT, args.gradient_accumulation_steps or 1
-        ),
+        spec,
         symbolic=args.symbolic,
-        with_curve=with_curve,
-        batch_sizes=batch_sizes(args.batch_size),
+        with_curve=args.budget_curve is not None or args.html is not None,
+        with_ways=bool(plain),
+        batch_sizes=sizes,
     )
     config = ",".join(plan.config for plan in estimate.table.enabled)
-    report: Any = [asdict(batch) for batch in estimate.batches] or estimate.to_dict()
-    return PlanOutput(report, estimate.to_text(), config, estimate.plan, estimate.curve, estimate.costs, estimate)
+    if not plain:
+        report: Any = [asdict(batch) for batch in estimate.batches]
+        return PlanOutput(report, estimate.to_text(), config, estimate.plan, estimate=estimate)
+    ways = (*plain, *estimate.ways)
+    return PlanOutput(
+        {**estimate.to_dict(), "ways": to_dict(ways)},
+        f"{to_text(ways, header)}\n\n{estimate.to_text()}",
+        config,
+        estimate.plan,
+        estimate.curve,
+        estimate.costs,
+        estimate,
+        ways,
+    )
+
+
+def _header(workload: Workload, spec: StepSpec) -> str:
+    tokens = f" of {workload.seq_len} tokens" if workload.tokens else ""
+    padding = "" if workload.has_padding or not tokens else " without padding"
+    autocast = f", autocast to {spec.autocast}" if spec.autocast else ""
+    adapter = f", adapter {workload.adapter}" if workload.adapter else ""
+    micro_batches = (
+        f", {spec.gradient_accumulation_steps} micro-batches" if spec.gradient_accumulation_steps > 1 else ""
+    )
+    return (
+        f"{workload.task}, {workload.batch_size} rows{tokens}{padding}{micro_batches}, weights in "
+        f"{workload.weights_dtype}{adapter}{autocast}, {spec.optim}, on {spec.device or 'this machine'}:"
+    )
 
 
 def measured(args: Any) -> PlanOutput:
@@ -227,7 +297,10 @@ def run(args: Any) -> None:
     if args.budget_curve:
         charts.draw(result.curve, result.costs, Path(args.budget_curve))
     if args.html:
-        render(of_estimate(result.estimate, args.model, args.task)).save(args.html)
+        shown = (
+            of_way(result.ways[0], args.model) if args.ways == PLAIN_WAYS else of_estimate(result.estimate, args.model)
+        )
+        render(shown).save(args.html)
     if args.output and args.budget:
         result.plan.save(args.output)
     elif args.output:

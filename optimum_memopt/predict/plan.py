@@ -1,7 +1,7 @@
 """`plan`: the memory of a training step from Python, before anything is loaded, allocated or run."""
 
 import html
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from os import PathLike, fspath
@@ -12,7 +12,8 @@ import torch
 from tabulate import tabulate
 
 from optimum_memopt.engines.api import predictions
-from optimum_memopt.engines.api.predictions import OPTIMIZER, SAVED, TEMPORARY, CurvePoint
+from optimum_memopt.engines.api.predictions import OPTIMIZER, SAVED, TEMPORARY, CurvePoint, Way
+from optimum_memopt.engines.api.run import AUTO as AUTO_LOSS
 from optimum_memopt.engines.api.run import Selection, StepSpec
 from optimum_memopt.engines.shared.registry import engine_names, factory
 from optimum_memopt.errors import MemOptError, excerpt
@@ -22,23 +23,12 @@ from optimum_memopt.option_values import Numbers, checked
 from optimum_memopt.options import MemOptOptions, resolve
 from optimum_memopt.plans.plan_file import PlanFile
 from optimum_memopt.plans.table import PlanTable
-from optimum_memopt.predict.workload import TASKS, ModuleWorkload, Workload
+from optimum_memopt.predict.workload import ModuleWorkload, Workload, task_of
 from optimum_memopt.sizes import AUTO, LARGEST, Budget, gib_text, parse_budget
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# Ends of the names of transformers' classes.
-_HEADS = {
-    "ForSequenceClassification": "text-classification",
-    "ForTokenClassification": "token-classification",
-    "ForQuestionAnswering": "question-answering",
-    "ForMaskedLM": "fill-mask",
-    "ForCausalLM": "text-generation",
-    "LMHeadModel": "text-generation",
-    "ForConditionalGeneration": "text2text-generation",
-    "ForImageClassification": "image-classification",
-}
 # Beyond as many rows or tokens torch's operators index with more than 32 bits.
 _SIZE = Annotated[int | None, Numbers(1, 2**31)]
 
@@ -61,6 +51,12 @@ def plan(
     gradient_accumulation_steps: int = 1,
     trainable: str | Sequence[str] = (),
     compiler: str | None = None,
+    loss: str = AUTO_LOSS,
+    dtype: str | None = None,
+    attention: str | None = None,
+    peft: str | None = None,
+    padding: bool = True,
+    keep_outputs: bool = False,
 ) -> "Estimate":
     """Predict the memory of a training step. Nothing is run or allocated, and the model stays as it is.
 
@@ -79,6 +75,12 @@ def plan(
         trainable: patterns of the parameters that train, as PEFT's `target_modules`, globs or regular expressions;
             empty: all that the model trains.
         compiler: `inductor` or `aot_eager`; None: the one that would train.
+        loss: `auto`, `plain` or `chunked`, as the engine computes it.
+        dtype: of the weights, as `bfloat16`; None: that of the config, as transformers 5 loads it.
+        attention: `sdpa` or `eager`; None: transformers' choice.
+        peft: PEFT's adapter as `r=16,target=all-linear`, or the path of an adapter_config.json; None: none.
+        padding: rows are of different lengths, so that models have masks.
+        keep_outputs: for `ways`, plain PyTorch's loop holds the model's outputs during the backward.
 
     Raises:
         MemOptError: one line: what is not known or does not go together, a budget that nothing fits, or a model that
@@ -91,7 +93,13 @@ def plan(
     steps = checked("gradient_accumulation_steps", gradient_accumulation_steps, Annotated[int, Numbers(1)])
     if bf16 and fp16:
         raise MemOptError("bf16 together with fp16: give one of the two")
-    workload = _workload(model, task, example_inputs, batch_size, seq_len, _patterns(trainable))
+    given = {
+        "dtype": checked("dtype", dtype, str | None) or "",
+        "attention": checked("attention", attention, str | None) or "",
+        "adapter": checked("peft", peft, str | None) or "",
+        "has_padding": checked("padding", padding, bool),
+    }
+    workload = _workload(model, task, example_inputs, batch_size, seq_len, _patterns(trainable), given)
     engine = next(name for name in engine_names() if factory(name).predicts)
     options = MemOptOptions(
         memory_opt_engine=engine,
@@ -100,11 +108,12 @@ def plan(
         memory_opt_config=config,
         memory_opt_plan=plan_file,
         memory_opt_compiler=compiler,
+        memory_opt_loss=loss,
     )
     options.check()
     device = None if device is None else fspath(device)
-    spec = StepSpec(device, compiler, "bfloat16" if bf16 else "float16" if fp16 else "", optim, steps)
-    return Estimate(engine, workload, resolve(options).selection, spec)
+    spec = StepSpec(device, compiler, "bfloat16" if bf16 else "float16" if fp16 else "", optim, steps, loss)
+    return Estimate(engine, workload, resolve(options).selection, spec, checked("keep_outputs", keep_outputs, bool))
 
 
 def _patterns(trainable: object) -> tuple[str, ...]:
@@ -121,8 +130,11 @@ def _workload(
     batch_size: int | None,
     seq_len: int | None,
     trainable: tuple[str, ...],
+    given: Mapping[str, Any],
 ) -> predictions.Workload:
     if isinstance(model, torch.nn.Module):
+        if said := [name for name, value in given.items() if value and name != "has_padding"]:
+            raise MemOptError(f"{', '.join(said)}: a module has it already; leave it out")
         return _of_module(model, task, inputs, batch_size, seq_len, trainable)
     if inputs is not None:
         raise MemOptError("example_inputs: are those of a torch.nn.Module; leave them out")
@@ -135,12 +147,8 @@ def _workload(
                 f"{excerpt(type(model).__name__)}"
             )
         model = fspath(model)
-    workload = Workload(model, "fill-mask" if task is None else task, batch_size or 8, seq_len or 128, trainable)
-    workload.check()
-    if task is None:
-        names = getattr(workload.load_config(), "architectures", None) or ()
-        workload = Workload(model, _task_of(names), workload.batch_size, workload.seq_len, trainable)
-    return workload
+    workload = Workload(model, "" if task is None else task, batch_size or 8, seq_len or 128, trainable, **given)
+    return workload.checked(finds_task=task is None)
 
 
 def _of_module(
@@ -160,21 +168,15 @@ def _of_module(
 
     if not isinstance(model_config := getattr(module, "config", None), PretrainedConfig):
         raise MemOptError(f"{type(module).__name__}: a module without a transformers config needs example_inputs")
-    task = _task_of([type(module).__name__]) if task is None else task
+    # PEFT's class tells nothing of the task.
+    base_of: Any = getattr(module, "get_base_model", None)
+    inner = base_of() if base_of is not None else module
+    task = task_of([type(inner).__name__]) if task is None else task
     batch = Workload(model_config, task, batch_size or 8, seq_len or 128)
     batch.check()
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         inputs = batch.batch_of(model_config)
     return ModuleWorkload.of(module, inputs, None, trainable)
-
-
-def _task_of(classes: Sequence[str]) -> str:
-    for name in classes:
-        for end, task in _HEADS.items():
-            if name.endswith(end):
-                return task
-    named = f"{', '.join(classes)} does not tell it" if classes else "the config names no class that tells it"
-    raise MemOptError(f"task: {named}; give one of {', '.join(TASKS)}")
 
 
 # Short names of categories.
@@ -194,6 +196,7 @@ class Estimate:
     _workload: predictions.Workload
     _selection: Selection
     _spec: StepSpec
+    _keeps_outputs: bool = False
     _found: predictions.Estimate = field(init=False)
 
     def __post_init__(self) -> None:
@@ -226,6 +229,13 @@ class Estimate:
     def curve(self) -> tuple[CurvePoint, ...]:
         """Plans of budgets, from the smallest possible to no plan; traces the model once more at the first call."""
         return tuple(self._ask(Selection(), with_curve=True).curve)
+
+    @cached_property
+    def ways(self) -> tuple[Way, ...]:
+        """The ways to train side by side: plain PyTorch, Trainer's checkpointing, the engine without a plan, level 1,
+        and what is selected; takes some seconds at the first call."""
+        plain = factory(self._engine).plain_ways(self._workload, self._spec, self._keeps_outputs)
+        return (*plain, *self._ask(self._selection, with_ways=True).ways)
 
     @property
     def plan(self) -> PlanFile | None:
@@ -289,8 +299,10 @@ class Estimate:
     def _requested(self) -> int:
         return round(self._found.peak_mib * MIB)
 
-    def _ask(self, selection: Selection, with_curve: bool = False) -> predictions.Estimate:
-        return factory(self._engine).estimate(self._workload, selection, self._spec, with_curve=with_curve)
+    def _ask(self, selection: Selection, with_curve: bool = False, with_ways: bool = False) -> predictions.Estimate:
+        return factory(self._engine).estimate(
+            self._workload, selection, self._spec, with_curve=with_curve, with_ways=with_ways
+        )
 
 
 def _budget(budget: str | int) -> Budget:

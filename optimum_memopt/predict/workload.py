@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from optimum_memopt.compat import without_modes
 from optimum_memopt.engines.shared.in_place import engine_of
 from optimum_memopt.errors import MemOptError, excerpt, path_excerpt
+from optimum_memopt.predict.adapter import parse_adapter, with_adapter
 
 if TYPE_CHECKING:
     import torch
@@ -89,6 +91,37 @@ TASKS = {
     "image-classification": "AutoModelForImageClassification",
 }
 
+# Ends of the names of transformers' classes.
+_HEADS = {
+    "ForSequenceClassification": "text-classification",
+    "ForTokenClassification": "token-classification",
+    "ForQuestionAnswering": "question-answering",
+    "ForMaskedLM": "fill-mask",
+    "ForCausalLM": "text-generation",
+    "LMHeadModel": "text-generation",
+    "ForConditionalGeneration": "text2text-generation",
+    "ForImageClassification": "image-classification",
+}
+
+
+def task_of(classes: Sequence[str]) -> str:
+    """The task of a model's class, by its name.
+
+    Raises:
+        MemOptError: no name tells it.
+    """
+    for name in classes:
+        for end, task in _HEADS.items():
+            if name.endswith(end):
+                return task
+    named = f"{', '.join(classes)} does not tell it" if classes else "the config names no class that tells it"
+    raise MemOptError(f"task: {named}; give one of {', '.join(TASKS)}")
+
+
+DTYPES = ("float32", "bfloat16", "float16")
+# Those of a batch that is no device's own: flash attention's package needs a GPU.
+ATTENTIONS = ("eager", "sdpa")
+
 # Beyond it torch's operators index with more than 32 bits; far more than one step trains on.
 _MOST_TOKENS = 2**31
 # Several times what the largest models that can be traced have; building as many takes about a minute.
@@ -106,6 +139,9 @@ class Workload:
         seq_len: tokens per row, without padding; images have the size of their config.
         trainable: patterns of the parameters that train, see `measure.trainable`; empty: those that the model trains.
         has_padding: some row of a batch is shorter than others.
+        dtype: of the weights, as `bfloat16`; empty: the config's, else float32.
+        attention: transformers' name of the implementation, as `eager`; empty: transformers' choice.
+        adapter: PEFT's, see `parse_adapter`; empty: none.
     """
 
     model: "str | PretrainedConfig"
@@ -114,10 +150,35 @@ class Workload:
     seq_len: int = 128
     trainable: tuple[str, ...] = ()
     has_padding: bool = True
+    dtype: str = ""
+    attention: str = ""
+    adapter: str = ""
 
     def with_rows(self, rows: int) -> "Workload":
         """The same with another batch size."""
         return replace(self, batch_size=rows)
+
+    def checked(self, finds_task: bool) -> "Workload":
+        """The same, checked.
+
+        Args:
+            finds_task: the task is that of the class that the config names.
+
+        Raises:
+            MemOptError: see `check`; or the config cannot be read, or names no class that tells the task.
+        """
+        if not finds_task:
+            self.check()
+            return self
+        replace(self, task=next(iter(TASKS))).check()
+        return replace(self, task=task_of(getattr(self.load_config(), "architectures", None) or ()))
+
+    @property
+    def weights_dtype(self) -> str:
+        """Type of the weights, as `bfloat16`."""
+        if self.dtype:
+            return self.dtype
+        return str(getattr(self.load_config(), "dtype", None) or "float32").removeprefix("torch.")
 
     @property
     def values(self) -> "dict[str, torch.Tensor]":
@@ -156,6 +217,12 @@ class Workload:
                 f"--batch_size {self.batch_size} --seq_len {self.seq_len}: allowed are up to {_MOST_TOKENS:,} tokens "
                 "a step"
             )
+        if self.dtype not in ("", *DTYPES):
+            raise MemOptError(f"--dtype {excerpt(self.dtype)}: allowed are {', '.join(DTYPES)}")
+        if self.attention not in ("", *ATTENTIONS):
+            raise MemOptError(f"--attention {excerpt(self.attention)}: allowed are {', '.join(ATTENTIONS)}")
+        if self.adapter:
+            parse_adapter(self.adapter)
         if not isinstance(self.model, str):
             return
         # Not `pathlib`, which raises for a name that is too long.
@@ -203,7 +270,7 @@ class Workload:
         torch.manual_seed(0)
         try:
             with _at_most(_MOST_MODULES):
-                model = getattr(transformers, TASKS[self.task]).from_config(config)
+                model = self._model_of(getattr(transformers, TASKS[self.task]), config)
             batch = self.batch_of(config)
         except MemOptError as error:
             raise MemOptError(f"{self._named}: {error}") from error
@@ -213,11 +280,24 @@ class Workload:
             if "Unrecognized configuration class" in str(error):
                 line = f"--task {self.task}: transformers has no {config.model_type} model for it"
             raise MemOptError(line) from error
-        # Within `no_init_weights` an output layer has weights of its own.
-        model.tie_weights()
-        freeze_others(model, self.trainable)
         decide_problem_type(model.config, batch.get("labels"))
+        freeze_others(model, self.trainable)
         return model.train(), batch
+
+    def _model_of(self, kind: Any, config: Any) -> "torch.nn.Module":
+        given = {"dtype": self.dtype and getattr(torch, self.dtype), "attn_implementation": self.attention}
+        given = {name: value for name, value in given.items() if value}
+        if not self.adapter:
+            model = kind.from_config(config, **given)
+            # Within `no_init_weights` an output layer has weights of its own.
+            model.tie_weights()
+            return model
+        # PEFT moves what it adds to the model's device, which fake parameters cannot be.
+        with without_modes(), torch.device("meta"):
+            model = kind.from_config(config, **given)
+            model.tie_weights()
+            model = with_adapter(model, parse_adapter(self.adapter))
+        return _without_data(model)
 
     def batch_of(self, config: Any) -> dict[str, "torch.Tensor"]:
         """A batch with labels for a model with this config."""
@@ -383,15 +463,7 @@ class ModuleWorkload:
         Raises:
             MemOptError: the module cannot be copied, or a pattern matches no parameter.
         """
-        fakes = {id(tensor): _fake(tensor) for _, tensor in _tensors(self.module)}
-        try:
-            model = copy.deepcopy(self.module, fakes)
-        # Whatever the module holds may refuse.
-        except Exception as error:
-            raise MemOptError(
-                f"{type(self.module).__name__} cannot be copied ({type(error).__name__}: "
-                f"{excerpt(' '.join(str(error).split()), longest=200)})"
-            ) from error
+        model = _without_data(self.module)
         freeze_others(model, self.trainable)
         batch = {
             name: _fake(value) if isinstance(value, torch.Tensor) else value for name, value in self.inputs.items()
@@ -399,6 +471,22 @@ class ModuleWorkload:
         if isinstance(labels := batch.get("labels"), torch.Tensor) and hasattr(model, "config"):
             decide_problem_type(model.config, labels)
         return model.train(), batch
+
+
+def _without_data(module: torch.nn.Module) -> torch.nn.Module:
+    """A copy whose tensors are new ones on the default device, fake within fake tensors.
+
+    Raises:
+        MemOptError: it cannot be copied.
+    """
+    try:
+        return copy.deepcopy(module, {id(tensor): _fake(tensor) for _, tensor in _tensors(module)})
+    # Whatever the module holds may refuse.
+    except Exception as error:
+        raise MemOptError(
+            f"{type(module).__name__} cannot be copied ({type(error).__name__}: "
+            f"{excerpt(' '.join(str(error).split()), longest=200)})"
+        ) from error
 
 
 def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

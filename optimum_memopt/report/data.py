@@ -9,7 +9,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from optimum_memopt.callbacks.plan_stats import PlanStatsCallback
 from optimum_memopt.callbacks.reporting import METRIC_PREFIX
 from optimum_memopt.engines.api.engine import Engine
-from optimum_memopt.engines.api.predictions import Estimate, Frontier, StepTimeline
+from optimum_memopt.engines.api.predictions import Estimate, Frontier, StepTimeline, Way
 from optimum_memopt.errors import excerpt
 from optimum_memopt.logs import best_effort
 from optimum_memopt.plans.table import PlanTable
@@ -137,9 +137,19 @@ class ReportData:
     densities: Mapping[str, Sequence[tuple[int, float]]] = field(default_factory=dict)
 
 
-def of_estimate(estimate: Estimate, model: str, task: str) -> ReportData:
+def of_way(way: Way, model: str) -> ReportData:
+    """A step of plain PyTorch that was not run."""
+    sizes = way.timeline.sizes if way.timeline is not None else {}
+    return ReportData(
+        title=f"A step of {way.plan.name}",
+        facts=(("model", excerpt(model)), ("batch", sizes_text(sizes))),
+        timeline=way.timeline,
+    )
+
+
+def of_estimate(estimate: Estimate, model: str) -> ReportData:
     """A step that was not run."""
-    facts = (("model", excerpt(model)), ("task", task), ("batch", sizes_text(estimate.table.symbols)))
+    facts = (("model", excerpt(model)), ("batch", sizes_text(estimate.table.symbols)))
     return ReportData(
         title=(estimate.table.header or ("Training step",))[0],
         facts=facts,

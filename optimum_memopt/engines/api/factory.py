@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic
 
 from optimum_memopt.engines.api.explanations import Explanation, FailedStep
-from optimum_memopt.engines.api.predictions import Estimate, ModelOfRun, StepPredictor, Workload
+from optimum_memopt.engines.api.predictions import Estimate, ModelOfRun, StepPredictor, Way, Workload
 from optimum_memopt.engines.api.run import Options
 from optimum_memopt.sizes import Budget
 
@@ -133,6 +133,7 @@ class EngineFactory(Generic[Options]):
         *,
         symbolic: bool = False,
         with_curve: bool = False,
+        with_ways: bool = False,
         batch_sizes: Sequence[int] = (),
     ) -> Estimate:
         """Predict a training step without running it; only where `predicts`.
@@ -142,12 +143,24 @@ class EngineFactory(Generic[Options]):
             spec: how the step runs.
             symbolic: sizes stay symbols, so that savings are formulas; several times slower.
             with_curve: predict what budgets cost, too.
+            with_ways: compare the engine without a plan, level 1 and what is selected, too.
             batch_sizes: predict a step of each, too, from one trace with the workload's, the largest of them; sizes
                 stay symbols.
 
         Raises:
             MemOptError: an unknown device or optimizer, bad sizes or plans, or a model that cannot be traced without
                 data.
+        """
+        raise NotImplementedError
+
+    def plain_ways(self, workload: Workload, spec: StepSpec, keeps_outputs: bool) -> tuple[Way, ...]:
+        """Predict steps of plain PyTorch, without and with Trainer's checkpointing; only where `predicts`.
+
+        Args:
+            keeps_outputs: see `Training`.
+
+        Raises:
+            MemOptError: an unknown device or optimizer, or a model that cannot be built or reads its tensors' values.
         """
         raise NotImplementedError
 

@@ -251,6 +251,10 @@ class Estimate(Protocol):
         """The curve with the plan's place on it; None where nobody asked."""
 
     @property
+    def ways(self) -> "Sequence[Way]":
+        """Steps of the engine without a plan, under level 1 and under what is selected; empty where nobody asked."""
+
+    @property
     def timeline(self) -> StepTimeline | None:
         """The step, operator by operator."""
 
@@ -332,6 +336,41 @@ class PredictedStep:
         """Seconds of an optimizer step of several micro-batches, by what bounds them."""
         seconds_by_bound = {bound: seconds * accumulation for bound, seconds in self.seconds.items()}
         return {**seconds_by_bound, OPTIMIZER_PART: self.optimizer + self.accumulating * (accumulation - 1)}
+
+
+@dataclass(frozen=True)
+class Training:
+    """How plain PyTorch trains.
+
+    Attributes:
+        checkpoints: every nth layer is checkpointed; 0: none.
+        keeps_outputs: the loop holds the model's outputs during the backward, the key-value cache among them; Trainer
+            drops them.
+    """
+
+    checkpoints: int = 0
+    keeps_outputs: bool = False
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to train a model, and what a step of it takes.
+
+    Attributes:
+        plan: the way, with its flags.
+        peak: bytes of the blocks of torch's allocator on CUDA, elsewhere those that tensors ask for.
+        reserved: bytes that the allocator takes of the device; None where it is not known.
+        seconds: of the forward and backward of a micro-batch; None where they are not known.
+        timeline: the step, operator by operator; None where nobody has it.
+        note: why there are no figures; empty where there are.
+    """
+
+    plan: Technique
+    peak: int = 0
+    reserved: int | None = None
+    seconds: float | None = None
+    timeline: StepTimeline | None = field(default=None, repr=False)
+    note: str = ""
 
 
 class StepPredictor(Protocol):

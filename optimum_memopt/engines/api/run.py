@@ -25,6 +25,7 @@ class StepSpec:
         device: whose memory and rates count, as `h100` or a JSON file; None: this machine's.
         compiler: whose graphs, `inductor` or `aot_eager`; None: the one that would train.
         autocast: `bfloat16` or `float16`; empty: float32.
+        loss: `auto`, `plain` or `chunked`, as the engine computes it.
     """
 
     device: str | None = None
@@ -32,6 +33,7 @@ class StepSpec:
     autocast: str = ""
     optim: str = DEFAULT
     gradient_accumulation_steps: int = 1
+    loss: str = AUTO
 
 
 THIS_MACHINE = StepSpec()

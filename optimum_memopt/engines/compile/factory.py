@@ -14,7 +14,7 @@ from optimum_memopt.compat import installed_version
 from optimum_memopt.engines.api.engine import Engine
 from optimum_memopt.engines.api.explanations import Explanation, FailedStep
 from optimum_memopt.engines.api.factory import Ability, EngineFactory, Report, TrainerParts
-from optimum_memopt.engines.api.predictions import Estimate, ModelOfRun, StepPredictor, Workload
+from optimum_memopt.engines.api.predictions import Estimate, ModelOfRun, StepPredictor, Way, Workload
 from optimum_memopt.engines.api.run import Selection, StepSpec
 from optimum_memopt.engines.compile.options import PLAIN, CompileOptions
 from optimum_memopt.errors import MemOptError
@@ -93,11 +93,25 @@ class CompileFactory(EngineFactory[CompileOptions]):
         *,
         symbolic: bool = False,
         with_curve: bool = False,
+        with_ways: bool = False,
         batch_sizes: Sequence[int] = (),
     ) -> Estimate:
         from optimum_memopt.engines.compile.predict.estimate import estimate
 
-        return estimate(workload, selection, spec, symbolic=symbolic, with_curve=with_curve, batch_sizes=batch_sizes)
+        return estimate(
+            workload,
+            selection,
+            spec,
+            symbolic=symbolic,
+            with_curve=with_curve,
+            with_ways=with_ways,
+            batch_sizes=batch_sizes,
+        )
+
+    def plain_ways(self, workload: Workload, spec: StepSpec, keeps_outputs: bool) -> tuple[Way, ...]:
+        from optimum_memopt.engines.compile.predict.ways import plain_ways
+
+        return plain_ways(workload, spec, keeps_outputs)
 
     def explain(self, failed: FailedStep) -> Explanation:
         from optimum_memopt.engines.compile.predict.explain import explain

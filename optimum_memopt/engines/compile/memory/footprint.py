@@ -251,11 +251,14 @@ def step_timeline(
     )
 
 
+_OF_THE_MODEL = (PARAMETERS, OPTIMIZER, BATCH, GRADIENTS)
+
+
 def groups(storages: Iterable[Storage]) -> list[Group]:
-    """Tensors of one kind together; gradients are all of one."""
+    """Tensors of one kind together; what there is of each parameter is all of one."""
     by_kind: dict[tuple[str, str], list[Storage]] = {}
     for storage in storages:
-        kind = storage.kind if storage.category != GRADIENTS else ""
+        kind = storage.kind if storage.category not in _OF_THE_MODEL else ""
         by_kind.setdefault((storage.category, kind), []).append(storage)
     return [
         Group(

@@ -5,12 +5,13 @@ so this is the source of events for every run without an engine.
 """
 
 import itertools
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -48,6 +49,7 @@ from optimum_memopt.engines.compile.torch_compat import autograd, dynamo, fake_t
 from optimum_memopt.engines.compile.torch_compat.kernels import Multiprocessors
 from optimum_memopt.errors import MemOptError
 
+_PLACE = re.compile(r"\[\d+\]")
 # Phases of a step.
 FORWARD, BACKWARD, OPTIMIZER_STEP = "forward", "backward", "optimizer"
 _TORCH = str(Path(torch.__file__).parent)
@@ -205,8 +207,10 @@ class LiveRecorder(TorchDispatchMode):
         self._phase = FORWARD
         self._variables: dict[int, Place] = {}
         self._hooks: list[Any] = []
+        self._outermost: FrameType | None = None
 
     def __enter__(self) -> "LiveRecorder":
+        self._outermost = sys._getframe(1)
         self._hooks = [
             register_module_forward_pre_hook(self._enter_module),
             register_module_forward_hook(self._leave_module, always_call=True),
@@ -217,6 +221,7 @@ class LiveRecorder(TorchDispatchMode):
         return self
 
     def __exit__(self, *error: Any) -> None:
+        self._outermost = None
         super().__exit__(*error)
         for hook in self._hooks:
             hook.remove()
@@ -239,7 +244,9 @@ class LiveRecorder(TorchDispatchMode):
             for storage in fake_tensors.storages(tensor):
                 number = self._alive.get(storage.address)
                 if number is not None and not self._allocations[number].category:
-                    self._allocations[number].category, self._allocations[number].kind = OUTPUTS, path
+                    self._allocations[number].category = OUTPUTS
+                    # The layers of a key-value cache are all of one kind.
+                    self._allocations[number].kind = _PLACE.sub("", path)
 
     def gradients(self) -> None:
         """The gradients of the model's parameters are what they are from now on."""
@@ -334,7 +341,7 @@ class LiveRecorder(TorchDispatchMode):
         self._modules.pop()
 
     def _look_at_variables(self) -> None:
-        for frame in _frames():
+        for frame in _frames(self._outermost):
             for name, value in frame.f_locals.items():
                 for path, tensor in _named_tensors(name, value):
                     for storage in fake_tensors.storages(tensor):
@@ -354,20 +361,24 @@ def _reads_data(function: Any) -> str:
     )
 
 
-def _frames() -> Iterator[FrameType]:
-    """Those of functions that are neither torch's nor this package's, the innermost first."""
+def _frames(outermost: FrameType | None = None) -> Iterator[FrameType]:
+    """Those of functions that are neither torch's nor this package's, the innermost first.
+
+    Args:
+        outermost: the last one that counts; None: all do.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if not frame.f_code.co_filename.startswith((_TORCH, _PACKAGE)):
             yield frame
-        frame = frame.f_back
+        frame = frame.f_back if frame is not outermost else None
 
 
 def _named_tensors(name: str, value: object, depth: int = 4) -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors in containers and in attributes of objects that are neither modules nor classes."""
     if isinstance(value, torch.Tensor):
         yield name, value
-    elif not depth or isinstance(value, torch.nn.Module | type | str):
+    elif not depth or isinstance(value, torch.nn.Module | ModuleType | type | str):
         return
     elif isinstance(value, Mapping):
         for key, item in value.items():

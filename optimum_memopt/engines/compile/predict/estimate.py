@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING, Any
 from tabulate import tabulate
 
 from optimum_memopt.compat import attention_implementation, is_encoder_decoder
-from optimum_memopt.engines.api.predictions import BatchPoint, CurvePoint, Frontier, StepTimeline, Workload
+from optimum_memopt.engines.api.predictions import BatchPoint, CurvePoint, Frontier, StepTimeline, Way, Workload
 from optimum_memopt.engines.api.run import THIS_MACHINE, Selection, StepSpec
 from optimum_memopt.engines.compile.graph.symbols import plain_sizes
 from optimum_memopt.engines.compile.memory.step_context import StepContext
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph, multi_graph_solver, no_costs
+from optimum_memopt.engines.compile.partition.producers.level import FromLevel
+from optimum_memopt.engines.compile.partition.producers.torch_default import TorchDefault
 from optimum_memopt.engines.compile.predict.planned_step import PlannedStep, TracedStep
 from optimum_memopt.engines.compile.predict.planner import bounded_bytes
+from optimum_memopt.engines.compile.predict.ways import engine_ways
 from optimum_memopt.engines.compile.solver.plan import Infeasible, point_of, points_of, solved
 from optimum_memopt.errors import DoesNotFitError
 from optimum_memopt.memory.capacity import Capacity
@@ -60,6 +63,7 @@ class Estimate:
     curve: tuple[CurvePoint, ...] = ()
     costs: str = ""
     batches: tuple[BatchPoint, ...] = ()
+    ways: tuple[Way, ...] = field(default=(), repr=False)
     chosen: CurvePoint | None = None
     timeline: StepTimeline | None = field(default=None, repr=False)
     allocated: int | None = None
@@ -91,8 +95,8 @@ class Estimate:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON; without the plan, which is a file of its own, and the timeline, which is a picture."""
-        entries = asdict(replace(self, plan=None, timeline=None, capacity=None))
-        for name in ("plan", "timeline", "chosen", "capacity"):
+        entries = asdict(replace(self, plan=None, timeline=None, capacity=None, ways=()))
+        for name in ("plan", "timeline", "chosen", "capacity", "ways"):
             del entries[name]
         return entries
 
@@ -104,6 +108,7 @@ def estimate(
     *,
     symbolic: bool = False,
     with_curve: bool = False,
+    with_ways: bool = False,
     batch_sizes: Sequence[int] = (),
 ) -> Estimate:
     """Trace one training forward and its backward on fake tensors, and partition them with the compile engine.
@@ -120,14 +125,15 @@ def estimate(
     """
     step = PlannedStep(workload, selection, spec)
     symbolic = symbolic or len(batch_sizes) > 1
-    costs = step.costs_of if with_curve else no_costs
+    costs = step.costs_of if with_curve or with_ways else no_costs
+    compared = (TorchDefault(), FromLevel(1)) if with_ways else ()
     try:
-        traced = step.trace(symbolic, costs)
+        traced = step.trace(symbolic, costs, compared)
     except DoesNotFitError:
         if symbolic:
             raise
         # Symbols tell which smaller batch does.
-        traced = step.trace(True, costs)
+        traced = step.trace(True, costs, compared)
     table, predictor = traced.shown.table, traced.predicted
     footprint, blocks = predictor.footprint(), predictor.allocator_peak()
     if not symbolic:
@@ -147,6 +153,7 @@ def estimate(
         curve=frontier.points,
         costs=frontier.costs,
         batches=batches,
+        ways=engine_ways(step, traced) if with_ways else (),
         chosen=frontier.chosen,
         timeline=predictor.timeline(),
         allocated=blocks.allocated if blocks is not None else None,

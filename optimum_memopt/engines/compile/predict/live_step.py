@@ -1,6 +1,7 @@
 """A training step without an engine, on fake tensors: for a device that may not be here, before anything is loaded."""
 
 import itertools
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 
 from optimum_memopt.compat import checkpoint_layers, in_float32
-from optimum_memopt.engines.api.predictions import BATCH, OPTIMIZER, PARAMETERS, StepTimeline, Workload
+from optimum_memopt.engines.api.predictions import BATCH, OPTIMIZER, PARAMETERS, StepTimeline, Training, Workload
 from optimum_memopt.engines.api.run import Selection, StepSpec
 from optimum_memopt.engines.compile.capture.device_standin import eager_standin
 from optimum_memopt.engines.compile.memory.allocator import AllocatorPeak, StepBlocks, allocator_peak
@@ -22,23 +23,6 @@ from optimum_memopt.engines.shared.forward_patch import without_key_value_cache
 from optimum_memopt.errors import MemOptError, line_of
 from optimum_memopt.memory.optimizers import PlannedOptimizer, embeddings_of
 from optimum_memopt.memory.peak_monitor import held_bytes
-
-
-@dataclass(frozen=True)
-class Training:
-    """How plain PyTorch trains.
-
-    Attributes:
-        checkpoints: every nth layer is checkpointed; 0: none.
-        keeps_outputs: the loop holds the model's outputs during the backward, the key-value cache among them; Trainer
-            drops them.
-    """
-
-    checkpoints: int = 0
-    keeps_outputs: bool = False
-
-
-PLAIN_TRAINING = Training()
 
 
 @dataclass(frozen=True)
@@ -92,7 +76,7 @@ def with_optimizer(run: LiveRun, states: Sequence[int], update: int) -> LiveRun:
     return replace(run, events=(given, *run.events, step), phases=(FORWARD, *run.phases, OPTIMIZER_STEP))
 
 
-def plain_step(workload: Workload, spec: StepSpec, training: Training = PLAIN_TRAINING) -> LiveStep:
+def plain_step(workload: Workload, spec: StepSpec, training: Training) -> LiveStep:
     """Run a step of a workload as plain PyTorch does.
 
     Raises:
@@ -101,7 +85,10 @@ def plain_step(workload: Workload, spec: StepSpec, training: Training = PLAIN_TR
     """
     planned = PlannedStep(workload, Selection(), spec)
     here, target, values = planned.here, planned.target, workload.values
-    with torch.random.fork_rng(devices=[]), eager_standin(target), dynamo.fake_tensors():
+    forked, quiet = torch.random.fork_rng(devices=[]), warnings.catch_warnings()
+    with forked, quiet, eager_standin(target), dynamo.fake_tensors():
+        # PEFT calls transformers' deprecated names (0.21).
+        warnings.simplefilter("ignore", FutureWarning)
         model, batch = build(workload, here)
         for name in values.keys() & batch.keys():
             fake_tensors.with_values(batch[name], values[name])
@@ -144,7 +131,8 @@ def run_micro_batches(
             recorder.hold(BATCH, {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)})
             for _ in range(count):
                 recorder.begin(FORWARD)
-                inputs = dict(batch) if training.keeps_outputs else without_key_value_cache(model, (), batch)
+                holds_cache = training.keeps_outputs and not training.checkpoints
+                inputs = dict(batch) if holds_cache else without_key_value_cache(model, (), batch)
                 with torch.autocast(device, autocast, enabled=autocast is not None):
                     outputs = model(**inputs)
                 if autocast is not None:

@@ -1,6 +1,6 @@
 """A training step that is traced on fake tensors, for a device that may not be here."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -20,9 +20,9 @@ from optimum_memopt.engines.compile.costs.devices import Device, device_of
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.loss.decide import loss_mode
 from optimum_memopt.engines.compile.memory.step_context import StepContext, step_around
-from optimum_memopt.engines.compile.options import AUTO
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph, no_costs
 from optimum_memopt.engines.compile.partition.producers import producer_for
+from optimum_memopt.engines.compile.partition.producers.producer import Producer
 from optimum_memopt.engines.compile.predict.planner import Planner, PlannerSpec
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
 from optimum_memopt.engines.compile.predict.table import ShownPlan, show
@@ -125,8 +125,13 @@ class PlannedStep:
         untrained = traced.graphs[0].untrained
         return step_around(traced.model, traced.batch, budget, traced.run, self.target, untrained=untrained)
 
-    def trace(self, dynamic: bool, costs: Callable[[AnalyzedGraph], Costs] = no_costs) -> TracedStep:
+    def trace(
+        self, dynamic: bool, costs: Callable[[AnalyzedGraph], Costs] = no_costs, compared: Sequence[Producer] = ()
+    ) -> TracedStep:
         """Run one training forward under what is selected.
+
+        Args:
+            compared: producers whose choices are noted, too, after the selection's.
 
         Raises:
             MemOptError: nothing fits a budget, bad plans, or a model that cannot be traced.
@@ -136,7 +141,7 @@ class PlannedStep:
         with forked, traced_for(self.target, self.autocast_dtype, self.here.type), dynamo.fake_tensors():
             model, batch = build(self.workload, self.here)
             selection = self._selection_for(model)
-            config, loss = loss_mode(selection, AUTO)
+            config, loss = loss_mode(selection, self.spec.loss)
             producer = producer_for(replace(selection, config=config))
             spec = TraceSpec(self.compiled_by, dynamic, loss, selection.strict, target=self.target)
             run = self._run_of(model)
@@ -145,7 +150,7 @@ class PlannedStep:
             )
 
             def attempt() -> TracedStep:
-                graphs = capture(model, (), batch, spec, planner.choose, costs_of=costs)
+                graphs = capture(model, (), batch, spec, planner.choose, costs_of=costs, compared=compared)
                 partitioned = [graph.partitioned for graph in graphs if graph.partitioned is not None]
                 resident = planner.resident(held_bytes(self.here))
                 return TracedStep(

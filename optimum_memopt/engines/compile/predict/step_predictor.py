@@ -374,22 +374,28 @@ class StepMemoryPredictor:
 
         None elsewhere. Arguments as in `footprint`.
         """
+        wanted = {**self.first, **(sizes or {}), **plain_sizes(self.first, batch_size, seq_len)}
+        return self.blocks_of(self._step(wanted), self.footprint(wanted, optimizer, gradient_accumulation), optimizer)
+
+    def blocks_of(
+        self, step: StepEvents, around: Footprint, optimizer: Optimizer | None = None
+    ) -> AllocatorPeak | None:
+        """The peak of torch's allocator on CUDA for the events of a step; None elsewhere."""
         if not self._is_on_cuda:
             return None
         model = self._model()
         if model is None:
             raise ReferenceError("the model whose steps are predicted was deleted")
-        wanted = {**self.first, **(sizes or {}), **plain_sizes(self.first, batch_size, seq_len)}
-        around = self.footprint(wanted, optimizer, gradient_accumulation)
         tensors = [*model.parameters(), *model.buffers()]
-        step = StepBlocks(
-            always=[*filter(None, (around.constant, around.batch)), *(tensor.nbytes for tensor in tensors)],
-            graphs=self._step(wanted).events,
-            states=state_sizes(optimizer or self.run.optimizer, trainable_of(model, self.untrained)),
-            temporary=around.step,
-            accumulates=around.accumulated > 0,
+        return allocator_peak(
+            StepBlocks(
+                always=[*filter(None, (around.constant, around.batch)), *(tensor.nbytes for tensor in tensors)],
+                graphs=step.events,
+                states=state_sizes(optimizer or self.run.optimizer, trainable_of(model, self.untrained)),
+                temporary=around.step,
+                accumulates=around.accumulated > 0,
+            )
         )
-        return allocator_peak(step)
 
     def _step(self, sizes: BatchSizes) -> StepEvents:
         key = frozenset(sizes.items()), tuple(part.graph.programs.both is None for part in self._parts)

@@ -1,0 +1,94 @@
+"""The ways to train one model side by side: plain PyTorch, Trainer's checkpointing, and this engine's plans."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from optimum_memopt.compat import CHECKPOINTING_FLAG
+from optimum_memopt.engines.api.predictions import Technique, Training, Way, Workload
+from optimum_memopt.engines.api.run import StepSpec
+from optimum_memopt.engines.compile.memory.allocator import AllocatorPeak
+from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph
+from optimum_memopt.engines.compile.predict.holdings import step_of
+from optimum_memopt.engines.compile.predict.live_step import LiveStep, plain_step
+from optimum_memopt.engines.compile.predict.planned_step import PlannedStep, TracedStep
+from optimum_memopt.engines.compile.predict.suggestions import planned_run
+from optimum_memopt.errors import MemOptError
+from optimum_memopt.sizes import Budget
+
+_PLAIN = Technique("plain PyTorch", is_own=False)
+_CHECKPOINTING = Technique("Trainer's checkpointing", (CHECKPOINTING_FLAG,), is_own=False)
+_NO_PLAN = Technique("compile engine, no plan", ("--memory_opt_engine compile",))
+_LEVEL_1 = Technique("compile engine, level 1", ("--memory_opt_level 1",))
+
+
+def plain_ways(workload: Workload, spec: StepSpec, keeps_outputs: bool) -> tuple[Way, ...]:
+    """Plain PyTorch, and Trainer's checkpointing of every layer.
+
+    Args:
+        keeps_outputs: see `Training`.
+
+    Raises:
+        MemOptError: an unknown device or optimizer, or a model that cannot be built.
+    """
+    ways = [_way(_PLAIN, plain_step(workload, spec, Training(keeps_outputs=keeps_outputs)))]
+    try:
+        step = plain_step(workload, spec, Training(checkpoints=1, keeps_outputs=keeps_outputs))
+        ways.append(_way(_CHECKPOINTING, step))
+    except MemOptError as error:
+        ways.append(Way(_CHECKPOINTING, note=str(error)))
+    return tuple(ways)
+
+
+def _way(plan: Technique, step: LiveStep) -> Way:
+    blocks = step.allocator
+    return Way(
+        plan,
+        step.peak if blocks is None else max(step.peak, blocks.allocated),
+        None if blocks is None else blocks.reserved,
+        timeline=step.timeline,
+    )
+
+
+def engine_ways(step: PlannedStep, traced: TracedStep) -> tuple[Way, ...]:
+    """This engine without a plan, under level 1, and under what is selected.
+
+    Args:
+        traced: whose graphs have the choices of these three, that of the selection first.
+    """
+    selection = step.selection
+    plans = [(1, _NO_PLAN), (2, _LEVEL_1)]
+    if selection.budget is not None:
+        plans.append((0, Technique("compile engine, budget", (f"--memory_opt_budget {selection.budget.text}",))))
+    elif selection.plan is not None:
+        plans.append((0, Technique("compile engine, plan file", ("--memory_opt_plan",))))
+    elif selection.config:
+        plans.append((0, Technique("compile engine, config", (f"--memory_opt_config {selection.config}",))))
+    elif selection.level > 1:
+        plans.append((0, Technique(f"compile engine, level {selection.level}", ("--memory_opt_level 2",))))
+    return tuple(_engine_way(step, traced, index, plan) for index, plan in plans)
+
+
+def _engine_way(step: PlannedStep, traced: TracedStep, index: int, plan: Technique) -> Way:
+    graphs = [replace(graph, plans=(graph.plans[index],)) for graph in traced.graphs]
+    events = step_of(graphs, planned_run)
+    around = step.context(traced, Budget("", 0)).footprint(events.peak())
+    blocks: AllocatorPeak | None = traced.predicted.blocks_of(events, around)
+    technique = replace(plan, chunks_loss=any(graph.chunks_loss for graph in graphs))
+    return Way(
+        technique,
+        around.peak if blocks is None else max(around.peak, blocks.allocated),
+        None if blocks is None else blocks.reserved,
+        _seconds(graphs) or None,
+    )
+
+
+def _seconds(graphs: Sequence[CapturedGraph]) -> float:
+    """Of a forward and its backward, recompute included."""
+    seconds = []
+    for graph in graphs:
+        problem = graph.problem()
+        simulation = graph.simulated(problem)
+        runs = (simulation.forward, simulation.backward)
+        seconds.append(graph.runs * math.fsum(run.seconds(problem) for run in runs))
+    return math.fsum(seconds)
