@@ -44,11 +44,7 @@ class ExtraByLength:
 def extra_by_length(
     batches: Sequence[int], longest: int, plan: Plan, problem_at: Callable[[int], Problem], allowed: int
 ) -> ExtraByLength:
-    """The extra time of plans for shorter batches.
-
-    Args:
-        batches: the longest row of each batch of an epoch; empty: they are not known.
-    """
+    """The extra time of plans for shorter batches; `batches` as above, empty where they are not known."""
     rows = batches or range(min(_MULTIPLE, longest), longest + 1, _MULTIPLE)
     lengths = candidate_lengths(rows, longest)
     if plan.extra_seconds <= 0:
@@ -91,10 +87,10 @@ def expected_extra(batches: Mapping[int, int], shares: Mapping[int, float], chos
         chosen: lengths that plans are made for; the last and longest takes all that is left.
     """
     lengths = sorted(chosen)
-    total = sum(length * count for length, count in batches.items())
-    extra = 0.0
+    total, extra = 0, 0.0
     for length, count in batches.items():
         plan = lengths[min(bisect.bisect_left(lengths, length), len(lengths) - 1)]
+        total += length * count
         extra += length * count * shares[plan]
     return extra / total if total else 0.0
 
@@ -109,10 +105,9 @@ def best_lengths(batches: Sequence[int], shares: Mapping[int, float], most: int)
     best: tuple[int, ...] = ()
     before = expected_extra(counts, shares, (longest,))
     for count in range(1, most + 1):
-        options = itertools.combinations(shorter, count)
-        extra, lengths = min(
-            ((expected_extra(counts, shares, (*option, longest)), option) for option in options), default=(before, ())
-        )
+        chosen = itertools.combinations(shorter, count)
+        options = ((expected_extra(counts, shares, (*lengths, longest)), lengths) for lengths in chosen)
+        extra, lengths = min(options, default=(before, ()))
         if before - extra < WORTH:
             break
         best, before = lengths, extra

@@ -113,14 +113,10 @@ class MultiGraphSolver:
             peak = max(peak, left + (plan.peak if plan.offloaded else simulate(alone, frozenset(plan.saved)).peak))
             left += siblings.runs * _bytes_left(alone, plan)
         pairs = tuple(zip(self._runs, plans, strict=True))
-        return Plan(
-            saved=(),
-            peak=peak,
-            extra_seconds=sum(runs * plan.extra_seconds for runs, plan in pairs),
-            seconds=sum(runs * plan.seconds for runs, plan in pairs),
-            host_bytes=sum(runs * plan.host_bytes for runs, plan in pairs),
-            graphs=tuple(plans),
-        )
+        extra_seconds = sum(runs * plan.extra_seconds for runs, plan in pairs)
+        seconds = sum(runs * plan.seconds for runs, plan in pairs)
+        host_bytes = sum(runs * plan.host_bytes for runs, plan in pairs)
+        return Plan((), peak, extra_seconds, seconds, host_bytes=host_bytes, graphs=tuple(plans))
 
     @cached_property
     def _least(self) -> tuple[SiblingGraphs, ...]:

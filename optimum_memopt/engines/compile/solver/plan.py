@@ -49,12 +49,8 @@ class Infeasible(Exception):
 
 
 def solved(low: int, high: int, cheapest: Callable[[int], Plan], count: int = _POINTS) -> list[tuple[int, Plan]]:
-    """Budgets at equal distances in bytes, and the fastest plan found that is within each.
-
-    Args:
-        low: the lowest peak of recompute, bytes.
-        high: the peak with everything saved, bytes.
-    """
+    """Budgets at equal distances in bytes, and the fastest plan found that is within each; `low` is the lowest peak of
+    recompute, `high` that with everything saved."""
     budgets = [low + (high - low) * number // (count - 1) for number in range(count)]
     # The solver is no exact one: what it finds for a larger budget may fit a smaller one, and be faster.
     plans = sorted(map(cheapest, budgets), key=lambda plan: (plan.extra_seconds, plan.peak))
@@ -67,10 +63,6 @@ def points_of(plans: Iterable[tuple[int, Plan]], outside: Footprint) -> tuple[Cu
 
 
 def point_of(plan: Plan, outside: Footprint, budget: int | None = None) -> CurvePoint:
-    """A plan on the curve.
-
-    Args:
-        budget: bytes that the step may take; None: what it takes.
-    """
+    """A plan on the curve for a step that may take `budget` bytes; None: what it takes."""
     peak = replace(outside, activations=plan.peak).peak
     return CurvePoint(peak if budget is None else budget, peak, plan.extra_seconds, plan.seconds)
