@@ -1,7 +1,6 @@
 """How losses over a vocabulary are computed: decided for a run, then for each loss of a graph, and rewritten; and what
 of its other outputs a forward returns."""
 
-import functools
 import operator
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -26,11 +25,7 @@ ROW = f"{CLUSTER_ID}:{int(Strategy.RECOMPUTE)}:{ALL}"
 
 @dataclass(frozen=True)
 class LossMode:
-    """How a run computes its losses over a vocabulary.
-
-    Attributes:
-        is_row: the config's row asks for chunks.
-    """
+    """How a run computes its losses over a vocabulary; `is_row` where the config's row asks for chunks."""
 
     name: str = AUTO
     is_row: bool = False
@@ -94,13 +89,13 @@ class LossDecision:
     """A loss whose logits need not be saved.
 
     Attributes:
-        is_read_by_caller: it would be chunked, if nobody read the logits.
+        first: its shape in the first batch.
+        reason: why it is not chunked, empty where it is.
     """
 
     shape: LossShape
-    first_rows: int
+    first: LossShape
     is_requested: bool
-    is_read_by_caller: bool = False
     reason: str = ""
 
     @property
@@ -115,7 +110,7 @@ class LossDecision:
     @property
     def first_saving(self) -> int:
         """Bytes, in the first batch."""
-        return self.shape.with_rows(self.first_rows).saving
+        return self.first.saving
 
     @property
     def pays(self) -> bool:
@@ -127,17 +122,17 @@ class LossDecision:
         """For the row of the table."""
         if not self.is_chunked:
             return f"loss not chunked: {self.reason}"
-        chunks = f"loss in chunks of {self.shape.with_rows(self.first_rows).rows_per_chunk} tokens"
+        chunks = f"loss in chunks of {self.first.rows_per_chunk} tokens"
         return chunks if self.pays else f"{chunks}, which saves nothing here"
 
 
 def decide(chain: LossChain, mode: LossMode, reader: str) -> LossDecision:
     """The decision on one loss; `reader` may read the logits that the forward returns."""
-    loss = LossDecision(chain.shape, chain.first_rows, is_requested=mode.must_chunk)
+    loss = LossDecision(chain.shape, replace(chain.shape, rows=chain.first_rows), is_requested=mode.must_chunk)
     if not mode.may_chunk:
         return replace(loss, reason="--memory_opt_loss plain")
     if chain.is_returned:
-        return replace(loss, is_read_by_caller=loss.pays, reason=f"{reader} may read the logits")
+        return replace(loss, reason=f"{reader} may read the logits")
     if not mode.must_chunk and not loss.pays:
         reason = "the logits of so few tokens are smaller than the gradients that would be saved in their place"
         return replace(loss, reason=reason)
@@ -163,7 +158,8 @@ def decide_losses(graph: fx.Graph, mode: LossMode, reader: str) -> tuple[tuple[L
         if loss.is_chunked:
             rewrite(graph, chain)
         losses.append(loss)
-        reasons.append(loss.reason if loss.is_requested or loss.is_read_by_caller else "")
+        would_pay = mode.may_chunk and chain.is_returned and loss.pays
+        reasons.append(loss.reason if mode.must_chunk or would_pay else "")
     return tuple(losses), [reason for reason in reasons if reason]
 
 
@@ -323,15 +319,15 @@ def _refusing(value: Any, name: str) -> Any:
         return value
     # What the forward returns may be one of its inputs.
     leaf = value.detach().requires_grad_()
-    leaf.register_hook(functools.partial(_refuse, name))
+
+    def refuse(gradient: torch.Tensor | None) -> None:
+        # DDP passes outputs through its own autograd function, whose backward returns None for those that nobody read.
+        if gradient is not None:
+            raise MemOptError(
+                f"a gradient flowed back to the model's output {name!r}, which is detached because Trainer's own "
+                "compute_loss reads only the loss; compute such a loss in compute_loss of a Trainer subclass or in "
+                "compute_loss_func"
+            )
+
+    leaf.register_hook(refuse)
     return leaf
-
-
-def _refuse(name: str, gradient: torch.Tensor | None) -> None:
-    # DDP passes outputs through its own autograd function, whose backward returns None for those that nobody read.
-    if gradient is None:
-        return
-    raise MemOptError(
-        f"a gradient flowed back to the model's output {name!r}, which is detached because Trainer's own compute_loss "
-        "reads only the loss; compute such a loss in compute_loss of a Trainer subclass or in compute_loss_func"
-    )

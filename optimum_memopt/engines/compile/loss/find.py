@@ -49,30 +49,20 @@ class Projection:
     """A call of `torch.nn.functional.linear`: (…, width), (vocabulary, width) and (vocabulary,) or None."""
 
     node: fx.Node
+    hidden: fx.Node
+    weight: fx.Node
+    bias: fx.Node | None
 
-    @property
-    def hidden(self) -> fx.Node:
-        return self._argument("input", 0)
-
-    @property
-    def weight(self) -> fx.Node:
-        return self._argument("weight", 1)
-
-    @property
-    def bias(self) -> fx.Node | None:
-        return self._argument("bias", 2)
-
-    def _argument(self, name: str, place: int) -> Any:
-        return self.node.args[place] if place < len(self.node.args) else self.node.kwargs.get(name)
+    @classmethod
+    def of(cls, node: fx.Node) -> "Projection":
+        given: dict[str, Any] = {**dict(zip(("input", "weight", "bias"), node.args, strict=False)), **node.kwargs}
+        return cls(node, given["input"], given["weight"], given.get("bias"))
 
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """The part of a LoRA in a projection's output.
-
-    Attributes:
-        projection: of its hidden states, (…, rank), by its second matrix, (vocabulary, rank).
-    """
+    """The part of a LoRA in a projection's output: that of its hidden states, (…, rank), by its second matrix,
+    (vocabulary, rank)."""
 
     projection: Projection
     scale: float
@@ -109,13 +99,9 @@ class LossChain:
         vocabulary, hidden_size = map(int, weight.shape)
         compute = autocast_dtype(self.projection.node, hidden.device.type) or hidden.dtype
         rank = int(traced_tensor(self.adapter.projection.weight).shape[1]) if self.adapter else 0
-        return LossShape(
-            *(elements(traced_tensor(self.labels)), hidden_size, vocabulary, hidden.dtype, weight.dtype, compute),
-            has_softcap=bool(self.scaling.softcap),
-            needs_hidden=hidden.requires_grad,
-            needs_weight=weight.requires_grad,
-            rank=rank,
-        )
+        sizes, dtypes = (elements(traced_tensor(self.labels)), hidden_size, vocabulary), (hidden.dtype, weight.dtype)
+        needs = hidden.requires_grad, weight.requires_grad
+        return LossShape(*sizes, *dtypes, compute, bool(self.scaling.softcap), *needs, rank)
 
     @property
     def first_rows(self) -> int:
@@ -152,17 +138,16 @@ def _chain(loss: fx.Node) -> LossChain:
     if traced_tensor(call["target"]).is_floating_point():
         raise _DoesNotFit("its labels are probabilities")
     projection, *steps = path = _path(call["input"], loss)
+    users = (user for node in path for user in node.users)
     return LossChain(
         loss,
-        Projection(projection),
+        Projection.of(projection),
         *_read_steps(projection, steps),
         labels=call["target"],
         ignore_index=call["ignore_index"],
         mean=call["reduction"] == "mean",
         label_smoothing=float(call["label_smoothing"]),
-        is_returned=any(
-            user.op == "output" or (_is_output(user) and user.users) for node in path for user in node.users
-        ),
+        is_returned=any(user.op == "output" or (_is_output(user) and user.users) for user in users),
     )
 
 
@@ -203,10 +188,9 @@ def _read_steps(
         keeps_classes = result.dim() > 0 and _is_same(result.shape[-1], classes)
         if name in _CASTS and _is_cast(traced_tensor(before), result):
             continue
-        if name in _FLATTENS and keeps_classes:
-            is_flat = True
-        elif name == "transpose" and node is steps[-1] and result.dim() == 3 and _is_same(result.shape[1], classes):
-            # (rows, classes, tokens), as a cross entropy takes more than two dimensions.
+        # (rows, classes, tokens), as a cross entropy takes more than two dimensions.
+        is_transposed = name == "transpose" and result.dim() == 3 and _is_same(result.shape[1], classes)
+        if (name in _FLATTENS and keeps_classes) or (is_transposed and node is steps[-1]):
             is_flat = True
         elif name == "getitem" and not is_flat and keeps_classes and _slices_rows(node):
             slices.append(node)
@@ -273,9 +257,10 @@ def _adapter(node: fx.Node) -> Adapter | None:
         if (factor := _factor(node, product)) is None or len(node.users) > 1:
             return None
         node, scale = product, factor
-    projection = Projection(node)
-    is_adapter = _is_projection(node) and projection.bias is None and len(node.users) == 1
-    return Adapter(projection, scale) if is_adapter else None
+    if not _is_projection(node) or len(node.users) > 1:
+        return None
+    projection = Projection.of(node)
+    return Adapter(projection, scale) if projection.bias is None else None
 
 
 def _name(node: fx.Node) -> str:

@@ -6,7 +6,7 @@ Rows without a label are left out first.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import sympy
@@ -43,9 +43,6 @@ class LossShape:
     needs_weight: bool = True
     rank: int = 0
 
-    def with_rows(self, rows: Size) -> "LossShape":
-        return replace(self, rows=rows)
-
     @property
     def saving(self) -> Size:
         """Bytes saved for backward: the logits, less the gradients that are saved in their place. The hidden states
@@ -63,7 +60,7 @@ class LossShape:
         from then on in any case; more where all hidden states are larger still, since each chunk reads and writes that
         gradient once. Liger Kernel takes the second bound alone (`ops/fused_linear_cross_entropy.py`)."""
         as_hidden_states = self.rows * self.hidden_size // self.vocabulary
-        return _min(self.rows, _max(_max(self.hidden_size, as_hidden_states), 1))
+        return sympy.Min(self.rows, sympy.Max(self.hidden_size, as_hidden_states, 1))
 
     @property
     def workspace(self) -> Size:
@@ -81,13 +78,13 @@ class LossShape:
         held += self.rank * (vocabulary * (2 * compute + softmax) + 2 * rows * compute)
         logits = rows * vocabulary * (softmax * (2 if self.has_softcap else 1))
         if is_low:
-            logits = _max(logits, rows * vocabulary * (softmax + compute))
+            logits = sympy.Max(logits, rows * vocabulary * (softmax + compute))
         products = rows * width * compute if self.needs_hidden else 0
         if self.needs_weight and is_low:
-            products = _max(products, vocabulary * width * compute)
+            products = sympy.Max(products, vocabulary * width * compute)
         if self.needs_weight and sum_dtype(self.weight) != gradient_dtype(self.weight):
             held += vocabulary * width * sum_dtype(self.weight).itemsize
-        return held + _max(logits, rows * vocabulary * compute + products)
+        return held + sympy.Max(logits, rows * vocabulary * compute + products)
 
 
 def loss_shape(arguments: Sequence[Any]) -> LossShape:
@@ -109,18 +106,6 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 def gradient_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which a gradient waits for the backward; float16 would lose it until a GradScaler multiplies it."""
     return torch.float32 if dtype == torch.float16 else dtype
-
-
-def _min(left: Size, right: Size) -> Size:
-    return sympy.Min(left, right) if _is_symbolic(left, right) else min(left, right)
-
-
-def _max(left: Size, right: Size) -> Size:
-    return sympy.Max(left, right) if _is_symbolic(left, right) else max(left, right)
-
-
-def _is_symbolic(*sizes: Size) -> bool:
-    return any(isinstance(size, sympy.Basic) for size in sizes)
 
 
 # How many of the operator's first arguments are tensors that may get a gradient.
@@ -172,7 +157,8 @@ def chunked_loss(
     terms = [_Term(hidden, weight, gradients[0], gradients[1], compute_dtype, total - count)]
     if adapter_hidden is not None and adapter_weight is not None:
         terms.append(_Term(adapter_hidden, adapter_weight, gradients[3], gradients[4], compute_dtype, total - count))
-    step = LossShape(total, hidden.shape[-1], len(weight), hidden.dtype, weight.dtype, compute_dtype).rows_per_chunk
+    shape = LossShape(total, hidden.shape[-1], len(weight), hidden.dtype, weight.dtype, compute_dtype)
+    step = int(shape.rows_per_chunk)
     buffer = None
     if compute_dtype == sum_dtype(compute_dtype):
         # On a CPU, new pages for each chunk's logits would take a third of a projection's time; in a lower precision
@@ -207,12 +193,8 @@ def chunked_loss(
 
 
 class _Term:
-    """One product of the logits, with its gradients.
-
-    Args:
-        of_hidden: gets the gradient of `hidden`; empty where none is wanted.
-        unread: number of rows that do not count.
-    """
+    """One product of the logits, with the gradients of its factors, empty where none is wanted; `unread` rows do not
+    count."""
 
     def __init__(
         self, hidden: Tensor, weight: Tensor, of_hidden: Tensor, of_weight: Tensor, dtype: torch.dtype, unread: int
@@ -251,11 +233,7 @@ class _Term:
 
 @dataclass(frozen=True)
 class _Loss:
-    """Loss of a chunk of rows, and the gradient of their logits; other fields as in `chunked_loss`.
-
-    Attributes:
-        buffer: for the logits of a chunk; None: each chunk allocates its own.
-    """
+    """The loss of a chunk of rows, and the gradient of their logits, which have a buffer or are allocated."""
 
     bias: Tensor | None
     scale: float
