@@ -30,7 +30,6 @@ class Candidate:
 
     Attributes:
         activation: what does not have to wait for the backward on the device.
-        strategy: of the plan grammar.
         cluster_id: `Gelu+`.
         saving: bytes in the symbols of the graph, less those saved in exchange.
         chain: what recomputes the activation, None under a strategy that saves it in another way.
@@ -67,10 +66,7 @@ class FindsCandidate(Protocol):
     ) -> Candidate | None:
         """The activation's candidate under this strategy, None where it saves nothing.
 
-        Args:
-            chain: None where the activation must not be recomputed.
-            cluster_id: of the chain, or of the operator alone.
-            size_hints: sizes of the first batch.
+        Where it must not be recomputed there is no chain, and the cluster id is that of its operator alone.
         """
 
 
@@ -89,20 +85,18 @@ def find_candidates(
 
     Args:
         size_hints: sizes of the first batch, which tell whether a candidate saves anything.
-        strategies: in the order of their candidates.
     """
     available = {activation.root for activation in activations}
     eligible = []
     for activation in activations:
-        if activation.is_returned or is_negligible(activation.bytes) or activation.root in constants:
+        root, producer = activation.root, producing_operator(activation)
+        if activation.is_returned or is_negligible(activation.bytes) or root in constants:
             continue
-        if is_statistic(activation.root) or is_generator_state(activation.root):
-            continue
-        # Gradients that were computed early: each lives on as the backward's result.
-        if is_chunked_loss(producing_operator(activation).nodes[0]):
+        # A loss that is chunked computes gradients early: each lives on as the backward's result.
+        if is_statistic(root) or is_generator_state(root) or is_chunked_loss(producer.nodes[0]):
             continue
         chain = recompute_chain(joint, activation, available)
-        name = _name(joint, chain, available) if chain else cluster_id(producing_operator(activation))
+        name = _name(joint, chain, available) if chain else cluster_id(producer)
         eligible.append((activation, chain, name))
     candidates = (strategy.candidate(*arguments, size_hints) for strategy in strategies for arguments in eligible)
     return tuple(candidate for candidate in candidates if candidate is not None)
@@ -127,10 +121,7 @@ def by_row(candidates: Iterable[Candidate]) -> dict[str, list[Candidate]]:
 
 
 def _name(joint: JointGraph, chain: RecomputeChain, available: Collection[fx.Node]) -> str:
-    """The cluster id; of a mask that of its dropout, as in ONNX Runtime, where one node makes both.
-
-    The mask itself is recomputed from the generator's state, or inductor's seed, alone.
-    """
+    """The cluster id; of a mask that of its dropout, as in ONNX Runtime, where one node makes both."""
     output = dropout_of(chain.activation.root)
     activation = replace(chain.activation, root=output, reads=(output,)) if output else None
     return cluster_id((activation and recompute_chain(joint, activation, available)) or chain)

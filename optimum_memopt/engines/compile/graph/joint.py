@@ -80,7 +80,6 @@ def is_chunked_loss_operator(target: object) -> bool:
 
 
 def is_chunked_loss(node: fx.Node) -> bool:
-    """True for a call of the operator of `loss/operator.py`."""
     return is_chunked_loss_operator(node.target)
 
 
@@ -135,8 +134,7 @@ class JointGraph:
 
     @cached_property
     def outputs(self) -> tuple[fx.Node, ...]:
-        (output,) = self.module.graph.find_nodes(op="output")
-        return tuple(dynamo.tree_leaves(output.args))
+        return tuple(dynamo.tree_leaves(self.module.graph.output_node().args))
 
     @cached_property
     def forward_outputs(self) -> tuple[fx.Node, ...]:
@@ -149,8 +147,10 @@ class JointGraph:
     @cached_property
     def backward(self) -> frozenset[fx.Node]:
         """All that depends on a gradient or was traced in the backward."""
+        # All that was traced in the forward stands before the backward.
+        forward = (index for index, node in enumerate(self.nodes) if fx_graph.is_tagged_forward(node))
+        end_of_forward = max(forward, default=len(self.nodes))
         dependent: set[fx.Node] = set()
-        end_of_forward = self._end_of_forward
         for index, node in enumerate(self.nodes):
             if node.op == "output":
                 continue
@@ -162,12 +162,6 @@ class JointGraph:
                 dependent.add(node)
                 dependent.update(user for user in node.users if user.op != "output")
         return frozenset(dependent)
-
-    @property
-    def _end_of_forward(self) -> int:
-        """Where the last node stands that was traced in the forward: all of it comes before the backward."""
-        forward = (index for index, node in enumerate(self.nodes) if fx_graph.is_tagged_forward(node))
-        return max(forward, default=len(self.nodes))
 
     @cached_property
     def inputs(self) -> tuple[fx.Node, ...]:

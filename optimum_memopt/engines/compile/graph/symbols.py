@@ -34,32 +34,14 @@ _OPERATORS: dict[str, Callable[[list[Any]], Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class CompiledSizes:
-    """Expressions as a list of steps that share common terms.
-
-    Attributes:
-        steps: a function and which earlier steps' values it is called with; with the symbols' values where None.
-        results: the step of each expression.
-    """
-
-    steps: tuple[tuple[Callable[[Any], Any], tuple[int, ...] | None], ...]
-    results: tuple[int, ...]
-
-    def __call__(self, values: SymbolValues) -> list[int]:
-        """The value of each expression, exact.
-
-        Raises:
-            KeyError: a symbol without a value.
-        """
-        results: list[Any] = []
-        for function, arguments in self.steps:
-            results.append(function(values if arguments is None else [results[index] for index in arguments]))
-        return [int(results[index]) for index in self.results]
+# The value of each expression, exact; a `KeyError` where a symbol has no value.
+CompiledSizes = Callable[[SymbolValues], list[int]]
 
 
 def compile_sizes(expressions: Iterable[sympy.Expr]) -> CompiledSizes:
-    """Compile expressions in the sizes of a batch; a term with another function than `_OPERATORS` stays sympy's."""
+    """Compile expressions in the sizes of a batch to steps that share common terms; a term with another function than
+    `_OPERATORS` stays sympy's."""
+    # A function and which earlier steps' values it is called with; with the symbols' values where None.
     steps: list[tuple[Callable[[Any], Any], tuple[int, ...] | None]] = []
     numbers: dict[sympy.Basic, int] = {}
 
@@ -72,7 +54,14 @@ def compile_sizes(expressions: Iterable[sympy.Expr]) -> CompiledSizes:
         return numbers[expression]
 
     results = tuple(map(add, expressions))
-    return CompiledSizes(tuple(steps), results)
+
+    def evaluate(values: SymbolValues) -> list[int]:
+        computed: list[Any] = []
+        for function, arguments in steps:
+            computed.append(function(values if arguments is None else [computed[index] for index in arguments]))
+        return [int(computed[index]) for index in results]
+
+    return evaluate
 
 
 def _leaf(expression: sympy.Basic) -> Callable[[SymbolValues], Any] | None:
@@ -160,12 +149,10 @@ class _Graph(Protocol):
     """The symbols of a `PartitionedGraph`."""
 
     @property
-    def names(self) -> Mapping[sympy.Symbol, str]:
-        """`input_ids_dim0`, where a symbol is the size of an input."""
+    def names(self) -> Mapping[sympy.Symbol, str]: ...
 
     @property
-    def sizes(self) -> Mapping[sympy.Symbol, int]:
-        """Values in the first batch."""
+    def sizes(self) -> Mapping[sympy.Symbol, int]: ...
 
 
 @dataclass(frozen=True)
@@ -183,17 +170,9 @@ class SymbolNames:
 
     @classmethod
     def of(cls, graphs: Iterable[_Graph], is_encoder_decoder: bool) -> "SymbolNames":
-        """
-        Args:
-            graphs: all graphs of a forward.
-            is_encoder_decoder: labels have the decoder's length (see `canonical_symbols`).
-        """
-        values = {
-            name: graph.sizes[symbol]
-            for graph in graphs
-            for symbol, name in graph.names.items()
-            if symbol in graph.sizes
-        }
+        """The names in all graphs of a forward; see `canonical_symbols` on encoder-decoders."""
+        named = ((graph.sizes, *item) for graph in graphs for item in graph.names.items())
+        values = {name: sizes[symbol] for sizes, symbol, name in named if symbol in sizes}
         canonical = canonical_symbols(values, is_encoder_decoder)
         return cls(canonical, {canonical.get(name, name): value for name, value in values.items()})
 
@@ -211,7 +190,7 @@ _Symbol = TypeVar("_Symbol")
 
 def is_rows(name: str) -> bool:
     """True for the name of a batch's rows, `input_ids_dim0`."""
-    return name.rpartition("_")[2] == "dim0"
+    return name.endswith("_dim0")
 
 
 def rows_of(sizes: Mapping[_Symbol, int], names: Mapping[_Symbol, str]) -> dict[_Symbol, int]:
@@ -227,19 +206,20 @@ def is_length(name: str) -> bool:
 def larger_sizes(
     sizes: Mapping[_Symbol, int], names: Mapping[_Symbol, str], largest: LargestBatch | None
 ) -> dict[_Symbol, int]:
-    """The sizes of a first batch, raised to those of the largest.
+    """The sizes of a first batch, raised to those of the largest; None: it is not known."""
+    bounds = {} if largest is None else _bounds(largest, names)
+    return {symbol: max(size, bounds.get(symbol, 0)) for symbol, size in sizes.items()}
 
-    Args:
-        largest: None: it is not known.
-    """
-    if largest is None:
-        return dict(sizes)
-    wanted = {
-        symbol: largest.rows if is_rows(name) else largest.length
-        for symbol, name in names.items()
-        if is_rows(name) or is_length(name)
-    }
-    return {symbol: max(size, wanted.get(symbol, 0)) for symbol, size in sizes.items()}
+
+def is_covered(sizes: Mapping[str, int], largest: LargestBatch) -> bool:
+    """True where a batch has no more rows and no more tokens than `largest`; other sizes count for nothing."""
+    return all(sizes[name] <= bound for name, bound in _bounds(largest, {name: name for name in sizes}).items())
+
+
+def _bounds(largest: LargestBatch, names: Mapping[_Symbol, str]) -> dict[_Symbol, int]:
+    """Rows and tokens of the largest batch, for those of a graph's sizes that are one of them."""
+    rows = {symbol: largest.rows for symbol, name in names.items() if is_rows(name)}
+    return rows | {symbol: largest.length for symbol, name in names.items() if is_length(name)}
 
 
 def largest_of(sizes: Mapping[str, int]) -> LargestBatch | None:
@@ -250,11 +230,7 @@ def largest_of(sizes: Mapping[str, int]) -> LargestBatch | None:
 
 
 def plain_sizes(first: Mapping[str, int], batch_size: int | None, seq_len: int | None) -> dict[str, int]:
-    """Sizes of a batch by the names of `first`, from what Trainer's users call them.
-
-    Args:
-        batch_size: rows; None: as they are.
-        seq_len: tokens of the longest row; None: as they are.
+    """Sizes of a batch by the names of `first`, from what Trainer's users call them; None: as it is.
 
     Raises:
         MemOptError: a size that is no symbol of the graph.
@@ -273,12 +249,3 @@ def plain_sizes(first: Mapping[str, int], batch_size: int | None, seq_len: int |
 def length_name(names: Iterable[str]) -> str:
     """The name of the size that is a batch's length; empty where there is none."""
     return next((name for name in names if is_length(name)), "")
-
-
-def is_covered(sizes: Mapping[str, int], largest: LargestBatch) -> bool:
-    """True where a batch has no more rows and no more tokens than `largest`; other sizes count for nothing."""
-    return all(
-        size <= (largest.rows if is_rows(name) else largest.length)
-        for name, size in sizes.items()
-        if is_rows(name) or is_length(name)
-    )
