@@ -13,8 +13,7 @@ from optimum_memopt.engines.compile.memory.simulation import held_at_peak, simul
 from optimum_memopt.engines.compile.solver.blocks import blocks_of
 from optimum_memopt.engines.compile.solver.dynamic_program import dynamic_programs
 from optimum_memopt.engines.compile.solver.offload import fits
-from optimum_memopt.engines.compile.solver.plan import Infeasible
-from optimum_memopt.engines.compile.solver.solver import Solver
+from optimum_memopt.engines.compile.solver.solver import Infeasible, Solver
 from tests.captured import Captured, capture
 from tests.rotation import nightly
 

@@ -114,8 +114,6 @@ class AnalyzedGraph:
 
     Attributes:
         joint: dead code, copies and duplicates are gone.
-        activations: in graph order.
-        candidates: under every strategy.
         size_hints: value of each symbol in the first batch.
         names: of the symbols that are sizes of the forward's inputs, `input_ids_dim0`.
         static_inputs: inputs that stay where they are from step to step: parameters and buffers.

@@ -3,7 +3,7 @@
 Pure; a joint graph is read, not changed.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -21,6 +21,7 @@ from optimum_memopt.engines.compile.graph.saved_activations import (
     producing_operator,
     recompute_chain,
 )
+from optimum_memopt.engines.compile.graph.symbols import SymbolValues
 from optimum_memopt.plans.grammar import ALL, Strategy
 
 
@@ -58,33 +59,23 @@ class FindsCandidate(Protocol):
     """A strategy as the analysis uses it; the strategies themselves are in `strategies/`."""
 
     def candidate(
-        self,
-        activation: SavedActivation,
-        chain: RecomputeChain | None,
-        cluster_id: str,
-        size_hints: Mapping[sympy.Symbol, int],
+        self, activation: SavedActivation, chain: RecomputeChain | None, cluster_id: str, size_hints: SymbolValues
     ) -> Candidate | None:
-        """The activation's candidate under this strategy, None where it saves nothing.
-
-        Where it must not be recomputed there is no chain, and the cluster id is that of its operator alone.
-        """
+        """The activation's candidate, None where it saves nothing; without a chain it must not be recomputed."""
 
 
 def find_candidates(
     joint: JointGraph,
     activations: Sequence[SavedActivation],
-    size_hints: Mapping[sympy.Symbol, int],
+    size_hints: SymbolValues,
     strategies: Iterable[FindsCandidate],
     constants: Collection[fx.Node] = (),
 ) -> tuple[Candidate, ...]:
     """All candidates of a graph: those of the first strategy in graph order, then those of the next.
 
-    Left out is what saves nothing: row statistics, random draws, what costs as much as it saves, what the forward
-    returns, since its caller holds it, small storages that do not grow with the batch, and constants, which no plan
-    by name saves.
-
-    Args:
-        size_hints: sizes of the first batch, which tell whether a candidate saves anything.
+    Left out is what saves nothing: row statistics, random draws, what costs as much as it saves in the first batch,
+    what the forward returns, since its caller holds it, small storages that do not grow with the batch, and constants,
+    which no plan by name saves.
     """
     available = {activation.root for activation in activations}
     eligible = []

@@ -83,6 +83,11 @@ def is_chunked_loss(node: fx.Node) -> bool:
     return is_chunked_loss_operator(node.target)
 
 
+def is_loss_gradient(node: fx.Node) -> bool:
+    """True for an output of the chunked loss behind the first."""
+    return node.target is operator.getitem and is_chunked_loss(first_input(node)) and cast(int, node.args[1]) > 0
+
+
 def is_scaling(node: fx.Node, gradient: fx.Node) -> bool:
     """True for a product with a gradient of the chunked loss: as its only reader, it may do so in place."""
     is_product = node.target is torch.ops.aten.mul.Tensor and node.args[0] is gradient
@@ -114,12 +119,7 @@ def storage_bytes(node: fx.Node) -> sympy.Expr:
 
 @dataclass(frozen=True)
 class JointGraph:
-    """A joint graph as AOTAutograd traced it.
-
-    Attributes:
-        module: its graph is functional; dead code is gone.
-        num_fwd_outputs: how many of the graph's outputs belong to the forward.
-    """
+    """A joint graph as AOTAutograd traced it, functional and without dead code; outputs of the forward come first."""
 
     module: fx.GraphModule
     num_fwd_outputs: int
@@ -169,8 +169,7 @@ class JointGraph:
 
     @cached_property
     def gradients(self) -> dict[fx.Node, fx.Node | None]:
-        """The gradient that the backward returns for each input of the forward, None where there is none; empty where
-        it returns another number of them."""
+        """The gradient, if any, that the backward returns for each input; empty where there are not as many."""
         returned = self.outputs[self.num_fwd_outputs :]
         return dict(zip(self.inputs, returned, strict=True)) if len(returned) == len(self.inputs) else {}
 

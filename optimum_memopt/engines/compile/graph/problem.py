@@ -12,8 +12,7 @@ from torch import fx
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, layer_boundaries
 from optimum_memopt.engines.compile.graph.joint import (
     JointGraph,
-    first_input,
-    is_chunked_loss,
+    is_loss_gradient,
     is_number,
     is_scaling,
     is_tensor,
@@ -41,8 +40,7 @@ class SiblingGraphs:
     runs: int = 1
 
     def in_forward(self, left: int) -> int:
-        """Bytes in the graph's last run; one forward leaves `left`: saved activations, and outputs, which the next one
-        reads."""
+        """Bytes in the graph's last run; `left` are those of saved activations and outputs that one forward leaves."""
         return (self.runs - 1) * left
 
     def between(self, left: int) -> int:
@@ -84,19 +82,16 @@ class Problem:
         roots: the node that allocates the storage that each lies in.
         bytes: of the storage of a root that is a tensor, else 0.
         workspaces: bytes that an operator holds beside its results while it runs.
-        seconds: of running the operator.
         layers: path of the transformer layer, "" outside of all.
         is_input: placeholders of the joint graph, gradients among them.
         is_operator: `call_function`; a view and the pick of an output too.
         is_backward: computed from a gradient.
         is_tensor: not a number, nor a tuple.
-        is_number: a symbolic size.
         is_view: allocates nothing.
         picks: the operator that a pick of an output belongs to, else None.
         is_kept: must not run twice: it draws random numbers, or reads what is written to.
         is_statistic: a reduction's row, which every plan by name saves.
         tangents: gradients that the backward is given.
-        backward_reads: nodes of the forward that the backward reads.
         activations: roots of the saved activations.
         boundaries: roots computed in one layer and read in another.
         constants: saved activations that no plan by name saves.
@@ -212,11 +207,10 @@ class Problem:
 def _scaled_in_place(joint: JointGraph) -> dict[fx.Node, fx.Node]:
     """Products that scale a gradient of the chunked loss in place (`loss.operator.scale_in_place`), with it."""
     products = {}
-    for gradient in joint.forward:
-        if gradient.target is operator.getitem and is_chunked_loss(first_input(gradient)) and gradient.args[1] != 0:
-            readers = [user for user in gradient.users if user in joint.backward]
-            if len(readers) == 1 and is_scaling(readers[0], gradient):
-                products[readers[0]] = gradient
+    for gradient in filter(is_loss_gradient, joint.forward):
+        readers = [user for user in gradient.users if user in joint.backward]
+        if len(readers) == 1 and is_scaling(readers[0], gradient):
+            products[readers[0]] = gradient
     return products
 
 
@@ -234,8 +228,7 @@ def _positions(graph: AnalyzedGraph, number: Mapping[fx.Node, int], tangents: It
 
 
 def problem_of(graph: AnalyzedGraph, seconds: Sequence[float], workspaces: Sequence[int] = ()) -> Problem:
-    """The numbers of a joint graph for the sizes of its first batch; seconds, and the bytes of workspaces that were
-    measured where any were, are those of all its nodes in order."""
+    """The numbers for the sizes of the first batch; seconds, and workspaces in bytes if measured, are of all nodes."""
     return problems_of(graph, seconds, workspaces)(graph.size_hints)
 
 

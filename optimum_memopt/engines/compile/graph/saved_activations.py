@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
 from typing import cast
@@ -199,8 +199,7 @@ def producing_operator(activation: SavedActivation) -> RecomputeChain:
 def recompute_chain(
     joint: JointGraph, activation: SavedActivation, available: Collection[fx.Node]
 ) -> RecomputeChain | None:
-    """The way back from an activation to inputs and `available` roots of activations that stay saved; None where it
-    must not be recomputed."""
+    """The way back from an activation to inputs and `available` roots; None where it must not be recomputed."""
     if joint.is_impure(activation.root) or is_statistic(activation.root):
         return None
     nodes = {activation.root}
@@ -226,17 +225,13 @@ def recompute_chain(
 
 
 _TRACED = re.compile(r"^L\['self'\]")
-_OUTER = "outer"
 _NUMBER = re.compile(r"(?:^|\.)\d+(?=\.|$)")
 
 
 def add_outer_modules(graph: fx.Graph, model: torch.nn.Module, traced: torch.nn.Module | None) -> None:
-    """Let the module paths of a graph's operators begin at `model`.
+    """Let the module paths of the operators in the graph of a traced module begin at `model`, of which it is a part.
 
     Modules of one class may share a compiled graph; the paths are then those of the first.
-
-    Args:
-        traced: the module whose forward the graph is; without effect where it is `model` or none of its modules.
     """
     path = next((name for name, module in model.named_modules() if module is traced), "")
     if not path:
@@ -247,7 +242,7 @@ def add_outer_modules(graph: fx.Graph, model: torch.nn.Module, traced: torch.nn.
             continue
         stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
         inner = {key: (_TRACED.sub(outer[0], name), kind) for key, (name, kind) in stack.items()}
-        node.meta["nn_module_stack"] = {_OUTER: outer, **inner}
+        node.meta["nn_module_stack"] = {"outer": outer, **inner}
 
 
 def note_layers(graph: fx.Graph) -> None:
@@ -260,21 +255,15 @@ def note_layers(graph: fx.Graph) -> None:
         return
     classes = {path: name for node in operators for _, path, name in module_stack(node)}
     items: dict[str, Counter[object]] = {}
-    for path in classes:
+    for path, kind in classes.items():
         outer, _, name = path.rpartition(".")
+        # Two that only hold other modules are alike where these are.
+        inner = {other.removeprefix(path): classes[other] for other in classes if other.startswith(f"{path}.")}
         if name.isdecimal():
-            items.setdefault(outer, Counter())[_kind(path, classes)] += 1
+            items.setdefault(outer, Counter())[frozenset(inner.items()) if kind == "Sequential" else kind] += 1
     lists = {outer for outer, kinds in items.items() if max(kinds.values()) > 1}
     for node in operators:
         path = module_path(node)
         layers = (path[: number.end()] for number in _NUMBER.finditer(path) if path[: number.start()] in lists)
         if layer := next(layers, ""):
             node.meta[LAYER] = layer
-
-
-def _kind(path: str, classes: Mapping[str, str]) -> object:
-    """Equal for modules that are alike: of one class, and where that only holds others, with the same in it."""
-    if classes[path] != "Sequential":
-        return classes[path]
-    inner = (other for other in classes if other.startswith(f"{path}."))
-    return frozenset((other.removeprefix(path), classes[other]) for other in inner)

@@ -23,10 +23,8 @@ _OPERATORS: dict[str, Callable[[list[Any]], Any]] = {
     "Mul": math.prod,
     "Max": max,
     "Min": min,
-    "Mod": lambda arguments: operator.mod(*arguments),
-    "PythonMod": lambda arguments: operator.mod(*arguments),
-    "FloorDiv": lambda arguments: operator.floordiv(*arguments),
-    "CleanDiv": lambda arguments: operator.floordiv(*arguments),
+    **dict.fromkeys(("Mod", "PythonMod"), lambda arguments: operator.mod(*arguments)),
+    **dict.fromkeys(("FloorDiv", "CleanDiv"), lambda arguments: operator.floordiv(*arguments)),
     "floor": lambda arguments: math.floor(arguments[0]),
     "ceiling": lambda arguments: math.ceil(arguments[0]),
     # Of a fraction, since a negative power of an integer is a float.
@@ -39,8 +37,7 @@ CompiledSizes = Callable[[SymbolValues], list[int]]
 
 
 def compile_sizes(expressions: Iterable[sympy.Expr]) -> CompiledSizes:
-    """Compile expressions in the sizes of a batch to steps that share common terms; a term with another function than
-    `_OPERATORS` stays sympy's."""
+    """Compile to steps that share common terms; a term with another function than `_OPERATORS` stays sympy's."""
     # A function and which earlier steps' values it is called with; with the symbols' values where None.
     steps: list[tuple[Callable[[Any], Any], tuple[int, ...] | None]] = []
     numbers: dict[sympy.Basic, int] = {}
@@ -74,16 +71,15 @@ def _leaf(expression: sympy.Basic) -> Callable[[SymbolValues], Any] | None:
     is_root = isinstance(expression, sympy.Pow) and not expression.exp.is_Integer
     if type(expression).__name__ in _OPERATORS and not is_root:
         return None
-    return lambda values: _substituted(expression, values)
+
+    def substituted(values: SymbolValues) -> Fraction | float:
+        result = expression.subs(values)
+        return Fraction(result.p, result.q) if isinstance(result, sympy.Rational) else float(result)
+
+    return substituted
 
 
-def _substituted(expression: sympy.Basic, values: SymbolValues) -> int | Fraction | float:
-    result = expression.subs(values)
-    return Fraction(result.p, result.q) if isinstance(result, sympy.Rational) else float(result)
-
-
-_DIMENSION = re.compile(r"\['(?P<input>\w+)'\]\.size\(\)\[(?P<dim>\d+)\]$")
-_SIZE = re.compile(r"\.size\(\)\[(?P<dim>\d+)\]$")
+_SIZE = re.compile(r"(?:\['(?P<input>\w+)'\])?\.size\(\)\[(?P<dim>\d+)\]$")
 # Which input an axis is named by when several share it, where not the first by name.
 _RANK = {"input_ids": 0, "labels": 2}
 
@@ -102,10 +98,9 @@ def symbol_names(
     """
     names = {}
     for symbol, texts in sources.items():
-        axes = [(match["input"], int(match["dim"])) for text in texts if (match := _DIMENSION.search(text))]
-        if batch:
-            axes = [axis for axis in axes if _name(*axis) in batch]
-        dims = {int(match["dim"]) for text in texts if (match := _SIZE.search(text))}
+        parts = [(match["input"], int(match["dim"])) for text in texts if (match := _SIZE.search(text))]
+        axes = [axis for axis in parts if axis[0] and (not batch or _name(*axis) in batch)]
+        dims = {dim for _, dim in parts}
         if axes:
             names[symbol] = _name(*min(axes, key=_rank))
         elif dims and (equal := [name for name, size in batch.items() if size == sizes.get(symbol)]):
@@ -160,8 +155,7 @@ class SymbolNames:
     """For all graphs of one forward.
 
     Attributes:
-        canonical: a graph's own name of a size, `attention_mask_dim0`, to the one that is shown,
-            `inputs_input_ids_dim0`.
+        canonical: the name that is shown, `inputs_input_ids_dim0`, of a graph's own, `attention_mask_dim0`.
         first: each canonical name's value in the first batch.
     """
 
@@ -190,7 +184,7 @@ _Symbol = TypeVar("_Symbol")
 
 def is_rows(name: str) -> bool:
     """True for the name of a batch's rows, `input_ids_dim0`."""
-    return name.endswith("_dim0")
+    return name.rpartition("_")[2] == "dim0"
 
 
 def rows_of(sizes: Mapping[_Symbol, int], names: Mapping[_Symbol, str]) -> dict[_Symbol, int]:

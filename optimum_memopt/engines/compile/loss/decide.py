@@ -39,11 +39,8 @@ class LossMode:
         return self.name == CHUNKED
 
     def reader(self, outputs_read_by: Callable[[], str] | None) -> str:
-        """Who may read more of a forward's outputs than the loss, empty when nobody does.
-
-        Args:
-            outputs_read_by: asks the Trainer; None: a training loop of one's own, which says so by this mode.
-        """
+        """Who may read more of a forward's outputs than the loss, empty when nobody does. `outputs_read_by` asks the
+        Trainer; without one, a training loop says so by this mode."""
         if outputs_read_by is not None:
             return outputs_read_by()
         return "" if self.must_chunk else "the training loop"
@@ -86,12 +83,7 @@ def may_have_vocabulary(model: torch.nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class LossDecision:
-    """A loss whose logits need not be saved.
-
-    Attributes:
-        first: its shape in the first batch.
-        reason: why it is not chunked, empty where it is.
-    """
+    """A loss whose logits need not be saved, with its shape in the first batch, and why it is not chunked, if so."""
 
     shape: LossShape
     first: LossShape
@@ -142,9 +134,6 @@ def decide(chain: LossChain, mode: LossMode, reader: str) -> LossDecision:
 def decide_losses(graph: fx.Graph, mode: LossMode, reader: str) -> tuple[tuple[LossDecision, ...], list[str]]:
     """Decide on each loss of a graph that dynamo traced, and rewrite those that are chunked.
 
-    Args:
-        reader: who may read the logits that the forward returns.
-
     Returns:
         The losses, and for the log why what was asked for, or would pay, is not chunked.
     """
@@ -177,10 +166,6 @@ def check_row(losses: Sequence[LossDecision], mode: LossMode, strict: bool) -> l
     return [f"{line}; left out"]
 
 
-# Where an operator was called; naming and levels read it from the nodes of the joint graph.
-_ORIGIN = ("nn_module_stack", "source_fn_stack", "stack_trace")
-
-
 def rewrite(graph: fx.Graph, chain: LossChain) -> None:
     """Compute a loss without its logits; graph changed in place."""
     loss, projection, adapter = chain.cross_entropy, chain.projection, chain.adapter
@@ -202,12 +187,14 @@ def rewrite(graph: fx.Graph, chain: LossChain) -> None:
             adapter_rows = rows_with_logits(adapter.projection.hidden)
             adapter_hidden = graph.call_function(operator.mul, (adapter_rows, adapter.scale))
         tensors = hidden, projection.weight, bias, adapter_hidden, adapter_weight, chain.labels
-        numbers = chain.scaling.scale, chain.scaling.softcap, chain.ignore_index, chain.mean, chain.label_smoothing
+        numbers = chain.scale, chain.softcap, chain.ignore_index, chain.mean, chain.label_smoothing
         dtypes = chain.shape.compute, traced_tensor(loss).dtype
         outputs = graph.call_function(CHUNKED_LOSS, (*tensors, *numbers, *dtypes, _needs(chain)))
         result = graph.call_function(operator.getitem, (outputs, 0))
+    # Where the loss was called: naming and levels read it from the nodes of the joint graph.
+    origin = {key: loss.meta[key] for key in ("nn_module_stack", "source_fn_stack", "stack_trace") if key in loss.meta}
     for node in (outputs, result):
-        node.meta.update({key: loss.meta[key] for key in _ORIGIN if key in loss.meta})
+        node.meta.update(origin)
     loss.replace_all_uses_with(result)
     _erase(graph, loss, {projection.node, *([adapter.projection.node] if adapter else [])})
 
@@ -260,21 +247,21 @@ def with_detached_outputs(forward: Callable[..., Any]) -> Callable[..., Any]:
     AOTAutograd feeds a gradient of zeros to every output that requires grad and got none: for the logits of a language
     model two buffers of their size, which plain PyTorch does not allocate.
     """
-    return _then(forward, lambda outputs: _beside_loss(outputs, _detached))
+    return _then(forward, _detached)
 
 
 def without_logits(forward: Callable[..., Any]) -> Callable[..., Any]:
     """`forward` without the logits among its outputs, where the first is the loss."""
-    return _then(forward, lambda outputs: _beside_loss(outputs, _unless_logits))
+    return _then(forward, _unless_logits)
 
 
-def _then(forward: Callable[..., Any], change: Callable[[Any], Any]) -> Callable[..., Any]:
-    """`forward`, whose outputs are changed; a method stays one."""
+def _then(forward: Callable[..., Any], change: Callable[[Any, str], Any]) -> Callable[..., Any]:
+    """`forward`, whose outputs behind the loss are changed; a method stays one."""
     if isinstance(forward, types.MethodType):
         return types.MethodType(_then(forward.__func__, change), forward.__self__)
 
     def changing(*args: Any, **kwargs: Any) -> Any:
-        return change(forward(*args, **kwargs))
+        return _beside_loss(forward(*args, **kwargs), change)
 
     return changing
 

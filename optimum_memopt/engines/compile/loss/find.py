@@ -7,7 +7,7 @@ dozen operators of forward and backward.
 import inspect
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -30,20 +30,6 @@ class _DoesNotFit(Exception):
     """The reason why a loss stays as it is."""
 
 
-@dataclass(frozen=True)
-class Scaling:
-    """The output of a projection, on its way to the softmax, is multiplied by `scale`, and becomes `softcap * tanh` of
-    that where this is not 0."""
-
-    scale: float = 1.0
-    softcap: float = 0.0
-
-    def times(self, factor: float) -> "Scaling":
-        if self.softcap:
-            return replace(self, softcap=self.softcap * factor)
-        return replace(self, scale=self.scale * factor)
-
-
 @dataclass(frozen=True, eq=False)
 class Projection:
     """A call of `torch.nn.functional.linear`: (…, width), (vocabulary, width) and (vocabulary,) or None."""
@@ -61,8 +47,7 @@ class Projection:
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """The part of a LoRA in a projection's output: that of its hidden states, (…, rank), by its second matrix,
-    (vocabulary, rank)."""
+    """A LoRA's part of a projection's output: hidden states, (…, rank), by its second matrix, (vocabulary, rank)."""
 
     projection: Projection
     scale: float
@@ -76,6 +61,8 @@ class LossChain:
         projection: of the hidden states, (…, hidden size), to the vocabulary.
         slices: of the projection's rows, in their order: a causal model predicts nothing at its last token.
         offset: (1, …, vocabulary), added to the projection's output (BART's `final_logits_bias`); None without.
+        scale: by which the projection's output is multiplied.
+        softcap: not 0: the softmax is of `softcap * tanh` of that.
         ignore_index: the label of rows that do not count; a node where dynamo made it an input of the graph.
         is_returned: the forward returns the logits, so its caller may read them.
     """
@@ -85,7 +72,8 @@ class LossChain:
     slices: tuple[fx.Node, ...]
     offset: fx.Node | None
     adapter: Adapter | None
-    scaling: Scaling
+    scale: float
+    softcap: float
     labels: fx.Node
     ignore_index: int | fx.Node
     mean: bool
@@ -101,7 +89,7 @@ class LossChain:
         rank = int(traced_tensor(self.adapter.projection.weight).shape[1]) if self.adapter else 0
         sizes, dtypes = (elements(traced_tensor(self.labels)), hidden_size, vocabulary), (hidden.dtype, weight.dtype)
         needs = hidden.requires_grad, weight.requires_grad
-        return LossShape(*sizes, *dtypes, compute, bool(self.scaling.softcap), *needs, rank)
+        return LossShape(*sizes, *dtypes, compute, bool(self.softcap), *needs, rank)
 
     @property
     def first_rows(self) -> int:
@@ -177,11 +165,11 @@ def _is_output(node: fx.Node) -> bool:
 
 def _read_steps(
     projection: fx.Node, steps: Sequence[fx.Node]
-) -> tuple[tuple[fx.Node, ...], fx.Node | None, Adapter | None, Scaling]:
+) -> tuple[tuple[fx.Node, ...], fx.Node | None, Adapter | None, float, float]:
     slices: list[fx.Node] = []
     offset: fx.Node | None = None
     adapter: Adapter | None = None
-    scaling, is_flat = Scaling(), False
+    scale, softcap, is_flat = 1.0, 0.0, False
     for before, node in zip((projection, *steps), steps, strict=False):
         name, result = _name(node), traced_tensor(node)
         classes = traced_tensor(before).shape[-1]
@@ -194,17 +182,17 @@ def _read_steps(
             is_flat = True
         elif name == "getitem" and not is_flat and keeps_classes and _slices_rows(node):
             slices.append(node)
-        elif name == "tanh" and not scaling.softcap:
-            scaling = replace(scaling, softcap=1.0)
+        elif name == "tanh" and not softcap:
+            softcap = 1.0
         elif name in _MULTIPLIES | _DIVIDES and (factor := _factor(node, before)):
-            scaling = scaling.times(factor)
-        elif name == "add" and scaling == Scaling() and not slices and (added := _added(node, before)):
+            scale, softcap = (scale, softcap * factor) if softcap else (scale * factor, softcap)
+        elif name == "add" and (scale, softcap) == (1, 0) and not slices and (added := _added(node, before)):
             if (adapter if isinstance(added, Adapter) else offset) is not None:
                 raise _DoesNotFit("more than one tensor is added to its logits")
             adapter, offset = (added, offset) if isinstance(added, Adapter) else (adapter, added)
         else:
             raise _DoesNotFit(f"{name} comes between the projection and it")
-    return tuple(slices), offset, adapter, scaling
+    return tuple(slices), offset, adapter, scale, softcap
 
 
 def _is_same(size: int | torch.SymInt, other: int | torch.SymInt) -> bool:

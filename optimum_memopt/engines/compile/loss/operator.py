@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from optimum_memopt.engines.compile.graph.analyzed_graph import Modules
-from optimum_memopt.engines.compile.graph.joint import elements, first_input, is_chunked_loss, is_scaling, tensor_value
-from optimum_memopt.engines.compile.graph.saved_activations import is_output
+from optimum_memopt.engines.compile.graph.joint import elements, is_loss_gradient, is_scaling, tensor_value
 from optimum_memopt.engines.compile.torch_compat.dynamo import backward_runs_once
 from optimum_memopt.engines.compile.torch_compat.fx_graph import LIBRARY
 
@@ -165,7 +164,6 @@ def chunked_loss(
         # than the softmax's the buffer would be held beside the softmax.
         buffer = weight.new_empty((min(step, count), len(weight)), dtype=compute_dtype)
     logits_bias = bias if bias is None else bias.to(compute_dtype)
-    of_logits = _Loss(logits_bias, scale, softcap, label_smoothing, before, buffer)
     loss = hidden.new_zeros((), dtype=sum_dtype(compute_dtype))
     of_bias = gradients[2].zero_()
     for start in range(0, count, max(step, 1)):
@@ -175,7 +173,10 @@ def chunked_loss(
         if target.device.type == "cpu" and len(wrong := target[(target < 0) | (target >= len(weight))]):
             raise IndexError(f"Target {int(wrong[0])} is out of bounds.")
         chunks = [term.rows(rows) for term in terms]
-        chunk_loss, gradient = of_logits(terms, chunks, target)
+        # Without a name, which would hold the logits beside their gradient in a lower precision.
+        chunk_loss, gradient = _cross_entropy(
+            _logits(terms, chunks, logits_bias, buffer), target, scale, softcap, label_smoothing, before
+        )
         loss += chunk_loss
         if len(of_bias):
             of_bias += gradient.sum(0)
@@ -193,8 +194,7 @@ def chunked_loss(
 
 
 class _Term:
-    """One product of the logits, with the gradients of its factors, empty where none is wanted; `unread` rows do not
-    count."""
+    """One product of the logits, with the gradients of its factors, empty where none is wanted."""
 
     def __init__(
         self, hidden: Tensor, weight: Tensor, of_hidden: Tensor, of_weight: Tensor, dtype: torch.dtype, unread: int
@@ -231,70 +231,56 @@ class _Term:
             self._of_weight.copy_(self._sum)
 
 
-@dataclass(frozen=True)
-class _Loss:
-    """The loss of a chunk of rows, and the gradient of their logits, which have a buffer or are allocated."""
+def _logits(terms: Sequence[_Term], hidden: Sequence[Tensor], bias: Tensor | None, buffer: Tensor | None) -> Tensor:
+    """The sum of the terms' products, in the buffer where there is one."""
+    out, weight = None if buffer is None else buffer[: len(hidden[0])], terms[0].weight.t()
+    logits = torch.mm(hidden[0], weight, out=out) if bias is None else torch.addmm(bias, hidden[0], weight, out=out)
+    for term, chunk in zip(terms[1:], hidden[1:], strict=True):
+        logits.addmm_(chunk, term.weight.t())
+    return logits.to(sum_dtype(logits.dtype))
 
-    bias: Tensor | None
-    scale: float
-    softcap: float
-    label_smoothing: float
-    share: float
-    buffer: Tensor | None
 
-    def __call__(self, terms: Sequence[_Term], hidden: Sequence[Tensor], targets: Tensor) -> tuple[Tensor, Tensor]:
-        """The sum of the rows' losses, and the gradient (rows, vocabulary) of the sum of the terms' products."""
-        logits = self._product(hidden[0], terms[0].weight)
-        for term, chunk in zip(terms[1:], hidden[1:], strict=True):
-            logits.addmm_(chunk, term.weight.t())
-        logits = logits.to(sum_dtype(logits.dtype))
-        capped = None
-        if self.softcap:
-            capped = logits.mul_(self.scale).tanh_()
-            logits = capped * self.softcap
-        elif self.scale != 1:
-            logits.mul_(self.scale)
-        index = targets.unsqueeze(1)
-        logits.sub_(logits.amax(1, keepdim=True))
-        of_target = logits.gather(1, index)
-        smoothing = self.label_smoothing
-        mean = logits.mean(1, keepdim=True) if smoothing else of_target
-        total = logits.exp_().sum(1, keepdim=True)
-        loss = (total.log() - (1 - smoothing) * of_target - smoothing * mean).sum()
-        gradient = logits.div_(total / self.share)
-        gradient.scatter_(1, index, gradient.gather(1, index) - (1 - smoothing) * self.share)
-        if smoothing:
-            gradient.sub_(smoothing * self.share / gradient.shape[1])
-        if capped is not None:
-            gradient = capped.square_().neg_().add_(1).mul_(gradient).mul_(self.scale * self.softcap)
-        elif self.scale != 1:
-            gradient.mul_(self.scale)
-        return loss, gradient
-
-    def _product(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        if self.buffer is None:
-            return torch.nn.functional.linear(hidden, weight, self.bias)
-        out = self.buffer[: len(hidden)]
-        if self.bias is None:
-            return torch.mm(hidden, weight.t(), out=out)
-        return torch.addmm(self.bias, hidden, weight.t(), out=out)
+def _cross_entropy(
+    logits: Tensor, targets: Tensor, scale: float, softcap: float, smoothing: float, share: float
+) -> tuple[Tensor, Tensor]:
+    """The sum of the rows' losses, and the gradient (rows, vocabulary) of the unscaled logits, computed in place."""
+    capped = None
+    if softcap:
+        capped = logits.mul_(scale).tanh_()
+        logits = capped * softcap
+    elif scale != 1:
+        logits.mul_(scale)
+    index = targets.unsqueeze(1)
+    logits.sub_(logits.amax(1, keepdim=True))
+    of_target = logits.gather(1, index)
+    mean = logits.mean(1, keepdim=True) if smoothing else of_target
+    total = logits.exp_().sum(1, keepdim=True)
+    loss = (total.log() - (1 - smoothing) * of_target - smoothing * mean).sum()
+    gradient = logits.div_(total / share)
+    gradient.scatter_(1, index, gradient.gather(1, index) - (1 - smoothing) * share)
+    if smoothing:
+        gradient.sub_(smoothing * share / gradient.shape[1])
+    if capped is not None:
+        gradient = capped.square_().neg_().add_(1).mul_(gradient).mul_(scale * softcap)
+    elif scale != 1:
+        gradient.mul_(scale)
+    return loss, gradient
 
 
 def _empty_gradients(tensors: Sequence[Tensor | None], needs: Sequence[bool]) -> tuple[Tensor, ...]:
-    assert tensors[0] is not None
-    return tuple(
-        torch.empty(tensor.shape, dtype=gradient_dtype(tensor.dtype), device=tensor.device)
-        if tensor is not None and is_needed
-        else tensors[0].new_empty(0)
-        for tensor, is_needed in zip(tensors, needs, strict=True)
-    )
+    def empty(tensor: Tensor | None) -> Tensor:
+        if tensor is None:
+            return cast(Tensor, tensors[0]).new_empty(0)
+        return torch.empty(tensor.shape, dtype=gradient_dtype(tensor.dtype), device=tensor.device)
+
+    return tuple(empty(tensor if is_needed else None) for tensor, is_needed in zip(tensors, needs, strict=True))
 
 
 @chunked_loss.register_fake
 def _(hidden: Tensor, *arguments: Any) -> Outputs:
     *_, loss_dtype, needs = arguments
-    tensors = (hidden, *arguments[: _DIFFERENTIABLE - 1])
-    return cast("Outputs", (hidden.new_empty((), dtype=loss_dtype), *_empty_gradients(tensors, needs)))
+    gradients = _empty_gradients((hidden, *arguments[: _DIFFERENTIABLE - 1]), needs)
+    return cast("Outputs", (hidden.new_empty((), dtype=loss_dtype), *gradients))
 
 
 def _save_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -340,11 +326,7 @@ SCALED = getattr(torch.ops, LIBRARY).scaled.default
 def scale_in_place(modules: Modules) -> None:
     """Rewrite the backward graph; for backwards that run operator by operator, since inductor reuses its inputs."""
     forward, backward = modules
-    saved = {
-        node.name
-        for node in forward.graph.nodes
-        if is_output(node) and is_chunked_loss(first_input(node)) and node.args[1] != 0
-    }
+    saved = {node.name for node in forward.graph.nodes if is_loss_gradient(node)}
     for node in backward.graph.find_nodes(op="placeholder"):
         if node.name in saved and len(node.users) == 1 and is_scaling(reader := next(iter(node.users)), node):
             reader.target = SCALED

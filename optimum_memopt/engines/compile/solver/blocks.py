@@ -18,6 +18,8 @@ from optimum_memopt.engines.compile.solver.cut import LOWEST_PRICE, MEGA, Cut, c
 _HULL, _BETWEEN = 24, 16
 # Microseconds of a megabyte at which everything is recomputed that can be.
 _HIGHEST = 1e6
+# Of roots that a block may save.
+SetsByBlock = dict[int, tuple[frozenset[int], ...]]
 
 
 @dataclass(frozen=True)
@@ -78,20 +80,18 @@ class Blocks:
 
     @cached_property
     def layer_table(self) -> np.ndarray:
-        """By node, backward's too, the block of its layer; -1 for those in no layer and for views, which may be read
-        in many layers and compute nothing in any."""
+        """By node, backward's too, the block of its layer; -1 for none, and for views, which many layers may read."""
         layers = {block.layer: index for index, block in enumerate(self.all) if block.layer}
         pairs = zip(self.problem.layers, self.problem.is_view, strict=True)
         return np.array([-1 if is_view else layers.get(layer, -1) for layer, is_view in pairs], dtype=np.intp)
 
     @cached_property
-    def with_borders(self) -> dict[int, tuple[frozenset[int], ...]]:
-        """Sets of roots that the blocks of `representatives` may save: from all activations to as few as possible, all
-        with what leaves the block."""
+    def with_borders(self) -> SetsByBlock:
+        """Of `representatives`: from all activations to as few as possible, all with what leaves the block."""
         return {index: self._with_borders(self.all[index]) for index in self.representatives.values()}
 
     @cached_property
-    def without_borders(self) -> dict[int, tuple[frozenset[int], ...]]:
+    def without_borders(self) -> SetsByBlock:
         """Those where what leaves the block may be recomputed too, such as a sum from its operands."""
         return {index: self._without_borders(self.all[index]) for index in self.representatives.values()}
 

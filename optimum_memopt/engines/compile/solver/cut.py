@@ -67,7 +67,6 @@ class Cut:
     Attributes:
         requires: rows of coefficients; each row is at least `least`.
         least: 1 where the backward reads, 0 where an operator that is recomputed reads.
-        microseconds: of each variable, as `megabytes`.
     """
 
     operators: Mapping[int, int]
@@ -89,8 +88,7 @@ class Cut:
         return np.asarray(np.round(solved.x))
 
     def within(self, limits: "csr_matrix | np.ndarray", most: np.ndarray, gap: float = GAP) -> np.ndarray | None:
-        """The cheapest solution whose rows of `limits`, megabytes of the variables, are `most` each; None where none
-        was found."""
+        """The cheapest solution with each row of `limits`, in megabytes, `most` at most; None where none was found."""
         from scipy.optimize import Bounds, LinearConstraint, milp
 
         costs, integrality = self.microseconds + LOWEST_PRICE * self.megabytes, np.ones(len(self.microseconds))

@@ -13,7 +13,7 @@ import numpy as np
 
 from optimum_memopt.engines.compile.graph.problem import Problem
 from optimum_memopt.engines.compile.memory.simulation import Simulation, simulate
-from optimum_memopt.engines.compile.solver.blocks import Blocks
+from optimum_memopt.engines.compile.solver.blocks import Blocks, SetsByBlock
 
 # Steps of saved bytes that the dynamic program tells apart.
 _STEPS = 4000
@@ -26,12 +26,7 @@ _MARGINAL = 2
 class FrontierPoint(NamedTuple):
     """One way to run a block; bytes and seconds are over those where everything is saved.
 
-    Attributes:
-        saved: roots.
-        saved_bytes: from its forward to its backward; negative, mostly.
-        forward_rise: bytes at the highest point of its part of the forward.
-        backward_rise: bytes at the highest point of its part of the backward.
-        seconds: of what it recomputes.
+    A rise is that of the highest point of its part of the forward, or of the backward.
     """
 
     saved: frozenset[int]
@@ -51,12 +46,7 @@ _Tops = tuple[int, int]
 
 @dataclass(frozen=True)
 class DynamicProgram:
-    """The measured frontiers of a problem's blocks, for any budget.
-
-    Attributes:
-        everything: the simulation in which all saved activations are saved.
-        tops: of each block in that one.
-    """
+    """The measured frontiers of a problem's blocks, for any budget; `tops` are of each with everything saved."""
 
     problem: Problem
     everything: Simulation
@@ -206,11 +196,7 @@ def dynamic_programs(problem: Problem, blocks: Blocks) -> tuple[DynamicProgram, 
 
 
 def _measured(
-    problem: Problem,
-    blocks: Blocks,
-    everything: Simulation,
-    tops: Sequence[_Tops],
-    sets: Mapping[int, Sequence[frozenset[int]]],
+    problem: Problem, blocks: Blocks, everything: Simulation, tops: Sequence[_Tops], sets: SetsByBlock
 ) -> dict[int, _Frontier]:
     """The frontiers of the blocks of `sets`, what each point saves, without points that another one is as good as.
 

@@ -14,8 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from optimum_memopt.engines.compile.graph.problem import Problem
-from optimum_memopt.engines.compile.solver.plan import Infeasible, Plan
-from optimum_memopt.engines.compile.solver.solver import Solver
+from optimum_memopt.engines.compile.solver.solver import Infeasible, Plan, Solver
 
 # Collators pad to multiples of it.
 _MULTIPLE = 8
@@ -32,7 +31,6 @@ class ExtraByLength:
 
     Attributes:
         batches: the longest row of each batch of an epoch; where they are not known, all lengths are as frequent.
-        is_known: they are known.
         shares: extra time of the plan for each length, as a share of the time without; the last is the largest batch.
     """
 
@@ -80,12 +78,8 @@ def _extra_seconds(
 
 
 def expected_extra(batches: Mapping[int, int], shares: Mapping[int, float], chosen: Sequence[int]) -> float:
-    """Extra time of an epoch as a share of its time; each batch runs under the cheapest plan that is made for it.
-
-    Args:
-        batches: how many there are of each length.
-        chosen: lengths that plans are made for; the last and longest takes all that is left.
-    """
+    """Extra time of an epoch as a share of its time; each of the batches, counted by length, runs under the plan for
+    the shortest chosen length that is enough, or for the longest."""
     lengths = sorted(chosen)
     total, extra = 0, 0.0
     for length, count in batches.items():

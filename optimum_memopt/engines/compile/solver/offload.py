@@ -13,13 +13,11 @@ from typing import NamedTuple
 from optimum_memopt.engines.compile.graph.problem import Problem
 from optimum_memopt.engines.compile.memory.allocator import pinned_bytes
 from optimum_memopt.engines.compile.memory.simulation import simulate
-from optimum_memopt.engines.compile.solver.plan import Infeasible, Plan
-from optimum_memopt.engines.compile.solver.solver import Solver
+from optimum_memopt.engines.compile.solver.solver import Infeasible, Plan, Solver
 
 
 class Copy(NamedTuple):
-    """A tensor on its way to the host, which begins behind operator `after` at the earliest; its bytes are on the
-    device until it is complete."""
+    """A tensor on its way to the host: begun behind operator `after`, and on the device until it is complete."""
 
     after: int
     bytes: int
@@ -123,8 +121,7 @@ def fits(solver: Solver, budget: int, host: Host | None) -> bool:
 
 
 def with_offload(solver: Solver, recompute: Plan | None, budget: int, host: Host) -> Plan | None:
-    """The fastest plan with offload; None where it gains less than `_WORTH` over recompute alone (None: whose plans do
-    not fit), or fits no better."""
+    """The fastest plan with offload; None where it gains less than `_WORTH` over recompute, or fits no better."""
     worth = _WORTH * solver.seconds
     alone = float("inf") if recompute is None else recompute.extra_seconds
     if alone <= worth:
@@ -196,6 +193,5 @@ class _Side:
         return [size - away for size, away in zip(self._held, accumulate(gone), strict=False)]
 
     def stall(self, nodes: Sequence[int], limit: int, bandwidth: float) -> float:
-        """Seconds that the device waits for the copies."""
         seconds = [self._problem.seconds[node] for node in self._order]
         return overlap(self.held_without(nodes), seconds, self.copies(nodes), limit, bandwidth).stall

@@ -1,23 +1,21 @@
-"""The cheapest set of nodes to save with which the exact peak of a graph is within a budget. Pure."""
+"""The cheapest set of nodes to save with which the exact peak of a graph is within a budget, and the curve of budgets.
 
-from collections.abc import Iterator
+Pure.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
+from optimum_memopt.engines.api.predictions import CurvePoint
 from optimum_memopt.engines.compile.graph.problem import ALONE, Problem, SiblingGraphs
-from optimum_memopt.engines.compile.memory.simulation import (
-    Simulation,
-    held_at_peak,
-    operator_of,
-    simulate,
-    simulate_everything_saved,
-)
+from optimum_memopt.engines.compile.memory.footprint import Footprint
+from optimum_memopt.engines.compile.memory.simulation import Simulation, held_at_peak, operator_of, simulate
 from optimum_memopt.engines.compile.solver.blocks import Blocks, blocks_of
 from optimum_memopt.engines.compile.solver.cut import GAP, MEGA, Cut, cut_of, matrix
 from optimum_memopt.engines.compile.solver.dynamic_program import DynamicProgram, dynamic_programs
-from optimum_memopt.engines.compile.solver.plan import Infeasible, Plan
 
 # Operators that all simulations of an improvement may run: a quarter of a second.
 _WORK = 100_000
@@ -31,12 +29,40 @@ _STEPS, _ANY = (0.95, 0.99, 0.999), 1.0
 
 
 @dataclass(frozen=True)
-class Solver:
-    """Solves one joint graph for any number of budgets.
+class Plan:
+    """The nodes that a forward saves for its backward, on the device or the host.
 
     Attributes:
-        shared_blocks: those of a solver of the same graph with other siblings.
+        peak: bytes, exact as long as the device waits for no copy too late.
+        extra_seconds: of what is recomputed, and of waiting for copies.
+        seconds: of forward and backward without both.
+        offloaded: nodes of `saved` that wait on the host.
+        stall: seconds of `extra_seconds` that the device waits for copies.
+        host_bytes: of pinned memory.
+        graphs: the plan of each graph, where graph breaks split the forward; `saved` and `offloaded` are theirs.
     """
+
+    saved: tuple[int, ...]
+    peak: int
+    extra_seconds: float
+    seconds: float
+    offloaded: tuple[int, ...] = ()
+    stall: float = 0.0
+    host_bytes: int = 0
+    graphs: tuple["Plan", ...] = ()
+
+
+class Infeasible(Exception):
+    """No plan fits: the lowest peak found, and what is held at that moment, largest first, in bytes."""
+
+    def __init__(self, peak: int, holds: Sequence[tuple[str, int]] = ()) -> None:
+        super().__init__(f"no plan fits; the lowest peak is {peak:,} bytes")
+        self.peak, self.holds = peak, tuple(holds)
+
+
+@dataclass(frozen=True)
+class Solver:
+    """Solves one joint graph for any number of budgets; a solver of it with other siblings may share its blocks."""
 
     problem: Problem
     shared_blocks: Blocks | None = None
@@ -48,7 +74,7 @@ class Solver:
     @cached_property
     def everything(self) -> Simulation:
         """All activations saved."""
-        return simulate_everything_saved(self.problem)
+        return simulate(self.problem, self.problem.closure(self.problem.activations))
 
     @cached_property
     def layers_recomputed(self) -> Simulation:
@@ -102,19 +128,17 @@ class Solver:
         best = without_borders.solve(budget)
         if best is None and budget < self.lowest.peak:
             return
-        if best is None or best.backward.peak > best.forward.peak:
-            # What many blocks recompute before the backward of any of them is not in the measure of one block's plan.
-            fallback = with_borders.solve(budget)
-            if fallback is not None:
-                yield fallback
+        # What many blocks recompute before the backward of any of them is not in the measure of one block's plan.
+        is_measured = best is not None and best.backward.peak <= best.forward.peak
+        if not is_measured and (fallback := with_borders.solve(budget)) is not None:
+            yield fallback
         yield self.lowest if best is None else best
         yield self.layers_recomputed
         # It takes longer, and wins in small graphs and where the dynamic program finds nothing.
-        is_small = sum(self.problem.is_forward) < _SMALL
-        if is_small or (best is None and is_final):
-            whole = _solve_whole_graph(self.problem, budget, best or self.everything)
-            if whole is not None:
-                yield whole
+        is_worth_it = sum(self.problem.is_forward) < _SMALL or (best is None and is_final)
+        start = best or self.everything
+        if is_worth_it and (whole := _solve_whole_graph(self.problem, budget, start)) is not None:
+            yield whole
 
     def prepare(self) -> None:
         """Solve what is the same for every budget."""
@@ -149,9 +173,7 @@ def _improve(problem: Problem, best: Simulation, budget: int) -> Simulation:
     remaining = _WORK // len(problem.names)
     seconds = best.extra_seconds(problem)
     seen = {best.saved}
-    is_better = True
-    while is_better:
-        is_better = False
+    while True:
         for roots in _changes(problem, best):
             saved = problem.closure(roots)
             if saved in seen:
@@ -162,19 +184,16 @@ def _improve(problem: Problem, best: Simulation, budget: int) -> Simulation:
             remaining -= 1
             changed = simulate(problem, saved)
             if changed.peak <= budget and changed.extra_seconds(problem) < seconds - 1e-12:
-                best, seconds, is_better = changed, changed.extra_seconds(problem), True
+                best, seconds = changed, changed.extra_seconds(problem)
                 break
-    return best
+        else:
+            return best
 
 
 def _changes(problem: Problem, plan: Simulation) -> Iterator[frozenset[int]]:
     """One more saved, the dearest to recompute first; one in exchange for another; one less."""
-    missing = [
-        root
-        for root in sorted(set(plan.recomputed))
-        if problem.roots[root] == root and problem.is_tensor[root] and problem.bytes[root]
-    ]
-    missing.sort(key=lambda root: -problem.seconds[root])
+    own = (node for node in sorted(set(plan.recomputed)) if problem.roots[node] == node and problem.is_tensor[node])
+    missing = sorted((root for root in own if problem.bytes[root]), key=lambda root: -problem.seconds[root])
     saved = [node for node in sorted(plan.saved) if not problem.is_kept[node]]
     yield from (plan.saved | {root} for root in missing)
     yield from (plan.saved - {node} | {root} for root in missing for node in saved)
@@ -243,3 +262,22 @@ def _limit(
             row[column] = row.get(column, 0.0) + repeats * problem.bytes[node] / MEGA
             rest += repeats * problem.bytes[node] * (node in plan.saved)
     return row, rest / MEGA
+
+
+def solved(low: int, high: int, cheapest: Callable[[int], Plan], count: int = 10) -> list[tuple[int, Plan]]:
+    """Budgets at equal distances in bytes from `low` to `high`, and the fastest plan found that is within each."""
+    budgets = [low + (high - low) * number // (count - 1) for number in range(count)]
+    # The solver is no exact one: what it finds for a larger budget may fit a smaller one, and be faster.
+    plans = sorted(map(cheapest, budgets), key=lambda plan: (plan.extra_seconds, plan.peak))
+    return [(budget, next(plan for plan in plans if plan.peak <= budget)) for budget in budgets]
+
+
+def points_of(plans: Iterable[tuple[int, Plan]], outside: Footprint) -> tuple[CurvePoint, ...]:
+    """The curve of plans by budget."""
+    return tuple(point_of(plan, outside, replace(outside, activations=budget).peak) for budget, plan in plans)
+
+
+def point_of(plan: Plan, outside: Footprint, budget: int | None = None) -> CurvePoint:
+    """A plan on the curve for a step that may take `budget` bytes; None: what it takes."""
+    peak = replace(outside, activations=plan.peak).peak
+    return CurvePoint(peak if budget is None else budget, peak, plan.extra_seconds, plan.seconds)
