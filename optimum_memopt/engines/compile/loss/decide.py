@@ -192,9 +192,9 @@ def rewrite(graph: fx.Graph, chain: LossChain) -> None:
         outputs = graph.call_function(CHUNKED_LOSS, (*tensors, *numbers, *dtypes, _needs(chain)))
         result = graph.call_function(operator.getitem, (outputs, 0))
     # Where the loss was called: naming and levels read it from the nodes of the joint graph.
-    origin = {key: loss.meta[key] for key in ("nn_module_stack", "source_fn_stack", "stack_trace") if key in loss.meta}
+    origin = ("nn_module_stack", "source_fn_stack", "stack_trace")
     for node in (outputs, result):
-        node.meta.update(origin)
+        node.meta.update({key: loss.meta[key] for key in origin if key in loss.meta})
     loss.replace_all_uses_with(result)
     _erase(graph, loss, {projection.node, *([adapter.projection.node] if adapter else [])})
 

@@ -233,7 +233,8 @@ class _Term:
 
 def _logits(terms: Sequence[_Term], hidden: Sequence[Tensor], bias: Tensor | None, buffer: Tensor | None) -> Tensor:
     """The sum of the terms' products, in the buffer where there is one."""
-    out, weight = None if buffer is None else buffer[: len(hidden[0])], terms[0].weight.t()
+    out = None if buffer is None else buffer[: len(hidden[0])]
+    weight = terms[0].weight.t()
     logits = torch.mm(hidden[0], weight, out=out) if bias is None else torch.addmm(bias, hidden[0], weight, out=out)
     for term, chunk in zip(terms[1:], hidden[1:], strict=True):
         logits.addmm_(chunk, term.weight.t())

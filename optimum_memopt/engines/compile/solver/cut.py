@@ -91,14 +91,12 @@ class Cut:
         """The cheapest solution with each row of `limits`, in megabytes, `most` at most; None where none was found."""
         from scipy.optimize import Bounds, LinearConstraint, milp
 
-        costs, integrality = self.microseconds + LOWEST_PRICE * self.megabytes, np.ones(len(self.microseconds))
+        costs, integral = self.microseconds + LOWEST_PRICE * self.megabytes, np.ones(len(self.microseconds))
         required = LinearConstraint(self.requires, self.least, np.inf)
         constraints = [required, LinearConstraint(limits, -np.inf, most)]
         options = {"mip_rel_gap": gap, "node_limit": _NODES}
         with without_c_output():
-            solved = milp(
-                costs, constraints=constraints, integrality=integrality, bounds=Bounds(0, 1), options=options
-            )
+            solved = milp(costs, constraints=constraints, integrality=integral, bounds=Bounds(0, 1), options=options)
         return None if solved.x is None else np.round(solved.x)
 
 
@@ -113,7 +111,8 @@ def cut_of(
     """
     computing = [node for node in nodes if problem.is_operator[node]]
     own = [node for node in computing if not problem.is_view[node] and problem.picks[node] is None]
-    operators = {node: column for column, node in enumerate([node for node in own if not problem.is_kept[node]])}
+    recomputable = [node for node in own if not problem.is_kept[node]]
+    operators = {node: column for column, node in enumerate(recomputable)}
     allocated = [node for node in computing if problem.roots[node] == node and problem.is_tensor[node]]
     savable = [node for node in allocated if node not in given]
     roots = {node: column for column, node in enumerate(savable, len(operators))}
