@@ -18,7 +18,7 @@ from optimum_memopt.engines.compile.solver.cut import LOWEST_PRICE, MEGA, Cut, c
 _HULL, _BETWEEN = 24, 16
 # Microseconds of a megabyte at which everything is recomputed that can be.
 _HIGHEST = 1e6
-# Of roots that a block may save.
+# The sets of roots that each block may save.
 SetsByBlock = dict[int, tuple[frozenset[int], ...]]
 
 
@@ -87,12 +87,12 @@ class Blocks:
 
     @cached_property
     def with_borders(self) -> SetsByBlock:
-        """Of `representatives`: from all activations to as few as possible, all with what leaves the block."""
+        """From all activations to as few as possible, all with what leaves the block; for each representative."""
         return {index: self._with_borders(self.all[index]) for index in self.representatives.values()}
 
     @cached_property
     def without_borders(self) -> SetsByBlock:
-        """Those where what leaves the block may be recomputed too, such as a sum from its operands."""
+        """The same where what leaves the block may be recomputed too, such as a sum from its operands."""
         return {index: self._without_borders(self.all[index]) for index in self.representatives.values()}
 
     def _with_borders(self, block: Block) -> tuple[frozenset[int], ...]:

@@ -184,7 +184,7 @@ def dynamic_programs(problem: Problem, blocks: Blocks) -> tuple[DynamicProgram, 
     without_borders = {index: reduce(_with, further[index], points) for index, points in with_borders.items()}
 
     def program(measured: Mapping[int, _Frontier]) -> DynamicProgram:
-        """Of all blocks, of which one a class was measured."""
+        """The frontiers of all blocks from those of one a class."""
         sources = [blocks.representatives[first] for first in blocks.classes]
         of_all = tuple(
             tuple(point._replace(saved=blocks.translated(point.saved, source, index)) for point in measured[source])
