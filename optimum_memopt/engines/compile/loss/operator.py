@@ -194,7 +194,7 @@ def chunked_loss(
 
 
 class _Term:
-    """One product of the logits, with the gradients of its factors, empty where none is wanted."""
+    """One product of the logits, with the gradients of its factors (empty: not wanted); `unread` rows do not count."""
 
     def __init__(
         self, hidden: Tensor, weight: Tensor, of_hidden: Tensor, of_weight: Tensor, dtype: torch.dtype, unread: int

@@ -121,7 +121,8 @@ def fits(solver: Solver, budget: int, host: Host | None) -> bool:
 
 
 def with_offload(solver: Solver, recompute: Plan | None, budget: int, host: Host) -> Plan | None:
-    """The fastest plan with offload; None where it gains less than `_WORTH` over recompute, or fits no better."""
+    """The fastest plan with offload; None where it gains less than `_WORTH` over that of recompute alone (None: none
+    fits), or fits no better."""
     worth = _WORTH * solver.seconds
     alone = float("inf") if recompute is None else recompute.extra_seconds
     if alone <= worth:

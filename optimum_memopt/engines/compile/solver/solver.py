@@ -1,7 +1,4 @@
-"""The cheapest set of nodes to save with which the exact peak of a graph is within a budget, and the curve of budgets.
-
-Pure.
-"""
+"""The cheapest nodes to save with which a graph's exact peak is within a budget, and the curve of budgets. Pure."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
