@@ -7,7 +7,7 @@ import pytest
 from optimum_memopt.engines.compile.graph.problem import problem_of
 from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.compile.solver.multi_graph import MultiGraphSolver
-from optimum_memopt.engines.compile.solver.plan import Infeasible, Plan, point_of, points_of, solved
+from optimum_memopt.engines.compile.solver.solver import Infeasible, Plan, point_of, points_of, solved
 from tests.captured import capture
 from tests.graph.test_solve import IDS, Stack
 

@@ -10,11 +10,10 @@ from torch.nn import functional
 
 from optimum_memopt.engines.compile.graph.problem import Problem, SiblingGraphs, problem_of
 from optimum_memopt.engines.compile.memory.simulation import held_at_peak, simulate
-from optimum_memopt.engines.compile.solver.blocks import LayerFrontiers, blocks_of
+from optimum_memopt.engines.compile.solver.blocks import blocks_of
 from optimum_memopt.engines.compile.solver.dynamic_program import dynamic_programs
 from optimum_memopt.engines.compile.solver.offload import fits
-from optimum_memopt.engines.compile.solver.plan import Infeasible
-from optimum_memopt.engines.compile.solver.solver import Solver
+from optimum_memopt.engines.compile.solver.solver import Infeasible, Solver
 from tests.captured import Captured, capture
 from tests.rotation import nightly
 
@@ -150,7 +149,7 @@ def test_a_smaller_budget_has_no_higher_peak_and_no_less_time(name: str, request
 
 def test_what_leaves_a_layer_counts_for_the_one_that_is_recomputed_from_it() -> None:
     problem = priced(capture(Spaced(5).forward, IDS, dynamic=False), 0)
-    program, _ = dynamic_programs(problem, LayerFrontiers(problem))
+    program, _ = dynamic_programs(problem, blocks_of(problem))
     low, high = program.lowest().peak, program.everything.peak
     for budget in range(low, high, (high - low) // 8):
         # No plan is far from where the dynamic program expects it.
@@ -193,7 +192,7 @@ def test_the_lowest_peak_is_the_lowest_budget(name: str, share: float, request: 
     solver = Solver(problem)
     lowest = solver.lowest.peak
     # Below that of blocks, each of which is recomputed from what leaves the one before.
-    programs = dynamic_programs(problem, LayerFrontiers(problem))
+    programs = dynamic_programs(problem, blocks_of(problem))
     assert lowest <= share * min(program.lowest().peak for program in programs)
     assert solver.solve(lowest).peak == lowest and fits(solver, lowest, None)
     for budget in (1, lowest - 1, *(int(share * lowest) for share in (0.99, 0.97, 0.9, 0.8, 0.6, 0.3))):

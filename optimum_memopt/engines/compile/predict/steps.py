@@ -28,8 +28,7 @@ from optimum_memopt.engines.compile.partition.producers.level import FromLevel
 from optimum_memopt.engines.compile.partition.producers.torch_default import TorchDefault
 from optimum_memopt.engines.compile.predict.planned_step import PlannedStep, build
 from optimum_memopt.engines.compile.solver.offload import cheapest, with_offload
-from optimum_memopt.engines.compile.solver.plan import Plan
-from optimum_memopt.engines.compile.solver.solver import Solver
+from optimum_memopt.engines.compile.solver.solver import Plan, Solver
 from optimum_memopt.engines.compile.torch_compat import dynamo
 from optimum_memopt.errors import MemOptError, line_of
 from optimum_memopt.memory.capacity import capacity
