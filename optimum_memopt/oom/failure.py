@@ -9,27 +9,10 @@ from typing import Any
 import torch
 from transformers import Trainer
 
-from optimum_memopt.engines.api.explanations import ForwardCall, Place, TensorLike, place_of
+from optimum_memopt.engines.api.explanations import Failure, ForwardCall, Place, TensorLike, place_of
 from optimum_memopt.errors import line_of, shortage, with_causes
 from optimum_memopt.memory import malloc
 from optimum_memopt.memory.peak_monitor import held_bytes, peak_bytes
-
-
-@dataclass(frozen=True)
-class Failure:
-    """An allocation that failed, as it was found before anything was freed.
-
-    Attributes:
-        held: bytes at that moment.
-        requested: bytes of the allocation; None: the error does not say.
-        kept: what the step has freed and a CPU's malloc has not returned, by when its error got here.
-    """
-
-    error: str
-    place: Place
-    held: int
-    requested: int | None
-    kept: int
 
 
 @dataclass(frozen=True)

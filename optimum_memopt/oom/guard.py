@@ -12,10 +12,10 @@ from transformers import Trainer, TrainerState, TrainingArguments
 
 from optimum_memopt.callbacks.reporting import HookingCallback, Reporter
 from optimum_memopt.compat import outputs_read_by
-from optimum_memopt.engines.api.explanations import OPTIMIZER_STEP, ForwardCall, Place
+from optimum_memopt.engines.api.explanations import OPTIMIZER_STEP, Failure, ForwardCall, Place
 from optimum_memopt.errors import DoesNotFitError, add_context, is_out_of_memory, line_of
 from optimum_memopt.logs import log_from_any_rank, rank
-from optimum_memopt.oom.failure import Failure, HeldAtStart, StepStart, failure_of, forward_call, free_step
+from optimum_memopt.oom.failure import HeldAtStart, StepStart, failure_of, forward_call, free_step
 from optimum_memopt.oom.replan import Replanner, StepState
 from optimum_memopt.oom.report import MemoryReport, report_of
 from optimum_memopt.trainer_patches import GUARDED_OPTIMIZER, GUARDED_STEP, TrainerPatches

@@ -16,6 +16,7 @@ from optimum_memopt.engines.api.explanations import (
     OPTIMIZER_STEP,
     Explanation,
     FailedStep,
+    Failure,
     ForwardCall,
     Moment,
     Part,
@@ -37,7 +38,7 @@ from optimum_memopt.engines.shared.in_place import engine_of
 from optimum_memopt.engines.shared.registry import factory, registrations
 from optimum_memopt.errors import is_out_of_memory, line_of, with_causes
 from optimum_memopt.logs import get_logger, rank
-from optimum_memopt.oom.failure import Failure, HeldAtStart, StepStart, gradient_bytes, model_of
+from optimum_memopt.oom.failure import HeldAtStart, StepStart, gradient_bytes, model_of
 from optimum_memopt.sizes import gib_text
 from optimum_memopt.training.batches import largest_batch
 
@@ -232,21 +233,17 @@ def _explained(
     moment = Moment(failure.place.phase, failure.place.module, failure.place.operator)
     if call is None:
         return Explanation(moment, (), (), ("no forward of the model was seen",))
+    accumulation = trainer.args.gradient_accumulation_steps
     failed = FailedStep(
+        **vars(failure),
         model=model_of(trainer),
         call=call,
-        place=failure.place,
-        held=failure.held,
-        requested=failure.requested,
-        kept=failure.kept,
         outside=held.outside,
         accumulated=held.gradients,
         engine=engine,
-        run=Run(
-            trainer.optimizer, trainer.args.gradient_accumulation_steps > 1, functools.partial(largest_batch, trainer)
-        ),
+        run=Run(trainer.optimizer, accumulation > 1, functools.partial(largest_batch, trainer)),
         rows=compat.train_batch_size(trainer),
-        accumulation=trainer.args.gradient_accumulation_steps,
+        accumulation=accumulation,
         autocast=_HALVES.get(trainer.accelerator.mixed_precision),
     )
     for registration in registrations():

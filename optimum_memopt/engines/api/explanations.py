@@ -6,15 +6,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from optimum_memopt.engines.api.engine import Run
-
-if TYPE_CHECKING:
-    from optimum_memopt.engines.api.engine import Engine
-
+from optimum_memopt.engines.api.engine import Engine
+from optimum_memopt.engines.api.run import Run
 
 FORWARD, BACKWARD, OPTIMIZER_STEP = "forward", "backward", "optimizer's step"
 
@@ -157,20 +154,31 @@ class Place:
 
 
 @dataclass(frozen=True)
-class FailedStep:
+class Failure:
+    """An allocation that failed, as it was found before anything was freed.
+
+    Attributes:
+        held: bytes at that moment.
+        requested: bytes of the allocation; None: the error does not say.
+        kept: bytes that the step has freed and a CPU's malloc has not returned, by when its error is seen.
+    """
+
+    error: str
+    place: Place
+    held: int
+    requested: int | None
+    kept: int
+
+
+@dataclass(frozen=True)
+class FailedStep(Failure):
     """A forward and backward that ran out of memory. What they had allocated is free again.
 
     Attributes:
         model: without wrappers.
-        call: of its forward.
-        place: where it failed.
-        held: bytes at that moment.
-        requested: bytes of the allocation that failed; None: not known.
-        kept: what the step has freed and a CPU's malloc has not returned.
         outside: bytes that were there before the step and belong to no tensor of the model, optimizer or batch.
         accumulated: bytes of gradients that earlier micro-batches have left.
         engine: that trained the model; None: plain PyTorch.
-        run: it trained in.
         rows: that the data loader takes for a micro-batch.
         accumulation: micro-batches of an optimizer step.
         autocast: its type; None: without.
@@ -178,13 +186,9 @@ class FailedStep:
 
     model: torch.nn.Module
     call: ForwardCall
-    place: Place
-    held: int
-    requested: int | None
-    kept: int
     outside: int
     accumulated: int
-    engine: "Engine | None"
+    engine: Engine | None
     run: Run
     rows: int
     accumulation: int

@@ -4,17 +4,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic
 
+from optimum_memopt.engines.api.engine import Engine
 from optimum_memopt.engines.api.explanations import Explanation, FailedStep
 from optimum_memopt.engines.api.predictions import Estimate, ModelOfRun, StepPredictor, Workload
-from optimum_memopt.engines.api.run import Options
+from optimum_memopt.engines.api.run import Options, Selection, StepSpec
 from optimum_memopt.sizes import Budget
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback
-
-
-from optimum_memopt.engines.api.engine import Engine
-from optimum_memopt.engines.api.run import Selection, StepSpec
 
 
 @dataclass(frozen=True)
@@ -83,11 +80,7 @@ class EngineFactory(Generic[Options]):
         """Refuse what cannot work on this machine, before a model or data is loaded. Raises MemOptError."""
 
     def in_force(self, options: Options, environ: Mapping[str, str]) -> tuple[Options, tuple[str, ...]]:
-        """The options as this engine's own environment variables change them, and a line for each variable.
-
-        Args:
-            options: left as they are.
-            environ: like `os.environ`.
+        """The options, left as they are, as this engine's environment variables change them; a line for each variable.
 
         Raises:
             MemOptError: a variable has a value that is not allowed.
@@ -95,10 +88,7 @@ class EngineFactory(Generic[Options]):
         return options, ()
 
     def create(self, options: Options, selection: Selection) -> Engine:
-        """An engine, not yet attached; logs nothing.
-
-        Args:
-            options: as `in_force` returned them.
+        """An engine with options of `in_force`, not yet attached; logs nothing.
 
         Raises:
             MemOptError: the engine cannot do what is selected.
@@ -110,8 +100,7 @@ class EngineFactory(Generic[Options]):
 
         Args:
             trainer: before its `train()`, and left as it is.
-            engine: the one that trains.
-            options: as `in_force` returned them.
+            options: of `in_force`.
 
         Raises:
             MemOptError: the options do not go with this Trainer.
@@ -138,8 +127,6 @@ class EngineFactory(Generic[Options]):
         """Predict a training step without running it; only where `predicts`.
 
         Args:
-            workload: the model and the size of its batch.
-            spec: how the step runs.
             symbolic: sizes stay symbols, so that savings are formulas; several times slower.
             with_curve: predict what budgets cost, too.
             batch_sizes: predict a step of each, too, from one trace with the workload's, the largest of them; sizes

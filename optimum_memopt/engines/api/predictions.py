@@ -122,22 +122,23 @@ class StepTimeline:
 
 
 class Workload(Protocol):
-    """A model, and a batch of it, that are planned for before they are built."""
+    """A model, and a batch of it, that are planned for before they are built.
+
+    Attributes:
+        batch_size: rows of a batch.
+        tokens: of a row; 0: as many as the batch has, if any.
+        suggestion: a way to get figures of a model that cannot be traced; empty where there is none.
+    """
 
     @property
-    def batch_size(self) -> int:
-        """Rows of a batch."""
+    def batch_size(self) -> int: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def suggestion(self) -> str: ...
 
     def with_rows(self, rows: int) -> "Workload":
         """The same with another batch size."""
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of a row; 0: as many as the batch has, if any."""
-
-    @property
-    def suggestion(self) -> str:
-        """A way to get figures of a model that cannot be traced; empty where there is none."""
 
     def build(self) -> "tuple[torch.nn.Module, Mapping[str, Any]]":
         """A model in training mode and the keyword arguments of its forward, on fake tensors. Raises MemOptError."""
@@ -219,51 +220,42 @@ class BatchPoint:
 
 
 class Estimate(Protocol):
-    """The predicted memory of a training step that is not run."""
+    """The predicted memory of a training step that is not run.
+
+    Attributes:
+        plan: activation by activation.
+        curve: plans of budgets, from the smallest to the largest; empty where nobody asked.
+        batches: steps of other batch sizes; empty where nobody asked.
+        costs: where the curve's times are from, as `roofline H100`.
+        frontier: the curve with the plan's place on it; None where nobody asked.
+        peak_mib: of the bytes that tensors ask for.
+        allocated: bytes of the blocks of the device's allocator at the peak; None where it has none that is known.
+        reserved: bytes that this allocator takes of the device; None where it has none that is known.
+        capacity: of the device.
+    """
 
     @property
-    def table(self) -> PlanTable:
-        """The plan table of the traced graph."""
-
+    def table(self) -> PlanTable: ...
     @property
-    def plan(self) -> PlanFile | None:
-        """The plan, activation by activation."""
-
+    def plan(self) -> PlanFile | None: ...
     @property
-    def curve(self) -> Sequence[CurvePoint]:
-        """Plans of budgets, from the smallest to the largest; empty where nobody asked."""
-
+    def curve(self) -> Sequence[CurvePoint]: ...
     @property
-    def batches(self) -> Sequence[BatchPoint]:
-        """Steps of other batch sizes; empty where nobody asked."""
-
+    def batches(self) -> Sequence[BatchPoint]: ...
     @property
-    def costs(self) -> str:
-        """Where the curve's times are from, as `roofline H100`."""
-
+    def costs(self) -> str: ...
     @property
-    def frontier(self) -> Frontier | None:
-        """The curve with the plan's place on it; None where nobody asked."""
-
+    def frontier(self) -> Frontier | None: ...
     @property
-    def timeline(self) -> StepTimeline | None:
-        """The step, operator by operator."""
-
+    def timeline(self) -> StepTimeline | None: ...
     @property
-    def peak_mib(self) -> float:
-        """The peak of a step, of the bytes that tensors ask for."""
-
+    def peak_mib(self) -> float: ...
     @property
-    def allocated(self) -> int | None:
-        """Bytes of the blocks of the device's allocator at the peak; None where it has none that is known."""
-
+    def allocated(self) -> int | None: ...
     @property
-    def reserved(self) -> int | None:
-        """Bytes that this allocator takes of the device; None where it has none that is known."""
-
+    def reserved(self) -> int | None: ...
     @property
-    def capacity(self) -> "Capacity | None":
-        """Memory of the device."""
+    def capacity(self) -> "Capacity | None": ...
 
     def to_text(self) -> str:
         """For a terminal."""
@@ -314,19 +306,14 @@ class PredictedStep:
     recomputing: float = 0.0
     host_bytes: int = 0
 
-    @property
-    def micro_batch(self) -> float:
-        """Seconds of the forward and backward of one micro-batch."""
-        return sum(self.seconds.values())
-
     def total(self, accumulation: int) -> float:
         """Seconds of an optimizer step of several micro-batches."""
         return sum(self.by_bound(accumulation).values())
 
     def by_bound(self, accumulation: int) -> dict[str, float]:
         """Seconds of an optimizer step of several micro-batches, by what bounds them."""
-        seconds_by_bound = {bound: seconds * accumulation for bound, seconds in self.seconds.items()}
-        return {**seconds_by_bound, OPTIMIZER_PART: self.optimizer + self.accumulating * (accumulation - 1)}
+        micro_batches = {bound: seconds * accumulation for bound, seconds in self.seconds.items()}
+        return {**micro_batches, OPTIMIZER_PART: self.optimizer + self.accumulating * (accumulation - 1)}
 
 
 class StepPredictor(Protocol):
@@ -338,34 +325,23 @@ class StepPredictor(Protocol):
         costs: where seconds are from, as `roofline H100`.
         budget: bytes that the peak of a step must not pass.
         tokens: of a row; 0 where rows have no tokens.
-        plans: those that there are for this model.
     """
 
     @property
     def model(self) -> str: ...
-
     @property
     def device(self) -> str: ...
-
     @property
     def costs(self) -> str: ...
-
     @property
     def budget(self) -> int: ...
-
     @property
     def tokens(self) -> int: ...
-
     @property
     def plans(self) -> tuple[Technique, ...]: ...
 
     def fits(self, plan: Technique, rows: int, accumulates: bool) -> bool:
-        """True where the peak of a step is within the budget.
-
-        Args:
-            plan: one of `plans`.
-            accumulates: gradients of several micro-batches add up.
-        """
+        """True where the peak of a step is within the budget; `accumulates`: of one of several micro-batches."""
 
     def step(self, plan: Technique, rows: int, accumulates: bool) -> PredictedStep:
         """A step that fits; arguments as in `fits`."""

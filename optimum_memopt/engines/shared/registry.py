@@ -22,35 +22,9 @@ from optimum_memopt.logs import get_logger
 
 @dataclass(frozen=True)
 class Registration:
-    """An engine and its flags, with the attributes of `register_engine`."""
+    """An engine: its flags, its name as a value of `--memory_opt_engine`, its turn in `auto`.
 
-    name: str
-    options: type
-    load: Callable[[], EngineFactory[Any]]
-    summary: str
-    order: int
-    for_any_engine: frozenset[str]
-    need_trainer: frozenset[str]
-    per_rank: frozenset[str]
-
-
-_registrations: dict[str, Registration] = {}
-
-
-def register_engine(
-    name: str,
-    *,
-    options: type,
-    load: Callable[[], EngineFactory[Any]],
-    summary: str,
-    order: int = 100,
-    for_any_engine: frozenset[str] = frozenset(),
-    need_trainer: frozenset[str] = frozenset(),
-    per_rank: frozenset[str] = frozenset(),
-) -> None:
-    """Make an engine known: its flags, its name as a value of `--memory_opt_engine`, its turn in `auto`.
-
-    Args:
+    Attributes:
         name: as users write it.
         options: a dataclass of the engine's flags, beside those of `EngineOptions`; all with defaults and with names
             that no other engine has.
@@ -60,14 +34,30 @@ def register_engine(
         for_any_engine: options that also count while another engine trains.
         need_trainer: options that `optimize` has no use for.
         per_rank: options that may differ from rank to rank.
+    """
+
+    name: str
+    options: type
+    load: Callable[[], EngineFactory[Any]]
+    summary: str
+    order: int = 100
+    for_any_engine: frozenset[str] = frozenset()
+    need_trainer: frozenset[str] = frozenset()
+    per_rank: frozenset[str] = frozenset()
+
+
+_registrations: dict[str, Registration] = {}
+
+
+def register_engine(engine: Registration) -> None:
+    """Make an engine known.
 
     Raises:
         ValueError: the name is taken.
     """
-    if name in _registrations or name == AUTO:
-        raise ValueError(f"there is an engine {name} already")
-    registration = Registration(name, options, load, summary, order, for_any_engine, need_trainer, per_rank)
-    _registrations[name] = registration
+    if engine.name in _registrations or engine.name == AUTO:
+        raise ValueError(f"there is an engine {engine.name} already")
+    _registrations[engine.name] = engine
 
 
 def registrations() -> tuple[Registration, ...]:
@@ -82,11 +72,7 @@ def engine_names() -> tuple[str, ...]:
 
 @lru_cache
 def factory(name: str) -> EngineFactory[Any]:
-    """The factory of a registered engine.
-
-    Raises:
-        MemOptError: no such engine.
-    """
+    """The factory of a registered engine. Raises MemOptError where there is no such engine."""
     if name not in _registrations:
         raise MemOptError(f"memory_opt_engine {name!r}: allowed are {', '.join((AUTO, *engine_names()))}")
     return _registrations[name].load()
@@ -124,22 +110,13 @@ def given_flags(options: Any, name: str) -> list[str]:
     # Of the object's own class: a subclass may have other defaults (the examples' `TrainingArguments`).
     defaults = {field.name: field.default for field in fields(options)}
     shared = registration.for_any_engine.union(field.name for field in fields(EngineOptions))
-    values = {
-        field.name: getattr(options, field.name) for field in fields(registration.options) if field.name not in shared
-    }
-    return [
-        f"--{name}" if isinstance(value, bool) else f"--{name} {excerpt(value)}"
-        for name, value in values.items()
-        if value != defaults[name]
-    ]
+    own = (field.name for field in fields(registration.options) if field.name not in shared)
+    given = {flag: value for flag in own if (value := getattr(options, flag)) != defaults[flag]}
+    return [f"--{flag}" if isinstance(value, bool) else f"--{flag} {excerpt(value)}" for flag, value in given.items()]
 
 
 def check_flags_of_others(options: Any, name: str) -> None:
-    """Refuse flags that the engine `name` would not read.
-
-    Raises:
-        MemOptError: one line that names them.
-    """
+    """Refuse flags that the engine `name` would not read. Raises MemOptError."""
     for other in engine_names():
         if other != name and (given := given_flags(options, other)):
             raise MemOptError(
@@ -150,7 +127,7 @@ def check_flags_of_others(options: Any, name: str) -> None:
 
 @dataclass(frozen=True)
 class Provider:
-    """One value of the flag.
+    """One value of `--memory_opt_optim`.
 
     Attributes:
         missing: why it cannot run on this device type and what to do, empty when it can.
@@ -228,7 +205,7 @@ OPTIMIZERS = {
 
 
 def register_optimizer(name: str, provider: Provider) -> None:
-    """Make a value of the flag known, before `optimum_memopt.options` is imported.
+    """Make a value of `--memory_opt_optim` known, before `optimum_memopt.options` is imported.
 
     Raises:
         ValueError: the name is taken.
