@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerState, TrainingArguments
 
 from optimum_memopt.callbacks.reporting import HookingCallback, Reporter, check_log_steps, is_due, is_final, is_printed
 from optimum_memopt.trainer_patches import COUNTED_TOKENS, TrainerPatches
@@ -64,11 +64,6 @@ def valid_count(tensor: torch.Tensor, padding_index: int | None) -> torch.Tensor
     if tensor.device.type == "cpu":
         return int(np.count_nonzero(tensor.numpy() != padding_index))  # a third of the time of torch's two operators
     return (tensor != padding_index).sum()
-
-
-def density(tensor: torch.Tensor, padding_index: int | None) -> Density:
-    """The density of one tensor; waits for its device."""
-    return Density(rows=tuple(valid_per_row(tensor, padding_index).tolist()), total=tensor.numel())
 
 
 @dataclass(frozen=True)
@@ -226,23 +221,15 @@ class InputDensityCallback(HookingCallback):
             return
         self._due = False
         step = state.global_step - 1
-        seen = {name: tally.step() for name, tally in self._tallies.items() if tally.step_rows}
+        counted = {name: tally.step() for name, tally in self._tallies.items() if tally.step_rows}
         level = "info" if is_printed(step - self._first_step, self._log_steps) else "devinfo"
-        self._report(step, seen, "", level)
+        self._report(step, counted, "", level)
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        if self.reporter.active and is_final(logs):
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        if self.reporter.active and is_final(kwargs.get("logs")):
             self._report(state.global_step, {name: tally.run() for name, tally in self._tallies.items()}, "run_")
 
     def remove_hooks(self) -> None:
-        """Take the wrapper off the Trainer's `training_step`."""
         self._patches.undo()
 
     def _report(self, step: int, densities: Mapping[str, Density], scope: str, level: str = "info") -> None:
@@ -277,18 +264,15 @@ class InputDensityCallback(HookingCallback):
         if not isinstance(batch, Mapping):
             return
         labels = label_inputs(batch, trainer.label_names)
-        for name in embedding_inputs(batch, getattr(trainer.model, "main_input_name", None)):
-            if name in labels:
-                continue
+        inputs = embedding_inputs(batch, getattr(trainer.model, "main_input_name", None))
+        for name in (name for name in inputs if name not in labels):
             if name not in self._tallies:
                 padding = padding_of(name, batch, trainer.processing_class, trainer.model)
                 self._tallies[name] = _Tally("EMBED", padding)
                 if padding.mask:
-                    why = (
-                        "there is no padding index"
-                        if padding.index is None
-                        else f"{padding.index} is a real token too"
-                    )
+                    why = f"{padding.index} is a real token too"
+                    if padding.index is None:
+                        why = "there is no padding index"
                     self.reporter.lines(f"density of {name} is read from {padding.mask}: {why}")
             self._tallies[name].add(batch, name, self._due)
         for name in labels:

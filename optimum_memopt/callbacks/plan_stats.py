@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from optimum_memopt.callbacks.reporting import Reporter, is_final
 from optimum_memopt.engines.api.engine import Engine
@@ -71,9 +71,8 @@ class PlanStatsCallback(TrainerCallback):
         if engine is None or (table := engine.plans()) is None:
             return
         if state.global_step == _COMPARED_AFTER:
-            self.reporter.metrics(
-                self._compared(engine, args, kwargs.get("optimizer"), f"after {_COMPARED_AFTER} steps")
-            )
+            when = f"after {_COMPARED_AFTER} steps"
+            self.reporter.metrics(self._compared(engine, args, kwargs.get("optimizer"), when))
         if table is self.table:
             return
         self.table = table
@@ -91,15 +90,8 @@ class PlanStatsCallback(TrainerCallback):
         graph = {"engine": table.engine, "symbols": dict(table.symbols)}
         self.reporter.records(state.global_step - 1, [{**graph, **asdict(plan)} for plan in table.plans])
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        if not is_final(logs) or self._monitor is None:
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        if not is_final(kwargs.get("logs")) or self._monitor is None:
             return
         # Frozen before it is reported, so that whoever asks later is told the same.
         self._monitor.end_run()

@@ -40,11 +40,11 @@ class ForwardState:
 
     @classmethod
     def of(cls, model: torch.nn.Module, with_buffers: bool, others: Sequence[torch.nn.Module] = ()) -> "ForwardState":
-        """Before a forward.
+        """The state before a forward.
 
         Args:
             with_buffers: which costs a copy of each.
-            others: modules that take part, as one that computes the loss; of theirs, too.
+            others: modules that take part, as one that computes the loss.
         """
         parameter = next(model.parameters(), None)
         return cls(
@@ -165,16 +165,15 @@ _INPUT_GRADIENT_HOOKS = frozenset({"make_inputs_require_grads", "make_inputs_req
 
 
 class Checkpointing:
-    """The flags and hooks of one model.
-
-    Args:
-        model: as it is attached.
-    """
+    """Activation checkpointing of one model: its modules' flags, and the hooks that make its inputs require gradients."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
-        # Known once, so that a look at each training forward costs next to nothing.
-        self._able = [module for module in model.modules() if _can_checkpoint(module)]
+        # Known once, so that a look at each training forward costs next to nothing. Not hasattr of a module, which
+        # looks through PEFT's wrappers.
+        self._able = [
+            module for module in model.modules() if _SWITCH in vars(module) or hasattr(type(module), _SWITCH)
+        ]
         self._switched_off: list[torch.nn.Module] = []
         self._hooks: list[tuple[dict[int, Any], int, Callable[..., Any]]] = []
 
@@ -184,7 +183,6 @@ class Checkpointing:
         return any(module.gradient_checkpointing for module in self._able)
 
     def switch_off(self) -> None:
-        """Until `restore`."""
         for module in self._able:
             if module.gradient_checkpointing:
                 setattr(module, _SWITCH, False)
@@ -197,17 +195,11 @@ class Checkpointing:
                     self._hooks.append((hooks, key, hooks.pop(key)))
 
     def restore(self) -> None:
-        """Undo `switch_off`."""
         for module in self._switched_off:
             setattr(module, _SWITCH, True)
         for hooks, key, hook in self._hooks:
             hooks[key] = hook
         self._switched_off, self._hooks = [], []
-
-
-def _can_checkpoint(module: torch.nn.Module) -> bool:
-    # Not hasattr, which looks through PEFT's wrappers.
-    return _SWITCH in vars(module) or hasattr(type(module), _SWITCH)
 
 
 _NAME = "use_cache"
@@ -224,14 +216,9 @@ def without_key_value_cache(
     `use_cache` of the outer one only, while T5's decoder reads a copy of its own.
 
     Args:
-        model: whose forward is called.
-        args: what the forward gets by position.
-        kwargs: what the forward gets by name.
         forced: also where `use_cache` was given by name, for an engine that cannot return caches.
     """
-    if _NAME in kwargs and not forced:
-        return dict(kwargs)
-    position = _position(model)
+    position = _position(model) if forced or _NAME not in kwargs else None
     if position is None or 0 <= position < len(args):
         return dict(kwargs)
     return {**kwargs, _NAME: False}
