@@ -119,11 +119,10 @@ class MemoryPhasesCallback(HookingCallback):
         self.reporter.metrics(
             {f"{phase}/{name}_mib": each for phase, row in values.items() for name, each in row.items()}
         )
-        if self._readings and self.reporter.shows() and is_printed(step - self._first_step, self._log_steps):
+        if self._readings and is_printed(step - self._first_step, self._log_steps):
             self.reporter.lines(format_table(step, self._readings, method))
-        if self.reporter.shows("devinfo"):
-            for phase, reading in self._readings.items():
-                self.reporter.lines(format_line(step, phase, reading, method), "devinfo")
+        for phase, reading in self._readings.items():
+            self.reporter.lines(format_line(step, phase, reading, method), "devinfo")
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if not is_final(kwargs.get("logs")) or self._monitor is None:

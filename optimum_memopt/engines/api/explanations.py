@@ -2,6 +2,7 @@
 
 import inspect
 import linecache
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,6 @@ class Tensors:
     Attributes:
         row: of the plan table, as `Gelu+:1:-1`, where they have one; else the operator that makes them.
         layer: path of the transformer layer; empty outside of layers.
-        bytes: of all of them.
     """
 
     row: str
@@ -64,10 +64,10 @@ class Moment:
     is_exact: bool = False
 
     def __str__(self) -> str:
-        of = f"operator {self.operator}" if self.operator else ""
-        within = f"in {self.layer}" if self.layer else ""
-        place = " ".join(filter(None, (of, within)))
         about = "" if self.is_exact or not self.operator else "at about "
+        operator = f"operator {self.operator}" if self.operator else ""
+        layer = f"in {self.layer}" if self.layer else ""
+        place = " ".join(filter(None, (operator, layer)))
         return f"{self.phase}, {about}{place}" if place else self.phase
 
 
@@ -110,10 +110,7 @@ class TensorLike:
 
     @property
     def bytes(self) -> int:
-        elements = 1
-        for size in self.shape:
-            elements *= size
-        return elements * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -121,8 +118,6 @@ class ForwardCall:
     """The arguments of a model's training forward; tensors are `TensorLike`.
 
     Attributes:
-        args: of the forward.
-        kwargs: of the forward.
         reader: who may read more of the outputs than the loss, empty when nobody does.
     """
 
@@ -206,12 +201,7 @@ class Explanation:
 
 
 def place_of(traceback: TracebackType | None, model: torch.nn.Module) -> Place:
-    """Read it before the frames are cleared.
-
-    Args:
-        traceback: of the error.
-        model: whose modules are looked for in its frames.
-    """
+    """Where an error came from, whose frames must not be cleared yet; modules are those of `model`."""
     names = {module: name for name, module in model.named_modules()}
     phase, module, node, operator = FORWARD, "", "", ""
     while traceback is not None:

@@ -43,7 +43,6 @@ class Group:
         category: one of `CATEGORIES`.
         name: cluster id of saved activations that have one, `Gelu+`, else an operator; empty for a whole category.
         count: of tensors; 0 where they were not counted.
-        bytes: of all of them.
         layers: paths of the transformer layers that they were computed in.
     """
 
@@ -60,7 +59,6 @@ class Phase:
 
     Attributes:
         name: `post_forward`.
-        held: at that moment.
         peak: the most since the phase before.
     """
 
@@ -100,7 +98,7 @@ class StepTimeline:
 
     @property
     def peak(self) -> int:
-        """The most that is held, in bytes: the predicted peak of the step."""
+        """The most bytes that are held: the predicted peak of the step."""
         return max(self.total)
 
     @property
@@ -110,7 +108,6 @@ class StepTimeline:
 
     @property
     def optimizer_at(self) -> int:
-        """Index of the optimizer's step."""
         return len(self.operators) - 1
 
     @property
@@ -137,8 +134,7 @@ class Workload(Protocol):
     @property
     def suggestion(self) -> str: ...
 
-    def with_rows(self, rows: int) -> "Workload":
-        """The same with another batch size."""
+    def with_rows(self, rows: int) -> "Workload": ...
 
     def build(self) -> "tuple[torch.nn.Module, Mapping[str, Any]]":
         """A model in training mode and the keyword arguments of its forward, on fake tensors. Raises MemOptError."""
@@ -146,17 +142,16 @@ class Workload(Protocol):
 
 @dataclass(frozen=True)
 class ModelOfRun:
-    """A model that is about to train, where it is; it is left as it is.
+    """A model that is about to train, on the device that trains it; it is left as it is.
 
     Attributes:
-        model: on the device that trains it.
         make_batch: the arguments of its forward in a batch of that many rows.
         tokens: of the longest row; 0: as many as the batches have.
         reads_logits: more of the model's outputs is read than its loss.
     """
 
     model: "torch.nn.Module"
-    make_batch: "Callable[[int], Mapping[str, Any]]"
+    make_batch: Callable[[int], Mapping[str, Any]]
     tokens: int
     reads_logits: bool
 
@@ -203,7 +198,6 @@ class BatchPoint:
     """A step of one batch size.
 
     Attributes:
-        batch_size: rows.
         peak: bytes that tensors ask for.
         activations: of it, a forward and its backward with the gradients that it returns.
         saved: of these, saved for backward.

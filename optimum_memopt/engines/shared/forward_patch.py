@@ -165,7 +165,7 @@ _INPUT_GRADIENT_HOOKS = frozenset({"make_inputs_require_grads", "make_inputs_req
 
 
 class Checkpointing:
-    """Activation checkpointing of one model: its modules' flags, and the hooks that make its inputs require gradients."""
+    """Activation checkpointing of a model: its modules' flags, and hooks that make its inputs require gradients."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
