@@ -151,7 +151,7 @@ class _Tally:
 
     def add(self, batch: Mapping[str, Any], name: str, is_reported: bool) -> None:
         tensor, index = self.padding.counted_in(name, batch)
-        self.run_valid = self.run_valid + valid_count(tensor, index)
+        self.run_valid += valid_count(tensor, index)
         self.run_total += tensor.numel()
         if is_reported:
             self.step_rows.append(valid_per_row(tensor, index))
@@ -246,16 +246,8 @@ class InputDensityCallback(HookingCallback):
             table.append(_table_row("run" if scope else step, tally.kind, name, tally.padding, *cells))
             values = {"density": found.percent, "valid_tokens": found.valid, "total_tokens": found.total}
             metrics |= {f"{scope}{what}/{name}": value for what, value in values.items()}
-            records.append(
-                {
-                    "scope": "run" if scope else "step",
-                    "input": name,
-                    "input_type": tally.kind,
-                    "padding": str(tally.padding),
-                    "valid_tokens_per_row": rows,
-                    **values,
-                }
-            )
+            record = {"scope": "run" if scope else "step", "input": name, "input_type": tally.kind}
+            records.append({**record, "padding": str(tally.padding), "valid_tokens_per_row": rows, **values})
         self.reporter.lines("\n".join(table), level)
         self.reporter.metrics(metrics)
         self.reporter.records(step, records)

@@ -14,9 +14,10 @@ from transformers import Trainer, TrainerState, TrainingArguments
 from optimum_memopt.callbacks.reporting import HookingCallback, Reporter
 from optimum_memopt.compat import outputs_read_by
 from optimum_memopt.engines.api.explanations import OPTIMIZER_STEP, Failure, ForwardCall, Place
+from optimum_memopt.engines.api.predictions import OTHER
 from optimum_memopt.errors import DoesNotFitError, add_context, is_out_of_memory, line_of
 from optimum_memopt.logs import log_from_any_rank, rank
-from optimum_memopt.oom.failure import HeldAtStart, StepStart, failure_of, forward_call, free_step
+from optimum_memopt.oom.failure import StepStart, failure_of, forward_call, free_step, held_at_start
 from optimum_memopt.oom.replan import Replanner, StepState
 from optimum_memopt.oom.report import MemoryReport, report_of
 from optimum_memopt.trainer_patches import GUARDED_OPTIMIZER, GUARDED_STEP, TrainerPatches
@@ -25,15 +26,7 @@ _FINE, _RAN_OUT, _FAILED = 0, 1, 2
 
 
 class OtherRankRanOutError(Exception):
-    """This rank had enough memory, another one had not; no error that code which retries would take for its own.
-
-    Args:
-        rank: the first that had not.
-    """
-
-    def __init__(self, rank: int) -> None:
-        super().__init__(f"rank {rank} ran out of memory in the forward")
-        self.rank = rank
+    """This rank had enough memory, another one had not; no error that code which retries would take for its own."""
 
 
 def agreeing(trainer: Trainer, compute_loss: Callable[..., Any]) -> Callable[..., Any]:
@@ -54,7 +47,7 @@ def agreeing(trainer: Trainer, compute_loss: Callable[..., Any]) -> Callable[...
         outcomes = _outcomes(_FINE, trainer.args.device)
         # A rank that failed in another way ends the run by itself.
         if _RAN_OUT in outcomes and _FAILED not in outcomes:
-            raise OtherRankRanOutError(outcomes.index(_RAN_OUT))
+            raise OtherRankRanOutError(f"rank {outcomes.index(_RAN_OUT)} ran out of memory in the forward")
         return result
 
     return compute_and_agree
@@ -107,7 +100,7 @@ class MemoryReportCallback(HookingCallback):
             while True:
                 self._start = StepStart.of(trainer)
                 if self._first_outside is None:
-                    self._first_outside = HeldAtStart.of(trainer, self._start, None).outside
+                    self._first_outside = held_at_start(trainer, self._start, None)[OTHER]
                 before = None if self.replanner is None else self.replanner.state(trainer)
                 try:
                     # A copy for a step that may run again: label smoothing takes the labels out.
@@ -184,7 +177,6 @@ class MemoryReportCallback(HookingCallback):
         self._hook = model.register_forward_pre_hook(before_forward, with_kwargs=True)
 
     def remove_hooks(self) -> None:
-        """Take the hook off the model, and the wrappers off the Trainer and its optimizer."""
         self._patches.undo()
         if self._hook is not None:
             self._hook.remove()

@@ -23,22 +23,13 @@ from optimum_memopt.engines.api.explanations import (
     Suggestion,
     Tensors,
 )
-from optimum_memopt.engines.api.predictions import (
-    BATCH,
-    GRADIENTS,
-    OPTIMIZER,
-    OTHER,
-    PARAMETERS,
-    RECOMPUTED,
-    SAVED,
-    TEMPORARY,
-)
+from optimum_memopt.engines.api.predictions import GRADIENTS, OTHER, RECOMPUTED, SAVED, TEMPORARY
 from optimum_memopt.engines.api.run import Run
 from optimum_memopt.engines.shared.in_place import engine_of
 from optimum_memopt.engines.shared.registry import factory, registrations
 from optimum_memopt.errors import is_out_of_memory, line_of, with_causes
 from optimum_memopt.logs import get_logger, rank
-from optimum_memopt.oom.failure import HeldAtStart, StepStart, gradient_bytes, model_of
+from optimum_memopt.oom.failure import StepStart, gradient_bytes, held_at_start, model_of
 from optimum_memopt.sizes import gib_text
 from optimum_memopt.training.batches import largest_batch
 
@@ -112,7 +103,7 @@ class MemoryReport:
         return "\n".join([*lines, *(f"note: {remark}" for remark in self.remarks)])
 
     def to_markdown(self) -> str:
-        """The same as tables, with all rows."""
+        """Tables, with all rows."""
         lines = [f"# {self._heading[0]}", "", *(f"{line.strip()}  " for line in self._heading[1:]), ""]
         lines += ["## Held at that moment", "", "| category | bytes | share |", "|---|---:|---:|"]
         lines += [
@@ -126,10 +117,8 @@ class MemoryReport:
         lines += ["## Suggestions", ""]
         if self.suggestions:
             lines += ["| flags | predicted peak | time | |", "|---|---:|---:|---|"]
-            lines += [
-                f"| `{each.flags}` | {gib_text(each.peak)} | {_time(each)} | {each.what} |"
-                for each in self.suggestions
-            ]
+            for each in self.suggestions:
+                lines.append(f"| `{each.flags}` | {gib_text(each.peak)} | {_time(each)} | {each.what} |")
         else:
             lines += ["None found."]
         return "\n".join([*lines, "", *(f"- {remark}" for remark in self.remarks), ""])
@@ -204,10 +193,10 @@ def report_of(
     """
     model, args = model_of(trainer), trainer.args
     engine = engine_of(model)
-    held = HeldAtStart.of(trainer, start, call)
+    held = held_at_start(trainer, start, call)
     explained = _explained(failure, trainer, held, call, engine)
     in_optimizer = failure.place.phase == OPTIMIZER_STEP
-    parts = _parts(failure, trainer, held, explained.parts, first_outside, _runtime(engine))
+    inputs = call.tensors if call is not None else {}
     return MemoryReport(
         error=failure.error,
         step=trainer.state.global_step,
@@ -217,18 +206,18 @@ def report_of(
         engine=_trained_by(engine),
         rows=compat.train_batch_size(trainer),
         accumulation=args.gradient_accumulation_steps,
-        sizes=_sizes(call),
+        sizes={name: " x ".join(map(str, tensor.shape)) for name, tensor in inputs.items() if tensor.shape},
         held=failure.held,
         requested=failure.requested,
         moment=explained.moment,
-        parts=parts,
+        parts=_parts(failure, trainer, held, explained.parts, first_outside, engine),
         suggestions=explained.suggestions,
         remarks=(*((_FEWER_STATES,) if in_optimizer else ()), *explained.remarks),
     )
 
 
 def _explained(
-    failure: Failure, trainer: Trainer, held: HeldAtStart, call: ForwardCall | None, engine: Engine | None
+    failure: Failure, trainer: Trainer, held: Mapping[str, int], call: ForwardCall | None, engine: Engine | None
 ) -> Explanation:
     moment = Moment(failure.place.phase, failure.place.module, failure.place.operator)
     if call is None:
@@ -238,8 +227,8 @@ def _explained(
         **vars(failure),
         model=model_of(trainer),
         call=call,
-        outside=held.outside,
-        accumulated=held.gradients,
+        outside=held[OTHER],
+        accumulated=held[GRADIENTS],
         engine=engine,
         run=Run(trainer.optimizer, accumulation > 1, functools.partial(largest_batch, trainer)),
         rows=compat.train_batch_size(trainer),
@@ -259,23 +248,24 @@ def _explained(
 
 
 def _parts(
-    failure: Failure, trainer: Trainer, held: HeldAtStart, of_graphs: Iterable[Part], first_outside: int, runtime: str
+    failure: Failure,
+    trainer: Trainer,
+    held: Mapping[str, int],
+    of_graphs: Iterable[Part],
+    first_outside: int,
+    engine: Engine | None,
 ) -> tuple[Part, ...]:
     """The bytes that were held, by category.
 
     Args:
         held: when the step began.
         of_graphs: what it had allocated; empty where that is not held.
-        runtime: what ran the graphs, where it holds tensors of its own; empty: PyTorch.
     """
     in_optimizer = failure.place.phase == OPTIMIZER_STEP
-    there = {
-        PARAMETERS: held.parameters,
-        GRADIENTS: gradient_bytes(trainer) if in_optimizer else held.gradients,
-        OPTIMIZER: held.optimizer,
-        BATCH: held.batch,
-    }
-    outside, by_category = held.outside, {part.category: part for part in of_graphs}
+    there = {category: size for category, size in held.items() if category != OTHER}
+    if in_optimizer:
+        there[GRADIENTS] = gradient_bytes(trainer)
+    outside, by_category = held[OTHER], {part.category: part for part in of_graphs}
     rest = failure.held - sum(there.values()) - outside
     if not by_category:
         category = TEMPORARY if in_optimizer else SAVED
@@ -283,13 +273,15 @@ def _parts(
     elif (excess := sum(part.bytes for part in by_category.values()) - rest) > 0:
         # This step has taken again what malloc had kept.
         outside -= max(0, min(excess, outside - first_outside))
-    elif runtime and excess < 0:
+    elif excess < 0 and engine is not None and not factory(engine.name).predicts:
+        # Its runtime holds tensors that no graph of PyTorch's has.
         part = by_category.get(TEMPORARY, Part(TEMPORARY, 0))
-        by_category[TEMPORARY] = Part(TEMPORARY, part.bytes - excess, (Tensors(runtime, "", -excess), *part.tensors))
+        own = Tensors(f"other tensors of the {engine.name} engine", "", -excess)
+        by_category[TEMPORARY] = Part(TEMPORARY, part.bytes - excess, (own, *part.tensors))
     else:
         outside += min(-excess, failure.kept)
     parts = []
-    for category in (PARAMETERS, GRADIENTS, OPTIMIZER, BATCH, SAVED, RECOMPUTED, TEMPORARY):
+    for category in (*there, SAVED, RECOMPUTED, TEMPORARY):
         part = by_category.get(category, Part(category, 0))
         parts.append(Part(category, part.bytes + there.get(category, 0), part.tensors))
     return (*parts, Part(OTHER, outside))
@@ -302,16 +294,6 @@ def _untraced(error: Exception) -> tuple[str, ...]:
         "tracing takes some hundred MiB of the process's own memory, which are not left; try half of "
         "--per_device_train_batch_size and twice --gradient_accumulation_steps",
     )
-
-
-def _sizes(call: ForwardCall | None) -> dict[str, str]:
-    tensors = call.tensors if call is not None else {}
-    return {name: " x ".join(map(str, tensor.shape)) for name, tensor in tensors.items() if tensor.shape}
-
-
-def _runtime(engine: Engine | None) -> str:
-    """The holder of tensors that no graph of PyTorch's has; empty where there is none."""
-    return "" if engine is None or factory(engine.name).predicts else f"other tensors of the {engine.name} engine"
 
 
 def _trained_by(engine: Engine | None) -> str:

@@ -153,11 +153,7 @@ class EngineOptions:
 
     @property
     def plan_config(self) -> PlanConfig | None:
-        """`memory_opt_config`, read; a file is read the first time.
-
-        Raises:
-            ConfigError: it cannot be read.
-        """
+        """`memory_opt_config`, read; a file is read the first time. Raises ConfigError."""
         if self.memory_opt_config is None:
             return None
         text = to_text(self.memory_opt_config)
