@@ -117,7 +117,7 @@ class MemoryPhasesCallback(HookingCallback):
         rows = [{"phase": phase, "unit": "MiB", "method": method, **row} for phase, row in values.items()]
         self.reporter.records(step, rows)
         self.reporter.metrics(
-            {f"{phase}/{name}_mib": each for phase, row in values.items() for name, each in row.items()}
+            {f"{phase}/{name}_mib": size for phase, row in values.items() for name, size in row.items()}
         )
         if self._readings and is_printed(step - self._first_step, self._log_steps):
             self.reporter.lines(format_table(step, self._readings, method))

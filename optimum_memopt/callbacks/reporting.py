@@ -55,11 +55,7 @@ _files: "weakref.WeakValueDictionary[Path, JsonLines]" = weakref.WeakValueDictio
 
 
 def json_lines(path: str | os.PathLike) -> JsonLines:
-    """The file at `path`, one object for all who ask while it is in use.
-
-    Raises:
-        MemOptError: rank 0 cannot write it.
-    """
+    """The file at `path`, one object for all who ask while it is in use. Raises MemOptError."""
     # A later chdir must not move it.
     absolute = Path(path).absolute()
     file = _files.get(absolute)
@@ -151,10 +147,8 @@ def find_trainer(state: TrainerState) -> Trainer:
 
     A Trainer gives its callbacks no reference to itself, yet the trackers are in its list of callbacks. Every event is
     fired from a method of the Trainer, so it is up the stack, as the `self` whose `state` is the event's own.
-    (Later in the run the frames in between hold batches, which looking into them may keep alive.)
-
-    Raises:
-        MemOptError: the event does not come from a Trainer.
+    (Later in the run the frames in between hold batches, which looking into them may keep alive.) Raises MemOptError
+    where there is none.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -30,11 +30,8 @@ class OtherRankRanOutError(Exception):
 
 
 def agreeing(trainer: Trainer, compute_loss: Callable[..., Any]) -> Callable[..., Any]:
-    """`compute_loss` that fails on all ranks when it ran out of memory on one: one small all-gather a forward.
-
-    Raises:
-        OtherRankRanOutError: from it, on ranks that had enough.
-    """
+    """`compute_loss` that fails on all ranks when it ran out of memory on one, with OtherRankRanOutError on those that
+    had enough: one small all-gather a forward."""
 
     def compute_and_agree(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not model.training:

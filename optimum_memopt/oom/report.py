@@ -129,11 +129,7 @@ class MemoryReport:
         return {**fields, "sizes": dict(self.sizes), "accounted": self.accounted}
 
     def save(self, folder: Path) -> tuple[Path, ...]:
-        """Write `memory_report.json` and `memory_report.md`; of a rank beside the first with its number.
-
-        Raises:
-            OSError: they cannot be written.
-        """
+        """Write `memory_report.json` and `.md`; of a rank beside the first with its number. Raises OSError."""
         folder.mkdir(parents=True, exist_ok=True)
         name = _NAME if self.rank == 0 else f"{_NAME}_rank{self.rank}"
         written = {".json": json.dumps(self.to_dict(), indent=1) + "\n", ".md": self.to_markdown()}
@@ -188,8 +184,7 @@ def report_of(
 
     Args:
         call: of the model's last training forward; None: there was none.
-        first_outside: bytes outside of the model before the run's first step, when a CPU's malloc had kept nothing of
-            earlier steps.
+        first_outside: `OTHER` bytes before the run's first step, when a CPU's malloc had kept nothing of earlier ones.
     """
     model, args = model_of(trainer), trainer.args
     engine = engine_of(model)

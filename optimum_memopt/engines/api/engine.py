@@ -72,12 +72,8 @@ class Engine(Protocol):
         return None
 
     def predicted_peak_mib(self, optimizer: torch.optim.Optimizer | None, gradient_accumulation: bool) -> float | None:
-        """The predicted peak of the largest step of the run so far, MiB; None where the engine does not predict.
-
-        Args:
-            optimizer: the run's, None before there is one.
-            gradient_accumulation: whether gradients of several micro-batches add up.
-        """
+        """The predicted peak of the largest step of the run so far, MiB; None where the engine does not predict. The
+        optimizer is None before there is one."""
         return None
 
     def timeline(self, optimizer: torch.optim.Optimizer | None, gradient_accumulation: bool) -> StepTimeline | None:

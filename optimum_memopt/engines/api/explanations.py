@@ -51,7 +51,6 @@ class Moment:
     """Where in the step the allocation failed.
 
     Attributes:
-        phase: `forward`, `backward` or `optimizer's step`.
         layer: path of the layer or module; empty where it is outside of all, or not known.
         operator: as `gelu`; empty where it is not known.
         is_exact: the error's traceback names the operator; else it is the one at which the prediction holds as much
@@ -115,7 +114,7 @@ class TensorLike:
 
 @dataclass(frozen=True)
 class ForwardCall:
-    """The arguments of a model's training forward; tensors are `TensorLike`.
+    """The arguments of a model's training forward, tensors as `TensorLike`.
 
     Attributes:
         reader: who may read more of the outputs than the loss, empty when nobody does.
@@ -136,10 +135,8 @@ class Place:
     """The place where an allocation failed, as its traceback tells it.
 
     Attributes:
-        phase: of the step.
         module: path of the innermost module whose forward ran; empty in a backward.
         node: of a graph that torch.fx has generated code for; empty in other code.
-        operator: that this node calls.
     """
 
     phase: str
@@ -170,13 +167,11 @@ class FailedStep(Failure):
     """A forward and backward that ran out of memory. What they had allocated is free again.
 
     Attributes:
-        model: without wrappers.
         outside: bytes that were there before the step and belong to no tensor of the model, optimizer or batch.
         accumulated: bytes of gradients that earlier micro-batches have left.
         engine: that trained the model; None: plain PyTorch.
         rows: that the data loader takes for a micro-batch.
         accumulation: micro-batches of an optimizer step.
-        autocast: its type; None: without.
     """
 
     model: torch.nn.Module

@@ -40,12 +40,7 @@ class ForwardState:
 
     @classmethod
     def of(cls, model: torch.nn.Module, with_buffers: bool, others: Sequence[torch.nn.Module] = ()) -> "ForwardState":
-        """The state before a forward.
-
-        Args:
-            with_buffers: which costs a copy of each.
-            others: modules that take part, as one that computes the loss.
-        """
+        """The state before a forward, in which `others` may take part, as a module that computes the loss."""
         parameter = next(model.parameters(), None)
         return cls(
             random.getstate(),
@@ -76,12 +71,9 @@ TrainForward = Callable[..., Any]
 class TrainingForward:
     """Patches the forward of one model: training calls go elsewhere, all others to the model's own forward.
 
-    A deep copy or a pickle of the model is a plain model. Where something has wrapped the patched forward after
-    `start` (accelerate's autocast), `stop` leaves the patch in place, with nothing to do until the next `start`. Get
-    it from `training_forward`.
-
-    Args:
-        model: keeps its class, modules, parameters and state-dict keys.
+    The model keeps its class, modules, parameters and state-dict keys; a deep copy or a pickle of it is a plain model.
+    Where something has wrapped the patched forward after `start` (accelerate's autocast), `stop` leaves the patch in
+    place, with nothing to do until the next `start`. Get it from `training_forward`.
 
     Attributes:
         train: called as the model's forward in training mode with gradients on; None: the model's own is.
@@ -215,8 +207,7 @@ def without_key_value_cache(
     A caller would hold the caches, so that no plan could free them. The config is not enough: Trainer sets
     `use_cache` of the outer one only, while T5's decoder reads a copy of its own.
 
-    Args:
-        forced: also where `use_cache` was given by name, for an engine that cannot return caches.
+    `forced`: also where `use_cache` was given by name, for an engine that cannot return caches.
     """
     position = _position(model) if forced or _NAME not in kwargs else None
     if position is None or 0 <= position < len(args):

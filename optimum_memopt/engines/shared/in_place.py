@@ -24,14 +24,7 @@ def engine_of(model: torch.nn.Module) -> Engine | None:
 
 
 def note_engine(model: torch.nn.Module, engine: Engine, instead_of: Engine | None = None) -> None:
-    """Note that `engine` is attached to `model`.
-
-    Args:
-        instead_of: an engine that does its work through `engine` from now on.
-
-    Raises:
-        MemOptError: another engine is attached already.
-    """
+    """Note that `engine` is attached to `model`. Raises MemOptError where another one than `instead_of` is already."""
     holder = engine_of(model)
     if holder is not None and holder not in (engine, instead_of):
         raise MemOptError(
@@ -42,11 +35,7 @@ def note_engine(model: torch.nn.Module, engine: Engine, instead_of: Engine | Non
 
 
 def check_parameters(model: torch.nn.Module) -> None:
-    """Refuse a model in which there is nothing to train.
-
-    Raises:
-        UnsupportedModelError: it has no parameters.
-    """
+    """Refuse a model in which there is nothing to train. Raises UnsupportedModelError."""
     if next(model.parameters(), None) is None:
         raise UnsupportedModelError(f"{type(model).__name__} has no parameters, so there is nothing to train")
 

@@ -50,11 +50,7 @@ _registrations: dict[str, Registration] = {}
 
 
 def register_engine(engine: Registration) -> None:
-    """Make an engine known.
-
-    Raises:
-        ValueError: the name is taken.
-    """
+    """Make an engine known. Raises ValueError where the name is taken."""
     if engine.name in _registrations or engine.name == AUTO:
         raise ValueError(f"there is an engine {engine.name} already")
     _registrations[engine.name] = engine
@@ -66,7 +62,7 @@ def registrations() -> tuple[Registration, ...]:
 
 
 def engine_names() -> tuple[str, ...]:
-    """Values of `--memory_opt_engine` beside `auto`, in the order in which `auto` tries them."""
+    """Values of `--memory_opt_engine` beside `auto`, in the order in which it tries them."""
     return tuple(registration.name for registration in registrations())
 
 
@@ -158,13 +154,12 @@ def _deepspeed_missing(device: str, builder: str, needs_cpu: bool) -> str:
         return ""
     if lacking := _build_tools_missing():
         return f"DeepSpeed compiles its operator {operator.name}: {lacking}, or use torch_fused_adamw"
-    get_logger().info(
-        f"DeepSpeed compiles its operator {operator.name} at its first use on a machine, which takes minutes"
-    )
-    if (lock := extension_lock(operator.name)).exists():
+    name = operator.name
+    get_logger().info(f"DeepSpeed compiles its operator {name} at its first use on a machine, which takes minutes")
+    if (lock := extension_lock(name)).exists():
         get_logger().warning(
-            f"{lock}: another process compiles {operator.name}, and this one waits for it; a process that was killed "
-            "leaves the file behind: if none compiles, delete it"
+            f"{lock}: another process compiles {name}, and this one waits for it; a process that was killed leaves "
+            "the file behind: if none compiles, delete it"
         )
     return ""
 
@@ -178,8 +173,12 @@ def _build_tools_missing() -> str:
     return ""
 
 
-def _deepspeed_load(name: str, mode: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    return getattr(importlib.import_module("deepspeed.ops.adam"), name), {mode: True}
+def _of_deepspeed(name: str, mode: str, builder: str, needs: str = "") -> Provider:
+    return Provider(
+        lambda device: _deepspeed_missing(device, builder, needs_cpu=bool(needs)),
+        lambda: (getattr(importlib.import_module("deepspeed.ops.adam"), name), {mode: True}),
+        needs,
+    )
 
 
 def _torch_missing(device: str) -> str:
@@ -191,25 +190,17 @@ def _torch_missing(device: str) -> str:
 
 
 OPTIMIZERS = {
-    "deepspeed_fused_adam": Provider(
-        lambda device: _deepspeed_missing(device, "FusedAdamBuilder", needs_cpu=False),
-        lambda: _deepspeed_load("FusedAdam", "adam_w_mode"),
-    ),
-    "deepspeed_cpu_adam": Provider(
-        lambda device: _deepspeed_missing(device, "CPUAdamBuilder", needs_cpu=True),
-        lambda: _deepspeed_load("DeepSpeedCPUAdam", "adamw_mode"),
-        needs="the CPU or DeepSpeed's offload",
+    "deepspeed_fused_adam": _of_deepspeed("FusedAdam", "adam_w_mode", "FusedAdamBuilder"),
+    "deepspeed_cpu_adam": _of_deepspeed(
+        "DeepSpeedCPUAdam", "adamw_mode", "CPUAdamBuilder", needs="the CPU or DeepSpeed's offload"
     ),
     "torch_fused_adamw": Provider(_torch_missing, lambda: (torch.optim.AdamW, {"fused": True})),
 }
 
 
 def register_optimizer(name: str, provider: Provider) -> None:
-    """Make a value of `--memory_opt_optim` known, before `optimum_memopt.options` is imported.
-
-    Raises:
-        ValueError: the name is taken.
-    """
+    """Make a value of `--memory_opt_optim` known, before `optimum_memopt.options` is imported. Raises ValueError where
+    the name is taken."""
     if name in OPTIMIZERS:
         raise ValueError(f"there is an optimizer {name} already")
     OPTIMIZERS[name] = provider
