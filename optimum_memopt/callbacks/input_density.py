@@ -16,16 +16,8 @@ from optimum_memopt.trainer_patches import COUNTED_TOKENS, TrainerPatches
 # What torch's losses, and with them transformers' models and label smoother, leave out by default.
 IGNORE_INDEX = -100
 
-_COLUMNS = (
-    ("STEP", 10),
-    ("INPUT TYPE", 10),
-    ("INPUT NAME", 20),
-    ("PAD IDX", 10),
-    ("DENSITY", 10),
-    ("VALID TOKENS", 15),
-    ("TOTAL TOKENS", 15),
-    ("VALID TOKENS/BATCH", 18),
-)
+_NAMES = "STEP", "INPUT TYPE", "INPUT NAME", "PAD IDX", "DENSITY", "VALID TOKENS", "TOTAL TOKENS", "VALID TOKENS/BATCH"
+_ROW = "| {!s:10} | {!s:10} | {!s:20} | {!s:10} | {!s:10} | {!s:15} | {!s:15} | {!s:18} |"
 _ROWS_SHOWN = 8
 
 
@@ -97,9 +89,7 @@ def embedding_inputs(batch: Mapping[str, Any], main_input: str | None) -> list[s
     In transformers these are `input_ids`, `decoder_input_ids` and the like, and a model's `main_input_name` where it
     holds integers. `token_type_ids` and `position_ids` feed embeddings too, but have no padding index of their own.
     """
-    return [
-        name for name, value in batch.items() if _is_integer(value) and ("input_ids" in name or name == main_input)
-    ]
+    return [name for name in batch if ("input_ids" in name or name == main_input) and _is_integer(batch[name])]
 
 
 def label_inputs(batch: Mapping[str, Any], label_names: list[str]) -> list[str]:
@@ -162,13 +152,6 @@ class _Tally:
 
     def run(self) -> Density:
         return Density(rows=(int(self.run_valid),), total=self.run_total)
-
-
-def _table_row(*cells: Any) -> str:
-    return "| " + " | ".join(f"{cell!s:<{width}}" for cell, (_, width) in zip(cells, _COLUMNS, strict=True)) + " |"
-
-
-_HEADER = _table_row(*(name for name, _ in _COLUMNS))
 
 
 def _rows_cell(rows: tuple[int, ...]) -> str:
@@ -236,14 +219,14 @@ class InputDensityCallback(HookingCallback):
         """Report a step (`scope` empty) or, with scope `run_`, the run, for which single rows say nothing."""
         if not densities:
             return
-        table = ["input density (valid tokens / all tokens)", _HEADER]
+        table = ["input density (valid tokens / all tokens)", _ROW.format(*_NAMES)]
         metrics: dict[str, float] = {}
         records: list[dict[str, Any]] = []
         for name, found in densities.items():
             tally = self._tallies[name]
             rows = None if scope or tally.kind == "LABEL" else found.rows
             cells = (f"{found.percent:.2f}%", found.valid, found.total, "N/A" if rows is None else _rows_cell(rows))
-            table.append(_table_row("run" if scope else step, tally.kind, name, tally.padding, *cells))
+            table.append(_ROW.format("run" if scope else step, tally.kind, name, tally.padding, *cells))
             values = {"density": found.percent, "valid_tokens": found.valid, "total_tokens": found.total}
             metrics |= {f"{scope}{what}/{name}": value for what, value in values.items()}
             record = {"scope": "run" if scope else "step", "input": name, "input_type": tally.kind}

@@ -46,7 +46,9 @@ def held_at_start(trainer: Trainer, start: StepStart, call: ForwardCall | None) 
     free again, it counts as there before.
     """
     model = model_of(trainer)
-    parameters, optimizer = _bytes([*model.parameters(), *model.buffers()]), _optimizer_bytes(trainer)
+    parameters = _bytes([*model.parameters(), *model.buffers()])
+    states = trainer.optimizer.state.values() if trainer.optimizer is not None else ()
+    optimizer = _bytes(value for state in states for value in state.values() if isinstance(value, torch.Tensor))
     batch = sum(tensor.bytes for tensor in call.tensors.values()) if call is not None else 0
     tensors, gradients = parameters + optimizer + batch, gradient_bytes(trainer)
     # Those of earlier micro-batches stay where they are.
@@ -106,11 +108,6 @@ def gradient_bytes(trainer: Trainer) -> int:
 
 def _kept(device: torch.device) -> int:
     return malloc.kept_bytes() if device.type == "cpu" else 0
-
-
-def _optimizer_bytes(trainer: Trainer) -> int:
-    states = trainer.optimizer.state.values() if trainer.optimizer is not None else ()
-    return _bytes(value for state in states for value in state.values() if isinstance(value, torch.Tensor))
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:

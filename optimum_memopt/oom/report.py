@@ -3,7 +3,7 @@
 import functools
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,6 @@ class MemoryReport:
         sizes: of that micro-batch, by input: `input_ids` to `64 x 128`.
         held: bytes when the allocation failed: on CUDA allocated, on a CPU resident.
         requested: bytes of that allocation; None: the error does not say.
-        moment: where in the step.
         parts: what was held, in the order of the categories.
         suggestions: what would have fit, the recommended one first.
         remarks: what is not exact or not known, a line each.
@@ -125,8 +124,7 @@ class MemoryReport:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        fields = asdict(replace(self, sizes={}))
-        return {**fields, "sizes": dict(self.sizes), "accounted": self.accounted}
+        return {**asdict(self), "accounted": self.accounted}
 
     def save(self, folder: Path) -> tuple[Path, ...]:
         """Write `memory_report.json` and `.md`; of a rank beside the first with its number. Raises OSError."""
@@ -250,12 +248,7 @@ def _parts(
     first_outside: int,
     engine: Engine | None,
 ) -> tuple[Part, ...]:
-    """The bytes that were held, by category.
-
-    Args:
-        held: when the step began.
-        of_graphs: what it had allocated; empty where that is not held.
-    """
+    """What was held, by category: `held` when the step began, and `of_graphs`, empty where that is free again."""
     in_optimizer = failure.place.phase == OPTIMIZER_STEP
     there = {category: size for category, size in held.items() if category != OTHER}
     if in_optimizer:

@@ -26,7 +26,6 @@ class Engine(Protocol):
     """Trains a model, in place, under a memory plan. The defaults are those of an engine that does no more than that.
 
     Attributes:
-        name: as it is registered.
         reason: why this engine trains the model.
         outputs_read_by: asked at each training forward: who may read more of its outputs than the loss, empty when
             nobody does. None where there is no Trainer to ask.
@@ -46,12 +45,8 @@ class Engine(Protocol):
         """Refuse Trainer arguments that this engine cannot train with. Raises MemOptError."""
 
     def attach(self, model: torch.nn.Module) -> None:
-        """Take over the model's training forward, until `suspend` or `detach`.
-
-        Raises:
-            UnsupportedModelError: the engine cannot train this model.
-            MemOptError: the model has an engine already, or this engine is attached to another model.
-        """
+        """Take over the model's training forward, until `suspend` or `detach`. Raises UnsupportedModelError for what
+        the engine cannot train, MemOptError where the model has an engine already, or this engine another model."""
 
     def suspend(self) -> None:
         """Restore the model. What was compiled for it is kept for the next `attach`, as are the plans."""

@@ -90,8 +90,8 @@ class EngineFactory(Generic[Options]):
         raise NotImplementedError
 
     def trainer_parts(self, trainer: "Trainer", engine: Engine, options: Options) -> TrainerParts:
-        """The parts that this engine's options (of `in_force`) need on a Trainer, which is left as it is. Called for all
-        engines, whichever trains. Raises MemOptError for options that do not go with this Trainer."""
+        """The parts that this engine's options need on a Trainer, which is left as it is; called for all engines,
+        whichever trains. Raises MemOptError for options that do not go with this Trainer."""
         return TrainerParts()
 
     def environment_report(self) -> Report:

@@ -158,11 +158,9 @@ class ModelOfRun:
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """The plan of one budget.
+    """The plan of one budget, in bytes.
 
     Attributes:
-        budget: bytes that the step may take.
-        peak: bytes that it takes.
         extra_seconds: of what is recomputed.
         seconds: of forward and backward without.
     """
@@ -174,7 +172,7 @@ class CurvePoint:
 
     @property
     def extra_time(self) -> float:
-        """Extra time as a share of the step's."""
+        """As a share of the step's."""
         return self.extra_seconds / self.seconds if self.seconds else 0.0
 
 
@@ -217,7 +215,6 @@ class Estimate(Protocol):
     """The predicted memory of a training step that is not run.
 
     Attributes:
-        plan: activation by activation.
         curve: plans of budgets, from the smallest to the largest; empty where nobody asked.
         batches: steps of other batch sizes; empty where nobody asked.
         costs: where the curve's times are from, as `roofline H100`.
@@ -225,7 +222,6 @@ class Estimate(Protocol):
         peak_mib: of the bytes that tensors ask for.
         allocated: bytes of the blocks of the device's allocator at the peak; None where it has none that is known.
         reserved: bytes that this allocator takes of the device; None where it has none that is known.
-        capacity: of the device.
     """
 
     @property

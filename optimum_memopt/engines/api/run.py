@@ -72,10 +72,8 @@ class Run:
 
 @dataclass(frozen=True)
 class Selection:
-    """The plan that was asked for: a config, a level from 1 on, a budget, or a plan file.
-
-    `strict`: ids that do not exist are errors instead of remarks.
-    """
+    """The plan that was asked for: a config, a level from 1 on, a budget, or a plan file. If `strict`, ids that do not
+    exist are errors instead of remarks."""
 
     config: PlanConfig | None = None
     level: int = 0

@@ -47,14 +47,11 @@ class AutoEngine:
     here is forwarded to the engine that trains the model.
 
     Args:
-        first: the engine to try.
         create_second: makes the other one with these plans.
         unused: flags that the other one does not read, for the line that says so.
     """
 
-    def __init__(
-        self, first: Engine, create_second: Callable[[Selection], Engine], unused: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, first: Engine, create_second: Callable[[Selection], Engine], unused: Sequence[str]) -> None:
         self._current = first
         self._create_second: Callable[[Selection], Engine] | None = create_second
         self._unused = f" ({', '.join(unused)} not used)" if unused else ""

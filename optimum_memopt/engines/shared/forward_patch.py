@@ -86,9 +86,19 @@ class TrainingForward:
         self.train: TrainForward | None = None
         self.previous = model.__dict__.get("forward")
         self.plain_forward: Callable[..., Any] = model.forward
-        self._function = self._patch(type(model))
         # The forward that had wrapped this one at `stop`, so that it could not be removed.
         self._wrapped_by: Any = None
+        patched = self.previous.__func__ if isinstance(self.previous, types.MethodType) else type(model).forward
+
+        @functools.wraps(patched)
+        def forward(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            if module is not self._model:
+                return types.MethodType(patched, module)(*args, **kwargs)
+            if self.train is not None and module.training and torch.is_grad_enabled():
+                return self.train(*args, **kwargs)
+            return self.plain_forward(*args, **kwargs)
+
+        self._function = forward
 
     def start(self, train: TrainForward) -> None:
         """Send training forwards to `train` until `stop`."""
@@ -115,20 +125,6 @@ class TrainingForward:
         """True where `start` would patch the same forward as the last time."""
         current = self._model.__dict__.get("forward")
         return self.train is not None or current is (self.previous if self._wrapped_by is None else self._wrapped_by)
-
-    def _patch(self, model_class: type[torch.nn.Module]) -> Callable[..., Any]:
-        training_forward = self
-        patched = self.previous.__func__ if isinstance(self.previous, types.MethodType) else model_class.forward
-
-        @functools.wraps(patched)
-        def forward(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if model is not training_forward._model:
-                return types.MethodType(patched, model)(*args, **kwargs)
-            if training_forward.train is not None and model.training and torch.is_grad_enabled():
-                return training_forward.train(*args, **kwargs)
-            return training_forward.plain_forward(*args, **kwargs)
-
-        return forward
 
 
 # Weak both ways: one that something has wrapped is kept by the model, any other one by its engine.

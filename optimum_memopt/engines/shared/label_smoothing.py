@@ -16,9 +16,6 @@ from transformers.trainer_pt_utils import LabelSmoother
 from optimum_memopt.engines.api.engine import Engine
 from optimum_memopt.engines.shared.in_place import engine_of
 
-# Takes outputs, labels and `num_items_in_batch`.
-SmoothedLoss = Callable[[Any, torch.Tensor, Any], torch.Tensor]
-
 
 @dataclass(frozen=True)
 class LabelSmoothing:
@@ -47,12 +44,14 @@ class LabelSmoothing:
         """As `Trainer.compute_loss` computes it."""
         return self.smoother(outputs, labels, shift_labels=self.shift_labels, num_items_in_batch=items)
 
-    def wrap(self, forward: Callable[..., Any], loss: SmoothedLoss | None = None) -> Callable[..., Any]:
+    def wrap(
+        self, forward: Callable[..., Any], loss: Callable[[Any, torch.Tensor, Any], torch.Tensor] | None = None
+    ) -> Callable[..., Any]:
         """`forward` with the smoothed loss in its outputs where `labels` are given.
 
         Args:
             forward: takes `labels` by name, returns logits of shape (…, classes) as `logits` or first.
-            loss: computes the smoothed loss; None: as the Trainer does.
+            loss: the smoothed loss of outputs, labels and `num_items_in_batch`; None: as the Trainer computes it.
         """
 
         def smoothed(*args: Any, labels: torch.Tensor | None = None, **kwargs: Any) -> Any:

@@ -77,12 +77,8 @@ def factory(name: str) -> EngineFactory[Any]:
 def choose_engines(name: str, options: EngineOptions | None = None) -> tuple[tuple[str, ...], str]:
     """The engine for a value of `--memory_opt_engine`, behind it those that could take over, and why it is the first.
 
-    Args:
-        name: `auto`, or a registered name.
-        options: what the engines are to do; None: anything.
-
-    Raises:
-        MemOptError: no such engine, or none that works on this machine.
+    `options`: what the engines are to do; None: anything. Raises MemOptError where there is no such engine, or none
+    that works on this machine.
     """
     if name != AUTO:
         if missing := factory(name).missing():
