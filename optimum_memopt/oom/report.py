@@ -94,11 +94,7 @@ class MemoryReport:
             if shown := _by_row(part.tensors)[:_SHOWN]:
                 lines += ["", f"largest {part.category}"]
                 lines += [_row(f"{row}{layers}", size, size / self.held) for row, layers, size in shown]
-        lines += [
-            "",
-            "suggestions",
-            *(map(_suggestion_line, self.suggestions) if self.suggestions else ["  none found"]),
-        ]
+        lines += ["", "suggestions"] + ([*map(_suggestion_line, self.suggestions)] or ["  none found"])
         return "\n".join([*lines, *(f"note: {remark}" for remark in self.remarks)])
 
     def to_markdown(self) -> str:
@@ -188,7 +184,8 @@ def report_of(
     engine = engine_of(model)
     held = held_at_start(trainer, start, call)
     explained = _explained(failure, trainer, held, call, engine)
-    in_optimizer = failure.place.phase == OPTIMIZER_STEP
+    if in_optimizer := failure.place.phase == OPTIMIZER_STEP:
+        held[GRADIENTS] = gradient_bytes(trainer)
     inputs = call.tensors if call is not None else {}
     return MemoryReport(
         error=failure.error,
@@ -203,7 +200,7 @@ def report_of(
         held=failure.held,
         requested=failure.requested,
         moment=explained.moment,
-        parts=_parts(failure, trainer, held, explained.parts, first_outside, engine),
+        parts=_parts(failure, held, explained.parts, first_outside, engine),
         suggestions=explained.suggestions,
         remarks=(*((_FEWER_STATES,) if in_optimizer else ()), *explained.remarks),
     )
@@ -241,22 +238,13 @@ def _explained(
 
 
 def _parts(
-    failure: Failure,
-    trainer: Trainer,
-    held: Mapping[str, int],
-    of_graphs: Iterable[Part],
-    first_outside: int,
-    engine: Engine | None,
+    failure: Failure, held: Mapping[str, int], of_graphs: Iterable[Part], first_outside: int, engine: Engine | None
 ) -> tuple[Part, ...]:
     """What was held, by category: `held` when the step began, and `of_graphs`, empty where that is free again."""
-    in_optimizer = failure.place.phase == OPTIMIZER_STEP
-    there = {category: size for category, size in held.items() if category != OTHER}
-    if in_optimizer:
-        there[GRADIENTS] = gradient_bytes(trainer)
     outside, by_category = held[OTHER], {part.category: part for part in of_graphs}
-    rest = failure.held - sum(there.values()) - outside
+    rest = failure.held - sum(held.values())
     if not by_category:
-        category = TEMPORARY if in_optimizer else SAVED
+        category = TEMPORARY if failure.place.phase == OPTIMIZER_STEP else SAVED
         by_category = {category: Part(category, max(0, rest))}
     elif (excess := sum(part.bytes for part in by_category.values()) - rest) > 0:
         # This step has taken again what malloc had kept.
@@ -269,9 +257,9 @@ def _parts(
     else:
         outside += min(-excess, failure.kept)
     parts = []
-    for category in (*there, SAVED, RECOMPUTED, TEMPORARY):
+    for category in (*(category for category in held if category != OTHER), SAVED, RECOMPUTED, TEMPORARY):
         part = by_category.get(category, Part(category, 0))
-        parts.append(Part(category, part.bytes + there.get(category, 0), part.tensors))
+        parts.append(Part(category, part.bytes + held.get(category, 0), part.tensors))
     return (*parts, Part(OTHER, outside))
 
 
