@@ -242,13 +242,11 @@ class InputDensityCallback(HookingCallback):
         inputs = embedding_inputs(batch, getattr(trainer.model, "main_input_name", None))
         for name in (name for name in inputs if name not in labels):
             if name not in self._tallies:
-                padding = padding_of(name, batch, trainer.processing_class, trainer.model)
-                self._tallies[name] = _Tally("EMBED", padding)
-                if padding.mask:
-                    why = f"{padding.index} is a real token too"
-                    if padding.index is None:
-                        why = "there is no padding index"
-                    self.reporter.lines(f"density of {name} is read from {padding.mask}: {why}")
+                mark = padding_of(name, batch, trainer.processing_class, trainer.model)
+                self._tallies[name] = _Tally("EMBED", mark)
+                if mark.mask:
+                    why = "there is no padding index" if mark.index is None else f"{mark.index} is a real token too"
+                    self.reporter.lines(f"density of {name} is read from {mark.mask}: {why}")
             self._tallies[name].add(batch, name, self._due)
         for name in labels:
             self._tallies.setdefault(name, _Tally("LABEL", Padding(index=IGNORE_INDEX))).add(batch, name, self._due)
