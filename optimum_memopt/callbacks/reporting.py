@@ -76,9 +76,9 @@ def log_to_trackers(trainer: Trainer, metrics: Mapping[str, float]) -> None:
     """Give metrics, at the current global step, to the Trainer's trackers.
 
     Trackers are the callbacks of `--report_to` (transformers' `INTEGRATION_TO_CALLBACK`, subclasses too), whose
-    `on_log` is called as Trainer calls it, and callbacks that have a method `on_memopt_log`. Neither
-    `trainer.log`, which trainers override to average and clear counters of their own (TRL), nor `state.log_history`,
-    the progress bar or any other callback sees anything.
+    `on_log` is called as Trainer calls it, and callbacks that have a method `on_memopt_log`. Neither `trainer.log`,
+    which trainers override to average and clear counters of their own (TRL), nor `state.log_history`, the progress bar
+    or any other callback sees anything.
     """
     # Looked up each time: the table is open to integrations that others add.
     trackers = tuple(integration_utils.INTEGRATION_TO_CALLBACK.values())

@@ -60,7 +60,7 @@ def held_at_start(trainer: Trainer, start: StepStart, call: ForwardCall | None) 
 
 
 def failure_of(error: Exception, trainer: Trainer, start: StepStart, place: Place | None = None) -> Failure:
-    """What an error tells before anything is freed; `place`: where that is known already."""
+    """The failure that an error tells of, read before anything is freed; `place`: where that is known already."""
     said, device = shortage(error), trainer.args.device
     # What a backward or another runtime held is free again when its error gets here.
     highest = peak_bytes(device)

@@ -240,7 +240,7 @@ def _explained(
 def _parts(
     failure: Failure, held: Mapping[str, int], of_graphs: Iterable[Part], first_outside: int, engine: Engine | None
 ) -> tuple[Part, ...]:
-    """What was held, by category: `held` when the step began, and `of_graphs`, empty where that is free again."""
+    """The bytes by category: `held` when the step began, and `of_graphs`, which is empty where that is free again."""
     outside, by_category = held[OTHER], {part.category: part for part in of_graphs}
     rest = failure.held - sum(held.values())
     if not by_category:
