@@ -58,6 +58,7 @@ def run_out_with(
     model.zero_grad(set_to_none=True)
     tensors = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers(), *batch.values()))
     fields = {
+        "error": "",
         "model": model,
         "call": forward_call((), batch, ""),
         "place": place,

@@ -133,5 +133,5 @@ def test_few_micro_batches_are_looked_at():
 
 def test_memory_bandwidth_is_named():
     step = PredictedStep(GIB, {BANDWIDTH: 2.0, COMPUTE: 1.0}, 0.5, 1.0)
-    assert step.micro_batch == 3 and step.total(3) == 11
+    assert step.total(3) == 11
     assert step.by_bound(3) == {BANDWIDTH: 6, COMPUTE: 3, OPTIMIZER_PART: 2}

@@ -22,7 +22,6 @@ from optimum_memopt.callbacks.input_density import (
     Density,
     InputDensityCallback,
     Padding,
-    density,
     embedding_inputs,
     label_inputs,
     padding_of,
@@ -55,6 +54,10 @@ def roberta(model_class=RobertaForMaskedLM, **config):
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
     return model_class(RobertaConfig(vocab_size=50, max_position_embeddings=20, **sizes, **config))
+
+
+def density(tensor, index):
+    return Density(tuple(valid_per_row(tensor, index).tolist()), tensor.numel())
 
 
 def gpt2():

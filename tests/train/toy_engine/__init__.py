@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from optimum_memopt.engines.api.engine import Engine
 from optimum_memopt.engines.api.factory import EngineFactory
 from optimum_memopt.engines.api.run import Selection
-from optimum_memopt.engines.shared.registry import register_engine
+from optimum_memopt.engines.shared.registry import Registration, register_engine
 
 
 @dataclass
@@ -24,4 +24,4 @@ class ToyFactory(EngineFactory):
         return ToyEngine(options.toy_step, selection)
 
 
-register_engine("toy", options=ToyOptions, load=ToyFactory, summary="counts forwards", order=-1)
+register_engine(Registration("toy", options=ToyOptions, load=ToyFactory, summary="counts forwards", order=-1))
