@@ -59,10 +59,6 @@ class LimitedTensors(TorchDispatchMode):
         self.live -= size
 
 
-def _storages(tree: Any) -> list[torch.UntypedStorage]:
-    return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
 class RunsOut(MemOptTrainer):
     """Runs out of memory at chosen training forwards, counted from 1; a step that is run again counts again.
 

@@ -92,11 +92,6 @@ def test_what_two_frozen_matrices_give_is_saved(adapted):
     assert set(products) <= {candidate.activation.root for candidate in adapted.candidates}
 
 
-def test_no_row_claims_them(adapted):
-    claimed = {candidate.activation.root for candidate in adapted.candidates}
-    assert claimed.isdisjoint(adapted.graph.constants)
-
-
 def test_a_cast_of_a_trained_weight_is_none(adapted):
     gradients = adapted.joint.outputs[adapted.num_fwd_outputs :]
     pairs = zip(adapted.joint.inputs, gradients, strict=True)

@@ -1,4 +1,4 @@
-"""The events of a graph against plain liveness with sympy, equal to the byte."""
+"""The events of a graph, and sizes that are computed without sympy; `test_simulation.py` compares each operator."""
 
 import pytest
 import sympy
@@ -8,34 +8,13 @@ from optimum_memopt.engines.compile.graph.joint import root, storage_bytes
 from optimum_memopt.engines.compile.graph.symbols import compile_sizes
 from optimum_memopt.engines.compile.memory.events import bytes_during, schedule
 from optimum_memopt.engines.compile.memory.tape import Tape, compose
-from tests.graph import reference_liveness
 
-PLANS = {
-    "roberta": ("", "level 1", "level 2", "Gelu+:1:-1,Dropout+:3:2"),
-    "gpt2": ("", "level 1", "FastGelu+:1:-1"),
-    "albert": ("", "level 1", "FastGelu+:3:-1"),
-}
 ROWS, LENGTH = (sympy.Symbol(name, integer=True, positive=True) for name in ("rows", "length"))
 LARGE = 2**53 + 1
 
 
-@pytest.mark.parametrize(("model", "asked"), [(model, asked) for model, plans in PLANS.items() for asked in plans])
-def test_every_operator_holds_what_the_reference_says(request, model, asked):
-    captured = request.getfixturevalue(model)
-    parts = captured.split(asked)
-    graphs = parts.forward, parts.backward, parts.num_fwd_outputs
-    inputs = {node.name for node in parts.forward.graph.find_nodes(op="placeholder")}
-    static = {name for name in inputs if "primals_1" not in name}
-    events = schedule(*graphs, static)
-    for grown in (0, 2**20 + 1):
-        sizes = {symbol: size + grown for symbol, size in captured.sizes.items()}
-        prediction = events.predict(sizes)
-        assert prediction == reference_liveness.predict(*graphs, sizes)
-        assert prediction.forward.peak.held == max(prediction.forward.held)
-
-
-@pytest.mark.parametrize("model", PLANS)
-@pytest.mark.parametrize("asked", ["", "level 1"])
+@pytest.mark.parametrize("model", ["roberta", "gpt2", "albert"])
+@pytest.mark.parametrize("asked", ["", "level 1", "FusedMatMul+Add+:3:1"])
 def test_a_tape_of_one_graph_has_its_prediction(request, model, asked):
     captured = request.getfixturevalue(model)
     parts = captured.split(asked)

@@ -41,17 +41,6 @@ def test_without_strict_an_unknown_id_is_a_warning_and_the_rest_is_applied(attac
 
 
 @pytest.mark.parametrize(
-    "text",
-    nightly(
-        ["Gelu+:1:0", "Gelu+:0:-1", "Gelu+:1:0,LayerNormalization+:0:0"], but=["Gelu+:1:0,LayerNormalization+:0:0"]
-    ),
-)
-def test_count_0_and_strategy_0_mean_off(attach: Attach, text: str) -> None:
-    engine = first_step(attach, config(text))
-    assert engine.plans().enabled == ()
-
-
-@pytest.mark.parametrize(
     ("asked", "applied", "changes"),
     [("BiasGelu+:1:-1", "Gelu+:1:-1", {}), ("BitmaskDropout+:1:-1", "Dropout+:1:-1", DROPOUT)],
 )

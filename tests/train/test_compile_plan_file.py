@@ -8,7 +8,6 @@ import torch
 
 from optimum_memopt.engines.api.run import Selection, StepSpec
 from optimum_memopt.engines.compile.graph.symbols import SymbolNames
-from optimum_memopt.engines.compile.partition.producers.plan_file import FromPlanFile
 from optimum_memopt.engines.compile.predict.estimate import estimate
 from optimum_memopt.engines.compile.predict.table import to_table
 from optimum_memopt.engines.compile.train.engine import CompileEngine
@@ -138,12 +137,6 @@ def test_an_operator_that_is_not_there_is_named(made: PlanFile) -> None:
 def test_a_graph_more_than_the_file_has(made: PlanFile) -> None:
     with pytest.raises(MemOptError, match="this is graph 1 of the forward, and the file has 0"):
         run_engine(roberta(), Selection(plan=replace(made, graphs=())))
-
-
-def test_a_plan_file_comes_before_all_other_producers() -> None:
-    plan = PlanFile("", "plain", {}, ())
-    assert FromPlanFile.of(Selection(plan=plan)) == FromPlanFile(plan)
-    assert FromPlanFile.of(Selection(level=1)) is None
 
 
 def test_a_plan_is_for_one_loss(tmp_path: Path) -> None:

@@ -207,13 +207,6 @@ def test_grad_tensors_are_found_in_any_output():
     assert list(grad_tensors(None)) == []
 
 
-def test_hooks_are_gone_after_training(train):
-    model = roberta()
-    train(model, token_data())
-    assert not model._forward_hooks
-    assert not model._forward_pre_hooks
-
-
 def test_a_forward_replaced_on_the_instance(train):
     model = roberta()
     inner = copy.copy(model)  # shares the hooks of the model, as the engines' copies do

@@ -19,7 +19,7 @@ from optimum_memopt.engines.compile.partition.strategies.offload import place_co
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.plans.grammar import Strategy
-from tests.compiled import DROPOUT, Run, assert_bitwise_same, run, selection
+from tests.compiled import Run, assert_bitwise_same, run, selection
 from tests.gradients import accumulate
 from tests.model_zoo import ZOO
 
@@ -184,31 +184,6 @@ def test_several_forwards_before_their_backwards(blocks, batch, gelus, norms):
     for ours, plain in zip(with_both.parameters(), expected[1].values(), strict=True):
         torch.testing.assert_close(ours.grad, plain)
     engine.detach()
-
-
-@pytest.fixture(scope="module")
-def transformer():
-    """With dropout, a batch for it, and its step without a plan."""
-    model, batch = CASE.build(**DROPOUT), CASE.batch(8, 32)
-    return model, batch, run(model, "", batch, seed=3)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("plan", ["Add+:3:2,Gelu+:3:-1", "FusedMatMul+Add+Reshape+Transpose+:3:-1,Dropout+:3:-1"])
-def test_a_transformer(transformer, plan):
-    model, batch, without_plan = transformer
-    ours = run(model, plan, batch, seed=3)
-    assert_bitwise_same(ours, without_plan)
-    ours.split.check(ours.table)
-    counts = {row.config: (row.requested_count, row.applied_count) for row in ours.table.enabled}
-    if plan.startswith("Add+"):
-        # The residual streams, of which the first two in graph order, and both gelus.
-        assert counts == {"FusedMatMul+Add+Dropout+Add+:3:-1": (2, 2), "Gelu+:3:-1": (-1, 2)}
-        streams = [candidate for candidate in ours.split.graph.candidates if "Dropout+Add+:3" in candidate.row]
-        hosts = [f"{candidate.activation.root.name}_on_host" for candidate in streams]
-        assert [host in ours.split.saved_for_backward for host in hosts] == [True, True, False, False]
-    else:
-        assert all(applied for _, applied in counts.values()) and len(counts) == 2
 
 
 def test_an_id_that_has_nothing_to_offload_is_refused(blocks, batch):

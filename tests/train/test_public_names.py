@@ -111,8 +111,3 @@ def test_no_module_imports_what_transformers_does_not(imported_so_far):
 def test_plans_need_neither_torch_nor_transformers():
     statements = "import optimum_memopt.plans.grammar, optimum_memopt.plans.table"
     assert imported(f"{statements}\nassert not {{'torch', 'transformers'}} & set(sys.modules)") == set()
-
-
-def test_modules_of_the_names_exist():
-    for module in set(optimum_memopt._MODULES.values()):
-        importlib.import_module(f"optimum_memopt.{module}")

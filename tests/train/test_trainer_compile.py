@@ -12,12 +12,11 @@ from safetensors.torch import load_file
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, TrainingArguments
 
 from optimum_memopt import MemOptError, MemOptOptions, attach, optimize, run_summary
+from optimum_memopt.engines.compile.capture.capture import check_trainer_arguments
 from optimum_memopt.engines.ort.compat import installation
-from optimum_memopt.engines.shared.auto import create
 from optimum_memopt.engines.shared.in_place import engine_of
 from optimum_memopt.engines.shared.registry import choose_engines
 from optimum_memopt.errors import UnsupportedModelError
-from optimum_memopt.options import resolve
 from tests.gradients import assert_bitwise_same_step
 from tests.rotation import nightly
 from tests.trackers import numbers, tracked
@@ -37,11 +36,15 @@ def test_a_default_of_a_subclass_is_nothing_that_the_user_gave():
         Recipe(memory_opt_engine="compile", ort_fallback=True).check()
 
 
-def test_fsdp_by_accelerate_is_refused(tmp_path, monkeypatch):
+def test_fsdp_by_accelerate_and_several_gpus_in_one_process_are_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(MemOptError, match="FSDP with the compile engine.*use DDP or ZeRO 0, 1, 2"):
-        engine = create(resolve(MemOptOptions(memory_opt_engine="compile")))
-        engine.check_arguments(arguments(TrainingArguments, tmp_path))
+        check_trainer_arguments(arguments(TrainingArguments, tmp_path))
+    monkeypatch.delenv("ACCELERATE_USE_FSDP")
+    args = arguments(TrainingArguments, tmp_path)
+    args._n_gpu = 2
+    with pytest.raises(MemOptError, match="2 GPUs in one process.*CUDA_VISIBLE_DEVICES=0"):
+        check_trainer_arguments(args)
 
 
 def test_auto_takes_it_where_onnx_runtime_is_not_installed(tmp_path, monkeypatch):

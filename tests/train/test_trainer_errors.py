@@ -1,7 +1,5 @@
 """What cannot be trained is refused in one line before the optimizer's first step, and what ran dry is tried again."""
 
-import json
-
 import pytest
 import torch
 from transformers import Trainer, TrainerCallback
@@ -41,44 +39,6 @@ def test_a_good_run_does_step(tmp_path):
     steps = OptimizerSteps()
     make(tmp_path, NAME, callbacks=[steps], max_steps=2).train()
     assert steps.count == 2
-
-
-def test_a_config_file_is_read_like_a_config(tmp_path):
-    file = tmp_path / "plans.json"
-    file.write_text(json.dumps(["Gelu+:1:-1"]))
-    trainer = make(tmp_path, NAME, memory_opt_config=str(file), max_steps=1)
-    trainer.train()
-    assert [plan.config for plan in trainer.memopt.table.enabled] == ["Gelu+:1:-1"]
-    file.write_text('{"not": "a list"')
-    assert str(file) in refusal(tmp_path, memory_opt_config=str(file))
-
-
-def test_a_config_that_is_set_later_counts(tmp_path):
-    """In a notebook, arguments are changed in place between two runs."""
-    args = arguments(MemOptTrainingArguments, tmp_path, memory_opt_config="Gelu+:1:-1", max_steps=1)
-    args.memory_opt_config = "FusedMatMul+Add+:1:-1"
-    trainer = MemOptTrainer(build(NAME), args, collate, rows(NAME))
-    trainer.train()
-    assert [plan.config for plan in trainer.memopt.table.enabled] == ["FusedMatMul+Add+:1:-1"]
-
-
-def test_an_unknown_id_is_refused_with_its_near_matches_first(tmp_path):
-    message = refusal(tmp_path, memory_opt_config="Gelu+:1:-1,FusedMatMul+Ad+:1:-1")
-    start = 'no plan "FusedMatMul+Ad+" in this model; did you mean FusedMatMul+Add+ or '
-    assert message.startswith(start)
-    assert "Gelu+" in message
-
-
-def test_a_strategy_that_a_plan_does_not_have_is_refused(tmp_path):
-    assert refusal(tmp_path, memory_opt_config="Gelu+:2:-1") == "Gelu+:2:-1: this plan has strategy 1 only"
-
-
-def test_without_strict_an_unknown_id_is_a_warning(tmp_path):
-    trainer = make(tmp_path, NAME, memory_opt_config="Gelu+:1:-1,Nothing+:1:-1", memory_opt_strict=False, max_steps=1)
-    with log_lines() as lines:
-        trainer.train()
-    assert sum('no plan "Nothing+"' in line for line in lines) == 1
-    assert [plan.config for plan in trainer.memopt.table.enabled] == ["Gelu+:1:-1"]
 
 
 @pytest.mark.parametrize(

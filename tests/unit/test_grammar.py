@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optimum_memopt.errors import QUOTED, MemOptError, excerpt
+from optimum_memopt.errors import QUOTED, excerpt
 from optimum_memopt.plans.grammar import ConfigError, PlanConfig, PlanRequest, Strategy, parse, parse_file
 from optimum_memopt.plans.matching import UNFUSED, is_fused, match, operators, translate, unfused
 
@@ -211,10 +211,6 @@ def test_a_bom_is_named_as_what_is_wrong(tmp_path):
 def test_a_missing_file_without_ending_is_told_as_a_file(tmp_path):
     with pytest.raises(ConfigError, match="No such file"):
         PlanConfig.load(str(tmp_path / "plans"))
-
-
-def test_config_errors_are_the_package_s():
-    assert issubclass(ConfigError, MemOptError)
 
 
 GOOD = "Gelu+:1:-1,FusedMatMul+Add+:2:0,Softmax+:3:4"

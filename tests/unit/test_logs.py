@@ -5,7 +5,7 @@ import sys
 import pytest
 from tqdm.auto import tqdm
 
-from optimum_memopt.logs import LOG_LEVELS, LOGGER_NAME, get_logger, rank, set_log_level
+from optimum_memopt.logs import LOG_LEVELS, get_logger, rank, set_log_level
 
 
 def say(level, message):
@@ -83,12 +83,3 @@ def test_a_progress_bar_is_not_torn(monkeypatch):
     # As a terminal shows it: what a carriage return leaves to be written over.
     shown = [line.split("\r")[-1].rstrip() for line in terminal.getvalue().split("\n")]
     assert "[memopt] a line" in shown
-
-
-def test_an_unknown_level_is_an_error():
-    with pytest.raises(KeyError):
-        set_log_level("loud")
-
-
-def test_the_logger_is_the_package_s():
-    assert get_logger() is logging.getLogger(LOGGER_NAME)

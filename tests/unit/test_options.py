@@ -185,10 +185,6 @@ def test_help_explains_every_flag():
         assert " ".join(shown[:4]) in " ".join(text.split()), name
 
 
-def test_plain_training_arguments_have_no_flag_of_this_package():
-    assert not set(MemOptOptions.__dataclass_fields__) & set(TrainingArguments.__dataclass_fields__)
-
-
 @pytest.mark.parametrize("config", [None, "Gelu+:1:-1"])
 def test_arguments_survive_json_pickle_and_copies(tmp_path, config):
     args = arguments(tmp_path, memory_opt_config=config, log_memory_phases=True)
@@ -201,13 +197,6 @@ def test_arguments_survive_json_pickle_and_copies(tmp_path, config):
     as_json = json.loads(args.to_json_string())
     assert (as_json["memory_opt_config"], as_json["log_memory_phases"]) == (config, True)
     assert args.to_sanitized_dict()["memory_opt_engine"] == "auto"
-
-
-def test_a_config_that_is_set_later_counts():
-    options = MemOptOptions(memory_opt_config="Gelu+:1:-1")
-    options.check()
-    options.memory_opt_config = "Add+:1:-1"
-    assert str(options.plan_config) == "Add+:1:-1"
 
 
 def test_a_config_file_is_read_once(tmp_path, monkeypatch):

@@ -155,7 +155,3 @@ def test_a_page_in_a_notebook_and_in_a_file(tmp_path):
         assert (tmp_path / f"page.{name}.pickle").read_bytes() == page.snapshots[name]
     with pytest.raises(MemOptError, match="^report .*page.html: not written: No such file or directory$"):
         page.save(tmp_path / "nowhere" / "page.html")
-
-
-def test_the_same_data_is_the_same_page():
-    assert render(FULL) == render(FULL)
