@@ -1,5 +1,3 @@
-"""What all tests share."""
-
 import gc
 import logging
 import os
@@ -63,7 +61,7 @@ def _log_level():
 
 @pytest.fixture(autouse=True)
 def _is_not_left_to_plain_pytorch(request: pytest.FixtureRequest):
-    """What the compile engine fails at it leaves to plain PyTorch, with which every comparison would pass."""
+    """A model that the compile engine fails at is left to plain PyTorch, with which every comparison would pass."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
@@ -103,7 +101,6 @@ def _one_thread():
 
 @pytest.fixture
 def trainer_of(tmp_path: Path) -> Callable[..., Any]:
-    """A tiny Trainer for the tests of the callbacks."""
     import torch
     from transformers import RobertaConfig, RobertaForMaskedLM, Trainer, TrainingArguments
 

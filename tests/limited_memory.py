@@ -95,7 +95,7 @@ class RunsOut(MemOptTrainer):
 
 
 def data_bytes() -> int:
-    """What a limit on this process's data counts."""
+    """Bytes that a limit on this process's data counts."""
     return int(re.search(r"VmData:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 
 

@@ -93,7 +93,7 @@ MODULES = {module.name: module for module in map(Module, sorted(ROOT.rglob("*.py
 
 
 def in_modules(read: Callable[[Module], Collection[str]]) -> dict[str, list[str]]:
-    """What is read from each module in which something is, by its name."""
+    """Names that `read` finds, by module; modules without one are left out."""
     names = {name: sorted(read(module)) for name, module in MODULES.items()}
     return {name: each for name, each in names.items() if each}
 

@@ -1,5 +1,3 @@
-"""Trainer on a CUDA device, with all that a run may have beside its steps."""
-
 import math
 from pathlib import Path
 
@@ -13,8 +11,6 @@ STEPS, ACCUMULATION = 4, 2
 
 
 class Reported(TrainerCallback):
-    """Keeps what the callbacks report."""
-
     def __init__(self) -> None:
         self.names: set[str] = set()
 

@@ -1,5 +1,3 @@
-"""Which candidates a graph has: what can be recomputed or offloaded, and nothing that saves nothing."""
-
 import pytest
 import torch
 

@@ -1,5 +1,3 @@
-"""Seconds of operators, estimated and measured."""
-
 import json
 import os
 import resource

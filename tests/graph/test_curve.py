@@ -1,5 +1,3 @@
-"""The place of plans on the curve of budgets: with the peak that is predicted of them."""
-
 from dataclasses import replace
 
 import pytest

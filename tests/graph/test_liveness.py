@@ -1,4 +1,4 @@
-"""What running a graph is said to hold, against what the allocator gives and takes while it runs."""
+"""Predicted liveness of graphs against torch's allocator."""
 
 import pytest
 import torch

@@ -134,7 +134,6 @@ NOT_HERE = {
 
 @pytest.fixture(scope="module", params=["roberta-classification", "gpt2"])
 def ort_rows(request: pytest.FixtureRequest) -> tuple[str, dict[str, int]]:
-    """ONNX Runtime's ids for a model, with their frequency."""
     engine: Engine = create(resolve(MemOptOptions(memory_opt_engine="ort", ort_fallback=False)))
     case = ZOO[request.param]
     model = case.build(**(GPT2_DROPOUT if request.param == "gpt2" else DROPOUT))

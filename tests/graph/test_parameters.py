@@ -1,4 +1,4 @@
-"""What depends on frozen weights, buffers and constants alone waits for no backward under a plan by name."""
+"""A plan by name saves nothing that depends on frozen weights, buffers and constants alone."""
 
 from types import SimpleNamespace
 
@@ -16,8 +16,8 @@ from optimum_memopt.engines.compile.solver.solver import Solver
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.plans.plan_file import PlanFile
 from tests.captured import Captured, capture
-from tests.compiled import assert_bitwise_same, selection
-from tests.gradients import accumulate
+from tests.compiled import selection
+from tests.gradients import accumulate, assert_bitwise_same
 
 WIDTH, LENGTH, PLANS = 64, 48, ("Gelu+Cast+:1:-1", "level 1", "level 2")
 
@@ -64,7 +64,7 @@ def adapted() -> Captured:
 
 
 def constants(captured: Captured) -> list[torch.fx.Node]:
-    """Of the saved activations."""
+    """Saved activations that are constants."""
     return [one.root for one in captured.activations if one.root in captured.graph.constants]
 
 

@@ -1,4 +1,4 @@
-"""What forward and backward run under a plan: exactly what the plan says, in its order, and nothing random twice."""
+"""Forward and backward run exactly what the plan says, in its order, and nothing random twice."""
 
 import random
 from collections import Counter
@@ -186,7 +186,7 @@ def test_a_row_is_recomputed_just_before_it_is_read(roberta):
 
 
 def torchs_own(captured: Captured) -> Parts:
-    """What torch's partitioner makes of a joint graph that nobody has touched."""
+    """Torch's own partition of the untouched joint graph."""
     given = {"num_fwd_outputs": captured.num_fwd_outputs, **captured.others}
     halves = partitioners.min_cut_rematerialization_partition(captured.copied(), captured.inputs, **given)
     dropout.take_drawn_masks(halves[0])

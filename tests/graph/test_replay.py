@@ -1,5 +1,3 @@
-"""A joint graph that is run as a whole, to find out what it takes."""
-
 import torch
 
 from optimum_memopt.engines.compile.costs.times import replayed

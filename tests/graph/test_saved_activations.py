@@ -101,8 +101,6 @@ def test_a_real_models_saved_activations_are_the_storages_that_autograd_saves():
 
 
 class Keywords(torch.nn.Module):
-    """A model with its batch."""
-
     def __init__(self, model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> None:
         super().__init__()
         self.model, self.batch = model, batch
@@ -188,7 +186,7 @@ def mlp() -> torch.nn.Module:
 
 
 class Wrapped(torch.nn.Module):
-    """Of lists without a known name, one after the other."""
+    """Lists without a known name, one after the other."""
 
     def __init__(self, **lists: torch.nn.Module) -> None:
         super().__init__()

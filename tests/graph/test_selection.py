@@ -1,4 +1,4 @@
-"""What a user asks for against the rows of real graphs."""
+"""Configs against the rows of real graphs."""
 
 import re
 

@@ -1,5 +1,3 @@
-"""What the graphs of a forward leave each other of a budget."""
-
 from dataclasses import replace
 
 from optimum_memopt.engines.compile.costs.costs import Costs
@@ -34,7 +32,6 @@ def test_runs_of_a_graph_and_later_graphs_are_simulated(roberta: Captured) -> No
 
 
 def test_what_is_left_to_later_graphs(roberta: Captured) -> None:
-    """The graph twice, one run behind the other."""
     seconds = [1e-6] * len(roberta.joint.nodes)
     known = captured_graph(roberta.graph, Costs(tuple(seconds), "no"))
     alone = Solver(known.problem())

@@ -1,5 +1,3 @@
-"""Attaching, detaching and copying a model; hooks; the lines about a session that is built."""
-
 import copy
 import io
 import pickle

@@ -1,5 +1,3 @@
-"""Inputs, parameters, modes and statistics that change during training."""
-
 import copy
 from collections.abc import Callable
 

@@ -1,5 +1,3 @@
-"""ORT's flags and environment variables: which one wins, and what is refused."""
-
 import re
 
 import pytest

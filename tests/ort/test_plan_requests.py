@@ -1,5 +1,3 @@
-"""Configs that ONNX Runtime would silently ignore, recipes for other providers, and levels."""
-
 from typing import Any
 
 import pytest

@@ -1,5 +1,3 @@
-"""State that the engine leaves alone in a process and its threads; tables that are the same in every process."""
-
 import copy
 import importlib
 import logging

@@ -12,7 +12,6 @@ from tests.saved_configs import save
 
 
 def refused(capsys, *arguments: str) -> str:
-    """The line that the command ends in."""
     parser = ArgumentParser()
     PlanCommand.parse_args(parser)
     asked = parser.parse_args(["--task", "fill-mask", "--seq_len", "9", "--engine", "compile", *arguments])

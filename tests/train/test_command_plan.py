@@ -44,7 +44,6 @@ def measure(folder: str, rows: str, *arguments: str) -> subprocess.CompletedProc
 
 
 def run(*arguments: str) -> None:
-    """The command in this process."""
     parser = ArgumentParser()
     PlanCommand.parse_args(parser)
     PlanCommand(None, parser.parse_args(arguments), from_defaults_factory=True, parser=parser).run()

@@ -53,7 +53,7 @@ def test_the_same_step_in_less_memory(name, return_dict):
 
 
 class Sink(torch.autograd.Function):
-    """What DistributedDataParallel puts around a module's outputs: a gradient that nobody computed stays None."""
+    """As DistributedDataParallel wraps a module's outputs: a gradient that nobody computed stays None."""
 
     @staticmethod
     def forward(ctx, *outputs):

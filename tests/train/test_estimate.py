@@ -1,4 +1,4 @@
-"""What is predicted without running a model is what its first step is planned with."""
+"""A prediction without a run is what the first step is planned with."""
 
 from dataclasses import replace
 
@@ -73,7 +73,6 @@ def check_fixed_sizes(found: PlanTable, expected: PlanTable) -> None:
 
 
 def test_nothing_is_allocated_and_nothing_left_behind(tmp_path):
-    """A model of 1.6 GB."""
     from optimum_memopt.memory.peak_monitor import PeakMonitor
 
     sizes = {"hidden_size": 8192, "intermediate_size": 8192, "num_hidden_layers": 1, "vocab_size": 1000}

@@ -1,4 +1,4 @@
-"""What a step is said to have held when it ran out of memory, against what it did hold."""
+"""The explanation of a step that ran out of memory against what the step held."""
 
 from typing import Any
 

@@ -22,7 +22,7 @@ REASON = r"\(RuntimeError: .*\)"
 
 @torch.library.custom_op("optimum_memopt_tests::widened", mutates_args=())
 def widened(x: torch.Tensor) -> torch.Tensor:
-    """Of another type than its trace has, in which a conversion after it does nothing."""
+    """Returns another type than its trace has, in which a conversion after it does nothing."""
     return x.double()
 
 

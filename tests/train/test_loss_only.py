@@ -21,8 +21,6 @@ OPTIONS = {"memory_opt_engine": "compile", "memory_opt_compiler": "aot_eager"}
 
 
 class Classifier(torch.nn.Module):
-    """Compiled in a second."""
-
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
@@ -106,8 +104,6 @@ def wrap_forward(trainer):
 
 
 class InTraining(TrainerCallback):
-    """Changes the Trainer when its engine has taken the model over."""
-
     def __init__(self, change, trainer):
         self.change, self.trainer = change, trainer
 

@@ -14,8 +14,6 @@ NAMES = nightly([TINY, "gpt2", "bart"], but=[TINY])
 
 
 class Rows(list):
-    """Sequences of one length, with some labels left out."""
-
     def __init__(self, count=16, length=12):
         generator = torch.Generator().manual_seed(0)
         for _ in range(count):

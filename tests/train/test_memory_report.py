@@ -131,7 +131,7 @@ class Wide(torch.nn.Module):
 
 
 class Failing(torch.optim.AdamW):
-    """Of its two states the first was made when memory ran out."""
+    """Runs out of memory with the first of its two states made."""
 
     def step(self, closure: Any = None) -> None:
         for parameter in self.param_groups[0]["params"]:
@@ -140,7 +140,6 @@ class Failing(torch.optim.AdamW):
 
 
 def test_the_optimizers_step(tmp_path):
-    """Its states are made in its first step."""
     callback = MemoryReportCallback()
     trainer = make(tmp_path, "small", plain=True, optimizers=(None, None), callbacks=[callback])
     trainer.optimizer = Failing(trainer.model.parameters(), lr=0.1)

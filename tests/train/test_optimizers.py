@@ -50,7 +50,7 @@ def _deepspeed_on_the_cpu(monkeypatch):
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
-    """What 20 steps of torch's own AdamW end in, in a stock Trainer."""
+    """A stock Trainer after 20 steps of torch's own AdamW."""
     trainer = make(tmp_path_factory.mktemp("reference"), NAME, plain=True, optim="adamw_torch", **TRAINING)
     trainer.train()
     return trainer
@@ -62,7 +62,6 @@ def optimizer_class(trainer):
 
 
 def groups(trainer):
-    """Names, weight decay, learning rate of each group."""
     names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
     return [
         ([names[id(p)] for p in group["params"]], group["weight_decay"], group["lr"])
@@ -215,7 +214,7 @@ def test_a_run_that_is_not_in_fp16_says_so(tmp_path):
 
 
 def run_under_deepspeed(folder, what):
-    """What `deepspeed_runs.py` has found, and its stderr."""
+    """The findings of `deepspeed_runs.py`, and its stderr."""
     port = str(fresh_process.free_port())
     world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     environment = {**os.environ, **world, "DS_ACCELERATOR": "cpu"}

@@ -1,4 +1,4 @@
-"""What a wheel holds: an editable install would hide a package that `setup.cfg` forgets."""
+"""The files of a wheel: an editable install would hide a package that `setup.cfg` forgets."""
 
 import shutil
 import subprocess

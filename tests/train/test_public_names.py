@@ -87,7 +87,6 @@ STEPS = {
 
 @pytest.fixture(scope="module")
 def imported_so_far():
-    """Names of the modules that the one process has after each step."""
     lines = ["import json, sys", "found = {}"]
     for step, (modules, _) in STEPS.items():
         lines += [*(f"import {module}" for module in modules), f"found[{step!r}] = sorted(sys.modules)"]

@@ -1,5 +1,3 @@
-"""What is the compile engine's own in a Trainer: its arguments, the model's config, mixed precision, recompiles."""
-
 import json
 import re
 import threading
@@ -186,7 +184,7 @@ class NoText:
 
 
 class Halfway(torch.nn.Module):
-    """What torch cannot trace comes after a graph that has run."""
+    """Cannot be traced behind a graph that has run."""
 
     def __init__(self):
         super().__init__()

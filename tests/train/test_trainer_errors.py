@@ -1,4 +1,4 @@
-"""What cannot be trained is refused in one line before the optimizer's first step, and what ran dry is tried again."""
+"""Errors of one line before the optimizer's first step, and steps that ran dry and are tried again."""
 
 import pytest
 import torch
@@ -128,7 +128,7 @@ class RunsDry:
 
 
 class MasksAgree(TrainerCallback):
-    """Whether the classifier's gradient was made with the dropout mask of the forward that made the logits.
+    """Compares the classifier's gradient with that of the dropout mask in the forward that made the logits.
 
     Of `logits = W dropout(x) + b` the sum of W times its gradient is the sum of (logits - b) times theirs, which is
     known, unless the recomputed dropout drew another mask.

@@ -72,7 +72,7 @@ class Attached:
 
 @pytest.fixture(scope="module")
 def free() -> Footprint:
-    """Of a step without a plan."""
+    """A step without a plan."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         hold(monkeypatch, HELD)
         one = Attached(None)

@@ -1,5 +1,3 @@
-"""Files of control groups, as a process sees them."""
-
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,15 +13,7 @@ V1 = """24 23 0:6 / /dev rw,relatime - devtmpfs devtmpfs rw,size=1k,mode=755
 def run_in(
     root: Path, mounts: str, groups: str, files: Mapping[str, Mapping[str, object]], at: str = "sys/fs/cgroup"
 ) -> None:
-    """Write what a process in a group finds.
-
-    Args:
-        root: folder for `proc` and `sys`.
-        mounts: of /proc/self/mountinfo.
-        groups: of /proc/self/cgroup.
-        files: of each group, by its path in the mount.
-        at: the mount.
-    """
+    """Write the files that a process in a group finds: `files` by group and name, below the mount `at`."""
     texts = {"proc/self": {"mountinfo": mounts, "cgroup": groups}}
     texts |= {f"{at}/{group}": {name: f"{value}\n" for name, value in found.items()} for group, found in files.items()}
     for folder, named in texts.items():

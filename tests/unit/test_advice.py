@@ -1,5 +1,3 @@
-"""Advice from made-up peaks and seconds."""
-
 from dataclasses import dataclass, field, replace
 
 import pytest

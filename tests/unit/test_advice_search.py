@@ -1,5 +1,3 @@
-"""Searches over micro-batches."""
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

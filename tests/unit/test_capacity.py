@@ -1,5 +1,3 @@
-"""How much memory a process may take."""
-
 import resource
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-"""What is kept of a run for the page about it."""
-
 from optimum_memopt import InputDensityCallback, MemoryPhasesCallback
 from optimum_memopt.report.data import CollectingCallback, thinned
 from tests.trackers import Tracker

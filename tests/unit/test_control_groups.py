@@ -1,5 +1,3 @@
-"""Limits of the groups that a process is in."""
-
 from pathlib import Path
 
 import pytest
@@ -71,5 +69,4 @@ def test_a_machine_without_groups(tmp_path: Path) -> None:
 
 
 def test_this_process() -> None:
-    """Whatever there is on this machine can be read."""
     assert all(group.limit > 0 for group in control_groups(Path("/")))

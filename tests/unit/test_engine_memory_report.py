@@ -1,5 +1,3 @@
-"""A report of a step that ran out of memory: on the screen and in files."""
-
 import json
 from dataclasses import replace
 

@@ -1,5 +1,3 @@
-"""Hooks are gone when `train()` is over, however it ends."""
-
 import pickle
 
 import pytest

@@ -36,7 +36,6 @@ WIDTH = 10
 
 
 def padded(index, lengths=LENGTHS, low=5):
-    """(rows, WIDTH) ids with `index` after each row's length."""
     ids = torch.randint(low, 40, (len(lengths), WIDTH))
     for row, length in zip(ids, lengths, strict=True):
         row[length:] = index

@@ -1,5 +1,3 @@
-"""The log file: what is wrong with its path is found before training, and what happens to it later costs it alone."""
-
 import json
 
 import pytest

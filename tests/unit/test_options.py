@@ -200,7 +200,6 @@ def test_arguments_survive_json_pickle_and_copies(tmp_path, config):
 
 
 def test_a_config_file_is_read_once(tmp_path, monkeypatch):
-    """From the construction of the arguments to the plans that the engine gets."""
     file = tmp_path / "plans.json"
     file.write_text('["Gelu+:1:-1"]')
     read = []

@@ -1,5 +1,3 @@
-"""Rows read from ONNX Runtime's text, residual normalizations, and the plans of a config or a level."""
-
 import json
 import random
 import re

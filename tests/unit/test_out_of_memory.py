@@ -1,5 +1,3 @@
-"""Which errors mean that memory ran out, and what they say."""
-
 import pytest
 import torch
 

@@ -1,5 +1,3 @@
-"""Plan files as text: what is written is read again, and what is no plan file is refused in one line."""
-
 import json
 from dataclasses import replace
 from pathlib import Path

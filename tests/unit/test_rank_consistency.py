@@ -1,4 +1,4 @@
-"""What ranks compare and how a difference reads; between real processes in test_launchers.py."""
+"""Facts that ranks compare, and how a difference reads; between real processes in test_launchers.py."""
 
 from dataclasses import replace
 
@@ -73,7 +73,6 @@ def test_plan_files_are_compared_by_what_they_do(tmp_path):
 
 
 def test_a_rank_without_a_graph_differs():
-    """It has fallen back to plain PyTorch."""
     message = difference(facts("ort", OPTIONS, replace(TABLE, plans=())))
     assert "plan Gelu+:1:-1: 2 occurrences, 2 applied on rank 0, nothing on rank 2" in message
 

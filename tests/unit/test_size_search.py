@@ -65,7 +65,6 @@ def test_savings_that_add_up_the_best_set_is_found(values):
 
 @st.composite
 def memories(draw):
-    """Any peaks at all: each set has its own."""
     peaks = draw(st.lists(st.floats(500, 1500), min_size=16, max_size=16))
     rows = SINGLES[:4]
     sets = [NOTHING.union(*some) for count in range(5) for some in itertools.combinations(rows, count)]

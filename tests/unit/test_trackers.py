@@ -1,5 +1,3 @@
-"""Our numbers reach every tracker of a Trainer, and nothing of the Trainer's own changes."""
-
 import types
 
 import pytest
@@ -53,7 +51,7 @@ def test_metrics_reach_subclasses_of_integrations_and_those_that_others_register
 
 
 def _event_arguments(trainer):
-    """What Trainer itself gives a callback with an event."""
+    """The arguments that Trainer itself gives a callback with an event."""
     seen = {}
     handler = CallbackHandler([], trainer.model, trainer.processing_class, None, None)
     handler.add_callback(type("Spy", (TrainerCallback,), {"on_save": lambda *_, **kwargs: seen.update(kwargs)}))

@@ -1,5 +1,3 @@
-"""Which parameters train, by patterns."""
-
 import pytest
 import torch
 

@@ -96,7 +96,6 @@ def start(command: Sequence[Any], timeout: int = LONG, **environment: str) -> su
 
 
 def alone() -> dict[str, str]:
-    """The environment in which DeepSpeed works without a launcher."""
     return {
         "RANK": "0",
         "LOCAL_RANK": "0",
@@ -115,7 +114,7 @@ def write_jobs(folder: Path, jobs: Sequence[Job]) -> Path:
 
 @dataclass(frozen=True)
 class Done:
-    """What a launch has left."""
+    """A launch that has ended."""
 
     folder: Path
     process: subprocess.CompletedProcess
@@ -125,7 +124,7 @@ class Done:
         return self.process.stdout + self.process.stderr
 
     def ranks(self, job: str) -> list[dict[str, Any]]:
-        """What each rank returned from a job, in their order."""
+        """Returned by each rank from a job, in their order."""
         paths = sorted(self.folder.glob(f"{job}.[0-9].json"))
         assert paths, f"{job} left nothing:\n{self.output[-4000:]}"
         return [json.loads(path.read_text()) for path in paths]
@@ -146,7 +145,6 @@ def run_jobs(command: Sequence[str], folder: Path, jobs: Sequence[Job], **enviro
 
 
 def run_jobs_alone(folder: Path, jobs: Sequence[Job]) -> Done:
-    """Run the jobs in one forked process."""
     environment = {**os.environ, **ENVIRONMENT}
     return _checked(
         Done(folder, fresh_process.run(WORKER, write_jobs(folder, jobs), environment=environment, timeout=LONG))

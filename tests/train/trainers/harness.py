@@ -37,7 +37,7 @@ ORT_TOLERANCE = 2e-4
 
 @dataclass
 class Outcome:
-    """What a script leaves.
+    """The results of a script.
 
     Attributes:
         logs: what it logged, entry by entry.
@@ -55,7 +55,7 @@ class Outcome:
 
 
 class Memopt:
-    """What a script gives its Trainer or its model to; without effect for the baseline."""
+    """Gets a script's Trainer or model; without effect for the baseline."""
 
     def __init__(self, engine: str, **options: Any) -> None:
         self._options = None if engine == "none" else ENGINES[engine] | options
@@ -125,7 +125,7 @@ def without_times(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def outcome(trainer: Trainer, **extra: Any) -> Outcome:
-    """What a Trainer leaves after `train()`."""
+    """The outcome of a Trainer after `train()`."""
     return Outcome(without_times(trainer.state.log_history), weights(trainer.model), extra)
 
 

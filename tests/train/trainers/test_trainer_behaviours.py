@@ -1,4 +1,4 @@
-"""What Trainer promises, scenario by scenario: with an engine it logs, saves, calls back and learns the same."""
+"""Trainer's own promises, scenario by scenario: with an engine it logs, saves, calls back and learns the same."""
 
 import re
 from collections.abc import Callable
@@ -125,7 +125,7 @@ class StopAfter(TrainerCallback):
 
 
 class OutOfMemoryOnce(TrainerCallback):
-    """What `auto_find_batch_size` catches, at the first batch size."""
+    """Raises, at the first batch size, the error that `auto_find_batch_size` catches."""
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.train_batch_size > 7:
@@ -397,7 +397,7 @@ def test_on_onnx_runtime_as_stock(name, stock, tmp_path):
 
 @pytest.mark.parametrize("engine", ["compile", "ort"])
 def test_accumulated_batches_are_the_large_batch(engine, tmp_path):
-    """Of rows of unequal length, which only a loss that is divided by all items of the global batch gets right."""
+    """With rows of unequal length, so that only a loss divided by all items of the global batch is right."""
     model = {"model": lambda: CountingTagger(TaggerConfig())}
     steps = {"max_steps": 2, "max_grad_norm": 0.0}
     small = Scenario({"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, **steps}, **model)

@@ -165,7 +165,7 @@ class Observed:
 
 
 def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """What TensorBoard has of a run, less times."""
+    """TensorBoard's curves of a run, less times."""
     (file,) = folder.rglob("events.*")
     events = EventAccumulator(str(file))
     events.Reload()
