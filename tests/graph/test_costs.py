@@ -13,6 +13,7 @@ from allocations import allocated
 from optimum_memopt.engines.compile.costs import costs
 from optimum_memopt.engines.compile.costs.cache import cache_path, known_costs
 from optimum_memopt.engines.compile.costs.devices import DEVICES, device_of
+from optimum_memopt.engines.compile.costs.times import replayed
 from optimum_memopt.engines.compile.graph.joint import is_view
 from optimum_memopt.engines.compile.graph.problem import problems_of
 from optimum_memopt.engines.compile.graph.saved_activations import operator_name
@@ -300,3 +301,16 @@ def test_a_device_file_that_cannot_be_is_refused_in_one_line(tmp_path: Path, tex
         device_of(str(path))
     line = str(refused.value)
     assert str(path) in line and "\n" not in line and len(line) < 320 + len(str(path))
+
+
+def test_a_graph_is_run_for_each_batch(roberta: Captured) -> None:
+    rows = [symbol for symbol, name in roberta.names.items() if name.endswith("dim0")]
+    few, many = ({**roberta.sizes, **dict.fromkeys(rows, count)} for count in (2, 64))
+    before = torch.get_rng_state()
+    found = replayed(roberta.graph, [few, many])
+    assert found is not None and 0 < found[0] < found[1]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_graph_that_does_not_run_takes_nothing(roberta: Captured) -> None:
+    assert replayed(roberta.graph, [dict.fromkeys(roberta.sizes, -1)]) is None

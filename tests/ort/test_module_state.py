@@ -96,10 +96,7 @@ class Counting(torch.nn.Module):
 @pytest.mark.parametrize(
     "kind, message",
     [
-        (
-            "replaced buffer",
-            "its forward writes to steps, which would not be updated, neither here nor in checkpoints",
-        ),
+        ("replaced buffer", "its forward writes to steps, which would not be updated, neither here nor in"),
         ("buffer in place", "its forward writes to mean"),
         ("random", "draws from Python's random"),
         ("numpy", "draws from numpy.random"),

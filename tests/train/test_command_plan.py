@@ -81,10 +81,7 @@ def run(*arguments: str) -> None:
         (["--max_runs", "3"], "error: --max_runs 3: only --measure starts so many processes; leave it out"),
         (["--batch_size", "1,2x"], "error: --batch_size 1,2x: allowed are numbers from 1 on, several as 1,2,4,8"),
         (["--batch_size", "1,2"], "error: --batch_size 1,2: only a prediction has several; give one"),
-        (
-            ["--batch_size", "1,2", "--budget", "1GiB"],
-            "error: --batch_size 1,2 with --budget: a budget has a plan for each",
-        ),
+        (["--batch_size", "1,2", "--budget", "1GiB"], "error: --batch_size 1,2 with --budget: a budget has a plan"),
         (["--optim", "adamw_8bits"], "error: --optim adamw_8bits: did you mean adamw_8bit? predicted are "),
         (["--optim", "sgd"], "error: --optim sgd: is predicted, and not measured; leave it out"),
         (["--trainable", "query"], "error: --trainable query: is predicted, and not measured; leave it out"),
@@ -110,10 +107,7 @@ def test_bad_input_is_one_line_before_any_process_starts(arguments, message, fol
         (["--steps", "3"], "error: --steps 3: the compile engine predicts without a step; leave it out, or "),
         (["--output", "plans.json"], "error: --output writes the plans that are on; give --config, "),
         (["--config", "Gellu+:1:-1"], 'error: no plan "Gellu+" in this model; did you mean Gelu+? Available: '),
-        (
-            ["--trainable", "querry"],
-            "error: --trainable querry: no parameter of RobertaForMaskedLM has this name; did ",
-        ),
+        (["--trainable", "querry"], "error: --trainable querry: no parameter of RobertaForMaskedLM has this name;"),
         (["--measure", "--symbolic"], "error: --symbolic is for predictions of the compile engine; leave it out"),
     ],
 )

@@ -10,16 +10,14 @@ from transformers import BertModel, Trainer, TrainingArguments
 
 from tests.rotation import nightly
 from tests.train.trainers.harness import (
-    ORT_TOLERANCE,
     Memopt,
     Outcome,
     arguments,
-    assert_equal,
     bert_config,
-    outcome,
-    run,
+    check,
     sentence,
     tokenizer,
+    trained,
     weights,
     without_times,
 )
@@ -53,9 +51,7 @@ def contrastive(folder: Path, memopt: Memopt) -> Outcome:
         train_dataset=Dataset.from_list(triples),
         loss=MultipleNegativesRankingLoss(model),
     )
-    memopt.attach(trainer)
-    trainer.train()
-    return outcome(trainer)
+    return trained(trainer, memopt)
 
 
 def lightning(folder: Path, memopt: Memopt) -> Outcome:
@@ -80,20 +76,9 @@ def lightning(folder: Path, memopt: Memopt) -> Outcome:
             return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3)
 
     module = Classifier()
-    quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    lightning.Trainer(
-        accelerator="cpu",
-        max_epochs=2,
-        accumulate_grad_batches=2,
-        default_root_dir=folder,
-        num_sanity_val_steps=0,
-        **quiet,
-    ).fit(module, loader(16), loader(6, seed=1))
+    quiet = dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary", "logger"), False)
+    steps = {"accelerator": "cpu", "max_epochs": 2, "accumulate_grad_batches": 2, "num_sanity_val_steps": 0}
+    lightning.Trainer(default_root_dir=folder, **steps, **quiet).fit(module, loader(16), loader(6, seed=1))
     return Outcome(module.logs, weights(module.model))
 
 
@@ -160,14 +145,6 @@ FAST = ["contrastive", "lightning", "accelerate_loop"]
 
 
 @pytest.mark.parametrize("script", nightly(SCRIPTS, but=FAST))
-def test_compiled_bitwise(script, stock, tmp_path):
-    ours = run(script, tmp_path, "compile")
-    assert ours.plans_on
-    assert_equal(ours, stock(script.__name__, script))
-
-
-@pytest.mark.parametrize("script", nightly(SCRIPTS, but=FAST))
-def test_on_onnx_runtime(script, stock, tmp_path):
-    ours = run(script, tmp_path, "ort")
-    assert ours.plans_on
-    assert_equal(ours, stock(script.__name__, script), ORT_TOLERANCE)
+@pytest.mark.parametrize("engine", ["compile", "ort"])
+def test_as_without_an_engine(script, engine, stock, tmp_path):
+    check(script, stock, tmp_path, engine)
