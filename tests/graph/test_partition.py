@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import fx
 from torch._functorch import partitioners
-from transformers import JambaConfig, JambaForCausalLM
 
 from optimum_memopt.engines.compile.graph.analyzed_graph import layer_boundaries, nodes_to_save
 from optimum_memopt.engines.compile.graph.joint import is_tensor, is_view, root
@@ -125,25 +124,9 @@ def test_a_level_saves_only_a_layers_input_and_statistics(roberta, gpt2, albert,
 @pytest.fixture(scope="module")
 def jamba() -> Captured:
     """Its Mamba layer, a loop over tokens of which torch's own partition saves little, then one with attention."""
-    config = JambaConfig(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_experts=1,
-        num_experts_per_tok=1,
-        attn_layer_period=2,
-        attn_layer_offset=1,
-        mamba_d_state=8,
-        mamba_dt_rank=4,
-        use_mamba_kernels=False,
-        use_cache=False,
-        pad_token_id=0,
-    )
-    torch.manual_seed(0)
-    model, ids = JambaForCausalLM(config), torch.arange(1, 65).view(4, 16)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    others = {"num_experts": 1, "mamba_d_state": 8, "use_mamba_kernels": False, "use_cache": False}
+    model, ids = ZOO["jamba"].build(**sizes, **others), torch.arange(1, 65).view(4, 16)
     model.loss_type = "ForCausalLM"
     return capture(model.forward, input_ids=ids, labels=ids, dynamic=False)
 

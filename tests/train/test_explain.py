@@ -57,20 +57,9 @@ def run_out_with(
     del caught
     model.zero_grad(set_to_none=True)
     tensors = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers(), *batch.values()))
-    fields = {
-        "model": model,
-        "call": forward_call((), batch, ""),
-        "place": place,
-        "held": tensors + limited.at_failure,
-        "requested": limited.requested,
-        "kept": 0,
-        "outside": 0,
-        "accumulated": 0,
-        "engine": None,
-        "run": Run(),
-        "rows": ROWS,
-        "accumulation": 1,
-    }
+    fields = {"model": model, "call": forward_call((), batch, ""), "place": place, "engine": None, "run": Run()}
+    fields |= {"held": tensors + limited.at_failure, "requested": limited.requested, "rows": ROWS, "accumulation": 1}
+    fields |= {"kept": 0, "outside": 0, "accumulated": 0}
     return FailedStep(**fields | known), limited
 
 

@@ -239,10 +239,8 @@ def test_a_last_batch_of_one_row_has_fewer_plans_and_trains_on(name, own):
 def lora(name):
     torch.manual_seed(0)
     # Usually one factor is zero at first, and with it the gradient of the other.
-    config = LoraConfig(
-        r=4, target_modules=["query", "value"], modules_to_save=["classifier"], init_lora_weights=False
-    )
-    return get_peft_model(build(name), config)
+    modules = {"target_modules": ["query", "value"], "modules_to_save": ["classifier"]}
+    return get_peft_model(build(name), LoraConfig(r=4, init_lora_weights=False, **modules))
 
 
 @pytest.mark.nightly
@@ -284,22 +282,11 @@ def test_generation_during_evaluation(tmp_path):
     that of PyTorch to rounding only."""
     predicted = {}
     for kind in ("plain", "ours"):
-        args = arguments(
-            Seq2SeqTrainingArguments,
-            tmp_path,
-            eval_strategy="steps",
-            eval_steps=1,
-            max_steps=2,
-            predict_with_generate=True,
-            generation_max_length=6,
-        )
-        trainer = Seq2SeqTrainer(
-            build("t5", num_layers=1, num_decoder_layers=1),
-            args,
-            data_collator=collate,
-            train_dataset=rows("t5"),
-            eval_dataset=rows("t5", 4, seed=1),
-        )
+        steps = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 2}
+        generation = {"predict_with_generate": True, "generation_max_length": 6}
+        args = arguments(Seq2SeqTrainingArguments, tmp_path, **steps, **generation)
+        model = build("t5", num_layers=1, num_decoder_layers=1)
+        trainer = Seq2SeqTrainer(model, args, collate, rows("t5"), rows("t5", 4, seed=1))
         if kind == "ours":
             attach(trainer, **ENGINE, memory_opt_level=1, memory_opt_loss="plain")
         trainer.train()
@@ -311,15 +298,8 @@ def test_generation_during_evaluation(tmp_path):
 
 def test_every_observer_and_both_peaks_at_the_end(tmp_path):
     file = tmp_path / "found.jsonl"
-    trainer = make(
-        tmp_path,
-        "small",
-        **ENGINE,
-        memory_opt_level=1,
-        log_input_density=True,
-        log_memory_phases=True,
-        memory_opt_log_file=str(file),
-    )
+    observers = {"log_input_density": True, "log_memory_phases": True, "memory_opt_log_file": str(file)}
+    trainer = make(tmp_path, "small", **ENGINE, memory_opt_level=1, **observers)
     with log_lines() as lines:
         tracked(trainer).train()
     records = [json.loads(line) for line in file.read_text().splitlines()]

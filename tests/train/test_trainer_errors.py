@@ -158,18 +158,9 @@ def test_a_dropout_plan_is_still_exact_after_running_out_of_memory(tmp_path):
             finally:
                 hook.remove()
 
-    trainer = make(
-        tmp_path,
-        NAME,
-        trainer=type("Dry", (Watched, MemOptTrainer), {}),
-        model=build(NAME, hidden_dropout_prob=0.3),
-        memory_opt_config="Dropout+:1:-1",
-        callbacks=[masks],
-        auto_find_batch_size=True,
-        per_device_train_batch_size=8,
-        max_steps=4,
-        max_grad_norm=0.0,
-    )
+    own = {"model": build(NAME, hidden_dropout_prob=0.3), "callbacks": [masks], "memory_opt_config": "Dropout+:1:-1"}
+    steps = {"auto_find_batch_size": True, "per_device_train_batch_size": 8, "max_steps": 4, "max_grad_norm": 0.0}
+    trainer = make(tmp_path, NAME, trainer=type("Dry", (Watched, MemOptTrainer), {}), **own, **steps)
     trainer.train()
     assert trainer.dry == 0 and trainer.state.global_step == 4 and trainer.state.train_batch_size < 8
     assert [plan.config for plan in trainer.memopt.table.enabled] == ["Dropout+:1:-1"]

@@ -10,6 +10,7 @@ from optimum_memopt.errors import Shortage, is_out_of_memory, shortage
 from optimum_memopt.oom.report import MemoryReport
 
 GIB, MIB = 2**30, 2**20
+GELUS = tuple(Tensors("Gelu+:1:-1", f"roberta.encoder.layer.{layer}", 300 * MIB) for layer in range(2))
 REPORT = MemoryReport(
     error="OutOfMemoryError: CUDA out of memory.",
     step=2,
@@ -25,22 +26,12 @@ REPORT = MemoryReport(
     moment=Moment(BACKWARD, "roberta.encoder.layer.1", "mm"),
     parts=(
         Part(PARAMETERS, 512 * MIB),
-        Part(
-            SAVED,
-            GIB,
-            (
-                Tensors("Gelu+:1:-1", "roberta.encoder.layer.0", 300 * MIB),
-                Tensors("Gelu+:1:-1", "roberta.encoder.layer.1", 300 * MIB),
-                Tensors("embedding", "", 424 * MIB),
-            ),
-        ),
+        Part(SAVED, GIB, (*GELUS, Tensors("embedding", "", 424 * MIB))),
         Part(TEMPORARY, 0),
         Part(OTHER, 460 * MIB),
     ),
     suggestions=(
-        Suggestion(
-            "--memory_opt_budget 2007MiB", 2000 * MIB, 0.123, "the cheapest recompute with which every step fits"
-        ),
+        Suggestion("--memory_opt_budget 2007MiB", 2000 * MIB, 0.123, "the cheapest recompute"),
         Suggestion("--per_device_train_batch_size 32 --gradient_accumulation_steps 4", GIB, None, "as many rows"),
     ),
     remarks=("several graphs",),

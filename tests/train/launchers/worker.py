@@ -122,15 +122,8 @@ def train(job: Job, folder: Path) -> dict[str, Any]:
         kind = functools.partial(RunsOut, fails=fails, held=lambda trainer: 2**40)
     with log_lines() as lines, mock.patch.dict(os.environ, job.environment.get(own, {})):
         try:
-            trainer = make(
-                folder / f"{job.name}-output",
-                job.model,
-                plain=job.engine == "plain",
-                trainer=kind,
-                train_dataset=rows(job.model, job.rows),
-                callbacks=callbacks,
-                **changes,
-            )
+            changes |= {"train_dataset": rows(job.model, job.rows), "callbacks": callbacks, "trainer": kind}
+            trainer = make(folder / f"{job.name}-output", job.model, plain=job.engine == "plain", **changes)
             reductions.trainer = trainer
             trainer.train(resume_from_checkpoint=job.resume)
         except MemOptError as error:
