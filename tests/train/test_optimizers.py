@@ -161,9 +161,7 @@ def test_onnx_runtimes_adam_needs_cuda(tmp_path):
 def test_what_deepspeed_needs(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     fused, cpu = (OPTIMIZERS[name].missing for name in OF_DEEPSPEED)
-    assert cpu("cuda").startswith(
-        "DeepSpeedCPUAdam steps on the CPU, this run is on cuda; turn on DeepSpeed's offload"
-    )
+    assert "DeepSpeedCPUAdam steps on the CPU, this run is on cuda; turn on DeepSpeed's offload" in cpu("cuda")
     assert fused("cuda") == "DeepSpeed builds for cpu, this run is on cuda; set DS_ACCELERATOR=cuda"
     with log_lines() as lines:
         assert fused("cpu") == "" or not can_build()
