@@ -108,11 +108,9 @@ def test_bad_input_is_one_line_before_any_process_starts(arguments, message, fol
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--task", "fill-maks"], "error: --task fill-maks: did you mean fill-mask? Allowed are "),
         (["--seq_len", "0"], "error: --seq_len 0: allowed are numbers from 1 on"),
         (["--seq_len", "65"], "error: --seq_len 65: this model has 64 positions"),
         (["--steps", "3"], "error: --steps 3: the compile engine predicts without a step; leave it out, or "),
-        (["--output", "plans.json"], "error: --output writes the plans that are on; give --config, "),
         (["--config", "Gellu+:1:-1"], 'error: no plan "Gellu+" in this model; did you mean Gelu+? Available: '),
         (["--trainable", "querry"], "error: --trainable querry: no parameter of RobertaForMaskedLM has this name;"),
         (["--measure", "--symbolic"], "error: --symbolic is for predictions of the compile engine; leave it out"),

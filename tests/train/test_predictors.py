@@ -19,12 +19,14 @@ from tests.train.test_caveat import Layer
 from tests.train.test_step_memory import EXACT, Predicted, measured, predicted
 
 
-class Squares(torch.nn.Module):
-    """Attends among a row's tokens, with a Python number for how many: Funnel makes its positions so."""
-
+class OneLayer(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = Layer()
+
+
+class Squares(OneLayer):
+    """Attends among a row's tokens, with a Python number for how many: Funnel makes its positions so."""
 
     def forward(self, x: torch.Tensor) -> SequenceClassifierOutput:
         positions = torch.tensor(range(int(x.shape[1])), dtype=torch.float32)
@@ -32,12 +34,8 @@ class Squares(torch.nn.Module):
         return SequenceClassifierOutput(loss=scores.softmax(-1).square().sum())
 
 
-class Blocks(torch.nn.Module):
+class Blocks(OneLayer):
     """A row counts by how many blocks of four tokens it has, as in LongT5's transient-global attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = Layer()
 
     def forward(self, x: torch.Tensor) -> SequenceClassifierOutput:
         blocks = torch.ones(len(range(x.shape[1] // 4)))
@@ -139,15 +137,8 @@ def one_after_the_other(model: torch.nn.Module, batches: list[Batch]) -> None:
 
 @pytest.mark.parametrize(
     ("step", "picked"),
-    [
-        (contrast, (0,)),
-        (contrast, (0, 0)),
-        (contrast, (0, 0, 0)),
-        (contrast, (2, 0, 1)),
-        (contrast, (1, 2)),
-        (drop, (0, 0)),
-        (one_after_the_other, (0, 2, 1)),
-    ],
+    [(contrast, picked) for picked in ((0,), (0, 0), (0, 0, 0), (2, 0, 1), (1, 2))]
+    + [(drop, (0, 0)), (one_after_the_other, (0, 2, 1))],
 )
 def test_the_peak_of_a_step_is_the_allocators(subject: Predicted, step, picked: tuple[int, ...]) -> None:
     batches = [subject.batches[index] for index in picked]

@@ -20,21 +20,8 @@ from transformers.integrations import TensorBoardCallback
 
 from optimum_memopt import InputDensityCallback, MemoryPhasesCallback, PlanStatsCallback, UnsupportedModelError
 from tests.rotation import nightly
-from tests.train.trainers.harness import (
-    ORT_TOLERANCE,
-    TIMES,
-    Memopt,
-    Outcome,
-    arguments,
-    assert_equal,
-    bert_config,
-    check,
-    llama_config,
-    run,
-    sentence,
-    tokenizer,
-    trained,
-)
+from tests.train.trainers import harness
+from tests.train.trainers.harness import Memopt, Outcome
 from tests.trainer_runs import log_lines
 
 # TRL asks for bf16 and activation checkpointing by default.
@@ -45,12 +32,12 @@ SAMPLED = {**UNCHECKED, "num_generations": 2, "max_completion_length": 5, "max_s
 
 def texts(count: int, seed: int = 0) -> Dataset:
     source = random.Random(seed)
-    return Dataset.from_list([{"text": sentence(source)} for _ in range(count)])
+    return Dataset.from_list([{"text": harness.sentence(source)} for _ in range(count)])
 
 
 def preferences(count: int) -> Dataset:
     source = random.Random(0)
-    rows = [{name: sentence(source) for name in ("prompt", "chosen", "rejected")} for _ in range(count)]
+    rows = [{name: harness.sentence(source) for name in ("prompt", "chosen", "rejected")} for _ in range(count)]
     return Dataset.from_list([{**row, "prompt": row["prompt"] + " "} for row in rows])
 
 
@@ -61,14 +48,14 @@ def lora() -> LoraConfig:
 
 def sft(folder: Path, memopt: Memopt, peft_config: LoraConfig | None = None, **changes: Any) -> Outcome:
     trainer = trl.SFTTrainer(
-        model=LlamaForCausalLM(llama_config()),
-        args=arguments(trl.SFTConfig, folder, eval_strategy="steps", eval_steps=3, **{**QUIET, **changes}),
+        model=LlamaForCausalLM(harness.llama_config()),
+        args=harness.arguments(trl.SFTConfig, folder, eval_strategy="steps", eval_steps=3, **{**QUIET, **changes}),
         train_dataset=texts(24),
         eval_dataset=texts(8, seed=1),
-        processing_class=tokenizer(),
+        processing_class=harness.tokenizer(),
         peft_config=peft_config,
     )
-    return trained(trainer, memopt)
+    return harness.trained(trainer, memopt)
 
 
 def sft_lora(folder: Path, memopt: Memopt, **changes: Any) -> Outcome:
@@ -77,15 +64,15 @@ def sft_lora(folder: Path, memopt: Memopt, **changes: Any) -> Outcome:
 
 def dpo(folder: Path, memopt: Memopt, peft_config: LoraConfig | None = None, **changes: Any) -> Outcome:
     # Without LoRA the reference model is loaded from where the model came from.
-    LlamaForCausalLM(llama_config()).save_pretrained(folder / "model")
+    LlamaForCausalLM(harness.llama_config()).save_pretrained(folder / "model")
     trainer = trl.DPOTrainer(
         model=LlamaForCausalLM.from_pretrained(folder / "model"),
-        args=arguments(trl.DPOConfig, folder, **{**QUIET, **changes}),
+        args=harness.arguments(trl.DPOConfig, folder, **{**QUIET, **changes}),
         train_dataset=preferences(24),
-        processing_class=tokenizer(),
+        processing_class=harness.tokenizer(),
         peft_config=peft_config,
     )
-    return trained(trainer, memopt)
+    return harness.trained(trainer, memopt)
 
 
 def dpo_lora(folder: Path, memopt: Memopt) -> Outcome:
@@ -94,17 +81,17 @@ def dpo_lora(folder: Path, memopt: Memopt) -> Outcome:
 
 def reward(folder: Path, memopt: Memopt) -> Outcome:
     trainer = trl.RewardTrainer(
-        model=BertForSequenceClassification(bert_config(num_labels=1)),
-        args=arguments(trl.RewardConfig, folder, **QUIET),
+        model=BertForSequenceClassification(harness.bert_config(num_labels=1)),
+        args=harness.arguments(trl.RewardConfig, folder, **QUIET),
         train_dataset=preferences(24).remove_columns("prompt"),
-        processing_class=tokenizer(),
+        processing_class=harness.tokenizer(),
     )
-    return trained(trainer, memopt)
+    return harness.trained(trainer, memopt)
 
 
 def prompts(count: int) -> Dataset:
     source = random.Random(0)
-    return Dataset.from_list([{"prompt": sentence(source)} for _ in range(count)])
+    return Dataset.from_list([{"prompt": harness.sentence(source)} for _ in range(count)])
 
 
 def distinct(completions: list[str], **_: Any) -> list[float]:
@@ -114,19 +101,19 @@ def distinct(completions: list[str], **_: Any) -> list[float]:
 
 def model(seed: int = 0) -> LlamaForCausalLM:
     set_seed(seed)
-    return LlamaForCausalLM(llama_config())
+    return LlamaForCausalLM(harness.llama_config())
 
 
 def grpo(folder: Path, memopt: Memopt, peft_config: LoraConfig | None = None, **changes: Any) -> Outcome:
     trainer = trl.GRPOTrainer(
         model=model(),
         reward_funcs=distinct,
-        args=arguments(trl.GRPOConfig, folder, **{**SAMPLED, **changes}),
+        args=harness.arguments(trl.GRPOConfig, folder, **{**SAMPLED, **changes}),
         train_dataset=prompts(16),
-        processing_class=tokenizer(),
+        processing_class=harness.tokenizer(),
         peft_config=peft_config,
     )
-    return trained(trainer, memopt)
+    return harness.trained(trainer, memopt)
 
 
 def grpo_again(folder: Path, memopt: Memopt) -> Outcome:
@@ -144,35 +131,40 @@ def rloo(folder: Path, memopt: Memopt) -> Outcome:
     trainer = trl.RLOOTrainer(
         model=LlamaForCausalLM.from_pretrained(folder / "model"),
         reward_funcs=distinct,
-        args=arguments(trl.RLOOConfig, folder, **SAMPLED),
+        args=harness.arguments(trl.RLOOConfig, folder, **SAMPLED),
         train_dataset=prompts(16),
-        processing_class=tokenizer(),
+        processing_class=harness.tokenizer(),
     )
-    return trained(trainer, memopt)
+    return harness.trained(trainer, memopt)
 
 
 def kto(folder: Path, memopt: Memopt) -> Outcome:
     source = random.Random(0)
-    rows = [{"prompt": sentence(source) + " ", "completion": sentence(source), "label": n % 2 == 0} for n in range(24)]
+    rows = [
+        {"prompt": harness.sentence(source) + " ", "completion": harness.sentence(source), "label": n % 2 == 0}
+        for n in range(24)
+    ]
     model().save_pretrained(folder / "model")
     trainer = trl.KTOTrainer(
         model=LlamaForCausalLM.from_pretrained(folder / "model"),
-        args=arguments(trl.KTOConfig, folder, **QUIET),
+        args=harness.arguments(trl.KTOConfig, folder, **QUIET),
         train_dataset=Dataset.from_list(rows),
-        processing_class=tokenizer(),
+        processing_class=harness.tokenizer(),
     )
-    return trained(trainer, memopt)
+    return harness.trained(trainer, memopt)
 
 
 def distillation(folder: Path, memopt: Memopt) -> Outcome:
     trainer = trl.DistillationTrainer(
         model=model(),
         teacher_model=model(seed=1),
-        args=arguments(trl.DistillationConfig, folder, **{**UNCHECKED, "max_completion_length": 5, "max_steps": 4}),
+        args=harness.arguments(
+            trl.DistillationConfig, folder, **{**UNCHECKED, "max_completion_length": 5, "max_steps": 4}
+        ),
         train_dataset=prompts(16),
-        processing_class=tokenizer(),
+        processing_class=harness.tokenizer(),
     )
-    return trained(trainer, memopt)
+    return harness.trained(trainer, memopt)
 
 
 SCRIPTS = [sft, dpo, reward, sft_lora, dpo_lora, grpo, grpo_again, grpo_lora_accumulated, rloo, kto]
@@ -180,11 +172,11 @@ SCRIPTS = [sft, dpo, reward, sft_lora, dpo_lora, grpo, grpo_again, grpo_lora_acc
 
 @pytest.mark.parametrize("script", nightly(SCRIPTS))
 def test_compiled_bitwise(script, stock, tmp_path):
-    check(script, stock, tmp_path, "compile")
+    harness.check(script, stock, tmp_path, "compile")
 
 
 def test_reward_on_onnx_runtime(stock, tmp_path):
-    check(reward, stock, tmp_path, "ort")
+    harness.check(reward, stock, tmp_path, "ort")
 
 
 @pytest.mark.parametrize("script", nightly([sft, sft_lora, dpo], but=[sft_lora]))
@@ -192,11 +184,11 @@ def test_its_own_defaults_under_auto(script, tmp_path):
     """TRL asks for activation checkpointing; ONNX Runtime cannot train what SFT and DPO do, compile can."""
     asked = functools.partial(script, gradient_checkpointing=True)
     with log_lines() as lines:
-        ours = run(asked, tmp_path / "ours", "auto")
+        ours = harness.run(asked, tmp_path / "ours", "auto")
     assert ours.engine == "compile" and ours.plans_on
     assert sum("training with the compile engine" in line for line in lines) == 1, lines
     assert not any("requires_grad_" in line for line in lines), "the embeddings' hooks split the graph"
-    assert_equal(ours, run(asked, tmp_path / "stock", "none"), ORT_TOLERANCE)
+    harness.assert_equal(ours, harness.run(asked, tmp_path / "stock", "none"), harness.ORT_TOLERANCE)
 
 
 class BelowTheHead(Memopt):
@@ -208,12 +200,12 @@ class BelowTheHead(Memopt):
 
 def test_a_part_that_is_called_alone_is_optimized_alone(stock, tmp_path):
     with pytest.raises(UnsupportedModelError, match="calls parts of LlamaForCausalLM, and not its forward.*level 1"):
-        run(distillation, tmp_path / "refused", "compile")
+        harness.run(distillation, tmp_path / "refused", "compile")
     set_seed(0)
     memopt = BelowTheHead("compile")
     ours = memopt.note(distillation(tmp_path / "part", memopt))
     assert ours.plans_on
-    assert_equal(ours, stock("distillation", distillation))
+    harness.assert_equal(ours, stock("distillation", distillation))
 
 
 class Observed:
@@ -232,7 +224,7 @@ def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
     (file,) = folder.rglob("events.*")
     events = EventAccumulator(str(file))
     events.Reload()
-    tags = [tag for tag in events.Tags()["scalars"] if not tag.replace("/", "_").endswith(TIMES)]
+    tags = [tag for tag in events.Tags()["scalars"] if not tag.replace("/", "_").endswith(harness.TIMES)]
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
 
 
