@@ -1,5 +1,3 @@
-"""Offload to pinned memory beside the device's computation."""
-
 import ctypes
 import os
 import subprocess
@@ -130,8 +128,6 @@ def calls_of(program: InductorProgram, sizes: Mapping[sympy.Symbol, int]) -> lis
 
 
 class Calls(TorchDispatchMode):
-    """Names of operators as they are called."""
-
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []

@@ -33,7 +33,6 @@ SLOW = dataclasses.replace(
 
 @pytest.fixture(scope="module")
 def larger() -> Captured:
-    """Activations of a MiB and more."""
     case = ZOO["roberta-classification"]
     model = case.build(**DROPOUT, hidden_size=128, intermediate_size=512, num_hidden_layers=3)
     return capture(model.forward, **case.batch(40, 60), dynamic=False)

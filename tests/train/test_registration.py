@@ -29,7 +29,6 @@ def test_a_name_is_given_once(name):
 
 
 def test_registered_flags_exist():
-    """Sets of flags at the registration name fields of the engine's options."""
     for registration in registrations():
         names = set(registration.options.__dataclass_fields__)
         assert registration.for_any_engine | registration.need_trainer | registration.per_rank <= names

@@ -11,6 +11,7 @@ from allocations import allocated
 from torch._dynamo.utils import counters
 
 from optimum_memopt.engines.compile.memory.footprint import Footprint, optimizer_bytes, step_bytes
+from optimum_memopt.engines.compile.memory.inductor_programs import _StorageTracker
 from optimum_memopt.engines.compile.torch_compat import dynamo
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.errors import MemOptError
@@ -52,7 +53,7 @@ def measured(model: torch.nn.Module, batch: Batch) -> tuple[int, int]:
 
 
 def sizes_of(batch: Batch, known: Any) -> dict[str, int]:
-    """Of the plan table's symbols."""
+    """Values of the plan table's symbols in a batch."""
     found = (re.fullmatch(r"inputs_(\w+)_dim(\d+)", name) for name in known)
     return {match[0]: batch[match[1]].shape[int(match[2])] for match in found}
 
@@ -164,7 +165,6 @@ def adamw(model: torch.nn.Module, **how: Any) -> torch.optim.Optimizer:
 
 @pytest.fixture(scope="module")
 def small_and_wide() -> Predicted:
-    """Weights that take more than activations."""
     subject = predicted("gpt2", "aot_eager", n_embd=128, n_layer=1)
     subject.train("no plan")
     return subject
@@ -251,3 +251,14 @@ def test_sizes_that_a_model_does_not_have(small_and_wide) -> None:
             MemOptError, match="allowed are numbers from 1 on for inputs_input_ids_dim0, inputs_input_ids_dim1"
         ):
             predictor.footprint(sizes)
+
+
+def test_a_scalar_that_a_kernel_is_given_is_some_number() -> None:
+    """On CUDA a program reads DeBERTa's scale so, which fake tensors refuse."""
+    with dynamo.fake_tensors(), _StorageTracker(torch.device("cpu")) as tracker:
+        assert torch.empty(()).item() == 1.0
+        assert torch.empty((), dtype=torch.int64).item() == 1
+    sizes: dict[object, int] = {}
+    for key, size in tracker.log:
+        sizes[key] = size
+    assert not any(sizes.values())

@@ -14,8 +14,6 @@ from transformers import (
     RobertaForSequenceClassification,
     T5Config,
     T5ForConditionalGeneration,
-    Trainer,
-    TrainingArguments,
 )
 
 from optimum_memopt.callbacks.input_density import (
@@ -35,7 +33,6 @@ WIDTH = 10
 
 
 def padded(index, lengths=LENGTHS, low=5):
-    """(rows, WIDTH) ids with `index` after each row's length."""
     ids = torch.randint(low, 40, (len(lengths), WIDTH))
     for row, length in zip(ids, lengths, strict=True):
         row[length:] = index
@@ -70,27 +67,16 @@ def tokenizer(pad, eos="[EOS]"):
 
 
 @pytest.fixture
-def train(tmp_path):
+def train(trainer_of, tmp_path):
     """Train and give back the records: {(step, input): record} of steps, {input: record} of the run."""
 
     def run(model, data, *, log_steps=1, processing_class=None, prepare=lambda trainer: None, **arguments):
         path = tmp_path / "memopt.jsonl"
         path.unlink(missing_ok=True)
-        trainer = Trainer(
-            model=model,
-            args=TrainingArguments(
-                str(tmp_path / "run"),
-                use_cpu=True,
-                report_to="none",
-                save_strategy="no",
-                disable_tqdm=True,
-                **{"per_device_train_batch_size": len(LENGTHS), "max_steps": 1, **arguments},
-            ),
-            train_dataset=data,
-            data_collator=lambda rows: {name: torch.stack([row[name] for row in rows]) for name in rows[0]},
-            processing_class=processing_class,
-            callbacks=[InputDensityCallback(log_steps, path)],
-        )
+        own = {"model": model, "train_dataset": data, "processing_class": processing_class}
+        own["data_collator"] = lambda rows: {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        arguments = {"per_device_train_batch_size": len(LENGTHS), "max_steps": 1, **arguments}
+        trainer = trainer_of([InputDensityCallback(log_steps, path)], own=own, **arguments)
         prepare(tracked(trainer))
         trainer.train()
         records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

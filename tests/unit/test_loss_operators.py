@@ -159,7 +159,6 @@ def test_what_is_frozen_gets_no_gradient_and_takes_no_memory(frozen):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("parameters", ["low", "float32"])
 def test_low_precision_is_no_worse_than_plain(dtype, parameters):
-    """Errors against float64, with many chunks."""
     hidden, weight, bias, labels = inputs((40, 50), classes=211)
     low = [tensor.detach().to(dtype) for tensor in (hidden, weight, bias)]
     reference = [tensor.double().requires_grad_() for tensor in low]

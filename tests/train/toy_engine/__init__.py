@@ -10,14 +10,10 @@ from optimum_memopt.engines.shared.registry import Registration, register_engine
 
 @dataclass
 class ToyOptions:
-    """The engine's one flag."""
-
     toy_step: int = field(default=1, metadata={"help": "What a training forward counts as."})
 
 
 class ToyFactory(EngineFactory):
-    """Imports the engine when one is made."""
-
     def create(self, options, selection: Selection) -> Engine:
         from optimum_memopt.engines.toy.engine import ToyEngine
 
