@@ -261,12 +261,13 @@ class Planner(Generic[_P]):
         if solver.everything.peak > step.fixed.activations_within(step.limit):
             solver.prepare()
         growth = math.prod(larger.size_hints[symbol] / size for symbol, size in graph.size_hints.items())
+        # Again after measuring and solving, which leave something behind in the process.
+        around = self.step(state)
         return Solvable(
             captured,
             solver,
             siblings_at,
-            # Again after measuring and solving, which leave something behind in the process.
-            self.step(state).with_batch(growth),
+            replace(around, fixed=replace(around.fixed, batch=math.ceil(around.fixed.batch * growth))),
             self._spec.with_curve and not index,
             self._spec.with_lengths and not index,
         )

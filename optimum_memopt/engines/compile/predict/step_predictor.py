@@ -15,7 +15,7 @@ from optimum_memopt.engines.api.engine import Run
 from optimum_memopt.engines.api.predictions import StepTimeline
 from optimum_memopt.engines.compile.graph.analyzed_graph import without_gradient
 from optimum_memopt.engines.compile.graph.symbols import SymbolNames, SymbolValues, input_sizes, plain_sizes
-from optimum_memopt.engines.compile.memory.allocator import AllocatorPeak, StepBlocks, allocator_peak
+from optimum_memopt.engines.compile.memory.allocator import AllocatorPeak, allocator_peak
 from optimum_memopt.engines.compile.memory.events import GraphEvents, Schedule
 from optimum_memopt.engines.compile.memory.footprint import (
     Footprint,
@@ -382,14 +382,13 @@ class StepMemoryPredictor:
         wanted = {**self.first, **(sizes or {}), **plain_sizes(self.first, batch_size, seq_len)}
         around = self.footprint(wanted, optimizer, gradient_accumulation)
         tensors = [*model.parameters(), *model.buffers()]
-        step = StepBlocks(
-            always=[*filter(None, (around.constant, around.batch)), *(tensor.nbytes for tensor in tensors)],
-            graphs=self._step(wanted).events,
-            states=state_sizes(optimizer or self.run.optimizer, trainable_of(model, self.untrained)),
+        return allocator_peak(
+            [*filter(None, (around.constant, around.batch)), *(tensor.nbytes for tensor in tensors)],
+            self._step(wanted).events,
+            state_sizes(optimizer or self.run.optimizer, trainable_of(model, self.untrained)),
             temporary=around.step,
             accumulates=around.accumulated > 0,
         )
-        return allocator_peak(step)
 
     def _step(self, sizes: BatchSizes) -> StepEvents:
         key = frozenset(sizes.items()), tuple(part.graph.programs.both is None for part in self._parts)

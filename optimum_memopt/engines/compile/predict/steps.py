@@ -144,8 +144,9 @@ class GraphSteps:
         return replace(self._footprint(rows, False, activations), gradients=0, step=0).peak
 
     def _footprint(self, rows: int, accumulates: bool, activations: int) -> Footprint:
-        step = self._context.accumulating() if accumulates else self._context
-        return replace(step.fixed, batch=step.fixed.batch * rows, activations=activations)
+        fixed = self._context.fixed
+        accumulated = fixed.gradients if accumulates else fixed.accumulated
+        return replace(fixed, batch=fixed.batch * rows, activations=activations, accumulated=accumulated)
 
     def _is_within(self, simulation: Simulation, rows: int, accumulates: bool) -> bool:
         return self._peak(simulation, rows, accumulates) <= self._context.limit
