@@ -337,7 +337,7 @@ class Planner(Generic[_P]):
         The solver knows a graph as PyTorch runs it, operator by operator, and the others of a forward as soon as they
         were compiled once.
         """
-        if self._graphs.learn(predictor.runs, self._allowed):
+        if self._graphs.learn(predictor.tape.runs, self._allowed):
             return "for all graphs of the forward together"
         self._margin += self._peak(predictor, self.solved_for) - (self._limit or 0)
         return "with a margin of that size"
