@@ -55,7 +55,7 @@ def test_the_prediction_knows_where_copies_are(compiler: str) -> None:
     kept.step()
     # Two layers and the head, in float32.
     gelus = (2 * 3072 + 768) * 8 * 256 * 4
-    assert kept.engine.predictor.saved_bytes - offloaded.engine.predictor.saved_bytes == gelus
+    assert kept.engine.predictor.saved() - offloaded.engine.predictor.saved() == gelus
 
 
 def pool() -> PinnedPool:

@@ -65,7 +65,7 @@ def test_predictions_are_the_allocators(name: str, asked: str) -> None:
         measured(model, batch)
         saved, peak = measured(model, batch)
         predictor = engine._planned.predictors.of(batch)
-        assert sum(predictor.runs) > 1
+        assert sum(predictor.tape.runs) > 1
         assert predictor.saved(predictor.sizes_of(batch)) == pytest.approx(saved, **EXACT)
         assert predictor.activations(predictor.sizes_of(batch)) == pytest.approx(peak, **EXACT)
     engine.detach()

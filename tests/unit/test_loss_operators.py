@@ -189,7 +189,7 @@ def test_its_tensors_take_no_more_than_its_workspace(weight_dtype, dtype, softca
     assert 1 < shape.rows_per_chunk < 800
     tracker = _StorageTracker(torch.device("cpu"))
     for tensor in (hidden, weight, labels):
-        tracker.ignore(tensor)
+        tracker.add(tensor, object(), 0)
     with tracker:
         # A mode sees what the operator calls only where the operator itself is not dispatched.
         outputs = chunked_loss._init_fn(hidden, weight, None, None, None, labels, *settings)
