@@ -1,5 +1,6 @@
 """The errors that this package raises for its users, and how a script ends in one."""
 
+import contextlib
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -39,7 +40,8 @@ class DoesNotFitError(MemOptError):
 def line_of(error: BaseException) -> str:
     """An error's kind and first line; of one that torch's compiler has wrapped, the inner one's."""
     error = getattr(error, "inner_exception", None) or error
-    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+    reason = next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__}: {reason}" if reason else type(error).__name__
 
 
 def with_causes(error: BaseException) -> Iterator[BaseException]:
@@ -82,6 +84,21 @@ def excerpt(value: object, around: int = 0, longest: int = QUOTED) -> str:
 def path_excerpt(path: object) -> str:
     """`excerpt` with a higher limit, since paths are long."""
     return excerpt(str(path), longest=4 * QUOTED)
+
+
+@contextlib.contextmanager
+def writing(what: str, path: object) -> Iterator[None]:
+    """Write a file within this.
+
+    Raises:
+        MemOptError: it cannot be written.
+    """
+    try:
+        yield
+    # ValueError: a path with a NUL; TypeError: no path.
+    except (OSError, ValueError, TypeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise MemOptError(f"{what} {path_excerpt(path)}: not written: {reason}") from error
 
 
 def _repr(value: object) -> str:

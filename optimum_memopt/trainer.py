@@ -29,14 +29,14 @@ from optimum_memopt.engines.api.factory import TrainerParts
 from optimum_memopt.engines.api.run import REPLAN
 from optimum_memopt.engines.shared.auto import create
 from optimum_memopt.engines.shared.registry import factory, registrations
-from optimum_memopt.errors import MemOptError, excerpt
+from optimum_memopt.errors import MemOptError, excerpt, line_of
 from optimum_memopt.logs import get_logger
 from optimum_memopt.memory.peak_monitor import MIB
 from optimum_memopt.oom import guard, replan
 from optimum_memopt.oom.guard import MemoryReportCallback
 from optimum_memopt.options import MemOptOptions, from_keywords, resolve
 from optimum_memopt.plans.table import PlanTable
-from optimum_memopt.report.data import CollectingCallback, failure_text
+from optimum_memopt.report.data import CollectingCallback
 from optimum_memopt.report.page import Page, TrainingReport
 from optimum_memopt.trainer_patches import (
     AGREED_FAILURE,
@@ -333,7 +333,7 @@ def _releasing(
         try:
             return train(*args, **kwargs)
         except BaseException as error:
-            failure = failure_text(error)
+            failure = line_of(error)
             raise
         finally:
             engine.suspend()

@@ -6,9 +6,9 @@ from optimum_memopt.report.charts import Span, columns, layer_spans, short_names
 
 def test_operators_of_no_layer_within_a_layer_are_its_own():
     layers = ["", "h.0", "", "h.0", "h.1", "", "", "h.1", "h.0", ""]
-    assert layer_spans(layers) == [Span("h.0", 1, 4), Span("h.1", 4, 8), Span("h.0", 8, 9)]
+    assert layer_spans(layers, border=10) == [Span("h.0", 1, 4), Span("h.1", 4, 8), Span("h.0", 8, 9)]
     assert layer_spans(["a", "a", "", "a"], border=2) == [Span("a", 0, 2), Span("a", 3, 4)]
-    assert layer_spans([]) == layer_spans(["", ""]) == []
+    assert layer_spans([], 0) == layer_spans(["", ""], 1) == []
 
 
 def test_layers_are_named_by_what_tells_them_apart():
