@@ -226,7 +226,7 @@ def _put_on(
         grouped = batches.sampler_of(trainer, callbacks[batches.ComplexityCallback])
         patches.put(trainer, GROUPED_ROWS, lambda _: grouped)
     if options.memory_opt_batch is not None:
-        patches.put(trainer, CHOSEN_MICRO_BATCH, partial(batches.choosing_micro_batch, trainer, options, engine.name))
+        patches.put(trainer, CHOSEN_MICRO_BATCH, batches.chosen_micro_batch(trainer, options, engine.name))
     patches.put(trainer, REMOVED_HOOKS, partial(removing_hooks, trainer))
     patches.put(trainer, RELEASED_MODEL, partial(_releasing, engine, reporter, options.memory_opt_report))
 
