@@ -14,8 +14,7 @@ def read_json(path: Path, kind: str, shape: str, largest: int) -> Any:
     """The JSON value in a file.
 
     Args:
-        kind: of the file, for errors.
-        shape: what is expected in it, for errors.
+        kind: of the file, for errors; `shape` is what they expect in it.
         largest: bytes, since a path may have no end (`/dev/zero`).
 
     Raises:
