@@ -40,14 +40,14 @@ def config_file(folder, **changes):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_flags_of_accelerate_launch_are_read(command):
     read = launch.accelerate_launch([*COMMANDS[command], "--cpu", "--num_processes", "3", "s.py", "--num_processes=9"])
-    assert read == launch.AccelerateLaunch(3, "s.py")
-    assert launch.accelerate_launch([*COMMANDS[command], "--num-processes=2", "s.py"]).num_processes == 2
+    assert read == (3, "s.py")
+    assert launch.accelerate_launch([*COMMANDS[command], "--num-processes=2", "s.py"])[0] == 2
 
 
 def test_a_config_file_counts_where_no_flag_does(tmp_path):
     command = [*COMMANDS["console-script"], "--config_file", config_file(tmp_path)]
-    assert launch.accelerate_launch([*command, "s.py"]).num_processes == 4
-    assert launch.accelerate_launch([*command, "--num_processes", "1", "s.py"]).num_processes == 1
+    assert launch.accelerate_launch([*command, "s.py"])[0] == 4
+    assert launch.accelerate_launch([*command, "--num_processes", "1", "s.py"])[0] == 1
 
 
 def test_the_default_config_file_counts_but_not_with_cpu(tmp_path, monkeypatch):
@@ -55,7 +55,7 @@ def test_the_default_config_file_counts_but_not_with_cpu(tmp_path, monkeypatch):
 
     monkeypatch.setattr(config_args, "default_config_file", config_file(tmp_path))
     command = COMMANDS["console-script"]
-    assert launch.accelerate_launch([*command, "s.py"]).num_processes == 4
+    assert launch.accelerate_launch([*command, "s.py"])[0] == 4
     assert launch.accelerate_launch([*command, "--cpu", "s.py"]) is None
 
 
