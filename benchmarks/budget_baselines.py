@@ -20,8 +20,7 @@ from optimum_memopt.engines.compile.graph.problem import Problem
 from optimum_memopt.engines.compile.memory.simulation import Simulation, simulate
 from optimum_memopt.engines.compile.partition.producers import producer_for
 from optimum_memopt.engines.compile.partition.producers.producer import GraphContext
-from optimum_memopt.engines.compile.solver.plan import Infeasible
-from optimum_memopt.engines.compile.solver.solver import Solver
+from optimum_memopt.engines.compile.solver.solver import Infeasible, Solver
 from optimum_memopt.memory.peak_monitor import MIB
 from optimum_memopt.plans.grammar import parse
 

@@ -42,12 +42,11 @@ class Parts:
 
     @cached_property
     def order(self) -> dict[str, int]:
-        """Where each node of the backward stands, by name."""
         return {node.name: index for index, node in enumerate(self.backward.graph.nodes)}
 
     @property
     def saved_for_backward(self) -> list[fx.Node]:
-        """What the forward saves beside its inputs, in order."""
+        """Nodes that the forward saves beside its inputs, in order."""
         (output,) = self.forward.graph.find_nodes(op="output")
         rest = output.args[0][self.num_fwd_outputs :]
         return [node for node in rest if isinstance(node, fx.Node) and node.op != "placeholder"]

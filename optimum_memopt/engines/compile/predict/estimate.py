@@ -20,7 +20,7 @@ from optimum_memopt.engines.compile.partition.producers.torch_default import Tor
 from optimum_memopt.engines.compile.predict.planned_step import PlannedStep, TracedStep
 from optimum_memopt.engines.compile.predict.planner import bounded_bytes
 from optimum_memopt.engines.compile.predict.ways import engine_ways
-from optimum_memopt.engines.compile.solver.plan import Infeasible, point_of, points_of, solved
+from optimum_memopt.engines.compile.solver.solver import Infeasible, point_of, points_of, solved
 from optimum_memopt.errors import DoesNotFitError
 from optimum_memopt.memory.capacity import Capacity
 from optimum_memopt.memory.peak_monitor import MIB

@@ -261,12 +261,13 @@ class Planner(Generic[_P]):
         if solver.everything.peak > step.fixed.activations_within(step.limit):
             solver.prepare()
         growth = math.prod(larger.size_hints[symbol] / size for symbol, size in graph.size_hints.items())
+        # Again after measuring and solving, which leave something behind in the process.
+        around = self.step(state)
         return Solvable(
             captured,
             solver,
             siblings_at,
-            # Again after measuring and solving, which leave something behind in the process.
-            self.step(state).with_batch(growth),
+            replace(around, fixed=replace(around.fixed, batch=math.ceil(around.fixed.batch * growth))),
             self._spec.with_curve and not index,
             self._spec.with_lengths and not index,
         )
@@ -336,7 +337,7 @@ class Planner(Generic[_P]):
         The solver knows a graph as PyTorch runs it, operator by operator, and the others of a forward as soon as they
         were compiled once.
         """
-        if self._graphs.learn(predictor.runs, self._allowed):
+        if self._graphs.learn(predictor.tape.runs, self._allowed):
             return "for all graphs of the forward together"
         self._margin += self._peak(predictor, self.solved_for) - (self._limit or 0)
         return "with a margin of that size"

@@ -17,8 +17,7 @@ from optimum_memopt.engines.compile.partition.producers.producer import INSTEAD,
 from optimum_memopt.engines.compile.partition.producers.torch_default import torchs_own
 from optimum_memopt.engines.compile.solver.length_buckets import ExtraByLength, extra_by_length
 from optimum_memopt.engines.compile.solver.offload import Host, cheapest, fits
-from optimum_memopt.engines.compile.solver.plan import Infeasible, Plan, point_of, points_of, solved
-from optimum_memopt.engines.compile.solver.solver import Solver
+from optimum_memopt.engines.compile.solver.solver import Infeasible, Plan, Solver, point_of, points_of, solved
 from optimum_memopt.errors import DoesNotFitError, MemOptError, UnsupportedModelError
 from optimum_memopt.sizes import Budget, gib_text
 
