@@ -21,6 +21,8 @@ _FLOAT32 = 4
 _LEAST_IN_8_BITS = 4096
 _BLOCK = 256
 _HALVES = (torch.bfloat16, torch.float16)
+# A gradient is read for its norm, read and written.
+_CLIPPING = 3
 _States = Callable[[torch.Tensor], list[int]]
 
 
@@ -132,6 +134,16 @@ class PlannedOptimizer:
         of_embeddings = kind.of_embeddings or kind.states
         states = ((of_embeddings if id(each) in self.embeddings else kind.states)(each) for each in parameters)
         return list(itertools.chain.from_iterable(states))
+
+    def moved(self, parameters: Sequence[torch.Tensor]) -> int:
+        """Bytes that the kernels of a step read and write on CUDA, and those of clipping before it.
+
+        A fused kernel reads and writes a parameter and its states, and reads the gradient. AdamW by foreach (2.13,
+        `_multi_tensor_adamw`) takes ten kernels for it, which pass 21 times over as many bytes as the parameter has.
+        """
+        size = sum(parameter.nbytes for parameter in parameters)
+        fused = 3 * size + 2 * sum(self.state_sizes(parameters))
+        return _CLIPPING * size + (21 * size if self.name == "adamw_torch" else fused)
 
     def step_bytes(self, parameters: Sequence[torch.Tensor]) -> int:
         """Bytes of the temporary tensors of a step.

@@ -19,7 +19,14 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from optimum_memopt.engines.compile.costs.devices import Device
-from optimum_memopt.engines.compile.graph.joint import JointGraph, is_chunked_loss_operator, is_number, is_view, symbolic, value
+from optimum_memopt.engines.compile.graph.joint import (
+    JointGraph,
+    is_chunked_loss_operator,
+    is_number,
+    is_view,
+    symbolic,
+    value,
+)
 from optimum_memopt.engines.compile.torch_compat import dynamo, fx_graph, kernels
 from optimum_memopt.engines.compile.torch_compat.kernels import generator_state
 
@@ -114,12 +121,16 @@ def rates(work: Work, device: Device, fused: bool) -> tuple[float, float]:
     return (computing, 0.0) if computing >= moving else (0.0, moving)
 
 
+def moving_seconds(moved: float, device: Device) -> float:
+    """Seconds in which eager kernels read and write bytes."""
+    return moved / device.bandwidth / _EAGER_BANDWIDTH
+
+
 def eager_seconds(calls: Iterable[Work], device: Device) -> float:
     """Seconds of operators that run one after the other without a compiler."""
 
     def seconds(work: Work) -> float:
-        moving = work.bytes / device.bandwidth / _EAGER_BANDWIDTH
-        return max(_LAUNCH, moving, work.flops / device.rate(work.dtype) / _EAGER_FLOPS)
+        return max(_LAUNCH, moving_seconds(work.bytes, device), work.flops / device.rate(work.dtype) / _EAGER_FLOPS)
 
     return sum(map(seconds, calls))
 

@@ -34,6 +34,7 @@ from optimum_memopt.engines.api.predictions import (
     Phase,
     StepTimeline,
 )
+from optimum_memopt.engines.compile.costs.costs import Work, work_of
 from optimum_memopt.engines.compile.graph.saved_activations import layer_in
 from optimum_memopt.engines.compile.memory.events import (
     Event,
@@ -76,11 +77,13 @@ class LiveRun:
         events: in order.
         phases: of each event, one of `FORWARD`, `BACKWARD`, `OPTIMIZER_STEP`.
         trained: names of the parameters that got a gradient.
+        calls: the work of each operator that is no view, in order.
     """
 
     events: tuple[Event, ...]
     phases: tuple[str, ...]
     trained: frozenset[str] = frozenset()
+    calls: tuple[Work, ...] = ()
 
     @cached_property
     def during(self) -> list[int]:
@@ -207,6 +210,7 @@ class LiveRecorder(TorchDispatchMode):
         self._phase = FORWARD
         self._variables: dict[int, Place] = {}
         self._hooks: list[Any] = []
+        self._calls: list[Work] = []
         self._outermost: FrameType | None = None
 
     def __enter__(self) -> "LiveRecorder":
@@ -283,7 +287,7 @@ class LiveRecorder(TorchDispatchMode):
             )
             for operator in self._operators
         )
-        return LiveRun(events, tuple(operator.phase for operator in self._operators), trained)
+        return LiveRun(events, tuple(operator.phase for operator in self._operators), trained, tuple(self._calls))
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -293,6 +297,8 @@ class LiveRecorder(TorchDispatchMode):
             results = fake_tensors.call(function, args, kwargs)
         except fake_tensors.DATA_DEPENDENT as error:
             raise MemOptError(_reads_data(function)) from error
+        if fake_tensors.runs_kernel(function):
+            self._calls.append(work_of(function, args, kwargs, results, None))
         node = autograd.current_node()
         phase = self._phase if node is None else BACKWARD
         module = self._modules[-1] if self._modules else self._module_of_node.get(autograd.order(node), "")

@@ -13,6 +13,8 @@ from optimum_memopt.compat import checkpoint_layers, in_float32
 from optimum_memopt.engines.api.predictions import BATCH, OPTIMIZER, PARAMETERS, StepTimeline, Training, Workload
 from optimum_memopt.engines.api.run import Selection, StepSpec
 from optimum_memopt.engines.compile.capture.device_standin import eager_standin
+from optimum_memopt.engines.compile.costs.costs import eager_seconds, moving_seconds
+from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.memory.allocator import AllocatorPeak, allocator_peak
 from optimum_memopt.engines.compile.memory.events import Event, Storage
 from optimum_memopt.engines.compile.memory.live import BACKWARD, FORWARD, OPTIMIZER_STEP, LiveRecorder, LiveRun
@@ -36,6 +38,8 @@ class LiveStep:
         constant: bytes that are no tensor's: of libraries on CUDA, of the process on a CPU.
         sizes: of the batch, by name.
         is_on_cuda: torch's caching allocator is known.
+        update_seconds: of the optimizer's step and the clipping before it.
+        target: the device whose rates count; None: no seconds are known.
     """
 
     run: LiveRun
@@ -44,6 +48,15 @@ class LiveStep:
     constant: int
     sizes: Mapping[str, int]
     is_on_cuda: bool
+    update_seconds: float = 0.0
+    target: Device | None = None
+
+    @property
+    def seconds(self) -> float | None:
+        """Estimated seconds of the step; None without the rates of a named device."""
+        if self.target is None:
+            return None
+        return eager_seconds(self.run.calls, self.target) + self.update_seconds
 
     @cached_property
     def whole(self) -> LiveRun:
@@ -105,6 +118,8 @@ def plain_step(workload: Workload, spec: StepSpec, training: Training) -> LiveSt
             target.libraries if target is not None else held_bytes(here),
             sizes_of(batch),
             is_on_cuda,
+            0.0 if target is None else moving_seconds(optimizer.moved(trained), target),
+            target,
         )
 
 

@@ -59,6 +59,9 @@ def storages(tensor: torch.Tensor) -> list[HeldStorage]:
     return [HeldStorage(tensor.untyped_storage())]
 
 
+_WITHOUT_KERNEL = (_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten._unsafe_view)
+
+
 @contextlib.contextmanager
 def run_as_eager() -> Iterator[None]:
     """Models do not take this for tracing, and values of small tensors are followed.
@@ -108,6 +111,13 @@ def with_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
     """Models that branch on values of a fake tensor find these."""
     if isinstance(tensor, FakeTensor):
         tensor.constant = values
+
+
+def runs_kernel(function: Any) -> bool:
+    """False for operators that return memory of an argument, or memory without values."""
+    returns = function._schema.returns
+    is_view = any(result.alias_info is not None and not result.alias_info.is_write for result in returns)
+    return bool(returns) and not is_view and function.overloadpacket not in _WITHOUT_KERNEL
 
 
 def call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
