@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from optimum_memopt.engines.compile.partition.producers.config import FromConfig
+from optimum_memopt.engines.compile.partition.producers.stated import FromConfig
 from optimum_memopt.plans.grammar import ConfigError, parse
 from optimum_memopt.plans.matching import Matched
 from tests.captured import Captured

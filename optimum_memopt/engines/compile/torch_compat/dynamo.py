@@ -196,7 +196,7 @@ def configured() -> Iterator[None]:
     Unchanged is `backed_size_oblivious`, which would avoid the recompile for a batch of one row: with torch 2.13,
     gradients of such a batch came out wrong (RoBERTa), and others not bitwise those of PyTorch (GPT-2).
     """
-    limits = dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), _NO_LIMIT)
+    limits: dict[str, Any] = dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), _NO_LIMIT)
     with (
         torch._dynamo.config.patch(
             optimize_ddp=False, specialize_float=True, skip_nnmodule_hook_guards=False, **limits
@@ -324,7 +324,9 @@ def symbol_sources() -> dict[sympy.Symbol, list[str]]:
     """
     shapes = _shapes_of_trace()
     texts: dict[sympy.Symbol, list[str]] = {}
-    for symbol, sources in shapes.var_to_sources.items() if shapes is not None else ():
+    if shapes is None:
+        return texts
+    for symbol, sources in shapes.var_to_sources.items():
         # A property since 2.11, a method before.
         names = [source.name if isinstance(source.name, str) else source.name() for source in sources]
         same = shapes.replacements.get(symbol, symbol)

@@ -93,8 +93,8 @@ def is_float32_statistic(node: fx.Node) -> bool:
 
 
 def memory_order(tensor: torch.Tensor) -> list[int]:
-    """The dimensions of `torch.empty_like(tensor)` from the outermost in memory to the innermost; with symbolic sizes in
-    the first batch, since a comparison of symbols would be a guard. Sizes that depend on data count as 2."""
+    """The dimensions of `torch.empty_like(tensor)` from the outermost in memory to the innermost; symbolic sizes
+    are those of the first batch, since comparing symbols would be a guard. Sizes that depend on data count as 2."""
     shape, stride = (
         [int(number.node.hint or 2) if isinstance(number, torch.SymInt) else number for number in numbers]
         for numbers in (tensor.shape, tensor.stride())
