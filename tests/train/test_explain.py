@@ -12,7 +12,7 @@ from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.loss.decide import LossMode
 from optimum_memopt.engines.compile.memory import step_context
 from optimum_memopt.engines.compile.partition.captured_graph import no_costs
-from optimum_memopt.engines.compile.partition.producers.torch_default import TorchDefault
+from optimum_memopt.engines.compile.partition.producers.producer import TorchDefault
 from optimum_memopt.engines.compile.predict import step_predictor, suggestions
 from optimum_memopt.engines.compile.predict.explain import capture_failed, explain
 from optimum_memopt.engines.compile.predict.suggestions import peak_of, plain_run

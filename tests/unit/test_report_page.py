@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch.cuda import _memory_viz as viewer
 
 from optimum_memopt import InputDensityCallback, MemoryPhasesCallback
-from optimum_memopt.memory.peak_monitor import MIB
 from optimum_memopt.report.charts import Span, columns, layer_spans, short_names
 from optimum_memopt.report.data import CollectingCallback, thinned
 from optimum_memopt.report.snapshot import blocks_of, measured_snapshot, predicted_snapshot
