@@ -126,7 +126,8 @@ class Workload(Protocol):
         batch_size: rows of a batch.
         tokens: of a row; 0: as many as the batch has, if any.
         suggestion: a way to get figures of a model that cannot be traced; empty where there is none.
-        values: inputs whose values are known, on the CPU: models branch on those of masks.
+        values: inputs whose values are known, on the CPU: models branch on those of masks, of which one that is not
+            known counts as one with padding.
     """
 
     @property

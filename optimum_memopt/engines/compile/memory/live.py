@@ -44,6 +44,7 @@ from optimum_memopt.engines.compile.memory.events import (
     held_during,
 )
 from optimum_memopt.engines.compile.memory.footprint import groups
+from optimum_memopt.engines.compile.memory.tape import StepEvents
 from optimum_memopt.engines.compile.memory.workspaces import operator_workspace
 from optimum_memopt.engines.compile.torch_compat import autograd, dynamo, fake_tensors
 from optimum_memopt.engines.compile.torch_compat.kernels import Multiprocessors
@@ -75,11 +76,13 @@ class LiveRun:
     Attributes:
         events: in order.
         phases: of each event, one of `FORWARD`, `BACKWARD`, `OPTIMIZER_STEP`.
+        modules: path of the innermost module that each event's operator belongs to.
         trained: names of the parameters that got a gradient.
     """
 
     events: tuple[Event, ...]
     phases: tuple[str, ...]
+    modules: tuple[str, ...] = ()
     trained: frozenset[str] = frozenset()
 
     @cached_property
@@ -96,10 +99,22 @@ class LiveRun:
         """Index of the first event at which most is held."""
         return self.during.index(self.peak)
 
+    @cached_property
+    def begin(self) -> int:
+        """Index of the first operator's event; what those before it allocate was there before the step."""
+        return next((at for at, event in enumerate(self.events) if event.operator), len(self.events))
+
     def split(self) -> tuple[tuple[Storage, ...], tuple[Event, ...]]:
         """What was there before the first operator, and the events from it on."""
-        first = next((at for at, event in enumerate(self.events) if event.operator), len(self.events))
-        return tuple(held_before(self.events[:first]).values()), self.events[first:]
+        return tuple(held_before(self.events[: self.begin]).values()), self.events[self.begin :]
+
+    @property
+    def micro_batch(self) -> StepEvents:
+        """One forward and its backward, without what was there before."""
+        events, phases = self.events[self.begin :], self.phases[self.begin :]
+        backward = phases.index(BACKWARD)
+        dropped, given = events[backward - 1 : backward + 1]
+        return StepEvents(events[: backward - 1], (dropped, given), events[backward + 1 :])
 
     def most(self, phase: str) -> int:
         """The most that is held in a phase; 0 where there is none."""
@@ -150,7 +165,7 @@ class LiveRun:
 
     def _borders(self) -> list[tuple[str, int, int]]:
         """Name, first event and the one behind the last, of the phases that memory is logged for."""
-        first = next((at for at, event in enumerate(self.events) if event.operator), len(self.events))
+        first = self.begin
         backward = next((at for at, phase in enumerate(self.phases) if phase == BACKWARD), len(self.events))
         update = next((at for at, phase in enumerate(self.phases) if phase == OPTIMIZER_STEP), len(self.events))
         return [
@@ -180,6 +195,7 @@ class _Operator:
     kind: str
     layer: str
     phase: str
+    module: str = ""
     allocates: list[int] = field(default_factory=list)
     workspace: int = 0
     frees: list[int] = field(default_factory=list)
@@ -283,7 +299,8 @@ class LiveRecorder(TorchDispatchMode):
             )
             for operator in self._operators
         )
-        return LiveRun(events, tuple(operator.phase for operator in self._operators), trained)
+        phases, modules = zip(*((operator.phase, operator.module) for operator in self._operators), strict=True)
+        return LiveRun(events, phases, modules, trained)
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -310,7 +327,9 @@ class LiveRecorder(TorchDispatchMode):
             return results
         kind = dynamo.operator_name(function)
         layer = layer_in(module)
-        self._operators.append(_Operator(f"{kind}_{len(self._operators)}", kind, layer, phase, workspace=workspace))
+        self._operators.append(
+            _Operator(f"{kind}_{len(self._operators)}", kind, layer, phase, module, workspace=workspace)
+        )
         for storage in new:
             if (allocation := self._follow(storage, kind, layer)) is not None:
                 allocation.is_recomputed = phase == BACKWARD and bool(self._modules)

@@ -2,7 +2,7 @@
 
 import itertools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -10,7 +10,15 @@ from typing import Any
 import torch
 
 from optimum_memopt.compat import checkpoint_layers, in_float32
-from optimum_memopt.engines.api.predictions import BATCH, OPTIMIZER, PARAMETERS, StepTimeline, Training, Workload
+from optimum_memopt.engines.api.predictions import (
+    BATCH,
+    GRADIENTS,
+    OPTIMIZER,
+    PARAMETERS,
+    StepTimeline,
+    Training,
+    Workload,
+)
 from optimum_memopt.engines.api.run import Selection, StepSpec
 from optimum_memopt.engines.compile.capture.device_standin import eager_standin
 from optimum_memopt.engines.compile.memory.allocator import AllocatorPeak, allocator_peak
@@ -115,8 +123,17 @@ def run_micro_batches(
     training: Training,
     cuda: Multiprocessors | None,
     count: int = 1,
+    *,
+    args: Sequence[Any] = (),
+    accumulated: Collection[str] = (),
+    inspect_at: int = -1,
 ) -> LiveRun:
     """Forward and backward of a model of fake tensors, whose mode the caller is in, as Trainer runs them.
+
+    Args:
+        batch: keyword arguments of the forward; `args` are positional ones.
+        accumulated: names of the parameters that have gradients of earlier micro-batches.
+        inspect_at: see `LiveRecorder`.
 
     Raises:
         MemOptError: the model reads values of its tensors, or fails.
@@ -124,22 +141,31 @@ def run_micro_batches(
     device = next(model.parameters()).device.type
     if training.checkpoints:
         checkpoint_layers(model, training.checkpoints)
-    recorder = LiveRecorder(model, cuda)
+    for name, value in batch.items():
+        if name.endswith("attention_mask") and isinstance(value, torch.Tensor):
+            fake_tensors.with_padding(value)
+    recorder = LiveRecorder(model, cuda, inspect_at)
+    for name, parameter in model.named_parameters():
+        parameter.grad = torch.empty_like(parameter) if name in accumulated else None
     try:
         with fake_tensors.run_as_eager(), recorder:
             recorder.hold(PARAMETERS, dict(itertools.chain(model.named_parameters(), model.named_buffers())))
             recorder.hold(BATCH, {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)})
+            gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+            recorder.hold(GRADIENTS, gradients)
+            del gradients
             for _ in range(count):
                 recorder.begin(FORWARD)
                 holds_cache = training.keeps_outputs and not training.checkpoints
-                inputs = dict(batch) if holds_cache else without_key_value_cache(model, (), batch)
+                inputs = dict(batch) if holds_cache else without_key_value_cache(model, args, batch)
                 with torch.autocast(device, autocast, enabled=autocast is not None):
-                    outputs = model(**inputs)
+                    outputs = model(*args, **inputs)
                 if autocast is not None:
                     # As accelerate's `ConvertOutputsToFp32` (1.15, `utils/operations.py`).
                     outputs = in_float32(outputs)
                 recorder.outputs("outputs", outputs)
-                loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs[0]
+                loss = _loss_of(outputs)
+                recorder.begin(FORWARD)
                 if not training.keeps_outputs:
                     outputs = None
                 recorder.begin(BACKWARD)
@@ -153,6 +179,18 @@ def run_micro_batches(
             f"{type(model).__name__} cannot be run on tensors without data ({line_of(error)})"
         ) from error
     return recorder.run()
+
+
+def _loss_of(outputs: Any) -> torch.Tensor:
+    """The model's own, or what stands for one that its caller computes from the first output with a gradient."""
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return loss
+    leaves = (leaf for leaf in dynamo.tree_leaves(outputs) if isinstance(leaf, torch.Tensor))
+    first = next((leaf for leaf in leaves if leaf.requires_grad), None)
+    if first is None:
+        raise MemOptError("nothing that the model returns has a gradient")
+    return first if first.dim() == 0 else first.float().sum()
 
 
 def sizes_of(batch: Mapping[str, Any]) -> dict[str, int]:

@@ -110,6 +110,15 @@ def with_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
         tensor.constant = values
 
 
+def with_padding(mask: torch.Tensor) -> None:
+    """The last token of the last row is padding, where no values of the mask are known."""
+    if isinstance(mask, FakeTensor) and mask.constant is None and mask.dim() == 2:
+        with unset_fake_temporarily():
+            values = torch.ones(mask.shape, dtype=mask.dtype)
+            values[-1:, -1:] = 0
+        mask.constant = values
+
+
 def call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run an operator on fake tensors as if every element of a mask were chosen, which is the most that can be.
 
