@@ -8,7 +8,7 @@ import contextlib
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -19,15 +19,12 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from optimum_memopt.engines.compile.costs.devices import Device
-from optimum_memopt.engines.compile.graph.joint import JointGraph, is_chunked_loss_operator, is_number, is_view, symbolic, value
+from optimum_memopt.engines.compile.graph.joint import JointGraph, is_chunked_loss, is_number, is_view, symbolic, value
 from optimum_memopt.engines.compile.torch_compat import dynamo, fx_graph, kernels
 from optimum_memopt.engines.compile.torch_compat.kernels import generator_state
 
 # Of a data sheet's rates, what matrix products and operators that are bound by memory get; not tuned.
 EFFICIENCY = 0.6
-# Of a data sheet's rates, what eager kernels get of the memory's and of matrix products', and seconds of a launch.
-# Fitted to 21 methods of PEFT on one L40S (docs/gpu.md), the same for all.
-_EAGER_BANDWIDTH, _EAGER_FLOPS, _LAUNCH = 0.85, 0.7, 4e-6
 # Repetitions of an operator, and seconds after which one is not repeated.
 _REPEATS, _LONG = 5, 0.02
 # Bytes that are written on a CPU before each repetition, as `triton.testing.do_bench` clears a GPU's cache: in a step
@@ -112,16 +109,6 @@ def rates(work: Work, device: Device, fused: bool) -> tuple[float, float]:
     if work.is_several:
         return computing, moving
     return (computing, 0.0) if computing >= moving else (0.0, moving)
-
-
-def eager_seconds(calls: Iterable[Work], device: Device) -> float:
-    """Seconds of operators that run one after the other without a compiler."""
-
-    def seconds(work: Work) -> float:
-        moving = work.bytes / device.bandwidth / _EAGER_BANDWIDTH
-        return max(_LAUNCH, moving, work.flops / device.rate(work.dtype) / _EAGER_FLOPS)
-
-    return sum(map(seconds, calls))
 
 
 def measured(
@@ -249,34 +236,22 @@ def _work(node: fx.Node, number: _Number) -> Work:
     with fx_graph.without_modes():
         positional, named = _arguments(node, number, _without_data)
         result = _concrete(node, number, _without_data)
+        operands = _tensors((positional, named))
+        flops = _flops(node, positional, named, result)
     device = next((tensor.device for tensor in _tensors(value(node))), None)
-    return work_of(node.target, positional, named, result, device)
-
-
-def work_of(
-    operator: Any, positional: Sequence[Any], named: Mapping[str, Any], result: Any, device: torch.device | None
-) -> Work:
-    """The work of an operator's call, of a graph's node or while it runs; tensors need no data.
-
-    Args:
-        device: that the call is for, wherever its tensors are.
-    """
-    with fx_graph.without_modes():
-        flops = _flops(operator, positional, named, result)
-    operands = _tensors((positional, named))
     texts = [
         f"{leaf.dtype}{list(leaf.shape)}{list(leaf.stride())}" if isinstance(leaf, torch.Tensor) else repr(leaf)
         for leaf in dynamo.tree_leaves((positional, list(named.items())))
     ]
     moved = sum(tensor.nbytes for tensor in (*operands, *_tensors(result)))
-    if is_loss := is_chunked_loss_operator(operator):
+    if is_loss := is_chunked_loss(node):
         dtype, logits = positional[-3], positional[5].numel() * len(positional[1])
         moved += _PASSES * logits * max(dtype.itemsize, torch.float32.itemsize)
     else:
         # The widest operand's: a mask or an index is beside it.
         dtype = max(operands, key=lambda operand: operand.nbytes).dtype if operands else ""
     return Work(
-        key=f"{operator}({', '.join(texts)}) on {device}",
+        key=f"{node.target}({', '.join(texts)}) on {device}",
         bytes=moved,
         flops=flops,
         dtype=str(dtype).removeprefix("torch."),
@@ -284,14 +259,14 @@ def work_of(
     )
 
 
-def _flops(operator: Any, positional: Sequence[Any], named: Mapping[str, Any], result: Any) -> float:
-    if is_chunked_loss_operator(operator):
+def _flops(node: fx.Node, positional: list[Any], named: dict[str, Any], result: Any) -> float:
+    if is_chunked_loss(node):
         hidden, weight, needs = positional[0], positional[1], positional[-1]
         return float(2 * hidden.numel() * len(weight) * (1 + needs[0] + needs[1]))
-    count = flop_registry.get(getattr(operator, "overloadpacket", None))
+    count = flop_registry.get(getattr(node.target, "overloadpacket", None))
     if count is not None:
         return float(count(*positional, **named, out_val=result))
-    name = dynamo.operator_name(operator)
+    name = dynamo.operator_name(node.target)
     if not name.startswith(_CPU_ATTENTION):
         return 0.0
     # Attention on a CPU is missing in the registry; its backward has the gradient first.
