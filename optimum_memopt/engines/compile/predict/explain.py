@@ -29,6 +29,7 @@ from optimum_memopt.engines.compile.predict.reconstruction import (
     with_variables,
 )
 from optimum_memopt.engines.compile.predict.suggestions import FailedRun, solver_of, suggestions, within_budget
+from optimum_memopt.errors import is_out_of_memory, line_of, with_causes
 from optimum_memopt.logs import Deadline, Progress, TimeIsUpError, announced
 from optimum_memopt.memory.optimizers import DEFAULT, PlannedOptimizer, embeddings_of, smaller_optimizers
 from optimum_memopt.memory.peak_monitor import held_bytes
@@ -83,6 +84,11 @@ def explain(failed: FailedStep) -> Explanation:
                 ranked.append(suggestion)
         except TimeIsUpError:
             remarks += (f"what was found in {_SECONDS:.0f} seconds is here: more may fit",)
+        # What was held is known all the same.
+        except Exception as error:
+            if any(map(is_out_of_memory, with_causes(error))):
+                raise
+            remarks += (f"the compile engine cannot trace this step, so that it has no suggestion: {line_of(error)}",)
     ranked.sort(key=itemgetter(0))
     return Explanation(moment, parts, tuple(suggestion for _, suggestion in ranked), remarks)
 
