@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, NamedTuple
@@ -208,6 +208,7 @@ class LiveRecorder(TorchDispatchMode):
         self._variables: dict[int, Place] = {}
         self._hooks: list[Any] = []
         self._outermost: FrameType | None = None
+        self._trained: set[str] = set()
 
     def __enter__(self) -> "LiveRecorder":
         self._outermost = sys._getframe(1)
@@ -216,6 +217,11 @@ class LiveRecorder(TorchDispatchMode):
             register_module_forward_hook(self._leave_module, always_call=True),
             register_optimizer_step_pre_hook(lambda *_: self.begin(OPTIMIZER_STEP)),
             register_optimizer_step_post_hook(lambda *_: self.begin(FORWARD)),
+            *(
+                parameter.register_post_accumulate_grad_hook(partial(self._accumulated, name))
+                for name, parameter in self._model.named_parameters()
+                if parameter.requires_grad
+            ),
         ]
         super().__enter__()
         return self
@@ -248,19 +254,17 @@ class LiveRecorder(TorchDispatchMode):
                     # The layers of a key-value cache are all of one kind.
                     self._allocations[number].kind = _PLACE.sub("", path)
 
-    def gradients(self) -> None:
-        """The gradients of the model's parameters are what they are from now on."""
-        for parameter in self._model.parameters():
-            if parameter.grad is not None:
-                for storage in fake_tensors.storages(parameter.grad):
-                    number = self._alive.get(storage.address)
-                    if number is not None and not self._allocations[number].category:
-                        self._allocations[number].category = GRADIENTS
+    def _accumulated(self, name: str, parameter: torch.Tensor) -> None:
+        self._trained.add(name)
+        assert parameter.grad is not None
+        for storage in fake_tensors.storages(parameter.grad):
+            number = self._alive.get(storage.address)
+            if number is not None and not self._allocations[number].category:
+                self._allocations[number].category = GRADIENTS
 
     def run(self) -> LiveRun:
         """What was recorded."""
         freed_in = {number: operator.phase for operator in self._operators for number in operator.frees}
-        trained = frozenset(name for name, parameter in self._model.named_parameters() if parameter.grad is not None)
 
         def storage(number: int) -> Storage:
             held = self._allocations[number]
@@ -283,7 +287,7 @@ class LiveRecorder(TorchDispatchMode):
             )
             for operator in self._operators
         )
-        return LiveRun(events, tuple(operator.phase for operator in self._operators), trained)
+        return LiveRun(events, tuple(operator.phase for operator in self._operators), frozenset(self._trained))
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -361,6 +365,11 @@ def _reads_data(function: Any) -> str:
     )
 
 
+def is_of_the_user(file: str) -> bool:
+    """True for code that is neither torch's nor this package's."""
+    return not file.startswith((_TORCH, _PACKAGE))
+
+
 def _frames(outermost: FrameType | None = None) -> Iterator[FrameType]:
     """Those of functions that are neither torch's nor this package's, the innermost first.
 
@@ -369,7 +378,7 @@ def _frames(outermost: FrameType | None = None) -> Iterator[FrameType]:
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if not frame.f_code.co_filename.startswith((_TORCH, _PACKAGE)):
+        if is_of_the_user(frame.f_code.co_filename):
             yield frame
         frame = frame.f_back if frame is not outermost else None
 

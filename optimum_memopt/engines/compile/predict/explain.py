@@ -44,7 +44,7 @@ from optimum_memopt.engines.compile.predict.suggestions import (
     suggestions,
     within_budget,
 )
-from optimum_memopt.engines.compile.torch_compat import dynamo
+from optimum_memopt.engines.compile.torch_compat import fake_tensors
 from optimum_memopt.engines.shared.forward_patch import Checkpointing
 from optimum_memopt.logs import Deadline, Progress, TimeIsUpError, announced, only_warnings
 from optimum_memopt.memory.optimizers import DEFAULT, PlannedOptimizer, embeddings_of, smaller_optimizers
@@ -237,7 +237,7 @@ def capture_failed(
     failed: FailedStep, producer: Producer, loss: LossMode, compiler: str, costs: Callable[[AnalyzedGraph], Costs]
 ) -> tuple[CapturedGraph, ...]:
     """The graphs of the failed forward, traced on a copy of the model whose tensors have no data."""
-    mode, fake = dynamo.fake_copy(failed.model)
+    mode, fake = fake_tensors.fake_model(failed.model)
     device_type, autocast = next(failed.model.parameters()).device.type, failed.autocast
     # What a plan lacks in this graph is no mistake of the user's here.
     spec = TraceSpec(compiler, loss=loss, strict=False)
