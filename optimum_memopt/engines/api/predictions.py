@@ -405,13 +405,16 @@ class Simulator(Protocol):
     def replace(self, holders: "Sequence[torch.nn.Module | torch.optim.Optimizer]") -> None:
         """Put tensors without data in the place of those of modules and optimizers, until the simulator is left."""
 
-    def run(self, call: Callable[[], Any], held: object, finds_variables: bool = True) -> SimulatedStep:
+    def run(
+        self, call: Callable[[], Any], held: object, finds_variables: bool = True, reads_floats: bool = False
+    ) -> SimulatedStep:
         """Call twice; the second is counted.
 
         Args:
             call: a step, whose tensors are this simulator's.
             held: what has the tensors that are there before it, and the modules that name its operators.
             finds_variables: call once more, to find the variables that hold memory at the peak.
+            reads_floats: a floating-point number that is read is 1, as for logs.
 
         Raises:
             MemOptError: one line: a value that is read, or what the step raises.

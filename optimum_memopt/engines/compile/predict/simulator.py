@@ -67,19 +67,21 @@ class FakeSimulator:
     def replace(self, holders: Sequence[torch.nn.Module | torch.optim.Optimizer]) -> None:
         self._stack.enter_context(fake_tensors.replaced(holders, self.copy))
 
-    def run(self, call: Callable[[], Any], held: object, finds_variables: bool = True) -> SimulatedStep:
+    def run(
+        self, call: Callable[[], Any], held: object, finds_variables: bool = True, reads_floats: bool = False
+    ) -> SimulatedStep:
         # The first leaves states of optimizers, caches, and gradients to the second.
-        self._record(call, held)
-        run = self._record(call, held)
+        self._record(call, held, reads_floats)
+        run = self._record(call, held, reads_floats)
         if finds_variables:
-            named = self._record(call, held, run.peak_at)
+            named = self._record(call, held, reads_floats, run.peak_at)
             run = named if named.peak == run.peak else run
         return self._shown(run)
 
-    def _record(self, call: Callable[[], Any], held: object, inspect_at: int = -1) -> LiveRun:
+    def _record(self, call: Callable[[], Any], held: object, reads_floats: bool, inspect_at: int = -1) -> LiveRun:
         torch.manual_seed(0)
         objects = list(fake_tensors.reachable(held))
-        recorder = LiveRecorder(_model_of(objects), self._cuda, inspect_at)
+        recorder = LiveRecorder(_model_of(objects), self._cuda, inspect_at, reads_floats)
         try:
             with recorder:
                 for category, tensors in _given(objects).items():
