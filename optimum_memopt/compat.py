@@ -243,6 +243,8 @@ def prepared_for_training(trainer: Any) -> Any:
     """
     accelerator = trainer.accelerator
     accelerator.native_amp = accelerator.native_amp or accelerator.mixed_precision == "fp16"
+    # Else it moves the model, whose tensors may be nowhere.
+    accelerator.device_placement = False
     model, _ = trainer._prepare_for_training(1, None, None)
     return model
 

@@ -74,9 +74,11 @@ class Evaluation:
     def peak(self) -> int:
         """The most that is held, in the last forward or when the last batch is collected."""
         per_batch = self.logits + self.labels
-        # The results of the batch before are variables of the loop until the next ones are there.
-        before = round(max(0.0, self.batches - 1) * per_batch) + (per_batch if self.batches > 1 else 0)
-        return self.given + max(before + self.forward, self.collected)
+        before = max(0.0, self.batches - 1) * per_batch
+        if self.concatenates and self.batches > _COPIED_FROM:
+            # The results of the batch before are variables of the loop until the next ones are there.
+            before += per_batch
+        return self.given + max(round(before) + self.forward, self.collected)
 
     @property
     def host(self) -> int:
@@ -148,6 +150,7 @@ class DryRun:
         phases: in the order of a run.
         timeline: of the training step.
         suggestions: a line for each phase that takes more.
+        evaluation: None where there is no data for it.
     """
 
     header: str
@@ -155,13 +158,14 @@ class DryRun:
     phases: tuple[RunPhase, ...]
     timeline: StepTimeline = field(repr=False)
     suggestions: tuple[str, ...] = ()
+    evaluation: Evaluation | None = None
 
     def __str__(self) -> str:
         rows = [
             {
                 "phase": phase.name,
                 "peak": gib_text(phase.peak) if phase.peak else "-",
-                "host": f"+ {gib_text(phase.host)}" if phase.host else "",
+                "host": f"+ {gib_text(phase.host)}" if phase.host >= _SHOWN else "",
                 "": phase.note,
             }
             for phase in self.phases
@@ -195,5 +199,9 @@ def suggestions(phases: Sequence[RunPhase], limit: int, flags: dict[str, str]) -
     )
 
 
+# Batches from which on those that are collected are copies.
+_COPIED_FROM = 2
+# Bytes of the host that are worth a word.
+_SHOWN = 2**20
 # Phases of the training step.
 _STEP = FORWARD, BACKWARD, OPTIMIZER = ("forward", "backward", "optimizer")

@@ -9,7 +9,7 @@ from typing import Any
 from tabulate import tabulate
 
 from optimum_memopt.engines.api.predictions import SimulatedStep, StepTimeline
-from optimum_memopt.engines.shared.registry import engine_names, factory
+from optimum_memopt.engines.shared.registry import predicting_factory
 from optimum_memopt.errors import MemOptError, excerpt
 from optimum_memopt.option_values import check_drawing, checked
 from optimum_memopt.predict.ways import held_at_peak
@@ -39,16 +39,11 @@ def simulate(
     if not callable(step):
         raise MemOptError(f"simulate: the first argument is a step to call, not {excerpt(type(step).__name__)}")
     device = checked("device", device, str | PathLike | None)
-    with predicting().simulator(None if device is None else fspath(device)) as simulator:
+    with predicting_factory().simulator(None if device is None else fspath(device)) as simulator:
         copied = simulator.copy((step, args, kwargs))
         call, positional, named = copied
         found = simulator.run(lambda: call(*positional, **named), copied)
     return Simulation(getattr(step, "__name__", type(step).__name__), "" if device is None else fspath(device), found)
-
-
-def predicting() -> Any:
-    """The factory of the engine that predicts."""
-    return factory(next(name for name in engine_names() if factory(name).predicts))
 
 
 @dataclass(frozen=True, repr=False)

@@ -15,7 +15,7 @@ from transformers import Trainer
 
 from optimum_memopt import compat
 from optimum_memopt.engines.api.predictions import SimulatedStep, Simulator
-from optimum_memopt.engines.shared.registry import engine_names, factory
+from optimum_memopt.engines.shared.registry import predicting_factory
 from optimum_memopt.errors import MemOptError, line_of, path_excerpt
 from optimum_memopt.predict.phases import DryRun, Evaluation, RunPhase, evaluation_phase, suggestions, train_suggestion
 from optimum_memopt.sizes import Budget, gib_text
@@ -68,12 +68,12 @@ def show(
 
 
 def dry_run(
-    trainer: Trainer, device: str, budget: Budget | None = None, train: Callable[..., Any] = Trainer.train
+    trainer: Trainer, device: str | None, budget: Budget | None = None, train: Callable[..., Any] = Trainer.train
 ) -> DryRun:
     """The phases of a Trainer's run on a device; the Trainer is left as it is.
 
     Args:
-        device: as `h100`, or a JSON file.
+        device: as `h100`, or a JSON file; None: this machine's.
         budget: that bounds the phases; None: the device's memory does.
         train: the Trainer's own, which makes the model ready.
 
@@ -110,7 +110,7 @@ def _lists(attributes: Mapping[str, Any]) -> list[tuple[list[Any], list[Any]]]:
     return [(value, list(value)) for value in attributes.values() if type(value) is list]
 
 
-def _dry_run(trainer: Any, device: str, budget: Budget | None) -> DryRun:
+def _dry_run(trainer: Any, device: str | None, budget: Budget | None) -> DryRun:
     args = trainer.args
     rows = compat.train_batch_size(trainer)
     batch = _largest(trainer, trainer.train_dataset, rows, compat.training_collator, trainer.get_train_dataloader)
@@ -122,7 +122,7 @@ def _dry_run(trainer: Any, device: str, budget: Budget | None) -> DryRun:
         evaluated = _largest(
             trainer, data, args.eval_batch_size, compat.evaluation_collator, lambda: trainer.get_eval_dataloader(data)
         )
-    with _simulator(device) as simulator:
+    with predicting_factory().simulator(device) as simulator:
         memory = simulator.memory
         limit = memory.available if budget is None else budget.on_device(memory.total, memory.available)
         holders = _holders(trainer)
@@ -136,27 +136,24 @@ def _dry_run(trainer: Any, device: str, budget: Budget | None) -> DryRun:
         run = _FakeRun(trainer, model, simulator, holders)
         step = run.train(inputs, items, steps)
         phases = [RunPhase("load", weights, weights, "parameters and buffers; the host has the file, too"), *_of(step)]
-        flags = {}
+        evaluation, flags = None, {}
         if evaluated is not None:
             evaluation = run.evaluate(evaluated, args.eval_batch_size, len(data))
             phases.append(evaluation_phase(evaluation, trainer.preprocess_logits_for_metrics is not None))
             flags["evaluation"] = evaluation.suggestion(limit)
-        phases += run.other_phases(weights)
+        phases += run.other_phases(weights, step)
     lines = suggestions(phases, limit, flags)
     if step.peak > limit:
         lines = (train_suggestion(step.peak, step.given, limit, rows), *lines)
     precision = f", {trainer.accelerator.mixed_precision}" if trainer.accelerator.mixed_precision != "no" else ""
     accumulated = f", {steps} micro-batches" if steps > 1 else ""
+    reserved = "" if step.reserved is None else f", {gib_text(step.reserved)} reserved by the training step"
     header = (
         f"{type(trainer).__name__}, {type(trainer.model).__name__}, batch {_shape(batch)}{accumulated}{precision}, "
-        f"{getattr(args.optim, 'value', args.optim)}, on {device} as plain PyTorch (reserved: "
-        f"{gib_text(step.reserved or 0)}):"
+        f"{getattr(args.optim, 'value', args.optim)}, on "
+        f"{device or 'this machine'} as plain PyTorch{reserved}:"
     )
-    return DryRun(header, limit, tuple(phases), step.timeline, lines)
-
-
-def _simulator(device: str) -> Any:
-    return factory(next(name for name in engine_names() if factory(name).predicts)).simulator(device)
+    return DryRun(header, limit, tuple(phases), step.timeline, lines, evaluation)
 
 
 def _of(step: SimulatedStep) -> list[RunPhase]:
@@ -177,6 +174,10 @@ def _bytes(holders: Sequence[Any]) -> int:
     models = [holder for holder in holders if isinstance(holder, torch.nn.Module)]
     tensors = (tensor for model in models for tensor in (*model.parameters(), *model.buffers()))
     return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors}.values())
+
+
+def _trained_bytes(model: torch.nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
 
 
 @dataclass(frozen=True)
@@ -232,7 +233,7 @@ class _FakeRun:
             args.eval_do_concat_batches,
         )
 
-    def other_phases(self, weights: int) -> Iterator[RunPhase]:
+    def other_phases(self, weights: int, step: SimulatedStep) -> Iterator[RunPhase]:
         """Save, resume, merge of adapters."""
         trainer = self.trainer
         states = sum(
@@ -242,8 +243,10 @@ class _FakeRun:
             if isinstance(value, torch.Tensor)
         )
         resident = weights + states
-        yield RunPhase("save", resident, weights, "the host has copies of the weights that are written")
-        yield RunPhase("resume", resident, resident, "the host has the weights' and the states' file")
+        # PEFT writes adapters alone.
+        written = weights if not hasattr(trainer.model, "peft_config") else _trained_bytes(trainer.model)
+        yield RunPhase("save", step.given, written, "the host has copies of the weights that are written")
+        yield RunPhase("resume", resident, written + states, "the host has weights and states from their files")
         merge = getattr(getattr(trainer.model, "base_model", None), "merge_adapter", None)
         if hasattr(trainer.model, "peft_config") and merge is not None:
             unmerge = trainer.model.base_model.unmerge_adapter

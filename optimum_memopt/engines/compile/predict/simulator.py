@@ -27,14 +27,17 @@ from optimum_memopt.memory.capacity import Capacity, capacity, capacity_of
 from optimum_memopt.memory.peak_monitor import held_bytes
 
 
-@contextlib.contextmanager
-def simulator(device: str | None) -> Iterator["FakeSimulator"]:
-    """Within it tensors have no data.
+def simulator(device: str | None) -> contextlib.AbstractContextManager["FakeSimulator"]:
+    """A context in which tensors have no data.
 
     Raises:
         MemOptError: an unknown device.
     """
-    target = None if device is None else device_of(device)
+    return _simulator(None if device is None else device_of(device))
+
+
+@contextlib.contextmanager
+def _simulator(target: Device | None) -> Iterator["FakeSimulator"]:
     mode = dynamo.fake_tensors()
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
