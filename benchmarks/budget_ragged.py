@@ -79,7 +79,7 @@ def _problem_at(graph: AnalyzedGraph, of: int, length: int) -> Problem:
 
 
 def times_by_length(problems: Mapping[int, Problem], counts: Counter[int], budget: int) -> ExtraByLength:
-    """What plans take, as a run finds out: with the seconds of the longest batch.
+    """Seconds of plans as a run finds them out: with those of the longest batch.
 
     Args:
         problems: of each length.

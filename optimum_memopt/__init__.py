@@ -60,33 +60,26 @@ __all__ = [
 
 # The imports above, for a running interpreter; tests/train/test_public_names.py compares the two.
 _MODULES = {
-    "Attachment": "trainer",
-    "ConfigError": "plans.grammar",
-    "Engine": "engines.api.engine",
-    "Estimate": "predict.plan",
-    "Footprint": "engines.compile.memory.footprint",
-    "InputDensityCallback": "callbacks.input_density",
-    "MemOptError": "errors",
-    "MemOptOptions": "options",
-    "MemOptTrainer": "trainer",
-    "MemOptTrainingArguments": "trainer_args",
-    "MemoryPhasesCallback": "callbacks.memory_phases",
-    "MemoryReport": "oom.report",
-    "MemoryReportCallback": "oom.guard",
-    "PlanRow": "plans.table",
-    "PlanConfig": "plans.grammar",
-    "PlanRequest": "plans.grammar",
-    "PlanStatsCallback": "callbacks.plan_stats",
-    "PlanTable": "plans.table",
-    "Simulation": "predict.simulate",
-    "Strategy": "plans.grammar",
-    "UnsupportedModelError": "errors",
-    "attach": "trainer",
-    "optimize": "loop",
-    "plan": "predict.plan",
-    "run": "errors",
-    "run_summary": "trainer",
-    "simulate": "predict.simulate",
+    name: module
+    for module, *names in (
+        ("callbacks.input_density", "InputDensityCallback"),
+        ("callbacks.memory_phases", "MemoryPhasesCallback"),
+        ("callbacks.plan_stats", "PlanStatsCallback"),
+        ("engines.api.engine", "Engine"),
+        ("engines.compile.memory.footprint", "Footprint"),
+        ("errors", "MemOptError", "UnsupportedModelError", "run"),
+        ("loop", "optimize"),
+        ("oom.guard", "MemoryReportCallback"),
+        ("oom.report", "MemoryReport"),
+        ("options", "MemOptOptions"),
+        ("plans.grammar", "ConfigError", "PlanConfig", "PlanRequest", "Strategy"),
+        ("plans.table", "PlanRow", "PlanTable"),
+        ("predict.plan", "Estimate", "plan"),
+        ("predict.simulate", "Simulation", "simulate"),
+        ("trainer", "Attachment", "MemOptTrainer", "attach", "run_summary"),
+        ("trainer_args", "MemOptTrainingArguments"),
+    )
+    for name in names
 }
 
 

@@ -20,8 +20,8 @@ from optimum_memopt.errors import MemOptError
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-_OUTPUT_HOOKS = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
-_GLOBAL_OUTPUT_HOOKS = ("_global_forward_hooks", "_global_backward_hooks", "_global_backward_pre_hooks")
+# Hooks of a module, or of all of them, that are given outputs or the gradients of outputs.
+_OUTPUT_HOOKS = ("forward_hooks", "backward_hooks", "backward_pre_hooks")
 
 
 # Trainer's flag; the older name warns since transformers 5.23.
@@ -56,24 +56,12 @@ def forward_hook_ids(model: torch.nn.Module) -> list[int]:
     return [id for module in model.modules() for id in forward_hooks(module)]
 
 
-def output_hooks(module: torch.nn.Module) -> Iterator[Any]:
-    """Hooks that are given this module's outputs or the gradients of its outputs (torch 2.13)."""
-    for name in _OUTPUT_HOOKS:
-        yield from getattr(module, name).values()
-
-
-def global_output_hooks() -> Iterator[Any]:
-    """`output_hooks` of all modules (torch 2.13)."""
-    for name in _GLOBAL_OUTPUT_HOOKS:
-        yield from getattr(torch_module, name).values()
-
-
 # The method from which a Trainer takes its training sampler, given a data set (transformers 5.23).
 TRAIN_SAMPLER = "_get_train_sampler"
 
 
 def train_batch_size(trainer: Any) -> int:
-    """Rows that a Trainer's data loader takes for a batch, as `auto_find_batch_size` has left them."""
+    """Rows of a batch of a Trainer's data loader, as `auto_find_batch_size` has left them."""
     return trainer._train_batch_size
 
 
@@ -102,12 +90,11 @@ def attention_implementation(config: Any) -> str | None:
 
 
 def is_encoder_decoder(model: Any) -> bool:
-    """True for a model with a decoder of its own, whose length is that of the labels."""
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
 def writes_to(tensor: torch.Tensor) -> int:
-    """How often a tensor was written to in place (torch 2.13; autograd's own counter, which has no public name)."""
+    """How often a tensor was written to in place, by autograd's own counter (torch 2.13)."""
     # Those of inference mode are counted by nobody, and are read-only outside of it.
     return 0 if tensor.is_inference() else tensor._version
 
@@ -140,18 +127,19 @@ _HOOKS_THAT_ADD_NOTHING = frozenset({"optimum_memopt", "deepspeed"})
 
 
 def outputs_read_by() -> str:
-    """Who may read more of the model's outputs than the loss; empty when nobody does.
+    """Who may read more of the model's outputs than the loss; empty when nobody does. Costs 10 microseconds.
 
     Nobody does where the code that runs now was called by stock `Trainer.compute_loss`, which returns the model's own
     loss and nothing else, and no hook on the model or on a wrapper around it sees the other outputs.
-
-    Costs 10 microseconds.
     """
-    caller = _first_that_reads(sys._getframe(1))
+    caller: FrameType | None = sys._getframe(1)
+    while caller is not None and _package(_module(caller)) in _PASSES_THROUGH:
+        caller = caller.f_back
     if caller is None:
         return "the training loop"
     if caller.f_code.co_name != "compute_loss" or _module(caller) != "transformers.trainer":
-        return caller.f_code.co_qualname if hasattr(caller.f_code, "co_qualname") else caller.f_code.co_name
+        # The qualified name is there from Python 3.11 on.
+        return getattr(caller.f_code, "co_qualname", caller.f_code.co_name)
     given = caller.f_locals
     trainer = given["self"]
     if given["return_outputs"]:
@@ -160,28 +148,18 @@ def outputs_read_by() -> str:
         return "compute_loss_func"
     if trainer.label_smoother is not None:
         return "the Trainer's label smoother"
-    if any(_is_read(hook) for hook in _hooks(given["model"])):
-        return "a forward hook"
-    return ""
+    packages = (_package(getattr(hook, "__module__", None)) for hook in _output_hooks(given["model"]))
+    return "" if all(package in _HOOKS_THAT_ADD_NOTHING for package in packages) else "a forward hook"
 
 
-def _first_that_reads(frame: FrameType | None) -> FrameType | None:
-    while frame is not None and _package(_module(frame)) in _PASSES_THROUGH:
-        frame = frame.f_back
-    return frame
-
-
-def _hooks(model: torch.nn.Module) -> Iterator[Any]:
-    """Hooks of the model, its wrappers (DDP and DeepSpeed call what they wrap `module`), and all modules."""
-    yield from global_output_hooks()
-    inner: Any = model
-    while isinstance(inner, torch.nn.Module):
-        yield from output_hooks(inner)
-        inner = getattr(inner, "module", None)
-
-
-def _is_read(hook: Any) -> bool:
-    return _package(getattr(hook, "__module__", None)) not in _HOOKS_THAT_ADD_NOTHING
+def _output_hooks(model: torch.nn.Module) -> Iterator[Any]:
+    """Those of the model, its wrappers (DDP and DeepSpeed name what they wrap `module`), all modules (torch 2.13)."""
+    for name in _OUTPUT_HOOKS:
+        yield from getattr(torch_module, f"_global_{name}").values()
+        inner: Any = model
+        while isinstance(inner, torch.nn.Module):
+            yield from getattr(inner, f"_{name}").values()
+            inner = getattr(inner, "module", None)
 
 
 def _module(frame: FrameType) -> Any:

@@ -9,12 +9,11 @@ batch that was meant.
 """
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import fields
 from pathlib import PurePath
 from typing import Any
 
@@ -32,16 +31,14 @@ from optimum_memopt.plans.table import PlanTable
 
 _SOFTWARE = ("optimum-memopt", "torch", "transformers")
 # What may differ from rank to rank: where things lie, and what is shown.
-_OWN_OPTIONS = frozenset(
-    {
-        "memory_opt_log_level",
-        "memory_opt_log_steps",
-        "memory_opt_log_file",
-        "memory_opt_report",
-        "log_input_density",
-        "log_memory_phases",
-    }
-)
+_OWN_OPTIONS = {
+    "memory_opt_log_level",
+    "memory_opt_log_steps",
+    "memory_opt_log_file",
+    "memory_opt_report",
+    "log_input_density",
+    "log_memory_phases",
+}
 _FAILURE = "failure"
 _ABSENT = "nothing"
 
@@ -55,27 +52,28 @@ def facts(engine: str, options: MemOptOptions, table: PlanTable | None) -> dict[
     changes no gradient, so ranks may differ in it.
     """
     own = _OWN_OPTIONS.union(*(registration.per_rank for registration in registrations()))
-    names = [field.name for field in dataclasses.fields(MemOptOptions) if field.name not in own]
-    chosen = {f"--{name}": str(getattr(options, name)) for name in names}
-    # As it was read: files of one name may differ on two nodes, and files of two names may say the same.
-    chosen["--memory_opt_config"] = str(options.plan_config)
-    chosen["--memory_opt_plan"] = options.plan_file.digest if options.plan_file is not None else "None"
-    versions = (installed_version((distribution,)) for distribution in _SOFTWARE)
-    of_engines = (factory(registration.name).version_facts() for registration in registrations())
-    may_differ = options.budget is not None or options.memory_opt_on_oom == REPLAN
-    rows = {
-        f"plan {plan.config}": f"{plan.frequency} occurrences"
-        + ("" if may_differ else f", {plan.applied_count} applied")
-        for plan in (table.plans if table is not None else ())
-        if not plan.depends_on_batch
-    }
-    return {
+    result = {
         "engine": engine,
-        **{f"version of {version[0]}": version[1] for version in versions if version},
-        **{name: value for facts_of_engine in of_engines for name, value in facts_of_engine.items()},
-        **chosen,
-        **rows,
+        **{
+            f"--{each.name}": str(getattr(options, each.name))
+            for each in fields(MemOptOptions)
+            if each.name not in own
+        },
+        # As it was read: files of one name may differ on two nodes, and files of two names may say the same.
+        "--memory_opt_config": str(options.plan_config),
+        "--memory_opt_plan": options.plan_file.digest if options.plan_file is not None else "None",
     }
+    for distribution in _SOFTWARE:
+        if version := installed_version((distribution,)):
+            result[f"version of {distribution}"] = version[1]
+    for registration in registrations():
+        result |= factory(registration.name).version_facts()
+    may_differ = options.budget is not None or options.memory_opt_on_oom == REPLAN
+    for plan in table.plans if table is not None else ():
+        if not plan.depends_on_batch:
+            applied = "" if may_differ else f", {plan.applied_count} applied"
+            result[f"plan {plan.config}"] = f"{plan.frequency} occurrences{applied}"
+    return result
 
 
 def failure(error: BaseException) -> dict[str, str]:
@@ -84,13 +82,10 @@ def failure(error: BaseException) -> dict[str, str]:
 
 
 def check_ranks_agree(own: Mapping[str, str]) -> None:
-    """Compare this rank's facts with those of all others; every rank must call this, and all of them get the error.
-
-    Args:
-        own: from `facts` or `failure`.
+    """Compare this rank's facts, or its failure, with those of all others; every rank must call this.
 
     Raises:
-        MemOptError: a rank differs or has failed; it is named with what differs.
+        MemOptError: on all ranks, where one differs or has failed; it is named with what differs.
     """
     if len(set(gathered(digest(own)))) > 1:
         raise MemOptError(describe_difference(gathered(dict(own))))
@@ -102,24 +97,20 @@ def digest(own: Mapping[str, str]) -> str:
 
 
 def describe_difference(ranks: Sequence[Mapping[str, str]]) -> str:
-    """One line about the first rank that failed, else the first that differs from rank 0; empty if all agree.
-
-    Args:
-        ranks: the facts of each rank.
-    """
+    """One line about the first rank that failed, else the first that differs from rank 0; empty if all agree."""
     for rank, other in enumerate(ranks):
         if _FAILURE in other:
             return f"rank {rank} failed in its first training step, so all ranks stop: {other[_FAILURE]}"
     first = ranks[0]
     for rank, other in enumerate(ranks):
-        names = [name for name in sorted({*first, *other}) if first.get(name) != other.get(name)]
-        if names:
-            shown = "; ".join(
-                f"{name}: {first.get(name, _ABSENT)} on rank 0, {other.get(name, _ABSENT)} on rank {rank}"
-                for name in names[:3]
-            )
-            more = f" (and {len(names) - 3} more)" if len(names) > 3 else ""
-            return f"rank {rank} does not train as rank 0 does: {shown}{more}"
+        differences = [
+            f"{name}: {first.get(name, _ABSENT)} on rank 0, {other.get(name, _ABSENT)} on rank {rank}"
+            for name in sorted({*first, *other})
+            if first.get(name) != other.get(name)
+        ]
+        if differences:
+            more = f" (and {len(differences) - 3} more)" if len(differences) > 3 else ""
+            return f"rank {rank} does not train as rank 0 does: {'; '.join(differences[:3])}{more}"
     return ""
 
 
@@ -166,59 +157,36 @@ def comparing(
 _SET_BY_SIMPLE_LAUNCHER = "ACCELERATE_USE_CPU"
 
 
-@dataclass(frozen=True)
-class AccelerateLaunch:
-    """The number of processes and the script that `accelerate launch` was given."""
-
-    num_processes: int
-    script: str
-
-
 def check_world(world_size: int, environment: Mapping[str, str] = os.environ) -> None:
-    """Stop a run that was launched as several processes and is a world of one.
+    """Raise a MemOptError where a run was launched as several processes and is a world of one.
 
     Args:
         world_size: of the training arguments, after they have set up their device.
-        environment: this process's.
-
-    Raises:
-        MemOptError: with what to write instead.
     """
     if world_size > 1:
         return
     if (announced := environment.get("WORLD_SIZE", "")).isdigit() and int(announced) > 1:
-        rank_missing = "LOCAL_RANK" not in environment
-        suggestion = (
-            "set RANK and LOCAL_RANK too, as torchrun does"
-            if rank_missing
-            else "on a machine without a GPU add --use_cpu true to the script's arguments"
-        )
+        suggestion = "on a machine without a GPU add --use_cpu true to the script's arguments"
+        if "LOCAL_RANK" not in environment:
+            suggestion = "set RANK and LOCAL_RANK too, as torchrun does"
         raise MemOptError(
             f"this process is one of {announced} (WORLD_SIZE={announced}) but would train alone, as each of them: "
             f"{suggestion}; for a single process unset WORLD_SIZE"
         )
     if _SET_BY_SIMPLE_LAUNCHER not in environment:
         return
-    launch = accelerate_launch(_parent_command())
-    if launch is not None and launch.num_processes > 1:
-        number = launch.num_processes
+    number, script = accelerate_launch(_parent_command()) or (1, "")
+    if number > 1:
         raise MemOptError(
             f"accelerate launch was asked for {number} processes and started one (with --cpu, or without "
             f"--multi_gpu, it does so silently); write: accelerate launch --multi_gpu --num_processes {number} "
-            f"{launch.script} …, and on a machine without a GPU --use_cpu true behind it; or --num_processes 1"
+            f"{script} …, and on a machine without a GPU --use_cpu true behind it; or --num_processes 1"
         )
 
 
-def accelerate_launch(command: Sequence[str]) -> AccelerateLaunch | None:
-    """Processes and script in the command line of an `accelerate launch`, read as accelerate reads it: its flags, then
-    its config file.
-
-    Args:
-        command: a process's command line, word by word.
-
-    Returns:
-        None for any other command, and for one that cannot be read or names no number.
-    """
+def accelerate_launch(command: Sequence[str]) -> tuple[int, str] | None:
+    """Number of processes and script in the command line of an `accelerate launch`, read as accelerate reads it: its
+    flags, then its config file. None for any other command, and for one that cannot be read or names no number."""
     words = _launch_arguments(command)
     if words is None:
         return None
@@ -234,7 +202,7 @@ def accelerate_launch(command: Sequence[str]) -> AccelerateLaunch | None:
             number = getattr(load_config_from_file(args.config_file), "num_processes", None)
     except (SystemExit, Exception):
         return None
-    return None if number is None else AccelerateLaunch(int(number), str(args.training_script))
+    return None if number is None else (int(number), str(args.training_script))
 
 
 def _launch_arguments(command: Sequence[str]) -> list[str] | None:

@@ -1,5 +1,6 @@
 """The errors that this package raises for its users, and how a script ends in one."""
 
+import contextlib
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -12,12 +13,7 @@ class MemOptError(ValueError):
 
 
 class UnsupportedModelError(MemOptError):
-    """The engine cannot train this model on this machine.
-
-    Args:
-        why: the reason.
-        suggestion: what to do about it; appended to the message.
-    """
+    """The engine cannot train this model on this machine; a suggestion what to do about it ends the message."""
 
     def __init__(self, why: str, suggestion: str = "") -> None:
         super().__init__(f"{why}; {suggestion}" if suggestion else why)
@@ -25,11 +21,7 @@ class UnsupportedModelError(MemOptError):
 
 
 class DoesNotFitError(MemOptError):
-    """No plan brings a training step within its budget.
-
-    Args:
-        lacking: bytes over the budget.
-    """
+    """No plan brings a training step within its budget, of which so many bytes are lacking."""
 
     def __init__(self, text: str, lacking: int = 0) -> None:
         super().__init__(text)
@@ -39,7 +31,8 @@ class DoesNotFitError(MemOptError):
 def line_of(error: BaseException) -> str:
     """An error's kind and first line; of one that torch's compiler has wrapped, the inner one's."""
     error = getattr(error, "inner_exception", None) or error
-    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+    reason = next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__}: {reason}" if reason else type(error).__name__
 
 
 def with_causes(error: BaseException) -> Iterator[BaseException]:
@@ -67,7 +60,6 @@ def excerpt(value: object, around: int = 0, longest: int = QUOTED) -> str:
     Args:
         value: a string as it is, anything else by its `repr`.
         around: position in a long string that stays visible.
-        longest: most characters of the excerpt.
     """
     text = value if isinstance(value, str) else _repr(value)
     start = max(0, min(around - _BEFORE, len(text) - longest + 1)) if len(text) > longest else 0
@@ -82,6 +74,21 @@ def excerpt(value: object, around: int = 0, longest: int = QUOTED) -> str:
 def path_excerpt(path: object) -> str:
     """`excerpt` with a higher limit, since paths are long."""
     return excerpt(str(path), longest=4 * QUOTED)
+
+
+@contextlib.contextmanager
+def writing(what: str, path: object) -> Iterator[None]:
+    """Write a file within this.
+
+    Raises:
+        MemOptError: it cannot be written.
+    """
+    try:
+        yield
+    # ValueError: a path with a NUL; TypeError: no path.
+    except (OSError, ValueError, TypeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise MemOptError(f"{what} {path_excerpt(path)}: not written: {reason}") from error
 
 
 def _repr(value: object) -> str:
@@ -102,12 +109,7 @@ _ALLOCATED = re.compile(rf"{_AMOUNT} is allocated by PyTorch")
 
 @dataclass(frozen=True)
 class Shortage:
-    """The amounts of memory in an error.
-
-    Attributes:
-        requested: bytes of the allocation that failed; None: it does not say.
-        allocated: bytes that torch's allocator held at that moment; None: it does not say.
-    """
+    """Bytes of the allocation that failed, and those that torch's allocator held; None where an error does not say."""
 
     requested: int | None
     allocated: int | None
@@ -123,12 +125,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def shortage(error: BaseException) -> Shortage:
     """The amounts in an error's message; CUDA's are rounded to hundredths of their unit."""
-    return Shortage(_amount(_REQUESTED, str(error)), _amount(_ALLOCATED, str(error)))
-
-
-def _amount(pattern: re.Pattern[str], text: str) -> int | None:
-    match = pattern.search(text)
-    return None if match is None else int(float(match[1]) * _UNITS[match[2]])
+    found = (pattern.search(str(error)) for pattern in (_REQUESTED, _ALLOCATED))
+    return Shortage(*(None if match is None else int(float(match[1]) * _UNITS[match[2]]) for match in found))
 
 
 Result = TypeVar("Result")
@@ -136,11 +134,6 @@ Result = TypeVar("Result")
 
 def run(main: Callable[[], Result]) -> Result:
     """Run a script's `main`: a `MemOptError` ends it in one line on stderr and exit code 2, without a traceback.
-
-    Every other exception is raised as ever.
-
-    Returns:
-        What `main` returns.
 
     Raises:
         SystemExit: `main` ended in a `MemOptError`, which is its cause.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 from tqdm.auto import tqdm
 
-from optimum_memopt.errors import MemOptError
+from optimum_memopt.errors import MemOptError, line_of
 
 LOGGER_NAME = "optimum_memopt"
 _ANY_RANK = "is_of_any_rank"
@@ -59,7 +59,6 @@ def get_logger() -> logging.Logger:
 
 
 def set_log_level(name: str) -> None:
-    """Set the level by name, a key of `LOG_LEVELS`."""
     get_logger().setLevel(LOG_LEVELS[name])
 
 
@@ -86,22 +85,18 @@ def only_warnings() -> Iterator[None]:
 
 @contextlib.contextmanager
 def best_effort(what: str, otherwise: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Run reporting code that must not stop training: its errors become warnings.
+    """Run reporting code that must not stop training: its errors, other than the user's own mistakes, become warnings.
 
     Args:
         what: subject of the warning, as `a memory snapshot`.
         otherwise: called after an error.
-
-    Raises:
-        MemOptError: the error is a mistake of the user's.
     """
     try:
         yield
     except MemOptError:
         raise
     except Exception as error:
-        reason = next(iter(str(error).splitlines()), "")
-        get_logger().warning(f"{what} is left out ({type(error).__name__}: {reason}); training is not affected")
+        get_logger().warning(f"{what} is left out ({line_of(error)}); training is not affected")
         otherwise()
 
 
@@ -109,11 +104,7 @@ _EVERY_SECONDS = 10.0
 
 
 class Progress:
-    """The state of a running task.
-
-    Attributes:
-        stage: what the task is doing, as `partitioning`, for the next log line; empty: unknown.
-    """
+    """A running task; `stage` is what it does now, as `partitioning`, for the next log line."""
 
     def __init__(self, stage: str = "") -> None:
         self.stage = stage
@@ -129,14 +120,9 @@ def announced(
     task that raises has no last line.
 
     Args:
-        doing: `compiling the training graph of GPT2LMHeadModel`.
-        done: the same in the past tense.
+        doing: `compiling the training graph of GPT2LMHeadModel`; `done` is the same in the past tense.
         note: appended to the first line: what the task consists of, how often it runs.
-        stage: the initial one, see `Progress`.
-        every: interval in seconds.
-
-    Yields:
-        Progress: for the task to set its stage.
+        stage: the first one; the task sets those that follow.
     """
     progress, is_over, begin = Progress(stage), threading.Event(), time.monotonic()
 
@@ -162,11 +148,7 @@ class TimeIsUpError(Exception):
 
 
 class Deadline:
-    """Begins when it is made.
-
-    Args:
-        seconds: that a task may take.
-    """
+    """The seconds that a task may take, from now on."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -174,17 +156,9 @@ class Deadline:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since it was made."""
         return time.monotonic() - self._begin
 
     def check(self, needed: float = 0.0) -> None:
-        """To be called before each part of the task.
-
-        Args:
-            needed: seconds that the part will take, as far as it is known.
-
-        Raises:
-            TimeIsUpError: there is less time left.
-        """
+        """Raise TimeIsUpError before a part of the task that takes more seconds than are left, as far as is known."""
         if self.elapsed + needed >= self.seconds:
             raise TimeIsUpError

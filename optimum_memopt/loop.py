@@ -30,12 +30,12 @@ _NEED_A_TRAINER = (
 def optimize(model: torch.nn.Module, **options: Any) -> Engine:
     """Have an engine train a model, in place, in a training loop without a Trainer.
 
+    The first training forward logs the plan table, which the engine's `plans()` has from then on; `detach()` restores
+    the model.
+
     Args:
         model: on its device, in its final dtype, before DDP or another wrapper goes around it.
         options: fields of `MemOptOptions`.
-
-    Returns:
-        The engine: `plans()` after the first training forward, which also logs the table; `detach()` at the end.
 
     Raises:
         MemOptError: bad options, or a model that the engine cannot train.
@@ -67,7 +67,6 @@ def _show_plans(model: torch.nn.Module, engine: Engine) -> None:
     """Log each new plan table after its first training forward, as PlanStatsCallback does in a Trainer."""
     patch = training_forward(model)
     train, shown = patch.train, None
-
     assert train is not None
 
     def train_and_show(*args: Any, **kwargs: Any) -> Any:

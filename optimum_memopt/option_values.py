@@ -60,15 +60,7 @@ def check(options: Any, kind: type) -> None:
 
 
 def check_written(flag: str, path: str) -> None:
-    """Refuse the name of a file that cannot be written.
-
-    Args:
-        flag: that names the file.
-        path: of the file.
-
-    Raises:
-        MemOptError: there is no such folder, or the name is that of a folder.
-    """
+    """Raise a MemOptError for a file in a folder that does not exist, and the name of a folder; a flag names it."""
     if not os.path.isdir(os.path.dirname(path) or os.curdir):
         raise MemOptError(f"{flag} {path_excerpt(path)}: no such folder; make it first")
     if os.path.isdir(path):
@@ -76,21 +68,13 @@ def check_written(flag: str, path: str) -> None:
 
 
 def check_page(flag: str, path: str) -> None:
-    """Refuse a page that cannot be drawn, or written.
-
-    Raises:
-        MemOptError: see `check_written` and `check_drawing`.
-    """
+    """Raise a MemOptError for a page that cannot be drawn, or not be written."""
     check_written(flag, path)
     check_drawing(flag)
 
 
 def check_drawing(flag: str) -> None:
-    """Refuse to draw where that is impossible.
-
-    Raises:
-        MemOptError: matplotlib or jinja2 is missing.
-    """
+    """Raise a MemOptError where matplotlib or jinja2 is missing."""
     if missing := [name for name in ("matplotlib", "jinja2") if importlib.util.find_spec(name) is None]:
         raise MemOptError(f"{flag}: the page needs {' and '.join(missing)}: pip install optimum-memopt[report]")
 
@@ -100,7 +84,6 @@ def checked(name: str, value: Any, hint: Any, choices: Sequence[str] | None = No
 
     Args:
         name: of the option or parameter, for the error.
-        value: what a user gave.
         hint: the annotation of the option or parameter.
         choices: None: all of the type are allowed.
 

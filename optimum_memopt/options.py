@@ -27,9 +27,7 @@ from optimum_memopt.option_values import Numbers
 from optimum_memopt.plans.grammar import to_text
 
 _ENGINES = ", ".join(f"{engine.name} ({engine.summary})" for engine in registrations())
-_OPTIMIZER_NEEDS = "; ".join(
-    f"{name} needs {optimizer.needs}" for name, optimizer in OPTIMIZERS.items() if optimizer.needs
-)
+_OPTIMIZER_NEEDS = "; ".join(f"{name} needs {each.needs}" for name, each in OPTIMIZERS.items() if each.needs)
 
 
 @dataclass
@@ -95,11 +93,7 @@ else:
 
 @dataclass
 class MemOptOptions(_AllOptions):
-    """Every option of the package, those of each engine among them.
-
-    Raises:
-        MemOptError: from `check`; nothing is read but a config file, and that once.
-    """
+    """Every option of the package, those of each engine among them; `check` finds what is wrong with them."""
 
     memory_opt_engine: str = field(
         default=AUTO,
@@ -166,18 +160,14 @@ def resolve(options: MemOptOptions, environ: Mapping[str, str] = os.environ) -> 
     """
     names, reason = choose_engines(options.memory_opt_engine, options)
     check_flags_of_others(options, names[0])
-    following = _resolved(names[1], "", options, environ, None) if len(names) > 1 else None
-    return _resolved(names[0], reason, options, environ, following)
 
+    def resolved(name: str, reason: str, then: Resolved[MemOptOptions] | None) -> Resolved[MemOptOptions]:
+        chosen, remarks = factory(name).in_force(copy.copy(options), environ)
+        level, strict = chosen.memory_opt_level, chosen.memory_opt_strict
+        selection = Selection(chosen.plan_config, level, strict, chosen.budget, chosen.plan_file)
+        return Resolved(name, reason, chosen, selection, remarks, tuple(given_flags(options, name)), then)
 
-def _resolved(
-    name: str, reason: str, options: MemOptOptions, environ: Mapping[str, str], then: Resolved[MemOptOptions] | None
-) -> Resolved[MemOptOptions]:
-    chosen, remarks = factory(name).in_force(copy.copy(options), environ)
-    selection = Selection(
-        chosen.plan_config, chosen.memory_opt_level, chosen.memory_opt_strict, chosen.budget, chosen.plan_file
-    )
-    return Resolved(name, reason, chosen, selection, remarks, tuple(given_flags(options, name)), then)
+    return resolved(names[0], reason, resolved(names[1], "", None) if len(names) > 1 else None)
 
 
 def from_keywords(**options: Any) -> MemOptOptions:

@@ -13,7 +13,7 @@ _UNITS = {
     **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", 1)},
 }
 _SIZE = re.compile(r"(\d{1,20}(?:\.\d{1,20})?)\s*(%|[a-z]*)", re.ASCII | re.IGNORECASE)
-# An exbibyte; no device has as much.
+# No device has as much as an exbibyte.
 LARGEST = 2**60
 _ALLOWED = "allowed are sizes as 24GiB, 800MiB or 24GB (1000-based), a share of the device's memory as 90%, and auto"
 
@@ -33,12 +33,7 @@ class Budget:
     share: Fraction | None = None
 
     def on_device(self, total: int, available: int) -> int:
-        """In bytes.
-
-        Args:
-            total: bytes of the device that this process may take.
-            available: bytes that `auto` may take.
-        """
+        """Bytes of the budget, of a device with `total` bytes for this process, `available` of them for `auto`."""
         if self.bytes is not None:
             return self.bytes
         return available if self.share is None else int(self.share * total)
@@ -52,23 +47,18 @@ def parse_budget(text: str) -> Budget:
     """
     if text.lower() == AUTO:
         return Budget(AUTO)
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise _refused(text, _ALLOWED)
-    number, unit = Fraction(match[1]), match[2].lower()
-    if not unit:
-        raise _refused(text, f"a number needs a unit, as {match[1]}GiB or {match[1]}%")
-    if unit == "%" and 0 < number <= 100:
-        return Budget(text, share=number / 100)
-    if unit not in _UNITS or not 0 < int(number * _UNITS[unit]) <= LARGEST:
-        raise _refused(text, _ALLOWED)
-    return Budget(text, int(number * _UNITS[unit]))
+    why = _ALLOWED
+    if match := _SIZE.fullmatch(text.strip()):
+        number, unit = Fraction(match[1]), match[2].lower()
+        if unit == "%" and 0 < number <= 100:
+            return Budget(text, share=number / 100)
+        if unit in _UNITS and 0 < int(number * _UNITS[unit]) <= LARGEST:
+            return Budget(text, int(number * _UNITS[unit]))
+        if not unit:
+            why = f"a number needs a unit, as {match[1]}GiB or {match[1]}%"
+    raise MemOptError(f"--memory_opt_budget {excerpt(text) or repr(text)}: {why}")
 
 
 def gib_text(size: int) -> str:
     """`24.00 GiB`, `812.5 MiB`."""
     return f"{size / 2**30:.2f} GiB" if abs(size) >= 2**30 else f"{size / 2**20:.1f} MiB"
-
-
-def _refused(text: str, why: str) -> MemOptError:
-    return MemOptError(f"--memory_opt_budget {excerpt(text) or repr(text)}: {why}")

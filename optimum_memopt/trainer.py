@@ -29,14 +29,14 @@ from optimum_memopt.engines.api.factory import TrainerParts
 from optimum_memopt.engines.api.run import REPLAN
 from optimum_memopt.engines.shared.auto import create
 from optimum_memopt.engines.shared.registry import factory, registrations
-from optimum_memopt.errors import MemOptError, excerpt
+from optimum_memopt.errors import MemOptError, excerpt, line_of
 from optimum_memopt.logs import get_logger
 from optimum_memopt.memory.peak_monitor import MIB
 from optimum_memopt.oom import guard, replan
 from optimum_memopt.oom.guard import MemoryReportCallback
 from optimum_memopt.options import MemOptOptions, from_keywords, resolve
 from optimum_memopt.plans.table import PlanTable
-from optimum_memopt.report.data import CollectingCallback, failure_text
+from optimum_memopt.report.data import CollectingCallback
 from optimum_memopt.report.page import Page, TrainingReport
 from optimum_memopt.trainer_patches import (
     AGREED_FAILURE,
@@ -52,7 +52,6 @@ from optimum_memopt.trainer_patches import (
     TrainerPatches,
 )
 from optimum_memopt.training import batches, dry_run, optimizers
-from optimum_memopt.training.batches import largest_batch
 
 
 @dataclass(frozen=True)
@@ -61,9 +60,6 @@ class Attachment:
 
     Attributes:
         options: those in force: of the flags, the keywords and the environment.
-        engine: what trains the model.
-        plan_stats: shows the plan table and measures the peak.
-        reporter: makes the page about the run.
     """
 
     options: MemOptOptions
@@ -84,12 +80,9 @@ class Attachment:
     def _repr_html_(self) -> str:
         if self.table is None:
             return f"<p>{self.engine.name} engine: the plan table comes with the first training step</p>"
-        predicted = self.plan_stats.predicted_peak_mib
-        peaks = [
-            *([f"predicted peak {predicted:.1f} MiB"] if predicted else []),
-            *([f"measured peak {self.measured_peak_mib:.1f} MiB"] if self.measured_peak_mib else []),
-        ]
-        return f"<div><p>{', '.join(peaks)}</p>{self.table._repr_html_()}</div>"
+        peaks = {"predicted": self.plan_stats.predicted_peak_mib, "measured": self.measured_peak_mib}
+        text = ", ".join(f"{kind} peak {peak:.1f} MiB" for kind, peak in peaks.items() if peak)
+        return f"<div><p>{text}</p>{self.table._repr_html_()}</div>"
 
     def save_plan(self, path: Path | str) -> None:
         """Write the plan in force for `--memory_opt_plan`, so that a later run applies it without solving.
@@ -101,10 +94,8 @@ class Attachment:
                 be written.
         """
         if (plan := self.engine.plan_file()) is None:
-            raise MemOptError(
-                f"save_plan: nothing to write; the {self.engine.name} engine "
-                + ("has no plan before the first training step" if self.table is None else "has no plan files")
-            )
+            why = "has no plan before the first training step" if self.table is None else "has no plan files"
+            raise MemOptError(f"save_plan: nothing to write; the {self.engine.name} engine {why}")
         plan.save(path)
 
     def report(self, path: Path | str | None = None) -> Page:
@@ -203,7 +194,7 @@ def _put_on(
     parts: Sequence[TrainerParts],
     reporter: TrainingReport,
 ) -> None:
-    """Put callbacks and wrappers on a Trainer; `trainer_patches` has the order of the wrappers."""
+    """Put callbacks and wrappers on a Trainer; `PATCHES` has the order of the wrappers."""
     for part in parts:
         for callback in part.callbacks:
             patches.add_callback(trainer, callback)
@@ -227,7 +218,7 @@ def _put_on(
         grouped = batches.sampler_of(trainer, callbacks[batches.ComplexityCallback])
         patches.put(trainer, GROUPED_ROWS, lambda _: grouped)
     if options.memory_opt_batch is not None:
-        patches.put(trainer, CHOSEN_MICRO_BATCH, partial(batches.choosing_micro_batch, trainer, options, engine.name))
+        patches.put(trainer, CHOSEN_MICRO_BATCH, batches.chosen_micro_batch(trainer, options, engine.name))
     if options.memory_opt_dry_run is not None:
         patches.put(trainer, DRY_RUN, lambda _: partial(_dry_run, trainer, options))
     patches.put(trainer, REMOVED_HOOKS, partial(removing_hooks, trainer))
@@ -235,11 +226,7 @@ def _put_on(
 
 
 def run_summary(trainer: Trainer) -> str:
-    """A few lines for the end of a run: engine, plans, claimed and measured memory, speed.
-
-    Raises:
-        MemOptError: the Trainer has no engine.
-    """
+    """A few lines for the end of a run of a Trainer with an engine: plans, claimed and measured memory, speed."""
     memopt: Attachment | None = getattr(trainer, "memopt", None)
     if memopt is None:
         raise MemOptError("run_summary needs a Trainer with an engine; see attach(trainer)")
@@ -259,11 +246,7 @@ def run_summary(trainer: Trainer) -> str:
 
 
 def _options(args: Any, options: MemOptOptions | None, overrides: Mapping[str, Any]) -> MemOptOptions:
-    """The options that `attach` was asked for.
-
-    Raises:
-        MemOptError: options in two places, or of another type; an override that is no field of `MemOptOptions`.
-    """
+    """The options that `attach` was asked for, each in one place."""
     if options is not None and not isinstance(options, MemOptOptions):
         raise MemOptError(
             f"attach(trainer, {type(options).__name__}): the second argument is a MemOptOptions; give single options "
@@ -294,8 +277,8 @@ def _options(args: Any, options: MemOptOptions | None, overrides: Mapping[str, A
 
 
 def _keep_serialisable(args: Any, checked: MemOptOptions, overrides: Mapping[str, Any]) -> None:
-    """Give the Trainer's arguments the values as they were checked: a `Path` that was assigned to one of them since
-    they were made is text again when the Trainer and its trackers write them."""
+    """Give the Trainer's arguments the values as they were checked: the Trainer and its trackers write them, and could
+    not write a `Path` that was assigned to one of them since they were made."""
     if isinstance(args, MemOptOptions):
         for option in fields(MemOptOptions):
             if option.name not in overrides:
@@ -303,26 +286,20 @@ def _keep_serialisable(args: Any, checked: MemOptOptions, overrides: Mapping[str
 
 
 def _callbacks(trainer: Trainer, options: MemOptOptions) -> dict[type, Any]:
-    """The callbacks that the options ask for, by kind: the Trainer's own where the user gave one, else new ones.
-
-    Raises:
-        MemOptError: the log file cannot be written.
-    """
+    """The callbacks that the options ask for, by kind: the Trainer's own where the user gave one, else new ones."""
     path, log_steps = options.memory_opt_log_file, options.memory_opt_log_steps
-    measures_phases = options.log_memory_phases or options.memory_opt_report is not None
-    wanted: list[tuple[bool, type, dict[str, Any]]] = [
-        (True, PlanStatsCallback, {"path": path}),
-        (True, MemoryReportCallback, {}),
-        (options.log_input_density, InputDensityCallback, {"log_steps": log_steps, "path": path}),
-        (measures_phases, MemoryPhasesCallback, {"log_steps": log_steps, "path": path}),
-        (options.group_by_complexity, batches.ComplexityCallback, {"path": path}),
-        (True, CollectingCallback, {}),
-    ]
+    wanted: dict[type, dict[str, Any]] = {PlanStatsCallback: {"path": path}, MemoryReportCallback: {}}
+    if options.log_input_density:
+        wanted[InputDensityCallback] = {"log_steps": log_steps, "path": path}
+    if options.log_memory_phases or options.memory_opt_report is not None:
+        wanted[MemoryPhasesCallback] = {"log_steps": log_steps, "path": path}
+    if options.group_by_complexity:
+        wanted[batches.ComplexityCallback] = {"path": path}
+    wanted[CollectingCallback] = {}
     present = trainer.callback_handler.callbacks
     return {
         kind: next((callback for callback in present if isinstance(callback, kind)), None) or kind(**arguments)
-        for is_wanted, kind, arguments in wanted
-        if is_wanted
+        for kind, arguments in wanted.items()
     }
 
 
@@ -336,7 +313,7 @@ def _releasing(
         try:
             return train(*args, **kwargs)
         except BaseException as error:
-            failure = failure_text(error)
+            failure = line_of(error)
             raise
         finally:
             engine.suspend()
@@ -369,14 +346,13 @@ def _attaching(
 
 
 def _run_of(trainer: Trainer, is_grouped: bool) -> Callable[[], Run]:
-    """Returns what asks for the Trainer's run; the engine must not keep the Trainer alive."""
+    """Asks for the Trainer's run; the engine must not keep the Trainer alive."""
     held = weakref.ref(trainer)
 
     def run() -> Run:
-        alive = held()
-        if alive is None:
+        if (alive := held()) is None:
             return Run()
-        read = partial(largest_batch, alive, is_grouped)
+        read = partial(batches.largest_batch, alive, is_grouped)
         return Run(alive.optimizer, alive.args.gradient_accumulation_steps > 1, read)
 
     return run

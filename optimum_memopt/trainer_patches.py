@@ -21,12 +21,7 @@ Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 @dataclass(frozen=True)
 class Patch:
-    """A wrapper around a method.
-
-    Attributes:
-        method: its name.
-        why: what the wrapper is for.
-    """
+    """A wrapper around a method, and why it is there."""
 
     method: str
     why: str
@@ -67,11 +62,7 @@ PATCHES = (
 
 
 class _Method:
-    """A method of one object, with wrappers around it.
-
-    Args:
-        owner: a Trainer, or its optimizer.
-    """
+    """A method of a Trainer or its optimizer, with wrappers around it."""
 
     def __init__(self, owner: Any, name: str) -> None:
         self._owner, self._name = owner, name
@@ -95,7 +86,6 @@ class _Method:
         return known if known is not None and known.function is current else cls(owner, name)
 
     def add(self, patch: Patch, wrap: Wrap) -> Callable[[], None]:
-        """Put a wrapper on; returns what takes it off again."""
         wrapper = (patch, wrap)
         self._wrappers.append(wrapper)
         self._wrappers.sort(key=lambda each: PATCHES.index(each[0]))
@@ -113,10 +103,9 @@ class _Method:
             setattr(self._owner, self._name, self._before)
 
     def _compose(self) -> None:
-        call = self._inner
+        self._call = self._inner
         for _, wrap in self._wrappers:
-            call = wrap(call)
-        self._call = call
+            self._call = wrap(self._call)
 
 
 class TrainerPatches:
@@ -126,22 +115,15 @@ class TrainerPatches:
         self._undo: list[Callable[[], None]] = []
 
     def put(self, owner: Any, patch: Patch, wrap: Wrap) -> None:
-        """Put a wrapper around a method, at its place among those that are there.
-
-        Args:
-            owner: a Trainer, or its optimizer.
-            patch: one of `PATCHES`.
-            wrap: makes the wrapper.
-        """
+        """Put a wrapper around a method of a Trainer or its optimizer, at its place among those that are there."""
         self._undo.append(_Method.of(owner, patch.method).add(patch, wrap))
 
     def add_callback(self, trainer: Trainer, callback: TrainerCallback) -> None:
-        """Add a callback that the Trainer does not have yet."""
         if callback not in trainer.callback_handler.callbacks:
             trainer.add_callback(callback)
             self._undo.append(lambda: trainer.remove_callback(callback))
 
     def undo(self) -> None:
-        """Take off what was put on, the last first; a second call does nothing."""
+        """Take off what was put on, the last first."""
         while self._undo:
             self._undo.pop()()

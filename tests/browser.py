@@ -28,7 +28,7 @@ def find() -> str | None:
 
 
 def install() -> str:
-    """Why there is none, or nothing."""
+    """Install it where there is none; a reason where that cannot be done."""
     if find():
         return ""
     if (platform.system(), platform.machine()) != ("Linux", "x86_64") or not shutil.which("npm"):

@@ -52,7 +52,7 @@ class Split:
         raise LookupError(f"no row with strategy {strategy} has {root}")
 
     def check(self, table: PlanTable) -> None:
-        """What the table says is recomputed or offloaded is; all else is saved as it is."""
+        """All that the table says is recomputed or offloaded is, and all else is saved."""
         applied = Counter()
         for candidate in self.graph.candidates:
             name = candidate.activation.root.name
@@ -64,8 +64,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Run:
-    losses: torch.Tensor
-    gradients: Gradients
+    step: tuple[torch.Tensor, Gradients]
     splits: tuple[Split, ...]
     table: PlanTable
 
@@ -77,7 +76,7 @@ class Run:
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[Split]]:
-    """What the engine partitions in the meantime."""
+    """The graphs that the engine partitions meanwhile."""
     found: list[Split] = []
 
     def partitioned(graph: AnalyzedGraph, *args: Any, **kwargs: Any) -> Any:
@@ -92,7 +91,7 @@ def recorded() -> Iterator[list[Split]]:
 
 
 def selection(asked: str) -> Selection:
-    """Of a config, `level 1`, or nothing."""
+    """The selection of a config, `level 1`, or nothing."""
     if asked.startswith("level "):
         return Selection(level=int(asked.removeprefix("level ")))
     return Selection(config=parse(asked)) if asked else Selection()
@@ -112,21 +111,6 @@ def run(
         engine.attach(model)
         try:
             torch.manual_seed(seed)
-            losses, gradients = accumulate(model, batches)
-            return Run(losses, gradients, tuple(splits), engine.plans())
+            return Run(accumulate(model, batches), tuple(splits), engine.plans())
         finally:
             engine.detach()
-
-
-def assert_bitwise_same(ours: tuple[torch.Tensor, Gradients] | Run, expected: tuple[torch.Tensor, Gradients] | Run):
-    (our_losses, our_gradients), (losses, gradients) = (
-        (one.losses, one.gradients) if isinstance(one, Run) else one for one in (ours, expected)
-    )
-    assert torch.equal(our_losses, losses)
-    assert our_gradients.keys() == gradients.keys()
-    differ = [name for name, gradient in gradients.items() if not _equal(our_gradients[name], gradient)]
-    assert differ == []
-
-
-def _equal(ours: torch.Tensor | None, expected: torch.Tensor | None) -> bool:
-    return ours is expected if ours is None or expected is None else torch.equal(ours, expected)

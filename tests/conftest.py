@@ -1,5 +1,3 @@
-"""What all tests share."""
-
 import gc
 import logging
 import os
@@ -63,7 +61,7 @@ def _log_level():
 
 @pytest.fixture(autouse=True)
 def _is_not_left_to_plain_pytorch(request: pytest.FixtureRequest):
-    """What the compile engine fails at it leaves to plain PyTorch, with which every comparison would pass."""
+    """A model that the compile engine fails at is left to plain PyTorch, with which every comparison would pass."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
@@ -103,27 +101,19 @@ def _one_thread():
 
 @pytest.fixture
 def trainer_of(tmp_path: Path) -> Callable[..., Any]:
-    """A tiny Trainer for the tests of the callbacks."""
     import torch
     from transformers import RobertaConfig, RobertaForMaskedLM, Trainer, TrainingArguments
 
-    def build(callbacks: list[Any], trainer_class: type = Trainer, **arguments: Any) -> Trainer:
+    def build(
+        callbacks: list[Any], kind: type = Trainer, own: dict[str, Any] | None = None, **changes: Any
+    ) -> Trainer:
         torch.manual_seed(0)
-        config = RobertaConfig(
-            vocab_size=50,
-            hidden_size=32,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            intermediate_size=32,
-            max_position_embeddings=20,
-        )
-        ids = torch.randint(3, 50, (8, 10))
-        arguments = {"report_to": "none", "max_steps": 3, "save_strategy": "no", **arguments}
-        return trainer_class(
-            model=RobertaForMaskedLM(config),
-            args=TrainingArguments(str(tmp_path / "run"), use_cpu=True, per_device_train_batch_size=2, **arguments),
-            train_dataset=[{"input_ids": row, "labels": row} for row in ids],
-            callbacks=callbacks,
-        )
+        sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+        model = RobertaForMaskedLM(RobertaConfig(vocab_size=50, max_position_embeddings=20, **sizes))
+        data = [{"input_ids": row, "labels": row} for row in torch.randint(3, 50, (8, 10))]
+        quiet = {"use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
+        steps = {"max_steps": 3, "per_device_train_batch_size": 2}
+        args = TrainingArguments(str(tmp_path / "run"), **{**quiet, **steps, **changes})
+        return kind(**{"model": model, "args": args, "train_dataset": data, "callbacks": callbacks, **(own or {})})
 
     return build

@@ -1,5 +1,3 @@
-"""What DeepSpeed compiles at its first start on a machine."""
-
 import importlib
 
 

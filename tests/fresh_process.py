@@ -55,7 +55,7 @@ def run(
 
 
 def free_port() -> int:
-    """Of this machine, for the store of a process group."""
+    """A port of this machine, for the store of a process group."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

@@ -59,10 +59,6 @@ class LimitedTensors(TorchDispatchMode):
         self.live -= size
 
 
-def _storages(tree: Any) -> list[torch.UntypedStorage]:
-    return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
 class RunsOut(MemOptTrainer):
     """Runs out of memory at chosen training forwards, counted from 1; a step that is run again counts again.
 
@@ -99,7 +95,7 @@ class RunsOut(MemOptTrainer):
 
 
 def data_bytes() -> int:
-    """What a limit on this process's data counts."""
+    """Bytes that a limit on this process's data counts."""
     return int(re.search(r"VmData:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 
 

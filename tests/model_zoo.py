@@ -21,22 +21,29 @@ _SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "
 _TEXT = {"vocab_size": VOCABULARY, "max_position_embeddings": 64, "pad_token_id": PAD}
 _NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _BERT = {**_SIZES, **_TEXT, **_NO_DROPOUT}
-_DEBERTA = {
-    **_BERT,
-    "relative_attention": True,
-    "pos_att_type": ["p2c", "c2p"],
-    "position_buckets": 8,
-    "pooler_hidden_size": 16,
-    "pooler_dropout": 0.0,
-}
-_LLAMA = {**_SIZES, **_TEXT, "num_key_value_heads": 1, "attention_dropout": 0.0, "bos_token_id": 2, "eos_token_id": 3}
+_RELATIVE = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 8}
+_DEBERTA = {**_BERT, **_RELATIVE, "pooler_hidden_size": 16, "pooler_dropout": 0.0}
+_ENDS = {"bos_token_id": 2, "eos_token_id": 3}
+_LLAMA = {**_SIZES, **_TEXT, **_ENDS, "num_key_value_heads": 1, "attention_dropout": 0.0}
 _DELTA_NET = {
     "layer_types": ["linear_attention", "full_attention"],
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 2,
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2),
 }
+_GPT2 = {"vocab_size": VOCABULARY, "n_positions": 64, "n_embd": 16, "n_layer": 2, "n_head": 2, **_ENDS}
+_GPT2_STILL = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+_DISTIL = {**_TEXT, "dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 24}
+_DISTIL_STILL = dict.fromkeys(("dropout", "attention_dropout", "seq_classif_dropout"), 0.0)
+_T5 = {"vocab_size": VOCABULARY, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
+_SEQ2SEQ = {
+    **{"vocab_size": VOCABULARY, "pad_token_id": PAD, **_ENDS, "decoder_start_token_id": 3},
+    **{f"{half}_{name}": 2 for half in ("encoder", "decoder") for name in ("layers", "attention_heads")},
+    **{"d_model": 16, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "dropout": 0.0},
+}
+_MAMBA = {"vocab_size": VOCABULARY, "state_size": 4}
+_SLIDING = ["sliding_attention", "full_attention"]
+_FEED_FORWARD = {"num_hidden_layers": 2, "num_attention_heads": 2, "ffn_dim": 24}
+_FEED_FORWARD |= dict.fromkeys(("attention_dropout", "path_dropout", "ff_dropout"), 0.0)
 
 
 def tokens(batch_size: int, length: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
@@ -94,7 +101,6 @@ def speech(batch_size: int, length: int, generator: torch.Generator) -> dict[str
 
 
 def segmentation(batch_size: int, length: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """A class for each pixel."""
     pixels = torch.rand((batch_size, 3, 2 * IMAGE, 2 * IMAGE), generator=generator)
     return {
         "pixel_values": pixels,
@@ -184,14 +190,8 @@ def _qlora(config: transformers.LlamaConfig) -> torch.nn.Module:
             product.support_avx512bf16_for_cpu = False
             base.model.set_submodule(name, product.to("cpu"))
     base.is_loaded_in_4bit = True
-    lora = peft.LoraConfig(
-        r=4,
-        target_modules="all-linear",
-        lora_dropout=config.lora_dropout,
-        task_type="CAUSAL_LM",
-        init_lora_weights=False,
-    )
-    return peft.get_peft_model(base, lora)
+    lora = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM", "init_lora_weights": False}
+    return peft.get_peft_model(base, peft.LoraConfig(lora_dropout=config.lora_dropout, **lora))
 
 
 def _patchtst(config: transformers.PatchTSTConfig) -> torch.nn.Module:
@@ -217,56 +217,18 @@ ZOO: dict[str, Case] = {
     **_bert_like("Bert", _BERT, "bert"),
     **_bert_like("DebertaV2", _DEBERTA, "deberta-v2"),
     **_bert_like("Electra", {**_BERT, "embedding_size": 8, "summary_last_dropout": 0.0}, "electra"),
-    **_bert_like(
-        "DistilBert",
-        {
-            **_TEXT,
-            "dim": 16,
-            "n_layers": 2,
-            "n_heads": 2,
-            "hidden_dim": 24,
-            "dropout": 0.0,
-            "attention_dropout": 0.0,
-            "seq_classif_dropout": 0.0,
-        },
-        "distilbert",
-    ),
+    **_bert_like("DistilBert", {**_DISTIL, **_DISTIL_STILL}, "distilbert"),
     "albert-mlm": Case("AlbertForMaskedLM", "AlbertConfig", {**_BERT, "embedding_size": 8}, masked_lm),
-    "gpt2": Case(
-        "GPT2LMHeadModel",
-        "GPT2Config",
-        {
-            "vocab_size": VOCABULARY,
-            "n_positions": 64,
-            "n_embd": 16,
-            "n_layer": 2,
-            "n_head": 2,
-            "attn_pdrop": 0.0,
-            "embd_pdrop": 0.0,
-            "resid_pdrop": 0.0,
-            "bos_token_id": 2,
-            "eos_token_id": 3,
-        },
-        masked_lm,
-    ),
+    "gpt2": Case("GPT2LMHeadModel", "GPT2Config", {**_GPT2, **_GPT2_STILL}, masked_lm),
     "llama": Case("LlamaForCausalLM", "LlamaConfig", _LLAMA, masked_lm),
     "qwen2": Case("Qwen2ForCausalLM", "Qwen2Config", _LLAMA, masked_lm),
     "qwen3": Case("Qwen3ForCausalLM", "Qwen3Config", {**_LLAMA, "head_dim": 8}, masked_lm),
     "t5": Case(
         "T5ForConditionalGeneration",
         "T5Config",
-        {
-            "vocab_size": VOCABULARY,
-            "d_model": 16,
-            "d_kv": 8,
-            "d_ff": 24,
-            "num_layers": 2,
-            "num_heads": 2,
-            "dropout_rate": 0.0,
-            "relative_attention_num_buckets": 8,
-            "pad_token_id": PAD,
-            "decoder_start_token_id": PAD,
-        },
+        _T5
+        | {"dropout_rate": 0.0, "relative_attention_num_buckets": 8}
+        | {"pad_token_id": PAD, "decoder_start_token_id": PAD},
         translation,
         # T5 starts from wide weights and does not scale its attention: wider ones saturate the softmax.
         weight_scale=1.0,
@@ -274,23 +236,7 @@ ZOO: dict[str, Case] = {
     "bart": Case(
         "BartForConditionalGeneration",
         "BartConfig",
-        {
-            "vocab_size": VOCABULARY,
-            "max_position_embeddings": 64,
-            "d_model": 16,
-            "encoder_layers": 2,
-            "decoder_layers": 2,
-            "encoder_attention_heads": 2,
-            "decoder_attention_heads": 2,
-            "encoder_ffn_dim": 24,
-            "decoder_ffn_dim": 24,
-            "dropout": 0.0,
-            "pad_token_id": PAD,
-            "bos_token_id": 2,
-            "eos_token_id": 3,
-            "decoder_start_token_id": 3,
-            "forced_eos_token_id": None,
-        },
+        {**_SEQ2SEQ, "max_position_embeddings": 64, "forced_eos_token_id": None},
         translation,
     ),
     "vit": Case(
@@ -310,19 +256,7 @@ ZOO: dict[str, Case] = {
     "opt": Case(
         "OPTForCausalLM",
         "OPTConfig",
-        {
-            **_TEXT,
-            "hidden_size": 16,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "ffn_dim": 24,
-            **dict.fromkeys(("attention_dropout", "path_dropout", "ff_dropout"), 0.0),
-            "word_embed_proj_dim": 16,
-            "dropout": 0.0,
-            "attention_dropout": 0.0,
-            "bos_token_id": 2,
-            "eos_token_id": 3,
-        },
+        {**_TEXT, **_ENDS, **_FEED_FORWARD, "hidden_size": 16, "word_embed_proj_dim": 16, "dropout": 0.0},
         masked_lm,
     ),
     "gemma": Case("GemmaForCausalLM", "GemmaConfig", {**_LLAMA, "head_dim": 8}, masked_lm),
@@ -331,41 +265,16 @@ ZOO: dict[str, Case] = {
         "ModernBertForMaskedLM",
         "ModernBertConfig",
         {
-            **_SIZES,
-            **_TEXT,
-            "attention_dropout": 0.0,
-            "mlp_dropout": 0.0,
-            "embedding_dropout": 0.0,
-            "local_attention": 4,
-            "global_attn_every_n_layers": 2,
-            "bos_token_id": 2,
-            "eos_token_id": 3,
-            "cls_token_id": 2,
-            "sep_token_id": 3,
+            **{**_SIZES, **_TEXT, **_ENDS, "cls_token_id": 2, "sep_token_id": 3},
+            **dict.fromkeys(("attention_dropout", "mlp_dropout", "embedding_dropout"), 0.0),
+            **{"local_attention": 4, "global_attn_every_n_layers": 2},
         },
         masked_lm,
     ),
     "whisper": Case(
         "WhisperForConditionalGeneration",
         "WhisperConfig",
-        {
-            "vocab_size": VOCABULARY,
-            "num_mel_bins": MELS,
-            "max_source_positions": FRAMES,
-            "max_target_positions": 32,
-            "d_model": 16,
-            "encoder_layers": 2,
-            "decoder_layers": 2,
-            "encoder_attention_heads": 2,
-            "decoder_attention_heads": 2,
-            "encoder_ffn_dim": 24,
-            "decoder_ffn_dim": 24,
-            "dropout": 0.0,
-            "pad_token_id": PAD,
-            "bos_token_id": 2,
-            "eos_token_id": 3,
-            "decoder_start_token_id": 3,
-        },
+        {**_SEQ2SEQ, "num_mel_bins": MELS, "max_source_positions": FRAMES, "max_target_positions": 32},
         speech,
     ),
     # BatchNorm over a transposed input, and hidden states collected by hooks.
@@ -373,20 +282,10 @@ ZOO: dict[str, Case] = {
         "SegformerForSemanticSegmentation",
         "SegformerConfig",
         {
-            "num_encoder_blocks": 2,
-            "depths": [1, 1],
-            "sr_ratios": [2, 1],
-            "hidden_sizes": [8, 16],
-            "patch_sizes": [3, 3],
-            "strides": [2, 2],
-            "num_attention_heads": [1, 2],
-            "mlp_ratios": [2, 2],
-            "decoder_hidden_size": 16,
-            "hidden_dropout_prob": 0.0,
-            "attention_probs_dropout_prob": 0.0,
-            "classifier_dropout_prob": 0.0,
-            "drop_path_rate": 0.0,
-            "num_labels": 3,
+            **{"num_encoder_blocks": 2, "depths": [1, 1], "sr_ratios": [2, 1], "hidden_sizes": [8, 16]},
+            **{"patch_sizes": [3, 3], "strides": [2, 2], "num_attention_heads": [1, 2], "mlp_ratios": [2, 2]},
+            **{**_NO_DROPOUT, "classifier_dropout_prob": 0.0, "drop_path_rate": 0.0},
+            **{"decoder_hidden_size": 16, "num_labels": 3},
         },
         segmentation,
         rounds_when_traced=True,
@@ -401,13 +300,8 @@ ZOO: dict[str, Case] = {
         "JambaForCausalLM",
         "JambaConfig",
         {
-            **_LLAMA,
-            "num_experts": 2,
-            "num_experts_per_tok": 1,
-            "attn_layer_period": 2,
-            "attn_layer_offset": 1,
-            "mamba_d_state": 4,
-            "mamba_dt_rank": 4,
+            **{**_LLAMA, "num_experts": 2, "num_experts_per_tok": 1},
+            **{"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4, "mamba_dt_rank": 4},
         },
         masked_lm,
         rounds_when_traced=True,
@@ -417,17 +311,10 @@ ZOO: dict[str, Case] = {
         "Gemma3ForConditionalGeneration",
         "Gemma3Config",
         {
-            "text_config": {
-                **_LLAMA,
-                "head_dim": 8,
-                "sliding_window": 8,
-                "layer_types": ["sliding_attention", "full_attention"],
-            },
+            "text_config": {**_LLAMA, "head_dim": 8, "sliding_window": 8, "layer_types": _SLIDING},
             "vision_config": {**_SIZES, "image_size": IMAGE, "patch_size": 4},
-            "mm_tokens_per_image": IMAGE_TOKENS,
-            "image_token_index": IMAGE_TOKEN,
-            "boi_token_index": IMAGE_BEGINS,
-            "eoi_token_index": IMAGE_ENDS,
+            **{"mm_tokens_per_image": IMAGE_TOKENS, "image_token_index": IMAGE_TOKEN},
+            **{"boi_token_index": IMAGE_BEGINS, "eoi_token_index": IMAGE_ENDS},
         },
         images_in_text,
         graphs=3,
@@ -437,16 +324,8 @@ ZOO: dict[str, Case] = {
         _patchtst,
         "PatchTSTConfig",
         {
-            "num_input_channels": 2,
-            "context_length": STEPS,
-            "prediction_length": STEPS // 4,
-            "patch_length": 4,
-            "patch_stride": 4,
-            "d_model": 16,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "ffn_dim": 24,
-            **dict.fromkeys(("attention_dropout", "path_dropout", "ff_dropout"), 0.0),
+            **{"num_input_channels": 2, "context_length": STEPS, "prediction_length": STEPS // 4},
+            **{**_FEED_FORWARD, "d_model": 16, "patch_length": 4, "patch_stride": 4},
         },
         forecast,
         labels="future_values",
@@ -459,33 +338,12 @@ ZOO: dict[str, Case] = {
 SMALL = Case(SmallForSequenceClassification, SmallConfig, {}, classification)
 
 # Models that also train with torch's fused attention: DeBERTa has none in transformers.
-SDPA = (
-    "roberta-mlm",
-    "bert-classification",
-    "electra-mlm",
-    "distilbert-mlm",
-    "gpt2",
-    "llama",
-    "qwen3",
-    "vit",
-    "opt",
-    "gemma",
-    "patchtst",
-)
+SDPA = ("roberta-mlm", "bert-classification", "electra-mlm", "distilbert-mlm", "gpt2", "llama", "qwen3")
+SDPA += ("vit", "opt", "gemma", "patchtst")
 # Trained by the compile engine alone: `UNTRAINABLE` says why, of one for each reason. ONNX Runtime refuses BatchNorm,
 # whose running statistics it would not keep.
-COMPILE_ONLY = (
-    "modernbert-mlm",
-    "whisper",
-    "segformer",
-    "mixtral",
-    "qwen3.5",
-    "olmo-hybrid",
-    "jamba",
-    "gemma3-vision",
-    "patchtst",
-    "qlora",
-)
+COMPILE_ONLY = ("modernbert-mlm", "whisper", "segformer", "mixtral", "qwen3.5", "olmo-hybrid", "jamba")
+COMPILE_ONLY += ("gemma3-vision", "patchtst", "qlora")
 
 # What ONNX Runtime 1.19 cannot train: model, attention, changes to its config, and the reason as its error names it.
 UNTRAINABLE: dict[str, tuple[Case, str, dict[str, Any], str]] = {
@@ -498,12 +356,7 @@ UNTRAINABLE: dict[str, tuple[Case, str, dict[str, Any], str]] = {
     ),
     "mixtral": (ZOO["mixtral"], "eager", {}, "Exporting the operator 'aten::histc'"),
     "mamba": (
-        Case(
-            "MambaForCausalLM",
-            "MambaConfig",
-            {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4},
-            masked_lm,
-        ),
+        Case("MambaForCausalLM", "MambaConfig", {**_MAMBA, "hidden_size": 16, "num_hidden_layers": 2}, masked_lm),
         "eager",
         {},
         "The gradient builder has not been registered: Softplus",
@@ -512,7 +365,7 @@ UNTRAINABLE: dict[str, tuple[Case, str, dict[str, Any], str]] = {
         ZOO["modernbert-mlm"],
         "eager",
         {},
-        r"This is an invalid model. Error: Duplicate definition of name \(_grad\)",
+        r"invalid model. Error: Duplicate definition of name \(_grad\)",
     ),
     "whisper": (ZOO["whisper"], "eager", {}, "Exporting the operator 'aten::diff'"),
     "qwen3.5": (ZOO["qwen3.5"], "eager", {}, "Exporting the operator 'aten::linalg_solve_triangular'"),

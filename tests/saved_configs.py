@@ -1,5 +1,3 @@
-"""Configs of the zoo's models as folders, for what builds its model from a path."""
-
 from pathlib import Path
 from typing import Any
 

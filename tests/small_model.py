@@ -28,7 +28,7 @@ class SmallConfig(PretrainedConfig):
 
 
 class Block(nn.Module):
-    """What follows the attention in a layer of GPT-2."""
+    """A layer of GPT-2 without its attention."""
 
     def __init__(self) -> None:
         super().__init__()

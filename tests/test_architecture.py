@@ -11,18 +11,9 @@ ROOT = Path(__file__).parents[1] / "optimum_memopt"
 PACKAGE = "optimum_memopt"
 FOREIGN = ("torch", "onnxruntime", "transformers", "deepspeed")
 # Pieces of the package's own texts and attributes, documented functions of Python, a list of tqdm (see `errors.run`).
-NOT_OF_A_LIBRARY = {
-    "_dim",
-    "_mib",
-    "_config",
-    "_files",
-    "_checkpointing",
-    "_memopt_counted",
-    "_on_host",
-    "_getframe",
-    "_instances",
-    "_replace",
-}
+NOT_OF_A_LIBRARY = {"_dim", "_mib", "_config", "_files", "_checkpointing", "_memopt_counted", "_on_host", "_getframe"}
+NOT_OF_A_LIBRARY |= {"_instances", "_replace"}
+_ATTENTION = "_scaled_dot_product_{}_attention"
 # By module, or folder with all that is in it.
 PRIVATE_NAMES_ALLOWED = {
     # What a graph is read with: an operator's name, schema and type, the mode that sees each operator. They have no
@@ -31,23 +22,14 @@ PRIVATE_NAMES_ALLOWED = {
     "engines.compile.costs.costs": {"_scaled_dot_product_flash_attention_for_cpu"},
     # Names of ATen's operators, as strings.
     "engines.compile.memory.workspaces": {
-        "_log_softmax_backward_data",
-        "_scaled_dot_product_efficient_attention_backward",
-        "_scaled_dot_product_flash_attention_backward",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_flash_attention_for_cpu_backward",
-        "_softmax_backward_data",
+        *("_log_softmax_backward_data", "_softmax_backward_data", f"{_ATTENTION.format('flash')}_for_cpu"),
+        *(f"{_ATTENTION.format(kind)}_backward" for kind in ("efficient", "flash")),
+        f"{_ATTENTION.format('flash')}_for_cpu_backward",
     },
     "engines.compile.graph": {
-        "_fused_rms_norm",
-        "_log_softmax",
-        "_scaled_dot_product_cudnn_attention",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_softmax",
-        "_to_copy",
-        "_unsafe_view",
+        *("_fused_rms_norm", "_log_softmax", "_softmax", "_to_copy", "_unsafe_view"),
+        *(_ATTENTION.format(kind) for kind in ("cudnn", "efficient", "flash")),
+        f"{_ATTENTION.format('flash')}_for_cpu",
     },
 }
 
@@ -93,7 +75,7 @@ MODULES = {module.name: module for module in map(Module, sorted(ROOT.rglob("*.py
 
 
 def in_modules(read: Callable[[Module], Collection[str]]) -> dict[str, list[str]]:
-    """What is read from each module in which something is, by its name."""
+    """Names that `read` finds, by module; modules without one are left out."""
     names = {name: sorted(read(module)) for name, module in MODULES.items()}
     return {name: each for name, each in names.items() if each}
 

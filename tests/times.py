@@ -19,7 +19,6 @@ def folder(name: str) -> str:
 
 
 def tables(reports: list[pytest.TestReport], wall: float) -> dict[str, str]:
-    """Section of the page to its text."""
     from shared import to_markdown
 
     seconds: collections.Counter[str] = collections.Counter()

@@ -23,7 +23,6 @@ class Tracker(TrainerCallback):
 
 
 def tracked(trainer: Trainer) -> Trainer:
-    """The same Trainer, with a Tracker."""
     trainer.add_callback(Tracker())
     return trainer
 

@@ -1,6 +1,7 @@
 """A Trainer, plain or with an engine, on a tiny model of the zoo: what the tests of the trainer share."""
 
 import contextlib
+import inspect
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,12 +43,10 @@ def collate(examples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     batch = {}
     for key in examples[0]:
         values = [example[key] for example in examples]
-        padded = values[0].dim() == 1
-        batch[key] = (
-            torch.nn.utils.rnn.pad_sequence(values, batch_first=True, padding_value=_FILL[key])
-            if padded
-            else torch.stack(values)
-        )
+        if values[0].dim() == 1:
+            batch[key] = torch.nn.utils.rnn.pad_sequence(values, batch_first=True, padding_value=_FILL[key])
+        else:
+            batch[key] = torch.stack(values)
     return batch
 
 
@@ -65,12 +64,10 @@ def arguments(kind: type[TrainingArguments], folder: Path | str, **changes: Any)
         "adam_epsilon": 1e-3,
     }
     if kind is MemOptTrainingArguments:
+        # Inductor takes most of a test, and has tests of its own and those of ZeRO.
+        is_compiled = changes.get("memory_opt_engine", "ort") == "compile"
+        defaults |= {"memory_opt_compiler": "aot_eager"} if is_compiled else {"ort_fallback": False}
         defaults |= {"memory_opt_engine": "ort"}
-        if changes.get("memory_opt_engine", "ort") != "compile":
-            defaults |= {"ort_fallback": False}
-        else:
-            # Inductor takes most of a test, and what it computes is for its own tests and those of ZeRO.
-            defaults |= {"memory_opt_compiler": "aot_eager"}
     return kind(str(folder), **{**defaults, **changes})
 
 
@@ -87,24 +84,10 @@ def make(
     return kind(args=arguments(TrainingArguments if plain else MemOptTrainingArguments, folder, **changes), **own)
 
 
-_TRAINER_ARGUMENTS = frozenset(
-    {
-        "model",
-        "model_init",
-        "train_dataset",
-        "eval_dataset",
-        "data_collator",
-        "callbacks",
-        "optimizers",
-        "compute_metrics",
-        "compute_loss_func",
-        "optimizer_cls_and_kwargs",
-    }
-)
+_TRAINER_ARGUMENTS = frozenset(inspect.signature(Trainer).parameters)
 
 
 def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """A copy of the state dict."""
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
@@ -121,7 +104,7 @@ def distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) 
 
 @contextlib.contextmanager
 def log_lines() -> Iterator[list[str]]:
-    """What the package logs meanwhile (its logger does not propagate), but for progress, which slow machines see."""
+    """The package's log lines meanwhile (its logger does not propagate), less progress, which slow machines see."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.addFilter(lambda record: not record.getMessage().startswith("still "))
@@ -135,5 +118,4 @@ def log_lines() -> Iterator[list[str]]:
 
 
 def tables(lines: list[str]) -> list[str]:
-    """Those of the lines that are plan tables."""
     return [line for line in lines if line.startswith("Memory plans of the ")]

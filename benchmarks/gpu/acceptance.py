@@ -77,7 +77,7 @@ class Worker:
         self._lines.put(None)
 
     def next_event(self, deadline: float) -> dict[str, Any] | None:
-        """What it tells next; None when it has ended.
+        """Its next event; None when it has ended.
 
         Raises:
             TimeoutError: nothing before the deadline.
@@ -109,7 +109,7 @@ class Worker:
 def outcomes(
     checks: Sequence[Check], arguments: argparse.Namespace, note_conditions: Callable[[str], None]
 ) -> Iterator[Outcome]:
-    """Of all checks, in processes that are started anew after one that was lost.
+    """Yield the outcomes of all checks, in processes that are started anew after one that was lost.
 
     Args:
         checks: in this order.

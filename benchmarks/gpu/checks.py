@@ -1,4 +1,4 @@
-"""What a check of gpu/acceptance.py is, and the process that runs some of them one after the other."""
+"""A check of gpu/acceptance.py, and the process that runs some of them one after the other."""
 
 import gc
 import importlib.util
@@ -116,7 +116,7 @@ class Check:
 
 
 def crash(name: str, why: str) -> Outcome:
-    """Of a check that ended in an error."""
+    """The outcome of a check that ended in an error."""
     return Outcome(name, FAIL, "", why, crashed=True)
 
 
@@ -158,7 +158,7 @@ def serve(checks: Sequence[Check], setting: Setting, conditions: str) -> int:
 
 
 def clean_up() -> None:
-    """What a check has compiled and allocated is not the next one's.
+    """Forget all that a check has compiled and allocated.
 
     Raises:
         RuntimeError: the device computes nothing any more.
@@ -179,7 +179,7 @@ def _tell(event: Mapping[str, Any]) -> None:
 
 
 def heard(line: str) -> dict[str, Any] | None:
-    """What `serve` told in a line, None where it is somebody else's."""
+    """The event that `serve` told in a line, None where it is somebody else's."""
     if not line.startswith(MARK):
         print(line, end="", file=sys.stderr)
         return None

@@ -147,7 +147,7 @@ def another_batch(setting: Setting, model: str) -> Iterator[Figure]:
 
 
 def plan_for_device(setting: Setting, model: str) -> Iterator[Figure]:
-    """What `optimum-cli memopt plan --device h100` computes without a step, against the step."""
+    """`optimum-cli memopt plan --device h100`, which computes without a step, against the step."""
     shape = shape_of(setting)
     trained = build(model, shape, dropout=0.1)
     with tempfile.TemporaryDirectory() as folder:

@@ -50,7 +50,7 @@ def shape_of(setting: Setting) -> Shape:
 
 
 def versions(setting: Setting) -> Iterator[Figure]:
-    """What is installed, and whether inductor finds what it needs."""
+    """Report the installed versions, and what inductor lacks here."""
     oldest = {"torch": (2, 9), "transformers": (5, 0), "accelerate": (1, 3)}
     for name, least in oldest.items():
         version = (installed_version((name,)) or ("", "0.0"))[1]
@@ -78,7 +78,7 @@ def memory_marks(setting: Setting) -> Iterator[Figure]:
 
 
 def buffers(setting: Setting, model: str, dtype: str) -> Iterator[Figure]:
-    """What operators hold while they run, each against the prediction's rules."""
+    """Workspaces of operators, each against the prediction's rules."""
     shape = shape_of(setting)
     trained, batch = build(model, shape), batch_of(shape)
     gradients(trained, batch, dtype)

@@ -136,7 +136,7 @@ def forward(model: torch.nn.Module, batch: Batch, dtype: str) -> torch.Tensor:
 
 
 def gradients(model: torch.nn.Module, batch: Batch, dtype: str = "fp32") -> dict[str, torch.Tensor]:
-    """Of one step, by parameter; those that are not there are left out."""
+    """Gradients of one step, by parameter; those that are not there are left out."""
     model.zero_grad(set_to_none=True)
     forward(model, batch, dtype).backward()
     found = {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}

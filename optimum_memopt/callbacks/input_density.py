@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerState, TrainingArguments
 
 from optimum_memopt.callbacks.reporting import HookingCallback, Reporter, check_log_steps, is_due, is_final, is_printed
 from optimum_memopt.trainer_patches import COUNTED_TOKENS, TrainerPatches
@@ -16,16 +16,8 @@ from optimum_memopt.trainer_patches import COUNTED_TOKENS, TrainerPatches
 # What torch's losses, and with them transformers' models and label smoother, leave out by default.
 IGNORE_INDEX = -100
 
-_COLUMNS = (
-    ("STEP", 10),
-    ("INPUT TYPE", 10),
-    ("INPUT NAME", 20),
-    ("PAD IDX", 10),
-    ("DENSITY", 10),
-    ("VALID TOKENS", 15),
-    ("TOTAL TOKENS", 15),
-    ("VALID TOKENS/BATCH", 18),
-)
+_NAMES = "STEP", "INPUT TYPE", "INPUT NAME", "PAD IDX", "DENSITY", "VALID TOKENS", "TOTAL TOKENS", "VALID TOKENS/BATCH"
+_ROW = "| {!s:10} | {!s:10} | {!s:20} | {!s:10} | {!s:10} | {!s:15} | {!s:15} | {!s:18} |"
 _ROWS_SHOWN = 8
 
 
@@ -66,11 +58,6 @@ def valid_count(tensor: torch.Tensor, padding_index: int | None) -> torch.Tensor
     return (tensor != padding_index).sum()
 
 
-def density(tensor: torch.Tensor, padding_index: int | None) -> Density:
-    """The density of one tensor; waits for its device."""
-    return Density(rows=tuple(valid_per_row(tensor, padding_index).tolist()), total=tensor.numel())
-
-
 @dataclass(frozen=True)
 class Padding:
     """The mark of padding in one input: `index` in the ids, or zeros in the input `mask`, or (neither) nothing."""
@@ -102,9 +89,7 @@ def embedding_inputs(batch: Mapping[str, Any], main_input: str | None) -> list[s
     In transformers these are `input_ids`, `decoder_input_ids` and the like, and a model's `main_input_name` where it
     holds integers. `token_type_ids` and `position_ids` feed embeddings too, but have no padding index of their own.
     """
-    return [
-        name for name, value in batch.items() if _is_integer(value) and ("input_ids" in name or name == main_input)
-    ]
+    return [name for name in batch if ("input_ids" in name or name == main_input) and _is_integer(batch[name])]
 
 
 def label_inputs(batch: Mapping[str, Any], label_names: list[str]) -> list[str]:
@@ -156,7 +141,7 @@ class _Tally:
 
     def add(self, batch: Mapping[str, Any], name: str, is_reported: bool) -> None:
         tensor, index = self.padding.counted_in(name, batch)
-        self.run_valid = self.run_valid + valid_count(tensor, index)
+        self.run_valid += valid_count(tensor, index)
         self.run_total += tensor.numel()
         if is_reported:
             self.step_rows.append(valid_per_row(tensor, index))
@@ -167,13 +152,6 @@ class _Tally:
 
     def run(self) -> Density:
         return Density(rows=(int(self.run_valid),), total=self.run_total)
-
-
-def _table_row(*cells: Any) -> str:
-    return "| " + " | ".join(f"{cell!s:<{width}}" for cell, (_, width) in zip(cells, _COLUMNS, strict=True)) + " |"
-
-
-_HEADER = _table_row(*(name for name, _ in _COLUMNS))
 
 
 def _rows_cell(rows: tuple[int, ...]) -> str:
@@ -226,49 +204,33 @@ class InputDensityCallback(HookingCallback):
             return
         self._due = False
         step = state.global_step - 1
-        seen = {name: tally.step() for name, tally in self._tallies.items() if tally.step_rows}
+        counted = {name: tally.step() for name, tally in self._tallies.items() if tally.step_rows}
         level = "info" if is_printed(step - self._first_step, self._log_steps) else "devinfo"
-        self._report(step, seen, "", level)
+        self._report(step, counted, "", level)
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        if self.reporter.active and is_final(logs):
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        if self.reporter.active and is_final(kwargs.get("logs")):
             self._report(state.global_step, {name: tally.run() for name, tally in self._tallies.items()}, "run_")
 
     def remove_hooks(self) -> None:
-        """Take the wrapper off the Trainer's `training_step`."""
         self._patches.undo()
 
     def _report(self, step: int, densities: Mapping[str, Density], scope: str, level: str = "info") -> None:
         """Report a step (`scope` empty) or, with scope `run_`, the run, for which single rows say nothing."""
         if not densities:
             return
-        table = ["input density (valid tokens / all tokens)", _HEADER]
+        table = ["input density (valid tokens / all tokens)", _ROW.format(*_NAMES)]
         metrics: dict[str, float] = {}
         records: list[dict[str, Any]] = []
         for name, found in densities.items():
             tally = self._tallies[name]
             rows = None if scope or tally.kind == "LABEL" else found.rows
             cells = (f"{found.percent:.2f}%", found.valid, found.total, "N/A" if rows is None else _rows_cell(rows))
-            table.append(_table_row("run" if scope else step, tally.kind, name, tally.padding, *cells))
+            table.append(_ROW.format("run" if scope else step, tally.kind, name, tally.padding, *cells))
             values = {"density": found.percent, "valid_tokens": found.valid, "total_tokens": found.total}
             metrics |= {f"{scope}{what}/{name}": value for what, value in values.items()}
-            records.append(
-                {
-                    "scope": "run" if scope else "step",
-                    "input": name,
-                    "input_type": tally.kind,
-                    "padding": str(tally.padding),
-                    "valid_tokens_per_row": rows,
-                    **values,
-                }
-            )
+            record = {"scope": "run" if scope else "step", "input": name, "input_type": tally.kind}
+            records.append({**record, "padding": str(tally.padding), "valid_tokens_per_row": rows, **values})
         self.reporter.lines("\n".join(table), level)
         self.reporter.metrics(metrics)
         self.reporter.records(step, records)
@@ -277,19 +239,14 @@ class InputDensityCallback(HookingCallback):
         if not isinstance(batch, Mapping):
             return
         labels = label_inputs(batch, trainer.label_names)
-        for name in embedding_inputs(batch, getattr(trainer.model, "main_input_name", None)):
-            if name in labels:
-                continue
+        inputs = embedding_inputs(batch, getattr(trainer.model, "main_input_name", None))
+        for name in (name for name in inputs if name not in labels):
             if name not in self._tallies:
-                padding = padding_of(name, batch, trainer.processing_class, trainer.model)
-                self._tallies[name] = _Tally("EMBED", padding)
-                if padding.mask:
-                    why = (
-                        "there is no padding index"
-                        if padding.index is None
-                        else f"{padding.index} is a real token too"
-                    )
-                    self.reporter.lines(f"density of {name} is read from {padding.mask}: {why}")
+                mark = padding_of(name, batch, trainer.processing_class, trainer.model)
+                self._tallies[name] = _Tally("EMBED", mark)
+                if mark.mask:
+                    why = "there is no padding index" if mark.index is None else f"{mark.index} is a real token too"
+                    self.reporter.lines(f"density of {name} is read from {mark.mask}: {why}")
             self._tallies[name].add(batch, name, self._due)
         for name in labels:
             self._tallies.setdefault(name, _Tally("LABEL", Padding(index=IGNORE_INDEX))).add(batch, name, self._due)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
-from transformers import TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerState, TrainingArguments
 
 from optimum_memopt.callbacks.plan_stats import PlanStatsCallback
 from optimum_memopt.callbacks.reporting import HookingCallback, Reporter, check_log_steps, is_due, is_final, is_printed
@@ -88,9 +88,7 @@ class MemoryPhasesCallback(HookingCallback):
         """Peak of the training run so far (frozen when it ends): resident on the CPU, allocated on CUDA, in MiB."""
         return None if self._monitor is None else self._monitor.run_peak
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.remove_hooks()  # a run that died left them
         self.reporter.begin(state)
         self._first_step, self._due, self._highest = state.global_step, False, None
@@ -116,27 +114,18 @@ class MemoryPhasesCallback(HookingCallback):
             if self._highest is None or peak(reading) > self._highest[0]:
                 self._highest = (peak(reading), phase, step)
         values = {phase: dataclasses.asdict(reading) for phase, reading in self._readings.items()}
-        self.reporter.records(
-            step, [{"phase": phase, "unit": "MiB", "method": method, **row} for phase, row in values.items()]
-        )
+        rows = [{"phase": phase, "unit": "MiB", "method": method, **row} for phase, row in values.items()]
+        self.reporter.records(step, rows)
         self.reporter.metrics(
-            {f"{phase}/{name}_mib": value for phase, row in values.items() for name, value in row.items()}
+            {f"{phase}/{name}_mib": size for phase, row in values.items() for name, size in row.items()}
         )
-        if self._readings and self.reporter.shows() and is_printed(step - self._first_step, self._log_steps):
+        if self._readings and is_printed(step - self._first_step, self._log_steps):
             self.reporter.lines(format_table(step, self._readings, method))
-        if self.reporter.shows("devinfo"):
-            for phase, reading in self._readings.items():
-                self.reporter.lines(format_line(step, phase, reading, method), "devinfo")
+        for phase, reading in self._readings.items():
+            self.reporter.lines(format_line(step, phase, reading, method), "devinfo")
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        if not is_final(logs) or self._monitor is None:
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        if not is_final(kwargs.get("logs")) or self._monitor is None:
             return
         self._monitor.end_run()
         run_peak, method = self._monitor.run_peak, self._monitor.method
@@ -147,9 +136,8 @@ class MemoryPhasesCallback(HookingCallback):
             parts.append(f"of the measured steps highest up to {phase} of step {step}, {highest:.0f} MiB")
         if parts:
             self.reporter.lines("; ".join(parts))
-        self.reporter.records(
-            state.global_step, [{"phase": "run", "unit": "MiB", "method": method, "measured_peak": run_peak}]
-        )
+        row = {"phase": "run", "unit": "MiB", "method": method, "measured_peak": run_peak}
+        self.reporter.records(state.global_step, [row])
         self.reporter.metrics({"measured_peak_mib": run_peak})
 
     def _is_peak_shown(self) -> bool:
@@ -159,9 +147,8 @@ class MemoryPhasesCallback(HookingCallback):
         return any(isinstance(callback, PlanStatsCallback) and callback.table is not None for callback in callbacks)
 
     def _observe(self, phase: str) -> None:
-        if not self._due or self._monitor is None:
-            return
-        self._readings[phase] = merged(self._readings.get(phase), self._monitor.next_phase())
+        if self._due and self._monitor is not None:
+            self._readings[phase] = merged(self._readings.get(phase), self._monitor.next_phase())
 
     def _install_hooks(self, model: torch.nn.Module) -> None:
         # Plain functions, since a deepcopy of the model (EMA, exporters) must not copy this object with them; and
@@ -189,18 +176,16 @@ class MemoryPhasesCallback(HookingCallback):
 
     def _begin_backward(self) -> None:
         # Every output that the loss depends on calls this; the first is the start of backward.
-        if self._in_backward:
-            return
-        self._in_backward = True
-        self._observe("pre_backward")
-        at_end_of_backward(self._end_backward)
+        if not self._in_backward:
+            self._in_backward = True
+            self._observe("pre_backward")
+            at_end_of_backward(self._end_backward)
 
     def _end_backward(self) -> None:
         self._in_backward = False
         self._observe("post_backward")
 
     def remove_hooks(self) -> None:
-        """Remove the hooks of the model."""
         for handle in self._handles:
             handle.remove()
         self._handles = []

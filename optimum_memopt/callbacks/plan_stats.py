@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from optimum_memopt.callbacks.reporting import Reporter, is_final
 from optimum_memopt.engines.api.engine import Engine
@@ -27,7 +27,6 @@ class PlanStatsCallback(TrainerCallback):
     """Logs the plan table after the first step, again whenever the engine builds another graph, and a summary.
 
     Where the engine predicts the peak, the prediction is set beside what was measured after two steps and at the end.
-
     On `devinfo` every rank also logs the engine's own insight into each node.
 
     Args:
@@ -71,9 +70,8 @@ class PlanStatsCallback(TrainerCallback):
         if engine is None or (table := engine.plans()) is None:
             return
         if state.global_step == _COMPARED_AFTER:
-            self.reporter.metrics(
-                self._compared(engine, args, kwargs.get("optimizer"), f"after {_COMPARED_AFTER} steps")
-            )
+            when = f"after {_COMPARED_AFTER} steps"
+            self.reporter.metrics(self._compared(engine, args, kwargs.get("optimizer"), when))
         if table is self.table:
             return
         self.table = table
@@ -81,25 +79,13 @@ class PlanStatsCallback(TrainerCallback):
             self.reporter.lines(table.to_text())
         if insight := engine.insight():
             get_logger().log(LOG_LEVELS["devinfo"], f"rank {rank()}: {insight}")
-        self.reporter.metrics(
-            {
-                "plans/available": len(table.plans),
-                "plans/on": len(table.enabled),
-                "plans/claimed_saving_bytes": table.claimed_saving_bytes,
-            }
-        )
+        counts = {"plans/available": len(table.plans), "plans/on": len(table.enabled)}
+        self.reporter.metrics({**counts, "plans/claimed_saving_bytes": table.claimed_saving_bytes})
         graph = {"engine": table.engine, "symbols": dict(table.symbols)}
         self.reporter.records(state.global_step - 1, [{**graph, **asdict(plan)} for plan in table.plans])
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        if not is_final(logs) or self._monitor is None:
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        if not is_final(kwargs.get("logs")) or self._monitor is None:
             return
         # Frozen before it is reported, so that whoever asks later is told the same.
         self._monitor.end_run()
@@ -124,10 +110,11 @@ class PlanStatsCallback(TrainerCallback):
             return {}
         self.predicted_peak_mib, measured = predicted, self.measured_peak_mib
         without = "; DeepSpeed's partitions and buffers are not predicted" if args.deepspeed else ""
+        share = measured / predicted
         self.reporter.lines(
-            f"predicted {predicted:.1f} MiB, measured {measured:.1f} MiB ({measured / predicted:.1%}) {when}{without}"
+            f"predicted {predicted:.1f} MiB, measured {measured:.1f} MiB ({share:.1%}) {when}{without}"
         )
-        return {"predicted_peak_mib": predicted, "measured_of_predicted": measured / predicted}
+        return {"predicted_peak_mib": predicted, "measured_of_predicted": share}
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if self._monitor is not None:

@@ -21,11 +21,7 @@ from optimum_memopt.trainer_patches import REMOVED_HOOKS, TrainerPatches
 
 
 class JsonLines:
-    """A file to append records to; rank 0 creates it at once, so that a path that cannot be written is found early.
-
-    Raises:
-        MemOptError: rank 0 cannot write it.
-    """
+    """A file to append records to; rank 0 creates it at once, so that a path that cannot be written is found early."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -42,10 +38,10 @@ class JsonLines:
             ) from error
 
     def append(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Write one line for each record. A file that can no longer be written is given up with one warning: a full
-        disk costs the log, not the training."""
+        """Write one line for each record."""
         if self._lost:
             return
+        # A full disk costs the log, not the training.
         try:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write("".join(f"{json.dumps(record)}\n" for record in records))
@@ -59,11 +55,7 @@ _files: "weakref.WeakValueDictionary[Path, JsonLines]" = weakref.WeakValueDictio
 
 
 def json_lines(path: str | os.PathLike) -> JsonLines:
-    """The file at `path`, one object for all who ask while it is in use.
-
-    Raises:
-        MemOptError: rank 0 cannot write it.
-    """
+    """The file at `path`, one object for all who ask while it is in use. Raises MemOptError."""
     # A later chdir must not move it.
     absolute = Path(path).absolute()
     file = _files.get(absolute)
@@ -83,35 +75,22 @@ HANDLER = "on_memopt_log"
 def log_to_trackers(trainer: Trainer, metrics: Mapping[str, float]) -> None:
     """Give metrics, at the current global step, to the Trainer's trackers.
 
-    Trackers are the callbacks of `--report_to` (transformers' `INTEGRATION_TO_CALLBACK`, subclasses too), called by
-    their `on_log` with what Trainer gives it, and callbacks that have a method `on_memopt_log`, called in the same
-    way. Neither `trainer.log`, which trainers override to average and clear counters of their own (TRL), nor
-    `state.log_history`, the progress bar or any other callback sees anything.
+    Trackers are the callbacks of `--report_to` (transformers' `INTEGRATION_TO_CALLBACK`, subclasses too), whose
+    `on_log` is called as Trainer calls it, and callbacks that have a method `on_memopt_log`. Neither `trainer.log`,
+    which trainers override to average and clear counters of their own (TRL), nor `state.log_history`, the progress bar
+    or any other callback sees anything.
     """
-    handler = trainer.callback_handler
-    for callback in handler.callbacks:
-        log = getattr(callback, HANDLER, None) or _on_log(callback)
-        if log is None:
-            continue
-        with _own_steps_kept(callback, trainer.state.global_step):
-            log(
-                trainer.args,
-                trainer.state,
-                # The Trainer decides by it what happens at this step; a callback may change or return it.
-                copy.copy(trainer.control),
-                logs=dict(metrics),
-                model=handler.model,
-                processing_class=handler.processing_class,
-                optimizer=handler.optimizer,
-                lr_scheduler=handler.lr_scheduler,
-                train_dataloader=handler.train_dataloader,
-                eval_dataloader=handler.eval_dataloader,
-            )
-
-
-def _on_log(callback: TrainerCallback) -> Any:
     # Looked up each time: the table is open to integrations that others add.
-    return callback.on_log if isinstance(callback, tuple(integration_utils.INTEGRATION_TO_CALLBACK.values())) else None
+    trackers = tuple(integration_utils.INTEGRATION_TO_CALLBACK.values())
+    for callback in trainer.callback_handler.callbacks:
+        event = HANDLER if hasattr(callback, HANDLER) else "on_log"
+        if event == HANDLER or isinstance(callback, trackers):
+            handler = copy.copy(trainer.callback_handler)
+            handler.callbacks = [callback]
+            # The Trainer decides by it what happens at this step; a callback may change or return it.
+            control = copy.copy(trainer.control)
+            with _own_steps_kept(callback, trainer.state.global_step):
+                handler.call_event(event, trainer.args, trainer.state, control, logs=dict(metrics))
 
 
 @contextlib.contextmanager
@@ -133,7 +112,7 @@ METRIC_PREFIX = "memopt/"
 
 
 def check_log_steps(log_steps: int) -> int:
-    """`log_steps` as it is; MemOptError when it is negative."""
+    """`log_steps` as it is. Raises MemOptError where it is negative."""
     if log_steps < 0:
         raise MemOptError(f"log_steps is {log_steps}; allowed: 0 (steps 0-9, then powers of two) or every N steps")
     return log_steps
@@ -141,8 +120,7 @@ def check_log_steps(log_steps: int) -> int:
 
 def is_due(step: int, log_steps: int) -> bool:
     """True where step `step` (from 0) is reported: every `log_steps`, or with 0 steps 0-9 and then powers of two, as
-    ONNX Runtime's memory observer does (ortmodule/_runtime_inspector.py).
-    """
+    ONNX Runtime's memory observer does (ortmodule/_runtime_inspector.py)."""
     if log_steps:
         return step % log_steps == 0
     return step < 10 or step & (step - 1) == 0
@@ -169,10 +147,8 @@ def find_trainer(state: TrainerState) -> Trainer:
 
     A Trainer gives its callbacks no reference to itself, yet the trackers are in its list of callbacks. Every event is
     fired from a method of the Trainer, so it is up the stack, as the `self` whose `state` is the event's own.
-    (Later in the run the frames in between hold batches, which looking into them may keep alive.)
-
-    Raises:
-        MemOptError: the event does not come from a Trainer.
+    (Later in the run the frames in between hold batches, which looking into them may keep alive.) Raises MemOptError
+    where there is none.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -188,10 +164,8 @@ class Reporter:
 
     Args:
         kind: name of the callback in the JSON-lines file: `memory_phases`, `input_density`, `plan_stats`.
-        path: JSON-lines file to append to, one object a record; None writes no file.
-
-    Raises:
-        MemOptError: the file cannot be written.
+        path: JSON-lines file to append to, one object a record; None: no file. Raises MemOptError where it cannot be
+            written.
     """
 
     def __init__(self, kind: str, path: str | os.PathLike | None = None) -> None:
@@ -208,7 +182,7 @@ class Reporter:
 
     @property
     def trainer(self) -> Trainer | None:
-        """The Trainer of this run; None before the first one, and when it is gone."""
+        """None before the first run, and when it is gone."""
         return self._trainer() if self._trainer is not None else None
 
     def begin(self, state: TrainerState) -> Trainer:
@@ -220,12 +194,8 @@ class Reporter:
         self.active = state.is_world_process_zero
         return trainer
 
-    def shows(self, level: str = "info") -> bool:
-        """True where `lines` at this level (a key of `LOG_LEVELS`) come to anything."""
-        return self.active and get_logger().isEnabledFor(LOG_LEVELS[level])
-
     def lines(self, text: str, level: str = "info") -> None:
-        """To the package log."""
+        """To the package log, at a key of `LOG_LEVELS`."""
         if self.active:
             get_logger().log(LOG_LEVELS[level], text)
 
@@ -246,12 +216,12 @@ class HookingCallback(TrainerCallback):
     """
 
     def remove_hooks(self) -> None:
-        """Leave the model and the Trainer as they were; a second call does nothing."""
+        """Restore the model and the Trainer; a second call does nothing."""
         raise NotImplementedError
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         trainer = find_trainer(state)
-        # A method of the class: no other callback has done it, and no subclass.
+        # Else another callback has done it, or a subclass.
         if "train" not in vars(trainer):
             TrainerPatches().put(trainer, REMOVED_HOOKS, functools.partial(removing_hooks, trainer))
 
@@ -259,7 +229,7 @@ class HookingCallback(TrainerCallback):
         self.remove_hooks()
 
 
-def removing_hooks(trainer: Trainer, train: Callable[..., Any]) -> Any:
+def removing_hooks(trainer: Trainer, train: Callable[..., Any]) -> Callable[..., Any]:
     """`train` that removes the hooks of all callbacks when it is over."""
 
     def train_and_remove_hooks(*args: Any, **kwargs: Any) -> Any:

@@ -96,11 +96,7 @@ class Measurement:
 
     @property
     def engine_table(self) -> PlanTable:
-        """The table of a case that an engine trained.
-
-        Raises:
-            MemOptError: plain PyTorch trained it.
-        """
+        """The table; raises MemOptError where plain PyTorch trained the case."""
         if self.table is None:
             raise MemOptError("a case without an engine has no plan table")
         return self.table
@@ -126,11 +122,7 @@ class Measurement:
 
 
 def measure(case: Case) -> Measurement:
-    """Run the case in this process, which should be fresh.
-
-    Raises:
-        MemOptError: the model cannot be built, or the engine cannot train it so.
-    """
+    """Run the case in this process, which should be fresh. Raises MemOptError where the engine cannot train it."""
     import torch
 
     from optimum_memopt.engines.api.run import AUTO
@@ -182,7 +174,7 @@ def _step(
     autocast: contextlib.AbstractContextManager,
     optimizer: "torch.optim.Optimizer | None",
 ) -> tuple[float, float]:
-    """Forward, backward and the step of `optimizer`; wall and CPU seconds."""
+    """Wall and CPU seconds of forward, backward and the optimizer's step."""
     wall, cpu = time.perf_counter(), time.process_time()
     with autocast:
         loss = model(**batch).loss
@@ -209,8 +201,7 @@ def spawn(case: Case, program: Sequence[str] = ("-m", "optimum_memopt.measure.me
     """Measure the case in a fresh process.
 
     Args:
-        case: sent to the process as JSON.
-        program: what Python runs; it calls `main` with the case's class.
+        program: a Python script or module that calls `main` with the case's class.
 
     Raises:
         MemOptError: the process failed; the message is the last line of its error.

@@ -9,7 +9,7 @@ rows, until changing any single row makes it no better.
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from tabulate import tabulate
 
@@ -24,10 +24,13 @@ NOTHING: Rows = frozenset()
 # Peaks of one case differ by about 0.1% between processes, times by a few percent.
 PEAK_TOLERANCE = 0.005
 TIME_TOLERANCE = 0.05
+# A row that claims a smaller part of the peak is within the noise, so no process is started for it.
+SMALLEST_CLAIM = 0.001
+_MIB = 2**20
+_SET = "set"
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """The measurement of a set of rows: peak (any unit, infinite when it failed) and seconds per step."""
 
     peak: float
@@ -41,13 +44,10 @@ FAILED = Outcome(math.inf, math.inf)
 class Search:
     """A search over sets of rows.
 
-    Args:
-        rows: what may be turned on, as rows of the plan table.
-        measure: measures a set; called once for each.
-        budget: most measurements that it may start.
-        outcomes: sets that are measured already.
-
     Attributes:
+        rows: those that may be turned on, as rows of the plan table.
+        measure: called once for each set.
+        budget: most measurements that it may start.
         outcomes: every set measured so far.
         complete: False when the search ran out of budget.
     """
@@ -63,16 +63,11 @@ class Search:
         those that are as fast within `TIME_TOLERANCE`, the smallest.
 
         Args:
-            starts: sets to begin with, in addition to those in `outcomes`.
-
-        Raises:
-            ValueError: no start, and no outcome.
+            starts: sets to begin with, in addition to those in `outcomes`; one of the two has a set.
         """
         for start in starts:
             self._outcome(start)
-        if not self.outcomes:
-            raise ValueError("a search needs a set to start from")
-        current = min(self.outcomes, key=lambda rows: (self.outcomes[rows].peak, self.outcomes[rows].seconds))
+        current = min(self.outcomes, key=lambda rows: self.outcomes[rows])
         while True:
             before = current
             current = self._up(self._down(current))
@@ -135,11 +130,6 @@ def _cluster_id(part: str) -> str:
     return part.split(":")[0]
 
 
-# A row that claims a smaller part of the peak is within the noise, so no process is started for it.
-SMALLEST_CLAIM = 0.001
-_MIB = 2**20
-
-
 @dataclass(frozen=True)
 class Run:
     """One measured case; `measurement` is None and `error` says why where its process failed."""
@@ -151,20 +141,31 @@ class Run:
 
     @property
     def measured(self) -> Measurement:
-        """The measurement of a run that did not fail.
-
-        Raises:
-            MemOptError: it failed; the message is `error`.
-        """
+        """The measurement; raises MemOptError with `error` where there is none."""
         if self.measurement is None:
             raise MemOptError(self.error)
         return self.measurement
 
     @property
     def outcome(self) -> Outcome:
-        """Peak and time as the search compares them."""
         measurement = self.measurement
         return FAILED if measurement is None else Outcome(measurement.peak_mib, measurement.step_seconds)
+
+    def saving_bytes(self, no_plan: "Run") -> int | None:
+        """How far the peak is below that of `no_plan`; None where the run failed."""
+        return None if self.measurement is None else round((no_plan.outcome.peak - self.outcome.peak) * _MIB)
+
+    def to_dict(self) -> dict[str, Any]:
+        if self.measurement is None:
+            return {**self.options, "peak_mib": None}
+        return {
+            **self.options,
+            "peak_mib": self.measurement.peak_mib,
+            "step_seconds": self.measurement.step_seconds,
+            "cpu_seconds": self.measurement.cpu_seconds,
+            "claimed_saving_bytes": self.measurement.claimed_bytes,
+            "applied": sorted(self.measurement.applied),
+        }
 
 
 @dataclass(frozen=True)
@@ -183,53 +184,40 @@ class Sweep:
     winner: Run
     complete: bool
 
-    @property
-    def no_plan(self) -> Measurement:
-        return self.runs[0].measured
-
-    def saving_bytes(self, run: Run) -> int | None:
-        """How far a run's peak is below the one without a plan; None where it failed."""
-        return _saving_bytes(self.runs[0], run)
-
     def to_text(self) -> str:
         """Both tables, what failed, and the winner as an option to paste."""
-        shown = [run for run in self.runs if run.name != _SET or run is self.winner]
-        cells = [self._cells(run) for run in shown]
-        errors = [f"failed: {run.name}: {run.error}" for run in self.runs if run.error]
+        cells = [self._cells(run) for run in self.runs if run.name != _SET or run is self.winner]
+        peak, no_plan_peak = self.winner.measured.peak_mib, self.runs[0].measured.peak_mib
         how = "search complete" if self.complete else "search not finished: raise --max_runs"
-        return "\n".join(
-            [
-                self.table.to_text(),
-                "",
-                tabulate(cells, headers="keys", tablefmt="simple", disable_numparse=True),
-                *errors,
-                "",
-                f"Lowest peak of {len(self.runs)} runs ({how}): {self.winner.measured.peak_mib:.1f} MiB, "
-                f"{self.winner.measured.peak_mib / self.no_plan.peak_mib:.2f} of no plan, with",
-                _flag(self.winner.options),
-            ]
-        )
+        lowest = f"{peak:.1f} MiB, {peak / no_plan_peak:.2f} of no plan"
+        lines = [
+            self.table.to_text(),
+            "",
+            tabulate(cells, headers="keys", tablefmt="simple", disable_numparse=True),
+            *(f"failed: {run.name}: {run.error}" for run in self.runs if run.error),
+            "",
+            f"Lowest peak of {len(self.runs)} runs ({how}): {lowest}, with",
+            _flag(self.winner.options),
+        ]
+        return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
+        no_plan = self.runs[0]
         return {
             "table": asdict(self.table),
             "cases": [
-                {
-                    "name": run.name,
-                    **run.options,
-                    **_numbers(run.measurement),
-                    "measured_saving_bytes": self.saving_bytes(run),
-                    "error": run.error,
-                }
+                {"name": run.name}
+                | run.to_dict()
+                | {"measured_saving_bytes": run.saving_bytes(no_plan), "error": run.error}
                 for run in self.runs
             ],
             "complete": self.complete,
-            "winner": {**self.winner.options, **_numbers(self.winner.measurement)},
+            "winner": self.winner.to_dict(),
         }
 
     def _cells(self, run: Run) -> dict[str, str]:
         name = "best set" if run.name == _SET else run.name
-        found, no_plan = run.measurement, self.no_plan
+        found, no_plan = run.measurement, self.runs[0].measured
         if found is None:
             return {"Case": name, "Peak(MiB)": "failed"}
         return {
@@ -237,25 +225,10 @@ class Sweep:
             "Peak(MiB)": f"{found.peak_mib:.1f}",
             "vs no plan": f"{found.peak_mib / no_plan.peak_mib:.2f}",
             "Claimed(Bytes)": f"{found.claimed_bytes:,}",
-            "Measured(Bytes)": f"{self.saving_bytes(run):,}",
+            "Measured(Bytes)": f"{run.saving_bytes(self.runs[0]):,}",
             "s/step": f"{found.step_seconds:.3f}",
             "vs no plan ": f"{found.step_seconds / no_plan.step_seconds:.2f}",
         }
-
-
-_SET = "set"
-
-
-def _numbers(measurement: Measurement | None) -> dict[str, Any]:
-    if measurement is None:
-        return {"peak_mib": None}
-    return {
-        "peak_mib": measurement.peak_mib,
-        "step_seconds": measurement.step_seconds,
-        "cpu_seconds": measurement.cpu_seconds,
-        "claimed_saving_bytes": measurement.claimed_bytes,
-        "applied": sorted(measurement.applied),
-    }
 
 
 def _flag(options: Mapping[str, Any]) -> str:
@@ -264,29 +237,6 @@ def _flag(options: Mapping[str, Any]) -> str:
     if level := options.get("memory_opt_level"):
         return f"--memory_opt_level {level}"
     return "no plan: none of them lowers the peak"
-
-
-@dataclass
-class _Runner:
-    case: Case
-    budget: int
-    on_start: Callable[[str], None]
-    measure: Callable[[Case], Measurement]
-    runs: list[Run] = field(default_factory=list)
-
-    def __call__(self, name: str, options: Mapping[str, Any], label: str = "") -> Run:
-        self.on_start(label or name)
-        case = replace(self.case, options={**(self.case.options or {}), **options})
-        try:
-            run = Run(name, options, self.measure(case))
-        except MemOptError as error:
-            run = Run(name, options, None, str(error))
-        self.runs.append(run)
-        return run
-
-    @property
-    def left(self) -> int:
-        return self.budget - len(self.runs)
 
 
 def sweep(
@@ -307,44 +257,48 @@ def sweep(
     Raises:
         MemOptError: the model cannot be trained without a plan, or the user's config cannot be applied.
     """
-    runner = _Runner(case, budget, on_start, measure)
-    no_plan = runner("no plan", {})
+    runs: list[Run] = []
+
+    def run(name: str, options: Mapping[str, Any], label: str = "") -> Run:
+        on_start(label or name)
+        try:
+            measurement = measure(replace(case, options={**(case.options or {}), **options}))
+            runs.append(Run(name, options, measurement))
+        except MemOptError as error:
+            runs.append(Run(name, options, None, str(error)))
+        return runs[-1]
+
+    no_plan = run("no plan", {})
     table, peak_bytes = no_plan.measured.engine_table, no_plan.measured.peak_mib * _MIB
     measured: dict[Rows, Run] = {NOTHING: no_plan}
     if config is not None:
-        own = runner("config", {"memory_opt_config": config})
+        own = run("config", {"memory_opt_config": config})
         measured[own.measured.applied] = own
-    levels = [runner(f"level {level}", {"memory_opt_level": level}) for level in (1, 2) if runner.left > 0]
+    levels = [run(f"level {level}", {"memory_opt_level": level}) for level in (1, 2) if len(runs) < budget]
     rows = [
         frozenset(plan.config.split(","))
         for plan in table.plans
         if plan.saving_bytes is None or plan.saving_bytes >= SMALLEST_CLAIM * peak_bytes
     ]
     for row in rows:
-        if runner.left > 0 and row not in measured:
-            measured[row] = runner(_joined(row), _options(row))
+        if len(runs) < budget and row not in measured:
+            measured[row] = run(_joined(row), _options(row))
 
     def measure_set(parts: Rows) -> Outcome:
         count = sum(row <= parts for row in rows)
-        measured[parts] = runner(_SET, _options(parts), f"{count} of {len(rows)} rows")
+        measured[parts] = run(_SET, _options(parts), f"{count} of {len(rows)} rows")
         return measured[parts].outcome
 
-    search = Search(rows, measure_set, runner.left, {parts: run.outcome for parts, run in measured.items()})
+    search = Search(rows, measure_set, budget - len(runs), {parts: run.outcome for parts, run in measured.items()})
     helpful = [row for row in rows if row in measured and measured[row].outcome.peak < no_plan.measured.peak_mib]
     of_levels = [level.measurement.applied for level in levels if level.measurement is not None]
-    starts = [frozenset().union(*(row for row in rows if row <= applied)) for applied in of_levels]
-    best = measured[search.run([*starts, frozenset().union(*helpful)])]
+    starts = [NOTHING.union(*(row for row in rows if row <= applied)) for applied in of_levels]
+    best = measured[search.run([*starts, NOTHING.union(*helpful)])]
     # A level looks for rows inside each layer: where it finds others than a config can name, it may go lower.
     lower = [level for level in levels if level.outcome.peak < best.outcome.peak * (1 - PEAK_TOLERANCE)]
     winner = min(lower, key=lambda level: level.outcome.peak, default=best)
-    savings = {_joined(row): _saving_bytes(no_plan, measured[row]) for row in rows if row in measured}
-    return Sweep(tuple(runner.runs), table.with_measured(savings), winner, search.complete)
-
-
-def _saving_bytes(no_plan: Run, run: Run) -> int | None:
-    if run.measurement is None:
-        return None
-    return round((no_plan.measured.peak_mib - run.measurement.peak_mib) * _MIB)
+    savings = {_joined(row): measured[row].saving_bytes(no_plan) for row in rows if row in measured}
+    return Sweep(tuple(runs), table.with_measured(savings), winner, search.complete)
 
 
 def _joined(parts: Rows) -> str:

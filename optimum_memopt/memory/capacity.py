@@ -27,47 +27,31 @@ class ControlGroup:
     held: int
 
 
-@dataclass(frozen=True)
-class _Version:
-    """Names of files, and of the numbers in `memory.stat`."""
-
-    limit: str
-    usage: str
-    prefix: str = ""
-
-
-# By type of file system: version 2 and 1 (Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst in Linux).
+# Files with limit and usage, and the prefix of numbers in `memory.stat`, by type of file system: version 2 and 1
+# (Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst in Linux).
 _VERSIONS = {
-    "cgroup2": _Version("memory.max", "memory.current"),
-    "cgroup": _Version("memory.limit_in_bytes", "memory.usage_in_bytes", prefix="total_"),
+    "cgroup2": ("memory.max", "memory.current", ""),
+    "cgroup": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
 }
 _CONTROLLER = "memory"
 
 
 def control_groups(root: Path) -> list[ControlGroup]:
-    """This process's groups that have a limit: its own, and those that they are in.
-
-    Args:
-        root: folder with `proc` and `sys`.
-    """
+    """This process's groups that have a limit, its own first; `root` is the folder of `proc` and `sys`."""
     groups = []
-    for version, folder in _folders(root):
-        limit = _text(folder / version.limit)
+    for kind, folder in _folders(root):
+        of_limit, of_usage, prefix = _VERSIONS[kind]
+        limit, usage = _text(folder / of_limit), _text(folder / of_usage)
+        stat = dict(line.split(maxsplit=1) for line in _text(folder / "memory.stat").splitlines() if " " in line)
+        files = sum(int(stat.get(f"{prefix}{state}_file", 0)) for state in ("active", "inactive"))
         # "max" is none.
         if limit.isdigit():
-            groups.append(ControlGroup(int(limit), _held(folder, version)))
+            groups.append(ControlGroup(int(limit), max(0, int(usage) - files) if usage.isdigit() else 0))
     return groups
 
 
-def _held(folder: Path, version: _Version) -> int:
-    usage = _text(folder / version.usage)
-    stat = dict(line.split(maxsplit=1) for line in _text(folder / "memory.stat").splitlines() if " " in line)
-    files = sum(int(stat.get(f"{version.prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
-    return max(0, int(usage) - files) if usage.isdigit() else 0
-
-
-def _folders(root: Path) -> Iterator[tuple[_Version, Path]]:
-    """Where the files of this process's groups are, from its own to the outermost that can be seen."""
+def _folders(root: Path) -> Iterator[tuple[str, Path]]:
+    """Types of file system and folders of this process's groups."""
     # `4:memory:/docker/12ab` in version 1, `0::/user.slice/run.scope` in version 2.
     lines = (line.split(":", maxsplit=2) for line in _text(root / "proc/self/cgroup").splitlines())
     paths = {controller: path for _, controllers, path in lines for controller in controllers.split(",")}
@@ -80,7 +64,7 @@ def _folders(root: Path) -> Iterator[tuple[_Version, Path]]:
             continue
         if (inner := _inner(path, top)) is not None:
             for one in (inner, *inner.parents):
-                yield _VERSIONS[kind], root / place.lstrip("/") / one
+                yield kind, root / place.lstrip("/") / one
 
 
 def _inner(path: str, top: str) -> PurePosixPath | None:
@@ -106,7 +90,6 @@ def _text(path: Path) -> str:
 
 
 _ON_HOST = "LOCAL_WORLD_SIZE"
-# Of the machine's files.
 _ROOT = Path("/")
 # Of what is free, the share that tensors get: torch's caching allocator holds 4 to 23% more than is allocated
 # (RoBERTa, Llama with recompute; torch 2.13).
@@ -152,11 +135,7 @@ def host_available() -> int:
 
 
 def capacity_of(total: int) -> Capacity:
-    """The memory of a device that is not here and runs nothing else.
-
-    Args:
-        total: its memory, bytes.
-    """
+    """The memory of a device that is not here and runs nothing else, of `total` bytes."""
     return Capacity(total, int(total * _ALLOCATED))
 
 

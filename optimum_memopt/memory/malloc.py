@@ -28,8 +28,7 @@ def _mallopt(mmap_threshold: int, trim_threshold: int) -> bool:
     # malloc's environment variables are the user's own setting; other systems' libc has no mallopt.
     if {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"} & set(os.environ):
         return False
-    mallopt = getattr(_libc(), "mallopt", None)
-    if mallopt is None:
+    if (mallopt := getattr(_libc(), "mallopt", None)) is None:
         return False
     return bool(mallopt(_M_MMAP_THRESHOLD, mmap_threshold)) and bool(mallopt(_M_TRIM_THRESHOLD, trim_threshold))
 
@@ -37,27 +36,13 @@ def _mallopt(mmap_threshold: int, trim_threshold: int) -> bool:
 class _Info(ctypes.Structure):
     """`struct mallinfo2` of malloc.h."""
 
-    _fields_ = tuple(
-        (name, ctypes.c_size_t)
-        for name in (
-            "arena",
-            "ordblks",
-            "smblks",
-            "hblks",
-            "hblkhd",
-            "usmblks",
-            "fsmblks",
-            "uordblks",
-            "fordblks",
-            "keepcost",
-        )
-    )
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = tuple((name, ctypes.c_size_t) for name in _names.split())
 
 
 def kept_bytes() -> int:
     """Bytes that are freed and not returned to the system; 0 where malloc does not tell (glibc does from 2.33)."""
-    mallinfo = getattr(_libc(), "mallinfo2", None)
-    if mallinfo is None:
+    if (mallinfo := getattr(_libc(), "mallinfo2", None)) is None:
         return 0
     mallinfo.restype = _Info
     return int(mallinfo().fordblks)
@@ -65,8 +50,7 @@ def kept_bytes() -> int:
 
 def trim() -> None:
     """Return freed pages to the system now, those in the middle of the heap too; without effect without glibc."""
-    malloc_trim = getattr(_libc(), "malloc_trim", None)
-    if malloc_trim is not None:
+    if (malloc_trim := getattr(_libc(), "malloc_trim", None)) is not None:
         malloc_trim(0)
 
 
@@ -78,8 +62,7 @@ def return_freed_memory() -> bool:
 
 
 def restore() -> None:
-    """Undo one `return_freed_memory`; the last one sets both thresholds to glibc's documented defaults (dynamic
-    thresholds stay off)."""
+    """Undo one `return_freed_memory`; the last one sets both thresholds to glibc's documented, static defaults."""
     global _users
     _users = max(0, _users - 1)
     if _users == 0:

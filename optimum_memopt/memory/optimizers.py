@@ -21,13 +21,12 @@ _FLOAT32 = 4
 _LEAST_IN_8_BITS = 4096
 _BLOCK = 256
 _HALVES = (torch.bfloat16, torch.float16)
-# Bytes of each state of a parameter.
 _States = Callable[[torch.Tensor], list[int]]
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """The memory of an optimizer for its parameters.
+    """The memory of an optimizer.
 
     Attributes:
         states: bytes of each state of a parameter.
@@ -87,26 +86,17 @@ _KINDS = {
 
 
 def smaller_optimizers(is_on_cuda: bool) -> list[str]:
-    """Names of optimizers with less memory than others that work here; the first one is AdamW without temporaries.
-
-    Args:
-        is_on_cuda: the parameters are.
-    """
+    """Names of optimizers with less memory than others that work here; the first one is AdamW without temporaries."""
     in_8_bits = ["adamw_8bit"] if is_on_cuda and installed_version(("bitsandbytes",)) else []
     return [DEFAULT, *in_8_bits, "adafactor"]
 
 
 def is_known(name: str) -> bool:
-    """True for a name that `check` lets pass."""
     return name in _KINDS
 
 
 def check(name: str) -> None:
-    """Refuse an optimizer whose memory is not known.
-
-    Raises:
-        MemOptError: one line with the names that are.
-    """
+    """Raise a MemOptError where an optimizer's memory is not known."""
     if name in _KINDS:
         return
     supported = f"predicted are {', '.join(_KINDS)}"
@@ -126,7 +116,6 @@ class PlannedOptimizer:
 
     Attributes:
         name: Trainer's, one that `check` lets pass.
-        is_on_cuda: it steps on a CUDA device.
         embeddings: ids of the parameters whose states bitsandbytes keeps in float32, as Trainer asks it to.
     """
 
@@ -141,11 +130,8 @@ class PlannedOptimizer:
         """Bytes of each state of these parameters, after the first step."""
         kind = _KINDS[self.name]
         of_embeddings = kind.of_embeddings or kind.states
-        return [
-            size
-            for parameter in parameters
-            for size in (of_embeddings if id(parameter) in self.embeddings else kind.states)(parameter)
-        ]
+        states = ((of_embeddings if id(each) in self.embeddings else kind.states)(each) for each in parameters)
+        return list(itertools.chain.from_iterable(states))
 
     def step_bytes(self, parameters: Sequence[torch.Tensor]) -> int:
         """Bytes of the temporary tensors of a step.

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 import psutil
 import torch
@@ -36,9 +36,6 @@ MemoryT = TypeVar("MemoryT", bound="CpuMemory | CudaMemory")
 class CpuMemory:
     """Resident memory of this process in MiB; the peak is the highest `resident` of the phase."""
 
-    PEAK: ClassVar[str] = "peak_resident"
-    PEAKS: ClassVar[tuple[str, ...]] = (PEAK,)
-
     resident: float
     peak_resident: float
 
@@ -51,9 +48,6 @@ class CudaMemory:
     the cache in split blocks, which cannot be released. `max_*` is the highest of the phase.
     """
 
-    PEAK: ClassVar[str] = "max_allocated"
-    PEAKS: ClassVar[tuple[str, ...]] = (PEAK, "max_cached", "max_inactive")
-
     allocated: float
     max_allocated: float
     cached: float
@@ -64,24 +58,19 @@ class CudaMemory:
 
 def peak(reading: CpuMemory | CudaMemory) -> float:
     """The number that decides whether a step fits: peak resident or peak allocated, MiB."""
-    value: float = getattr(reading, reading.PEAK)
-    return value
+    return reading.peak_resident if isinstance(reading, CpuMemory) else reading.max_allocated
 
 
 def merged(earlier: MemoryT | None, later: MemoryT) -> MemoryT:
     """`later`, with each peak the higher one of both readings."""
     if earlier is None:
         return later
-    higher = {name: value for name in later.PEAKS if (value := getattr(earlier, name)) > getattr(later, name)}
-    return dataclasses.replace(later, **higher) if higher else later
+    peaks = [name for name in vars(later) if name.startswith(("peak_", "max_"))]
+    return dataclasses.replace(later, **{name: max(getattr(earlier, name), getattr(later, name)) for name in peaks})
 
 
 def parse_status(text: str) -> CpuMemory:
-    """VmRSS and VmHWM (kB) in the text of /proc/PID/status.
-
-    Raises:
-        KeyError: it lacks one of them.
-    """
+    """VmRSS and VmHWM (kB) in the text of /proc/PID/status; KeyError where it lacks one of them."""
     kib = dict(_STATUS_LINES.findall(text))
     return CpuMemory(resident=int(kib["VmRSS"]) / 1024, peak_resident=int(kib["VmHWM"]) / 1024)
 
@@ -147,8 +136,7 @@ class _SampledResidentGauge(_Gauge):
 
     def __init__(self) -> None:
         super().__init__()
-        self._process = psutil.Process()
-        self._peak = 0.0
+        self._process, self._peak = psutil.Process(), 0.0
         self._thread: threading.Thread | None = None
 
     def watch(self, monitor: "PeakMonitor") -> None:
@@ -206,15 +194,17 @@ def _gauge(index: int | None, pid: int) -> _Gauge:
 
 def _cuda_index(device: torch.device) -> int | None:
     """`cuda` is the current one, which shares its mark with `cuda:0`; None for other devices."""
-    if device.type != "cuda" or device.index is not None:
-        return device.index if device.type == "cuda" else None
-    return torch.cuda.current_device() if torch.cuda.is_available() else 0
+    if device.type != "cuda":
+        return None
+    if device.index is None and torch.cuda.is_available():
+        return torch.cuda.current_device()
+    return device.index or 0
 
 
 class PeakMonitor:
-    """Peak memory of this process, of a phase and of a run. Several monitors can be active at once.
+    """Peak memory of this process, of a phase and of a run, which `start_run()` begins; several can be active at once.
 
-    Call `start_run()` first. Code that resets torch's peak statistics or VmHWM on its own (Trainer with
+    Code that resets torch's peak statistics or VmHWM on its own (Trainer with
     `skip_memory_metrics=False` does on CUDA) hides earlier peaks from all monitors.
 
     Args:
@@ -225,8 +215,7 @@ class PeakMonitor:
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
-        device = torch.device(device)
-        self._gauge = _gauge(_cuda_index(device), os.getpid())
+        self._gauge = _gauge(_cuda_index(torch.device(device)), os.getpid())
         self._phase: CpuMemory | CudaMemory | None = None
         self._run_peak = 0.0
         self.method = self._gauge.method

@@ -9,35 +9,18 @@ from typing import Any
 import torch
 from transformers import Trainer
 
-from optimum_memopt.engines.api.explanations import ForwardCall, Place, TensorLike, place_of
+from optimum_memopt.engines.api.explanations import Failure, ForwardCall, Place, TensorLike, place_of
+from optimum_memopt.engines.api.predictions import BATCH, GRADIENTS, OPTIMIZER, OTHER, PARAMETERS
 from optimum_memopt.errors import line_of, shortage, with_causes
 from optimum_memopt.memory import malloc
 from optimum_memopt.memory.peak_monitor import held_bytes, peak_bytes
 
 
 @dataclass(frozen=True)
-class Failure:
-    """An allocation that failed, as it was found before anything was freed.
-
-    Attributes:
-        held: bytes at that moment.
-        requested: bytes of the allocation; None: the error does not say.
-        kept: what the step has freed and a CPU's malloc has not returned, by when its error got here.
-    """
-
-    error: str
-    place: Place
-    held: int
-    requested: int | None
-    kept: int
-
-
-@dataclass(frozen=True)
 class StepStart:
-    """The memory of the process when a forward and backward began.
+    """The memory of the process when a forward and backward began, in bytes.
 
     Attributes:
-        held: bytes of all that was there.
         peak: the most until then.
         has_gradients: of earlier micro-batches.
         kept: see `malloc.kept_bytes`; 0 elsewhere than on a CPU.
@@ -56,51 +39,34 @@ class StepStart:
         return cls(held_bytes(device), peak_bytes(device), has_gradients, _kept(device))
 
 
-@dataclass(frozen=True)
-class HeldAtStart:
-    """Bytes of the tensors that were there when a forward and backward began.
+def held_at_start(trainer: Trainer, start: StepStart, call: ForwardCall | None) -> dict[str, int]:
+    """Bytes of what was there when a forward and backward began, by category.
 
-    Attributes:
-        parameters: and buffers.
-        gradients: of earlier micro-batches.
-        batch: what the forward is given.
-        outside: of all else, or what has come to it since and stays when the step's memory is free again.
+    `OTHER` belongs to no tensor of the model, optimizer or batch. Where more of it is there when the step's memory is
+    free again, it counts as there before.
     """
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    batch: int
-    outside: int
-
-    @classmethod
-    def of(cls, trainer: Trainer, start: StepStart, call: ForwardCall | None) -> "HeldAtStart":
-        model = model_of(trainer)
-        parameters, optimizer = _bytes([*model.parameters(), *model.buffers()]), _optimizer_bytes(trainer)
-        # Those of earlier micro-batches stay where they are.
-        gradients = gradient_bytes(trainer) if start.has_gradients else 0
-        batch = sum(tensor.bytes for tensor in call.tensors.values()) if call is not None else 0
-        outside = start.held - parameters - optimizer - gradients - batch
-        # A first forward imports and compiles.
-        now = held_bytes(trainer.args.device) - parameters - optimizer - gradient_bytes(trainer) - batch
-        outside = max(0, outside, now)
-        return cls(parameters, gradients, optimizer, batch, outside)
+    model = model_of(trainer)
+    parameters = _bytes([*model.parameters(), *model.buffers()])
+    states = trainer.optimizer.state.values() if trainer.optimizer is not None else ()
+    optimizer = _bytes(value for state in states for value in state.values() if isinstance(value, torch.Tensor))
+    batch = sum(tensor.bytes for tensor in call.tensors.values()) if call is not None else 0
+    tensors, gradients = parameters + optimizer + batch, gradient_bytes(trainer)
+    # Those of earlier micro-batches stay where they are.
+    accumulated = gradients if start.has_gradients else 0
+    # A first forward imports and compiles.
+    now = held_bytes(trainer.args.device) - tensors - gradients
+    other = max(0, start.held - tensors - accumulated, now)
+    return {PARAMETERS: parameters, GRADIENTS: accumulated, OPTIMIZER: optimizer, BATCH: batch, OTHER: other}
 
 
 def failure_of(error: Exception, trainer: Trainer, start: StepStart, place: Place | None = None) -> Failure:
-    """Look at an error before anything is freed.
-
-    Args:
-        error: that memory ran out.
-        place: where that is known already.
-    """
+    """The failure that an error tells of, read before anything is freed; `place`: where that is known already."""
     said, device = shortage(error), trainer.args.device
     # What a backward or another runtime held is free again when its error gets here.
     highest = peak_bytes(device)
     held = said.allocated or (highest if highest > start.peak else held_bytes(device))
-    where = place or place_of(error.__traceback__, model_of(trainer))
-    kept = max(0, _kept(device) - start.kept)
-    return Failure(line_of(error), where, held, said.requested, kept)
+    place = place or place_of(error.__traceback__, model_of(trainer))
+    return Failure(line_of(error), place, held, said.requested, max(0, _kept(device) - start.kept))
 
 
 def free_step(error: BaseException) -> None:
@@ -137,17 +103,11 @@ def model_of(trainer: Trainer) -> torch.nn.Module:
 
 
 def gradient_bytes(trainer: Trainer) -> int:
-    """Bytes of the gradients that there are."""
     return _bytes(p.grad for p in model_of(trainer).parameters() if p.grad is not None)
 
 
 def _kept(device: torch.device) -> int:
     return malloc.kept_bytes() if device.type == "cpu" else 0
-
-
-def _optimizer_bytes(trainer: Trainer) -> int:
-    states = trainer.optimizer.state.values() if trainer.optimizer is not None else ()
-    return _bytes(value for state in states for value in state.values() if isinstance(value, torch.Tensor))
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:

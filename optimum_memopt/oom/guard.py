@@ -3,6 +3,7 @@
 import copy
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ from transformers import Trainer, TrainerState, TrainingArguments
 
 from optimum_memopt.callbacks.reporting import HookingCallback, Reporter
 from optimum_memopt.compat import outputs_read_by
-from optimum_memopt.engines.api.explanations import OPTIMIZER_STEP, ForwardCall, Place
+from optimum_memopt.engines.api.explanations import OPTIMIZER_STEP, Failure, ForwardCall, Place
+from optimum_memopt.engines.api.predictions import OTHER
 from optimum_memopt.errors import DoesNotFitError, add_context, is_out_of_memory, line_of
 from optimum_memopt.logs import log_from_any_rank, rank
-from optimum_memopt.oom.failure import Failure, HeldAtStart, StepStart, failure_of, forward_call, free_step
+from optimum_memopt.oom.failure import StepStart, failure_of, forward_call, free_step, held_at_start
 from optimum_memopt.oom.replan import Replanner, StepState
 from optimum_memopt.oom.report import MemoryReport, report_of
 from optimum_memopt.trainer_patches import GUARDED_OPTIMIZER, GUARDED_STEP, TrainerPatches
@@ -24,23 +26,12 @@ _FINE, _RAN_OUT, _FAILED = 0, 1, 2
 
 
 class OtherRankRanOutError(Exception):
-    """This rank had enough memory, another one had not; no error that code which retries would take for its own.
-
-    Args:
-        rank: the first that had not.
-    """
-
-    def __init__(self, rank: int) -> None:
-        super().__init__(f"rank {rank} ran out of memory in the forward")
-        self.rank = rank
+    """This rank had enough memory, another one had not; no error that code which retries would take for its own."""
 
 
 def agreeing(trainer: Trainer, compute_loss: Callable[..., Any]) -> Callable[..., Any]:
-    """`compute_loss` that fails on all ranks when it ran out of memory on one: one small all-gather a forward.
-
-    Raises:
-        OtherRankRanOutError: from it, on ranks that had enough.
-    """
+    """`compute_loss` that fails on all ranks when it ran out of memory on one, with OtherRankRanOutError on those that
+    had enough: one small all-gather a forward."""
 
     def compute_and_agree(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not model.training:
@@ -53,7 +44,7 @@ def agreeing(trainer: Trainer, compute_loss: Callable[..., Any]) -> Callable[...
         outcomes = _outcomes(_FINE, trainer.args.device)
         # A rank that failed in another way ends the run by itself.
         if _RAN_OUT in outcomes and _FAILED not in outcomes:
-            raise OtherRankRanOutError(outcomes.index(_RAN_OUT))
+            raise OtherRankRanOutError(f"rank {outcomes.index(_RAN_OUT)} ran out of memory in the forward")
         return result
 
     return compute_and_agree
@@ -75,13 +66,14 @@ class MemoryReportCallback(HookingCallback):
     Attributes:
         report: of the last step that ran out of memory; None: none has.
         replanner: has the step run again; None: it does not.
+        call: the arguments of the model's last training forward, without its tensors' data.
     """
 
     def __init__(self) -> None:
         self.reporter = Reporter("memory_report")
         self.report: MemoryReport | None = None
         self.replanner: Replanner | None = None
-        self._call: ForwardCall | None = None
+        self.call: ForwardCall | None = None
         self._start: StepStart | None = None
         # Before the run's first step, when a CPU's malloc has kept nothing of earlier ones.
         self._first_outside: int | None = None
@@ -90,31 +82,29 @@ class MemoryReportCallback(HookingCallback):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         trainer = self.reporter.begin(state)
-        self._call = self._start = self._first_outside = None
+        self.call = self._start = self._first_outside = None
         if self.replanner is not None:
             self.replanner.begin(trainer)
         self._watch_forwards(kwargs["model"])
-        self._patches.put(trainer, GUARDED_STEP, self._guard_step)
+        self._patches.put(trainer, GUARDED_STEP, partial(self._guard_step, trainer))
         # Each train() wraps the optimizer anew.
         if trainer.optimizer is not None:
-            self._patches.put(trainer.optimizer, GUARDED_OPTIMIZER, self._guard_optimizer)
+            self._patches.put(trainer.optimizer, GUARDED_OPTIMIZER, partial(self._guard_optimizer, trainer))
 
-    def note_forward(self, args: Any, kwargs: Any, reader: str) -> None:
-        """Remember what the model's training forward is called with, without its tensors' data."""
-        self._call = forward_call(args, kwargs, reader)
-
-    def _guard_step(self, training_step: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def _guard_step(self, trainer: Trainer, training_step: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def step(model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
             first: Exception | None = None
             while True:
-                self._note_start()
-                before = self._state()
+                self._start = StepStart.of(trainer)
+                if self._first_outside is None:
+                    self._first_outside = held_at_start(trainer, self._start, None)[OTHER]
+                before = None if self.replanner is None else self.replanner.state(trainer)
                 try:
                     # A copy for a step that may run again: label smoothing takes the labels out.
                     given = inputs if before is None else copy.copy(inputs)
                     return training_step(model, given, *args, **kwargs)
                 except Exception as error:
-                    if self._runs_again(error, before):
+                    if self._runs_again(error, before, trainer):
                         first = first or error
                     elif first is None:
                         raise
@@ -126,32 +116,27 @@ class MemoryReportCallback(HookingCallback):
 
         return step
 
-    def _state(self) -> StepState | None:
-        trainer = self.reporter.trainer
-        return None if self.replanner is None or trainer is None else self.replanner.state(trainer)
-
-    def _runs_again(self, error: Exception, before: StepState | None) -> bool:
+    def _runs_again(self, error: Exception, before: StepState | None, trainer: Trainer) -> bool:
         """True where a step that failed is to run again; where it ran out of memory and is not, that is explained."""
-        trainer, is_own = self.reporter.trainer, is_out_of_memory(error)
-        if isinstance(error, DoesNotFitError) and self.replanner is not None and self.replanner.has_replanned:
+        replanner, is_own = self.replanner, is_out_of_memory(error)
+        if isinstance(error, DoesNotFitError) and replanner is not None and replanner.has_replanned:
             log_from_any_rank(f"no plan fits: {error}")
-        if trainer is None or not (is_own or isinstance(error, OtherRankRanOutError)):
+        if not (is_own or isinstance(error, OtherRankRanOutError)):
             return False
         failure = failure_of(error, trainer, self._start or StepStart.of(trainer))
         free_step(error)
-        replanner = self.replanner
         if replanner is not None and before is not None and replanner.replan(failure, is_own, before, trainer):
             return True
         if is_own:
             self._explain(failure, trainer)
         return False
 
-    def _guard_optimizer(self, optimizer_step: Callable[..., Any]) -> Callable[..., Any]:
+    def _guard_optimizer(self, trainer: Trainer, optimizer_step: Callable[..., Any]) -> Callable[..., Any]:
         def step(*args: Any, **kwargs: Any) -> Any:
             try:
                 return optimizer_step(*args, **kwargs)
             except Exception as error:
-                if is_out_of_memory(error) and (trainer := self.reporter.trainer) is not None:
+                if is_out_of_memory(error):
                     failure = failure_of(error, trainer, StepStart.of(trainer), Place(OPTIMIZER_STEP))
                     free_step(error)
                     self._explain(failure, trainer)
@@ -163,27 +148,17 @@ class MemoryReportCallback(HookingCallback):
         """Log and write why memory ran out; whatever fails here is a line, never another error."""
         try:
             start = self._start or StepStart.of(trainer)
-            self.report = report_of(failure, trainer, start, self._call, self._first_outside or 0)
+            self.report = report_of(failure, trainer, start, self.call, self._first_outside or 0)
         except Exception as second:
             log_from_any_rank(f"memory ran out, and why cannot be told ({line_of(second)})")
             return
-        self._publish(self.report, trainer)
-
-    def _publish(self, report: MemoryReport, trainer: Trainer) -> None:
-        text = report.to_text() if rank() == 0 else report.to_text().split("\n\n")[0]
-        log_from_any_rank(text)
+        text = self.report.to_text()
+        log_from_any_rank(text if rank() == 0 else text.split("\n\n")[0])
         try:
-            written = report.save(Path(str(trainer.args.output_dir)))
+            written = self.report.save(Path(str(trainer.args.output_dir)))
             log_from_any_rank(f"written to {' and '.join(map(str, written))}")
         except OSError as second:
             log_from_any_rank(f"the report is not written ({line_of(second)})")
-
-    def _note_start(self) -> None:
-        trainer = self.reporter.trainer
-        if trainer is not None:
-            self._start = StepStart.of(trainer)
-            if self._first_outside is None:
-                self._first_outside = HeldAtStart.of(trainer, self._start, None).outside
 
     def _watch_forwards(self, model: torch.nn.Module) -> None:
         self.remove_hooks()  # of a run that died
@@ -194,13 +169,12 @@ class MemoryReportCallback(HookingCallback):
         def before_forward(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
             callback = held()
             if callback is not None and module is hooked() and module.training and torch.is_grad_enabled():
-                callback.note_forward(args, kwargs, outputs_read_by())
+                callback.call = forward_call(args, kwargs, outputs_read_by())
 
         self._hook = model.register_forward_pre_hook(before_forward, with_kwargs=True)
 
     def remove_hooks(self) -> None:
-        """Take the hook off the model, and the wrappers off the Trainer and its optimizer."""
         self._patches.undo()
         if self._hook is not None:
             self._hook.remove()
-        self._hook = self._call = None
+        self._hook = self.call = None

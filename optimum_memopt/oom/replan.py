@@ -10,12 +10,12 @@ from transformers import Trainer
 
 from optimum_memopt import compat
 from optimum_memopt.engines.api.engine import Engine
-from optimum_memopt.engines.api.explanations import FORWARD, OPTIMIZER_STEP
+from optimum_memopt.engines.api.explanations import FORWARD, OPTIMIZER_STEP, Failure
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.shared.forward_patch import ForwardState
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.logs import log_from_any_rank
-from optimum_memopt.oom.failure import Failure, free_step, model_of
+from optimum_memopt.oom.failure import free_step, model_of
 from optimum_memopt.sizes import Budget, gib_text
 
 _MOST = 3
@@ -28,7 +28,6 @@ class StepState:
     """The state that a forward and backward change: random generators, buffers, gradients.
 
     Attributes:
-        forward: generators and buffers.
         parameters: each with the number of writes to it.
         gradients: that were there, each with the number of writes to it.
         values: of those gradients that belong to no parameter of the model: Trainer sets them to zero after no step
@@ -42,11 +41,7 @@ class StepState:
 
     @classmethod
     def of(cls, trainer: Trainer, modules: Sequence[torch.nn.Module] = ()) -> "StepState":
-        """Before a step.
-
-        Args:
-            modules: that take part beside its model.
-        """
+        """The state before a step, in which `modules` take part beside the model."""
         model = model_of(trainer)
         of_model = dict.fromkeys(model.parameters())
         beside = dict.fromkeys([*(p for module in modules for p in module.parameters()), *_trained(trainer)])
@@ -59,7 +54,7 @@ class StepState:
         )
 
     def restore(self, model: torch.nn.Module) -> str:
-        """As it was; why that cannot be, else empty."""
+        """Make it as it was; returns why that cannot be, else an empty text."""
         if _steps_in_backward(self.parameters) or any(compat.writes_to(p) != n for p, n in self.parameters.items()):
             return "its backward had begun to change parameters"
         for parameter, (gradient, writes) in self.gradients.items():
@@ -75,11 +70,7 @@ class StepState:
 
 
 class Replanner:
-    """Has an engine plan for less each time that a step runs out of memory.
-
-    Raises:
-        MemOptError: under DeepSpeed, where ranks have exchanged gradients before one of them knows.
-    """
+    """Has an engine plan for less each time that a step runs out of memory."""
 
     def __init__(self, engine: Engine, trainer: Trainer) -> None:
         if trainer.args.deepspeed is not None:
@@ -93,13 +84,8 @@ class Replanner:
         self._modules: tuple[torch.nn.Module, ...] = ()
 
     def begin(self, trainer: Trainer) -> None:
-        """A run begins.
-
-        Raises:
-            MemOptError: a step of this Trainer changes what cannot be restored.
-        """
+        """A run begins. Raises MemOptError where a step of this Trainer changes what cannot be restored."""
         self._times = 0
-        held = _held(trainer)
         self._modules = modules_beside(trainer)
         trained = list(_trained(trainer))
         if trainer.accelerator.has_lomo_optimizer or _steps_in_backward([*model_of(trainer).parameters(), *trained]):
@@ -109,7 +95,7 @@ class Replanner:
                 "run again; leave it out"
             )
         restorable = {
-            *(value for value in held if isinstance(value, torch.nn.Parameter)),
+            *(value for value in _held(trainer) if isinstance(value, torch.nn.Parameter)),
             *(p for module in (model_of(trainer), *self._modules) for p in module.parameters()),
         }
         if unknown := sum(parameter not in restorable for parameter in trained):
@@ -120,7 +106,6 @@ class Replanner:
             )
 
     def state(self, trainer: Trainer) -> StepState:
-        """Before a step."""
         return StepState.of(trainer, self._modules)
 
     @property
@@ -132,7 +117,6 @@ class Replanner:
         """Choose a plan for less memory and restore what the step has changed; False: it cannot be run again.
 
         Args:
-            failure: of the step, whose memory is free again.
             is_own: this rank ran out; else another one did, and this one runs the step again under the same plan.
         """
         step = f"step {trainer.state.global_step + 1} ran out of memory"
@@ -201,10 +185,6 @@ def falling_back(
 
     The model's forward is the engine's: what fails there never gets here. With several processes the error is left
     alone, since DDP's other ranks wait in the backward's all-reduce.
-
-    Args:
-        engine: that trains it.
-        training_step: the Trainer's.
     """
 
     def step(model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -3,7 +3,7 @@
 import functools
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,28 +16,20 @@ from optimum_memopt.engines.api.explanations import (
     OPTIMIZER_STEP,
     Explanation,
     FailedStep,
+    Failure,
     ForwardCall,
     Moment,
     Part,
     Suggestion,
     Tensors,
 )
-from optimum_memopt.engines.api.predictions import (
-    BATCH,
-    GRADIENTS,
-    OPTIMIZER,
-    OTHER,
-    PARAMETERS,
-    RECOMPUTED,
-    SAVED,
-    TEMPORARY,
-)
+from optimum_memopt.engines.api.predictions import GRADIENTS, OTHER, RECOMPUTED, SAVED, TEMPORARY
 from optimum_memopt.engines.api.run import Run
 from optimum_memopt.engines.shared.in_place import engine_of
 from optimum_memopt.engines.shared.registry import factory, registrations
 from optimum_memopt.errors import is_out_of_memory, line_of, with_causes
 from optimum_memopt.logs import get_logger, rank
-from optimum_memopt.oom.failure import Failure, HeldAtStart, StepStart, gradient_bytes, model_of
+from optimum_memopt.oom.failure import StepStart, gradient_bytes, held_at_start, model_of
 from optimum_memopt.sizes import gib_text
 from optimum_memopt.training.batches import largest_batch
 
@@ -63,7 +55,6 @@ class MemoryReport:
         sizes: of that micro-batch, by input: `input_ids` to `64 x 128`.
         held: bytes when the allocation failed: on CUDA allocated, on a CPU resident.
         requested: bytes of that allocation; None: the error does not say.
-        moment: where in the step.
         parts: what was held, in the order of the categories.
         suggestions: what would have fit, the recommended one first.
         remarks: what is not exact or not known, a line each.
@@ -103,15 +94,11 @@ class MemoryReport:
             if shown := _by_row(part.tensors)[:_SHOWN]:
                 lines += ["", f"largest {part.category}"]
                 lines += [_row(f"{row}{layers}", size, size / self.held) for row, layers, size in shown]
-        lines += [
-            "",
-            "suggestions",
-            *(map(_suggestion_line, self.suggestions) if self.suggestions else ["  none found"]),
-        ]
+        lines += ["", "suggestions"] + ([*map(_suggestion_line, self.suggestions)] or ["  none found"])
         return "\n".join([*lines, *(f"note: {remark}" for remark in self.remarks)])
 
     def to_markdown(self) -> str:
-        """The same as tables, with all rows."""
+        """Tables, with all rows."""
         lines = [f"# {self._heading[0]}", "", *(f"{line.strip()}  " for line in self._heading[1:]), ""]
         lines += ["## Held at that moment", "", "| category | bytes | share |", "|---|---:|---:|"]
         lines += [
@@ -125,25 +112,18 @@ class MemoryReport:
         lines += ["## Suggestions", ""]
         if self.suggestions:
             lines += ["| flags | predicted peak | time | |", "|---|---:|---:|---|"]
-            lines += [
-                f"| `{each.flags}` | {gib_text(each.peak)} | {_time(each)} | {each.what} |"
-                for each in self.suggestions
-            ]
+            for each in self.suggestions:
+                lines.append(f"| `{each.flags}` | {gib_text(each.peak)} | {_time(each)} | {each.what} |")
         else:
             lines += ["None found."]
         return "\n".join([*lines, "", *(f"- {remark}" for remark in self.remarks), ""])
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        fields = asdict(replace(self, sizes={}))
-        return {**fields, "sizes": dict(self.sizes), "accounted": self.accounted}
+        return {**asdict(self), "accounted": self.accounted}
 
     def save(self, folder: Path) -> tuple[Path, ...]:
-        """Write `memory_report.json` and `memory_report.md`; of a rank beside the first with its number.
-
-        Raises:
-            OSError: they cannot be written.
-        """
+        """Write `memory_report.json` and `.md`; of a rank beside the first with its number. Raises OSError."""
         folder.mkdir(parents=True, exist_ok=True)
         name = _NAME if self.rank == 0 else f"{_NAME}_rank{self.rank}"
         written = {".json": json.dumps(self.to_dict(), indent=1) + "\n", ".md": self.to_markdown()}
@@ -198,15 +178,15 @@ def report_of(
 
     Args:
         call: of the model's last training forward; None: there was none.
-        first_outside: bytes outside of the model before the run's first step, when a CPU's malloc had kept nothing of
-            earlier steps.
+        first_outside: `OTHER` bytes before the run's first step, when a CPU's malloc had kept nothing of earlier ones.
     """
     model, args = model_of(trainer), trainer.args
     engine = engine_of(model)
-    held = HeldAtStart.of(trainer, start, call)
+    held = held_at_start(trainer, start, call)
     explained = _explained(failure, trainer, held, call, engine)
-    in_optimizer = failure.place.phase == OPTIMIZER_STEP
-    parts = _parts(failure, trainer, held, explained.parts, first_outside, _runtime(engine))
+    if in_optimizer := failure.place.phase == OPTIMIZER_STEP:
+        held[GRADIENTS] = gradient_bytes(trainer)
+    inputs = call.tensors if call is not None else {}
     return MemoryReport(
         error=failure.error,
         step=trainer.state.global_step,
@@ -216,37 +196,33 @@ def report_of(
         engine=_trained_by(engine),
         rows=compat.train_batch_size(trainer),
         accumulation=args.gradient_accumulation_steps,
-        sizes=_sizes(call),
+        sizes={name: " x ".join(map(str, tensor.shape)) for name, tensor in inputs.items() if tensor.shape},
         held=failure.held,
         requested=failure.requested,
         moment=explained.moment,
-        parts=parts,
+        parts=_parts(failure, held, explained.parts, first_outside, engine),
         suggestions=explained.suggestions,
         remarks=(*((_FEWER_STATES,) if in_optimizer else ()), *explained.remarks),
     )
 
 
 def _explained(
-    failure: Failure, trainer: Trainer, held: HeldAtStart, call: ForwardCall | None, engine: Engine | None
+    failure: Failure, trainer: Trainer, held: Mapping[str, int], call: ForwardCall | None, engine: Engine | None
 ) -> Explanation:
     moment = Moment(failure.place.phase, failure.place.module, failure.place.operator)
     if call is None:
         return Explanation(moment, (), (), ("no forward of the model was seen",))
+    accumulation = trainer.args.gradient_accumulation_steps
     failed = FailedStep(
+        **vars(failure),
         model=model_of(trainer),
         call=call,
-        place=failure.place,
-        held=failure.held,
-        requested=failure.requested,
-        kept=failure.kept,
-        outside=held.outside,
-        accumulated=held.gradients,
+        outside=held[OTHER],
+        accumulated=held[GRADIENTS],
         engine=engine,
-        run=Run(
-            trainer.optimizer, trainer.args.gradient_accumulation_steps > 1, functools.partial(largest_batch, trainer)
-        ),
+        run=Run(trainer.optimizer, accumulation > 1, functools.partial(largest_batch, trainer)),
         rows=compat.train_batch_size(trainer),
-        accumulation=trainer.args.gradient_accumulation_steps,
+        accumulation=accumulation,
         autocast=_HALVES.get(trainer.accelerator.mixed_precision),
     )
     for registration in registrations():
@@ -262,39 +238,28 @@ def _explained(
 
 
 def _parts(
-    failure: Failure, trainer: Trainer, held: HeldAtStart, of_graphs: Iterable[Part], first_outside: int, runtime: str
+    failure: Failure, held: Mapping[str, int], of_graphs: Iterable[Part], first_outside: int, engine: Engine | None
 ) -> tuple[Part, ...]:
-    """The bytes that were held, by category.
-
-    Args:
-        held: when the step began.
-        of_graphs: what it had allocated; empty where that is not held.
-        runtime: what ran the graphs, where it holds tensors of its own; empty: PyTorch.
-    """
-    in_optimizer = failure.place.phase == OPTIMIZER_STEP
-    there = {
-        PARAMETERS: held.parameters,
-        GRADIENTS: gradient_bytes(trainer) if in_optimizer else held.gradients,
-        OPTIMIZER: held.optimizer,
-        BATCH: held.batch,
-    }
-    outside, by_category = held.outside, {part.category: part for part in of_graphs}
-    rest = failure.held - sum(there.values()) - outside
+    """The bytes by category: `held` when the step began, and `of_graphs`, which is empty where that is free again."""
+    outside, by_category = held[OTHER], {part.category: part for part in of_graphs}
+    rest = failure.held - sum(held.values())
     if not by_category:
-        category = TEMPORARY if in_optimizer else SAVED
+        category = TEMPORARY if failure.place.phase == OPTIMIZER_STEP else SAVED
         by_category = {category: Part(category, max(0, rest))}
     elif (excess := sum(part.bytes for part in by_category.values()) - rest) > 0:
         # This step has taken again what malloc had kept.
         outside -= max(0, min(excess, outside - first_outside))
-    elif runtime and excess < 0:
+    elif excess < 0 and engine is not None and not factory(engine.name).predicts:
+        # Its runtime holds tensors that no graph of PyTorch's has.
         part = by_category.get(TEMPORARY, Part(TEMPORARY, 0))
-        by_category[TEMPORARY] = Part(TEMPORARY, part.bytes - excess, (Tensors(runtime, "", -excess), *part.tensors))
+        own = Tensors(f"other tensors of the {engine.name} engine", "", -excess)
+        by_category[TEMPORARY] = Part(TEMPORARY, part.bytes - excess, (own, *part.tensors))
     else:
         outside += min(-excess, failure.kept)
     parts = []
-    for category in (PARAMETERS, GRADIENTS, OPTIMIZER, BATCH, SAVED, RECOMPUTED, TEMPORARY):
+    for category in (*(category for category in held if category != OTHER), SAVED, RECOMPUTED, TEMPORARY):
         part = by_category.get(category, Part(category, 0))
-        parts.append(Part(category, part.bytes + there.get(category, 0), part.tensors))
+        parts.append(Part(category, part.bytes + held.get(category, 0), part.tensors))
     return (*parts, Part(OTHER, outside))
 
 
@@ -305,16 +270,6 @@ def _untraced(error: Exception) -> tuple[str, ...]:
         "tracing takes some hundred MiB of the process's own memory, which are not left; try half of "
         "--per_device_train_batch_size and twice --gradient_accumulation_steps",
     )
-
-
-def _sizes(call: ForwardCall | None) -> dict[str, str]:
-    tensors = call.tensors if call is not None else {}
-    return {name: " x ".join(map(str, tensor.shape)) for name, tensor in tensors.items() if tensor.shape}
-
-
-def _runtime(engine: Engine | None) -> str:
-    """The holder of tensors that no graph of PyTorch's has; empty where there is none."""
-    return "" if engine is None or factory(engine.name).predicts else f"other tensors of the {engine.name} engine"
 
 
 def _trained_by(engine: Engine | None) -> str:

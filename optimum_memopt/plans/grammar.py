@@ -8,9 +8,11 @@ This is ONNX Runtime Training's own grammar (docs/Memory_Optimizer.md in its rep
 what it does not understand, here every mistake is an error with its column.
 """
 
+import itertools
 import json
 import os
 import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -41,7 +43,7 @@ _STRATEGIES = "0 (none), 1 (recompute), 2 (recompute with compromised saving) or
 
 
 class ConfigError(MemOptError):
-    """An invalid memory-optimizer config; the message says where and what is allowed there."""
+    """An invalid memory-optimizer config; the message says where, and what is allowed there."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,7 @@ def parse(text: str) -> PlanConfig:
     Raises:
         ConfigError: bad syntax, or a duplicate cluster id.
     """
-    return PlanConfig(_unique(_requests(text, "")))
+    return _unique(_requests(text, ""))
 
 
 def parse_file(path: Path) -> PlanConfig:
@@ -171,25 +173,17 @@ def parse_file(path: Path) -> PlanConfig:
         raise ConfigError(f"memory-optimizer config {shown}: {_FILE_SHAPE}")
     if not items:
         raise ConfigError(f"memory-optimizer config {shown}: the list is empty; expected {_SHAPE}")
-    located = [
-        request for number, item in enumerate(items, 1) for request in _requests(item, f"{shown}, string {number}, ")
-    ]
-    return PlanConfig(_unique(located))
+    located = (_requests(item, f"{shown}, string {number}, ") for number, item in enumerate(items, 1))
+    return _unique(itertools.chain.from_iterable(located))
 
 
-@dataclass(frozen=True)
-class _Located:
-    request: PlanRequest
-    place: str
-
-
-def _requests(text: str, source: str) -> list[_Located]:
-    located, start = [], 0
+def _requests(text: str, source: str) -> Iterator[tuple[PlanRequest, str]]:
+    """Each with its place."""
+    start = 0
     for piece in text.split(","):
         begin = start + len(piece) - len(piece.lstrip())
-        located.append(_Located(_request(piece.strip(), begin, text, source), f"{source}column {begin + 1}"))
+        yield _request(piece.strip(), begin, text, source), f"{source}column {begin + 1}"
         start += len(piece) + 1
-    return located
 
 
 def _request(piece: str, begin: int, text: str, source: str) -> PlanRequest:
@@ -209,13 +203,11 @@ def _request(piece: str, begin: int, text: str, source: str) -> PlanRequest:
     strategy_at = len(cluster_id) + 1
     count_at = strategy_at + len(strategy) + 1
     matched = _CLUSTER_ID.match(cluster_id)
-    if matched is None or matched.end() != len(cluster_id):
-        offset = matched.end() if matched else 0
+    valid = matched.end() if matched else 0
+    if not valid or valid != len(cluster_id):
         hint = f'; did you mean "{excerpt(cluster_id + "+")}"?' if _CLUSTER_ID.fullmatch(f"{cluster_id}+") else ""
-        raise fail(
-            offset,
-            f'"{excerpt(cluster_id, around=offset)}" is not a cluster id: operator names, each followed by "+"{hint}',
-        )
+        shown = excerpt(cluster_id, around=valid)
+        raise fail(valid, f'"{shown}" is not a cluster id: operator names, each followed by "+"{hint}')
     if strategy not in {str(int(strategy)) for strategy in Strategy}:
         raise fail(strategy_at, f'strategy "{excerpt(strategy)}" is not one of {_STRATEGIES}')
     if not _INTEGER.fullmatch(count) or int(count) < ALL:
@@ -223,14 +215,15 @@ def _request(piece: str, begin: int, text: str, source: str) -> PlanRequest:
     return PlanRequest(cluster_id, Strategy(int(strategy)), int(count))
 
 
-def _unique(requests: list[_Located]) -> tuple[PlanRequest, ...]:
-    first: dict[str, _Located] = {}
-    for located in requests:
-        earlier = first.setdefault(located.request.cluster_id, located)
-        if earlier is not located:
-            problem = "is a duplicate of" if earlier.request == located.request else "contradicts"
+def _unique(located: Iterable[tuple[PlanRequest, str]]) -> PlanConfig:
+    first: dict[str, tuple[PlanRequest, str]] = {}
+    for request, place in located:
+        if request.cluster_id in first:
+            earlier, earlier_place = first[request.cluster_id]
+            problem = "is a duplicate of" if earlier == request else "contradicts"
             raise ConfigError(
-                f"memory-optimizer config, {located.place}: {excerpt(str(located.request))} {problem} "
-                f"{excerpt(str(earlier.request))} at {earlier.place}"
+                f"memory-optimizer config, {place}: {excerpt(str(request))} {problem} {excerpt(str(earlier))} at "
+                f"{earlier_place}"
             )
-    return tuple(located.request for located in requests)
+        first[request.cluster_id] = request, place
+    return PlanConfig(tuple(request for request, _ in first.values()))

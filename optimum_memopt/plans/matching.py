@@ -31,7 +31,7 @@ def operators(cluster_id: str) -> tuple[str, ...]:
 
 def is_fused(cluster_id: str) -> bool:
     """True where the id contains an operator that only some providers fuse."""
-    return any(operator in UNFUSED for operator in operators(cluster_id))
+    return not UNFUSED.keys().isdisjoint(operators(cluster_id))
 
 
 def unfused(cluster_id: str) -> tuple[str, ...]:
@@ -57,7 +57,7 @@ class Matched:
     Attributes:
         requests: `cluster_id:strategy:-1` of each row that is on to its request, in the order of the requests.
         remarks: lines to log once.
-        mistake: the first request that the graph has no row for, with near matches; empty without one.
+        mistake: the first request without a row, with near matches; empty: each has one.
     """
 
     requests: Mapping[str, PlanRequest] = field(default_factory=dict)
@@ -72,11 +72,7 @@ class Matched:
         return f"asked for as {request.cluster_id}"
 
     def check(self) -> None:
-        """Refuse a mistake.
-
-        Raises:
-            ConfigError: there is one.
-        """
+        """Raise the mistake as a ConfigError."""
         if self.mistake:
             raise ConfigError(self.mistake)
 
@@ -91,8 +87,7 @@ def match(
 
     Args:
         existing: `cluster_id:strategy:-1` of every row of the graph.
-        here: `provider` or `engine`, depending on which of them determines the names.
-        translate: finds the existing id of the same activation.
+        here: `provider` or `engine`, whichever determines the names.
     """
     strategies: dict[str, set[int]] = {}
     for row in existing:
@@ -108,9 +103,12 @@ def match(
             remarks.append(f"{excerpt(str(request))}: this {here} has no plan for that activation, left out")
             continue
         if meant is None or request.strategy not in strategies[meant]:
-            mistakes.append(
-                _unknown(request.cluster_id, strategies) if meant is None else _wrong(request, strategies[meant])
-            )
+            if meant is None:
+                listing = _listing(strategies, near=request.cluster_id)
+                mistakes.append(f'no plan "{excerpt(request.cluster_id)}" in this model; {listing}')
+            else:
+                available = " or ".join(map(str, sorted(strategies[meant])))
+                mistakes.append(f"{excerpt(str(request))}: this plan has strategy {available} only")
             remarks.append(f"{mistakes[-1]}; left out")
             continue
         row = f"{meant}:{int(request.strategy)}:{ALL}"
@@ -120,14 +118,6 @@ def match(
     if not requests and any(request.is_on for request in config.requests):
         mistakes.append(f"{excerpt(str(config))}: nothing of it applies to this model; {_listing(strategies)}")
     return Matched(requests, tuple(remarks), next(iter(mistakes), ""))
-
-
-def _unknown(cluster_id: str, strategies: Mapping[str, set[int]]) -> str:
-    return f'no plan "{excerpt(cluster_id)}" in this model; {_listing(strategies, near=cluster_id)}'
-
-
-def _wrong(request: PlanRequest, available: set[int]) -> str:
-    return f"{excerpt(str(request))}: this plan has strategy {' or '.join(map(str, sorted(available)))} only"
 
 
 def _listing(strategies: Mapping[str, set[int]], near: str = "") -> str:

@@ -7,15 +7,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from optimum_memopt.errors import MemOptError, excerpt, path_excerpt
+from optimum_memopt.errors import MemOptError, excerpt, path_excerpt, writing
 
 
 def read_json(path: Path, kind: str, shape: str, largest: int) -> Any:
     """The JSON value in a file.
 
     Args:
-        kind: of the file, for errors.
-        shape: what is expected in it, for errors.
+        kind: of the file, for errors; `shape` is what they expect in it.
         largest: bytes, since a path may have no end (`/dev/zero`).
 
     Raises:
@@ -168,12 +167,8 @@ class PlanFile:
         Raises:
             MemOptError: it cannot be written.
         """
-        try:
+        with writing("plan file", path):
             Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
-        # TypeError: no path.
-        except (OSError, ValueError, TypeError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise MemOptError(f"plan file {path_excerpt(path)}: not written: {reason}") from error
 
     @property
     def digest(self) -> str:

@@ -75,23 +75,17 @@ class PlanTable:
     @property
     def claimed_saving_bytes(self) -> int:
         """Sum over the rows that are on. It is not the reduction of the peak: the tensors live at different times."""
-        savings = (
-            plan.saving_bytes if plan.applied_saving_bytes is None else plan.applied_saving_bytes
+        return sum(
+            (plan.saving_bytes or 0) if plan.applied_saving_bytes is None else plan.applied_saving_bytes
             for plan in self.enabled
         )
-        return sum(saving or 0 for saving in savings)
 
     def with_measured(self, savings: Mapping[str, int | None]) -> "PlanTable":
-        """A copy of the table with a measured column.
-
-        Args:
-            savings: a row's config to its `measured_saving_bytes`.
-        """
+        """A copy of the table with a measured column: a row's config to its `measured_saving_bytes`."""
         plans = (replace(plan, measured_saving_bytes=savings.get(plan.config)) for plan in self.plans)
         return replace(self, plans=tuple(plans))
 
     def to_text(self) -> str:
-        """The table as in the log."""
         grid = tabulate(self._columns(), headers="keys", tablefmt="simple", disable_numparse=True)
         return "\n".join([*self._lines_above, grid, *self._lines_below])
 
@@ -140,12 +134,8 @@ class PlanTable:
     @classmethod
     def from_json(cls, text: str) -> "PlanTable":
         data = json.loads(text)
-        return cls(
-            engine=data["engine"],
-            plans=tuple(PlanRow(**plan) for plan in data["plans"]),
-            symbols=data["symbols"],
-            header=tuple(data["header"]),
-        )
+        plans = tuple(PlanRow(**plan) for plan in data["plans"])
+        return cls(data["engine"], plans, data["symbols"], tuple(data["header"]))
 
 
 def _bytes(count: int | None, otherwise: str) -> str:
@@ -161,32 +151,29 @@ def canonical_symbols(values: Mapping[str, int], is_encoder_decoder: bool = Fals
     """One canonical name for each dimension that several inputs share; exporters choose among them at random.
 
     Inputs share a dimension if they are known to (attention_mask and input_ids; dimension 0 of every input) and the
-    values agree in this batch. Canonical names have the form `inputs_<input>_dim<k>`.
+    values agree in this batch.
 
     Args:
-        values: `<input>_dim<k>` to its value in the first batch.
+        values: `<input>_dim<k>` to its value in the first batch; canonical names are `inputs_<input>_dim<k>`.
         is_encoder_decoder: labels have the decoder's length, otherwise the length of `input_ids`.
     """
-    families = (
-        (*_LIKE_INPUT_IDS, *(() if is_encoder_decoder else ("labels",))),
-        (*_LIKE_DECODER_INPUT_IDS, *(("labels",) if is_encoder_decoder else ())),
-    )
-    order = [name for family in families for name in family]
+    encoder, decoder = list(_LIKE_INPUT_IDS), list(_LIKE_DECODER_INPUT_IDS)
+    (decoder if is_encoder_decoder else encoder).append("labels")
+    order = encoder + decoder
     parsed = {name: (match["input"], int(match["dim"])) for name in values if (match := _DIMENSION.match(name))}
 
-    def rank(item: tuple[str, int]) -> tuple[bool, int, str]:
-        return (item[0] == "labels", order.index(item[0]) if item[0] in order else len(order), item[0])
+    def rank(name: str) -> tuple[bool, int, str]:
+        return name == "labels", order.index(name) if name in order else len(order), name
 
     names = {}
     for name, (input_name, dim) in parsed.items():
-        family = next((family for family in families if input_name in family), (input_name,))
-        shared = [
+        family = next((family for family in (encoder, decoder) if input_name in family), [input_name])
+        shared = (
             other
-            for other_name, other in parsed.items()
-            if other[1] == dim and (dim == 0 or other[0] in family) and values[other_name] == values[name]
-        ]
-        first = min(shared, key=rank)
-        names[name] = f"inputs_{first[0]}_dim{first[1]}"
+            for other_name, (other, other_dim) in parsed.items()
+            if other_dim == dim and (dim == 0 or other in family) and values[other_name] == values[name]
+        )
+        names[name] = f"inputs_{min(shared, key=rank)}_dim{dim}"
     return names
 
 
@@ -199,7 +186,6 @@ def simplified(expression: str, names: Mapping[str, str]) -> sympy.Expr:
 
 def evaluated(expression: sympy.Expr, values: Mapping[str, int]) -> int | None:
     """The formula's value in bytes, None if a symbol has no value."""
-    result = expression.subs(
-        {symbol: values[symbol.name] for symbol in expression.free_symbols if symbol.name in values}
-    )
+    known = {symbol: values[symbol.name] for symbol in expression.free_symbols if symbol.name in values}
+    result = expression.subs(known)
     return round(float(result)) if result.is_number else None

@@ -11,16 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from optimum_memopt.engines.api.predictions import CATEGORIES, OTHER, CurvePoint, Frontier, StepTimeline
-from optimum_memopt.errors import MemOptError, path_excerpt
+from optimum_memopt.engines.api.predictions import CATEGORIES, OTHER, CurvePoint, Frontier, Phase, StepTimeline
+from optimum_memopt.errors import MemOptError, path_excerpt, writing
 from optimum_memopt.sizes import gib_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-    # With transformers' Trainer and PEFT behind it, for seconds that `plan` needs not.
-    from optimum_memopt.report.data import MeasuredStep
 
 
 # matplotlib draws with a colour that stands for a variable of the style sheet.
@@ -59,12 +56,7 @@ _STYLE = {
 
 @contextmanager
 def figure(name: str, width: float, height: float) -> Iterator["Figure"]:
-    """A figure that `svg_of` understands, to be drawn and written within.
-
-    Args:
-        name: pictures of one page have different ones.
-        width: inches; the page shows as much of them as it is wide.
-    """
+    """A figure of so many inches that `svg_of` understands; pictures of one page have different names."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -74,11 +66,7 @@ def figure(name: str, width: float, height: float) -> Iterator["Figure"]:
 
 
 def svg_of(drawn: "Figure", description: str) -> str:
-    """A figure as an element of a page.
-
-    Args:
-        description: for readers that cannot see it.
-    """
+    """A figure as an element of a page, with a description for readers that cannot see it."""
     file = io.StringIO()
     metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
     drawn.savefig(file, format="svg", transparent=True, metadata=metadata)
@@ -99,34 +87,25 @@ def svg_of(drawn: "Figure", description: str) -> str:
 
 @dataclass(frozen=True)
 class Span:
-    """Operators that follow one another.
-
-    Attributes:
-        name: path of their layer.
-        end: index behind the last.
-    """
+    """Operators of the layer `name` that follow one another; `end` is the index behind the last."""
 
     name: str
     begin: int
     end: int
 
 
-def layer_spans(layers: Sequence[str], border: int | None = None) -> list[Span]:
-    """Operators of one layer; those of none within a layer count as its own.
+def layer_spans(layers: Sequence[str], border: int) -> list[Span]:
+    """Operators of one layer; those of none within a layer count as its own. No span goes beyond the border.
 
     Args:
         layers: of each operator, empty outside of all.
-        border: no span goes beyond this operator.
     """
-    spans: list[Span] = []
-    for index, layer in enumerate(layers):
-        if not layer:
-            continue
-        is_behind = border is not None and spans and spans[-1].begin < border <= index
-        if spans and spans[-1].name == layer and not is_behind:
-            spans[-1] = Span(layer, spans[-1].begin, index + 1)
-        else:
-            spans.append(Span(layer, index, index + 1))
+    inside = (index for index, layer in enumerate(layers) if layer)
+    runs = itertools.groupby(inside, key=lambda index: (layers[index], index >= border))
+    spans = []
+    for (name, _), run in runs:
+        indices = list(run)
+        spans.append(Span(name, indices[0], indices[-1] + 1))
     return spans
 
 
@@ -141,14 +120,6 @@ def columns(total: Sequence[int], begin: int, end: int, most: int) -> list[tuple
     count = min(most, end - begin)
     edges = [begin + (end - begin) * number // count for number in range(count + 1)] if count else []
     return [(low, max(range(low, high), key=total.__getitem__)) for low, high in itertools.pairwise(edges)]
-
-
-def columns_of(timeline: StepTimeline, most: int) -> list[tuple[int, int]]:
-    """`columns` of the forward and the backward, as many as fit; the highest of the timeline is one of them."""
-    last = timeline.optimizer_at
-    of_forward = max(1, round(most * timeline.backward_at / max(1, last)))
-    forward = columns(timeline.total, 0, timeline.backward_at, of_forward)
-    return forward + columns(timeline.total, timeline.backward_at, last, max(1, most - len(forward)))
 
 
 WIDTH = 9.0
@@ -190,12 +161,10 @@ def timeline_svg(timeline: StepTimeline) -> str:
         axes.set_xlim(0, 1)
         _mark_layers(axes, timeline, place)
         _mark_peak(axes, timeline, place, heights[timeline.peak_at] / count, shows_process=not beside)
-        for border in (place(timeline.backward_at), 1 - _OPTIMIZER):
+        middle, last = place(timeline.backward_at), 1 - _OPTIMIZER
+        for border in (middle, last):
             axes.axvline(border, color=MUTED, linewidth=0.8)
-        middle = place(timeline.backward_at)
-        axes.set_xticks(
-            [middle / 2, (middle + 1 - _OPTIMIZER) / 2, 1 - _OPTIMIZER / 2], ["forward", "backward", "optimizer"]
-        )
+        axes.set_xticks([middle / 2, (middle + last) / 2, (last + 1) / 2], ["forward", "backward", "optimizer"])
         axes.tick_params(axis="x", length=0)
         axes.set_ylabel(f"{unit} held" if not beside else f"{unit} held beside the process")
         axes.grid(axis="y", linewidth=0.6)
@@ -212,9 +181,12 @@ class _Places:
 
     def __init__(self, timeline: StepTimeline) -> None:
         self._last = timeline.optimizer_at
-        columns = columns_of(timeline, _COLUMNS)
-        self.picked = [*(index for _, index in columns), self._last]
-        self.edges = [*(self(begin) for begin, _ in columns), 1 - _OPTIMIZER, 1.0]
+        # Of the forward and the backward apart, so that the highest of the timeline is one of them.
+        border = timeline.backward_at
+        forward = columns(timeline.total, 0, border, max(1, round(_COLUMNS * border / max(1, self._last))))
+        picked = forward + columns(timeline.total, border, self._last, max(1, _COLUMNS - len(forward)))
+        self.picked = [*(index for _, index in picked), self._last]
+        self.edges = [*(self(begin) for begin, _ in picked), 1 - _OPTIMIZER, 1.0]
 
     def __call__(self, index: float) -> float:
         """The place of the beginning of an operator."""
@@ -232,10 +204,9 @@ def _mark_layers(axes: "Axes", timeline: StepTimeline, place: _Places) -> None:
             axes.axvspan(begin, end, color=GRID, alpha=0.45, linewidth=0, zorder=0)
         middle, name = (begin + end) / 2, names[span.name]
         # A name of two letters is half as wide as one of four.
-        room = _APART * max(1.0, len(name) / 2)
-        if middle - last >= room:
-            axes.annotate(
-                name, (middle, 0.985), xycoords=("data", "axes fraction"), ha="center", va="top", color=MUTED, size=8
+        if middle - last >= _APART * max(1.0, len(name) / 2):
+            axes.text(
+                middle, 0.985, name, transform=axes.get_xaxis_transform(), ha="center", va="top", color=MUTED, size=8
             )
             last = middle
 
@@ -243,27 +214,25 @@ def _mark_layers(axes: "Axes", timeline: StepTimeline, place: _Places) -> None:
 def _mark_peak(axes: "Axes", timeline: StepTimeline, place: _Places, height: float, shows_process: bool) -> None:
     at = timeline.peak_at
     x = place(at + 0.5) if at < timeline.optimizer_at else 1 - _OPTIMIZER / 2
-    is_right = x > 0.55
     label = f"peak {gib_text(timeline.peak)}{'' if shows_process else ' with the process'}"
     axes.plot([x], [height], marker="v", color=MARK, markersize=7, zorder=5, clip_on=False)
-    axes.annotate(
-        label,
-        (x, height),
-        xytext=(-8 if is_right else 8, 4),
-        textcoords="offset points",
-        ha="right" if is_right else "left",
-        va="bottom",
-        color=TEXT,
-        weight="bold",
-    )
+    _label(axes, label, (x, height), (8, 4), is_left=x > 0.55, va="bottom", color=TEXT)
 
 
-def phases_svg(timeline: StepTimeline | None, measured: "MeasuredStep | None") -> str:
+def _label(
+    axes: "Axes", text: str, at: tuple[float, float], offset: tuple[float, float], is_left: bool, **style: Any
+) -> None:
+    """A label beside a point, so many points away from it."""
+    away = (-offset[0] if is_left else offset[0], offset[1])
+    side = "right" if is_left else "left"
+    axes.annotate(text, at, xytext=away, textcoords="offset points", ha=side, weight="bold", **style)
+
+
+def phases_svg(predicted: Sequence[Phase], measured: Sequence[Phase]) -> str:
     """Peaks of the phases, predicted beside measured."""
-    predicted = {phase.name: phase.peak for phase in timeline.phases} if timeline is not None else {}
-    seen = {phase.name: round(phase.peak * 2**20) for phase in measured.phases} if measured is not None else {}
-    names = list(predicted or seen)
-    kinds = [(values, colour) for values, colour in ((predicted, PREDICTED), (seen, MEASURED)) if values]
+    pairs = ((predicted, PREDICTED), (measured, MEASURED))
+    kinds = [({phase.name: phase.peak for phase in phases}, colour) for phases, colour in pairs if phases]
+    names = list(kinds[0][0])
     largest = max(size for values, _ in kinds for size in values.values())
     unit, count = unit_of(largest)
     with figure("phases", WIDTH, 0.6 + 0.3 * len(names) * len(kinds)) as drawn:
@@ -275,9 +244,8 @@ def phases_svg(timeline: StepTimeline | None, measured: "MeasuredStep | None") -
             sizes = [values[name] for name in names if name in values]
             axes.barh(rows, [size / count for size in sizes], height=0.9 * thick, color=colour)
             for row, size in zip(rows, sizes, strict=True):
-                axes.annotate(
-                    gib_text(size), (size / count, row), xytext=(4, 0), textcoords="offset points", va="center", size=9
-                )
+                end = (size / count, row)
+                axes.annotate(gib_text(size), end, xytext=(4, 0), textcoords="offset points", va="center", size=9)
         axes.set_yticks(range(len(names)), [name.replace("_", " ") for name in names])
         axes.invert_yaxis()
         axes.set_xlim(0, 1.13 * largest / count)
@@ -291,24 +259,16 @@ def frontier_svg(frontier: Frontier) -> str:
     with figure("frontier", WIDTH, 3.2) as drawn:
         axes = drawn.subplots()
         draw_frontier(axes, frontier, OF_LINE[0])
-        chosen = frontier.chosen
-        if chosen is not None:
+        if (chosen := frontier.chosen) is not None:
             _, count = unit_of(frontier.points[-1].peak)
             x, y = chosen.peak / count, 100 * chosen.extra_time
             axes.plot([x], [y], marker="o", markersize=10, color=MARK, zorder=5, clip_on=False)
             axes.set_ylim(top=max(axes.get_ylim()[1], 1.25 * y))
             low, high = axes.get_xlim()
-            is_right = x > (low + high) / 2
-            axes.annotate(
-                f"this plan: {chosen.extra_time:+.1%} time",
-                (x, y),
-                annotation_clip=False,
-                xytext=(-10 if is_right else 10, 10),
-                textcoords="offset points",
-                ha="right" if is_right else "left",
-                weight="bold",
-                bbox={"facecolor": BACK, "edgecolor": "none", "alpha": 0.85, "pad": 1.5},
-            )
+            box = {"facecolor": BACK, "edgecolor": "none", "alpha": 0.85, "pad": 1.5}
+            label = f"this plan: {chosen.extra_time:+.1%} time"
+            is_left = x > (low + high) / 2
+            _label(axes, label, (x, y), (10, 10), is_left, annotation_clip=False, bbox=box)
         return svg_of(drawn, "Extra time of a step over its predicted peak")
 
 
@@ -352,20 +312,14 @@ def check(path: Path) -> None:
         MemOptError: another kind of file, or matplotlib is missing.
     """
     if path.suffix.lower() not in _SUFFIXES:
-        raise MemOptError(
-            f"--budget_curve {path_excerpt(path)}: allowed are names that end in {' or '.join(_SUFFIXES)}"
-        )
+        allowed = " or ".join(_SUFFIXES)
+        raise MemOptError(f"--budget_curve {path_excerpt(path)}: allowed are names that end in {allowed}")
     if importlib.util.find_spec("matplotlib") is None:
         raise MemOptError("--budget_curve: a picture needs matplotlib: pip install optimum-memopt[report]")
 
 
 def draw(points: Sequence[CurvePoint], costs: str, path: Path) -> None:
-    """Extra time over the peak.
-
-    Args:
-        points: from the smallest budget to the largest.
-        costs: where the times are from.
-        path: of the picture, which `check` has accepted.
+    """Write the picture of a curve, from the smallest budget to the largest; `costs`: where its times are from.
 
     Raises:
         MemOptError: it cannot be written.
@@ -374,7 +328,5 @@ def draw(points: Sequence[CurvePoint], costs: str, path: Path) -> None:
 
     figure = Figure(figsize=(6, 4), layout="constrained")
     draw_frontier(figure.subplots(), Frontier(tuple(points), costs))
-    try:
+    with writing("--budget_curve", path):
         figure.savefig(path)
-    except OSError as error:
-        raise MemOptError(f"--budget_curve {path_excerpt(path)}: not written: {error.strerror}") from error

@@ -9,36 +9,21 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from optimum_memopt.callbacks.plan_stats import PlanStatsCallback
 from optimum_memopt.callbacks.reporting import METRIC_PREFIX
 from optimum_memopt.engines.api.engine import Engine
-from optimum_memopt.engines.api.predictions import Estimate, Frontier, StepTimeline, Way
+from optimum_memopt.engines.api.predictions import PHASES, Estimate, Frontier, Phase, StepTimeline, Way
 from optimum_memopt.errors import excerpt
 from optimum_memopt.logs import best_effort
+from optimum_memopt.memory.peak_monitor import MIB
 from optimum_memopt.plans.table import PlanTable
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
 
-_PHASES = ("pre_forward", "post_forward", "pre_backward", "post_backward", "post_optimizer_step")
-# On CUDA torch's allocator, else resident memory.
-_HELD, _PEAKS = ("allocated_mib", "resident_mib"), ("max_allocated_mib", "peak_resident_mib")
+# Held at the end of a phase, and its peak: of torch's allocator on CUDA, else resident memory.
+_READINGS = (("allocated_mib", "max_allocated_mib"), ("resident_mib", "peak_resident_mib"))
 _DENSITY = "density/"
 _MOST_POINTS = 512
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True)
-class MeasuredPhase:
-    """A phase of a step, in MiB.
-
-    Attributes:
-        name: `post_forward`.
-        held: at its end.
-        peak: the most since the phase before.
-    """
-
-    name: str
-    held: float
-    peak: float
 
 
 @dataclass(frozen=True)
@@ -46,10 +31,10 @@ class MeasuredStep:
     """The phases of one step, and how many optimizer steps there had been with it."""
 
     step: int
-    phases: tuple[MeasuredPhase, ...]
+    phases: tuple[Phase, ...]
 
     @property
-    def peak(self) -> float:
+    def peak(self) -> int:
         return max(phase.peak for phase in self.phases)
 
 
@@ -86,8 +71,8 @@ class CollectingCallback(TrainerCallback):
                 self.phases = latest
         for name, value in values.items():
             if name.startswith(_DENSITY):
-                points = [*self.densities.get(name.removeprefix(_DENSITY), ()), (step, value)]
-                self.densities[name.removeprefix(_DENSITY)] = thinned(points, _MOST_POINTS)
+                points = self.densities.get(name.removeprefix(_DENSITY), [])
+                self.densities[name.removeprefix(_DENSITY)] = thinned([*points, (step, value)], _MOST_POINTS)
 
 
 def thinned(points: Sequence[_T], most: int) -> list[_T]:
@@ -95,17 +80,13 @@ def thinned(points: Sequence[_T], most: int) -> list[_T]:
     return list(points) if len(points) <= most else [*points[:-1:2], points[-1]]
 
 
-def _phases(values: Mapping[str, float]) -> tuple[MeasuredPhase, ...]:
-    phases = []
-    for phase in _PHASES:
-        held = next((values[f"{phase}/{name}"] for name in _HELD if f"{phase}/{name}" in values), None)
-        peak = next((values[f"{phase}/{name}"] for name in _PEAKS if f"{phase}/{name}" in values), None)
-        if held is not None and peak is not None:
-            phases.append(MeasuredPhase(phase, held, peak))
-    return tuple(phases)
-
-
-_MIB = 2**20
+def _phases(values: Mapping[str, float]) -> tuple[Phase, ...]:
+    return tuple(
+        Phase(phase, round(values[f"{phase}/{held}"] * MIB), round(values[f"{phase}/{peak}"] * MIB))
+        for phase in PHASES
+        for held, peak in _READINGS
+        if f"{phase}/{held}" in values and f"{phase}/{peak}" in values
+    )
 
 
 @dataclass(frozen=True)
@@ -149,39 +130,31 @@ def of_way(way: Way, model: str) -> ReportData:
 
 def of_estimate(estimate: Estimate, model: str) -> ReportData:
     """A step that was not run."""
-    facts = (("model", excerpt(model)), ("batch", sizes_text(estimate.table.symbols)))
-    return ReportData(
-        title=(estimate.table.header or ("Training step",))[0],
-        facts=facts,
-        table=estimate.table,
-        timeline=estimate.timeline,
-        frontier=estimate.frontier,
-    )
+    table = estimate.table
+    facts = (("model", excerpt(model)), ("batch", sizes_text(table.symbols)))
+    title = (table.header or ("Training step",))[0]
+    return ReportData(title, facts, table=table, timeline=estimate.timeline, frontier=estimate.frontier)
 
 
 def of_training(
-    trainer: "Trainer", engine: Engine, plan_stats: PlanStatsCallback, collected: CollectingCallback, failure: str = ""
+    trainer: "Trainer", engine: Engine, plan_stats: PlanStatsCallback, collected: CollectingCallback, failure: str
 ) -> ReportData:
-    """A run so far, or one that is over.
-
-    Args:
-        engine: that holds its model, or has held it.
-    """
+    """A run so far, or one that is over; `engine` holds its model, or has held it."""
     table = engine.plans()
     timeline = None
     with best_effort("the step's timeline"):
         timeline = engine.timeline(trainer.optimizer, trainer.args.gradient_accumulation_steps > 1)
     return ReportData(
-        title=(table.header if table is not None and table.header else (type(trainer.model).__name__,))[0],
+        title=table.header[0] if table is not None and table.header else type(trainer.model).__name__,
         facts=_facts(trainer, engine),
         failure=failure,
         table=table,
         timeline=timeline,
         frontier=engine.frontier(),
         measured=collected.phases,
-        measured_peak=round(plan_stats.measured_peak_mib * _MIB),
+        measured_peak=round(plan_stats.measured_peak_mib * MIB),
         measures="allocated" if trainer.args.device.type == "cuda" else "resident",
-        densities={name: tuple(points) for name, points in collected.densities.items()},
+        densities=collected.densities,
     )
 
 
@@ -204,9 +177,3 @@ def _facts(trainer: "Trainer", engine: Engine) -> tuple[tuple[str, str], ...]:
         ("optimizer steps", f"{state.global_step} of {state.max_steps}"),
         ("mixed precision", "bf16" if args.bf16 else "fp16" if args.fp16 else "no"),
     )
-
-
-def failure_text(failure: BaseException) -> str:
-    """The error that has ended a run, in a line."""
-    reason = next(iter(str(failure).splitlines()), "")
-    return f"{type(failure).__name__}: {reason}" if reason else type(failure).__name__

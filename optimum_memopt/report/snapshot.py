@@ -9,14 +9,15 @@ import bisect
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any
 
 from optimum_memopt.engines.api.predictions import StepTimeline
 from optimum_memopt.report.data import MeasuredStep
 
-_MIB = 2**20
 # Where addresses begin, as on a device.
 _BASE = 0x7F0000000000
+_ALLOC, _FREE = ("alloc",), ("free_requested", "free_completed")
 _HELD, _PEAK = "held at the end of a phase", "more at the peak of the phase"
 
 
@@ -40,9 +41,6 @@ def blocks_of(held: Mapping[str, Sequence[int]]) -> list[Block]:
 
     What an operator adds to a category is one block. What it takes away is a block of that size, else the last ones,
     as a backward frees them.
-
-    Args:
-        held: bytes by category while each operator runs.
     """
     blocks: list[Block] = []
     for category, sizes in held.items():
@@ -80,23 +78,32 @@ def predicted_snapshot(timeline: StepTimeline) -> bytes:
 
 def measured_snapshot(step: MeasuredStep) -> bytes:
     """The pickle of a measured step: of each phase its peak, and what is held at its end."""
-    held = [round(phase.held * _MIB) for phase in step.phases for _ in range(2)]
-    peaks = [size for phase in step.phases for size in (max(0, round((phase.peak - phase.held) * _MIB)), 0)]
+    held = [phase.held for phase in step.phases for _ in range(2)]
+    peaks = [size for phase in step.phases for size in (max(0, phase.peak - phase.held), 0)]
     names = [name for phase in step.phases for name in (f"until {phase.name}", phase.name)]
     return _pickled({_HELD: held, _PEAK: peaks}, names, [""] * len(names))
 
 
 def _pickled(held: Mapping[str, Sequence[int]], operators: Sequence[str], layers: Sequence[str]) -> bytes:
-    blocks = blocks_of(held)
-    actions = _actions(blocks)
-    addresses = _addresses(blocks, actions)
     frames = [
         [{"name": operator, "filename": layer, "line": index}]
         for index, (operator, layer) in enumerate(zip(operators, layers, strict=True))
     ]
+    blocks, end = blocks_of(held), len(operators)
+    # Index of the operator, allocates or frees, number of the block; what an operator finds is freed before.
+    frees = [(block.end, False, number) for number, block in enumerate(blocks) if block.end < end]
+    actions = sorted([*frees, *((block.begin, True, number) for number, block in enumerate(blocks))])
+    addresses = [0] * len(blocks)
+    # Blocks that are held now, by address.
+    alive: list[tuple[int, Block]] = []
     trace: list[dict[str, Any]] = []
     for index, is_alloc, number in actions:
         block = blocks[number]
+        if is_alloc:
+            addresses[number] = _first_gap(alive, block.bytes)
+            bisect.insort(alive, (addresses[number], block), key=itemgetter(0))
+        else:
+            alive.remove((addresses[number], block))
         # What is freed has the frames of what allocated it.
         event = {
             "addr": addresses[number],
@@ -106,10 +113,10 @@ def _pickled(held: Mapping[str, Sequence[int]], operators: Sequence[str], layers
             "frames": frames[block.begin],
             "category": block.category,
         }
-        names = ("alloc",) if is_alloc else ("free_requested", "free_completed")
-        trace += [{"action": name, **event} for name in names]
+        trace += [{"action": name, **event} for name in (_ALLOC if is_alloc else _FREE)]
+    top = max((address + block.bytes for address, block in zip(addresses, blocks, strict=True)), default=_BASE)
     snapshot = {
-        "segments": _segments(blocks, addresses, frames),
+        "segments": [_segment(alive, top, frames)],
         "device_traces": [trace],
         "allocator_settings": {},
         "external_annotations": [],
@@ -118,70 +125,37 @@ def _pickled(held: Mapping[str, Sequence[int]], operators: Sequence[str], layers
     return pickle.dumps(snapshot, protocol=4)
 
 
-def _actions(blocks: Sequence[Block]) -> list[tuple[int, bool, int]]:
-    """Index of the operator, allocates or frees, number of the block; what an operator finds is freed before."""
-    end = _end(blocks)
-    frees = [(block.end, False, number) for number, block in enumerate(blocks) if block.end < end]
-    return sorted([*frees, *((block.begin, True, number) for number, block in enumerate(blocks))])
-
-
-def _end(blocks: Sequence[Block]) -> int:
-    return max((block.end for block in blocks), default=0)
-
-
-def _addresses(blocks: Sequence[Block], actions: Sequence[tuple[int, bool, int]]) -> list[int]:
-    """An address for each block, in the first gap that is large enough."""
-    addresses, top = [0] * len(blocks), _BASE
-    # Address and size, by address.
-    gaps: list[tuple[int, int]] = []
-    for _, is_alloc, number in actions:
-        size = blocks[number].bytes
-        if not is_alloc:
-            _add_gap(gaps, addresses[number], size)
-            continue
-        place = next((place for place, (_, room) in enumerate(gaps) if room >= size), None)
-        if place is None:
-            addresses[number], top = top, top + size
-            continue
-        address, room = gaps[place]
-        addresses[number] = address
-        gaps[place : place + 1] = [(address + size, room - size)] if room > size else []
-    return addresses
-
-
-def _add_gap(gaps: list[tuple[int, int]], address: int, size: int) -> None:
-    place = bisect.bisect(gaps, (address, size))
-    if place < len(gaps) and gaps[place][0] == address + size:
-        size += gaps.pop(place)[1]
-    if place and sum(gaps[place - 1]) == address:
-        address, size = gaps[place - 1][0], size + gaps.pop(place - 1)[1]
-        place -= 1
-    gaps.insert(place, (address, size))
-
-
-def _segments(
-    blocks: Sequence[Block], addresses: Sequence[int], frames: Sequence[list[dict[str, Any]]]
-) -> list[dict[str, Any]]:
-    """One segment, with what is held at the end of the step."""
-    end = _end(blocks)
-    ends = (address + block.bytes for address, block in zip(addresses, blocks, strict=True))
-    total = max(ends, default=_BASE) - _BASE
-    found: list[dict[str, Any]] = []
+def _first_gap(alive: Sequence[tuple[int, Block]], size: int) -> int:
+    """The lowest address with room for so many bytes."""
     address = _BASE
-    kept = sorted((number for number, block in enumerate(blocks) if block.end == end), key=addresses.__getitem__)
-    for number in kept:
-        block = blocks[number]
-        if addresses[number] > address:
-            found.append(_part(address, addresses[number] - address, "inactive", []))
-        found.append(_part(addresses[number], block.bytes, "active_allocated", frames[block.begin]))
-        address = addresses[number] + block.bytes
-    if address < _BASE + total:
-        found.append(_part(address, _BASE + total - address, "inactive", []))
-    held = sum(blocks[number].bytes for number in kept)
-    segment = {
+    for begin, block in alive:
+        if begin - address >= size:
+            break
+        address = begin + block.bytes
+    return address
+
+
+def _segment(kept: Sequence[tuple[int, Block]], top: int, frames: Sequence[list[dict[str, Any]]]) -> dict[str, Any]:
+    """One segment up to the address `top`, with what is held at the end of the step."""
+    parts: list[dict[str, Any]] = []
+
+    def add(begin: int, end: int, state: str, frames: Sequence[dict[str, Any]] = ()) -> None:
+        if size := end - begin:
+            parts.append(
+                {"address": begin, "size": size, "requested_size": size, "state": state, "frames": list(frames)}
+            )
+
+    address = _BASE
+    for begin, block in kept:
+        add(address, begin, "inactive")
+        address = begin + block.bytes
+        add(begin, address, "active_allocated", frames[block.begin])
+    add(address, top, "inactive")
+    held = sum(block.bytes for _, block in kept)
+    return {
         "device": 0,
         "address": _BASE,
-        "total_size": total,
+        "total_size": top - _BASE,
         "allocated_size": held,
         "active_size": held,
         "requested_size": held,
@@ -190,10 +164,5 @@ def _segments(
         "segment_pool_id": (0, 0),
         "is_expandable": False,
         "frames": [],
-        "blocks": found,
+        "blocks": parts,
     }
-    return [segment]
-
-
-def _part(address: int, size: int, state: str, frames: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"address": address, "size": size, "requested_size": size, "state": state, "frames": frames}

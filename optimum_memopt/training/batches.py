@@ -7,6 +7,7 @@ ValueError at the second epoch (`if not self.sample_complexities` on an array), 
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -39,13 +40,13 @@ POOL_STEPS = 50
 
 @dataclass(frozen=True)
 class Balance:
-    """How even the ranks' shares are, over an order of samples.
+    """How even the ranks' shares are in an order of samples, averaged over the steps.
 
     Attributes:
-        slowest_rank: tokens of the rank with most in a step / mean of the ranks, averaged over the steps; 1 is even.
+        slowest_rank: tokens of the rank with most in a step / mean of the ranks; 1 is even.
         slowest_rank_padded: the same, each batch padded to its longest sample.
         density: tokens / tokens after padding each batch to its longest sample.
-        step_tokens: padded tokens of the slowest rank, averaged over the steps: what all ranks wait for.
+        step_tokens: padded tokens of the slowest rank, what all ranks wait for.
     """
 
     slowest_rank: float
@@ -58,12 +59,9 @@ def balance(order: np.ndarray, complexities: np.ndarray, batch_size: int, world_
     """How evenly an order of samples loads the ranks, when consecutive batches go to consecutive ranks.
 
     Args:
-        order: indices of samples; an incomplete last step is left out.
+        order: indices of samples; an incomplete last step is left out, and without a complete one there is no result.
         complexities: tokens of each sample.
         batch_size: samples of one rank in one step.
-
-    Returns:
-        None when there is no complete step.
     """
     steps = len(order) // (batch_size * world_size)
     if not steps:
@@ -90,7 +88,7 @@ class ComplexitySampler(Sampler[int]):
         complexities: shape (samples,), the work of each sample, in any unit.
         batch_size: samples of one rank in one step.
         world_size: ranks; consecutive batches go to consecutive ranks, as accelerate deals them.
-        seed: with the epoch it decides the order, on every rank alike.
+        seed: decides the order with the epoch, on every rank alike.
         fill_last: repeat samples so that the last step is complete, and as even as the others.
     """
 
@@ -98,20 +96,17 @@ class ComplexitySampler(Sampler[int]):
         self, complexities: np.ndarray, batch_size: int, world_size: int = 1, seed: int = 0, fill_last: bool = False
     ) -> None:
         self.complexities = np.asarray(complexities, dtype=np.float64)
-        self.batch_size = batch_size
-        self.world_size = world_size
-        self.seed = seed
-        self.fill_last = fill_last
-        self.epoch = 0
+        self.batch_size, self.world_size = batch_size, world_size
+        self.seed, self.fill_last, self.epoch = seed, fill_last, 0
+        self._step = batch_size * world_size
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of the next iteration."""
         self.epoch = epoch
 
     def __len__(self) -> int:
-        step = self.batch_size * self.world_size
         count = len(self.complexities)
-        return -(-count // step) * step if self.fill_last else count
+        return -(-count // self._step) * self._step if self.fill_last else count
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.order().tolist())
@@ -120,8 +115,7 @@ class ComplexitySampler(Sampler[int]):
         """Indices of one epoch, shape (len(self),)."""
         random = np.random.default_rng((self.seed, self.epoch))
         shuffled = random.permutation(len(self.complexities))
-        step = self.batch_size * self.world_size
-        full = len(shuffled) - len(shuffled) % step
+        full = len(shuffled) - len(shuffled) % self._step
         steps = self._sorted_steps(shuffled[:full])
         random.shuffle(steps)
         if len(steps):
@@ -130,18 +124,17 @@ class ComplexitySampler(Sampler[int]):
         # What is left over is a random part of the data, so that with drop_last other samples are lost in every epoch.
         rest = shuffled[full:]
         if len(rest) and self.fill_last:
-            rest = np.concatenate([rest, np.resize(shuffled, step - len(rest))])
+            rest = np.concatenate([rest, np.resize(shuffled, self._step - len(rest))])
             steps = np.concatenate([steps, self._by_length(rest)[None]])
             rest = rest[:0]
         return np.concatenate([self._dealt(steps).reshape(-1), self._by_length(rest)])
 
     def _sorted_steps(self, samples: np.ndarray) -> np.ndarray:
         """Shape (steps, samples of a step): neighbours by length within each pool."""
-        step = self.batch_size * self.world_size
         # As in `get_length_grouped_indices`, no pool is more than a quarter of a small data set.
-        pool = step * max(1, min(POOL_STEPS, len(samples) // (step * 4)))
+        pool = self._step * max(1, min(POOL_STEPS, len(samples) // (self._step * 4)))
         pools = [self._by_length(samples[start : start + pool]) for start in range(0, len(samples), pool)]
-        return np.concatenate([*pools, samples[:0]]).reshape(-1, step)
+        return np.concatenate([*pools, samples[:0]]).reshape(-1, self._step)
 
     def _by_length(self, samples: np.ndarray) -> np.ndarray:
         return samples[np.argsort(-self.complexities[samples], kind="stable")]
@@ -152,14 +145,7 @@ class ComplexitySampler(Sampler[int]):
 
 
 def check(args: TrainingArguments, dataset: Any) -> None:
-    """Refuse what cannot be put into an order, and what would choose the order too.
-
-    Args:
-        dataset: the training data; None when the Trainer gets them later.
-
-    Raises:
-        MemOptError: a stream, or another sampling strategy.
-    """
+    """Raise a MemOptError for a stream and another sampling strategy; a `dataset` that comes later is None."""
     if (strategy := strategy_of(args)) != "random":
         raise MemOptError(
             f"{FLAG} with the sampling strategy {strategy}: both choose the order of the samples; leave one out"
@@ -221,19 +207,8 @@ def _column(dataset: Any, field: str) -> Iterator[Any]:
         yield from rows[field]
 
 
-def padding_id(trainer: Trainer) -> int | None:
-    """The token that pads, by the tokenizer or the model's config."""
-    for owner in (trainer.processing_class, getattr(trainer.model, "config", None)):
-        if (padding := getattr(owner, "pad_token_id", None)) is not None:
-            return padding
-    return None
-
-
 class ComplexityCallback(TrainerCallback):
     """Says once at the start how even the ranks' shares are, and keeps the sampler at the Trainer's epoch.
-
-    Args:
-        path: JSON-lines file to append the figures to.
 
     Attributes:
         sampler: the one that the Trainer's data loader was last made with.
@@ -253,8 +228,10 @@ class ComplexityCallback(TrainerCallback):
             )
         count = len(sampler.complexities)
         at_random = np.random.default_rng(sampler.seed).permutation(count)
-        shape = (sampler.complexities, sampler.batch_size, sampler.world_size)
-        ours, before = balance(sampler.order(), *shape), balance(at_random, *shape)
+        ours, before = (
+            balance(order, sampler.complexities, sampler.batch_size, sampler.world_size)
+            for order in (sampler.order(), at_random)
+        )
         if ours is None or before is None:
             return
         ranks = (
@@ -288,7 +265,8 @@ def sampler_of(trainer: Trainer, balanced: ComplexityCallback) -> Callable[..., 
 
     def get_train_sampler(dataset: Any = None) -> ComplexitySampler:
         args, accelerator = trainer.args, trainer.accelerator
-        padding = padding_id(trainer)
+        owners = (trainer.processing_class, getattr(trainer.model, "config", None))
+        padding = next((each for owner in owners if (each := getattr(owner, "pad_token_id", None)) is not None), None)
         # Not `dataset`, which lacks the columns that the model does not take, such as the length.
         of_samples = complexities(trainer.train_dataset, args.length_column_name, padding)
         # With split_batches accelerate cuts each batch for the ranks instead of giving each rank a batch.
@@ -312,9 +290,6 @@ _MOST_ROWS = 100_000
 def largest_batch(trainer: Any, is_grouped: bool = False) -> LargestBatch | None:
     """As many rows as a batch has, as long as the longest row; None where reading that would take long or run code.
 
-    Read are columns of a `datasets.Dataset` and lists of rows, as `group_by_complexity` reads them. Any other data set
-    may draw random numbers when it is asked for a row.
-
     Args:
         trainer: before or in its `train()`.
         is_grouped: batches have rows of like length, whatever the Trainer's arguments say.
@@ -333,7 +308,7 @@ def largest_batch(trainer: Any, is_grouped: bool = False) -> LargestBatch | None
 
 
 def is_readable(dataset: Any) -> bool:
-    """True where reading a row of a data set runs no code of its own, which may draw random numbers."""
+    """True for columns of a `datasets.Dataset` and lists: reading them runs no code, which may draw random numbers."""
     is_stored = hasattr(dataset, "select_columns") and getattr(dataset, "format", {}).get("type") != "custom"
     return (is_stored or isinstance(dataset, list)) and len(dataset) > 0
 
@@ -359,11 +334,7 @@ _AUTO_BATCH = "--memory_opt_batch auto"
 
 
 def check_micro_batch(trainer: Trainer) -> None:
-    """Refuse a Trainer whose batches something else decides on.
-
-    Raises:
-        MemOptError: DeepSpeed, split_batches, or training data that cannot be read before it trains.
-    """
+    """Raise a MemOptError where something else decides on batches, or the data cannot be read beforehand."""
     if trainer.is_deepspeed_enabled:
         raise MemOptError(f"{_AUTO_BATCH}: DeepSpeed's config has the batch sizes; leave it out")
     if trainer.accelerator.split_batches:
@@ -375,32 +346,15 @@ def check_micro_batch(trainer: Trainer) -> None:
         )
 
 
-def choosing_micro_batch(
-    trainer: Trainer, options: MemOptOptions, engine: str, train: Callable[..., Any]
-) -> Callable[..., Any]:
-    """`train`, within `chosen_micro_batch`."""
-
-    def choose_and_train(*args: Any, **kwargs: Any) -> Any:
-        with chosen_micro_batch(trainer, options, engine):
-            return train(*args, **kwargs)
-
-    return choose_and_train
-
-
 @contextlib.contextmanager
 def chosen_micro_batch(trainer: Trainer, options: MemOptOptions, engine: str) -> Iterator[None]:
     """Within it the Trainer has the chosen micro-batch and gradient accumulation, afterwards the user's.
 
-    Args:
-        trainer: before its `train()`.
-        options: with a budget.
-
     Raises:
         MemOptError: no micro-batch fits on some rank, or the model cannot be predicted for other batches.
     """
-    args = trainer.args
-    before = args.per_device_train_batch_size, args.gradient_accumulation_steps
-    rows = before[0] * before[1]
+    before = trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps
+    rows = math.prod(before)
     smallest = _agreed(trainer, options, engine, rows)
     try:
         _set(trainer, smallest, rows // smallest)
@@ -416,11 +370,7 @@ def _set(trainer: Trainer, rows: int, accumulation: int) -> None:
 
 
 def _agreed(trainer: Trainer, options: MemOptOptions, engine: str, rows: int) -> int:
-    """Rows of the micro-batch, the smallest that any rank chooses: costs and free memory differ from rank to rank.
-
-    Raises:
-        MemOptError: on all ranks, where one finds none.
-    """
+    """Rows of the micro-batch, the smallest that any rank chooses: costs and free memory differ from rank to rank."""
     row: Row | None = None
     try:
         predictor = _predictor(trainer, options, engine)
@@ -436,9 +386,9 @@ def _agreed(trainer: Trainer, options: MemOptOptions, engine: str, rows: int) ->
     assert row is not None
     get_logger().info(
         f"{_AUTO_BATCH}: micro-batches of {smallest} rows, {rows // smallest} to each optimizer step of {rows} rows a "
-        "rank; "
-        f"predicted on rank 0 for {row.rows}: {row.samples:.1f} samples a second, peak {gib_text(row.step.peak)} "
-        f"within {gib_text(predictor.budget)}, {row.recomputing:.1%} of the time for recompute"
+        f"rank; predicted on rank 0 for {row.rows}: {row.samples:.1f} samples a second, peak "
+        f"{gib_text(row.step.peak)} within {gib_text(predictor.budget)}, {row.recomputing:.1%} of the time for "
+        "recompute"
     )
     _check_evaluation(trainer, predictor)
     return smallest
@@ -466,21 +416,21 @@ def _predictor(trainer: Trainer, options: MemOptOptions, engine: str) -> StepPre
         return compat.prepared_inputs(trainer, collate([data[index % len(data)] for index in range(rows)]))
 
     largest = largest_batch(trainer, options.group_by_complexity)
+    tokens = largest.length if largest is not None else 0
+    # More of the model's outputs may be read than its loss.
+    is_read = (
+        type(trainer).compute_loss is not Trainer.compute_loss
+        or trainer.compute_loss_func is not None
+        or trainer.label_smoother is not None
+    )
+    spec = StepSpec(
+        compiler=options.memory_opt_compiler,
+        autocast="bfloat16" if args.bf16 else "float16" if args.fp16 else "",
+        optim=str(getattr(args.optim, "value", args.optim)),
+    )
     # A collator may draw random numbers, as that of masked language models does.
     before = ForwardState.of(model, with_buffers=False)
     try:
-        spec = StepSpec(
-            compiler=options.memory_opt_compiler,
-            autocast="bfloat16" if args.bf16 else "float16" if args.fp16 else "",
-            optim=str(getattr(args.optim, "value", args.optim)),
-        )
-        tokens = largest.length if largest is not None else 0
-        return factory(engine).predict_steps(ModelOfRun(model, make_batch, tokens, _is_read(trainer)), options, spec)
+        return factory(engine).predict_steps(ModelOfRun(model, make_batch, tokens, is_read), options, spec)
     finally:
         before.restore(model)
-
-
-def _is_read(trainer: Trainer) -> bool:
-    """True where more of the model's outputs may be read than its loss."""
-    is_stock = type(trainer).compute_loss is Trainer.compute_loss
-    return not is_stock or trainer.compute_loss_func is not None or trainer.label_smoother is not None

@@ -7,7 +7,7 @@ from optimum_memopt.engines.shared.registry import OPTIMIZERS
 from optimum_memopt.errors import MemOptError
 
 if TYPE_CHECKING:
-    from transformers import Trainer, TrainingArguments
+    from transformers import Trainer
 
 FLAG = "--memory_opt_optim"
 
@@ -15,17 +15,12 @@ FLAG = "--memory_opt_optim"
 def check(name: str, trainer: "Trainer") -> None:
     """Refuse what would create another optimizer than the flag names, or none at all.
 
-    Args:
-        trainer: before its `train()`.
-
     Raises:
         MemOptError: the library, a compiler or the device is missing, or something else chooses the optimizer too.
     """
-    conflict = _conflict(trainer.args, trainer) or _deepspeed_conflict(name, deepspeed_config(trainer))
-    if not conflict:
-        device = "cpu" if _offloads(deepspeed_config(trainer)) else trainer.args.device.type
-        conflict = OPTIMIZERS[name].missing(device)
-    if conflict:
+    config = deepspeed_config(trainer)
+    device = "cpu" if _offloads(config) else trainer.args.device.type
+    if conflict := _conflict(trainer) or _deepspeed_conflict(name, config) or OPTIMIZERS[name].missing(device):
         raise MemOptError(f"{FLAG} {name}: {conflict}")
 
 
@@ -44,12 +39,9 @@ def create(name: str, trainer: "Trainer", create_optimizer: Callable[..., Any], 
         config["zero_force_ds_cpu_optimizer"] = False
     cls, arguments = OPTIMIZERS[name].load()
     # Read now, since a hyperparameter search changes them from run to run.
-    training = trainer.args
-    arguments |= {
-        "lr": training.learning_rate,
-        "betas": (training.adam_beta1, training.adam_beta2),
-        "eps": training.adam_epsilon,
-    }
+    args_now = trainer.args
+    betas = (args_now.adam_beta1, args_now.adam_beta2)
+    arguments |= {"lr": args_now.learning_rate, "betas": betas, "eps": args_now.adam_epsilon}
     trainer.optimizer_cls_and_kwargs = (cls, arguments)
     try:
         optimizer = create_optimizer(*args, **kwargs)
@@ -69,7 +61,8 @@ def deepspeed_config(trainer: "Trainer") -> dict[str, Any] | None:
     return None if plugin is None else plugin.deepspeed_config
 
 
-def _conflict(args: "TrainingArguments", trainer: "Trainer") -> str:
+def _conflict(trainer: "Trainer") -> str:
+    args = trainer.args
     if trainer.optimizer is not None:
         return "the Trainer was given an optimizer (optimizers=…); leave one of them out"
     if trainer.optimizer_cls_and_kwargs is not None:

@@ -19,7 +19,7 @@ def _attention_without_cudnn():
 
 @pytest.fixture(autouse=True)
 def _dynamo_forgets():
-    """What a test compiled is not the next one's, and neither is its memory."""
+    """No test starts with the graphs, and the memory, of the one before."""
     yield
     torch._dynamo.reset()
     gc.collect()

@@ -22,7 +22,6 @@ def on_device(value: float, elements: int) -> torch.Tensor:
 
 
 def overwrite(elements: int) -> None:
-    """What was freed becomes another tensor."""
     tensors = [on_device(-99.0, elements) for _ in range(4)]
     del tensors
 

@@ -19,14 +19,7 @@ def model_of(name: str) -> torch.nn.Module:
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes at the peak of a step.
-
-    Attributes:
-        requested: of all tensors.
-        allocated: of the blocks that they lie in.
-        reserved: of the device's memory.
-        activations: requested by the forward and backward over what was there before.
-    """
+    """Bytes at the peak of a step: of tensors, of their blocks, of the device, and of tensors over those before it."""
 
     requested: int
     allocated: int
@@ -36,15 +29,7 @@ class Held:
 
 @dataclass
 class Training:
-    """A model under the compile engine on a CUDA device, with AdamW.
-
-    Attributes:
-        model: that trains.
-        engine: None for plain PyTorch.
-        optimizer: fused AdamW.
-        batch: of the forward.
-        dtype: of autocast, "fp32" without.
-    """
+    """A model on a CUDA device, under the compile engine or, where that is None, plain PyTorch."""
 
     model: torch.nn.Module
     engine: Any
@@ -68,11 +53,7 @@ class Training:
 
 
 def training(name: str, dtype: str, **options: Any) -> Training:
-    """`model_of` on the device, with a batch.
-
-    Args:
-        options: of the compile engine.
-    """
+    """`model_of` on the device, with a batch; `options` are of the compile engine."""
     torch.manual_seed(0)
     model = model_of(name).cuda().train()
     engine = None

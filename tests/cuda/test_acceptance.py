@@ -21,7 +21,6 @@ ALL_BUT_DDP = "^(?!DDP)"
 
 
 def run(part: str, only: str, out: Path, *more: str, **environ: str) -> tuple[int, str]:
-    """The exit status, and what it printed."""
     command = [sys.executable, str(PROGRAM), "--part", part, "--quick", "--only", only, "--out", str(out), *more]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environ})
     return done.returncode, done.stdout + done.stderr[-4000:]

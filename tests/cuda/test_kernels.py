@@ -1,5 +1,3 @@
-"""Which kernels a training step takes, and which of them the engine avoids."""
-
 import pytest
 import torch
 import transformers
@@ -79,7 +77,7 @@ def test_cudnn_is_avoided_where_its_backward_may_give_nan(compiler, capsys):
 
 
 class SharedModulation(torch.nn.Module):
-    """Of https://github.com/pytorch/pytorch/issues/193061: two norms whose scale is a slice of one parameter."""
+    """https://github.com/pytorch/pytorch/issues/193061: two norms whose scale is a slice of one parameter."""
 
     def __init__(self) -> None:
         super().__init__()

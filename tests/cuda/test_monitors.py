@@ -1,5 +1,3 @@
-"""What is measured of a device's memory."""
-
 import torch
 import transformers
 
@@ -11,7 +9,6 @@ MIB = 2**20
 
 
 def test_a_device_has_one_mark_whatever_it_is_called():
-    """Else a phase of one monitor hides the peak of the other one's run."""
     run, phases = PeakMonitor("cuda"), PeakMonitor(f"cuda:{torch.cuda.current_device()}")
     run.start_run()
     phases.start_run()

@@ -1,5 +1,3 @@
-"""Offload to pinned memory beside the device's computation."""
-
 import ctypes
 import os
 import subprocess
@@ -57,7 +55,7 @@ def test_the_prediction_knows_where_copies_are(compiler: str) -> None:
     kept.step()
     # Two layers and the head, in float32.
     gelus = (2 * 3072 + 768) * 8 * 256 * 4
-    assert kept.engine.predictor.saved_bytes - offloaded.engine.predictor.saved_bytes == gelus
+    assert kept.engine.predictor.saved() - offloaded.engine.predictor.saved() == gelus
 
 
 def pool() -> PinnedPool:
@@ -130,8 +128,6 @@ def calls_of(program: InductorProgram, sizes: Mapping[sympy.Symbol, int]) -> lis
 
 
 class Calls(TorchDispatchMode):
-    """Names of operators as they are called."""
-
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []

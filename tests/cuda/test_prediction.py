@@ -1,5 +1,3 @@
-"""The predicted memory of a step against torch's allocator."""
-
 import pytest
 import torch
 from gpu.steps import DTYPES, MODELS

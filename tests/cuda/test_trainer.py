@@ -1,5 +1,3 @@
-"""Trainer on a CUDA device, with all that a run may have beside its steps."""
-
 import math
 from pathlib import Path
 
@@ -13,8 +11,6 @@ STEPS, ACCUMULATION = 4, 2
 
 
 class Reported(TrainerCallback):
-    """Keeps what the callbacks report."""
-
     def __init__(self) -> None:
         self.names: set[str] = set()
 
@@ -28,22 +24,11 @@ def test_a_run_with_everything(precision: str, budget: bool, tmp_path: Path) -> 
     row = {name: tensor[0].cpu() for name, tensor in batch_of(TINY).items()}
     reported = Reported()
     args = MemOptTrainingArguments(
-        output_dir=str(tmp_path),
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=ACCUMULATION,
-        max_steps=STEPS,
-        logging_steps=1,
-        save_steps=2,
-        max_grad_norm=1.0,
-        report_to=[],
-        memory_opt_engine="compile",
-        memory_opt_compiler="aot_eager",
-        memory_opt_loss="plain",
-        memory_opt_log_steps=1,
-        log_input_density=True,
-        log_memory_phases=True,
-        memory_opt_log_file=str(tmp_path / "memopt.jsonl"),
-        **{precision: True},
+        **{"output_dir": str(tmp_path), "max_steps": STEPS, "gradient_accumulation_steps": ACCUMULATION},
+        **{"per_device_train_batch_size": 2, "logging_steps": 1, "save_steps": 2, "max_grad_norm": 1.0},
+        **{"memory_opt_engine": "compile", "memory_opt_compiler": "aot_eager", "memory_opt_loss": "plain"},
+        **{"memory_opt_log_steps": 1, "log_input_density": True, "log_memory_phases": True},
+        **{"memory_opt_log_file": str(tmp_path / "memopt.jsonl"), "report_to": [], precision: True},
         **({"memory_opt_budget": "1GiB"} if budget else {"memory_opt_level": 1}),
     )
     rows = [row] * (2 * ACCUMULATION * STEPS)

@@ -1,4 +1,4 @@
-"""What operators hold while they run, against torch's allocator. It asks no kernel: a stand-in device will do."""
+"""Workspaces of operators against torch's allocator. No kernel is asked: a stand-in device will do."""
 
 import itertools
 from collections.abc import Callable

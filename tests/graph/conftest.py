@@ -1,5 +1,3 @@
-"""Joint graphs that several files look at, traced once each."""
-
 import pytest
 
 from tests.captured import Captured, capture

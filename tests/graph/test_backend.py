@@ -1,4 +1,4 @@
-"""What the backend does around its compilers; `test_inductor.py` trains with inductor."""
+"""The backend around its compilers; `test_inductor.py` trains with inductor."""
 
 import copy
 import gc
@@ -57,7 +57,6 @@ def batch():
 
 
 def switches() -> list[Mapping[str, Any]]:
-    """All of torch's, as the user has them."""
     return [config.get_config_copy() for config in CONFIGS]
 
 
@@ -127,7 +126,7 @@ def test_an_error_leaves_nothing_behind(batch, monkeypatch, error):
 
 
 def key_of(choice: Choice) -> bytes:
-    """What inductor's cache knows of a graph that was partitioned by this choice."""
+    """The key in inductor's cache of a graph that was partitioned by this choice."""
     partitioner = _Partitioner(lambda *joint: (choice, ()))
     partitioner(None, None, num_fwd_outputs=1)
     return partitioner.uuid()
@@ -142,8 +141,6 @@ def test_strides_that_were_traced_otherwise_are_no_error(asked):
 
 
 def test_inductors_key_is_the_choice(roberta):
-    """Whatever text asked for it."""
-
     def key(asked: str) -> bytes:
         return key_of(roberta.choose(asked))
 

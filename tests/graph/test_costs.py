@@ -1,5 +1,3 @@
-"""Seconds of operators, estimated and measured."""
-
 import json
 import os
 import resource
@@ -15,6 +13,7 @@ from allocations import allocated
 from optimum_memopt.engines.compile.costs import costs
 from optimum_memopt.engines.compile.costs.cache import cache_path, known_costs
 from optimum_memopt.engines.compile.costs.devices import DEVICES, device_of
+from optimum_memopt.engines.compile.costs.times import replayed
 from optimum_memopt.engines.compile.graph.joint import is_view
 from optimum_memopt.engines.compile.graph.problem import problems_of
 from optimum_memopt.engines.compile.graph.saved_activations import operator_name
@@ -43,9 +42,7 @@ def test_a_roofline_grows_with_the_work_and_shrinks_with_the_device(roberta: Cap
     assert by_name["gelu"][0] == 2 * by_name["gelu"][1]
 
 
-def test_measuring_draws_no_random_numbers_and_is_remembered(
-    roberta: Captured, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_measuring_draws_no_random_numbers_and_is_remembered(roberta, monkeypatch) -> None:
     before = torch.get_rng_state()
     known: dict[str, costs.Measured] = {}
     first = measured(roberta, known)
@@ -151,36 +148,13 @@ def test_costs_on_disk(tmp_path: Path) -> None:
         assert known == {"gelu": costs.Measured(1.5, 64)}
 
 
+# Of an earlier version, out of range, of another type.
+NO_COST = ["1.5", "[Infinity, 1]", "[NaN, 1]", "[-1.5, 1]", "[0, 1]", "[1e300, 1]", f"[1{'0' * 400}, 1]", "[true, 1]"]
+NO_COST += ['["1.5", 1]', "[1.5, Infinity]", "[1.5, -1]", "[1.5, 1e3]", f"[1.5, 1{'0' * 400}]", "[1.5]", "[[1.5], 1]"]
+
+
 @pytest.mark.parametrize(
-    "text",
-    [
-        "[1",
-        "[" * 100_000,
-        "[1]",
-        "3",
-        # Of an earlier version.
-        '{"gelu": 1.5}',
-        *(
-            f'{{"gelu": {one}}}'
-            for one in (
-                "[Infinity, 1]",
-                "[NaN, 1]",
-                "[-1.5, 1]",
-                "[0, 1]",
-                "[1e300, 1]",
-                f"[1{'0' * 400}, 1]",
-                "[true, 1]",
-                '["1.5", 1]',
-                "[1.5, Infinity]",
-                "[1.5, -1]",
-                "[1.5, 1e3]",
-                f"[1.5, 1{'0' * 400}]",
-                "[1.5]",
-                "[[1.5], 1]",
-                "null",
-            )
-        ),
-    ],
+    "text", ["[1", "[" * 100_000, "[1]", "3", *(f'{{"gelu": {one}}}' for one in [*NO_COST, "null"])]
 )
 def test_what_is_no_cost_on_disk_is_measured_again(tmp_path: Path, text: str) -> None:
     path = tmp_path / "costs.json"
@@ -242,9 +216,7 @@ def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_a_user_without_a_home_has_the_cache_in_a_temporary_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_user_without_a_home_has_the_cache_in_a_temporary_folder(tmp_path, monkeypatch) -> None:
     for name in ("HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "getuid", lambda: 2**31 - 5)
@@ -302,3 +274,16 @@ def test_a_device_file_that_cannot_be_is_refused_in_one_line(tmp_path: Path, tex
         device_of(str(path))
     line = str(refused.value)
     assert str(path) in line and "\n" not in line and len(line) < 320 + len(str(path))
+
+
+def test_a_graph_is_run_for_each_batch(roberta: Captured) -> None:
+    rows = [symbol for symbol, name in roberta.names.items() if name.endswith("dim0")]
+    few, many = ({**roberta.sizes, **dict.fromkeys(rows, count)} for count in (2, 64))
+    before = torch.get_rng_state()
+    found = replayed(roberta.graph, [few, many])
+    assert found is not None and 0 < found[0] < found[1]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_graph_that_does_not_run_takes_nothing(roberta: Captured) -> None:
+    assert replayed(roberta.graph, [dict.fromkeys(roberta.sizes, -1)]) is None

@@ -1,5 +1,3 @@
-"""What is computed twice is computed once, and what must not be is left alone."""
-
 import pytest
 import torch
 from torch.nn import functional

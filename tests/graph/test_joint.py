@@ -1,4 +1,4 @@
-"""What the analysis says of storages, against what running the graph makes."""
+"""The analysis of storages against a run of the graph."""
 
 import operator
 

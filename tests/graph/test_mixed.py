@@ -17,8 +17,7 @@ from optimum_memopt.engines.compile.memory.step_context import StepContext
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
 from optimum_memopt.engines.compile.solver.multi_graph import MultiGraphSolver
 from optimum_memopt.engines.compile.solver.offload import Host, cheapest, fits
-from optimum_memopt.engines.compile.solver.plan import Infeasible
-from optimum_memopt.engines.compile.solver.solver import Solver
+from optimum_memopt.engines.compile.solver.solver import Infeasible, Solver
 from optimum_memopt.errors import DoesNotFitError
 from optimum_memopt.plans.grammar import Strategy
 from tests.captured import Captured, capture
@@ -34,7 +33,6 @@ SLOW = dataclasses.replace(
 
 @pytest.fixture(scope="module")
 def larger() -> Captured:
-    """Activations of a MiB and more."""
     case = ZOO["roberta-classification"]
     model = case.build(**DROPOUT, hidden_size=128, intermediate_size=512, num_hidden_layers=3)
     return capture(model.forward, **case.batch(40, 60), dynamic=False)

@@ -1,4 +1,4 @@
-"""What depends on frozen weights, buffers and constants alone waits for no backward under a plan by name."""
+"""A plan by name saves nothing that depends on frozen weights, buffers and constants alone."""
 
 from types import SimpleNamespace
 
@@ -10,14 +10,13 @@ from optimum_memopt.engines.compile.graph.joint import is_tensor, root
 from optimum_memopt.engines.compile.graph.problem import problem_of
 from optimum_memopt.engines.compile.graph.saved_activations import operator_name
 from optimum_memopt.engines.compile.partition.choice import Choice, graph_plan
-from optimum_memopt.engines.compile.partition.producers.plan_file import FromPlanFile
-from optimum_memopt.engines.compile.partition.producers.producer import GraphContext
+from optimum_memopt.engines.compile.partition.producers.stated import FromPlanFile
 from optimum_memopt.engines.compile.solver.solver import Solver
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.plans.plan_file import PlanFile
 from tests.captured import Captured, capture
-from tests.compiled import assert_bitwise_same, selection
-from tests.gradients import accumulate
+from tests.compiled import selection
+from tests.gradients import accumulate, assert_bitwise_same
 
 WIDTH, LENGTH, PLANS = 64, 48, ("Gelu+Cast+:1:-1", "level 1", "level 2")
 
@@ -64,7 +63,7 @@ def adapted() -> Captured:
 
 
 def constants(captured: Captured) -> list[torch.fx.Node]:
-    """Of the saved activations."""
+    """Saved activations that are constants."""
     return [one.root for one in captured.activations if one.root in captured.graph.constants]
 
 
@@ -92,11 +91,6 @@ def test_what_two_frozen_matrices_give_is_saved(adapted):
     assert set(products) <= {candidate.activation.root for candidate in adapted.candidates}
 
 
-def test_no_row_claims_them(adapted):
-    claimed = {candidate.activation.root for candidate in adapted.candidates}
-    assert claimed.isdisjoint(adapted.graph.constants)
-
-
 def test_a_cast_of_a_trained_weight_is_none(adapted):
     gradients = adapted.joint.outputs[adapted.num_fwd_outputs :]
     pairs = zip(adapted.joint.inputs, gradients, strict=True)
@@ -114,7 +108,7 @@ def test_a_budget_may_save_them_and_a_plan_file_saves_what_it_has(adapted):
     everything = Choice(tuple(adapted.joint.nodes[node] for node in sorted(solver.everything.saved)), "budget")
     for choice in (everything, adapted.choose("level 1")):
         file = PlanFile(why=choice.why, loss="plain", solved_for={}, graphs=(graph_plan(adapted.graph, choice),))
-        assert FromPlanFile(file).choose(adapted.graph, GraphContext()).nodes_to_save == choice.nodes_to_save
+        assert FromPlanFile(file).choose(adapted.graph).nodes_to_save == choice.nodes_to_save
 
 
 @pytest.mark.parametrize("asked", PLANS)

@@ -9,12 +9,13 @@ import torch
 from torch.nn import functional
 
 from optimum_memopt.engines.compile.graph.problem import Problem, SiblingGraphs, problem_of
+from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.compile.memory.simulation import held_at_peak, simulate
-from optimum_memopt.engines.compile.solver.blocks import LayerFrontiers, blocks_of
+from optimum_memopt.engines.compile.solver.blocks import blocks_of
 from optimum_memopt.engines.compile.solver.dynamic_program import dynamic_programs
+from optimum_memopt.engines.compile.solver.multi_graph import MultiGraphSolver
 from optimum_memopt.engines.compile.solver.offload import fits
-from optimum_memopt.engines.compile.solver.plan import Infeasible
-from optimum_memopt.engines.compile.solver.solver import Solver
+from optimum_memopt.engines.compile.solver.solver import Infeasible, Plan, Solver, point_of, points_of, solved
 from tests.captured import Captured, capture
 from tests.rotation import nightly
 
@@ -150,7 +151,7 @@ def test_a_smaller_budget_has_no_higher_peak_and_no_less_time(name: str, request
 
 def test_what_leaves_a_layer_counts_for_the_one_that_is_recomputed_from_it() -> None:
     problem = priced(capture(Spaced(5).forward, IDS, dynamic=False), 0)
-    program, _ = dynamic_programs(problem, LayerFrontiers(problem))
+    program, _ = dynamic_programs(problem, blocks_of(problem))
     low, high = program.lowest().peak, program.everything.peak
     for budget in range(low, high, (high - low) // 8):
         # No plan is far from where the dynamic program expects it.
@@ -193,7 +194,7 @@ def test_the_lowest_peak_is_the_lowest_budget(name: str, share: float, request: 
     solver = Solver(problem)
     lowest = solver.lowest.peak
     # Below that of blocks, each of which is recomputed from what leaves the one before.
-    programs = dynamic_programs(problem, LayerFrontiers(problem))
+    programs = dynamic_programs(problem, blocks_of(problem))
     assert lowest <= share * min(program.lowest().peak for program in programs)
     assert solver.solve(lowest).peak == lowest and fits(solver, lowest, None)
     for budget in (1, lowest - 1, *(int(share * lowest) for share in (0.99, 0.97, 0.9, 0.8, 0.6, 0.3))):
@@ -223,3 +224,35 @@ def test_what_is_held_at_the_peak_adds_up_to_it(many_layers: Captured) -> None:
     top = everything.backward.held.index(everything.backward.peak)
     workspace = problem.workspaces[everything.backward.order[top]]
     assert sum(held_at_peak(problem, everything, in_backward=True).values()) + workspace == everything.peak
+
+
+OUTSIDE = Footprint(0, parameters=10_000, optimizer=20_000)
+
+
+@pytest.mark.parametrize("asked", ["level 1", "level 2", "Gelu+:1:-1", "Gelu+:1:1,Dropout+:1:-1"])
+def test_a_plan_has_the_peak_of_its_timeline(roberta, asked):
+    problem = problem_of(roberta.graph, [1.0] * len(roberta.joint.nodes))
+    nodes = [roberta.joint.order[node] for node in roberta.choose(asked).nodes_to_save]
+    point = point_of(MultiGraphSolver([problem], (1,)).saving([problem.saving(nodes)]), OUTSIDE)
+    prediction = roberta.split(asked).graph.timeline.predict(roberta.sizes)
+    assert point.peak == replace(OUTSIDE, activations=prediction.peak).peak
+    assert 0 < point.extra_time < 1
+
+
+def test_a_budget_is_on_the_curve():
+    stack = capture(Stack(2).forward, IDS, dynamic=False)
+    solver = MultiGraphSolver([problem_of(stack.graph, [1.0] * len(stack.joint.nodes))], (1,))
+    low, _, high = points_of(solved(solver.lowest, solver.everything, solver.cheapest, count=3), OUTSIDE)
+    assert low.peak < high.peak and low.extra_seconds > high.extra_seconds == 0 < high.seconds
+    between = point_of(solver.cheapest((solver.lowest + solver.everything) // 2), OUTSIDE)
+    assert low.peak <= between.peak <= (low.peak + high.peak) // 2
+    assert solver.cheapest(2 * solver.everything).extra_seconds == 0
+    with pytest.raises(Infeasible):
+        solver.cheapest(solver.lowest // 2)
+
+
+def test_the_plan_of_a_larger_budget_counts_for_a_smaller_one():
+    peaks = {100: (90, 5.0), 200: (150, 3.0), 300: (140, 2.0), 400: (300, 0.0)}
+    plans = {budget: Plan((), peak, seconds, 9.0) for budget, (peak, seconds) in peaks.items()}
+    curve = solved(100, 400, plans.__getitem__, count=4)
+    assert curve == [(100, plans[100]), (200, plans[300]), (300, plans[400]), (400, plans[400])]

@@ -1,5 +1,3 @@
-"""Strategies are objects: whatever asks for one reads the registry."""
-
 import pytest
 
 from optimum_memopt.engines.compile.graph.candidates import Candidate

@@ -1,5 +1,3 @@
-"""The table of real graphs: what is on, what it saves for any batch, and what torch does by itself."""
-
 import pytest
 import sympy
 import torch

@@ -1,5 +1,3 @@
-"""For which lengths cheaper plans are made."""
-
 import itertools
 import random
 from collections import Counter

@@ -1,5 +1,3 @@
-"""The programs of benchmarks/, each in a small run."""
-
 import argparse
 import json
 import subprocess

@@ -1,5 +1,3 @@
-"""The notebooks run from the first cell to the last, and show what they say."""
-
 from optimum_memopt import Estimate
 from tests.nightly.notebooks import values_of
 

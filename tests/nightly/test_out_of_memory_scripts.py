@@ -66,7 +66,6 @@ MIB = 640
 
 
 def run(script: Path, flags: str, folder: Path) -> subprocess.CompletedProcess:
-    """Within `MIB`."""
     environment = {**os.environ, "MEMORY_MIB": str(MIB)}
     return fresh_process.run(script, "--output_dir", folder, *shlex.split(flags), environment=environment, timeout=900)
 

@@ -1,5 +1,3 @@
-"""Engines that are detached after the test, their log, and the built torch extensions."""
-
 import copy
 import os
 from collections.abc import Iterator
@@ -46,7 +44,6 @@ def pair(attach: Attach) -> Pair:
 
 @pytest.fixture
 def lines() -> Iterator[list[str]]:
-    """The package's log lines during the test."""
     from tests.trainer_runs import log_lines
 
     with log_lines() as lines:
@@ -73,7 +70,6 @@ def environment_with_extensions() -> dict[str, str]:
 
 @pytest.fixture
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An environment without variables for ORT."""
     for name in environment_variables():
         monkeypatch.delenv(name)
 

@@ -1,5 +1,3 @@
-"""Helpers that the tests of the ort engine, and the scripts that they run in processes of their own, share."""
-
 import os
 import subprocess
 import sys
@@ -51,12 +49,10 @@ def config(text: str) -> Selection:
 
 
 def optimize(model: torch.nn.Module, **options: Any) -> Engine:
-    """The engine, attached without the fallback."""
     return optimum_memopt.optimize(model, **{"memory_opt_engine": "ort", "ort_fallback": False, **options})
 
 
 def refusal(**options: Any) -> str:
-    """The error line for these options."""
     with pytest.raises(optimum_memopt.MemOptError) as error:
         optimum_memopt.MemOptOptions(**options).check()
     assert "\n" not in str(error.value)
@@ -64,7 +60,6 @@ def refusal(**options: Any) -> str:
 
 
 def environment_variables() -> dict[str, str]:
-    """ORT's variables in the environment."""
     return {name: value for name, value in os.environ.items() if name.startswith("ORTMODULE_")}
 
 

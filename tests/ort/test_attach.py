@@ -1,7 +1,4 @@
-"""Attaching, detaching and copying a model; hooks; the lines about a session that is built."""
-
 import copy
-import gc
 import io
 import pickle
 from collections.abc import Callable
@@ -38,19 +35,6 @@ def test_one_engine_for_a_model_and_one_model_for_an_engine(attach: Attach, pair
     assert_same_step(model, plain, ROBERTA.batch())
     attach(model)
     assert_same_step(model, plain, ROBERTA.batch())
-
-
-def test_a_dropped_model_and_engine_are_freed() -> None:
-    import weakref
-
-    model = ROBERTA.build()
-    engine = OrtEngine(Selection(level=1), OrtOptions(ort_fallback=False))
-    engine.attach(model)
-    accumulate(model, [ROBERTA.batch()])
-    gone = weakref.ref(model)
-    del model, engine
-    gc.collect()
-    assert gone() is None
 
 
 def test_hooks_on_the_model_run_once_and_those_inside_are_warned_about(attach: Attach, lines: list[str]) -> None:

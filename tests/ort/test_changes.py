@@ -1,5 +1,3 @@
-"""Inputs, parameters, modes and statistics that change during training."""
-
 import copy
 from collections.abc import Callable
 
@@ -44,9 +42,7 @@ def test_other_inputs_than_the_first_are_not_run_with_the_first_graph(pair: Pair
         inputs(MLM, 8, labels=None),
         inputs(MLM),
         inputs(MLM, input_ids=small),
-        inputs(MLM, num_items_in_batch=torch.tensor(17)),
-        inputs(MLM, num_items_in_batch=17),
-        inputs(MLM, num_items_in_batch=5),
+        *(inputs(MLM, num_items_in_batch=count) for count in (torch.tensor(17), 17, 5)),
         inputs(MLM),
     ):
         assert_same_outputs(model, plain, batch)

@@ -19,27 +19,16 @@ from optimum_memopt.logs import set_log_level
 from tests import fresh_process
 from tests.gradients import assert_same_step
 from tests.model_zoo import ZOO
-from tests.ort.helpers import (
-    DROPOUT,
-    MLM,
-    Attach,
-    assert_same_outputs,
-    config,
-    count_lines,
-    freeze,
-    inputs,
-    needs_ort,
-    run_script,
-)
+from tests.ort import helpers
 from tests.rotation import nightly
 
-pytestmark = needs_ort
+pytestmark = helpers.needs_ort
 
 LOADED = "loaded the exported graph"
 
 
 def attach_with_cache(
-    attach: Attach, model: torch.nn.Module, folder: Path, selection: Selection | None = None
+    attach: helpers.Attach, model: torch.nn.Module, folder: Path, selection: Selection | None = None
 ) -> OrtEngine:
     return attach(model, selection, ort_cache_dir=str(folder))
 
@@ -77,7 +66,9 @@ MODELS = {
 
 
 @pytest.mark.parametrize("which", nightly(MODELS, but=["scale", "lora"]))
-def test_a_model_takes_its_own_graph_only(attach: Attach, tmp_path: Path, lines: list[str], which: str) -> None:
+def test_a_model_takes_its_own_graph_only(
+    attach: helpers.Attach, tmp_path: Path, lines: list[str], which: str
+) -> None:
     models = MODELS[which]
     batch = ZOO["llama"].batch() if which == "lora" else {"values": torch.randn(3, 8)}
     for make in models + models:
@@ -94,20 +85,20 @@ def test_a_model_takes_its_own_graph_only(attach: Attach, tmp_path: Path, lines:
             torch.testing.assert_close(model.linear.weight.grad, plain.linear.weight.grad)
         engine.detach()
     assert len(entries(tmp_path)) == len(models)
-    assert count_lines(lines, LOADED) == len(models)
+    assert helpers.count_lines(lines, LOADED) == len(models)
 
 
-def train(attach: Attach, folder: Path, selection: Selection | None = None) -> OrtEngine:
-    model = MLM.build()
+def train(attach: helpers.Attach, folder: Path, selection: Selection | None = None) -> OrtEngine:
+    model = helpers.MLM.build()
     plain = copy.deepcopy(model)
     engine = attach_with_cache(attach, model, folder, selection)
-    assert_same_step(model, plain, MLM.batch())
+    assert_same_step(model, plain, helpers.MLM.batch())
     return engine
 
 
-def test_another_process_uses_it(attach: Attach, tmp_path: Path) -> None:
+def test_another_process_uses_it(attach: helpers.Attach, tmp_path: Path) -> None:
     train(attach, tmp_path)
-    assert LOADED in run_script("train_with_export_cache.py", tmp_path, run=fresh_process.run)
+    assert LOADED in helpers.run_script("train_with_export_cache.py", tmp_path, run=fresh_process.run)
     assert len(entries(tmp_path)) == 1
 
 
@@ -115,7 +106,7 @@ def test_another_process_uses_it(attach: Attach, tmp_path: Path) -> None:
     "damage", [lambda content: content[:-9], *nightly([lambda content: b"", lambda content: b"x" + content], but=[])]
 )
 def test_a_damaged_entry_is_replaced(
-    attach: Attach, tmp_path: Path, lines: list[str], damage: Callable[[bytes], bytes]
+    attach: helpers.Attach, tmp_path: Path, lines: list[str], damage: Callable[[bytes], bytes]
 ) -> None:
     train(attach, tmp_path)
     (entry,) = entries(tmp_path)
@@ -123,14 +114,14 @@ def test_a_damaged_entry_is_replaced(
     entry.write_bytes(damage(content))
     train(attach, tmp_path)
     assert entries(tmp_path) == [entry] and entry.read_bytes() == content
-    assert count_lines(lines, f"{entry} is damaged and is replaced") == 1
-    assert count_lines(lines, LOADED) == 0
+    assert helpers.count_lines(lines, f"{entry} is damaged and is replaced") == 1
+    assert helpers.count_lines(lines, LOADED) == 0
 
 
 def test_what_cannot_be_written_costs_neither_the_training_nor_the_plan(
-    attach: Attach, tmp_path: Path, lines: list[str]
+    attach: helpers.Attach, tmp_path: Path, lines: list[str]
 ) -> None:
-    selection = config("Gelu+:1:-1")
+    selection = helpers.config("Gelu+:1:-1")
     no_folder = tmp_path / "file"
     no_folder.touch()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -165,31 +156,31 @@ class _Doubled(torch.autograd.Function):
         return gradient * 2
 
 
-def test_what_has_no_value_in_the_graph_is_not_kept(attach: Attach, tmp_path: Path, lines: list[str]) -> None:
+def test_what_has_no_value_in_the_graph_is_not_kept(attach: helpers.Attach, tmp_path: Path, lines: list[str]) -> None:
     """Functions are exported by their address in this process (and without the torch extensions refused)."""
     model = Scaled(function=_Doubled.apply)
     attach_with_cache(attach, model, tmp_path)
     with contextlib.suppress(UnsupportedModelError):
         model(torch.randn(3, 8)).backward()
     assert entries(tmp_path) == []
-    assert count_lines(
+    assert helpers.count_lines(
         lines, "the model has a torch.autograd.Function (_Doubled), so this graph is exported in each run"
     )
 
 
-def test_a_cached_export_is_not_taken_for_another_graph(attach: Attach, tmp_path: Path) -> None:
+def test_a_cached_export_is_not_taken_for_another_graph(attach: helpers.Attach, tmp_path: Path) -> None:
     cases = [
-        (MLM.build(), MLM.batch()),
-        (MLM.build(), MLM.batch()),
-        (MLM.build(), inputs(MLM, token_type_ids=torch.zeros(4, 12, dtype=torch.long))),
-        (MLM.build(), inputs(MLM, labels=None)),
-        (MLM.build(layer_norm_eps=0.1), MLM.batch()),
-        (MLM.build(tie_word_embeddings=False), MLM.batch()),
-        (MLM.build(**DROPOUT), MLM.batch()),
+        (helpers.MLM.build(), helpers.MLM.batch()),
+        (helpers.MLM.build(), helpers.MLM.batch()),
+        (helpers.MLM.build(), helpers.inputs(helpers.MLM, token_type_ids=torch.zeros(4, 12, dtype=torch.long))),
+        (helpers.MLM.build(), helpers.inputs(helpers.MLM, labels=None)),
+        (helpers.MLM.build(layer_norm_eps=0.1), helpers.MLM.batch()),
+        (helpers.MLM.build(tie_word_embeddings=False), helpers.MLM.batch()),
+        (helpers.MLM.build(**helpers.DROPOUT), helpers.MLM.batch()),
     ]
-    frozen = MLM.build()
-    freeze(frozen)
-    cases.append((frozen, MLM.batch()))
+    frozen = helpers.MLM.build()
+    helpers.freeze(frozen)
+    cases.append((frozen, helpers.MLM.batch()))
     for model, batch in cases:
         plain = copy.deepcopy(model)
         engine = attach_with_cache(attach, model, tmp_path)
@@ -197,6 +188,6 @@ def test_a_cached_export_is_not_taken_for_another_graph(attach: Attach, tmp_path
             # With dropout the losses of two calls differ, those of a graph without it would not.
             assert len({float(model(**batch).loss.detach()) for _ in range(3)}) == 3
         else:
-            assert_same_outputs(model, plain, batch)
+            helpers.assert_same_outputs(model, plain, batch)
         engine.detach()
     assert any(tmp_path.rglob("*.onnx"))

@@ -21,13 +21,11 @@ needs_wheel = pytest.mark.skipif(installation.onnxruntime_dir() is None, reason=
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """An empty cache, named as a user would."""
     monkeypatch.setenv(extensions.CACHE_VARIABLE, str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
 def compiler(folder: Path, script: str) -> str:
-    """A program in the compiler's place."""
     path = folder / "compiler"
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)

@@ -18,8 +18,6 @@ pytestmark = needs_ort
 
 @pytest.fixture
 def rebuilds(lines):
-    """A call returns the lines about new exports since the last."""
-
     def since_last():
         exports = [line for line in lines if "re-exporting the model" in line]
         lines.clear()
@@ -73,8 +71,6 @@ def test_a_checkpoint_takes_no_new_graph(attach, rebuilds, tmp_path):
 
 
 class Counting(torch.nn.Module):
-    """A forward that does more than computing."""
-
     def __init__(self, kind):
         super().__init__()
         torch.manual_seed(0)
@@ -100,10 +96,7 @@ class Counting(torch.nn.Module):
 @pytest.mark.parametrize(
     "kind, message",
     [
-        (
-            "replaced buffer",
-            "its forward writes to steps, which would not be updated, neither here nor in checkpoints",
-        ),
+        ("replaced buffer", "its forward writes to steps, which would not be updated, neither here nor in"),
         ("buffer in place", "its forward writes to mean"),
         ("random", "draws from Python's random"),
         ("numpy", "draws from numpy.random"),

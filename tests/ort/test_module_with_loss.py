@@ -178,7 +178,6 @@ SETUPS = {
 
 
 def sparse_rows(name: str, **which: int) -> list[dict[str, torch.Tensor]]:
-    """Every third row has no label at all."""
     made = rows(name, **which)
     if name == "roberta-classification":
         return made

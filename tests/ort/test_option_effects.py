@@ -1,5 +1,3 @@
-"""Each ORT option has its effect."""
-
 import copy
 
 import pytest
@@ -13,8 +11,9 @@ from tests.gradients import TOLERANCE, accumulate, assert_same_step
 from tests.ort.helpers import MLM, Tagger, environment_variables, needs_ort, optimize, run_script
 from tests.rotation import nightly
 
+pytestmark = needs_ort
 
-@needs_ort
+
 @pytest.mark.parametrize(
     "option",
     nightly(
@@ -51,7 +50,6 @@ class Counting(torch.nn.Module):
         return self.linear(x).pow(2).mean()
 
 
-@needs_ort
 def test_without_the_deep_copy_the_model_itself_is_run_once_more_at_export():
     for deepcopy, runs in ((True, 1), (False, 2), (True, 1)):
         model = Counting()
@@ -66,7 +64,6 @@ def test_without_the_deep_copy_the_model_itself_is_run_once_more_at_export():
         engine.detach()
 
 
-@needs_ort
 def test_skipped_checks_are_said_and_show_on_other_keyword_arguments(capfd):
     with_mask = MLM.batch(length=9)
     without = {name: value for name, value in with_mask.items() if name != "attention_mask"}
@@ -93,7 +90,6 @@ def test_skipped_checks_are_said_and_show_on_other_keyword_arguments(capfd):
     assert skipped == pytest.approx([right[1], right[1]], rel=TOLERANCE)
 
 
-@needs_ort
 def test_two_models_of_a_process_have_their_own_opset_and_files(tmp_path):
     import onnx
 
@@ -112,7 +108,6 @@ def test_two_models_of_a_process_have_their_own_opset_and_files(tmp_path):
         engine.detach()
 
 
-@needs_ort
 def test_determinism_is_followed_when_it_is_turned_on_later(monkeypatch):
     from onnxruntime.training import ortmodule
 
@@ -131,7 +126,6 @@ def test_determinism_is_followed_when_it_is_turned_on_later(monkeypatch):
     engine.detach()
 
 
-@needs_ort
 def test_what_this_build_of_onnxruntime_ignores_is_refused():
     from optimum_memopt.engines.ort.session.session import OrtSession
 
@@ -141,7 +135,6 @@ def test_what_this_build_of_onnxruntime_ignores_is_refused():
     assert environment_variables() == before
 
 
-@needs_ort
 def test_graph_rewrites_belong_to_the_model_that_asked_for_them():
     from optimum_memopt.engines.ort.compat import ortmodule
 
@@ -167,7 +160,6 @@ def test_options_that_need_the_extensions(script, environment_with_extensions, t
     run_script(script, environment=environment_with_extensions, cwd=tmp_path)
 
 
-@needs_ort
 @pytest.mark.extensions
 @pytest.mark.timeout(1800)
 def test_two_ranks_with_managed_gradients_stay_bitwise_equal(environment_with_extensions, tmp_path):
@@ -178,7 +170,6 @@ def test_two_ranks_with_managed_gradients_stay_bitwise_equal(environment_with_ex
     assert "rank 0 is done" in output and "rank 1 is done" in output
 
 
-@needs_ort
 @pytest.mark.extensions
 @pytest.mark.timeout(1800)
 def test_the_peak_is_lower_when_managed_gradients_accumulate(environment_with_extensions):

@@ -1,5 +1,3 @@
-"""ORT's flags and environment variables: which one wins, and what is refused."""
-
 import re
 
 import pytest
@@ -217,22 +215,13 @@ def test_what_needs_the_extensions_is_refused_without(option, monkeypatch):
         ({"ort_triton_config": "x.json"}, "--ort_triton_config x.json without --ort_triton does nothing"),
         ({"ort_flash_attention": True}, "--ort_flash_attention without --ort_triton does nothing"),
         ({"ort_tuning_duration_ms": 5}, "--ort_tuning_duration_ms 5 without --ort_tuning does nothing"),
-        (
-            {"ort_tuning_duration_ms": -5, "ort_tuning": True},
-            "--ort_tuning_duration_ms -5: allowed are whole numbers from 1 on",
-        ),
+        ({"ort_tuning_duration_ms": -5, "ort_tuning": True}, "--ort_tuning_duration_ms -5: allowed are whole"),
         ({"ort_tuning_results": "none.json"}, "--ort_tuning_results none.json: No such file"),
         ({"ort_tuning_results": "no/such.json", "ort_tuning": True}, "--ort_tuning_results no/such.json: no such"),
         ({"ort_tuning_results": __file__}, "test_options.py: not JSON"),
         ({"ort_conv_search": "FAST"}, "--ort_conv_search FAST: allowed are HEURISTIC, EXHAUSTIVE"),
-        (
-            {"ort_mem_efficient_grad_mgmt": True, "ort_custom_autograd": False},
-            "--ort_mem_efficient_grad_mgmt runs as a torch.autograd.Function; leave out --ort_custom_autograd false",
-        ),
-        (
-            {"ort_label_sparse_optimizer": True, "ort_compute_optimizer": False},
-            "--ort_label_sparse_optimizer is part of what --ort_compute_optimizer false turns off",
-        ),
+        ({"ort_mem_efficient_grad_mgmt": True, "ort_custom_autograd": False}, "runs as a torch.autograd.Function"),
+        ({"ort_label_sparse_optimizer": True, "ort_compute_optimizer": False}, "is part of what --ort_compute_opt"),
         ({"ort_skip_check": "SKIP_CHECK_DISABLED|SKIP_CHECK_DEVICE"}, "SKIP_CHECK_DISABLED turns all others off"),
         ({"ort_skip_check": "SKIP_CHECK_EXECUTION_AGENT"}, "a new graph would run in the session of the old one;"),
     ],

@@ -1,5 +1,3 @@
-"""State that the engine leaves alone in a process and its threads; tables that are the same in every process."""
-
 import copy
 import importlib
 import logging
@@ -12,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-import optimum_memopt
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.ort.compat import ortmodule
 from optimum_memopt.engines.ort.engine import OrtEngine
 from optimum_memopt.engines.ort.options.flags import OrtOptions
 from tests import fresh_process
-from tests.gradients import accumulate, assert_same_step, wrong_gradients
+from tests.gradients import assert_same_step
 from tests.model_zoo import ZOO
 from tests.ort.helpers import needs_ort, run_script
 
@@ -89,24 +86,7 @@ def test_two_models_in_two_threads() -> None:
     assert state() == before
 
 
-def batch(case):
-    return case.make_batch(4, 24, torch.Generator().manual_seed(0))
-
-
-def test_gradients_are_the_plain_ones_in_two_engines_of_one_process():
-    for level in (0, 1):
-        case = ZOO["roberta-mlm"]
-        expected_loss, expected = accumulate(case.build(), [batch(case)])
-        model = case.build()
-        engine = optimum_memopt.optimize(model, ort_arena=True, ort_fallback=False, memory_opt_level=level)
-        loss, gradients = accumulate(model, [batch(case)])
-        assert not wrong_gradients(gradients, expected)
-        torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=0)
-        engine.detach()
-
-
 def test_an_arena_that_the_user_registered_stays():
-    from optimum_memopt.engines.ort.compat import ortmodule
     from optimum_memopt.engines.ort.session import session
 
     ortmodule.load()
@@ -114,3 +94,9 @@ def test_an_arena_that_the_user_registered_stays():
     # To ORT a second registration is an error, whoever made the first.
     session.register_arena.cache_clear()
     session.register_arena()
+    case = ZOO["roberta-mlm"]
+    model = case.build()
+    engine = OrtEngine(options=OrtOptions(ort_fallback=False, ort_arena=True))
+    engine.attach(model)
+    assert_same_step(model, case.build(), case.batch())
+    engine.detach()

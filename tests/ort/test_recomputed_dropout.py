@@ -12,7 +12,6 @@ pytestmark = needs_ort
 
 
 def dropout_plans(attach: Attach) -> str:
-    """Every plan of the model that recomputes a Dropout."""
     engine = attach(ROBERTA.build(**DROPOUT))
     engine._model(**ROBERTA.batch()).loss.backward()
     plans = [row.config for row in engine.plans().plans if "Dropout+" in row.config and row.config.endswith(":1:-1")]
@@ -69,7 +68,6 @@ def test_the_slope_is_right_without_a_plan(attach: Attach, unpaired: bool) -> No
 
 @pytest.mark.nightly
 def test_recomputed_dropout_is_wrong_after_unpaired_forwards(attach: Attach) -> None:
-    """Why the guard is there."""
     assert slope_error(attach, config(dropout_plans(attach)), unpaired=True) > 0.05
 
 

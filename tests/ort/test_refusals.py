@@ -1,5 +1,3 @@
-"""Models, dtypes and backwards that ONNX Runtime cannot run: the fallback, or a line of error."""
-
 import copy
 from typing import Any
 

@@ -12,6 +12,7 @@ from optimum_memopt.training import batches
 from tests.trainer_runs import build, distance, log_lines, make, rows, weights
 
 AUTO = {"memory_opt_engine": "compile", "memory_opt_batch": "auto", "memory_opt_loss": "plain"}
+FREE = {**AUTO, "memory_opt_budget": "auto"}
 
 
 class Seen(TrainerCallback):
@@ -38,16 +39,7 @@ def test_the_rows_of_an_optimizer_step_stay(tmp_path):
     model = build("small")
     plain = make(tmp_path, "small", plain=True, model=copy.deepcopy(model), train_dataset=rows("small", 48), **sizes)
     plain.train()
-    trainer = make(
-        tmp_path,
-        "small",
-        model=model,
-        train_dataset=rows("small", 48),
-        callbacks=[seen],
-        memory_opt_budget="auto",
-        **AUTO,
-        **sizes,
-    )
+    trainer = make(tmp_path, "small", model=model, train_dataset=rows("small", 48), callbacks=[seen], **FREE, **sizes)
     with log_lines() as lines:
         trainer.train()
     assert (trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps) == (3, 4)
@@ -72,24 +64,15 @@ def test_an_evaluation_that_does_not_fit_is_warned_of(tmp_path):
 
 def test_auto_find_batch_size_starts_from_the_prediction(tmp_path):
     seen = Seen()
-    trainer = make(
-        tmp_path,
-        "small",
-        train_dataset=rows("small", 48),
-        callbacks=[seen],
-        memory_opt_budget="auto",
-        auto_find_batch_size=True,
-        per_device_train_batch_size=12,
-        max_steps=1,
-        **AUTO,
-    )
+    sizes = {"auto_find_batch_size": True, "per_device_train_batch_size": 12, "max_steps": 1}
+    trainer = make(tmp_path, "small", train_dataset=rows("small", 48), callbacks=[seen], **FREE, **sizes)
     trainer.train()
     assert seen.batches == [seen.during[0]] * seen.during[1]
 
 
 def test_what_cannot_be_chosen_for(tmp_path):
     with pytest.raises(MemOptError, match="memory_opt_batch auto needs training data that can be read beforehand"):
-        make(tmp_path, "small", train_dataset=Drawn(), memory_opt_budget="auto", **AUTO)
+        make(tmp_path, "small", train_dataset=Drawn(), **FREE)
     trainer = make(tmp_path, "small", memory_opt_budget="64MiB", **AUTO)
     with pytest.raises(MemOptError, match="memory_opt_batch auto: a step with one row takes at least"):
         trainer.train()

@@ -1,4 +1,4 @@
-"""What a caller may do between a forward and its backward, and with a backward that has run."""
+"""Several backwards of one forward, and writes to its outputs before the first."""
 
 import pytest
 import torch

@@ -1,5 +1,3 @@
-"""What the benchmark of the observers measures."""
-
 import json
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What only informs about training never ends it."""
+"""Failures of what only informs about training never end it."""
 
 import pytest
 import torch

@@ -16,7 +16,7 @@ from optimum_memopt.engines.compile.memory import step_context
 from optimum_memopt.engines.compile.memory.footprint import Footprint
 from optimum_memopt.engines.compile.memory.tape import Tape
 from optimum_memopt.engines.compile.partition.producers.budget import FromBudget
-from optimum_memopt.engines.compile.partition.producers.torch_default import TorchDefault
+from optimum_memopt.engines.compile.partition.producers.producer import TorchDefault
 from optimum_memopt.engines.compile.predict.planner import Planner, PlannerSpec
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.errors import MemOptError
@@ -24,8 +24,8 @@ from optimum_memopt.logs import Progress
 from optimum_memopt.plans.table import PlanTable
 from optimum_memopt.sizes import Budget, parse_budget
 from tests.captured import by_bytes
-from tests.compiled import DROPOUT, assert_bitwise_same
-from tests.gradients import accumulate
+from tests.compiled import DROPOUT
+from tests.gradients import accumulate, assert_bitwise_same
 from tests.model_zoo import SMALL, ZOO
 from tests.rotation import nightly
 from tests.train.test_step_memory import measured
@@ -127,12 +127,12 @@ def steady_process() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def free(steady_process: None) -> Footprint:
-    """What a step with the large batch holds under no plan."""
+    """A step with the large batch under no plan."""
     return held(a_step(LARGE, None))
 
 
 def held(engine: CompileEngine) -> Footprint:
-    """By the step of an engine, which is detached."""
+    """The footprint of an engine's step; the engine is detached."""
     try:
         return engine.predictor.footprint()
     finally:
@@ -150,7 +150,7 @@ def test_a_budget_bounds_the_whole_step(free: Footprint) -> None:
 
 
 def test_what_planning_leaves_behind_is_part_of_the_room_to_grow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the process holds is read before operators are measured, and again when the plan is chosen."""
+    """The process's size is read before operators are measured, and again when the plan is chosen."""
     room, model = step_context.room_to_grow(torch.device("cpu"), 2**29), Tower()
     spec = PlannerSpec(FromBudget(budget_of(2**30)), Run)
     state = GraphInForward(tower_batch(2, 3), (), Tape(()), frozenset(), Progress(), is_all=True)

@@ -31,7 +31,7 @@ def cli(*arguments: str, cache: Path, path: Path | None = None, **variables: str
 
 
 def pretend_installed(folder: Path, name: str, version: str) -> None:
-    """What pip would leave of a second package whose files another one has overwritten."""
+    """Leave the metadata of a second package whose files another one has overwritten."""
     metadata = folder / f"{name.replace('-', '_')}-{version}.dist-info" / "METADATA"
     metadata.parent.mkdir(parents=True)
     metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")

@@ -13,6 +13,7 @@ import pytest
 from optimum_memopt.commands.memopt import PlanCommand
 from optimum_memopt.engines.ort.compat.installation import missing
 from optimum_memopt.plans.grammar import parse_file
+from optimum_memopt.predict import workload
 from tests.saved_configs import save
 from tests.unit.pages import cells, check_alone
 
@@ -44,10 +45,20 @@ def measure(folder: str, rows: str, *arguments: str) -> subprocess.CompletedProc
 
 
 def run(*arguments: str) -> None:
-    """The command in this process."""
     parser = ArgumentParser()
     PlanCommand.parse_args(parser)
     PlanCommand(None, parser.parse_args(arguments), from_defaults_factory=True, parser=parser).run()
+
+
+def refused(capsys, *arguments: str) -> str:
+    """The one line of the refusal. What only the traced model tells comes after the line that tracing has begun."""
+    with pytest.raises(SystemExit) as caught:
+        run("--task", "fill-mask", *arguments)
+    assert caught.value.code == 2
+    printed = capsys.readouterr()
+    (line,) = [line for line in printed.err.splitlines() if not line.startswith("[memopt] ")]
+    assert printed.out == "" and len(line) < 900
+    return line
 
 
 @pytest.mark.parametrize(
@@ -82,10 +93,7 @@ def run(*arguments: str) -> None:
         (["--max_runs", "3"], "error: --max_runs 3: only --measure starts so many processes; leave it out"),
         (["--batch_size", "1,2x"], "error: --batch_size 1,2x: allowed are numbers from 1 on, several as 1,2,4,8"),
         (["--batch_size", "1,2"], "error: --batch_size 1,2: only a prediction has several; give one"),
-        (
-            ["--batch_size", "1,2", "--budget", "1GiB"],
-            "error: --batch_size 1,2 with --budget: a budget has a plan for each",
-        ),
+        (["--batch_size", "1,2", "--budget", "1GiB"], "error: --batch_size 1,2 with --budget: a budget has a plan"),
         (["--optim", "adamw_8bits"], "error: --optim adamw_8bits: did you mean adamw_8bit? predicted are "),
         (["--optim", "sgd"], "error: --optim sgd: is predicted, and not measured; leave it out"),
         (["--trainable", "query"], "error: --trainable query: is predicted, and not measured; leave it out"),
@@ -94,56 +102,99 @@ def run(*arguments: str) -> None:
 )
 def test_bad_input_is_one_line_before_any_process_starts(arguments, message, folder, monkeypatch, capsys):
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: pytest.fail("a process was started"))
-    with pytest.raises(SystemExit) as caught:
-        run(*["--model", folder, "--task", "fill-mask", "--engine", "ort", *arguments])
-    assert caught.value.code == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.startswith(message) and printed.err.count("\n") == 1
+    assert refused(capsys, "--model", folder, "--engine", "ort", *arguments).startswith(message)
 
 
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--task", "fill-maks"], "error: --task fill-maks: did you mean fill-mask? Allowed are "),
         (["--seq_len", "0"], "error: --seq_len 0: allowed are numbers from 1 on"),
         (["--seq_len", "65"], "error: --seq_len 65: this model has 64 positions"),
         (["--steps", "3"], "error: --steps 3: the compile engine predicts without a step; leave it out, or "),
-        (["--output", "plans.json"], "error: --output writes the plans that are on; give --config, "),
         (["--config", "Gellu+:1:-1"], 'error: no plan "Gellu+" in this model; did you mean Gelu+? Available: '),
-        (
-            ["--trainable", "querry"],
-            "error: --trainable querry: no parameter of RobertaForMaskedLM has this name; did ",
-        ),
+        (["--trainable", "querry"], "error: --trainable querry: no parameter of RobertaForMaskedLM has this name;"),
         (["--measure", "--symbolic"], "error: --symbolic is for predictions of the compile engine; leave it out"),
+        (["--batch_size", "1000000000000000"], "error: --batch_size 1000000000000000 --seq_len 60: allowed are up to"),
+        (["--seq_len", "10000000000"], "error: --batch_size 8 --seq_len 10000000000: allowed are up to "),
+        (["--level", "1", "--output", "."], "error: --output .: is a folder; name a file in it"),
+        (["--model", "x" * 300], "error: --model xxx"),
+        (["--model", "a\0b"], r"error: --model a\x00b: neither a folder nor a file here"),
     ],
 )
 def test_bad_input_of_a_prediction_is_one_line(arguments, message, folder, capsys):
-    with pytest.raises(SystemExit) as caught:
-        run(*["--model", folder, "--task", "fill-mask", "--engine", "compile", "--seq_len", "60", *arguments])
-    assert caught.value.code == 2
+    line = refused(capsys, "--model", folder, "--engine", "compile", "--seq_len", "60", *arguments)
+    assert line.startswith(message)
+
+
+@pytest.mark.parametrize(
+    "content, reason",
+    {
+        "null": "TypeError: ",
+        "[]": "Unrecognized model",
+        "": "not a valid JSON file",
+        "\0": "not a valid JSON file",
+        "[" * 100_000: "RecursionError: ",
+    }.items(),
+    ids=["null", "list", "empty", "nul", "deep"],
+)
+def test_a_config_that_is_none(tmp_path, capsys, content, reason):
+    (tmp_path / "config.json").write_text(content)
+    line = refused(capsys, "--model", str(tmp_path), "--seq_len", "9", "--engine", "compile")
+    assert line.startswith(f"error: --model {tmp_path}: ") and reason in line
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({"num_attention_heads": 0}, "no model can be built from its config: ZeroDivisionError: "),
+        ({"vocab_size": 0}, "no model can be built from its config: "),
+        ({"hidden_act": "gelluu"}, "no model can be built from its config: KeyError: 'gelluu'"),
+        ({"hidden_size": 2**40}, "no model can be built from its config: RuntimeError: "),
+        ({"hidden_size": "32"}, "Field 'hidden_size' expected int, got str"),
+        ({"num_hidden_layers": 10**6}, "its config asks for more than 500 modules; larger models are not measured"),
+    ],
+    ids=str,
+)
+def test_numbers_that_make_no_model(tmp_path, capsys, monkeypatch, changes, reason):
+    monkeypatch.setattr(workload, "_MOST_MODULES", 500)
+    folder = save(tmp_path, "roberta-mlm")
+    config = Path(folder, "config.json")
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+    line = refused(capsys, "--model", folder, "--seq_len", "9", "--engine", "compile")
+    assert line.startswith(f"error: --model {folder}: {reason}") or reason in line
+
+
+def test_plans_that_cannot_be_written_are_told(folder, capsys):
+    """The table has been printed by then."""
+    arguments = ["--model", folder, "--task", "fill-mask", "--seq_len", "9", "--engine", "compile"]
+    with pytest.raises(SystemExit):
+        run(*arguments, "--level", "1", "--output", "/dev/full")
     printed = capsys.readouterr()
-    assert printed.out == ""
-    # What only the traced model tells comes after the line that tracing has begun.
-    errors = [line for line in printed.err.splitlines() if not line.startswith("[memopt] ")]
-    assert len(errors) == 1 and errors[0].startswith(message)
+    assert "Predicted peak of a step" in printed.out
+    assert "error: --output /dev/full: not written: No space left on device; the plans are " in printed.err
+
+
+def own_lines(stderr):
+    """Without what bitsandbytes says on some processors when PEFT imports it."""
+    return [line for line in stderr.splitlines() if not line.startswith("Failed to load CPU gemm_4bit_forward ")]
 
 
 def test_a_prediction_in_a_process_of_its_own(folder):
-    """The table is all that goes to stdout, and what is being done all that goes to stderr: no warnings of torch. What
-    bitsandbytes says when PEFT imports it is not this package's."""
+    """The tables are all that goes to stdout, and what is being done all that goes to stderr: no warnings of torch."""
     sizes = ["--batch_size", "6", "--seq_len", "50"]
     done = cli("--model", folder, "--task", "text-classification", "--engine", "compile", *sizes)
     assert done.returncode == 0
-    others = ("[memopt] still compiling ", "Failed to load CPU gemm_4bit_forward ")
-    said = [line for line in done.stderr.splitlines() if not line.startswith(others)]
+    said = [line for line in own_lines(done.stderr) if not line.startswith("[memopt] still compiling ")]
     assert len(said) == 2
     assert said[0].startswith(
         "[memopt] compiling the training graph of RobertaForSequenceClassification with aot_eager: "
     )
     assert said[1].startswith("[memopt] compiled the training graph of RobertaForSequenceClassification ")
-    lines = done.stdout.splitlines()
-    assert lines[0] == "Memory plans of the compile engine"
+    ways, _, tables = done.stdout.partition("\n\nMemory plans of the compile engine")
+    for way in ("plain PyTorch", "Trainer's checkpointing", "compile engine, no plan", "compile engine, level 1"):
+        assert f"\n{way} " in ways
+    assert "weights in float32" in ways.splitlines()[0]
+    lines = ["", *tables.splitlines()[1:]]
     assert lines[1].startswith("RobertaForSequenceClassification on cpu by aot_eager, no plan")
     assert lines[3].startswith("Predicted peak of a step with AdamW: ")
     assert "First batch: inputs_input_ids_dim0=6, inputs_input_ids_dim1=50" in lines
@@ -252,8 +303,8 @@ def test_the_compile_engine_can_be_measured_too(deeper_folder):
 def test_what_only_the_model_tells_wrong_is_one_line_too(folder):
     done = cli("--model", folder, "--task", "fill-mask", "--seq_len", "9", "--config", "Gellu+:1:-1")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith('error: no plan "Gellu+" in this model; did you mean Gelu+? Available: ')
-    assert done.stderr.count("\n") == 1
+    (line,) = own_lines(done.stderr)
+    assert line.startswith('error: no plan "Gellu+" in this model; did you mean Gelu+? Available: ')
 
 
 @needs_ort

@@ -8,7 +8,6 @@ import torch
 
 from optimum_memopt.engines.api.run import Selection, StepSpec
 from optimum_memopt.engines.compile.graph.symbols import SymbolNames
-from optimum_memopt.engines.compile.partition.producers.plan_file import FromPlanFile
 from optimum_memopt.engines.compile.predict.estimate import estimate
 from optimum_memopt.engines.compile.predict.table import to_table
 from optimum_memopt.engines.compile.train.engine import CompileEngine
@@ -18,8 +17,8 @@ from optimum_memopt.plans.matching import Matched
 from optimum_memopt.plans.plan_file import PlanFile
 from optimum_memopt.predict.workload import Workload
 from optimum_memopt.sizes import parse_budget
-from tests.compiled import DROPOUT, assert_bitwise_same, recorded, selection
-from tests.gradients import accumulate
+from tests.compiled import DROPOUT, recorded, selection
+from tests.gradients import accumulate, assert_bitwise_same
 from tests.model_zoo import ZOO
 from tests.rotation import nightly
 from tests.saved_configs import save
@@ -65,7 +64,7 @@ def test_a_file_does_what_its_plan_did(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("compiler", nightly(["aot_eager", "inductor"], but=["aot_eager"]))
 def test_what_was_planned_for_another_device_trains_here(tmp_path: Path, compiler: str) -> None:
-    """Of a CUDA device the graph has other attention kernels, and the file is refused here."""
+    """MI300X: with CUDA the graph has other attention kernels, and the file is refused here."""
     folder = save(tmp_path, "roberta-mlm", **DROPOUT, num_hidden_layers=1)
     workload = Workload(folder, "fill-mask", 8, 24)
     free = estimate(workload, Selection(), StepSpec("mi300x", compiler))
@@ -140,12 +139,6 @@ def test_a_graph_more_than_the_file_has(made: PlanFile) -> None:
         run_engine(roberta(), Selection(plan=replace(made, graphs=())))
 
 
-def test_a_plan_file_comes_before_all_other_producers() -> None:
-    plan = PlanFile("", "plain", {}, ())
-    assert FromPlanFile.of(Selection(plan=plan)) == FromPlanFile(plan)
-    assert FromPlanFile.of(Selection(level=1)) is None
-
-
 def test_a_plan_is_for_one_loss(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     PlanFile("", "chunked", {}, ()).save(path)
@@ -170,6 +163,4 @@ def test_a_loss_in_chunks_and_counts_come_from_one_file() -> None:
         engine.detach()
     (first, rows, plan), (second, of_file, _) = found
     assert plan.loss == "chunked" and rows == of_file == {"Loss+:1:-1": 1, "FastGelu+:1:-1": 1}
-    assert torch.equal(first[0], second[0])
-    for name, gradient in first[1].items():
-        torch.testing.assert_close(second[1][name], gradient, rtol=0, atol=0)
+    assert_bitwise_same(second, first)

@@ -53,7 +53,6 @@ def trained(
 
 @pytest.fixture
 def compiler_takes_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More than the graph says."""
     original = step_predictor.StepMemoryPredictor.activations
     monkeypatch.setattr(step_predictor.StepMemoryPredictor, "activations", lambda *args: original(*args) + 2**16)
 

@@ -1,4 +1,4 @@
-"""What a step is said to have held when it ran out of memory, against what it did hold."""
+"""The explanation of a step that ran out of memory against what the step held."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.loss.decide import LossMode
 from optimum_memopt.engines.compile.memory import step_context
 from optimum_memopt.engines.compile.partition.captured_graph import no_costs
-from optimum_memopt.engines.compile.partition.producers.torch_default import TorchDefault
+from optimum_memopt.engines.compile.partition.producers.producer import TorchDefault
 from optimum_memopt.engines.compile.predict import step_predictor, suggestions
 from optimum_memopt.engines.compile.predict.explain import capture_failed, explain
 from optimum_memopt.engines.compile.predict.suggestions import peak_of, plain_run
@@ -58,19 +58,15 @@ def run_out_with(
     model.zero_grad(set_to_none=True)
     tensors = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers(), *batch.values()))
     fields = {
+        "error": "",
         "model": model,
         "call": forward_call((), batch, ""),
         "place": place,
-        "held": tensors + limited.at_failure,
-        "requested": limited.requested,
-        "kept": 0,
-        "outside": 0,
-        "accumulated": 0,
         "engine": None,
         "run": Run(),
-        "rows": ROWS,
-        "accumulation": 1,
     }
+    fields |= {"held": tensors + limited.at_failure, "requested": limited.requested, "rows": ROWS, "accumulation": 1}
+    fields |= {"kept": 0, "outside": 0, "accumulated": 0}
     return FailedStep(**fields | known), limited
 
 

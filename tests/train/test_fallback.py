@@ -22,7 +22,7 @@ REASON = r"\(RuntimeError: .*\)"
 
 @torch.library.custom_op("optimum_memopt_tests::widened", mutates_args=())
 def widened(x: torch.Tensor) -> torch.Tensor:
-    """Of another type than its trace has, in which a conversion after it does nothing."""
+    """Returns another type than its trace has, in which a conversion after it does nothing."""
     return x.double()
 
 
@@ -169,17 +169,10 @@ def contextual_prompt() -> torch.nn.Module:
     torch.manual_seed(0)
     sizes = {"vocab_size": 97, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2))
-    config = CPTConfig(
-        task_type="CAUSAL_LM",
-        cpt_token_ids=[1, 2, 3, 4],
-        cpt_mask=[1] * 4,
-        cpt_tokens_type_mask=[1, 2, 3, 4],
-        opt_weighted_loss_type="decay",
-        opt_loss_decay_factor=0.95,
-        opt_projection_epsilon=0.2,
-        opt_projection_format_epsilon=0.1,
-    )
-    return get_peft_model(model, config)
+    loss = {"opt_weighted_loss_type": "decay", "opt_loss_decay_factor": 0.95}
+    loss |= {"opt_projection_epsilon": 0.2, "opt_projection_format_epsilon": 0.1}
+    prompt = {"cpt_token_ids": [1, 2, 3, 4], "cpt_mask": [1] * 4, "cpt_tokens_type_mask": [1, 2, 3, 4]}
+    return get_peft_model(model, CPTConfig(task_type="CAUSAL_LM", **prompt, **loss))
 
 
 def prompted(length: int) -> dict[str, torch.Tensor]:
@@ -190,13 +183,8 @@ def prompted(length: int) -> dict[str, torch.Tensor]:
 
 def test_cpt_of_peft_trains_as_plain_pytorch(tmp_path):
     torch.manual_seed(2)
-    make_one = partial(
-        trained,
-        train_dataset=[prompted(7) for _ in range(8)],
-        data_collator=torch.utils.data.default_collate,
-        max_steps=2,
-        remove_unused_columns=False,
-    )
+    data = {"train_dataset": [prompted(7) for _ in range(8)], "data_collator": torch.utils.data.default_collate}
+    make_one = partial(trained, **data, max_steps=2, remove_unused_columns=False)
     expected = weights(make_one(tmp_path / "plain", contextual_prompt(), plain=True).model)
     with log_lines() as lines:
         trainer = make_one(tmp_path / "ours", contextual_prompt(), **ENGINE)

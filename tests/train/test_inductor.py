@@ -9,8 +9,8 @@ from optimum_memopt.engines.compile.torch_compat import dynamo
 from optimum_memopt.engines.compile.torch_compat.fx_graph import is_random
 from optimum_memopt.engines.shared.forward_patch import without_key_value_cache
 from optimum_memopt.plans.grammar import Strategy
-from tests.compiled import DROPOUT, GPT2_DROPOUT, Run, assert_bitwise_same, run
-from tests.gradients import TOLERANCE, Batch, accumulate, wrong_gradients
+from tests.compiled import DROPOUT, GPT2_DROPOUT, Run, run
+from tests.gradients import TOLERANCE, Batch, accumulate, assert_bitwise_same, assert_same, wrong_gradients
 from tests.model_zoo import ZOO
 
 pytestmark = [
@@ -46,11 +46,6 @@ class Layers(torch.nn.Module):
         return CausalLMOutput(loss=(x * torch.sin(3 * x)).sum())
 
 
-def assert_same(ours: Run, losses: torch.Tensor, gradients: dict[str, torch.Tensor | None]) -> None:
-    torch.testing.assert_close(ours.losses, losses, rtol=TOLERANCE, atol=0)
-    assert wrong_gradients(ours.gradients, gradients) == {}
-
-
 def check_masks(ours: Run, without_plan: Run, rounding: float = 0) -> None:
     """Each mask has a seed of its own, drawn once, so that nothing random is in the backward.
 
@@ -59,9 +54,9 @@ def check_masks(ours: Run, without_plan: Run, rounding: float = 0) -> None:
     """
     ours.split.check(ours.table)
     assert not any(is_random(node) for node in ours.split.backward.graph.nodes)
-    torch.testing.assert_close(ours.losses, without_plan.losses, rtol=rounding, atol=0, msg="other masks")
+    torch.testing.assert_close(ours.step[0], without_plan.step[0], rtol=rounding, atol=0, msg="other masks")
     # Operators that are fused with others round otherwise.
-    assert wrong_gradients(ours.gradients, without_plan.gradients) == {}
+    assert wrong_gradients(ours.step[1], without_plan.step[1]) == {}
 
 
 def found_in_cache() -> int:
@@ -76,7 +71,7 @@ def batch() -> Batch:
 def test_a_level_is_applied(batch):
     model = Layers(0.0)
     ours = run(model, "level 1", batch, compiler="inductor")
-    assert_same(ours, *accumulate(model, [batch]))
+    assert_same(ours.step, accumulate(model, [batch]))
     ours.split.check(ours.table)
     recomputed = {candidate.activation.root.name for candidate in ours.split.graph.choice.recomputed}
     assert "addmm" in recomputed and len(recomputed) >= 3
@@ -101,12 +96,12 @@ def test_masks_are_recomputed_and_plans_are_not_mixed(batch):
     before = found_in_cache()
     for asked, first in ((plan, ours), ("", without_plan)):
         again = run(model, asked, batch, compiler="inductor", seed=7)
-        assert_bitwise_same(again, first)
+        assert_bitwise_same(again.step, first.step)
         assert again.split.saved_for_backward == first.split.saved_for_backward
         before += 2
         assert found_in_cache() == before, "forward and backward were compiled again"
     another = run(model, plan, batch, compiler="inductor", seed=8)
-    assert not torch.equal(another.losses, ours.losses)
+    assert not torch.equal(another.step[0], ours.step[0])
 
 
 @pytest.mark.nightly
@@ -118,7 +113,7 @@ def test_a_transformer_without_dropout(name, asked):
     model = ZOO[name].build()
     batches = [without_key_value_cache(model, (), ZOO[name].batch(*shape, seed=1)) for shape in ((8, 24), (3, 17))]
     ours = run(model, asked, *batches, compiler="inductor", dynamic=True)
-    assert_same(ours, *accumulate(model, batches))
+    assert_same(ours.step, accumulate(model, batches))
     if asked:
         ours.split.check(ours.table)
         assert ours.table.enabled

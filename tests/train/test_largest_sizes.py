@@ -54,17 +54,10 @@ class Random(torch.utils.data.Dataset):
         raise AssertionError("a row was made")
 
 
-@pytest.mark.parametrize(
-    "dataset",
-    [
-        None,
-        [],
-        Random(),
-        iter(LISTS),
-        Dataset.from_dict({"text": ["a"]}),
-        Dataset.from_list(LISTS).with_transform(dict),
-    ],
-)
+OTHERS = [Dataset.from_dict({"text": ["a"]}), Dataset.from_list(LISTS).with_transform(dict)]
+
+
+@pytest.mark.parametrize("dataset", [None, [], Random(), iter(LISTS), *OTHERS])
 def test_others_are_not_asked(dataset: object) -> None:
     assert largest_batch(trainer_on(dataset)) is None
 
@@ -72,16 +65,9 @@ def test_others_are_not_asked(dataset: object) -> None:
 def test_a_trainers_first_plan_holds_for_all_its_batches(tmp_path: Path) -> None:
     """The longest rows come last, and nothing is compiled for them."""
     ragged = sorted(rows("roberta-classification", 24), key=lambda row: len(row["input_ids"]))
-    trainer = make(
-        tmp_path,
-        "roberta-classification",
-        train_dataset=ragged,
-        memory_opt_engine="compile",
-        memory_opt_budget="90%",
-        memory_opt_compiler="aot_eager",
-        train_sampling_strategy="sequential",
-        max_steps=6,
-    )
+    options = {"memory_opt_engine": "compile", "memory_opt_budget": "90%"}
+    order = {"train_dataset": ragged, "train_sampling_strategy": "sequential", "max_steps": 6}
+    trainer = make(tmp_path, "roberta-classification", **options, **order)
     with log_lines() as lines:
         trainer.train()
     header = trainer.memopt.table.header[0]

@@ -34,26 +34,15 @@ def inherited():
 
 
 def run(body, **variables):
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT + body],
-        env={**inherited(), **variables},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=True,
-    )
+    command, environment = [sys.executable, "-c", SCRIPT + body], {**inherited(), **variables}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True)
     return done.stdout.split()
 
 
-def test_freed_blocks_go_back_to_the_system():
+def test_freed_blocks_go_back_to_the_system_and_do_not_without_it():
     told, kept = run("print(malloc.return_freed_memory(), kept_mib(512))")
-    assert told == "True"
-    assert float(kept) < 10
-
-
-def test_they_do_not_without_it():
-    (kept,) = run("print(kept_mib(512))")
-    assert float(kept) > 80
+    assert told == "True" and float(kept) < 10
+    assert float(*run("print(kept_mib(512))")) > 80
 
 
 def test_what_is_kept_is_told():
@@ -67,25 +56,21 @@ def test_what_is_kept_is_told():
 
 def test_a_user_s_own_setting_wins():
     told, kept = run("print(malloc.return_freed_memory(), kept_mib(512))", MALLOC_MMAP_THRESHOLD_=str(2**25))
-    assert told == "False"
-    assert float(kept) > 80
+    assert told == "False" and float(kept) > 80
     assert run("print(malloc.return_freed_memory())", MALLOC_TRIM_THRESHOLD_="0") == ["False"]
 
 
-def test_restore_takes_the_smaller_default_threshold_again():
+@pytest.mark.parametrize(
+    "asked", ["malloc.return_freed_memory();", "malloc.return_freed_memory();" * 2 + "malloc.restore();"]
+)
+def test_restore_by_the_last_that_asked_takes_the_smaller_default_threshold_again(asked):
     # 192 KiB lie between glibc's threshold and the one that is set.
-    (meanwhile,) = run("malloc.return_freed_memory(); print(kept_mib(192))")
-    (afterwards,) = run("malloc.return_freed_memory(); malloc.restore(); print(kept_mib(192))")
+    (meanwhile,), (afterwards,) = (
+        run(asked + "print(kept_mib(192))"),
+        run(asked + "malloc.restore(); print(kept_mib(192))"),
+    )
     assert float(meanwhile) > 80
     assert float(afterwards) < 10
-
-
-def test_two_that_asked_are_done_when_both_are():
-    asked = "malloc.return_freed_memory(); malloc.return_freed_memory(); malloc.restore(); "
-    (one_left,) = run(asked + "print(kept_mib(192))")
-    (none_left,) = run(asked + "malloc.restore(); print(kept_mib(192))")
-    assert float(one_left) > 80
-    assert float(none_left) < 10
 
 
 @pytest.mark.parametrize("engine", ["ort", "compile"])

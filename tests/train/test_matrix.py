@@ -3,7 +3,6 @@
 A new engine is a line in `OPTIONS` and its models in the parameters of a test, a new model a line in `model_zoo.py`.
 """
 
-import contextlib
 import copy
 import functools
 import random
@@ -12,7 +11,6 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import onnx
 import pytest
@@ -20,7 +18,6 @@ import torch
 
 from optimum_memopt.engines.api.engine import Engine
 from optimum_memopt.engines.api.run import Selection
-from optimum_memopt.engines.compile.capture import traced_forward
 from optimum_memopt.engines.compile.loss.decide import ROW
 from optimum_memopt.engines.compile.torch_compat.fx_graph import is_random
 from optimum_memopt.engines.shared.auto import create
@@ -29,13 +26,12 @@ from optimum_memopt.errors import UnsupportedModelError
 from optimum_memopt.options import MemOptOptions, resolve
 from optimum_memopt.plans.grammar import Strategy, parse
 from optimum_memopt.plans.table import PlanRow, PlanTable
+from tests.compiled import Split, recorded
 from tests.gradients import Batch, accumulate, assert_bitwise_same_step, assert_same_step
 from tests.model_zoo import COMPILE_ONLY, SDPA, UNTRAINABLE, ZOO, Case
 from tests.rotation import nightly
 
 OPTIONS = {"ort": {"ort_fallback": False}, "compile": {"memory_opt_compiler": "aot_eager"}}
-# A compiled graph, and its forward and backward.
-Partition = tuple[Any, tuple[torch.fx.GraphModule, torch.fx.GraphModule]]
 PLANS = ("none", "one", "level 1", "level 2", "random")
 # After "level 1", whose graph it goes on with.
 ONE_ROW = "one row"
@@ -62,11 +58,11 @@ class Pair:
     folder: Path
     selection: Selection = field(default=Selection())
     # Training graphs that were made for the selection, where the engine is compile.
-    partitions: list[Partition] = field(default_factory=list)
+    partitions: list[Split] = field(default_factory=list)
 
     @functools.cached_property
     def rows(self) -> tuple[PlanRow, ...]:
-        """What there is to choose from, whatever is on."""
+        """All rows to choose from, on or off."""
         if self.engine.plans() is None:
             # Both, which may have running statistics (SegFormer), by the same masks.
             for model in (self.model, self.plain):
@@ -104,19 +100,6 @@ class Pair:
         assert ("loss" in ours) == ("loss" in expected) == (self.case.labels in batch)
 
 
-@contextlib.contextmanager
-def recorded(partitions: list[Partition]) -> Iterator[None]:
-    """What the compile engine splits meanwhile goes into `partitions`."""
-
-    def partitioned(*args: Any, **kwargs: Any) -> Partition:
-        partitions.append(original(*args, **kwargs))
-        return partitions[-1]
-
-    original = traced_forward.partitioned
-    with mock.patch.object(traced_forward, "partitioned", partitioned):
-        yield
-
-
 @pytest.fixture(scope="module")
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     engine_name, name, attention = request.param
@@ -133,9 +116,8 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     engine = create(resolve(MemOptOptions(memory_opt_engine=engine_name, **options)))
     engine.attach(model)
     assert model.config._attn_implementation == attention
-    pair = Pair(f"{name}-{attention}", case, model, plain, engine, folder)
-    with recorded(pair.partitions):
-        yield pair
+    with recorded() as partitions:
+        yield Pair(f"{name}-{attention}", case, model, plain, engine, folder, partitions=partitions)
     engine.detach()
 
 
@@ -169,20 +151,14 @@ def check_applied(table: PlanTable, chosen: Selection) -> None:
     assert bool(table.enabled) == bool(chosen.level or chosen.config)
 
 
-def check_partition(partitions: list[Partition], table: PlanTable) -> None:
+def check_partition(partitions: list[Split], table: PlanTable) -> None:
     """The backward recomputes what the table says and nothing else, and draws no random number."""
     recomputed: Counter[str] = Counter()
-    for graph, (_, backward) in partitions:
-        assert not any(is_random(node) for node in backward.graph.nodes)
-        names = {node.name for node in backward.graph.nodes if node.op == "call_function"}
-        recomputed.update(
-            candidate.row
-            for candidate in graph.candidates
-            if candidate.strategy is not Strategy.OFFLOAD and candidate.activation.root.name in names
-        )
-    if not table.enabled:
-        return
-    assert recomputed == {row.config: row.applied_count for row in table.enabled}
+    for split in partitions:
+        assert not any(is_random(node) for node in split.backward.graph.nodes)
+        found = (one for one in split.graph.candidates if one.activation.root.name in split.run_in_backward)
+        recomputed.update(one.row for one in found if one.strategy is not Strategy.OFFLOAD)
+    assert not table.enabled or recomputed == {row.config: row.applied_count for row in table.enabled}
 
 
 def check_executed(folder: Path, table: PlanTable) -> None:
@@ -213,7 +189,7 @@ def cells(engine: str, attention: str, names: Collection[str], plans: Collection
 
 
 def is_fast(engine: str, name: str, attention: str, plan: str) -> bool:
-    """Whether `make test` has this cell: each fast model under a plan, and with ort, the quicker one, every plan.
+    """True for the cells of `make test`: each fast model under a plan, and with ort, the quicker one, every plan.
 
     Random plans of the compile engine are for `test_random_plans.py` there, one row for `test_trainer_compile.py`.
     """

@@ -75,34 +75,33 @@ def test_the_model_and_its_run_are_left_as_they_were(ran_out):
     assert type(copy.deepcopy(trainer.model)) is type(trainer.model)
 
 
-def test_a_forward_that_cannot_be_traced_is_explained_by_what_is_known(tmp_path):
+def reported(tmp_path, hook) -> MemoryReportCallback:
+    """Has reported on a run whose model has the hook on its head."""
     callback = MemoryReportCallback()
     trainer = make(tmp_path, "small", plain=True, trainer=UnderLimit, callbacks=[callback])
     trainer.limit = 1000
+    trainer.model.head.register_forward_pre_hook(hook)
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+        trainer.train()
+    return callback
 
+
+def test_a_forward_that_cannot_be_traced_is_explained_by_what_is_known(tmp_path):
     def reads_values(module: torch.nn.Module, args: Any) -> None:
         assert args[0].abs().max().item() >= 0
 
-    trainer.model.head.register_forward_pre_hook(reads_values)
-    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
-        trainer.train()
+    callback = reported(tmp_path, reads_values)
     assert "could not be traced" in callback.report.remarks[0]
     assert callback.report.moment.phase == "forward"
     assert (tmp_path / "memory_report.md").exists()
 
 
 def test_too_little_memory_to_trace_it(tmp_path):
-    callback = MemoryReportCallback()
-    trainer = make(tmp_path, "small", plain=True, trainer=UnderLimit, callbacks=[callback])
-    trainer.limit = 1000
-
     def runs_out(module: torch.nn.Module, args: Any) -> None:
         if isinstance(args[0], FakeTensor):
             raise MemoryError
 
-    trainer.model.head.register_forward_pre_hook(torch.compiler.disable(runs_out))
-    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
-        trainer.train()
+    callback = reported(tmp_path, torch.compiler.disable(runs_out))
     assert "MemoryError" in callback.report.remarks[0]
     assert "half of --per_device_train_batch_size" in callback.report.remarks[1]
 
@@ -131,7 +130,7 @@ class Wide(torch.nn.Module):
 
 
 class Failing(torch.optim.AdamW):
-    """Of its two states the first was made when memory ran out."""
+    """Runs out of memory with the first of its two states made."""
 
     def step(self, closure: Any = None) -> None:
         for parameter in self.param_groups[0]["params"]:
@@ -140,7 +139,6 @@ class Failing(torch.optim.AdamW):
 
 
 def test_the_optimizers_step(tmp_path):
-    """Its states are made in its first step."""
     callback = MemoryReportCallback()
     trainer = make(tmp_path, "small", plain=True, optimizers=(None, None), callbacks=[callback])
     trainer.optimizer = Failing(trainer.model.parameters(), lr=0.1)

@@ -59,7 +59,6 @@ def train(model: torch.nn.Module, config: str, compiler: str = "aot_eager"):
 
 @pytest.fixture
 def compiled(monkeypatch) -> list[torch.fx.Graph]:
-    """The graphs that inductor has been given."""
     graphs = []
     original = torch._inductor.compile_fx.compile_fx_inner
 

@@ -19,8 +19,8 @@ from optimum_memopt.engines.compile.partition.strategies.offload import place_co
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.plans.grammar import Strategy
-from tests.compiled import DROPOUT, Run, assert_bitwise_same, run, selection
-from tests.gradients import accumulate
+from tests.compiled import Run, run, selection
+from tests.gradients import accumulate, assert_bitwise_same
 from tests.model_zoo import ZOO
 
 HIDDEN = 64
@@ -58,7 +58,6 @@ class Blocks(torch.nn.Module):
 
 
 def on_cuda(module: fx.GraphModule) -> None:
-    """Say that all tensors of a graph are a GPU's."""
     for node in module.graph.nodes:
         if is_tensor(node):
             tensor = value(node)
@@ -90,7 +89,6 @@ def batch() -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def plain(blocks, batch) -> Run:
-    """The blocks' step without a plan."""
     return run(blocks, "", batch)
 
 
@@ -123,7 +121,7 @@ def test_activations_wait_on_the_host(blocks, batch, plain, gelus):
     norms = plain.split.request("getitem", Strategy.OFFLOAD, 2)
     reshapes = plain.split.request("clone", Strategy.RECOMPUTE, 3)
     ours = run(blocks, f"{gelus},{norms},{reshapes}", batch)
-    assert_bitwise_same(ours, accumulate(blocks, [batch]))
+    assert_bitwise_same(ours.step, accumulate(blocks, [batch]))
     ours.split.check(ours.table)
     offloaded = {"gelu", "gelu_1", "gelu_2", "gelu_3", "gelu_4", "getitem", "getitem_3"}
     assert {name for name in ours.split.saved_for_backward if name.endswith("_on_host")} == {
@@ -156,7 +154,7 @@ def test_what_the_forward_returns_stays(blocks, batch, norms):
     """Its caller holds it, so that a copy would save nothing."""
     asked = {**batch, "returns_second": True}
     ours = run(blocks, norms, asked)
-    assert_bitwise_same(ours, accumulate(blocks, [batch]))
+    assert_bitwise_same(ours.step, accumulate(blocks, [batch]))
     (row,) = ours.table.enabled
     assert row.applied_count == row.frequency == 4
     assert "getitem_3" in ours.split.saved_for_backward
@@ -184,31 +182,6 @@ def test_several_forwards_before_their_backwards(blocks, batch, gelus, norms):
     for ours, plain in zip(with_both.parameters(), expected[1].values(), strict=True):
         torch.testing.assert_close(ours.grad, plain)
     engine.detach()
-
-
-@pytest.fixture(scope="module")
-def transformer():
-    """With dropout, a batch for it, and its step without a plan."""
-    model, batch = CASE.build(**DROPOUT), CASE.batch(8, 32)
-    return model, batch, run(model, "", batch, seed=3)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("plan", ["Add+:3:2,Gelu+:3:-1", "FusedMatMul+Add+Reshape+Transpose+:3:-1,Dropout+:3:-1"])
-def test_a_transformer(transformer, plan):
-    model, batch, without_plan = transformer
-    ours = run(model, plan, batch, seed=3)
-    assert_bitwise_same(ours, without_plan)
-    ours.split.check(ours.table)
-    counts = {row.config: (row.requested_count, row.applied_count) for row in ours.table.enabled}
-    if plan.startswith("Add+"):
-        # The residual streams, of which the first two in graph order, and both gelus.
-        assert counts == {"FusedMatMul+Add+Dropout+Add+:3:-1": (2, 2), "Gelu+:3:-1": (-1, 2)}
-        streams = [candidate for candidate in ours.split.graph.candidates if "Dropout+Add+:3" in candidate.row]
-        hosts = [f"{candidate.activation.root.name}_on_host" for candidate in streams]
-        assert [host in ours.split.saved_for_backward for host in hosts] == [True, True, False, False]
-    else:
-        assert all(applied for _, applied in counts.values()) and len(counts) == 2
 
 
 def test_an_id_that_has_nothing_to_offload_is_refused(blocks, batch):
@@ -330,8 +303,6 @@ def test_on_a_gpu(compiler):
     batch = {name: tensor.cuda() for name, tensor in case.batch(32, 60).items()}
     plan = "Gelu+:3:-1,FusedMatMul+Add+:1:-1,LayerNormalization+:3:-1"
     expected, ours = run(model, "Gelu+:1:0", batch, compiler=compiler), run(model, plan, batch, compiler=compiler)
-    torch.testing.assert_close(ours.losses, expected.losses)
-    for name, gradient in expected.gradients.items():
-        torch.testing.assert_close(ours.gradients[name], gradient, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(ours.step, expected.step, rtol=1e-4, atol=1e-6)
     assert ours.split.graph.prediction.saved_bytes < expected.split.graph.prediction.saved_bytes
     assert not host_copies._under_way

@@ -1,5 +1,3 @@
-"""What `optimize` says, and what a notebook shows."""
-
 import pytest
 from transformers import Trainer, TrainingArguments
 

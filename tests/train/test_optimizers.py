@@ -1,6 +1,5 @@
 """Every optimizer steps as torch's AdamW, through Trainer's own parameter groups; what cannot run is refused."""
 
-import importlib.util
 import json
 import os
 import shutil
@@ -16,26 +15,22 @@ from optimum_memopt.engines.shared.registry import OPTIMIZERS
 from tests import fresh_process
 from tests.train import deepspeed_runs
 from tests.train.deepspeed_runs import NAME, TRAINING
+from tests.train.launchers.launching import alone, needs_compiler, needs_deepspeed
 from tests.trainer_runs import build, distance, log_lines, make, weights
 
 ROOT = Path(__file__).parents[2]
 CLOSE = 1e-5
-
-needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed not installed")
 
 
 def can_build():
     return shutil.which("c++") is not None and shutil.which("ninja") is not None
 
 
-needs_compiler = pytest.mark.skipif(not can_build(), reason="DeepSpeed compiles its operators with c++ and ninja")
 # Two operators, for minutes each, where no machine has built them.
 builds = pytest.mark.timeout(1800)
-EACH = [
-    "torch_fused_adamw",
-    pytest.param("deepspeed_fused_adam", marks=(pytest.mark.extensions, needs_deepspeed, needs_compiler, builds)),
-    pytest.param("deepspeed_cpu_adam", marks=(pytest.mark.extensions, needs_deepspeed, needs_compiler, builds)),
-]
+BUILT = (pytest.mark.extensions, needs_deepspeed, needs_compiler, builds)
+OF_DEEPSPEED = ("deepspeed_fused_adam", "deepspeed_cpu_adam")
+EACH = ["torch_fused_adamw", *(pytest.param(name, marks=BUILT) for name in OF_DEEPSPEED)]
 CLASSES = {
     "torch_fused_adamw": "torch.optim.adamw.AdamW",
     "deepspeed_fused_adam": "deepspeed.ops.adam.fused_adam.FusedAdam",
@@ -50,7 +45,7 @@ def _deepspeed_on_the_cpu(monkeypatch):
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
-    """What 20 steps of torch's own AdamW end in, in a stock Trainer."""
+    """A stock Trainer after 20 steps of torch's own AdamW."""
     trainer = make(tmp_path_factory.mktemp("reference"), NAME, plain=True, optim="adamw_torch", **TRAINING)
     trainer.train()
     return trainer
@@ -62,7 +57,6 @@ def optimizer_class(trainer):
 
 
 def groups(trainer):
-    """Names, weight decay, learning rate of each group."""
     names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
     return [
         ([names[id(p)] for p in group["params"]], group["weight_decay"], group["lr"])
@@ -166,17 +160,15 @@ def test_onnx_runtimes_adam_needs_cuda(tmp_path):
 @needs_deepspeed
 def test_what_deepspeed_needs(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    fused, cpu = (OPTIMIZERS[name].missing for name in ("deepspeed_fused_adam", "deepspeed_cpu_adam"))
-    assert "DeepSpeedCPUAdam steps on the CPU, this run is on cuda; turn on DeepSpeed's offload_optimizer" in cpu(
-        "cuda"
-    )
+    fused, cpu = (OPTIMIZERS[name].missing for name in OF_DEEPSPEED)
+    assert "DeepSpeedCPUAdam steps on the CPU, this run is on cuda; turn on DeepSpeed's offload" in cpu("cuda")
     assert fused("cuda") == "DeepSpeed builds for cpu, this run is on cuda; set DS_ACCELERATOR=cuda"
     with log_lines() as lines:
         assert fused("cpu") == "" or not can_build()
     assert any("compiles its operator fused_adam" in line and "minutes" in line for line in lines)
     assert not any("another process compiles" in line for line in lines)
     monkeypatch.setenv("CXX", "no-such-compiler")
-    for name in ("deepspeed_fused_adam", "deepspeed_cpu_adam"):
+    for name in OF_DEEPSPEED:
         message = refusal(tmp_path, memory_opt_optim=name)
         assert "no C++ compiler no-such-compiler here; install one or name yours in CXX" in message
     monkeypatch.delenv("CXX")
@@ -215,10 +207,8 @@ def test_a_run_that_is_not_in_fp16_says_so(tmp_path):
 
 
 def run_under_deepspeed(folder, what):
-    """What `deepspeed_runs.py` has found, and its stderr."""
-    port = str(fresh_process.free_port())
-    world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    environment = {**os.environ, **world, "DS_ACCELERATOR": "cpu"}
+    """The findings of `deepspeed_runs.py`, and its stderr."""
+    environment = {**os.environ, **alone(), "DS_ACCELERATOR": "cpu"}
     done = fresh_process.run(deepspeed_runs.__file__, what, folder, environment=environment, timeout=1500)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads((folder / "found.json").read_text()), done.stderr

@@ -1,4 +1,4 @@
-"""What a wheel holds: an editable install would hide a package that `setup.cfg` forgets."""
+"""The files of a wheel: an editable install would hide a package that `setup.cfg` forgets."""
 
 import shutil
 import subprocess
@@ -28,24 +28,14 @@ def wheel_files(tmp_path_factory) -> set[str]:
         return set(archive.namelist())
 
 
-def test_every_module_is_in_the_wheel(wheel_files):
+def test_every_module_the_pages_template_and_the_mark_for_type_checkers_are_in_the_wheel(wheel_files):
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "optimum_memopt").rglob("*.py")}
     assert modules and modules <= wheel_files
-
-
-def test_the_template_of_the_page_is_in_the_wheel(wheel_files):
-    assert "optimum_memopt/report/page.html.jinja" in wheel_files
-
-
-def test_type_checkers_read_the_packages_annotations(wheel_files):
-    assert "optimum_memopt/py.typed" in wheel_files
-
-
-def test_optimums_own_packages_are_left_alone(wheel_files):
-    """The command is found, and nothing here shadows the `optimum` it is added to."""
-    assert {name for name in wheel_files if name.startswith("optimum/")} == {COMMAND}
+    assert {"optimum_memopt/report/page.html.jinja", "optimum_memopt/py.typed"} <= wheel_files
 
 
 def test_only_the_package_is_installed(wheel_files):
+    """The command is found, and nothing here shadows the `optimum` it is added to."""
+    assert {name for name in wheel_files if name.startswith("optimum/")} == {COMMAND}
     tops = {name.split("/")[0] for name in wheel_files}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"optimum", "optimum_memopt"}

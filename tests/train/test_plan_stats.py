@@ -78,15 +78,9 @@ def test_a_new_graph_shows_a_new_table(tmp_path):
             batch["token_type_ids"] = torch.zeros_like(batch["input_ids"])
         return batch
 
-    trainer = make(
-        tmp_path,
-        NAME,
-        memory_opt_config=CONFIG,
-        train_dataset=plain_rows + typed_rows,
-        data_collator=collate_typed,
-        train_sampling_strategy="sequential",
-        max_steps=4,
-    )
+    data = {"train_dataset": plain_rows + typed_rows, "data_collator": collate_typed}
+    order = {"train_sampling_strategy": "sequential", "max_steps": 4}
+    trainer = make(tmp_path, NAME, memory_opt_config=CONFIG, **data, **order)
     seen = []
 
     class Watch(TrainerCallback):

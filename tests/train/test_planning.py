@@ -36,7 +36,7 @@ def found(config: transformers.PretrainedConfig) -> Estimate:
 
 
 class Classifier(torch.nn.Module):
-    """What is not transformers': a tensor in, logits out; and a tensor that is no parameter."""
+    """Not transformers': a tensor in, logits out; and a tensor that is no parameter."""
 
     def __init__(self, device: str = "cpu") -> None:
         super().__init__()
@@ -225,8 +225,6 @@ def test_a_mistake_is_one_line(folder, arguments: dict, line: str) -> None:
 
 
 class Unprintable:
-    """A value that has no text."""
-
     def __repr__(self) -> str:
         raise RuntimeError
 

@@ -87,7 +87,6 @@ STEPS = {
 
 @pytest.fixture(scope="module")
 def imported_so_far():
-    """Names of the modules that the one process has after each step."""
     lines = ["import json, sys", "found = {}"]
     for step, (modules, _) in STEPS.items():
         lines += [*(f"import {module}" for module in modules), f"found[{step!r}] = sorted(sys.modules)"]
@@ -111,8 +110,3 @@ def test_no_module_imports_what_transformers_does_not(imported_so_far):
 def test_plans_need_neither_torch_nor_transformers():
     statements = "import optimum_memopt.plans.grammar, optimum_memopt.plans.table"
     assert imported(f"{statements}\nassert not {{'torch', 'transformers'}} & set(sys.modules)") == set()
-
-
-def test_modules_of_the_names_exist():
-    for module in set(optimum_memopt._MODULES.values()):
-        importlib.import_module(f"optimum_memopt.{module}")

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from optimum_memopt.engines.shared.forward_patch import without_key_value_cache
 from optimum_memopt.plans.grammar import ALL, Strategy, parse
-from tests.compiled import Run, assert_bitwise_same, run
-from tests.gradients import Batch, Gradients, accumulate
+from tests.compiled import Run, run
+from tests.gradients import Batch, Gradients, accumulate, assert_bitwise_same
 from tests.model_zoo import ZOO
 from tests.rotation import nightly
 
@@ -66,7 +66,7 @@ def configs(subject: Subject) -> st.SearchStrategy[str]:
 
 def check(subject: Subject, config: str) -> None:
     ours = run(subject.model, config, subject.batch)
-    assert_bitwise_same(ours, subject.expected)
+    assert_bitwise_same(ours.step, subject.expected)
     ours.split.check(ours.table)
     asked = Counter()
     for request in parse(config).requests:

@@ -62,7 +62,6 @@ def rows(count: int = 32) -> torch.Tensor:
     ids=["as here", "as before torch 2.13"],
 )
 def test_fresh_models_of_a_class_in_pieces(monkeypatch: pytest.MonkeyPatch, isolates: bool) -> None:
-    """All at once and more than one model may be recompiled, each under its own plan."""
     monkeypatch.setattr(dynamo, "_ISOLATES", isolates)
     engines = []
     for index in range(FRESH_MODELS):

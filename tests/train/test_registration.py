@@ -8,7 +8,7 @@ import pytest
 
 import optimum_memopt
 from optimum_memopt.engines.compile.options import CompileOptions
-from optimum_memopt.engines.shared.registry import engine_names, factory, register_engine, registrations
+from optimum_memopt.engines.shared.registry import Registration, engine_names, factory, register_engine, registrations
 from optimum_memopt.errors import MemOptError
 from tests import fresh_process
 
@@ -25,11 +25,10 @@ def test_the_engines_and_their_order():
 @pytest.mark.parametrize("name", ["auto", "compile"])
 def test_a_name_is_given_once(name):
     with pytest.raises(ValueError, match=f"there is an engine {name} already"):
-        register_engine(name, options=CompileOptions, load=lambda: None, summary="")
+        register_engine(Registration(name, options=CompileOptions, load=lambda: None, summary=""))
 
 
 def test_registered_flags_exist():
-    """Sets of flags at the registration name fields of the engine's options."""
     for registration in registrations():
         names = set(registration.options.__dataclass_fields__)
         assert registration.for_any_engine | registration.need_trainer | registration.per_rank <= names

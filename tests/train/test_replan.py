@@ -33,7 +33,7 @@ def data(name: str, length: int = 40) -> list[dict[str, torch.Tensor]]:
 
 
 def a_tenth_less(trainer: Any) -> int:
-    """Of what a step takes under the plan in force."""
+    """Nine tenths of a step under the plan in force."""
     return int(0.9 * trainer.memopt.engine.predicted_peak_mib(trainer.optimizer, False) * 2**20)
 
 

@@ -1,5 +1,3 @@
-"""The page about a Trainer's run: what it shows, and that it is written however the run ends."""
-
 import re
 
 import pytest
@@ -18,8 +16,6 @@ ENGINE = {"memory_opt_engine": "compile", "memory_opt_compiler": "aot_eager"}
 
 
 class Stops(TrainerCallback):
-    """Ends the run at its second step."""
-
     def __init__(self, error: BaseException) -> None:
         self.error = error
 
@@ -30,7 +26,6 @@ class Stops(TrainerCallback):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A Trainer after its run, and the file that it has written."""
     folder = tmp_path_factory.mktemp("run")
     file = folder / "report.html"
     trainer = make(

@@ -1,5 +1,3 @@
-"""Runs whose batches are grouped by complexity, of one rank and of two."""
-
 import json
 import math
 from itertools import chain

@@ -1,5 +1,3 @@
-"""How a user's script ends, in a process of its own."""
-
 import subprocess
 import sys
 

@@ -10,7 +10,8 @@ import torch
 from allocations import allocated
 from torch._dynamo.utils import counters
 
-from optimum_memopt.engines.compile.memory.footprint import Footprint, optimizer_bytes, step_bytes
+from optimum_memopt.engines.compile.memory.footprint import Footprint, state_sizes, step_bytes
+from optimum_memopt.engines.compile.memory.inductor_programs import _StorageTracker
 from optimum_memopt.engines.compile.torch_compat import dynamo
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.errors import MemOptError
@@ -52,7 +53,7 @@ def measured(model: torch.nn.Module, batch: Batch) -> tuple[int, int]:
 
 
 def sizes_of(batch: Batch, known: Any) -> dict[str, int]:
-    """Of the plan table's symbols."""
+    """Values of the plan table's symbols in a batch."""
     found = (re.fullmatch(r"inputs_(\w+)_dim(\d+)", name) for name in known)
     return {match[0]: batch[match[1]].shape[int(match[2])] for match in found}
 
@@ -164,7 +165,6 @@ def adamw(model: torch.nn.Module, **how: Any) -> torch.optim.Optimizer:
 
 @pytest.fixture(scope="module")
 def small_and_wide() -> Predicted:
-    """Weights that take more than activations."""
     subject = predicted("gpt2", "aot_eager", n_embd=128, n_layer=1)
     subject.train("no plan")
     return subject
@@ -201,13 +201,13 @@ def test_a_step_is_the_sum_of_its_parts(small_and_wide, micro_batches, how, size
 def test_states_are_adamws_before_the_first_step_and_as_they_are_after_it(small_and_wide) -> None:
     parameters = list(small_and_wide.model.parameters())
     weights = sum(parameter.nbytes for parameter in parameters)
-    assert optimizer_bytes(None, parameters) == 2 * weights
+    assert sum(state_sizes(None, parameters)) == 2 * weights
     plain = torch.optim.SGD(parameters, lr=1e-4, momentum=0.9)
-    assert optimizer_bytes(plain, parameters) == 2 * weights
+    assert sum(state_sizes(plain, parameters)) == 2 * weights
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     plain.step()
-    assert optimizer_bytes(plain, parameters) == weights
+    assert sum(state_sizes(plain, parameters)) == weights
     assert step_bytes(None, parameters) == 0
     small_and_wide.model.zero_grad(set_to_none=True)
 
@@ -251,3 +251,14 @@ def test_sizes_that_a_model_does_not_have(small_and_wide) -> None:
             MemOptError, match="allowed are numbers from 1 on for inputs_input_ids_dim0, inputs_input_ids_dim1"
         ):
             predictor.footprint(sizes)
+
+
+def test_a_scalar_that_a_kernel_is_given_is_some_number() -> None:
+    """On CUDA a program reads DeBERTa's scale so, which fake tensors refuse."""
+    with dynamo.fake_tensors(), _StorageTracker(torch.device("cpu")) as tracker:
+        assert torch.empty(()).item() == 1.0
+        assert torch.empty((), dtype=torch.int64).item() == 1
+    sizes: dict[object, int] = {}
+    for key, size in tracker.log:
+        sizes[key] = size
+    assert not any(sizes.values())

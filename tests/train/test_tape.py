@@ -16,53 +16,22 @@ from tests.small_model import VOCABULARY
 from tests.train.test_step_memory import EXACT, measured
 
 _TEXT = {"vocab_size": VOCABULARY, "pad_token_id": 1}
+_LAYERS = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+_DROPOUTS = ("hidden_dropout", "attention_dropout", "activation_dropout", "feat_proj_dropout", "final_dropout")
 _SPEECH = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 64,
-    "conv_dim": (16, 16),
-    "conv_stride": (5, 4),
-    "conv_kernel": (10, 4),
-    "num_conv_pos_embeddings": 16,
-    "num_conv_pos_embedding_groups": 2,
-    "num_feat_extract_layers": 2,
-    "vocab_size": 32,
-    "hidden_dropout": 0.0,
-    "attention_dropout": 0.0,
-    "activation_dropout": 0.0,
-    "feat_proj_dropout": 0.0,
-    "final_dropout": 0.0,
-    "layerdrop": 0.0,
-    "mask_time_length": 4,
-    "ctc_loss_reduction": "mean",
-    "ctc_zero_infinity": True,
+    **{**_LAYERS, "conv_dim": (16, 16), "conv_stride": (5, 4), "conv_kernel": (10, 4), "num_feat_extract_layers": 2},
+    **{"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2, "vocab_size": 32, "mask_time_length": 4},
+    **{**dict.fromkeys(_DROPOUTS, 0.0), "layerdrop": 0.0, "ctc_loss_reduction": "mean", "ctc_zero_infinity": True},
 }
-_YOSO = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 64,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-    "max_position_embeddings": 128,
-}
+_STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_YOSO = {**_LAYERS, **_STILL, "max_position_embeddings": 128}
 _LED = {
-    "d_model": 32,
-    "encoder_layers": 1,
-    "decoder_layers": 1,
-    "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2,
-    "encoder_ffn_dim": 64,
-    "decoder_ffn_dim": 64,
-    "attention_window": 16,
-    "dropout": 0.0,
-    "max_encoder_position_embeddings": 128,
-    "max_decoder_position_embeddings": 128,
-    "bos_token_id": 0,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 2,
-    "use_cache": False,
+    **{f"{half}_layers": 1 for half in ("encoder", "decoder")},
+    **{f"{half}_attention_heads": 2 for half in ("encoder", "decoder")},
+    **{f"{half}_ffn_dim": 64 for half in ("encoder", "decoder")},
+    **{f"max_{half}_position_embeddings": 128 for half in ("encoder", "decoder")},
+    **{"d_model": 32, "attention_window": 16, "dropout": 0.0, "use_cache": False},
+    **{"bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2},
 }
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "yoso": ("YosoForMaskedLM", "YosoConfig", {**_TEXT, **_YOSO}),
@@ -96,7 +65,7 @@ def test_predictions_are_the_allocators(name: str, asked: str) -> None:
         measured(model, batch)
         saved, peak = measured(model, batch)
         predictor = engine._planned.predictors.of(batch)
-        assert sum(predictor.runs) > 1
+        assert sum(predictor.tape.runs) > 1
         assert predictor.saved(predictor.sizes_of(batch)) == pytest.approx(saved, **EXACT)
         assert predictor.activations(predictor.sizes_of(batch)) == pytest.approx(peak, **EXACT)
     engine.detach()

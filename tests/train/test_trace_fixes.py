@@ -23,6 +23,7 @@ from tests.gradients import assert_bitwise_same_step, assert_same_step
 from tests.trainer_runs import log_lines
 
 ENGINE = {"memory_opt_engine": "compile", "memory_opt_compiler": "aot_eager", "memory_opt_level": 1}
+SIZES = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
@@ -35,18 +36,10 @@ def two_of(kind, config):
 
 
 def deberta():
-    config = DebertaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        intermediate_size=64,
-        max_position_embeddings=32,
-        relative_attention=True,
-        pos_att_type=["c2p", "p2c"],
-        **NO_DROPOUT,
+    relative = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "max_position_embeddings": 32}
+    return two_of(
+        DebertaForSequenceClassification, DebertaConfig(**SIZES, **relative, **NO_DROPOUT, num_hidden_layers=3)
     )
-    return two_of(DebertaForSequenceClassification, config)
 
 
 def rows(size, length):
@@ -179,14 +172,7 @@ def test_what_reads_running_statistics_is_not_recomputed():
 @pytest.mark.parametrize("heads_of_keys", [4, 2])
 def test_a_batch_without_padding_is_bitwise_but_for_grouped_queries(heads_of_keys):
     """transformers gives attention no mask there, which a compiled forward cannot see."""
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=heads_of_keys,
-        intermediate_size=64,
-    )
+    config = LlamaConfig(**SIZES, num_hidden_layers=1, num_key_value_heads=heads_of_keys)
     model, plain = two_of(LlamaForCausalLM, config)
     optimize(model, **ENGINE, memory_opt_loss="plain")
     ids = torch.randint(5, 64, (4, 24))

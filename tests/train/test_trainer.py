@@ -3,18 +3,16 @@
 import copy
 import gc
 import weakref
-from dataclasses import dataclass
 
 import pytest
 import torch
 from transformers import Trainer, TrainingArguments
-from transformers.trainer_utils import PredictionOutput
 
-from optimum_memopt import MemOptError, MemOptTrainer, MemOptTrainingArguments, attach, optimize, run_summary
+from optimum_memopt import MemOptError, MemOptTrainer, attach, optimize, run_summary
 from optimum_memopt.engines.shared.in_place import engine_of
 from optimum_memopt.engines.shared.registry import engine_names
 from tests.model_zoo import ZOO
-from tests.trainer_runs import arguments, build, collate, distance, log_lines, make, rows, tables, weights
+from tests.trainer_runs import build, collate, distance, log_lines, make, tables, weights
 
 CLOSE = 1e-5
 
@@ -82,56 +80,6 @@ def test_num_items_in_batch_reaches_the_model(tmp_path, plain_weights):
     assert distance(weights(trainer.model), plain_weights("gpt2", **changes)) < CLOSE
 
 
-@pytest.mark.parametrize("first_plain", [True, False], ids=["plain-to-ort", "ort-to-plain"])
-def test_checkpoints_pass_between_plain_and_ort(tmp_path, first_plain):
-    saving = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6}
-    first = make(tmp_path, "roberta-classification", plain=first_plain, **saving)
-    first.train()
-    second = make(tmp_path, "roberta-classification", plain=not first_plain, **saving)
-    second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    assert distance(weights(second.model), weights(first.model)) < CLOSE
-
-
-@dataclass
-class Evaluated:
-    """A trained Trainer, its evaluations before, during and after training, and what it predicted."""
-
-    trainer: Trainer
-    losses: list[float]
-    predicted: PredictionOutput
-
-
-@pytest.fixture(scope="module")
-def evaluated(tmp_path_factory):
-    """The plain Trainer or one under an engine, each trained once."""
-    known = {}
-
-    def train(engine):
-        if engine not in known:
-            own = {"memory_opt_engine": engine, "memory_opt_level": 1} if engine else {"plain": True}
-            trainer = make(tmp_path_factory.mktemp("run"), "gpt2", eval_strategy="steps", eval_steps=2, **own)
-            before = trainer.evaluate()["eval_loss"]
-            trainer.train()
-            during = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
-            predicted = trainer.predict(rows("gpt2", 6, seed=1))
-            known[engine] = Evaluated(trainer, [before, *during, trainer.evaluate()["eval_loss"]], predicted)
-        return known[engine]
-
-    return train
-
-
-def test_evaluation_and_prediction_are_the_plain_ones(evaluated, engine):
-    """Before, during and after training, through the model's own forward."""
-    plain, ours = evaluated(""), evaluated(engine)
-    assert distance(weights(engine_model(ours.trainer)), weights(plain.trainer.model)) < CLOSE
-    assert len(set(plain.losses)) > 2
-    assert ours.losses == pytest.approx(plain.losses, rel=1e-4)
-    torch.testing.assert_close(
-        torch.tensor(ours.predicted.predictions), torch.tensor(plain.predicted.predictions), rtol=1e-3, atol=1e-4
-    )
-    assert (ours.predicted.label_ids == plain.predicted.label_ids).all()
-
-
 def test_a_detached_trainer_attaches_again_and_frees_its_model(tmp_path, plain_weights, engine):
     trainer = make(tmp_path, "small", memory_opt_engine=engine)
     trainer.train()
@@ -164,16 +112,6 @@ def test_attach_to_a_stock_trainer(tmp_path, plain_weights, engine):
     assert distance(weights(trainer.model), plain_weights("gpt2")) < CLOSE
     assert attachment.measured_peak_mib > 100
     assert f"{config} (1 of 1)" in run_summary(trainer)
-
-
-def test_attach_reads_the_arguments_of_the_package(tmp_path):
-    args = arguments(MemOptTrainingArguments, tmp_path, memory_opt_level=1)
-    trainer = Trainer(build("gpt2"), args, data_collator=collate, train_dataset=rows("gpt2"))
-    with pytest.raises(MemOptError, match="needs a Trainer with an engine"):
-        run_summary(trainer)
-    attach(trainer)
-    trainer.train()
-    assert len(trainer.memopt.table.enabled) > 2
 
 
 class Overrides:
@@ -240,8 +178,9 @@ def test_optimize_in_a_loop_of_ones_own(engine):
 # The model during and after training.
 
 
-def test_the_trained_model_generates_and_copies(evaluated, engine):
-    trainer = evaluated(engine).trainer
+def test_the_trained_model_generates_and_copies(tmp_path, engine):
+    trainer = make(tmp_path, "gpt2", memory_opt_engine=engine, memory_opt_level=1)
+    trainer.train()
     plain = build("gpt2").eval()
     plain.load_state_dict(trainer.model.state_dict())
     prompt = {"input_ids": torch.tensor([[5, 6, 7]]), "attention_mask": torch.ones(1, 3, dtype=torch.long)}

@@ -1,5 +1,3 @@
-"""What is the compile engine's own in a Trainer: its arguments, the model's config, mixed precision, recompiles."""
-
 import json
 import re
 import threading
@@ -12,12 +10,11 @@ from safetensors.torch import load_file
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, TrainingArguments
 
 from optimum_memopt import MemOptError, MemOptOptions, attach, optimize, run_summary
+from optimum_memopt.engines.compile.capture.capture import check_trainer_arguments
 from optimum_memopt.engines.ort.compat import installation
-from optimum_memopt.engines.shared.auto import create
 from optimum_memopt.engines.shared.in_place import engine_of
 from optimum_memopt.engines.shared.registry import choose_engines
 from optimum_memopt.errors import UnsupportedModelError
-from optimum_memopt.options import resolve
 from tests.gradients import assert_bitwise_same_step
 from tests.rotation import nightly
 from tests.trackers import numbers, tracked
@@ -37,11 +34,15 @@ def test_a_default_of_a_subclass_is_nothing_that_the_user_gave():
         Recipe(memory_opt_engine="compile", ort_fallback=True).check()
 
 
-def test_fsdp_by_accelerate_is_refused(tmp_path, monkeypatch):
+def test_fsdp_by_accelerate_and_several_gpus_in_one_process_are_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(MemOptError, match="FSDP with the compile engine.*use DDP or ZeRO 0, 1, 2"):
-        engine = create(resolve(MemOptOptions(memory_opt_engine="compile")))
-        engine.check_arguments(arguments(TrainingArguments, tmp_path))
+        check_trainer_arguments(arguments(TrainingArguments, tmp_path))
+    monkeypatch.delenv("ACCELERATE_USE_FSDP")
+    args = arguments(TrainingArguments, tmp_path)
+    args._n_gpu = 2
+    with pytest.raises(MemOptError, match="2 GPUs in one process.*CUDA_VISIBLE_DEVICES=0"):
+        check_trainer_arguments(args)
 
 
 def test_auto_takes_it_where_onnx_runtime_is_not_installed(tmp_path, monkeypatch):
@@ -183,7 +184,7 @@ class NoText:
 
 
 class Halfway(torch.nn.Module):
-    """What torch cannot trace comes after a graph that has run."""
+    """Cannot be traced behind a graph that has run."""
 
     def __init__(self):
         super().__init__()
@@ -238,10 +239,8 @@ def test_a_last_batch_of_one_row_has_fewer_plans_and_trains_on(name, own):
 def lora(name):
     torch.manual_seed(0)
     # Usually one factor is zero at first, and with it the gradient of the other.
-    config = LoraConfig(
-        r=4, target_modules=["query", "value"], modules_to_save=["classifier"], init_lora_weights=False
-    )
-    return get_peft_model(build(name), config)
+    modules = {"target_modules": ["query", "value"], "modules_to_save": ["classifier"]}
+    return get_peft_model(build(name), LoraConfig(r=4, init_lora_weights=False, **modules))
 
 
 @pytest.mark.nightly
@@ -283,22 +282,11 @@ def test_generation_during_evaluation(tmp_path):
     that of PyTorch to rounding only."""
     predicted = {}
     for kind in ("plain", "ours"):
-        args = arguments(
-            Seq2SeqTrainingArguments,
-            tmp_path,
-            eval_strategy="steps",
-            eval_steps=1,
-            max_steps=2,
-            predict_with_generate=True,
-            generation_max_length=6,
-        )
-        trainer = Seq2SeqTrainer(
-            build("t5", num_layers=1, num_decoder_layers=1),
-            args,
-            data_collator=collate,
-            train_dataset=rows("t5"),
-            eval_dataset=rows("t5", 4, seed=1),
-        )
+        steps = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 2}
+        generation = {"predict_with_generate": True, "generation_max_length": 6}
+        args = arguments(Seq2SeqTrainingArguments, tmp_path, **steps, **generation)
+        model = build("t5", num_layers=1, num_decoder_layers=1)
+        trainer = Seq2SeqTrainer(model, args, collate, rows("t5"), rows("t5", 4, seed=1))
         if kind == "ours":
             attach(trainer, **ENGINE, memory_opt_level=1, memory_opt_loss="plain")
         trainer.train()
@@ -310,15 +298,8 @@ def test_generation_during_evaluation(tmp_path):
 
 def test_every_observer_and_both_peaks_at_the_end(tmp_path):
     file = tmp_path / "found.jsonl"
-    trainer = make(
-        tmp_path,
-        "small",
-        **ENGINE,
-        memory_opt_level=1,
-        log_input_density=True,
-        log_memory_phases=True,
-        memory_opt_log_file=str(file),
-    )
+    observers = {"log_input_density": True, "log_memory_phases": True, "memory_opt_log_file": str(file)}
+    trainer = make(tmp_path, "small", **ENGINE, memory_opt_level=1, **observers)
     with log_lines() as lines:
         tracked(trainer).train()
     records = [json.loads(line) for line in file.read_text().splitlines()]

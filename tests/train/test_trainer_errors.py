@@ -1,6 +1,4 @@
-"""What cannot be trained is refused in one line before the optimizer's first step, and what ran dry is tried again."""
-
-import json
+"""Errors of one line before the optimizer's first step, and steps that ran dry and are tried again."""
 
 import pytest
 import torch
@@ -41,44 +39,6 @@ def test_a_good_run_does_step(tmp_path):
     steps = OptimizerSteps()
     make(tmp_path, NAME, callbacks=[steps], max_steps=2).train()
     assert steps.count == 2
-
-
-def test_a_config_file_is_read_like_a_config(tmp_path):
-    file = tmp_path / "plans.json"
-    file.write_text(json.dumps(["Gelu+:1:-1"]))
-    trainer = make(tmp_path, NAME, memory_opt_config=str(file), max_steps=1)
-    trainer.train()
-    assert [plan.config for plan in trainer.memopt.table.enabled] == ["Gelu+:1:-1"]
-    file.write_text('{"not": "a list"')
-    assert str(file) in refusal(tmp_path, memory_opt_config=str(file))
-
-
-def test_a_config_that_is_set_later_counts(tmp_path):
-    """In a notebook, arguments are changed in place between two runs."""
-    args = arguments(MemOptTrainingArguments, tmp_path, memory_opt_config="Gelu+:1:-1", max_steps=1)
-    args.memory_opt_config = "FusedMatMul+Add+:1:-1"
-    trainer = MemOptTrainer(build(NAME), args, collate, rows(NAME))
-    trainer.train()
-    assert [plan.config for plan in trainer.memopt.table.enabled] == ["FusedMatMul+Add+:1:-1"]
-
-
-def test_an_unknown_id_is_refused_with_its_near_matches_first(tmp_path):
-    message = refusal(tmp_path, memory_opt_config="Gelu+:1:-1,FusedMatMul+Ad+:1:-1")
-    start = 'no plan "FusedMatMul+Ad+" in this model; did you mean FusedMatMul+Add+ or '
-    assert message.startswith(start)
-    assert "Gelu+" in message
-
-
-def test_a_strategy_that_a_plan_does_not_have_is_refused(tmp_path):
-    assert refusal(tmp_path, memory_opt_config="Gelu+:2:-1") == "Gelu+:2:-1: this plan has strategy 1 only"
-
-
-def test_without_strict_an_unknown_id_is_a_warning(tmp_path):
-    trainer = make(tmp_path, NAME, memory_opt_config="Gelu+:1:-1,Nothing+:1:-1", memory_opt_strict=False, max_steps=1)
-    with log_lines() as lines:
-        trainer.train()
-    assert sum('no plan "Nothing+"' in line for line in lines) == 1
-    assert [plan.config for plan in trainer.memopt.table.enabled] == ["Gelu+:1:-1"]
 
 
 @pytest.mark.parametrize(
@@ -168,7 +128,7 @@ class RunsDry:
 
 
 class MasksAgree(TrainerCallback):
-    """Whether the classifier's gradient was made with the dropout mask of the forward that made the logits.
+    """Compares the classifier's gradient with that of the dropout mask in the forward that made the logits.
 
     Of `logits = W dropout(x) + b` the sum of W times its gradient is the sum of (logits - b) times theirs, which is
     known, unless the recomputed dropout drew another mask.
@@ -198,18 +158,9 @@ def test_a_dropout_plan_is_still_exact_after_running_out_of_memory(tmp_path):
             finally:
                 hook.remove()
 
-    trainer = make(
-        tmp_path,
-        NAME,
-        trainer=type("Dry", (Watched, MemOptTrainer), {}),
-        model=build(NAME, hidden_dropout_prob=0.3),
-        memory_opt_config="Dropout+:1:-1",
-        callbacks=[masks],
-        auto_find_batch_size=True,
-        per_device_train_batch_size=8,
-        max_steps=4,
-        max_grad_norm=0.0,
-    )
+    own = {"model": build(NAME, hidden_dropout_prob=0.3), "callbacks": [masks], "memory_opt_config": "Dropout+:1:-1"}
+    steps = {"auto_find_batch_size": True, "per_device_train_batch_size": 8, "max_steps": 4, "max_grad_norm": 0.0}
+    trainer = make(tmp_path, NAME, trainer=type("Dry", (Watched, MemOptTrainer), {}), **own, **steps)
     trainer.train()
     assert trainer.dry == 0 and trainer.state.global_step == 4 and trainer.state.train_batch_size < 8
     assert [plan.config for plan in trainer.memopt.table.enabled] == ["Dropout+:1:-1"]

@@ -6,7 +6,15 @@ import pytest
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from optimum_memopt import MemOptError, MemOptOptions, MemOptTrainer, MemOptTrainingArguments, attach, optimize
+from optimum_memopt import (
+    MemOptError,
+    MemOptOptions,
+    MemOptTrainer,
+    MemOptTrainingArguments,
+    attach,
+    optimize,
+    run_summary,
+)
 from optimum_memopt.engines.shared.in_place import engine_of
 from optimum_memopt.engines.shared.registry import engine_names
 from tests.trainer_runs import arguments, build, collate, distance, log_lines, make, rows, tables, weights
@@ -165,6 +173,8 @@ def test_an_optimizer_that_is_made_before_train(tmp_path):
 def test_attach_overrides_single_options_of_the_arguments(tmp_path):
     args = arguments(MemOptTrainingArguments, tmp_path, memory_opt_engine="compile", memory_opt_level=1, max_steps=1)
     trainer = Trainer(build(NAME), args, data_collator=collate, train_dataset=rows(NAME))
+    with pytest.raises(MemOptError, match="needs a Trainer with an engine"):
+        run_summary(trainer)
     with log_lines() as lines:
         attach(trainer, log_memory_phases=True)
         trainer.train()

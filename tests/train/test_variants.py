@@ -46,15 +46,9 @@ def hold(monkeypatch: pytest.MonkeyPatch, held: int) -> None:
 class Attached:
     """A model under a budget, in a run whose batches have these lengths."""
 
-    def __init__(
-        self,
-        budget: int | None,
-        variants: int = 1,
-        lengths: tuple[int, ...] = (60, 24),
-        build: Callable[[], torch.nn.Module] = Tower,
-    ) -> None:
+    def __init__(self, budget: int | None, variants: int = 1, lengths: tuple[int, ...] = (60, 24)) -> None:
         torch.manual_seed(0)
-        self.model = build()
+        self.model = Tower()
         self.plain = copy.deepcopy(self.model)
         selection = Selection(budget=None if budget is None else Budget(f"{budget} bytes", budget))
         self.engine = CompileEngine(selection, "aot_eager", variants=variants)
@@ -72,7 +66,7 @@ class Attached:
 
 @pytest.fixture(scope="module")
 def free() -> Footprint:
-    """Of a step without a plan."""
+    """A step without a plan."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         hold(monkeypatch, HELD)
         one = Attached(None)
@@ -185,9 +179,7 @@ def test_a_batch_without_need_of_a_plan_needs_no_variant(attached) -> None:
     assert one.header[-1] == "one variant: another one would save less than 0.5% time"
 
 
-def test_a_process_that_has_grown_goes_on_with_the_plan_it_has(
-    attached, budget: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_has_grown_goes_on_with_the_plan_it_has(attached, budget, monkeypatch) -> None:
     one = attached(budget, 2)
     one.step(LONG)
     hold(monkeypatch, HELD + budget // 2)
@@ -242,22 +234,11 @@ def test_a_trainer_says_and_runs_what_its_batches_need(tmp_path: Path, budget: i
     """Long rows in every other batch; evaluation runs the model's own forward."""
     lengths = [60 if index // 64 % 2 else 20 for index in range(384)]
     examples = [{"input_ids": tower_batch(1, length)["input_ids"][0]} for length in lengths]
-    trainer = make(
-        tmp_path,
-        "roberta-mlm",
-        model=Tower(),
-        train_dataset=examples,
-        eval_dataset=examples[:4],
-        data_collator=default_data_collator,
-        per_device_train_batch_size=64,
-        train_sampling_strategy="sequential",
-        memory_opt_engine="compile",
-        memory_opt_budget=f"{budget / MIB:.3f}MiB",
-        memory_opt_variants=2,
-        max_steps=6,
-        eval_strategy="steps",
-        eval_steps=3,
-    )
+    data = {"train_dataset": examples, "eval_dataset": examples[:4], "data_collator": default_data_collator}
+    options = {"memory_opt_engine": "compile", "memory_opt_budget": f"{budget / MIB:.3f}MiB", "memory_opt_variants": 2}
+    steps = {"max_steps": 6, "eval_strategy": "steps", "eval_steps": 3, "per_device_train_batch_size": 64}
+    steps["train_sampling_strategy"] = "sequential"
+    trainer = make(tmp_path, "roberta-mlm", model=Tower(), **data, **options, **steps)
     with log_lines() as lines, recorded() as splits:
         trainer.train()
     dear, cheap = (split.graph.choice for split in splits)

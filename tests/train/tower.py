@@ -1,4 +1,4 @@
-"""Layers whose activations are cheap to recompute, of any number of rows and any length."""
+"""Layers whose activations are cheap to recompute, of any number of rows and any length; traced in a second."""
 
 import torch
 from transformers.modeling_outputs import MaskedLMOutput
@@ -16,8 +16,6 @@ class Block(torch.nn.Module):
 
 
 class Tower(torch.nn.Module):
-    """Traced in a second."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = torch.nn.ModuleList([Block() for _ in range(3)])

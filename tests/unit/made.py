@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from optimum_memopt.engines.api.predictions import CATEGORIES, CurvePoint, Frontier, Group, Phase, StepTimeline
 from optimum_memopt.plans.table import PlanRow, PlanTable
-from optimum_memopt.report.data import MeasuredPhase, MeasuredStep, ReportData
+from optimum_memopt.report.data import MeasuredStep, ReportData
 
 MIB = 2**20
 TABLE = PlanTable(
@@ -59,7 +59,9 @@ FULL = ReportData(
     table=TABLE,
     timeline=timeline(),
     frontier=FRONTIER,
-    measured=MeasuredStep(4, (MeasuredPhase("pre_forward", 199.5, 199.5), MeasuredPhase("post_forward", 200, 204))),
+    measured=MeasuredStep(
+        4, (Phase("pre_forward", 399 * MIB // 2, 399 * MIB // 2), Phase("post_forward", 200 * MIB, 204 * MIB))
+    ),
     measured_peak=345 * MIB,
     densities={"input_ids": ((1, 71.5), (2, 64.0), (4, 80.25)), "labels": ((1, 15.0), (2, 15.5), (4, 14.9))},
 )

@@ -110,7 +110,7 @@ def advice(plan: str, rows: int, peak: int = 640) -> dict:
 
 @pytest.fixture
 def sweep(monkeypatch):
-    """What was run, and steps in turns that take as long as in the sweep, twice as long in one round."""
+    """Runs of a sweep, and steps in turns that take as long as in the sweep, twice as long in one round."""
 
     def race(folder, name, limit, runners):
         seconds = {one.runner: one.seconds for one in RAN}

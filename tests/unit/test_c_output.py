@@ -1,5 +1,3 @@
-"""What a library prints from C while programs are solved."""
-
 import ctypes
 import os
 import threading

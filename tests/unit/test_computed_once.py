@@ -1,4 +1,4 @@
-"""What one rank computes for all, by a store; here of threads."""
+"""One rank computes for all, by a store; here of threads."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""What CPU operators hold beside their results, against torch's allocator."""
+"""Workspaces of CPU operators against torch's allocator."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,6 @@ _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def held(operator: Callable[..., Any], arguments: tuple[Any, ...]) -> int:
-    """Bytes beside its results."""
     peak, left, _ = allocated(lambda: operator(*arguments))
     return peak - left
 

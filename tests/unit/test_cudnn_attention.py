@@ -10,7 +10,6 @@ from optimum_memopt.engines.compile.torch_compat.dynamo import fake_tensors
 
 @pytest.fixture(autouse=True)
 def _hopper(monkeypatch):
-    """An H100 under torch 2.13 with the cuDNN that it comes with."""
     monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92000)
@@ -52,8 +51,6 @@ def test_a_symbolic_length_may_become_one():
 
 
 class _Symbolic(torch.Tensor):
-    """A tensor whose length is no number."""
-
     @staticmethod
     def __new__(cls, like: torch.Tensor) -> "_Symbolic":
         return torch.empty(0).as_subclass(cls)

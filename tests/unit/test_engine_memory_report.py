@@ -1,13 +1,16 @@
-"""A report of a step that ran out of memory: on the screen and in files."""
-
 import json
 from dataclasses import replace
 
+import pytest
+import torch
+
 from optimum_memopt.engines.api.explanations import BACKWARD, Moment, Part, Suggestion, Tensors
 from optimum_memopt.engines.api.predictions import OTHER, PARAMETERS, SAVED, TEMPORARY
+from optimum_memopt.errors import Shortage, is_out_of_memory, shortage
 from optimum_memopt.oom.report import MemoryReport
 
 GIB, MIB = 2**30, 2**20
+GELUS = tuple(Tensors("Gelu+:1:-1", f"roberta.encoder.layer.{layer}", 300 * MIB) for layer in range(2))
 REPORT = MemoryReport(
     error="OutOfMemoryError: CUDA out of memory.",
     step=2,
@@ -23,22 +26,12 @@ REPORT = MemoryReport(
     moment=Moment(BACKWARD, "roberta.encoder.layer.1", "mm"),
     parts=(
         Part(PARAMETERS, 512 * MIB),
-        Part(
-            SAVED,
-            GIB,
-            (
-                Tensors("Gelu+:1:-1", "roberta.encoder.layer.0", 300 * MIB),
-                Tensors("Gelu+:1:-1", "roberta.encoder.layer.1", 300 * MIB),
-                Tensors("embedding", "", 424 * MIB),
-            ),
-        ),
+        Part(SAVED, GIB, (*GELUS, Tensors("embedding", "", 424 * MIB))),
         Part(TEMPORARY, 0),
         Part(OTHER, 460 * MIB),
     ),
     suggestions=(
-        Suggestion(
-            "--memory_opt_budget 2007MiB", 2000 * MIB, 0.123, "the cheapest recompute with which every step fits"
-        ),
+        Suggestion("--memory_opt_budget 2007MiB", 2000 * MIB, 0.123, "the cheapest recompute"),
         Suggestion("--per_device_train_batch_size 32 --gradient_accumulation_steps 4", GIB, None, "as many rows"),
     ),
     remarks=("several graphs",),
@@ -89,3 +82,50 @@ def test_each_rank_has_its_file(tmp_path):
 def test_nothing_fits():
     report = replace(REPORT, suggestions=())
     assert "none found" in report.to_text() and "None found" in report.to_markdown()
+
+
+CUDA = (
+    "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.15 GiB of which 3.25 MiB is "
+    "free. Including non-PyTorch memory, this process has 79.14 GiB memory in use. Of the allocated memory 77.50 GiB "
+    "is allocated by PyTorch, and 1.20 GiB is reserved by PyTorch but unallocated."
+)
+CPU = (
+    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
+    "1048576000000 bytes. Error code 12 (Cannot allocate memory)"
+)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        MemoryError("Unable to allocate 8.00 GiB for an array"),
+        torch.OutOfMemoryError(CUDA),
+        RuntimeError(CPU),
+        RuntimeError("std::bad_alloc"),
+        RuntimeError("CUDA error: out of memory"),
+    ],
+)
+def test_memory_ran_out(error):
+    assert is_out_of_memory(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("mat1 and mat2 shapes cannot be multiplied"), ValueError("out of memory"), KeyboardInterrupt()],
+)
+def test_another_error(error):
+    assert not is_out_of_memory(error)
+
+
+def test_the_allocators_own_error_is_recognised():
+    with pytest.raises((RuntimeError, MemoryError)) as caught:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert is_out_of_memory(caught.value)
+    assert shortage(caught.value) == Shortage(requested=2**60, allocated=None)
+
+
+def test_amounts():
+    assert shortage(RuntimeError(CUDA)) == Shortage(20 * 2**20, int(77.5 * 2**30))
+    assert shortage(RuntimeError(CPU)) == Shortage(1048576000000, None)
+    assert shortage(MemoryError()) == Shortage(None, None)

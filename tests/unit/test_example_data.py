@@ -1,5 +1,3 @@
-"""Arguments and rows of the examples: what is refused, and how a file becomes a task."""
-
 import json
 
 import pytest

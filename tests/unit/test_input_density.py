@@ -14,15 +14,12 @@ from transformers import (
     RobertaForSequenceClassification,
     T5Config,
     T5ForConditionalGeneration,
-    Trainer,
-    TrainingArguments,
 )
 
 from optimum_memopt.callbacks.input_density import (
     Density,
     InputDensityCallback,
     Padding,
-    density,
     embedding_inputs,
     label_inputs,
     padding_of,
@@ -36,7 +33,6 @@ WIDTH = 10
 
 
 def padded(index, lengths=LENGTHS, low=5):
-    """(rows, WIDTH) ids with `index` after each row's length."""
     ids = torch.randint(low, 40, (len(lengths), WIDTH))
     for row, length in zip(ids, lengths, strict=True):
         row[length:] = index
@@ -57,6 +53,10 @@ def roberta(model_class=RobertaForMaskedLM, **config):
     return model_class(RobertaConfig(vocab_size=50, max_position_embeddings=20, **sizes, **config))
 
 
+def density(tensor, index):
+    return Density(tuple(valid_per_row(tensor, index).tolist()), tensor.numel())
+
+
 def gpt2():
     return GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=32, n_layer=1, n_head=2, bos_token_id=49, eos_token_id=49))
 
@@ -67,27 +67,16 @@ def tokenizer(pad, eos="[EOS]"):
 
 
 @pytest.fixture
-def train(tmp_path):
+def train(trainer_of, tmp_path):
     """Train and give back the records: {(step, input): record} of steps, {input: record} of the run."""
 
     def run(model, data, *, log_steps=1, processing_class=None, prepare=lambda trainer: None, **arguments):
         path = tmp_path / "memopt.jsonl"
         path.unlink(missing_ok=True)
-        trainer = Trainer(
-            model=model,
-            args=TrainingArguments(
-                str(tmp_path / "run"),
-                use_cpu=True,
-                report_to="none",
-                save_strategy="no",
-                disable_tqdm=True,
-                **{"per_device_train_batch_size": len(LENGTHS), "max_steps": 1, **arguments},
-            ),
-            train_dataset=data,
-            data_collator=lambda rows: {name: torch.stack([row[name] for row in rows]) for name in rows[0]},
-            processing_class=processing_class,
-            callbacks=[InputDensityCallback(log_steps, path)],
-        )
+        own = {"model": model, "train_dataset": data, "processing_class": processing_class}
+        own["data_collator"] = lambda rows: {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        arguments = {"per_device_train_batch_size": len(LENGTHS), "max_steps": 1, **arguments}
+        trainer = trainer_of([InputDensityCallback(log_steps, path)], own=own, **arguments)
         prepare(tracked(trainer))
         trainer.train()
         records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

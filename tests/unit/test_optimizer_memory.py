@@ -1,4 +1,4 @@
-"""What is planned for an optimizer against the optimizer that Trainer makes of the same name."""
+"""Planned memory of optimizers against those that Trainer makes of the same name."""
 
 import pytest
 import torch

@@ -16,7 +16,6 @@ GREETING = Substitution(file="a.cc", old="hello", new="good day", since="1.0", w
 
 
 def patched_sources() -> str:
-    """All C++ of the patched copy without comments."""
     files = [path for name in extensions.NAMES for path in (extensions.sources_dir() / name).glob("*.[ch]*")]
     texts = [patch_source(f"{path.parent.name}/{path.name}", path.read_text()) for path in files]
     return re.sub(r"//.*", "", "\n".join(texts))

@@ -1,5 +1,3 @@
-"""The memory that offloaded activations get on the host; nothing is pinned here."""
-
 import mmap
 
 import pytest

@@ -70,18 +70,8 @@ def test_text_shows_every_row_with_its_numbers(table):
         counts = [str(plan.requested_count), str(plan.applied_count)]
         measured = [] if plan.measured_saving_bytes is None else [str(plan.measured_saving_bytes)]
         symbolic = [plan.saving_symbolic] if plan.saving_symbolic else []
-        expected = [
-            str(number),
-            state,
-            plan.config,
-            str(plan.frequency),
-            shown,
-            *measured,
-            *symbolic,
-            *counts,
-            *plan.note.split(),
-        ]
-        assert row.split() == expected
+        named = [str(number), state, plan.config, str(plan.frequency), shown]
+        assert row.split() == [*named, *measured, *symbolic, *counts, *plan.note.split()]
     titles = next(line for line in lines if line.startswith("Plan"))
     assert ("Note" in titles) is any(plan.note for plan in table.plans)
     was_measured = any(plan.measured_saving_bytes is not None for plan in table.plans)

@@ -1,8 +1,21 @@
 """The page: loads nothing, is small, is valid HTML, and has the numbers of what it shows."""
 
+import pickle
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.cuda import _memory_viz as viewer
+
+from optimum_memopt import InputDensityCallback, MemoryPhasesCallback
+from optimum_memopt.report.charts import Span, columns, layer_spans, short_names
+from optimum_memopt.report.data import CollectingCallback, thinned
+from optimum_memopt.report.snapshot import blocks_of, measured_snapshot, predicted_snapshot
+from tests.trackers import Tracker
+from tests.unit.made import FULL, MIB, timeline
 
 pytest.importorskip("matplotlib")
 
@@ -10,7 +23,7 @@ from optimum_memopt.errors import MemOptError
 from optimum_memopt.report.data import ReportData
 from optimum_memopt.report.page import at_peak, paragraph, render
 from optimum_memopt.sizes import gib_text
-from tests.unit.made import FRONTIER, FULL, MIB, TABLE, timeline
+from tests.unit.made import FRONTIER, TABLE
 from tests.unit.pages import Parsed, cells, check_alone
 
 
@@ -90,15 +103,15 @@ def test_phases_stand_beside_each_other():
             phase.name.replace("_", " "),
             gib_text(phase.held),
             gib_text(phase.peak),
-            gib_text(round(measured.held * MIB)),
-            gib_text(round(measured.peak * MIB)),
+            gib_text(measured.held),
+            gib_text(measured.peak),
         ]
 
 
 def test_small_groups_are_summed_up():
     found = at_peak(timeline(always=10**6 * MIB, other=0))
-    assert [row["category"] for row in found] == ["parameters", ""]
-    assert sum(row["bytes"] for row in found) == timeline(always=10**6 * MIB, other=0).peak
+    assert [group.category for group in found] == ["parameters", ""]
+    assert sum(group.bytes for group in found) == timeline(always=10**6 * MIB, other=0).peak
 
 
 def test_a_timeline_of_fixed_sizes_has_those_of_the_table():
@@ -157,5 +170,123 @@ def test_a_page_in_a_notebook_and_in_a_file(tmp_path):
         page.save(tmp_path / "nowhere" / "page.html")
 
 
-def test_the_same_data_is_the_same_page():
-    assert render(FULL) == render(FULL)
+def test_operators_of_no_layer_within_a_layer_are_its_own():
+    layers = ["", "h.0", "", "h.0", "h.1", "", "", "h.1", "h.0", ""]
+    assert layer_spans(layers, border=10) == [Span("h.0", 1, 4), Span("h.1", 4, 8), Span("h.0", 8, 9)]
+    assert layer_spans(["a", "a", "", "a"], border=2) == [Span("a", 0, 2), Span("a", 3, 4)]
+    assert layer_spans([], 0) == layer_spans(["", ""], 1) == []
+
+
+def test_layers_are_named_by_what_tells_them_apart():
+    assert short_names(["model.layers.0", "model.layers.11"]) == {"model.layers.0": "0", "model.layers.11": "11"}
+    both = ["encoder.block.0", "decoder.block.0"]
+    assert short_names(both) == {path: path for path in both}
+
+
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=60), st.integers(1, 40), st.data())
+def test_columns_cover_all_operators_and_have_the_highest(total, most, data):
+    begin = data.draw(st.integers(0, len(total) - 1))
+    end = data.draw(st.integers(begin, len(total)))
+    found = columns(total, begin, end, most)
+    assert len(found) == min(most, end - begin)
+    edges = [first for first, _ in found] + [end]
+    assert edges == sorted(set(edges)) and (not found or edges[0] == begin)
+    for (first, highest), last in zip(found, edges[1:], strict=True):
+        assert first <= highest < last and total[highest] == max(total[first:last])
+
+
+LARGE = timeline(layers=8, per_layer=20)
+
+
+def replayed(snapshot: dict[str, Any]) -> Iterator[tuple[int, int]]:
+    """Index of the operator and bytes after each event; addresses do not overlap."""
+    alive: dict[int, int] = {}
+    for event in snapshot["device_traces"][0]:
+        address, size = event["addr"], event["size"]
+        if event["action"] == "alloc":
+            assert all(address + size <= other or other + alive[other] <= address for other in alive)
+            alive[address] = size
+        elif event["action"] == "free_completed":
+            assert alive.pop(address) == size
+        yield event["time_us"], sum(alive.values())
+
+
+@pytest.mark.parametrize("step", [FULL.timeline, LARGE], ids=["small", "large"])
+def test_the_trace_holds_what_the_timeline_holds(step):
+    snapshot = pickle.loads(predicted_snapshot(step))
+    held = dict(replayed(snapshot))
+    now = 0
+    for index, total in enumerate(step.total):
+        now = held.get(index, now)
+        assert now == total
+    (segment,) = snapshot["segments"]
+    assert segment["allocated_size"] == step.total[-1]
+    assert sum(block["size"] for block in segment["blocks"]) == segment["total_size"] >= step.peak
+    events = snapshot["device_traces"][0]
+    saved = [event for event in events if event["category"] == "saved activations" and event["action"] == "alloc"]
+    assert [event["frames"][0]["name"] for event in saved] == list(step.operators[: step.backward_at])
+    assert saved[0]["frames"][0]["filename"] == step.layers[0]
+
+
+def test_a_measured_step_has_its_phases():
+    held = dict(replayed(pickle.loads(measured_snapshot(FULL.measured))))
+    assert held[0] == round(199.5 * MIB) and max(held.values()) == 204 * MIB
+    assert list(held.values())[-1] == 200 * MIB
+
+
+@pytest.mark.parametrize("show", [viewer.trace_plot, viewer.segment_plot, viewer.trace, viewer.segsum])
+def test_pytorchs_tools_take_it(show):
+    for data in (predicted_snapshot(FULL.timeline), measured_snapshot(FULL.measured)):
+        assert show(pickle.loads(data))
+
+
+def test_a_block_is_freed_whole_where_its_size_is_the_difference():
+    freed = [block for block in blocks_of({"saved": (10, 30, 60, 40, 0)}) if block.end == 3]
+    assert [(block.begin, block.bytes) for block in freed] == [(1, 20)]
+    split = blocks_of({"saved": (10, 30, 25, 25)})
+    assert [(block.begin, block.end, block.bytes) for block in split] == [(0, 4, 10), (1, 2, 5), (1, 4, 15)]
+
+
+def test_phases_of_the_highest_step_and_densities_of_all(trainer_of):
+    collected, tracker = CollectingCallback(), Tracker()
+    trainer = trainer_of([MemoryPhasesCallback(), InputDensityCallback(), collected, tracker], max_steps=4)
+    trainer.train()
+    peaks = {
+        entry["step"]: max(value for name, value in entry.items() if name.endswith("/peak_resident_mib"))
+        for entry in tracker.ours
+        if "memopt/post_forward/resident_mib" in entry
+    }
+    assert sorted(peaks) == [1, 2, 3, 4]
+    del peaks[1]
+    assert collected.phases.step in peaks and collected.phases.peak == round(max(peaks.values()) * MIB)
+    assert [phase.name for phase in collected.phases.phases] == [
+        "pre_forward",
+        "post_forward",
+        "pre_backward",
+        "post_backward",
+        "post_optimizer_step",
+    ]
+    logged = [
+        (entry["step"], entry["memopt/density/input_ids"])
+        for entry in tracker.ours
+        if "memopt/density/input_ids" in entry
+    ]
+    assert collected.densities["input_ids"] == logged and len(logged) == 4
+    assert collected.densities.keys() == {"input_ids", "labels"}
+
+
+def test_a_run_of_one_step_has_its_phases_and_the_next_run_its_own(trainer_of):
+    collected = CollectingCallback()
+    trainer = trainer_of([MemoryPhasesCallback(), collected], max_steps=1)
+    trainer.train()
+    assert collected.phases.step == 1 and not collected.densities
+    first = collected.phases
+    trainer.train()
+    assert collected.phases is not first
+
+
+def test_long_runs_are_thinned():
+    points = list(range(9))
+    assert thinned(points, 9) == points
+    assert thinned(points, 8) == [0, 2, 4, 6, 8]
+    assert thinned(range(8), 7) == [0, 2, 4, 6, 7]

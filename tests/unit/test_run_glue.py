@@ -1,5 +1,3 @@
-"""run_glue's own code: what task the rows describe, how they are encoded, and the metrics."""
-
 import numpy as np
 import pytest
 

@@ -1,5 +1,3 @@
-"""run_mlm's own code: text cut into blocks, and the perplexity line."""
-
 import math
 from itertools import chain
 

@@ -1,5 +1,3 @@
-"""sft's own code: the tokenizer of a new decoder, which model is trained how, and the lines at the end."""
-
 import math
 
 import pytest

@@ -1,5 +1,3 @@
-"""How the sizes of a batch are called, behind graph breaks too."""
-
 import pytest
 import sympy
 import torch
@@ -33,8 +31,6 @@ def test_inputs_in_mappings_have_names_too():
 
 
 class Broken(torch.nn.Module):
-    """Two layers with a graph break between them."""
-
     def __init__(self):
         super().__init__()
         self.embed = torch.nn.Embedding(16, 64)

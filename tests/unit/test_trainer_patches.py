@@ -1,5 +1,3 @@
-"""What is put on a Trainer: in one order, and taken off again."""
-
 from collections.abc import Callable
 from typing import Any
 
@@ -57,8 +55,6 @@ def test_a_wrapper_of_somebody_else_stays_with_nothing_of_ours_inside():
 
 
 class Refusing(Trainer):
-    """Is interrupted while callbacks are added."""
-
     refuses = False
 
     def add_callback(self, callback):

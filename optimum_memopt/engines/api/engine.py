@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from optimum_memopt.engines.api.predictions import Frontier, StepTimeline
+from optimum_memopt.engines.api.run import Run, Selection
 from optimum_memopt.plans.plan_file import PlanFile
 from optimum_memopt.plans.table import PlanTable
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
-
-
-from optimum_memopt.engines.api.run import Run, Selection
 
 
 class Smoothing(Protocol):
@@ -25,7 +23,7 @@ class Smoothing(Protocol):
 
 
 class Engine(Protocol):
-    """Trains a model, in place, under a memory plan.
+    """Trains a model, in place, under a memory plan. The defaults are those of an engine that does no more than that.
 
     Attributes:
         reason: why this engine trains the model.
@@ -34,13 +32,10 @@ class Engine(Protocol):
         run: the run that it trains in; None where there is no Trainer to ask.
     """
 
+    name: str
     reason: str
     outputs_read_by: Callable[[], str] | None
     run: Callable[[], Run] | None
-
-    @property
-    def name(self) -> str:
-        """As it is registered."""
 
     @property
     def selection(self) -> Selection:
@@ -50,7 +45,8 @@ class Engine(Protocol):
         """Refuse Trainer arguments that this engine cannot train with. Raises MemOptError."""
 
     def attach(self, model: torch.nn.Module) -> None:
-        """Take over the model's training forward. Raises MemOptError for what the engine cannot train."""
+        """Take over the model's training forward, until `suspend` or `detach`. Raises UnsupportedModelError for what
+        the engine cannot train, MemOptError where the model has an engine already, or this engine another model."""
 
     def suspend(self) -> None:
         """Restore the model. What was compiled for it is kept for the next `attach`, as are the plans."""
@@ -58,8 +54,9 @@ class Engine(Protocol):
     def detach(self) -> None:
         """Restore the model and free what was compiled for it; without effect when nothing is attached."""
 
-    def smooth_labels(self, smoothing: "Smoothing | None") -> bool:
+    def smooth_labels(self, smoothing: Smoothing | None) -> bool:
         """Return the smoothed loss from training forwards with labels, from now on; False: this engine does not."""
+        return False
 
     def plans(self) -> PlanTable | None:
         """The table of the current training graph, None before the first training forward."""
@@ -67,24 +64,25 @@ class Engine(Protocol):
     def plan_file(self) -> PlanFile | None:
         """The plan activation by activation, to be applied again; None before the first training forward, and where
         the engine has no plan files."""
+        return None
 
     def predicted_peak_mib(self, optimizer: torch.optim.Optimizer | None, gradient_accumulation: bool) -> float | None:
-        """The predicted peak of the largest step of the run so far, MiB; None where the engine does not predict.
-
-        Args:
-            optimizer: the run's, None before there is one.
-            gradient_accumulation: whether gradients of several micro-batches add up.
-        """
+        """The predicted peak of the largest step of the run so far, MiB; None where the engine does not predict. The
+        optimizer is None before there is one."""
+        return None
 
     def timeline(self, optimizer: torch.optim.Optimizer | None, gradient_accumulation: bool) -> StepTimeline | None:
         """The largest step of the run so far as predicted, operator by operator; arguments and None as in
         `predicted_peak_mib`."""
+        return None
 
     def frontier(self) -> Frontier | None:
         """Extra time of budgets, and the one that trains; None where nobody has solved for them."""
+        return None
 
     def insight(self) -> str:
         """The engine's own per-node text for `--memory_opt_log_level devinfo`, empty when there is none."""
+        return ""
 
     def apply(self, selection: Selection) -> None:
         """Choose other plans; takes effect with the next training forward."""
@@ -98,6 +96,7 @@ class Engine(Protocol):
         Raises:
             MemOptError: at its end, where the plan that was asked for must hold.
         """
+        return None
 
     def check_used(self) -> None:
         """Refuse to go on where training calls parts of the model, and not its forward; a warning where no plan was

@@ -2,19 +2,17 @@
 
 import inspect
 import linecache
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from optimum_memopt.engines.api.engine import Run
-
-if TYPE_CHECKING:
-    from optimum_memopt.engines.api.engine import Engine
-
+from optimum_memopt.engines.api.engine import Engine
+from optimum_memopt.engines.api.run import Run
 
 FORWARD, BACKWARD, OPTIMIZER_STEP = "forward", "backward", "optimizer's step"
 
@@ -26,7 +24,6 @@ class Tensors:
     Attributes:
         row: of the plan table, as `Gelu+:1:-1`, where they have one; else the operator that makes them.
         layer: path of the transformer layer; empty outside of layers.
-        bytes: of all of them.
     """
 
     row: str
@@ -54,7 +51,6 @@ class Moment:
     """Where in the step the allocation failed.
 
     Attributes:
-        phase: `forward`, `backward` or `optimizer's step`.
         layer: path of the layer or module; empty where it is outside of all, or not known.
         operator: as `gelu`; empty where it is not known.
         is_exact: the error's traceback names the operator; else it is the one at which the prediction holds as much
@@ -67,10 +63,10 @@ class Moment:
     is_exact: bool = False
 
     def __str__(self) -> str:
-        of = f"operator {self.operator}" if self.operator else ""
-        within = f"in {self.layer}" if self.layer else ""
-        place = " ".join(filter(None, (of, within)))
         about = "" if self.is_exact or not self.operator else "at about "
+        operator = f"operator {self.operator}" if self.operator else ""
+        layer = f"in {self.layer}" if self.layer else ""
+        place = " ".join(filter(None, (operator, layer)))
         return f"{self.phase}, {about}{place}" if place else self.phase
 
 
@@ -113,19 +109,14 @@ class TensorLike:
 
     @property
     def bytes(self) -> int:
-        elements = 1
-        for size in self.shape:
-            elements *= size
-        return elements * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class ForwardCall:
-    """The arguments of a model's training forward; tensors are `TensorLike`.
+    """The arguments of a model's training forward, tensors as `TensorLike`.
 
     Attributes:
-        args: of the forward.
-        kwargs: of the forward.
         reader: who may read more of the outputs than the loss, empty when nobody does.
     """
 
@@ -144,10 +135,8 @@ class Place:
     """The place where an allocation failed, as its traceback tells it.
 
     Attributes:
-        phase: of the step.
         module: path of the innermost module whose forward ran; empty in a backward.
         node: of a graph that torch.fx has generated code for; empty in other code.
-        operator: that this node calls.
     """
 
     phase: str
@@ -157,34 +146,39 @@ class Place:
 
 
 @dataclass(frozen=True)
-class FailedStep:
-    """A forward and backward that ran out of memory. What they had allocated is free again.
+class Failure:
+    """An allocation that failed, as it was found before anything was freed.
 
     Attributes:
-        model: without wrappers.
-        call: of its forward.
-        place: where it failed.
         held: bytes at that moment.
-        requested: bytes of the allocation that failed; None: not known.
-        kept: what the step has freed and a CPU's malloc has not returned.
-        outside: bytes that were there before the step and belong to no tensor of the model, optimizer or batch.
-        accumulated: bytes of gradients that earlier micro-batches have left.
-        engine: that trained the model; None: plain PyTorch.
-        run: it trained in.
-        rows: that the data loader takes for a micro-batch.
-        accumulation: micro-batches of an optimizer step.
-        autocast: its type; None: without.
+        requested: bytes of the allocation; None: the error does not say.
+        kept: bytes that the step has freed and a CPU's malloc has not returned, by when its error is seen.
     """
 
-    model: torch.nn.Module
-    call: ForwardCall
+    error: str
     place: Place
     held: int
     requested: int | None
     kept: int
+
+
+@dataclass(frozen=True)
+class FailedStep(Failure):
+    """A forward and backward that ran out of memory. What they had allocated is free again.
+
+    Attributes:
+        outside: bytes that were there before the step and belong to no tensor of the model, optimizer or batch.
+        accumulated: bytes of gradients that earlier micro-batches have left.
+        engine: that trained the model; None: plain PyTorch.
+        rows: that the data loader takes for a micro-batch.
+        accumulation: micro-batches of an optimizer step.
+    """
+
+    model: torch.nn.Module
+    call: ForwardCall
     outside: int
     accumulated: int
-    engine: "Engine | None"
+    engine: Engine | None
     run: Run
     rows: int
     accumulation: int
@@ -202,12 +196,7 @@ class Explanation:
 
 
 def place_of(traceback: TracebackType | None, model: torch.nn.Module) -> Place:
-    """Read it before the frames are cleared.
-
-    Args:
-        traceback: of the error.
-        model: whose modules are looked for in its frames.
-    """
+    """Where an error came from, whose frames must not be cleared yet; modules are those of `model`."""
     names = {module: name for name, module in model.named_modules()}
     phase, module, node, operator = FORWARD, "", "", ""
     while traceback is not None:

@@ -4,19 +4,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic
 
+from optimum_memopt.engines.api.engine import Engine
 from optimum_memopt.engines.api.explanations import Explanation, FailedStep
 from optimum_memopt.engines.api.predictions import Estimate, ModelOfRun, Simulator, StepPredictor, Way, Workload
-from optimum_memopt.engines.api.run import Options
+from optimum_memopt.engines.api.run import Options, Selection, StepSpec
 from optimum_memopt.sizes import Budget
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from transformers import Trainer, TrainerCallback
-
-
-from optimum_memopt.engines.api.engine import Engine
-from optimum_memopt.engines.api.run import Selection, StepSpec
 
 
 @dataclass(frozen=True)
@@ -85,39 +82,18 @@ class EngineFactory(Generic[Options]):
         """Refuse what cannot work on this machine, before a model or data is loaded. Raises MemOptError."""
 
     def in_force(self, options: Options, environ: Mapping[str, str]) -> tuple[Options, tuple[str, ...]]:
-        """The options as this engine's own environment variables change them, and a line for each variable.
-
-        Args:
-            options: left as they are.
-            environ: like `os.environ`.
-
-        Raises:
-            MemOptError: a variable has a value that is not allowed.
-        """
+        """The options, left as they are, as this engine's environment variables change them, and a line for each of
+        these. Raises MemOptError for a value that is not allowed."""
         return options, ()
 
     def create(self, options: Options, selection: Selection) -> Engine:
-        """An engine, not yet attached; logs nothing.
-
-        Args:
-            options: as `in_force` returned them.
-
-        Raises:
-            MemOptError: the engine cannot do what is selected.
-        """
+        """An engine with options of `in_force`, not yet attached; logs nothing. Raises MemOptError for plans that it
+        cannot apply."""
         raise NotImplementedError
 
     def trainer_parts(self, trainer: "Trainer", engine: Engine, options: Options) -> TrainerParts:
-        """The parts that this engine's options need on a Trainer. Called for all engines, whichever trains.
-
-        Args:
-            trainer: before its `train()`, and left as it is.
-            engine: the one that trains.
-            options: as `in_force` returned them.
-
-        Raises:
-            MemOptError: the options do not go with this Trainer.
-        """
+        """The parts that this engine's options need on a Trainer, which is left as it is; called for all engines,
+        whichever trains. Raises MemOptError for options that do not go with this Trainer."""
         return TrainerParts()
 
     def environment_report(self) -> Report:
@@ -141,8 +117,6 @@ class EngineFactory(Generic[Options]):
         """Predict a training step without running it; only where `predicts`.
 
         Args:
-            workload: the model and the size of its batch.
-            spec: how the step runs.
             symbolic: sizes stay symbols, so that savings are formulas; several times slower.
             with_curve: predict what budgets cost, too.
             with_ways: compare the engine without a plan, level 1 and what is selected, too.
@@ -178,10 +152,8 @@ class EngineFactory(Generic[Options]):
         raise NotImplementedError
 
     def explain(self, failed: FailedStep) -> Explanation:
-        """Why a training step ran out of memory, whichever engine trained it; only where `predicts`.
-
-        Allocates next to nothing on the model's device.
-        """
+        """Why a training step ran out of memory, whichever engine trained it; only where `predicts`. Allocates next to
+        nothing on the model's device."""
         raise NotImplementedError
 
     def predict_steps(self, workload: Workload | ModelOfRun, options: Options, spec: StepSpec) -> StepPredictor:
@@ -190,7 +162,7 @@ class EngineFactory(Generic[Options]):
         Args:
             workload: the model; its batch size counts for nothing.
             options: with a budget.
-            spec: how the steps run; of a run, its compiler, precision and optimizer alone.
+            spec: of a `ModelOfRun`, its compiler, precision and optimizer alone.
 
         Raises:
             MemOptError: as `estimate`, and where the graph is for one batch size only.
@@ -199,8 +171,7 @@ class EngineFactory(Generic[Options]):
 
     def largest_batch(self, workload: Workload, selection: Selection, spec: StepSpec, budget: Budget) -> int:
         """The most rows with which a step is predicted to be within a budget, 0 where one is too many; only where
-        `predicts`. The search begins with the workload's; other arguments and errors are those of `estimate`.
-        """
+        `predicts`. The search begins with the workload's; other arguments and errors are those of `estimate`."""
         raise NotImplementedError
 
     def version_facts(self) -> dict[str, str]:

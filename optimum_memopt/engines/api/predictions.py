@@ -27,7 +27,7 @@ CATEGORIES = OTHER, PARAMETERS, OPTIMIZER, BATCH, GRADIENTS, SAVED, OUTPUTS, REC
     "temporaries",
 )
 # Borders of a step's phases, as `--log_memory_phases` names them.
-PRE_FORWARD, POST_FORWARD, PRE_BACKWARD, POST_BACKWARD, POST_OPTIMIZER_STEP = (
+PHASES = PRE_FORWARD, POST_FORWARD, PRE_BACKWARD, POST_BACKWARD, POST_OPTIMIZER_STEP = (
     "pre_forward",
     "post_forward",
     "pre_backward",
@@ -44,7 +44,6 @@ class Group:
         category: one of `CATEGORIES`.
         name: cluster id of saved activations that have one, `Gelu+`, else an operator; empty for a whole category.
         count: of tensors; 0 where they were not counted.
-        bytes: of all of them.
         layers: paths of the transformer layers that they were computed in.
     """
 
@@ -61,7 +60,6 @@ class Phase:
 
     Attributes:
         name: `post_forward`.
-        held: at that moment.
         peak: the most since the phase before.
     """
 
@@ -101,7 +99,7 @@ class StepTimeline:
 
     @property
     def peak(self) -> int:
-        """The most that is held, in bytes: the predicted peak of the step."""
+        """The most bytes that are held: the predicted peak of the step."""
         return max(self.total)
 
     @property
@@ -111,7 +109,6 @@ class StepTimeline:
 
     @property
     def optimizer_at(self) -> int:
-        """Index of the optimizer's step."""
         return len(self.operators) - 1
 
     @property
@@ -123,26 +120,25 @@ class StepTimeline:
 
 
 class Workload(Protocol):
-    """A model, and a batch of it, that are planned for before they are built."""
+    """A model, and a batch of it, that are planned for before they are built.
+
+    Attributes:
+        batch_size: rows of a batch.
+        tokens: of a row; 0: as many as the batch has, if any.
+        suggestion: a way to get figures of a model that cannot be traced; empty where there is none.
+        values: inputs whose values are known, on the CPU: models branch on those of masks.
+    """
 
     @property
-    def batch_size(self) -> int:
-        """Rows of a batch."""
-
-    def with_rows(self, rows: int) -> "Workload":
-        """The same with another batch size."""
-
+    def batch_size(self) -> int: ...
     @property
-    def tokens(self) -> int:
-        """Tokens of a row; 0: as many as the batch has, if any."""
-
+    def tokens(self) -> int: ...
     @property
-    def values(self) -> "Mapping[str, torch.Tensor]":
-        """Inputs of the batch whose values are known, on the CPU: models branch on those of masks."""
-
+    def suggestion(self) -> str: ...
     @property
-    def suggestion(self) -> str:
-        """A way to get figures of a model that cannot be traced; empty where there is none."""
+    def values(self) -> "Mapping[str, torch.Tensor]": ...
+
+    def with_rows(self, rows: int) -> "Workload": ...
 
     def build(self) -> "tuple[torch.nn.Module, Mapping[str, Any]]":
         """A model in training mode and the keyword arguments of its forward, on fake tensors. Raises MemOptError."""
@@ -150,28 +146,25 @@ class Workload(Protocol):
 
 @dataclass(frozen=True)
 class ModelOfRun:
-    """A model that is about to train, where it is; it is left as it is.
+    """A model that is about to train, on the device that trains it; it is left as it is.
 
     Attributes:
-        model: on the device that trains it.
         make_batch: the arguments of its forward in a batch of that many rows.
         tokens: of the longest row; 0: as many as the batches have.
         reads_logits: more of the model's outputs is read than its loss.
     """
 
     model: "torch.nn.Module"
-    make_batch: "Callable[[int], Mapping[str, Any]]"
+    make_batch: Callable[[int], Mapping[str, Any]]
     tokens: int
     reads_logits: bool
 
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """The plan of one budget.
+    """The plan of one budget, in bytes.
 
     Attributes:
-        budget: bytes that the step may take.
-        peak: bytes that it takes.
         extra_seconds: of what is recomputed.
         seconds: of forward and backward without.
     """
@@ -183,7 +176,7 @@ class CurvePoint:
 
     @property
     def extra_time(self) -> float:
-        """Extra time as a share of the step's."""
+        """As a share of the step's."""
         return self.extra_seconds / self.seconds if self.seconds else 0.0
 
 
@@ -207,7 +200,6 @@ class BatchPoint:
     """A step of one batch size.
 
     Attributes:
-        batch_size: rows.
         peak: bytes that tensors ask for.
         activations: of it, a forward and its backward with the gradients that it returns.
         saved: of these, saved for backward.
@@ -224,55 +216,43 @@ class BatchPoint:
 
 
 class Estimate(Protocol):
-    """The predicted memory of a training step that is not run."""
+    """The predicted memory of a training step that is not run.
+
+    Attributes:
+        curve: plans of budgets, from the smallest to the largest; empty where nobody asked.
+        batches: steps of other batch sizes; empty where nobody asked.
+        costs: where the curve's times are from, as `roofline H100`.
+        frontier: the curve with the plan's place on it; None where nobody asked.
+        ways: steps of the engine without a plan, under level 1 and under what is selected; empty where nobody asked.
+        peak_mib: of the bytes that tensors ask for.
+        allocated: bytes of the blocks of the device's allocator at the peak; None where it has none that is known.
+        reserved: bytes that this allocator takes of the device; None where it has none that is known.
+    """
 
     @property
-    def table(self) -> PlanTable:
-        """The plan table of the traced graph."""
-
+    def table(self) -> PlanTable: ...
     @property
-    def plan(self) -> PlanFile | None:
-        """The plan, activation by activation."""
-
+    def plan(self) -> PlanFile | None: ...
     @property
-    def curve(self) -> Sequence[CurvePoint]:
-        """Plans of budgets, from the smallest to the largest; empty where nobody asked."""
-
+    def curve(self) -> Sequence[CurvePoint]: ...
     @property
-    def batches(self) -> Sequence[BatchPoint]:
-        """Steps of other batch sizes; empty where nobody asked."""
-
+    def batches(self) -> Sequence[BatchPoint]: ...
     @property
-    def costs(self) -> str:
-        """Where the curve's times are from, as `roofline H100`."""
-
+    def costs(self) -> str: ...
     @property
-    def frontier(self) -> Frontier | None:
-        """The curve with the plan's place on it; None where nobody asked."""
-
+    def frontier(self) -> Frontier | None: ...
     @property
-    def ways(self) -> "Sequence[Way]":
-        """Steps of the engine without a plan, under level 1 and under what is selected; empty where nobody asked."""
-
+    def timeline(self) -> StepTimeline | None: ...
     @property
-    def timeline(self) -> StepTimeline | None:
-        """The step, operator by operator."""
-
+    def ways(self) -> "Sequence[Way]": ...
     @property
-    def peak_mib(self) -> float:
-        """The peak of a step, of the bytes that tensors ask for."""
-
+    def peak_mib(self) -> float: ...
     @property
-    def allocated(self) -> int | None:
-        """Bytes of the blocks of the device's allocator at the peak; None where it has none that is known."""
-
+    def allocated(self) -> int | None: ...
     @property
-    def reserved(self) -> int | None:
-        """Bytes that this allocator takes of the device; None where it has none that is known."""
-
+    def reserved(self) -> int | None: ...
     @property
-    def capacity(self) -> "Capacity | None":
-        """Memory of the device."""
+    def capacity(self) -> "Capacity | None": ...
 
     def to_text(self) -> str:
         """For a terminal."""
@@ -323,19 +303,14 @@ class PredictedStep:
     recomputing: float = 0.0
     host_bytes: int = 0
 
-    @property
-    def micro_batch(self) -> float:
-        """Seconds of the forward and backward of one micro-batch."""
-        return sum(self.seconds.values())
-
     def total(self, accumulation: int) -> float:
         """Seconds of an optimizer step of several micro-batches."""
         return sum(self.by_bound(accumulation).values())
 
     def by_bound(self, accumulation: int) -> dict[str, float]:
         """Seconds of an optimizer step of several micro-batches, by what bounds them."""
-        seconds_by_bound = {bound: seconds * accumulation for bound, seconds in self.seconds.items()}
-        return {**seconds_by_bound, OPTIMIZER_PART: self.optimizer + self.accumulating * (accumulation - 1)}
+        micro_batches = {bound: seconds * accumulation for bound, seconds in self.seconds.items()}
+        return {**micro_batches, OPTIMIZER_PART: self.optimizer + self.accumulating * (accumulation - 1)}
 
 
 @dataclass(frozen=True)
@@ -430,34 +405,23 @@ class StepPredictor(Protocol):
         costs: where seconds are from, as `roofline H100`.
         budget: bytes that the peak of a step must not pass.
         tokens: of a row; 0 where rows have no tokens.
-        plans: those that there are for this model.
     """
 
     @property
     def model(self) -> str: ...
-
     @property
     def device(self) -> str: ...
-
     @property
     def costs(self) -> str: ...
-
     @property
     def budget(self) -> int: ...
-
     @property
     def tokens(self) -> int: ...
-
     @property
     def plans(self) -> tuple[Technique, ...]: ...
 
     def fits(self, plan: Technique, rows: int, accumulates: bool) -> bool:
-        """True where the peak of a step is within the budget.
-
-        Args:
-            plan: one of `plans`.
-            accumulates: gradients of several micro-batches add up.
-        """
+        """True where the peak of a step is within the budget; `accumulates`: of one of several micro-batches."""
 
     def step(self, plan: Technique, rows: int, accumulates: bool) -> PredictedStep:
         """A step that fits; arguments as in `fits`."""

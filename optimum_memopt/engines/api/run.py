@@ -74,10 +74,8 @@ class Run:
 
 @dataclass(frozen=True)
 class Selection:
-    """The plan that was asked for: a config, a level from 1 on, a budget, or a plan file.
-
-    `strict`: ids that do not exist are errors instead of remarks.
-    """
+    """The plan that was asked for: a config, a level from 1 on, a budget, or a plan file. If `strict`, ids that do not
+    exist are errors instead of remarks."""
 
     config: PlanConfig | None = None
     level: int = 0
@@ -155,11 +153,7 @@ class EngineOptions:
 
     @property
     def plan_config(self) -> PlanConfig | None:
-        """`memory_opt_config`, read; a file is read the first time.
-
-        Raises:
-            ConfigError: it cannot be read.
-        """
+        """`memory_opt_config`, read; a file is read the first time. Raises ConfigError."""
         if self.memory_opt_config is None:
             return None
         text = to_text(self.memory_opt_config)

@@ -5,7 +5,7 @@ Importing this package imports nothing of torch's compilers; making an engine do
 
 from optimum_memopt.engines.api.factory import EngineFactory
 from optimum_memopt.engines.compile.options import CompileOptions
-from optimum_memopt.engines.shared.registry import register_engine
+from optimum_memopt.engines.shared.registry import Registration, register_engine
 
 __all__ = ["CompileOptions"]
 
@@ -17,10 +17,12 @@ def _load() -> EngineFactory:
 
 
 register_engine(
-    "compile",
-    options=CompileOptions,
-    load=_load,
-    summary="torch.compile",
-    order=10,
-    need_trainer=frozenset({"memory_opt_batch"}),
+    Registration(
+        "compile",
+        options=CompileOptions,
+        load=_load,
+        summary="torch.compile",
+        order=10,
+        need_trainer=frozenset({"memory_opt_batch"}),
+    )
 )

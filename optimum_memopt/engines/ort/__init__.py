@@ -10,7 +10,7 @@ import torch
 from optimum_memopt.engines.api.factory import EngineFactory
 from optimum_memopt.engines.ort.compat.installation import DISTRIBUTIONS, missing
 from optimum_memopt.engines.ort.options.flags import FOR_ANY_ENGINE, NEED_TRAINER, PER_RANK, OrtOptions
-from optimum_memopt.engines.shared.registry import Provider, register_engine, register_optimizer
+from optimum_memopt.engines.shared.registry import Provider, Registration, register_engine, register_optimizer
 
 __all__ = ["DISTRIBUTIONS", "OrtOptions", "missing"]
 
@@ -35,12 +35,14 @@ def _fused_adam() -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
 
 register_optimizer("ort_fused_adam", Provider(_fused_adam_missing, _fused_adam, needs="CUDA"))
 register_engine(
-    "ort",
-    options=OrtOptions,
-    load=_load,
-    summary="ONNX Runtime's ORTModule",
-    order=0,
-    for_any_engine=FOR_ANY_ENGINE,
-    need_trainer=NEED_TRAINER,
-    per_rank=PER_RANK,
+    Registration(
+        "ort",
+        options=OrtOptions,
+        load=_load,
+        summary="ONNX Runtime's ORTModule",
+        order=0,
+        for_any_engine=FOR_ANY_ENGINE,
+        need_trainer=NEED_TRAINER,
+        per_rank=PER_RANK,
+    )
 )

@@ -124,7 +124,7 @@ class OrtEngine(in_place.InPlaceEngine):
     @property
     def graph(self) -> Any:
         """The current training graph (`onnx.GraphProto`), None before the first training forward."""
-        return self._session.graph if self._session is not None else None
+        return self._session.internals.graph if self._session is not None else None
 
     def _forget(self) -> None:
         session = getattr(self, "_session", None)

@@ -1,5 +1,5 @@
-"""Mends ONNX Runtime 1.19.2's training graphs in place: labels and ids as PyTorch takes them, and wrong
-or costly gradients.
+"""Mends ONNX Runtime 1.19.2's training graphs in place: labels and ids as PyTorch takes them, and wrong or costly
+gradients.
 
 A graph is an `onnx.GraphProto`, whose nodes are named after the submodules that they were exported from.
 
@@ -56,11 +56,7 @@ _FAILED_EXPORT = re.compile(
 
 
 class NewNodes:
-    """Nodes and constants under a common prefix, collected in topological order and inserted at once.
-
-    Args:
-        prefix: of the names of all new nodes and constants.
-    """
+    """Nodes and constants with a common prefix to their names, collected in topological order and inserted at once."""
 
     def __init__(self, graph: Any, prefix: str) -> None:
         self._graph = graph
@@ -74,38 +70,36 @@ class NewNodes:
         return full
 
     def add(self, operator: str, inputs: Sequence[str], output: str, label: str = "", **attributes: Any) -> str:
-        """Add a node; returns the full name of its output.
-
-        Args:
-            output: its name without the prefix.
-            label: the node's name; by default made of output and operator.
-        """
+        """Add a node named `label`, or after output and operator; returns the full name of its output."""
         full = f"{self._prefix}/{output}"
-        self._nodes.append(
-            onnx.helper.make_node(operator, inputs, [full], label or f"{full}/{operator}", **attributes)
-        )
+        label = label or f"{full}/{operator}"
+        self._nodes.append(onnx.helper.make_node(operator, inputs, [full], label, **attributes))
         return full
 
     def rename_last_output(self, name: str) -> None:
-        """Rename the output of the last node."""
         self._nodes[-1].output[0] = name
 
     def insert(self, position: int) -> None:
-        """Insert the nodes into the graph, the first at `position`."""
         for offset, node in enumerate(self._nodes):
             self._graph.node.insert(position + offset, node)
 
 
-def embedding_of(node_name: str, embeddings: dict[str, torch.nn.Embedding]) -> torch.nn.Embedding | None:
-    """The embedding that a node was exported from; `embeddings` are keyed by module name.
+def _backwards(graph: Any) -> list[tuple[int, Any]]:
+    """Positions and nodes, the last first, so that nodes can be inserted on the way."""
+    return list(enumerate(graph.node))[::-1]
 
-    From the second call of a submodule in one forward on, its scope ends with a number.
-    """
+
+def _embeddings(module: torch.nn.Module) -> dict[str, torch.nn.Embedding]:
+    named = module.named_modules(remove_duplicate=False)
+    return {name: submodule for name, submodule in named if isinstance(submodule, torch.nn.Embedding)}
+
+
+def embedding_of(node_name: str, embeddings: dict[str, torch.nn.Embedding]) -> torch.nn.Embedding | None:
+    """The embedding that a node was exported from."""
     scope = module_scope(node_name)
-    if scope in embeddings:
-        return embeddings[scope]
+    # From the second call of a submodule in one forward on, its scope ends with a number.
     called, _, count = scope.rpartition("_")
-    return embeddings.get(called) if count.isdigit() else None
+    return embeddings.get(scope) or (embeddings.get(called) if count.isdigit() else None)
 
 
 def module_scope(node_name: str) -> str:
@@ -139,35 +133,39 @@ class IndexCheck:
         return IndexError(f"index out of range: {self.what} holds {value}, allowed are {upper}{ignored}")
 
 
+def mend(graph: Any, module: torch.nn.Module) -> dict[str, IndexCheck]:
+    """Apply all fixes to a training graph that was exported from `module`; returns the checks of `check_indices`."""
+    checks = check_indices(graph, module)
+    nan_mean_without_labels(graph)
+    mask_padding_gradients(graph, module)
+    expand_indices_in_backward(graph)
+    unsqueeze_grouped_conv1d_gradients(graph)
+    return checks
+
+
 def check_indices(graph: Any, module: torch.nn.Module) -> dict[str, IndexCheck]:
     """Add a check before every node that reads labels, or ids where torch allows no negative ones; in place.
-
-    Args:
-        module: the model that it was exported from; its nodes are named after the submodules.
 
     Returns:
         The checks by the name of the node that they precede.
     """
-    embeddings = {
-        name: submodule
-        for name, submodule in module.named_modules(remove_duplicate=False)
-        if isinstance(submodule, torch.nn.Embedding)
-    }
+    embeddings = _embeddings(module)
     own = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
     inputs = {value.name for value in graph.input if value.name.partition(".")[2] not in own}
     producers = {output: node for node in graph.node for output in node.output}
     shapes = {value.name: value.type.tensor_type.shape.dim for value in (*graph.value_info, *graph.input)}
     checks: dict[str, IndexCheck] = {}
-    for position, node in reversed(list(enumerate(graph.node))):
+    for position, node in _backwards(graph):
         indices = node.input[0 if node.op_type == "OneHot" else 1] if len(node.input) > 1 else ""
         source = _source(indices, producers, inputs)
+        axis: int | None = None
         if node.op_type in LOSSES:
-            axis: int | None = 1
+            axis = 1
         elif node.op_type == "Gather" and embedding_of(node.name, embeddings) is not None:
             axis = 0
-        elif node.op_type in ("GatherElements", "OneHot") and source:
-            axis = _attribute(node, "axis", 0) if node.op_type == "GatherElements" else None
-        else:
+        elif node.op_type == "GatherElements" and source:
+            axis = _attribute(node, "axis", 0)
+        elif node.op_type != "OneHot" or not source:
             continue
         dimensions = shapes.get(node.input[0], ()) if axis is not None else ()
         size = dimensions[axis].dim_value if axis is not None and len(dimensions) > axis else 0
@@ -222,7 +220,7 @@ def _attribute(node: Any, name: str, default: int | None = None) -> int | None:
 def _insert(graph: Any, position: int, axis: int | None) -> None:
     """Insert a check before the node at `position`, which then reads the checked indices.
 
-    axis: axis of the node's first input whose size is the limit; None for a OneHot, whose second input is the limit.
+    The limit is the size of the node's first input along `axis`; None for a OneHot, whose second input is the limit.
     """
     node = graph.node[position]
     slot = 0 if axis is None else 1
@@ -259,11 +257,9 @@ def _insert(graph: Any, position: int, axis: int | None) -> None:
 
 
 def nan_mean_without_labels(graph: Any) -> None:
-    """Make the mean loss of a batch without labels NaN, as in PyTorch, in place.
-
-    ONNX Runtime's cross entropies return 0 for the mean over no rows. The gradients are zero in both.
-    """
-    for position, node in reversed(list(enumerate(graph.node))):
+    """Make the mean loss of a batch without labels NaN, as in PyTorch: ONNX Runtime's cross entropies return 0 for the
+    mean over no rows. The gradients are zero in both."""
+    for position, node in _backwards(graph):
         reduction = next((attribute.s for attribute in node.attribute if attribute.name == "reduction"), b"mean")
         if node.op_type not in LOSSES or reduction != b"mean":
             continue
@@ -290,13 +286,10 @@ def mask_padding_gradients(graph: Any, module: torch.nn.Module) -> None:
     Without the torch extensions embeddings are exported as Gather, which has no `padding_idx`: the row would get a
     gradient from every padded position that the loss reads, and would be trained.
     """
-    embeddings = {
-        name: submodule
-        for name, submodule in module.named_modules(remove_duplicate=False)
-        if isinstance(submodule, torch.nn.Embedding) and submodule.padding_idx is not None
-    }
-    for position, node in reversed(list(enumerate(graph.node))):
-        if node.op_type != "GatherGrad" or (embedding := embedding_of(node.name, embeddings)) is None:
+    embeddings = _embeddings(module)
+    for position, node in _backwards(graph):
+        embedding = embedding_of(node.name, embeddings) if node.op_type == "GatherGrad" else None
+        if embedding is None or embedding.padding_idx is None:
             continue
         _, indices, gradient = node.input
         new = NewNodes(graph, f"{node.name}/padding")
@@ -321,7 +314,7 @@ def expand_indices_in_backward(graph: Any) -> None:
     result is bitwise the same.
     """
     expanded = {node.output[0]: node.input[0] for node in graph.node if node.op_type == "Expand"}
-    for position, node in reversed(list(enumerate(graph.node))):
+    for position, node in _backwards(graph):
         if node.op_type == "GatherElementsGrad" and node.input[2] in expanded:
             gradient, _, indices = node.input
             new = NewNodes(graph, node.name)
@@ -339,7 +332,7 @@ def unsqueeze_grouped_conv1d_gradients(graph: Any) -> None:
     Raises:
         UnsupportedByOrt: a grouped ConvGrad with three dimensions or more.
     """
-    for position, node in reversed(list(enumerate(graph.node))):
+    for position, node in _backwards(graph):
         if node.op_type != "ConvGrad":
             continue
         attributes = {attribute.name: attribute for attribute in node.attribute}
@@ -361,7 +354,6 @@ def unsqueeze_grouped_conv1d_gradients(graph: Any) -> None:
 
 
 def _unsqueeze(graph: Any, position: int) -> None:
-    """Add a dimension to the inputs of the node and remove it from its outputs."""
     node = graph.node[position]
     before, after = NewNodes(graph, f"{node.name}/unsqueeze"), NewNodes(graph, f"{node.name}/squeeze")
     # In a Reshape, 0 copies the size of the input.

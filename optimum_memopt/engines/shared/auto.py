@@ -1,21 +1,17 @@
 """`auto`: the engine of choice, and the next one as soon as that one turns out unable to train the model."""
 
-import contextlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from optimum_memopt.engines.api.engine import Engine, Run, Smoothing
-from optimum_memopt.engines.api.predictions import Frontier, StepTimeline
+from optimum_memopt.engines.api.engine import Engine, Smoothing
 from optimum_memopt.engines.api.run import Resolved, Selection
 from optimum_memopt.engines.shared.forward_patch import ForwardState, TrainForward, training_forward
 from optimum_memopt.engines.shared.in_place import note_engine
 from optimum_memopt.engines.shared.registry import factory
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
 from optimum_memopt.logs import get_logger
-from optimum_memopt.plans.plan_file import PlanFile
-from optimum_memopt.plans.table import PlanTable
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -33,7 +29,8 @@ def create(resolved: Resolved[Any]) -> Engine:
         second.apply(selection)
         return second
 
-    return AutoEngine(engine, create_second, resolved.given)
+    # The rest of the protocol is forwarded.
+    return cast(Engine, AutoEngine(engine, create_second, resolved.given))
 
 
 def _create(resolved: Resolved[Any]) -> Engine:
@@ -46,17 +43,15 @@ class AutoEngine:
     """Trains with one engine, and with another one as soon as the first turns out unable to.
 
     That may be in a training forward, in most cases the first. The second engine then runs the same inputs, with
-    random generators and buffers restored, so that the run is the second engine's from the beginning.
+    random generators and buffers restored, so that the run is the second engine's from the beginning. All that is not
+    here is forwarded to the engine that trains the model.
 
     Args:
-        first: the engine to try.
         create_second: makes the other one with these plans.
         unused: flags that the other one does not read, for the line that says so.
     """
 
-    def __init__(
-        self, first: Engine, create_second: Callable[[Selection], Engine], unused: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, first: Engine, create_second: Callable[[Selection], Engine], unused: Sequence[str]) -> None:
         self._current = first
         self._create_second: Callable[[Selection], Engine] | None = create_second
         self._unused = f" ({', '.join(unused)} not used)" if unused else ""
@@ -64,38 +59,16 @@ class AutoEngine:
         self._train_by_first: TrainForward | None = None
         self._smoothing: Smoothing | None = None
 
-    @property
-    def name(self) -> str:
-        """The name of the engine that trains the model."""
-        return self._current.name
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._current, name)
 
-    @property
-    def reason(self) -> str:
-        return self._current.reason
-
-    @reason.setter
-    def reason(self, why: str) -> None:
-        self._current.reason = why
-
-    @property
-    def selection(self) -> Selection:
-        return self._current.selection
-
-    @property
-    def outputs_read_by(self) -> Callable[[], str] | None:
-        return self._current.outputs_read_by
-
-    @outputs_read_by.setter
-    def outputs_read_by(self, asked: Callable[[], str] | None) -> None:
-        self._current.outputs_read_by = asked
-
-    @property
-    def run(self) -> Callable[[], Run] | None:
-        return self._current.run
-
-    @run.setter
-    def run(self, asked: Callable[[], Run] | None) -> None:
-        self._current.run = asked
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            super().__setattr__(name, value)
+        else:
+            setattr(self._current, name, value)
 
     def check_arguments(self, args: "TrainingArguments") -> None:
         """Decide by Trainer arguments. Raises MemOptError where neither engine can train with them."""
@@ -110,53 +83,20 @@ class AutoEngine:
     def attach(self, model: torch.nn.Module) -> None:
         """Take over the model's training forward. Raises MemOptError for what neither engine can train."""
         try:
-            self._current.attach(model)
+            self._attach(model)
         except UnsupportedModelError as error:
             if self._create_second is None:
                 raise
-            self._go_on_with_second(error.why)
-            get_logger().info(self._line)
-            self._current.attach(model)
-        note_engine(model, self, instead_of=self._current)
+            self._attach_second(model, error.why)
         self._model = model
         patch = training_forward(model)
         if self._create_second is not None and patch.train != self._train_forward:
             self._train_by_first = patch.train
             patch.train = self._train_forward
 
-    def suspend(self) -> None:
-        self._current.suspend()
-
     def detach(self) -> None:
         self._current.detach()
         self._model = self._train_by_first = None
-
-    def plans(self) -> PlanTable | None:
-        return self._current.plans()
-
-    def plan_file(self) -> PlanFile | None:
-        return self._current.plan_file()
-
-    def check_used(self) -> None:
-        self._current.check_used()
-
-    def without_plan(self, error: Exception) -> contextlib.AbstractContextManager[None] | None:
-        return self._current.without_plan(error)
-
-    def predicted_peak_mib(self, optimizer: torch.optim.Optimizer | None, gradient_accumulation: bool) -> float | None:
-        return self._current.predicted_peak_mib(optimizer, gradient_accumulation)
-
-    def timeline(self, optimizer: torch.optim.Optimizer | None, gradient_accumulation: bool) -> StepTimeline | None:
-        return self._current.timeline(optimizer, gradient_accumulation)
-
-    def frontier(self) -> Frontier | None:
-        return self._current.frontier()
-
-    def insight(self) -> str:
-        return self._current.insight()
-
-    def apply(self, selection: Selection) -> None:
-        self._current.apply(selection)
 
     def smooth_labels(self, smoothing: Smoothing | None) -> bool:
         self._smoothing = smoothing
@@ -173,31 +113,33 @@ class AutoEngine:
             if has_trained and _world_size() > 1:
                 # The ranks have been compared, and this one cannot know whether the others go on with the first.
                 raise
-            why, smoothing = error.why, self._smoothing
-        self._go_on_with_second(why)
-        get_logger().info(self._line)
-        self._current.attach(model)
-        note_engine(model, self, instead_of=self._current)
+            why = error.why
+        self._attach_second(model, why)
         before.restore(model)
         train = training_forward(model).train
         assert train is not None
-        if smoothing is not None and not self._current.smooth_labels(smoothing):
-            train = smoothing.wrap(train)
+        if self._smoothing is not None and not self._current.smooth_labels(self._smoothing):
+            train = self._smoothing.wrap(train)
         return train(*args, **kwargs)
+
+    def _attach(self, model: torch.nn.Module) -> None:
+        self._current.attach(model)
+        note_engine(model, cast(Engine, self), instead_of=self._current)
+
+    def _attach_second(self, model: torch.nn.Module, why: str) -> None:
+        self._go_on_with_second(why)
+        get_logger().info(f"{self._current.reason}; training with the {self._current.name} engine")
+        self._attach(model)
 
     def _go_on_with_second(self, why: str) -> None:
         first, create = self._current, self._create_second
         assert create is not None
         second = create(first.selection)
-        second.run = first.run
-        second.outputs_read_by, second.reason = first.outputs_read_by, f"{why}{self._unused}"
+        second.run, second.outputs_read_by = first.run, first.outputs_read_by
+        second.reason = f"{why}{self._unused}"
         # Only now, since the second one may refuse the plan.
         first.detach()
         self._current, self._create_second, self._train_by_first = second, None, None
-
-    @property
-    def _line(self) -> str:
-        return f"{self.reason}; training with the {self.name} engine"
 
 
 def _world_size() -> int:

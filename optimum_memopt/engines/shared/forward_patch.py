@@ -40,12 +40,7 @@ class ForwardState:
 
     @classmethod
     def of(cls, model: torch.nn.Module, with_buffers: bool, others: Sequence[torch.nn.Module] = ()) -> "ForwardState":
-        """Before a forward.
-
-        Args:
-            with_buffers: which costs a copy of each.
-            others: modules that take part, as one that computes the loss; of theirs, too.
-        """
+        """The state before a forward, in which `others` may take part, as a module that computes the loss."""
         parameter = next(model.parameters(), None)
         return cls(
             random.getstate(),
@@ -76,12 +71,9 @@ TrainForward = Callable[..., Any]
 class TrainingForward:
     """Patches the forward of one model: training calls go elsewhere, all others to the model's own forward.
 
-    A deep copy or a pickle of the model is a plain model. Where something has wrapped the patched forward after
-    `start` (accelerate's autocast), `stop` leaves the patch in place, with nothing to do until the next `start`. Get
-    it from `training_forward`.
-
-    Args:
-        model: keeps its class, modules, parameters and state-dict keys.
+    The model keeps its class, modules, parameters and state-dict keys; a deep copy or a pickle of it is a plain model.
+    Where something has wrapped the patched forward after `start` (accelerate's autocast), `stop` leaves the patch in
+    place, with nothing to do until the next `start`. Get it from `training_forward`.
 
     Attributes:
         train: called as the model's forward in training mode with gradients on; None: the model's own is.
@@ -94,9 +86,19 @@ class TrainingForward:
         self.train: TrainForward | None = None
         self.previous = model.__dict__.get("forward")
         self.plain_forward: Callable[..., Any] = model.forward
-        self._function = self._patch(type(model))
         # The forward that had wrapped this one at `stop`, so that it could not be removed.
         self._wrapped_by: Any = None
+        patched = self.previous.__func__ if isinstance(self.previous, types.MethodType) else type(model).forward
+
+        @functools.wraps(patched)
+        def forward(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            if module is not self._model:
+                return types.MethodType(patched, module)(*args, **kwargs)
+            if self.train is not None and module.training and torch.is_grad_enabled():
+                return self.train(*args, **kwargs)
+            return self.plain_forward(*args, **kwargs)
+
+        self._function = forward
 
     def start(self, train: TrainForward) -> None:
         """Send training forwards to `train` until `stop`."""
@@ -123,20 +125,6 @@ class TrainingForward:
         """True where `start` would patch the same forward as the last time."""
         current = self._model.__dict__.get("forward")
         return self.train is not None or current is (self.previous if self._wrapped_by is None else self._wrapped_by)
-
-    def _patch(self, model_class: type[torch.nn.Module]) -> Callable[..., Any]:
-        training_forward = self
-        patched = self.previous.__func__ if isinstance(self.previous, types.MethodType) else model_class.forward
-
-        @functools.wraps(patched)
-        def forward(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if model is not training_forward._model:
-                return types.MethodType(patched, model)(*args, **kwargs)
-            if training_forward.train is not None and model.training and torch.is_grad_enabled():
-                return training_forward.train(*args, **kwargs)
-            return training_forward.plain_forward(*args, **kwargs)
-
-        return forward
 
 
 # Weak both ways: one that something has wrapped is kept by the model, any other one by its engine.
@@ -165,16 +153,15 @@ _INPUT_GRADIENT_HOOKS = frozenset({"make_inputs_require_grads", "make_inputs_req
 
 
 class Checkpointing:
-    """The flags and hooks of one model.
-
-    Args:
-        model: as it is attached.
-    """
+    """Activation checkpointing of a model: its modules' flags, and hooks that make its inputs require gradients."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
-        # Known once, so that a look at each training forward costs next to nothing.
-        self._able = [module for module in model.modules() if _can_checkpoint(module)]
+        # Known once, so that a look at each training forward costs next to nothing. Not hasattr of a module, which
+        # looks through PEFT's wrappers.
+        self._able = [
+            module for module in model.modules() if _SWITCH in vars(module) or hasattr(type(module), _SWITCH)
+        ]
         self._switched_off: list[torch.nn.Module] = []
         self._hooks: list[tuple[dict[int, Any], int, Callable[..., Any]]] = []
 
@@ -184,7 +171,6 @@ class Checkpointing:
         return any(module.gradient_checkpointing for module in self._able)
 
     def switch_off(self) -> None:
-        """Until `restore`."""
         for module in self._able:
             if module.gradient_checkpointing:
                 setattr(module, _SWITCH, False)
@@ -197,17 +183,11 @@ class Checkpointing:
                     self._hooks.append((hooks, key, hooks.pop(key)))
 
     def restore(self) -> None:
-        """Undo `switch_off`."""
         for module in self._switched_off:
             setattr(module, _SWITCH, True)
         for hooks, key, hook in self._hooks:
             hooks[key] = hook
         self._switched_off, self._hooks = [], []
-
-
-def _can_checkpoint(module: torch.nn.Module) -> bool:
-    # Not hasattr, which looks through PEFT's wrappers.
-    return _SWITCH in vars(module) or hasattr(type(module), _SWITCH)
 
 
 _NAME = "use_cache"
@@ -223,15 +203,9 @@ def without_key_value_cache(
     A caller would hold the caches, so that no plan could free them. The config is not enough: Trainer sets
     `use_cache` of the outer one only, while T5's decoder reads a copy of its own.
 
-    Args:
-        model: whose forward is called.
-        args: what the forward gets by position.
-        kwargs: what the forward gets by name.
-        forced: also where `use_cache` was given by name, for an engine that cannot return caches.
+    `forced`: also where `use_cache` was given by name, for an engine that cannot return caches.
     """
-    if _NAME in kwargs and not forced:
-        return dict(kwargs)
-    position = _position(model)
+    position = _position(model) if forced or _NAME not in kwargs else None
     if position is None or 0 <= position < len(args):
         return dict(kwargs)
     return {**kwargs, _NAME: False}

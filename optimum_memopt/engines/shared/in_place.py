@@ -1,20 +1,17 @@
 """The life cycle of an engine on a model, and which engine a model has."""
 
-import contextlib
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-from optimum_memopt.engines.api.engine import Engine, Run, Smoothing
-from optimum_memopt.engines.api.predictions import Frontier, StepTimeline
-from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.api.engine import Engine
+from optimum_memopt.engines.api.run import Run, Selection
 from optimum_memopt.engines.shared.forward_patch import Checkpointing, TrainingForward, training_forward
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
 from optimum_memopt.logs import get_logger
-from optimum_memopt.plans.plan_file import PlanFile
 
 # Weak both ways, since an engine refers to its model; what it puts on the model keeps it alive, this keeps neither.
 _engines: "weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Engine]]" = weakref.WeakKeyDictionary()
@@ -27,16 +24,7 @@ def engine_of(model: torch.nn.Module) -> Engine | None:
 
 
 def note_engine(model: torch.nn.Module, engine: Engine, instead_of: Engine | None = None) -> None:
-    """Note that `engine` is attached to `model`.
-
-    Args:
-        model: the module whose forward the engine takes over.
-        engine: the engine that trains it.
-        instead_of: an engine that does its work through `engine` from now on.
-
-    Raises:
-        MemOptError: another engine is attached already.
-    """
+    """Note that `engine` is attached to `model`. Raises MemOptError where another one than `instead_of` is already."""
     holder = engine_of(model)
     if holder is not None and holder not in (engine, instead_of):
         raise MemOptError(
@@ -46,17 +34,8 @@ def note_engine(model: torch.nn.Module, engine: Engine, instead_of: Engine | Non
     _engines[model] = weakref.ref(engine)
 
 
-def forget_engine(model: torch.nn.Module) -> None:
-    """Note that no engine is attached to `model`."""
-    _engines.pop(model, None)
-
-
 def check_parameters(model: torch.nn.Module) -> None:
-    """Refuse a model in which there is nothing to train.
-
-    Raises:
-        UnsupportedModelError: it has no parameters.
-    """
+    """Refuse a model in which there is nothing to train. Raises UnsupportedModelError."""
     if next(model.parameters(), None) is None:
         raise UnsupportedModelError(f"{type(model).__name__} has no parameters, so there is nothing to train")
 
@@ -70,7 +49,7 @@ class Attached:
     checkpointing: Checkpointing
 
 
-class InPlaceEngine:
+class InPlaceEngine(Engine):
     """The life cycle of an engine: `attach`, `suspend`, `detach`.
 
     What was compiled for a model is kept while the engine is suspended, and used again when it is attached to the
@@ -78,7 +57,6 @@ class InPlaceEngine:
     asked for.
     """
 
-    name: str
     reason = "asked for"
     keeps_checkpointing = False
 
@@ -102,30 +80,21 @@ class InPlaceEngine:
 
     @property
     def selection(self) -> Selection:
-        """The plans that were asked for."""
         return self._asked
 
     def apply(self, selection: Selection) -> None:
-        """Choose other plans; takes effect with the next training forward."""
         self._asked = selection
         self._selection = selection
         self._forget()
 
     def attach(self, model: torch.nn.Module) -> None:
-        """Take over `model`'s training forward, until `suspend` or `detach`.
-
-        Raises:
-            UnsupportedModelError: the engine cannot train this model.
-            MemOptError: the model has an engine already, or this engine is attached to another model.
-        """
         if self._is_attached:
             if self._model is not model:
                 raise MemOptError("this engine is attached to another model; detach() it first")
             self._continue()
             return
         self._check(model)
-        # Its subclasses have the rest of the protocol.
-        note_engine(model, cast(Engine, self))
+        note_engine(model, self)
         place = training_forward(model)
         last = self._last_attached
         if last is None or last.model is not model or last.training_forward is not place:
@@ -145,27 +114,22 @@ class InPlaceEngine:
         self._continue()
 
     def suspend(self) -> None:
-        """Restore the model and keep what was compiled for it; without effect when nothing is attached."""
         if not self._is_attached:
             return
         self._is_attached = False
-        forget_engine(self._model)
+        _engines.pop(self._model, None)
         self._attached.training_forward.stop()
         self._attached.checkpointing.restore()
         self._leave()
 
     def detach(self) -> None:
-        """`suspend`, and forget the model with all that was compiled for it."""
         self.suspend()
         self._forget()
         self._last_attached = None
 
     def check_used(self) -> None:
-        """Refuse to go on where training calls parts of the model, and not its forward.
-
-        TRL's trainers with a fused head and loss (`DistillationTrainer`, `GRPOTrainer` with Liger Kernel) call what is
-        below the head (TRL 1.16, `_ForwardRedirection`).
-        """
+        # TRL's trainers with a fused head and loss (`DistillationTrainer`, `GRPOTrainer` with Liger Kernel) call what
+        # is below the head (TRL 1.16, `_ForwardRedirection`).
         if self._was_called or not self._is_attached:
             return
         name, asked = type(self._model).__name__, self._selection.name
@@ -195,21 +159,6 @@ class InPlaceEngine:
             f"activation checkpointing of {type(self._model).__name__} is off while the {self.name} engine trains it; "
             f"{self._selection.name} recomputes instead"
         )
-
-    def smooth_labels(self, smoothing: Smoothing | None) -> bool:
-        return False
-
-    def plan_file(self) -> PlanFile | None:
-        return None
-
-    def timeline(self, optimizer: torch.optim.Optimizer | None, gradient_accumulation: bool) -> StepTimeline | None:
-        return None
-
-    def frontier(self) -> Frontier | None:
-        return None
-
-    def without_plan(self, error: Exception) -> contextlib.AbstractContextManager[None] | None:
-        return None
 
     def _check(self, model: torch.nn.Module) -> None:
         """Refuse what the engine cannot train. Raises MemOptError."""

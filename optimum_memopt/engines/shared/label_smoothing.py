@@ -16,10 +16,6 @@ from transformers.trainer_pt_utils import LabelSmoother
 from optimum_memopt.engines.api.engine import Engine
 from optimum_memopt.engines.shared.in_place import engine_of
 
-IGNORE = -100
-# Takes outputs, labels and `num_items_in_batch`.
-SmoothedLoss = Callable[[Any, torch.Tensor, Any], torch.Tensor]
-
 
 @dataclass(frozen=True)
 class LabelSmoothing:
@@ -36,7 +32,7 @@ class LabelSmoothing:
     @property
     def ignore_index(self) -> int:
         """The label of tokens that do not count."""
-        return getattr(self.smoother, "ignore_index", IGNORE)
+        return getattr(self.smoother, "ignore_index", -100)
 
     def shifted(self, labels: torch.Tensor) -> torch.Tensor:
         """The label of each token's logits; the last token of a causal model has none."""
@@ -48,24 +44,25 @@ class LabelSmoothing:
         """As `Trainer.compute_loss` computes it."""
         return self.smoother(outputs, labels, shift_labels=self.shift_labels, num_items_in_batch=items)
 
-    def wrap(self, forward: Callable[..., Any], loss: SmoothedLoss | None = None) -> Callable[..., Any]:
+    def wrap(
+        self, forward: Callable[..., Any], loss: Callable[[Any, torch.Tensor, Any], torch.Tensor] | None = None
+    ) -> Callable[..., Any]:
         """`forward` with the smoothed loss in its outputs where `labels` are given.
 
         Args:
             forward: takes `labels` by name, returns logits of shape (…, classes) as `logits` or first.
-            loss: computes the smoothed loss; None: as the Trainer does.
+            loss: the smoothed loss of outputs, labels and `num_items_in_batch`; None: as the Trainer computes it.
         """
-        loss_of = loss or self.loss
 
         def smoothed(*args: Any, labels: torch.Tensor | None = None, **kwargs: Any) -> Any:
             outputs = forward(*args, **kwargs)
             if labels is None:
                 return outputs
-            loss = loss_of(outputs, labels, kwargs.get("num_items_in_batch"))
+            value = (loss or self.loss)(outputs, labels, kwargs.get("num_items_in_batch"))
             if isinstance(outputs, dict):
-                outputs["loss"] = loss
+                outputs["loss"] = value
                 return outputs
-            return loss, *outputs
+            return value, *outputs
 
         return smoothed
 
@@ -91,13 +88,13 @@ def cross_entropy(smoothing: LabelSmoothing, outputs: Any, labels: torch.Tensor,
 def smoothed_by_engine(trainer: Trainer, engine: Engine, compute_loss: Callable[..., Any]) -> Callable[..., Any]:
     """`compute_loss` that leaves label smoothing to the engine in training, if the engine takes it.
 
-    Without a smoother `compute_loss` returns the model's loss, which is the smoothed one then.
+    Without a smoother `compute_loss` returns the model's loss, which is then the smoothed one.
     """
 
     def compute(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         smoother, own = trainer.label_smoother, trainer.accelerator.unwrap_model(model)
-        in_training = model.training and torch.is_grad_enabled()
-        if smoother is None or not in_training or engine_of(own) is not engine:
+        trains = model.training and torch.is_grad_enabled() and engine_of(own) is engine
+        if smoother is None or not trains:
             return compute_loss(model, *args, **kwargs)
         wrapped = own.get_base_model() if hasattr(own, "get_base_model") else own
         shifts = type(wrapped).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()

@@ -22,35 +22,9 @@ from optimum_memopt.logs import get_logger
 
 @dataclass(frozen=True)
 class Registration:
-    """An engine and its flags, with the attributes of `register_engine`."""
+    """An engine: its flags, its name as a value of `--memory_opt_engine`, its turn in `auto`.
 
-    name: str
-    options: type
-    load: Callable[[], EngineFactory[Any]]
-    summary: str
-    order: int
-    for_any_engine: frozenset[str]
-    need_trainer: frozenset[str]
-    per_rank: frozenset[str]
-
-
-_registrations: dict[str, Registration] = {}
-
-
-def register_engine(
-    name: str,
-    *,
-    options: type,
-    load: Callable[[], EngineFactory[Any]],
-    summary: str,
-    order: int = 100,
-    for_any_engine: frozenset[str] = frozenset(),
-    need_trainer: frozenset[str] = frozenset(),
-    per_rank: frozenset[str] = frozenset(),
-) -> None:
-    """Make an engine known: its flags, its name as a value of `--memory_opt_engine`, its turn in `auto`.
-
-    Args:
+    Attributes:
         name: as users write it.
         options: a dataclass of the engine's flags, beside those of `EngineOptions`; all with defaults and with names
             that no other engine has.
@@ -60,14 +34,26 @@ def register_engine(
         for_any_engine: options that also count while another engine trains.
         need_trainer: options that `optimize` has no use for.
         per_rank: options that may differ from rank to rank.
-
-    Raises:
-        ValueError: the name is taken.
     """
-    if name in _registrations or name == AUTO:
-        raise ValueError(f"there is an engine {name} already")
-    registration = Registration(name, options, load, summary, order, for_any_engine, need_trainer, per_rank)
-    _registrations[name] = registration
+
+    name: str
+    options: type
+    load: Callable[[], EngineFactory[Any]]
+    summary: str
+    order: int = 100
+    for_any_engine: frozenset[str] = frozenset()
+    need_trainer: frozenset[str] = frozenset()
+    per_rank: frozenset[str] = frozenset()
+
+
+_registrations: dict[str, Registration] = {}
+
+
+def register_engine(engine: Registration) -> None:
+    """Make an engine known. Raises ValueError where the name is taken."""
+    if engine.name in _registrations or engine.name == AUTO:
+        raise ValueError(f"there is an engine {engine.name} already")
+    _registrations[engine.name] = engine
 
 
 def registrations() -> tuple[Registration, ...]:
@@ -76,17 +62,13 @@ def registrations() -> tuple[Registration, ...]:
 
 
 def engine_names() -> tuple[str, ...]:
-    """Values of `--memory_opt_engine` beside `auto`, in the order in which `auto` tries them."""
+    """Values of `--memory_opt_engine` beside `auto`, in the order in which it tries them."""
     return tuple(registration.name for registration in registrations())
 
 
 @lru_cache
 def factory(name: str) -> EngineFactory[Any]:
-    """The factory of a registered engine.
-
-    Raises:
-        MemOptError: no such engine.
-    """
+    """The factory of a registered engine. Raises MemOptError where there is no such engine."""
     if name not in _registrations:
         raise MemOptError(f"memory_opt_engine {name!r}: allowed are {', '.join((AUTO, *engine_names()))}")
     return _registrations[name].load()
@@ -100,12 +82,8 @@ def predicting_factory() -> EngineFactory[Any]:
 def choose_engines(name: str, options: EngineOptions | None = None) -> tuple[tuple[str, ...], str]:
     """The engine for a value of `--memory_opt_engine`, behind it those that could take over, and why it is the first.
 
-    Args:
-        name: `auto`, or a registered name.
-        options: what the engines are to do; None: anything.
-
-    Raises:
-        MemOptError: no such engine, or none that works on this machine.
+    `options`: what the engines are to do; None: anything. Raises MemOptError where there is no such engine, or none
+    that works on this machine.
     """
     if name != AUTO:
         if missing := factory(name).missing():
@@ -129,22 +107,13 @@ def given_flags(options: Any, name: str) -> list[str]:
     # Of the object's own class: a subclass may have other defaults (the examples' `TrainingArguments`).
     defaults = {field.name: field.default for field in fields(options)}
     shared = registration.for_any_engine.union(field.name for field in fields(EngineOptions))
-    values = {
-        field.name: getattr(options, field.name) for field in fields(registration.options) if field.name not in shared
-    }
-    return [
-        f"--{name}" if isinstance(value, bool) else f"--{name} {excerpt(value)}"
-        for name, value in values.items()
-        if value != defaults[name]
-    ]
+    own = (field.name for field in fields(registration.options) if field.name not in shared)
+    given = {flag: value for flag in own if (value := getattr(options, flag)) != defaults[flag]}
+    return [f"--{flag}" if isinstance(value, bool) else f"--{flag} {excerpt(value)}" for flag, value in given.items()]
 
 
 def check_flags_of_others(options: Any, name: str) -> None:
-    """Refuse flags that the engine `name` would not read.
-
-    Raises:
-        MemOptError: one line that names them.
-    """
+    """Refuse flags that the engine `name` would not read. Raises MemOptError."""
     for other in engine_names():
         if other != name and (given := given_flags(options, other)):
             raise MemOptError(
@@ -155,7 +124,7 @@ def check_flags_of_others(options: Any, name: str) -> None:
 
 @dataclass(frozen=True)
 class Provider:
-    """One value of the flag.
+    """One value of `--memory_opt_optim`.
 
     Attributes:
         missing: why it cannot run on this device type and what to do, empty when it can.
@@ -186,13 +155,12 @@ def _deepspeed_missing(device: str, builder: str, needs_cpu: bool) -> str:
         return ""
     if lacking := _build_tools_missing():
         return f"DeepSpeed compiles its operator {operator.name}: {lacking}, or use torch_fused_adamw"
-    get_logger().info(
-        f"DeepSpeed compiles its operator {operator.name} at its first use on a machine, which takes minutes"
-    )
-    if (lock := extension_lock(operator.name)).exists():
+    name = operator.name
+    get_logger().info(f"DeepSpeed compiles its operator {name} at its first use on a machine, which takes minutes")
+    if (lock := extension_lock(name)).exists():
         get_logger().warning(
-            f"{lock}: another process compiles {operator.name}, and this one waits for it; a process that was killed "
-            "leaves the file behind: if none compiles, delete it"
+            f"{lock}: another process compiles {name}, and this one waits for it; a process that was killed leaves "
+            "the file behind: if none compiles, delete it"
         )
     return ""
 
@@ -206,8 +174,12 @@ def _build_tools_missing() -> str:
     return ""
 
 
-def _deepspeed_load(name: str, mode: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    return getattr(importlib.import_module("deepspeed.ops.adam"), name), {mode: True}
+def _of_deepspeed(name: str, mode: str, builder: str, needs: str = "") -> Provider:
+    return Provider(
+        lambda device: _deepspeed_missing(device, builder, needs_cpu=bool(needs)),
+        lambda: (getattr(importlib.import_module("deepspeed.ops.adam"), name), {mode: True}),
+        needs,
+    )
 
 
 def _torch_missing(device: str) -> str:
@@ -219,25 +191,17 @@ def _torch_missing(device: str) -> str:
 
 
 OPTIMIZERS = {
-    "deepspeed_fused_adam": Provider(
-        lambda device: _deepspeed_missing(device, "FusedAdamBuilder", needs_cpu=False),
-        lambda: _deepspeed_load("FusedAdam", "adam_w_mode"),
-    ),
-    "deepspeed_cpu_adam": Provider(
-        lambda device: _deepspeed_missing(device, "CPUAdamBuilder", needs_cpu=True),
-        lambda: _deepspeed_load("DeepSpeedCPUAdam", "adamw_mode"),
-        needs="the CPU or DeepSpeed's offload",
+    "deepspeed_fused_adam": _of_deepspeed("FusedAdam", "adam_w_mode", "FusedAdamBuilder"),
+    "deepspeed_cpu_adam": _of_deepspeed(
+        "DeepSpeedCPUAdam", "adamw_mode", "CPUAdamBuilder", needs="the CPU or DeepSpeed's offload"
     ),
     "torch_fused_adamw": Provider(_torch_missing, lambda: (torch.optim.AdamW, {"fused": True})),
 }
 
 
 def register_optimizer(name: str, provider: Provider) -> None:
-    """Make a value of the flag known, before `optimum_memopt.options` is imported.
-
-    Raises:
-        ValueError: the name is taken.
-    """
+    """Make a value of `--memory_opt_optim` known, before `optimum_memopt.options` is imported. Raises ValueError where
+    the name is taken."""
     if name in OPTIMIZERS:
         raise ValueError(f"there is an optimizer {name} already")
     OPTIMIZERS[name] = provider

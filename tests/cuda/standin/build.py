@@ -29,14 +29,7 @@ _OF_RUNTIME = re.compile(r"__cuda|cudaGetError(Name|String)$|cudaRuntimeGetVersi
 
 
 def build(folder: Path) -> Path:
-    """The library, compiled anew.
-
-    Args:
-        folder: gets it.
-
-    Raises:
-        subprocess.CalledProcessError: the compiler or `nm` failed.
-    """
+    """Compile the library anew, into this folder."""
     folder.mkdir(parents=True, exist_ok=True)
     stubs = folder / "stubs.c"
     objects = [folder / f"{Path(name).stem}.o" for name in SOURCES]

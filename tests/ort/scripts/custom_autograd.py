@@ -4,29 +4,10 @@ import torch
 
 from optimum_memopt import UnsupportedModelError
 from tests.gradients import assert_same_step
+from tests.ort.compat_models import Custom
 from tests.ort.helpers import MLM, optimize
 
-
-class Tripled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * 3
-
-
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = torch.nn.Linear(3, 3)
-
-    def forward(self, x):
-        return Tripled.apply(self.linear(x)).sum()
-
-
-refused, trained, off = Model(), Model(), MLM.build()
+refused, trained, off = Custom(), Custom(), MLM.build()
 engines = optimize(refused, ort_custom_autograd=False), optimize(trained), optimize(off, ort_custom_autograd=False)
 for _ in range(2):
     try:
@@ -37,6 +18,6 @@ for _ in range(2):
         ), error
     else:
         raise AssertionError("trained with an inlined function")
-trained(torch.ones(2, 3)).backward()
-assert torch.equal(trained.linear.bias.grad, torch.full((3,), 6.0))
+trained(torch.ones(2, 3)).sum().backward()
+assert torch.equal(trained.linear.bias.grad, torch.full((4,), 6.0))
 assert_same_step(off, MLM.build(), MLM.batch())

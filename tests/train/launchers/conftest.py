@@ -1,5 +1,3 @@
-"""What the tests of the examples' scripts share."""
-
 import json
 
 import pytest

@@ -53,37 +53,20 @@ def launcher(name: str, *, zero: int | None = None) -> list[str]:
     """
     if name == "python":
         return [sys.executable]
-    if name == "torchrun":
-        return [str(PROGRAMS / "torchrun"), "--standalone", "--nproc_per_node", "2"]
-    if name == "deepspeed":
-        return [
-            str(PROGRAMS / "deepspeed"),
-            "--num_accelerators",
-            "2",
-            "--master_port",
-            str(fresh_process.free_port()),
-        ]
-    kind = ["--multi_gpu"] if zero is None else ["--use_deepspeed", "--zero_stage", str(zero)]
-    return [
-        str(PROGRAMS / "accelerate"),
-        "launch",
-        *kind,
-        "--num_processes",
-        "2",
-        f"--main_process_port={fresh_process.free_port()}",
-    ]
+    kind = "--multi_gpu" if zero is None else f"--use_deepspeed --zero_stage {zero}"
+    words = {
+        "torchrun": "--standalone --nproc_per_node 2",
+        "deepspeed": f"--num_accelerators 2 --master_port {fresh_process.free_port()}",
+        "accelerate": f"launch {kind} --num_processes 2 --main_process_port={fresh_process.free_port()}",
+    }
+    return [str(PROGRAMS / name), *words[name].split()]
 
 
 def start(command: Sequence[Any], timeout: int = LONG, **environment: str) -> subprocess.CompletedProcess:
     """Run a command to its end; stdout and stderr are kept."""
     command = list(map(str, command))
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **ENVIRONMENT, **environment},
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, env={**os.environ, **ENVIRONMENT, **environment}, **pipes)
     try:
         stdout, stderr = process.communicate(timeout=timeout)
     except BaseException:
@@ -96,14 +79,8 @@ def start(command: Sequence[Any], timeout: int = LONG, **environment: str) -> su
 
 
 def alone() -> dict[str, str]:
-    """The environment in which DeepSpeed works without a launcher."""
-    return {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(fresh_process.free_port()),
-    }
+    port = str(fresh_process.free_port())
+    return {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 
 
 def write_jobs(folder: Path, jobs: Sequence[Job]) -> Path:
@@ -115,7 +92,7 @@ def write_jobs(folder: Path, jobs: Sequence[Job]) -> Path:
 
 @dataclass(frozen=True)
 class Done:
-    """What a launch has left."""
+    """A launch that has ended."""
 
     folder: Path
     process: subprocess.CompletedProcess
@@ -125,7 +102,7 @@ class Done:
         return self.process.stdout + self.process.stderr
 
     def ranks(self, job: str) -> list[dict[str, Any]]:
-        """What each rank returned from a job, in their order."""
+        """Returned by each rank from a job, in their order."""
         paths = sorted(self.folder.glob(f"{job}.[0-9].json"))
         assert paths, f"{job} left nothing:\n{self.output[-4000:]}"
         return [json.loads(path.read_text()) for path in paths]
@@ -146,11 +123,9 @@ def run_jobs(command: Sequence[str], folder: Path, jobs: Sequence[Job], **enviro
 
 
 def run_jobs_alone(folder: Path, jobs: Sequence[Job]) -> Done:
-    """Run the jobs in one forked process."""
     environment = {**os.environ, **ENVIRONMENT}
-    return _checked(
-        Done(folder, fresh_process.run(WORKER, write_jobs(folder, jobs), environment=environment, timeout=LONG))
-    )
+    done = fresh_process.run(WORKER, write_jobs(folder, jobs), environment=environment, timeout=LONG)
+    return _checked(Done(folder, done))
 
 
 def _checked(done: Done) -> Done:

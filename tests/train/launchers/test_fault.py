@@ -12,15 +12,7 @@ from dataclasses import replace
 import pytest
 
 from tests import fresh_process
-from tests.train.launchers.launching import (
-    ENVIRONMENT,
-    WORKER,
-    launcher,
-    needs_compiler,
-    needs_deepspeed,
-    run_jobs,
-    write_jobs,
-)
+from tests.train.launchers import launching
 from tests.train.launchers.worker import Job
 from tests.trainer_runs import distance
 
@@ -37,7 +29,7 @@ BY_THEMSELVES = 400 + SOON
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     job = Job("steps", rows=ROWS, arguments=ARGUMENTS)
-    return run_jobs(launcher("torchrun"), tmp_path_factory.mktemp("uninterrupted"), [job])
+    return launching.run_jobs(launching.launcher("torchrun"), tmp_path_factory.mktemp("uninterrupted"), [job])
 
 
 def wait_for_checkpoint(folder, seconds=400):
@@ -54,8 +46,8 @@ def resumed(folder, uninterrupted):
     checkpoints = {path.name for path in (folder / "dying-output").glob("checkpoint-*")}
     assert checkpoints == {f"checkpoint-{SAVED}"}
     checkpoint = str(folder / "dying-output" / f"checkpoint-{SAVED}")
-    done = run_jobs(
-        launcher("torchrun"), folder / "on", [Job("on", rows=ROWS, arguments=ARGUMENTS, resume=checkpoint)]
+    done = launching.run_jobs(
+        launching.launcher("torchrun"), folder / "on", [Job("on", rows=ROWS, arguments=ARGUMENTS, resume=checkpoint)]
     )
     ranks = done.trained("on")
     assert [rank["steps"] for rank in ranks] == [STEPS, STEPS] and ranks[0]["digest"] == ranks[1]["digest"]
@@ -64,7 +56,7 @@ def resumed(folder, uninterrupted):
 
 @pytest.mark.nightly
 def test_under_torchrun(tmp_path, uninterrupted):
-    command = [*launcher("torchrun"), WORKER, write_jobs(tmp_path, [DYING])]
+    command = [*launching.launcher("torchrun"), launching.WORKER, launching.write_jobs(tmp_path, [DYING])]
     process = start_process(command, tmp_path / "log")
     try:
         saved = wait_for_checkpoint(tmp_path / "dying-output")
@@ -91,13 +83,13 @@ ZERO = {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage":
 
 @pytest.mark.parametrize(
     "deepspeed",
-    [None, pytest.param(ZERO, marks=[pytest.mark.nightly, needs_deepspeed, needs_compiler])],
+    [None, pytest.param(ZERO, marks=[pytest.mark.nightly, launching.needs_deepspeed, launching.needs_compiler])],
     ids=["ddp", "zero_1"],
 )
 def test_without_an_agent(tmp_path, deepspeed):
     """Two processes by hand: nobody ends the one that is left, it has to notice by itself."""
-    path = write_jobs(tmp_path, [replace(DYING, arguments={**ARGUMENTS, "deepspeed": deepspeed})])
-    environment = {**os.environ, **ENVIRONMENT}
+    path = launching.write_jobs(tmp_path, [replace(DYING, arguments={**ARGUMENTS, "deepspeed": deepspeed})])
+    environment = {**os.environ, **launching.ENVIRONMENT}
     script = BY_HAND.format(path=str(path), seconds=BY_THEMSELVES)
     done = fresh_process.run("-c", script, environment=environment, timeout=BY_THEMSELVES + SOON)
     first, second = json.loads(done.stdout.splitlines()[-1])
@@ -113,7 +105,7 @@ def start_process(command, log, **environment):
             list(map(str, command)),
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **ENVIRONMENT, **environment},
+            env={**os.environ, **launching.ENVIRONMENT, **environment},
         )
 
 

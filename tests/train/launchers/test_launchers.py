@@ -48,7 +48,7 @@ REPLAN = {
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
-    """What `accelerate launch` with two processes leaves."""
+    """`accelerate launch` with two processes."""
     own = {"memory_opt_config": "Gelu+:1:-1"}
     folder = tmp_path_factory.mktemp("two")
     # As on two machines, each with a cache of its own.
@@ -78,7 +78,7 @@ def two_ranks(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def one_rank(two_ranks, tmp_path_factory):
-    """What a stock Trainer makes of the same rows in one process, and of the checkpoint of the two ranks."""
+    """A stock Trainer on the same rows in one process, and from the checkpoint of the two ranks."""
     jobs = [
         Job("steps", "plain", model=MODEL, rows=ROWS, arguments={**ONE, **SAVING}),
         Job("accumulation", "plain", rows=ROWS, arguments={**ONE, **ACCUMULATING}),
@@ -138,7 +138,7 @@ def test_one_rank_measures_for_all(two_ranks):
 
 
 def test_two_ranks_take_the_same_micro_batch(two_ranks, one_rank):
-    """Of other sizes on the two ranks one would wait for the other's gradients for ever."""
+    """With other sizes than the other's a rank would wait for its gradients for ever."""
     ranks = two_ranks.trained("batch-auto")
     assert ranks[0]["digest"] == ranks[1]["digest"]
     assert [rank["steps"] for rank in ranks] == [HALF, HALF]

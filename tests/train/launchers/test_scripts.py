@@ -34,18 +34,8 @@ def test_help_lists_the_flags():
 
 def test_a_recipe_trains(material, tmp_path):
     """With a name that only CUDA has."""
-    done = run_glue(
-        material,
-        tmp_path,
-        "--memory_opt_engine",
-        "ort",
-        "--memory_opt_config",
-        "BiasGelu+:1:-1",
-        "--ort_fallback",
-        "false",
-        "--log_input_density",
-        "--log_memory_phases",
-    )
+    flags = "--memory_opt_engine ort --memory_opt_config BiasGelu+:1:-1 --ort_fallback false"
+    done = run_glue(material, tmp_path, *flags.split(), "--log_input_density", "--log_memory_phases")
     assert done.returncode == 0, done.stderr
     assert "BiasGelu+:1:-1 is " in done.stderr and "on this provider" in done.stderr
     assert done.stderr.count("Memory plans of the ort engine") == 1

@@ -1,4 +1,4 @@
-"""What each process of the launchers' tests runs: trainings one after the other, and files about each.
+"""Each process of the launchers' tests: trainings one after the other, and files about each.
 
     worker.py JOBS.json
 
@@ -67,8 +67,6 @@ class Job:
 
 
 class Killed(TrainerCallback):
-    """Ends this process before a step, as a machine that is switched off."""
-
     def __init__(self, step: int) -> None:
         self.step = step
 
@@ -124,15 +122,8 @@ def train(job: Job, folder: Path) -> dict[str, Any]:
         kind = functools.partial(RunsOut, fails=fails, held=lambda trainer: 2**40)
     with log_lines() as lines, mock.patch.dict(os.environ, job.environment.get(own, {})):
         try:
-            trainer = make(
-                folder / f"{job.name}-output",
-                job.model,
-                plain=job.engine == "plain",
-                trainer=kind,
-                train_dataset=rows(job.model, job.rows),
-                callbacks=callbacks,
-                **changes,
-            )
+            changes |= {"train_dataset": rows(job.model, job.rows), "callbacks": callbacks, "trainer": kind}
+            trainer = make(folder / f"{job.name}-output", job.model, plain=job.engine == "plain", **changes)
             reductions.trainer = trainer
             trainer.train(resume_from_checkpoint=job.resume)
         except MemOptError as error:
@@ -158,7 +149,6 @@ def train(job: Job, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run the jobs of the file that the command line names."""
     # Behind what the launcher of DeepSpeed puts first (--local_rank).
     path = Path(sys.argv[-1])
     if "WITHOUT_SHARED_MEMORY" in os.environ:

@@ -5,23 +5,19 @@ from dataclasses import dataclass, field
 from optimum_memopt.engines.api.engine import Engine
 from optimum_memopt.engines.api.factory import EngineFactory
 from optimum_memopt.engines.api.run import Selection
-from optimum_memopt.engines.shared.registry import register_engine
+from optimum_memopt.engines.shared.registry import Registration, register_engine
 
 
 @dataclass
 class ToyOptions:
-    """The engine's one flag."""
-
     toy_step: int = field(default=1, metadata={"help": "What a training forward counts as."})
 
 
 class ToyFactory(EngineFactory):
-    """Imports the engine when one is made."""
-
     def create(self, options, selection: Selection) -> Engine:
         from optimum_memopt.engines.toy.engine import ToyEngine
 
         return ToyEngine(options.toy_step, selection)
 
 
-register_engine("toy", options=ToyOptions, load=ToyFactory, summary="counts forwards", order=-1)
+register_engine(Registration("toy", options=ToyOptions, load=ToyFactory, summary="counts forwards", order=-1))

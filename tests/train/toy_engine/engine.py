@@ -1,12 +1,8 @@
-"""See the package."""
-
 from optimum_memopt.engines.shared.in_place import InPlaceEngine
 from optimum_memopt.plans.table import PlanTable
 
 
 class ToyEngine(InPlaceEngine):
-    """Trains by the model's own forward."""
-
     name = "toy"
 
     def __init__(self, step, selection):

@@ -1,5 +1,3 @@
-"""The baselines: each script without an engine, once."""
-
 from collections.abc import Callable
 
 import pytest
@@ -9,7 +7,7 @@ from tests.train.trainers.harness import Outcome, Script, run
 
 @pytest.fixture(scope="session")
 def stock(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Script], Outcome]:
-    """`stock(name, script)`: what the script leaves without this package."""
+    """`stock(name, script)`: the outcome without this package; each script runs once."""
     done: dict[str, Outcome] = {}
 
     def baseline(name: str, script: Script) -> Outcome:

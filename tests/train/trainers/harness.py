@@ -18,7 +18,7 @@ from optimum_memopt import PlanTable, attach, optimize
 
 WORDS = ["<unk>", "<pad>", "<s>", "</s>", *(f"word{index}" for index in range(36))]
 ENGINES: dict[str, dict[str, Any]] = {
-    # With the plain loss, which is bitwise; `test_loss_trainer.py` has the chunked one.
+    # With the plain loss, which is bitwise; `test_chunked_loss.py` has the chunked one.
     "compile": {
         "memory_opt_engine": "compile",
         "memory_opt_compiler": "aot_eager",
@@ -37,7 +37,7 @@ ORT_TOLERANCE = 2e-4
 
 @dataclass
 class Outcome:
-    """What a script leaves.
+    """The results of a script.
 
     Attributes:
         logs: what it logged, entry by entry.
@@ -55,7 +55,7 @@ class Outcome:
 
 
 class Memopt:
-    """What a script gives its Trainer or its model to; without effect for the baseline."""
+    """Gets a script's Trainer or model; without effect for the baseline."""
 
     def __init__(self, engine: str, **options: Any) -> None:
         self._options = None if engine == "none" else ENGINES[engine] | options
@@ -125,8 +125,15 @@ def without_times(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def outcome(trainer: Trainer, **extra: Any) -> Outcome:
-    """What a Trainer leaves after `train()`."""
+    """The outcome of a Trainer after `train()`."""
     return Outcome(without_times(trainer.state.log_history), weights(trainer.model), extra)
+
+
+def trained(trainer: Trainer, memopt: Memopt) -> Outcome:
+    """The outcome of a Trainer, after its training with the engine."""
+    memopt.attach(trainer)
+    trainer.train()
+    return outcome(trainer)
 
 
 def run(script: Script, folder: Path, engine: str, **options: Any) -> Outcome:
@@ -137,6 +144,13 @@ def run(script: Script, folder: Path, engine: str, **options: Any) -> Outcome:
         return memopt.note(script(folder, memopt))
     finally:
         torch._dynamo.reset()
+
+
+def check(script: Script, stock: Callable[[str, Script], Outcome], folder: Path, engine: str) -> None:
+    """The script trains under plans, and leaves what it does without an engine: with compile to the last bit."""
+    ours = run(script, folder, engine)
+    assert ours.plans_on
+    assert_equal(ours, stock(script.__name__, script), 0.0 if engine == "compile" else ORT_TOLERANCE)
 
 
 def assert_equal(ours: Outcome, stock: Outcome, tolerance: float = 0.0) -> None:

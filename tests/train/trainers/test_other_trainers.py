@@ -9,20 +9,8 @@ import torch
 from transformers import BertModel, Trainer, TrainingArguments
 
 from tests.rotation import nightly
-from tests.train.trainers.harness import (
-    ORT_TOLERANCE,
-    Memopt,
-    Outcome,
-    arguments,
-    assert_equal,
-    bert_config,
-    outcome,
-    run,
-    sentence,
-    tokenizer,
-    weights,
-    without_times,
-)
+from tests.train.trainers import harness
+from tests.train.trainers.harness import Memopt, Outcome
 from tests.trainer_runs import build, collate, rows
 
 MODEL = "bert-classification"
@@ -40,22 +28,20 @@ def contrastive(folder: Path, memopt: Memopt) -> Outcome:
     from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
     from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 
-    BertModel(bert_config()).save_pretrained(folder / "bert")
-    tokenizer().save_pretrained(folder / "bert")
+    BertModel(harness.bert_config()).save_pretrained(folder / "bert")
+    harness.tokenizer().save_pretrained(folder / "bert")
     model = SentenceTransformer(
         modules=[Transformer(str(folder / "bert"), max_seq_length=32), Pooling(32)], device="cpu"
     )
     source = random.Random(0)
-    triples = [{name: sentence(source) for name in ("anchor", "positive", "negative")} for _ in range(24)]
+    triples = [{name: harness.sentence(source) for name in ("anchor", "positive", "negative")} for _ in range(24)]
     trainer = SentenceTransformerTrainer(
         model=model,
-        args=arguments(SentenceTransformerTrainingArguments, folder / "run"),
+        args=harness.arguments(SentenceTransformerTrainingArguments, folder / "run"),
         train_dataset=Dataset.from_list(triples),
         loss=MultipleNegativesRankingLoss(model),
     )
-    memopt.attach(trainer)
-    trainer.train()
-    return outcome(trainer)
+    return harness.trained(trainer, memopt)
 
 
 def lightning(folder: Path, memopt: Memopt) -> Outcome:
@@ -80,21 +66,10 @@ def lightning(folder: Path, memopt: Memopt) -> Outcome:
             return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3)
 
     module = Classifier()
-    quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    lightning.Trainer(
-        accelerator="cpu",
-        max_epochs=2,
-        accumulate_grad_batches=2,
-        default_root_dir=folder,
-        num_sanity_val_steps=0,
-        **quiet,
-    ).fit(module, loader(16), loader(6, seed=1))
-    return Outcome(module.logs, weights(module.model))
+    quiet = dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary", "logger"), False)
+    steps = {"accelerator": "cpu", "max_epochs": 2, "accumulate_grad_batches": 2, "num_sanity_val_steps": 0}
+    lightning.Trainer(default_root_dir=folder, **steps, **quiet).fit(module, loader(16), loader(6, seed=1))
+    return Outcome(module.logs, harness.weights(module.model))
 
 
 def accelerate_loop(folder: Path, memopt: Memopt) -> Outcome:
@@ -117,7 +92,7 @@ def accelerate_loop(folder: Path, memopt: Memopt) -> Outcome:
             logs.append({"loss": loss.item(), "norm": float(norm) if norm is not None else 0.0})
     accelerator.save_state(str(folder / "state"))
     files = sorted(path.name for path in (folder / "state").iterdir())
-    return Outcome(logs, weights(accelerator.unwrap_model(model)), {"files": files})
+    return Outcome(logs, harness.weights(accelerator.unwrap_model(model)), {"files": files})
 
 
 def search(folder: Path, memopt: Memopt) -> Outcome:
@@ -126,13 +101,13 @@ def search(folder: Path, memopt: Memopt) -> Outcome:
 
     def objective(metrics: dict[str, float]) -> float:
         # Trainer lets go of the model when the search is over.
-        trained.update(weights(trainer.model))
+        trained.update(harness.weights(trainer.model))
         entries.append(metrics)
         return metrics["eval_loss"]
 
     trainer = Trainer(
         model_init=lambda trial: build(MODEL, num_hidden_layers=1),
-        args=arguments(TrainingArguments, folder, eval_strategy="steps", eval_steps=2, max_steps=4),
+        args=harness.arguments(TrainingArguments, folder, eval_strategy="steps", eval_steps=2, max_steps=4),
         train_dataset=rows(MODEL),
         eval_dataset=rows(MODEL, 6, seed=1),
         data_collator=collate,
@@ -147,7 +122,7 @@ def search(folder: Path, memopt: Memopt) -> Outcome:
         sampler=optuna.samplers.RandomSampler(seed=0),
     )
     found = {"objective": best.objective, "run": best.run_id, **best.hyperparameters, "trials": len(entries)}
-    return Outcome(without_times([*trainer.state.log_history, *entries]), trained, found)
+    return Outcome(harness.without_times([*trainer.state.log_history, *entries]), trained, found)
 
 
 def loader(count: int, seed: int = 0) -> torch.utils.data.DataLoader:
@@ -160,14 +135,6 @@ FAST = ["contrastive", "lightning", "accelerate_loop"]
 
 
 @pytest.mark.parametrize("script", nightly(SCRIPTS, but=FAST))
-def test_compiled_bitwise(script, stock, tmp_path):
-    ours = run(script, tmp_path, "compile")
-    assert ours.plans_on
-    assert_equal(ours, stock(script.__name__, script))
-
-
-@pytest.mark.parametrize("script", nightly(SCRIPTS, but=FAST))
-def test_on_onnx_runtime(script, stock, tmp_path):
-    ours = run(script, tmp_path, "ort")
-    assert ours.plans_on
-    assert_equal(ours, stock(script.__name__, script), ORT_TOLERANCE)
+@pytest.mark.parametrize("engine", ["compile", "ort"])
+def test_as_without_an_engine(script, engine, stock, tmp_path):
+    harness.check(script, stock, tmp_path, engine)

@@ -1,4 +1,4 @@
-"""What Trainer promises, scenario by scenario: with an engine it logs, saves, calls back and learns the same."""
+"""Trainer's own promises, scenario by scenario: with an engine it logs, saves, calls back and learns the same."""
 
 import re
 from collections.abc import Callable
@@ -125,7 +125,7 @@ class StopAfter(TrainerCallback):
 
 
 class OutOfMemoryOnce(TrainerCallback):
-    """What `auto_find_batch_size` catches, at the first batch size."""
+    """Raises, at the first batch size, the error that `auto_find_batch_size` catches."""
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.train_batch_size > 7:
@@ -170,12 +170,8 @@ def twice(trainer: Trainer) -> Any:
 
 
 def around(trainer: Trainer) -> Any:
-    return [
-        trainer.evaluate(),
-        train(trainer),
-        trainer.evaluate(),
-        trainer.evaluate(tagged(5, seed=9), metric_key_prefix="more"),
-    ]
+    found = [trainer.evaluate(), train(trainer), trainer.evaluate()]
+    return [*found, trainer.evaluate(tagged(5, seed=9), metric_key_prefix="more")]
 
 
 def predict(trainer: Trainer) -> Any:
@@ -217,6 +213,11 @@ class Scenario:
 
 
 EVERY_2 = {"eval_strategy": "steps", "eval_steps": 2}
+SAVED_2 = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1, "load_best_model_at_end": True}
+EVERY = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
+PLATEAU = {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 0}}
+THIRDS = {"save_strategy": "steps", "save_steps": 3}
+ACCURACY = {"compute_metrics": lambda: accuracy}
 SCENARIOS = {
     "logging": Scenario({"logging_steps": 1, "logging_first_step": True}),
     "logging-epochs": Scenario({"max_steps": -1, "num_train_epochs": 2, "logging_strategy": "epoch"}),
@@ -224,58 +225,30 @@ SCENARIOS = {
     "accumulation-counted": Scenario(
         {"gradient_accumulation_steps": 3, "max_steps": 3}, model=lambda: CountingTagger(TaggerConfig())
     ),
-    "eval-steps": Scenario({**EVERY_2, "eval_on_start": True}, {"compute_metrics": lambda: accuracy}),
+    "eval-steps": Scenario({**EVERY_2, "eval_on_start": True}, ACCURACY),
     "eval-epochs": Scenario({"eval_strategy": "epoch", "max_steps": -1, "num_train_epochs": 2, "eval_delay": 1}),
-    "eval-inputs": Scenario({**EVERY_2, "include_for_metrics": ["inputs"]}, {"compute_metrics": lambda: accuracy}),
+    "eval-inputs": Scenario({**EVERY_2, "include_for_metrics": ["inputs"]}, ACCURACY),
     "eval-batches": Scenario({**EVERY_2, "batch_eval_metrics": True}, {"compute_metrics": Running}),
     "eval-accumulation": Scenario(
-        {**EVERY_2, "eval_accumulation_steps": 1, "per_device_eval_batch_size": 2},
-        {"compute_metrics": lambda: accuracy},
+        {**EVERY_2, "eval_accumulation_steps": 1, "per_device_eval_batch_size": 2}, ACCURACY
     ),
     "eval-several": Scenario(EVERY_2, {"eval_dataset": lambda: {"a": tagged(4, seed=1), "b": tagged(3, seed=2)}}),
     "eval-loss-only": Scenario({**EVERY_2, "prediction_loss_only": True}),
     "best-model": Scenario(
-        {
-            **EVERY_2,
-            "save_strategy": "steps",
-            "save_steps": 2,
-            "save_total_limit": 1,
-            "load_best_model_at_end": True,
-            "metric_for_best_model": "accuracy",
-            "learning_rate": 0.5,
-        },
-        {"compute_metrics": lambda: accuracy},
+        {**EVERY_2, **SAVED_2, "metric_for_best_model": "accuracy", "learning_rate": 0.5}, ACCURACY
     ),
     "save-best": Scenario(
         {**EVERY_2, "save_strategy": "best", "metric_for_best_model": "loss", "save_only_model": True}
     ),
     "early-stopping": Scenario(
-        {
-            "eval_strategy": "steps",
-            "eval_steps": 1,
-            "save_strategy": "steps",
-            "save_steps": 1,
-            "save_total_limit": 2,
-            "load_best_model_at_end": True,
-            "learning_rate": 3.0,
-            "max_steps": 12,
-        },
+        {**EVERY, "load_best_model_at_end": True, "learning_rate": 3.0, "max_steps": 12},
         {"callbacks": lambda: [EarlyStoppingCallback(1)]},
     ),
-    "plateau": Scenario(
-        {
-            **EVERY_2,
-            "lr_scheduler_type": "reduce_lr_on_plateau",
-            "lr_scheduler_kwargs": {"patience": 0},
-            "learning_rate": 2.0,
-        }
-    ),
-    "resume": Scenario({"save_strategy": "steps", "save_steps": 3}, act=resume),
-    "resume-accumulation": Scenario(
-        {"save_strategy": "steps", "save_steps": 3, "gradient_accumulation_steps": 2}, act=resume
-    ),
+    "plateau": Scenario({**EVERY_2, **PLATEAU, "learning_rate": 2.0}),
+    "resume": Scenario(THIRDS, act=resume),
+    "resume-accumulation": Scenario({**THIRDS, "gradient_accumulation_steps": 2}, act=resume),
     "save": Scenario(act=save),
-    "predict": Scenario({}, {"compute_metrics": lambda: accuracy}, act=predict),
+    "predict": Scenario({}, ACCURACY, act=predict),
     "evaluate-around": Scenario(act=around),
     "train-twice": Scenario(act=twice),
     "model-init": Scenario({}, {"model_init": lambda: lambda: Tagger(TaggerConfig())}, act=twice),
@@ -341,26 +314,9 @@ def script(scenario: Scenario) -> Callable[[Path, Memopt], Outcome]:
 
 
 # A scenario for each part of Trainer: its loss, evaluation, checkpoints, callbacks, data, optimizers, precision.
-COMPILED = {
-    "accumulation-counted",
-    "best-model",
-    "bf16",
-    "early-stopping",
-    "eval-several",
-    "evaluate-around",
-    "find-batch-size",
-    "label-smoothing",
-    "logging",
-    "model-init",
-    "neftune",
-    "own-loss",
-    "optimizer-class",
-    "own-optimizer",
-    "predict",
-    "resume-accumulation",
-    "save",
-    "tuple",
-}
+COMPILED = ["accumulation-counted", "best-model", "bf16", "early-stopping", "eval-several", "evaluate-around"]
+COMPILED += ["find-batch-size", "label-smoothing", "logging", "model-init", "neftune", "own-loss", "optimizer-class"]
+COMPILED += ["own-optimizer", "predict", "resume-accumulation", "save", "tuple"]
 
 
 # tracemalloc, which measures there, makes compiling several times slower.
@@ -371,20 +327,8 @@ def test_compiled_as_stock(name, stock, tmp_path):
 
 
 # The Trainer's side of a scenario is the same for both engines; here what a session of ONNX Runtime could spoil.
-ON_ORT = {
-    "accumulation-counted",
-    "best-model",
-    "dict",
-    "find-batch-size",
-    "logging",
-    "model-init",
-    "label-smoothing",
-    "own-loss",
-    "per-row",
-    "predict",
-    "resume-accumulation",
-    "tuple",
-}
+ON_ORT = ["accumulation-counted", "best-model", "dict", "find-batch-size", "logging", "model-init", "label-smoothing"]
+ON_ORT += ["own-loss", "per-row", "predict", "resume-accumulation", "tuple"]
 
 
 @pytest.mark.parametrize(
@@ -397,7 +341,7 @@ def test_on_onnx_runtime_as_stock(name, stock, tmp_path):
 
 @pytest.mark.parametrize("engine", ["compile", "ort"])
 def test_accumulated_batches_are_the_large_batch(engine, tmp_path):
-    """Of rows of unequal length, which only a loss that is divided by all items of the global batch gets right."""
+    """With rows of unequal length, so that only a loss divided by all items of the global batch is right."""
     model = {"model": lambda: CountingTagger(TaggerConfig())}
     steps = {"max_steps": 2, "max_grad_norm": 0.0}
     small = Scenario({"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, **steps}, **model)

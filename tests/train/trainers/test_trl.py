@@ -6,43 +6,38 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("trl")
 pytest.importorskip("peft")
 
+import trl
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import BertForSequenceClassification, LlamaForCausalLM
-from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import BertForSequenceClassification, LlamaForCausalLM, Trainer, set_seed
+from transformers.integrations import TensorBoardCallback
 
+from optimum_memopt import InputDensityCallback, MemoryPhasesCallback, PlanStatsCallback, UnsupportedModelError
 from tests.rotation import nightly
-from tests.train.trainers.harness import (
-    ORT_TOLERANCE,
-    Memopt,
-    Outcome,
-    arguments,
-    assert_equal,
-    bert_config,
-    llama_config,
-    outcome,
-    run,
-    sentence,
-    tokenizer,
-)
+from tests.train.trainers import harness
+from tests.train.trainers.harness import Memopt, Outcome
 from tests.trainer_runs import log_lines
 
 # TRL asks for bf16 and activation checkpointing by default.
-QUIET = {"bf16": False, "gradient_checkpointing": False, "max_length": 32}
+UNCHECKED = {"bf16": False, "gradient_checkpointing": False}
+QUIET = {**UNCHECKED, "max_length": 32}
+SAMPLED = {**UNCHECKED, "num_generations": 2, "max_completion_length": 5, "max_steps": 4}
 
 
 def texts(count: int, seed: int = 0) -> Dataset:
     source = random.Random(seed)
-    return Dataset.from_list([{"text": sentence(source)} for _ in range(count)])
+    return Dataset.from_list([{"text": harness.sentence(source)} for _ in range(count)])
 
 
 def preferences(count: int) -> Dataset:
     source = random.Random(0)
-    rows = [{name: sentence(source) for name in ("prompt", "chosen", "rejected")} for _ in range(count)]
+    rows = [{name: harness.sentence(source) for name in ("prompt", "chosen", "rejected")} for _ in range(count)]
     return Dataset.from_list([{**row, "prompt": row["prompt"] + " "} for row in rows])
 
 
@@ -52,17 +47,15 @@ def lora() -> LoraConfig:
 
 
 def sft(folder: Path, memopt: Memopt, peft_config: LoraConfig | None = None, **changes: Any) -> Outcome:
-    trainer = SFTTrainer(
-        model=LlamaForCausalLM(llama_config()),
-        args=arguments(SFTConfig, folder, eval_strategy="steps", eval_steps=3, **{**QUIET, **changes}),
+    trainer = trl.SFTTrainer(
+        model=LlamaForCausalLM(harness.llama_config()),
+        args=harness.arguments(trl.SFTConfig, folder, eval_strategy="steps", eval_steps=3, **{**QUIET, **changes}),
         train_dataset=texts(24),
         eval_dataset=texts(8, seed=1),
-        processing_class=tokenizer(),
+        processing_class=harness.tokenizer(),
         peft_config=peft_config,
     )
-    memopt.attach(trainer)
-    trainer.train()
-    return outcome(trainer)
+    return harness.trained(trainer, memopt)
 
 
 def sft_lora(folder: Path, memopt: Memopt, **changes: Any) -> Outcome:
@@ -71,17 +64,15 @@ def sft_lora(folder: Path, memopt: Memopt, **changes: Any) -> Outcome:
 
 def dpo(folder: Path, memopt: Memopt, peft_config: LoraConfig | None = None, **changes: Any) -> Outcome:
     # Without LoRA the reference model is loaded from where the model came from.
-    LlamaForCausalLM(llama_config()).save_pretrained(folder / "model")
-    trainer = DPOTrainer(
+    LlamaForCausalLM(harness.llama_config()).save_pretrained(folder / "model")
+    trainer = trl.DPOTrainer(
         model=LlamaForCausalLM.from_pretrained(folder / "model"),
-        args=arguments(DPOConfig, folder, **{**QUIET, **changes}),
+        args=harness.arguments(trl.DPOConfig, folder, **{**QUIET, **changes}),
         train_dataset=preferences(24),
-        processing_class=tokenizer(),
+        processing_class=harness.tokenizer(),
         peft_config=peft_config,
     )
-    memopt.attach(trainer)
-    trainer.train()
-    return outcome(trainer)
+    return harness.trained(trainer, memopt)
 
 
 def dpo_lora(folder: Path, memopt: Memopt) -> Outcome:
@@ -89,28 +80,103 @@ def dpo_lora(folder: Path, memopt: Memopt) -> Outcome:
 
 
 def reward(folder: Path, memopt: Memopt) -> Outcome:
-    trainer = RewardTrainer(
-        model=BertForSequenceClassification(bert_config(num_labels=1)),
-        args=arguments(RewardConfig, folder, **QUIET),
+    trainer = trl.RewardTrainer(
+        model=BertForSequenceClassification(harness.bert_config(num_labels=1)),
+        args=harness.arguments(trl.RewardConfig, folder, **QUIET),
         train_dataset=preferences(24).remove_columns("prompt"),
-        processing_class=tokenizer(),
+        processing_class=harness.tokenizer(),
     )
-    memopt.attach(trainer)
-    trainer.train()
-    return outcome(trainer)
+    return harness.trained(trainer, memopt)
 
 
-@pytest.mark.parametrize("script", nightly([sft, dpo, reward, sft_lora, dpo_lora]))
+def prompts(count: int) -> Dataset:
+    source = random.Random(0)
+    return Dataset.from_list([{"prompt": harness.sentence(source)} for _ in range(count)])
+
+
+def distinct(completions: list[str], **_: Any) -> list[float]:
+    """A reward that differs among completions of as many words."""
+    return [float(len(set(completion.split()))) for completion in completions]
+
+
+def model(seed: int = 0) -> LlamaForCausalLM:
+    set_seed(seed)
+    return LlamaForCausalLM(harness.llama_config())
+
+
+def grpo(folder: Path, memopt: Memopt, peft_config: LoraConfig | None = None, **changes: Any) -> Outcome:
+    trainer = trl.GRPOTrainer(
+        model=model(),
+        reward_funcs=distinct,
+        args=harness.arguments(trl.GRPOConfig, folder, **{**SAMPLED, **changes}),
+        train_dataset=prompts(16),
+        processing_class=harness.tokenizer(),
+        peft_config=peft_config,
+    )
+    return harness.trained(trainer, memopt)
+
+
+def grpo_again(folder: Path, memopt: Memopt) -> Outcome:
+    """Two optimizer steps on the same completions, whose first probabilities a forward without gradients computes."""
+    return grpo(folder, memopt, num_iterations=2)
+
+
+def grpo_lora_accumulated(folder: Path, memopt: Memopt) -> Outcome:
+    """The reference is the model without its adapter."""
+    return grpo(folder, memopt, lora(), beta=0.1, gradient_accumulation_steps=2)
+
+
+def rloo(folder: Path, memopt: Memopt) -> Outcome:
+    model().save_pretrained(folder / "model")
+    trainer = trl.RLOOTrainer(
+        model=LlamaForCausalLM.from_pretrained(folder / "model"),
+        reward_funcs=distinct,
+        args=harness.arguments(trl.RLOOConfig, folder, **SAMPLED),
+        train_dataset=prompts(16),
+        processing_class=harness.tokenizer(),
+    )
+    return harness.trained(trainer, memopt)
+
+
+def kto(folder: Path, memopt: Memopt) -> Outcome:
+    source = random.Random(0)
+    rows = [
+        {"prompt": harness.sentence(source) + " ", "completion": harness.sentence(source), "label": n % 2 == 0}
+        for n in range(24)
+    ]
+    model().save_pretrained(folder / "model")
+    trainer = trl.KTOTrainer(
+        model=LlamaForCausalLM.from_pretrained(folder / "model"),
+        args=harness.arguments(trl.KTOConfig, folder, **QUIET),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=harness.tokenizer(),
+    )
+    return harness.trained(trainer, memopt)
+
+
+def distillation(folder: Path, memopt: Memopt) -> Outcome:
+    trainer = trl.DistillationTrainer(
+        model=model(),
+        teacher_model=model(seed=1),
+        args=harness.arguments(
+            trl.DistillationConfig, folder, **{**UNCHECKED, "max_completion_length": 5, "max_steps": 4}
+        ),
+        train_dataset=prompts(16),
+        processing_class=harness.tokenizer(),
+    )
+    return harness.trained(trainer, memopt)
+
+
+SCRIPTS = [sft, dpo, reward, sft_lora, dpo_lora, grpo, grpo_again, grpo_lora_accumulated, rloo, kto]
+
+
+@pytest.mark.parametrize("script", nightly(SCRIPTS))
 def test_compiled_bitwise(script, stock, tmp_path):
-    ours = run(script, tmp_path, "compile")
-    assert ours.plans_on
-    assert_equal(ours, stock(script.__name__, script))
+    harness.check(script, stock, tmp_path, "compile")
 
 
 def test_reward_on_onnx_runtime(stock, tmp_path):
-    ours = run(reward, tmp_path, "ort")
-    assert ours.plans_on
-    assert_equal(ours, stock("reward", reward), ORT_TOLERANCE)
+    harness.check(reward, stock, tmp_path, "ort")
 
 
 @pytest.mark.parametrize("script", nightly([sft, sft_lora, dpo], but=[sft_lora]))
@@ -118,8 +184,64 @@ def test_its_own_defaults_under_auto(script, tmp_path):
     """TRL asks for activation checkpointing; ONNX Runtime cannot train what SFT and DPO do, compile can."""
     asked = functools.partial(script, gradient_checkpointing=True)
     with log_lines() as lines:
-        ours = run(asked, tmp_path / "ours", "auto")
+        ours = harness.run(asked, tmp_path / "ours", "auto")
     assert ours.engine == "compile" and ours.plans_on
     assert sum("training with the compile engine" in line for line in lines) == 1, lines
     assert not any("requires_grad_" in line for line in lines), "the embeddings' hooks split the graph"
-    assert_equal(ours, run(asked, tmp_path / "stock", "none"), ORT_TOLERANCE)
+    harness.assert_equal(ours, harness.run(asked, tmp_path / "stock", "none"), harness.ORT_TOLERANCE)
+
+
+class BelowTheHead(Memopt):
+    """The trainer projects to the vocabulary by itself, and calls what is below."""
+
+    def attach(self, trainer: Trainer) -> None:
+        self.optimize(trainer.model.base_model)
+
+
+def test_a_part_that_is_called_alone_is_optimized_alone(stock, tmp_path):
+    with pytest.raises(UnsupportedModelError, match="calls parts of LlamaForCausalLM, and not its forward.*level 1"):
+        harness.run(distillation, tmp_path / "refused", "compile")
+    set_seed(0)
+    memopt = BelowTheHead("compile")
+    ours = memopt.note(distillation(tmp_path / "part", memopt))
+    assert ours.plans_on
+    harness.assert_equal(ours, stock("distillation", distillation))
+
+
+class Observed:
+    """Gives a trainer callbacks where others give it an engine."""
+
+    def __init__(self, *callbacks: Any) -> None:
+        self.callbacks = callbacks
+
+    def attach(self, trainer: Trainer) -> None:
+        for callback in (TensorBoardCallback(), *self.callbacks):
+            trainer.add_callback(callback)
+
+
+def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """TensorBoard's curves of a run, less times."""
+    (file,) = folder.rglob("events.*")
+    events = EventAccumulator(str(file))
+    events.Reload()
+    tags = [tag for tag in events.Tags()["scalars"] if not tag.replace("/", "_").endswith(harness.TIMES)]
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
+
+
+@pytest.mark.parametrize("script", [sft, dpo, reward, grpo])
+def test_observers_leave_log_entries_as_they_are(tmp_path, monkeypatch, script):
+    """TRL's trainers average and clear counters of their own in `log`."""
+    observers = [InputDensityCallback(log_steps=1), MemoryPhasesCallback(log_steps=1), PlanStatsCallback()]
+    found = {}
+    for name, callbacks in (("plain", []), ("observed", observers)):
+        monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / name))
+        set_seed(0)
+        done = script(tmp_path / f"{name}-run", Observed(*callbacks))
+        found[name] = done.logs, curves(tmp_path / name)
+    (logs, plain), (logs_observed, observed) = found.values()
+    assert logs_observed == logs and "train_loss" in logs[-1] and len(logs[0]) > 6, "TRL's own numbers"
+    ours = {tag for tag in observed if tag.startswith("train/memopt/")}
+    assert {tag: curve for tag, curve in observed.items() if tag not in ours} == plain
+    steps = [step for step, _ in observed["train/memopt/post_backward/resident_mib"]]
+    assert steps == list(range(1, steps[-1] + 1)) and len(steps) >= 4
+    assert torch.isfinite(torch.tensor(observed["train/memopt/measured_peak_mib"])).all()

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import flop_registry
 from optimum_memopt.engines.compile.graph.candidates import Candidate
 from optimum_memopt.engines.compile.graph.joint import JointGraph, is_number, is_tensor, is_view, root, tensor_value
 from optimum_memopt.engines.compile.graph.saved_activations import (
+    ATTENTION_KERNELS,
     SavedActivation,
     is_output,
     is_statistic,
@@ -49,11 +50,7 @@ def node_paths(joint: JointGraph) -> dict[fx.Node, Path]:
 
 
 def signature_of(paths: Mapping[fx.Node, Path], parameters: Iterable[fx.Node]) -> GraphSignature:
-    """The signature that tells a graph from another, whatever the sizes of the batch.
-
-    Args:
-        parameters: inputs that stay from step to step, buffers among them.
-    """
+    """The signature that tells a graph from another, whatever the sizes of the batch; `parameters` include buffers."""
     numbers: dict[str, tuple[int, int]] = {}
     for node in parameters:
         tensor = tensor_value(node)
@@ -63,17 +60,15 @@ def signature_of(paths: Mapping[fx.Node, Path], parameters: Iterable[fx.Node]) -
             count, sum_of_numbers = numbers.get(dtype, (0, 0))
             numbers[dtype] = count + 1, sum_of_numbers + tensor.numel()
     text = "\n".join(f"{layer} {path}" for layer, path in paths.values())
-    return GraphSignature(
-        numbers, dict(Counter(map(operator_name, paths))), hashlib.sha256(text.encode()).hexdigest()[:16]
-    )
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return GraphSignature(numbers, dict(Counter(map(operator_name, paths))), digest)
 
 
 def gradients_of(joint: fx.Graph, num_fwd_outputs: int, parameters: Sequence[str]) -> dict[str, bool]:
-    """For each parameter that a joint graph reads, by its name, whether the backward returns its gradient.
+    """For each parameter that a joint graph reads, by its name, whether the backward returns its gradient; empty where
+    its inputs are others than what dynamo's graph is given, as where a tensor subclass is several of them.
 
     Args:
-        joint: as AOTAutograd has traced it; empty is returned where its inputs are others than what dynamo's graph is
-            given, as where a tensor subclass is several of them.
         parameters: the names of those inputs of dynamo's graph that are parameters, empty for the others, in order.
     """
     (output,) = joint.find_nodes(op="output")
@@ -88,11 +83,8 @@ def without_gradient(graphs: Iterable[Mapping[str, bool]]) -> frozenset[str]:
 
     What no graph reads may be read elsewhere, and is left out.
     """
-    read: dict[str, bool] = {}
-    for gradients in graphs:
-        for name, is_returned in gradients.items():
-            read[name] = read.get(name, False) or is_returned
-    return frozenset(name for name, is_returned in read.items() if not is_returned)
+    read = {item for gradients in graphs for item in gradients.items()}
+    return frozenset(name for name, _ in read if (name, True) not in read)
 
 
 def find_constants(joint: JointGraph, static_inputs: Collection[fx.Node]) -> frozenset[fx.Node]:
@@ -122,14 +114,9 @@ class AnalyzedGraph:
 
     Attributes:
         joint: dead code, copies and duplicates are gone.
-        activations: in graph order.
-        candidates: under every strategy.
         size_hints: value of each symbol in the first batch.
         names: of the symbols that are sizes of the forward's inputs, `input_ids_dim0`.
         static_inputs: inputs that stay where they are from step to step: parameters and buffers.
-        constants: see `find_constants`.
-        paths: see `node_paths`.
-        signature: see `signature_of`.
         workspaces: bytes that operators hold beside their results while they run, of those that hold any.
         partition_by_torch: makes torch's own forward and backward graphs.
         cuda: the CUDA device that the graph is for; None: its tensors are elsewhere.
@@ -180,35 +167,22 @@ def nodes_to_save(
 
 
 def layer_boundaries(graph: AnalyzedGraph) -> frozenset[fx.Node]:
-    """Storages computed in one layer and read in another: no layer is recomputed through the one before it.
-
-    Constants are none: they are computed from no other layer.
+    """Storages computed in one layer and read in another, but for constants, which are computed from no other layer.
 
     Without them a layer whose input is not saved (a norm that saves its output only) would be recomputed from the
     layer before, and so on to the first, all alive at once.
     """
     boundaries = set()
     for node in graph.joint.forward:
-        if is_view(node):
-            continue
-        for read in node.all_input_nodes:
+        for read in () if is_view(node) else node.all_input_nodes:
             storage = root(read)
-            is_inside = is_tensor(read) and storage.op == "call_function" and layer_of(storage)
-            if is_inside and layer_of(storage) != layer_of(node):
+            is_computed = is_tensor(read) and storage.op == "call_function"
+            if is_computed and layer_of(storage) not in ("", layer_of(node)):
                 boundaries.add(storage)
     return frozenset(boundaries) - graph.constants
-
-
-# ATen's operators, in the order in which they are told.
-_ATTENTION_KERNELS = {
-    "_scaled_dot_product_cudnn_attention": "cuDNN",
-    "_scaled_dot_product_flash_attention": "flash",
-    "_scaled_dot_product_flash_attention_for_cpu": "flash",
-    "_scaled_dot_product_efficient_attention": "memory-efficient",
-}
 
 
 def fused_attention(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
     """The fused kernels among a graph's operators, by their names in PyTorch's documentation."""
     names = {dynamo.operator_name(node.target) for node in nodes}
-    return tuple(dict.fromkeys(kernel for operator, kernel in _ATTENTION_KERNELS.items() if operator in names))
+    return tuple(dict.fromkeys(kernel for operator, kernel in ATTENTION_KERNELS.items() if operator in names))

@@ -3,7 +3,7 @@
 Pure; a joint graph is read, not changed.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -21,6 +21,7 @@ from optimum_memopt.engines.compile.graph.saved_activations import (
     producing_operator,
     recompute_chain,
 )
+from optimum_memopt.engines.compile.graph.symbols import SymbolValues
 from optimum_memopt.plans.grammar import ALL, Strategy
 
 
@@ -30,7 +31,6 @@ class Candidate:
 
     Attributes:
         activation: what does not have to wait for the backward on the device.
-        strategy: of the plan grammar.
         cluster_id: `Gelu+`.
         saving: bytes in the symbols of the graph, less those saved in exchange.
         chain: what recomputes the activation, None under a strategy that saves it in another way.
@@ -59,50 +59,35 @@ class FindsCandidate(Protocol):
     """A strategy as the analysis uses it; the strategies themselves are in `strategies/`."""
 
     def candidate(
-        self,
-        activation: SavedActivation,
-        chain: RecomputeChain | None,
-        cluster_id: str,
-        size_hints: Mapping[sympy.Symbol, int],
+        self, activation: SavedActivation, chain: RecomputeChain | None, cluster_id: str, size_hints: SymbolValues
     ) -> Candidate | None:
-        """The activation's candidate under this strategy, None where it saves nothing.
-
-        Args:
-            chain: None where the activation must not be recomputed.
-            cluster_id: of the chain, or of the operator alone.
-            size_hints: sizes of the first batch.
-        """
+        """The activation's candidate, None where it saves nothing; without a chain it must not be recomputed."""
 
 
 def find_candidates(
     joint: JointGraph,
     activations: Sequence[SavedActivation],
-    size_hints: Mapping[sympy.Symbol, int],
+    size_hints: SymbolValues,
     strategies: Iterable[FindsCandidate],
     constants: Collection[fx.Node] = (),
 ) -> tuple[Candidate, ...]:
     """All candidates of a graph: those of the first strategy in graph order, then those of the next.
 
-    Left out is what saves nothing: row statistics, random draws, what costs as much as it saves, what the forward
-    returns, since its caller holds it, small storages that do not grow with the batch, and constants, which no plan
-    by name saves.
-
-    Args:
-        size_hints: sizes of the first batch, which tell whether a candidate saves anything.
-        strategies: in the order of their candidates.
+    Left out is what saves nothing: row statistics, random draws, what costs as much as it saves in the first batch,
+    what the forward returns, since its caller holds it, small storages that do not grow with the batch, and constants,
+    which no plan by name saves.
     """
     available = {activation.root for activation in activations}
     eligible = []
     for activation in activations:
-        if activation.is_returned or is_negligible(activation.bytes) or activation.root in constants:
+        root, producer = activation.root, producing_operator(activation)
+        if activation.is_returned or is_negligible(activation.bytes) or root in constants:
             continue
-        if is_statistic(activation.root) or is_generator_state(activation.root):
-            continue
-        # Gradients that were computed early: each lives on as the backward's result.
-        if is_chunked_loss(producing_operator(activation).nodes[0]):
+        # A loss that is chunked computes gradients early: each lives on as the backward's result.
+        if is_statistic(root) or is_generator_state(root) or is_chunked_loss(producer.nodes[0]):
             continue
         chain = recompute_chain(joint, activation, available)
-        name = _name(joint, chain, available) if chain else cluster_id(producing_operator(activation))
+        name = _name(joint, chain, available) if chain else cluster_id(producer)
         eligible.append((activation, chain, name))
     candidates = (strategy.candidate(*arguments, size_hints) for strategy in strategies for arguments in eligible)
     return tuple(candidate for candidate in candidates if candidate is not None)
@@ -127,10 +112,7 @@ def by_row(candidates: Iterable[Candidate]) -> dict[str, list[Candidate]]:
 
 
 def _name(joint: JointGraph, chain: RecomputeChain, available: Collection[fx.Node]) -> str:
-    """The cluster id; of a mask that of its dropout, as in ONNX Runtime, where one node makes both.
-
-    The mask itself is recomputed from the generator's state, or inductor's seed, alone.
-    """
+    """The cluster id; of a mask that of its dropout, as in ONNX Runtime, where one node makes both."""
     output = dropout_of(chain.activation.root)
     activation = replace(chain.activation, root=output, reads=(output,)) if output else None
     return cluster_id((activation and recompute_chain(joint, activation, available)) or chain)

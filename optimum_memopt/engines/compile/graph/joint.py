@@ -80,8 +80,12 @@ def is_chunked_loss_operator(target: object) -> bool:
 
 
 def is_chunked_loss(node: fx.Node) -> bool:
-    """True for a call of the operator of `loss/operator.py`."""
     return is_chunked_loss_operator(node.target)
+
+
+def is_loss_gradient(node: fx.Node) -> bool:
+    """True for an output of the chunked loss behind the first."""
+    return node.target is operator.getitem and is_chunked_loss(first_input(node)) and cast(int, node.args[1]) > 0
 
 
 def is_scaling(node: fx.Node, gradient: fx.Node) -> bool:
@@ -115,12 +119,7 @@ def storage_bytes(node: fx.Node) -> sympy.Expr:
 
 @dataclass(frozen=True)
 class JointGraph:
-    """A joint graph as AOTAutograd traced it.
-
-    Attributes:
-        module: its graph is functional; dead code is gone.
-        num_fwd_outputs: how many of the graph's outputs belong to the forward.
-    """
+    """A joint graph as AOTAutograd traced it, functional and without dead code; outputs of the forward come first."""
 
     module: fx.GraphModule
     num_fwd_outputs: int
@@ -135,8 +134,7 @@ class JointGraph:
 
     @cached_property
     def outputs(self) -> tuple[fx.Node, ...]:
-        (output,) = self.module.graph.find_nodes(op="output")
-        return tuple(dynamo.tree_leaves(output.args))
+        return tuple(dynamo.tree_leaves(self.module.graph.output_node().args))
 
     @cached_property
     def forward_outputs(self) -> tuple[fx.Node, ...]:
@@ -149,8 +147,10 @@ class JointGraph:
     @cached_property
     def backward(self) -> frozenset[fx.Node]:
         """All that depends on a gradient or was traced in the backward."""
+        # All that was traced in the forward stands before the backward.
+        forward = (index for index, node in enumerate(self.nodes) if fx_graph.is_tagged_forward(node))
+        end_of_forward = max(forward, default=len(self.nodes))
         dependent: set[fx.Node] = set()
-        end_of_forward = self._end_of_forward
         for index, node in enumerate(self.nodes):
             if node.op == "output":
                 continue
@@ -163,20 +163,13 @@ class JointGraph:
                 dependent.update(user for user in node.users if user.op != "output")
         return frozenset(dependent)
 
-    @property
-    def _end_of_forward(self) -> int:
-        """Where the last node stands that was traced in the forward: all of it comes before the backward."""
-        forward = (index for index, node in enumerate(self.nodes) if fx_graph.is_tagged_forward(node))
-        return max(forward, default=len(self.nodes))
-
     @cached_property
     def inputs(self) -> tuple[fx.Node, ...]:
         return tuple(n for n in self.nodes if n.op == "placeholder" and n not in self.backward)
 
     @cached_property
     def gradients(self) -> dict[fx.Node, fx.Node | None]:
-        """The gradient that the backward returns for each input of the forward, None where there is none; empty where
-        it returns another number of them."""
+        """The gradient, if any, that the backward returns for each input; empty where there are not as many."""
         returned = self.outputs[self.num_fwd_outputs :]
         return dict(zip(self.inputs, returned, strict=True)) if len(returned) == len(self.inputs) else {}
 

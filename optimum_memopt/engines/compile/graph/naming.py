@@ -9,10 +9,11 @@ from torch import fx
 
 from optimum_memopt.engines.compile.graph.joint import first_input, is_tensor, is_view, root, tensor_value, value
 from optimum_memopt.engines.compile.graph.saved_activations import (
+    ATTENTION_KERNELS,
     RecomputeChain,
     is_output,
     layer_of,
-    module_class,
+    module_stack,
     operator_name,
 )
 from optimum_memopt.plans import matching
@@ -22,10 +23,6 @@ from optimum_memopt.plans import matching
 OPERATORS = {
     "_fused_rms_norm": ("SimplifiedLayerNormalization",),
     "_log_softmax": ("LogSoftmax",),
-    "_scaled_dot_product_cudnn_attention": ("Attention",),
-    "_scaled_dot_product_efficient_attention": ("Attention",),
-    "_scaled_dot_product_flash_attention": ("Attention",),
-    "_scaled_dot_product_flash_attention_for_cpu": ("Attention",),
     "_softmax": ("Softmax",),
     "_to_copy": ("Cast",),
     "addmm": ("FusedMatMul", "Add"),
@@ -41,9 +38,6 @@ OPERATORS = {
     "cumsum": ("CumSum",),
     "embedding": ("Gather",),
     "eq": ("Equal",),
-    "fill": ("ConstantOfShape",),
-    "full": ("ConstantOfShape",),
-    "full_like": ("ConstantOfShape",),
     "gather": ("GatherElements",),
     "ge": ("GreaterOrEqual",),
     "gt": ("Greater",),
@@ -61,18 +55,16 @@ OPERATORS = {
     "native_dropout": ("Dropout",),
     "native_layer_norm": ("LayerNormalization",),
     "ne": ("Not", "Equal"),
-    "new_zeros": ("ConstantOfShape",),
     "nll_loss_forward": ("NegativeLogLikelihoodLoss",),
-    "randint": (),
     "repeat": ("Tile",),
     "rsub": ("Sub",),
-    "scalar_tensor": (),
     "silu": ("QuickGelu",),
     "stack": ("ConcatTraining",),
     "sum": ("ReduceSum",),
     "true_divide": ("Div",),
-    "zeros": ("ConstantOfShape",),
-    "zeros_like": ("ConstantOfShape",),
+    **dict.fromkeys(ATTENTION_KERNELS, ("Attention",)),
+    **dict.fromkeys(("fill", "full", "full_like", "new_zeros", "zeros", "zeros_like"), ("ConstantOfShape",)),
+    **dict.fromkeys(("randint", "scalar_tensor"), ()),
 }
 # Ends of the names of module classes whose operators ONNX Runtime fuses into one.
 MODULES = {
@@ -84,20 +76,14 @@ MODULES = {
 }
 # What moves or picks elements: the operators that are nodes in ONNX Runtime's graph too.
 LAYOUTS = {
-    "_unsafe_view": "Reshape",
+    **dict.fromkeys(("_unsafe_view", "reshape", "view"), "Reshape"),
+    **dict.fromkeys(("permute", "t", "transpose"), "Transpose"),
+    **dict.fromkeys(("split", "split_with_sizes", "unbind"), "Split"),
     "expand": "Expand",
-    "permute": "Transpose",
-    "reshape": "Reshape",
     "select": "Gather",
     "slice": "Slice",
-    "split": "Split",
-    "split_with_sizes": "Split",
     "squeeze": "Squeeze",
-    "t": "Transpose",
-    "transpose": "Transpose",
-    "unbind": "Split",
     "unsqueeze": "Unsqueeze",
-    "view": "Reshape",
 }
 # Copies that materialize a view, and what changes nothing.
 _SILENT = frozenset({"alias", "clone", "detach", "lift_fresh", "lift_fresh_copy"})
@@ -113,13 +99,8 @@ _NEAREST = 6
 # the saved statistics of a normalization. Here a generator's state gives a mask, and statistics end no chain.
 CUT_ELSEWHERE = {
     "Add+": ("FusedMatMul+Add+Dropout+Add+", "FusedMatMul+Add+Add+", "FusedMatMul+Dropout+Add+"),
-    "Dropout+": ("LayerNormalization+Dropout+",),
     "FusedMatMul+": ("FusedMatMul+Relu+",),
     "FusedMatMul+Softmax+": ("MatMul+Mul+Softmax+",),
-    "Gather+": ("LayerNormalization+Gather+",),
-    "Gather+Dropout+": ("LayerNormalization+Gather+Dropout+",),
-    "Mul+": ("LayerNormalization+Mul+",),
-    "Mul+Dropout+": ("LayerNormalization+Mul+Dropout+",),
     "Reshape+": ("Dropout+Reshape+",),
     "Softmax+": ("MatMul+Mul+Add+Softmax+", "MatMul+Add+Softmax+", "MatMul+Mul+Softmax+", "MatMul+Softmax+"),
     "Transpose+Mul+Mul+Add+": ("SimplifiedLayerNormalization+Transpose+Mul+Add+",),
@@ -127,6 +108,10 @@ CUT_ELSEWHERE = {
         "SimplifiedLayerNormalization+Transpose+Mul+Add+Unsqueeze+Expand+Reshape+",
     ),
     "Tile+": ("FusedMatMul+Add+Reshape+Transpose+Reshape+Tile+",),
+    **{
+        end: (f"LayerNormalization+{end}",)
+        for end in ("Dropout+", "Gather+", "Gather+Dropout+", "Mul+", "Mul+Dropout+")
+    },
 }
 # What the same operator is called where ONNX Runtime merged other ones into it.
 _MERGED = {"FusedMatMul": ("MatMul",), "Gemm": ("MatMul", "Add")}
@@ -163,10 +148,12 @@ def _computing(cluster_id: str) -> tuple[str, ...]:
 
 def dropout_of(mask: fx.Node) -> fx.Node | None:
     """The output of the dropout that a mask belongs to; None for what is no mask, or where nobody reads the output."""
+    if _called(mask) != "native_dropout":
+        return None
     last = mask
-    while behind := [user for user in last.users if _is_dropout(user) and _call(user) == _call(mask)]:
+    while behind := [user for user in last.users if _call(user) == _call(mask)]:
         last = behind[-1]
-    return last if last is not mask and _is_dropout(mask) and tensor_value(mask).dtype == torch.bool else None
+    return last if last is not mask and tensor_value(mask).dtype == torch.bool else None
 
 
 def cluster_id(chain: RecomputeChain) -> str:
@@ -184,7 +171,8 @@ def cluster_id(chain: RecomputeChain) -> str:
     inner = [node for node in chain.nodes if not (activation.layer and not layer_of(node))]
     computing = [node for node in inner if not (is_view(node) and root(node) in reached)]
     for node in (*computing, *_views_to(activation.reads[0])):
-        if node.op != "call_function" or (_is_constant(node) and node is not activation.root):
+        is_constant = OPERATORS.get(operator_name(node)) == ("ConstantOfShape",)
+        if node.op != "call_function" or (is_constant and node is not activation.root):
             continue
         part_of, call = call, _call(node)
         if call == part_of and _called(node) != operator_name(node):
@@ -223,17 +211,9 @@ def _call(node: fx.Node) -> tuple[object, str]:
     return node.meta.get("seq_nr"), _called(node)
 
 
-def _is_dropout(node: fx.Node) -> bool:
-    return _called(node) == "native_dropout"
-
-
-def _is_constant(node: fx.Node) -> bool:
-    return OPERATORS.get(operator_name(node)) == ("ConstantOfShape",)
-
-
 def _names(node: fx.Node) -> tuple[str, ...]:
     name = operator_name(node)
-    module = module_class(node)
+    module = next((kind for *_, kind in reversed(module_stack(node))), "")
     for end, fused in MODULES.items():
         if module.endswith(end):
             return (fused,)
@@ -244,8 +224,11 @@ def _names(node: fx.Node) -> tuple[str, ...]:
     if name in LAYOUTS:
         return () if isinstance(value(node), tuple | list) or _is_silent(node) else (LAYOUTS[name],)
     called = _called(node)
-    if name == "addmm" and not _is_silent_view(cast(fx.Node, node.args[1])):
-        return ("Gemm",)
+    if name == "addmm":
+        rows = cast(fx.Node, node.args[1])
+        # A product of more than two dimensions reshapes its operand itself.
+        if not (is_view(rows) and operator_name(rows) in LAYOUTS and _is_silent(rows)):
+            return ("Gemm",)
     if name == "gelu" and node.kwargs.get("approximate") == "tanh":
         return ("FastGelu",)
     operators = OPERATORS.get(called, OPERATORS.get(name))
@@ -266,11 +249,6 @@ def _is_silent(node: fx.Node) -> bool:
     return layout == "Reshape" and before[-1:] == after[-1:]
 
 
-def _is_silent_view(node: fx.Node) -> bool:
-    """True for a matrix product that reshapes its operand itself, having more than two dimensions."""
-    return is_view(node) and operator_name(node) in LAYOUTS and _is_silent(node)
-
-
 def _swaps_last_two(node: fx.Node) -> bool:
     count = tensor_value(node).dim()
     if operator_name(node) == "permute":
@@ -282,12 +260,9 @@ def _swaps_last_two(node: fx.Node) -> bool:
 
 def _is_multiplied(node: fx.Node) -> bool:
     """True where a matrix product reads it, which transposes its operands itself (FusedMatMul's transA, transB)."""
-    names = {user: operator_name(user) for user in node.users if user.op == "call_function"}
-    return any(
-        name in _PRODUCT_OPERATORS or (_is_carried(user) and _is_multiplied(user)) for user, name in names.items()
-    )
-
-
-def _is_carried(node: fx.Node) -> bool:
-    layout = LAYOUTS.get(operator_name(node))
-    return operator_name(node) in _SILENT or layout in ("Expand", "Reshape")
+    for user in node.users:
+        name = operator_name(user)
+        is_carried = name in _SILENT or LAYOUTS.get(name) in ("Expand", "Reshape")
+        if user.op == "call_function" and (name in _PRODUCT_OPERATORS or (is_carried and _is_multiplied(user))):
+            return True
+    return False

@@ -12,15 +12,13 @@ from torch import fx
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, layer_boundaries
 from optimum_memopt.engines.compile.graph.joint import (
     JointGraph,
-    first_input,
-    is_chunked_loss,
+    is_loss_gradient,
     is_number,
     is_scaling,
     is_tensor,
     is_view,
     root,
     storage_bytes,
-    value,
 )
 from optimum_memopt.engines.compile.graph.saved_activations import is_statistic, layer_of
 from optimum_memopt.engines.compile.graph.symbols import SymbolValues, compile_sizes
@@ -42,24 +40,15 @@ class SiblingGraphs:
     runs: int = 1
 
     def in_forward(self, left: int) -> int:
-        """Bytes in the graph's last run.
-
-        Args:
-            left: bytes that one forward leaves: saved activations, and outputs, which the next one reads.
-        """
+        """Bytes in the graph's last run; `left` are those of saved activations and outputs that one forward leaves."""
         return (self.runs - 1) * left
 
     def between(self, left: int) -> int:
-        """Bytes between forward and backward, those of the graph itself included; `left` as in `in_forward`."""
+        """Bytes between forward and backward, those of the graph itself included."""
         return self.runs * left + self.later
 
     def in_backward(self, left: int, gradients: int) -> int:
-        """Bytes in the graph's first or last run.
-
-        Args:
-            left: see `in_forward`.
-            gradients: bytes that one backward leaves over those that it is given.
-        """
+        """Bytes in the graph's first or last run; one backward leaves `gradients` over those that it is given."""
         return max(self.in_forward(left), (self.runs - 1) * gradients) + self.gradients
 
 
@@ -88,33 +77,24 @@ class Problem:
     """A joint graph whose nodes are numbered in its order; tuples have an entry a node.
 
     Attributes:
-        names: of the nodes.
         kinds: operators, as text.
         reads: nodes that each reads.
         roots: the node that allocates the storage that each lies in.
         bytes: of the storage of a root that is a tensor, else 0.
         workspaces: bytes that an operator holds beside its results while it runs.
-        seconds: of running the operator.
         layers: path of the transformer layer, "" outside of all.
         is_input: placeholders of the joint graph, gradients among them.
         is_operator: `call_function`; a view and the pick of an output too.
         is_backward: computed from a gradient.
         is_tensor: not a number, nor a tuple.
-        is_number: a symbolic size.
         is_view: allocates nothing.
         picks: the operator that a pick of an output belongs to, else None.
-        has_outputs: an operator with several outputs, which are picked.
         is_kept: must not run twice: it draws random numbers, or reads what is written to.
         is_statistic: a reduction's row, which every plan by name saves.
-        forward_outputs: nodes.
-        backward_outputs: nodes.
         tangents: gradients that the backward is given.
-        backward_reads: nodes of the forward that the backward reads.
         activations: roots of the saved activations.
         boundaries: roots computed in one layer and read in another.
         constants: saved activations that no plan by name saves.
-        siblings: graphs of the same forward.
-        positions: of its inputs and outputs.
     """
 
     names: tuple[str, ...]
@@ -132,7 +112,6 @@ class Problem:
     is_number: tuple[bool, ...]
     is_view: tuple[bool, ...]
     picks: tuple[int | None, ...]
-    has_outputs: tuple[bool, ...]
     is_kept: tuple[bool, ...]
     is_statistic: tuple[bool, ...]
     forward_outputs: tuple[int, ...]
@@ -160,21 +139,19 @@ class Problem:
         for node, users in enumerate(self.users):
             if not self.is_operator[node] or self.is_view[node]:
                 roots.append(())
-            elif self.has_outputs[node]:
-                roots.append(tuple(user for user in users if self.picks[user] == node and self.is_tensor[user]))
+            elif self.is_tensor[node]:
+                roots.append((node,) if self.picks[node] is None else ())
             else:
-                roots.append((node,) if self.picks[node] is None and self.is_tensor[node] else ())
+                roots.append(tuple(user for user in users if self.picks[user] == node and self.is_tensor[user]))
         return tuple(roots)
 
     @cached_property
     def tables(self) -> "Tables":
-        return tables_of(self)
+        return Tables(self)
 
     @cached_property
     def is_forward(self) -> tuple[bool, ...]:
-        return tuple(
-            not given and not backward for given, backward in zip(self.is_input, self.is_backward, strict=True)
-        )
+        return tuple(not (given or own) for given, own in zip(self.is_input, self.is_backward, strict=True))
 
     @cached_property
     def numbers(self) -> frozenset[int]:
@@ -185,11 +162,10 @@ class Problem:
     def backward_operators(self) -> tuple[int, ...]:
         """The backward's own operators, from the first reader of a gradient on, in order."""
         needed = self.needed(self.backward_outputs)
-        given = set(self.tangents)
-        first = min((user for node in given for user in self.users[node] if user in needed), default=len(self.names))
-        return tuple(
-            node for node in sorted(needed) if node >= first and self.is_backward[node] and self.is_operator[node]
-        )
+        readers = (user for node in self.tangents for user in self.users[node] if user in needed)
+        first = min(readers, default=len(self.names))
+        later = (node for node in sorted(needed) if node >= first)
+        return tuple(node for node in later if self.is_backward[node] and self.is_operator[node])
 
     def needed(self, targets: Iterable[int], available: Collection[int] = ()) -> set[int]:
         """The nodes that have to run for `targets`, without inputs and without what is `available`."""
@@ -211,10 +187,8 @@ class Problem:
         return self.closure({self.roots[node] for node in nodes})
 
     def closure(self, kept: Collection[int]) -> frozenset[int]:
-        """The nodes that the forward saves if everything in `kept` that a read of the backward leads to is saved.
-
-        `kept` are roots; reads are followed as by `analyzed_graph.nodes_to_save`.
-        """
+        """The nodes that the forward saves if all roots in `kept` that the backward's reads lead to are saved; reads
+        are followed as by `analyzed_graph.nodes_to_save`."""
         saved: set[int] = set()
         seen: set[int] = set()
         todo = list(self.backward_reads)
@@ -233,15 +207,14 @@ class Problem:
 def _scaled_in_place(joint: JointGraph) -> dict[fx.Node, fx.Node]:
     """Products that scale a gradient of the chunked loss in place (`loss.operator.scale_in_place`), with it."""
     products = {}
-    for gradient in joint.forward:
-        if gradient.target is operator.getitem and is_chunked_loss(first_input(gradient)) and gradient.args[1] != 0:
-            readers = [user for user in gradient.users if user in joint.backward]
-            if len(readers) == 1 and is_scaling(readers[0], gradient):
-                products[readers[0]] = gradient
+    for gradient in filter(is_loss_gradient, joint.forward):
+        readers = [user for user in gradient.users if user in joint.backward]
+        if len(readers) == 1 and is_scaling(readers[0], gradient):
+            products[readers[0]] = gradient
     return products
 
 
-def _positions(graph: AnalyzedGraph, number: Mapping[fx.Node, int]) -> Positions:
+def _positions(graph: AnalyzedGraph, number: Mapping[fx.Node, int], tangents: Iterable[fx.Node]) -> Positions:
     joint, count = graph.joint, graph.joint.num_fwd_outputs
     outputs = fx_graph.output_positions(joint.module.graph)[:count]
     gradients = fx_graph.gradient_positions(joint.module.graph)[count:]
@@ -249,22 +222,13 @@ def _positions(graph: AnalyzedGraph, number: Mapping[fx.Node, int]) -> Positions
     return Positions(
         {number[node]: at for node, at in inputs.items() if at is not None and node not in graph.static_inputs},
         tuple(at for at, node in zip(outputs, joint.outputs[:count], strict=True) if isinstance(node, fx.Node)),
-        tuple(
-            fx_graph.tangent_position(node)
-            for node in number
-            if node.op == "placeholder" and node in joint.backward and is_tensor(node)
-        ),
+        tuple(map(fx_graph.tangent_position, tangents)),
         tuple(at for at, node in zip(gradients, joint.outputs[count:], strict=True) if isinstance(node, fx.Node)),
     )
 
 
 def problem_of(graph: AnalyzedGraph, seconds: Sequence[float], workspaces: Sequence[int] = ()) -> Problem:
-    """The numbers of a joint graph for the sizes of its first batch.
-
-    Args:
-        seconds: of each node of the joint graph, in its order, the output's included.
-        workspaces: bytes that were measured of each of them; empty: none were.
-    """
+    """The numbers for the sizes of the first batch; seconds, and workspaces in bytes if measured, are of all nodes."""
     return problems_of(graph, seconds, workspaces)(graph.size_hints)
 
 
@@ -289,6 +253,7 @@ def problems_of(
         return tuple(number[node] for node in values if isinstance(node, fx.Node))
 
     roots_to_save = {activation.root for activation in graph.activations}
+    tangents = [node for node in nodes if node.op == "placeholder" and node in joint.backward and is_tensor(node)]
     first = Problem(
         names=tuple(node.name for node in nodes),
         kinds=tuple(str(node.target) for node in nodes),
@@ -305,19 +270,16 @@ def problems_of(
         is_number=tuple(map(is_number, nodes)),
         is_view=tuple(node in scaled or is_view(node) for node in nodes),
         picks=tuple(number[node.all_input_nodes[0]] if node.target is operator.getitem else None for node in nodes),
-        has_outputs=tuple(isinstance(value(node), tuple | list) for node in nodes),
         is_kept=tuple(node.op == "call_function" and joint.is_impure(node) for node in nodes),
         is_statistic=tuple(node.op == "call_function" and is_statistic(node) for node in nodes),
         forward_outputs=all_of(joint.forward_outputs),
         backward_outputs=all_of(joint.backward_outputs),
-        tangents=tuple(
-            number[node] for node in nodes if node.op == "placeholder" and node in joint.backward and is_tensor(node)
-        ),
+        tangents=all_of(tangents),
         backward_reads=all_of(joint.backward_reads()),
-        activations=frozenset(number[root] for root in roots_to_save),
-        boundaries=frozenset(number[node] for node in layer_boundaries(graph)),
-        constants=frozenset(number[root] for root in roots_to_save & graph.constants),
-        positions=_positions(graph, number),
+        activations=frozenset(all_of(roots_to_save)),
+        boundaries=frozenset(all_of(layer_boundaries(graph))),
+        constants=frozenset(all_of(roots_to_save & graph.constants)),
+        positions=_positions(graph, number, tangents),
     )
 
     def at(values: SymbolValues) -> Problem:
@@ -334,59 +296,29 @@ def problems_of(
     return at
 
 
-@dataclass(frozen=True, eq=False)
 class Tables:
-    """Arrays by node, and the parts of a run's order that are the same for all choices.
+    """Arrays by node, and the parts of a run's order that are the same for all choices."""
 
-    Attributes:
-        sizes: `Problem.bytes`.
-        workspaces: `Problem.workspaces`.
-        owns: operators that allocate a storage of their own, whether anything reads it or not.
-        read_roots: the roots that all nodes read, one node's after the other's.
-        first_read: where those of each node begin.
-        reads: how many there are.
-        storages: roots that operators allocate.
-        allocators: of each of `storages`, the operator.
-        picks: `Problem.picks`, -1 for None.
-        read_numbers: what each node reads of `Problem.numbers`.
-        backward: each of the backward's own operators, and what else it reads that is computed.
-        always: what the forward's outputs need.
-    """
-
-    sizes: np.ndarray
-    workspaces: np.ndarray
-    owns: np.ndarray
-    read_roots: np.ndarray
-    first_read: np.ndarray
-    reads: np.ndarray
-    storages: np.ndarray
-    allocators: np.ndarray
-    picks: np.ndarray
-    read_numbers: tuple[tuple[int, ...], ...]
-    backward: tuple[tuple[int, tuple[int, ...]], ...]
-    always: frozenset[int]
-
-
-def tables_of(problem: "Problem") -> "Tables":
-    """The tables of a problem."""
-    counts = np.array([len(reads) for reads in problem.reads], dtype=np.intp)
-    roots = problem.roots
-    own = set(problem.backward_operators)
-    pairs = [(storage, node) for node, found in enumerate(problem.allocates) for storage in found]
-    return Tables(
-        sizes=np.array(problem.bytes, dtype=np.int64),
-        workspaces=np.array(problem.workspaces, dtype=np.int64),
-        owns=np.array([root == node and problem.is_operator[node] for node, root in enumerate(roots)], dtype=bool),
-        read_roots=np.array([roots[read] for reads in problem.reads for read in reads], dtype=np.intp),
-        first_read=np.cumsum(counts) - counts,
-        reads=counts,
-        storages=np.array([storage for storage, _ in pairs], dtype=np.intp),
-        allocators=np.array([node for _, node in pairs], dtype=np.intp),
-        picks=np.array([-1 if source is None else source for source in problem.picks], dtype=np.intp),
-        read_numbers=tuple(tuple(read for read in reads if read in problem.numbers) for reads in problem.reads),
-        backward=tuple(
-            (node, tuple(read for read in problem.reads[node] if read not in own and not problem.is_input[read]))
+    def __init__(self, problem: Problem) -> None:
+        reads, roots, own = problem.reads, problem.roots, set(problem.backward_operators)
+        self.sizes = np.array(problem.bytes, dtype=np.int64)
+        self.workspaces = np.array(problem.workspaces, dtype=np.int64)
+        # Operators that allocate a storage of their own, whether anything reads it or not.
+        self.owns = np.array([root == node and problem.is_operator[node] for node, root in enumerate(roots)], bool)
+        # The roots that all nodes read, one node's after the other's; how many are each node's, and where they begin.
+        self.read_roots = np.array([roots[read] for of_node in reads for read in of_node], dtype=np.intp)
+        self.reads = np.array(list(map(len, reads)), dtype=np.intp)
+        self.first_read = np.cumsum(self.reads) - self.reads
+        # Roots that operators allocate, and the operator of each.
+        pairs = [(storage, node) for node, storages in enumerate(problem.allocates) for storage in storages]
+        self.storages = np.array([storage for storage, _ in pairs], dtype=np.intp)
+        self.allocators = np.array([node for _, node in pairs], dtype=np.intp)
+        self.picks = np.array([-1 if source is None else source for source in problem.picks], dtype=np.intp)
+        self.read_numbers = [tuple(read for read in of_node if read in problem.numbers) for of_node in reads]
+        # Each of the backward's own operators, and what else it reads that is computed.
+        self.backward = [
+            (node, tuple(read for read in reads[node] if read not in own and not problem.is_input[read]))
             for node in problem.backward_operators
-        ),
-        always=frozenset(problem.needed(problem.forward_outputs)),
-    )
+        ]
+        # What the forward's outputs need.
+        self.always = problem.needed(problem.forward_outputs)

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
 from typing import cast
@@ -24,25 +24,22 @@ from optimum_memopt.engines.compile.graph.joint import (
 # Lists of layers are called one of these in transformers and timm (`albert_layers` too); the first in a path is the
 # transformer's layer.
 _LAYER = re.compile(r"(?:^|\.)(?:\w+_)?(?:layers?|h|blocks?)\.\d+(?=\.|$)")
-# Key of a node's meta: the layer, in a graph without such a list (see `module_paths.note_layers`).
+# Key of a node's meta: the layer, in a graph without such a list (see `note_layers`).
 LAYER = "optimum_memopt_layer"
 # Dynamo's mark of a module's second call and later ones, at the end of a key of `nn_module_stack`.
 _CALL = re.compile(r"@\d+$")
 # An activation of constant size and less than this (bytes) is not worth a row, or counting.
 _NEGLIGIBLE = 4096
+# ATen's operators, and PyTorch's names for them, in the order in which they are told.
+ATTENTION_KERNELS = {
+    "_scaled_dot_product_cudnn_attention": "cuDNN",
+    "_scaled_dot_product_flash_attention": "flash",
+    "_scaled_dot_product_flash_attention_for_cpu": "flash",
+    "_scaled_dot_product_efficient_attention": "memory-efficient",
+}
+_NORMS = ("_fused_rms_norm", "native_batch_norm", "native_group_norm", "native_layer_norm")
 # Outputs beside the first of these operators are statistics of a row each: tiny, and expensive to recompute.
-_WITH_STATISTICS = frozenset(
-    {
-        "_fused_rms_norm",
-        "_scaled_dot_product_cudnn_attention",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "native_batch_norm",
-        "native_group_norm",
-        "native_layer_norm",
-    }
-)
+_WITH_STATISTICS = frozenset({*ATTENTION_KERNELS, *_NORMS})
 _STATISTICS = frozenset({"amax", "var_mean", "logsumexp", "mean", "sum", "rsqrt"})
 
 
@@ -61,12 +58,6 @@ def module_path(node: fx.Node) -> str:
     """Where in the module tree the operator was called: `roberta.encoder.layer.0.intermediate.dense`."""
     stack = module_stack(node)
     return stack[-1][1] if stack else ""
-
-
-def module_class(node: fx.Node) -> str:
-    """The name of the class of the innermost module in which the operator was called: `Linear`."""
-    stack = module_stack(node)
-    return stack[-1][2] if stack else ""
 
 
 def layer_of(node: fx.Node) -> str:
@@ -156,16 +147,13 @@ def find_saved_activations(joint: JointGraph) -> tuple[SavedActivation, ...]:
         if not is_view(node):
             for read in node.all_input_nodes:
                 readers.setdefault(root(read), set()).add(layer_of(node))
-    return tuple(
-        SavedActivation(
-            storage,
-            tuple(nodes),
-            storage_bytes(storage),
-            storage in returned,
-            bool(readers.get(storage, set()) - {layer_of(storage)}),
-        )
-        for storage, nodes in sorted(reads.items(), key=lambda item: joint.order[item[0]])
-    )
+
+    def activation(storage: fx.Node) -> SavedActivation:
+        leaves_layer = bool(readers.get(storage, set()) - {layer_of(storage)})
+        nodes, size = tuple(reads[storage]), storage_bytes(storage)
+        return SavedActivation(storage, nodes, size, storage in returned, leaves_layer)
+
+    return tuple(map(activation, sorted(reads, key=joint.order.__getitem__)))
 
 
 def is_statistic(node: fx.Node) -> bool:
@@ -183,7 +171,6 @@ class RecomputeChain:
     """The operators that compute a saved activation from what is there anyway.
 
     Attributes:
-        activation: the one to recompute.
         nodes: the operators to run again, in graph order; the last allocates the activation.
         reads: storages that are there anyway: inputs and other saved activations.
         extra_saved: nodes that have to be saved in exchange, since they must not run again.
@@ -196,17 +183,16 @@ class RecomputeChain:
 
     @property
     def saving(self) -> sympy.Expr:
-        """Bytes of the activation less those saved in exchange; neither what is negligible nor a generator's state is
-        counted."""
+        """Bytes of the activation less those saved in exchange."""
         return sympy.expand(self.activation.bytes - sum(self._exchanged))
 
     @property
     def is_compromise(self) -> bool:
-        """True where more than something negligible is saved in exchange."""
         return bool(self._exchanged)
 
     @property
     def _exchanged(self) -> list[sympy.Expr]:
+        """Bytes saved in exchange; neither what is negligible nor a generator's state is counted."""
         sizes = (storage_bytes(root(node)) for node in self.extra_saved if not is_generator_state(node))
         return [size for size in sizes if not is_negligible(size)]
 
@@ -220,11 +206,7 @@ def producing_operator(activation: SavedActivation) -> RecomputeChain:
 def recompute_chain(
     joint: JointGraph, activation: SavedActivation, available: Collection[fx.Node]
 ) -> RecomputeChain | None:
-    """The way back from an activation to inputs and `available` storages; None where it must not be recomputed.
-
-    Args:
-        available: roots of the activations that stay saved.
-    """
+    """The way back from an activation to inputs and `available` roots; None where it must not be recomputed."""
     if joint.is_impure(activation.root) or is_statistic(activation.root):
         return None
     nodes = {activation.root}
@@ -250,17 +232,13 @@ def recompute_chain(
 
 
 _TRACED = re.compile(r"^L\['self'\]")
-_OUTER = "outer"
 _NUMBER = re.compile(r"(?:^|\.)\d+(?=\.|$)")
 
 
 def add_outer_modules(graph: fx.Graph, model: torch.nn.Module, traced: torch.nn.Module | None) -> None:
-    """Let the module paths of a graph's operators begin at `model`.
+    """Let the module paths of the operators in the graph of a traced module begin at `model`, of which it is a part.
 
     Modules of one class may share a compiled graph; the paths are then those of the first.
-
-    Args:
-        traced: the module whose forward the graph is; without effect where it is `model` or none of its modules.
     """
     path = next((name for name, module in model.named_modules() if module is traced), "")
     if not path:
@@ -271,7 +249,7 @@ def add_outer_modules(graph: fx.Graph, model: torch.nn.Module, traced: torch.nn.
             continue
         stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
         inner = {key: (_TRACED.sub(outer[0], name), kind) for key, (name, kind) in stack.items()}
-        node.meta["nn_module_stack"] = {_OUTER: outer, **inner}
+        node.meta["nn_module_stack"] = {"outer": outer, **inner}
 
 
 def note_layers(graph: fx.Graph) -> None:
@@ -284,21 +262,15 @@ def note_layers(graph: fx.Graph) -> None:
         return
     classes = {path: name for node in operators for _, path, name in module_stack(node)}
     items: dict[str, Counter[object]] = {}
-    for path in classes:
+    for path, kind in classes.items():
         outer, _, name = path.rpartition(".")
+        # Two that only hold other modules are alike where these are.
+        inner = {other.removeprefix(path): classes[other] for other in classes if other.startswith(f"{path}.")}
         if name.isdecimal():
-            items.setdefault(outer, Counter())[_kind(path, classes)] += 1
+            items.setdefault(outer, Counter())[frozenset(inner.items()) if kind == "Sequential" else kind] += 1
     lists = {outer for outer, kinds in items.items() if max(kinds.values()) > 1}
     for node in operators:
         path = module_path(node)
         layers = (path[: number.end()] for number in _NUMBER.finditer(path) if path[: number.start()] in lists)
         if layer := next(layers, ""):
             node.meta[LAYER] = layer
-
-
-def _kind(path: str, classes: Mapping[str, str]) -> object:
-    """Equal for modules that are alike: of one class, and where that only holds others, with the same in it."""
-    if classes[path] != "Sequential":
-        return classes[path]
-    inner = (other for other in classes if other.startswith(f"{path}."))
-    return frozenset((other.removeprefix(path), classes[other]) for other in inner)

@@ -23,10 +23,8 @@ _OPERATORS: dict[str, Callable[[list[Any]], Any]] = {
     "Mul": math.prod,
     "Max": max,
     "Min": min,
-    "Mod": lambda arguments: operator.mod(*arguments),
-    "PythonMod": lambda arguments: operator.mod(*arguments),
-    "FloorDiv": lambda arguments: operator.floordiv(*arguments),
-    "CleanDiv": lambda arguments: operator.floordiv(*arguments),
+    **dict.fromkeys(("Mod", "PythonMod"), lambda arguments: operator.mod(*arguments)),
+    **dict.fromkeys(("FloorDiv", "CleanDiv"), lambda arguments: operator.floordiv(*arguments)),
     "floor": lambda arguments: math.floor(arguments[0]),
     "ceiling": lambda arguments: math.ceil(arguments[0]),
     # Of a fraction, since a negative power of an integer is a float.
@@ -34,32 +32,13 @@ _OPERATORS: dict[str, Callable[[list[Any]], Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class CompiledSizes:
-    """Expressions as a list of steps that share common terms.
-
-    Attributes:
-        steps: a function and which earlier steps' values it is called with; with the symbols' values where None.
-        results: the step of each expression.
-    """
-
-    steps: tuple[tuple[Callable[[Any], Any], tuple[int, ...] | None], ...]
-    results: tuple[int, ...]
-
-    def __call__(self, values: SymbolValues) -> list[int]:
-        """The value of each expression, exact.
-
-        Raises:
-            KeyError: a symbol without a value.
-        """
-        results: list[Any] = []
-        for function, arguments in self.steps:
-            results.append(function(values if arguments is None else [results[index] for index in arguments]))
-        return [int(results[index]) for index in self.results]
+# The value of each expression, exact; a `KeyError` where a symbol has no value.
+CompiledSizes = Callable[[SymbolValues], list[int]]
 
 
 def compile_sizes(expressions: Iterable[sympy.Expr]) -> CompiledSizes:
-    """Compile expressions in the sizes of a batch; a term with another function than `_OPERATORS` stays sympy's."""
+    """Compile to steps that share common terms; a term with another function than `_OPERATORS` stays sympy's."""
+    # A function and which earlier steps' values it is called with; with the symbols' values where None.
     steps: list[tuple[Callable[[Any], Any], tuple[int, ...] | None]] = []
     numbers: dict[sympy.Basic, int] = {}
 
@@ -72,7 +51,14 @@ def compile_sizes(expressions: Iterable[sympy.Expr]) -> CompiledSizes:
         return numbers[expression]
 
     results = tuple(map(add, expressions))
-    return CompiledSizes(tuple(steps), results)
+
+    def evaluate(values: SymbolValues) -> list[int]:
+        computed: list[Any] = []
+        for function, arguments in steps:
+            computed.append(function(values if arguments is None else [computed[index] for index in arguments]))
+        return [int(computed[index]) for index in results]
+
+    return evaluate
 
 
 def _leaf(expression: sympy.Basic) -> Callable[[SymbolValues], Any] | None:
@@ -85,16 +71,15 @@ def _leaf(expression: sympy.Basic) -> Callable[[SymbolValues], Any] | None:
     is_root = isinstance(expression, sympy.Pow) and not expression.exp.is_Integer
     if type(expression).__name__ in _OPERATORS and not is_root:
         return None
-    return lambda values: _substituted(expression, values)
+
+    def substituted(values: SymbolValues) -> Fraction | float:
+        result = expression.subs(values)
+        return Fraction(result.p, result.q) if isinstance(result, sympy.Rational) else float(result)
+
+    return substituted
 
 
-def _substituted(expression: sympy.Basic, values: SymbolValues) -> int | Fraction | float:
-    result = expression.subs(values)
-    return Fraction(result.p, result.q) if isinstance(result, sympy.Rational) else float(result)
-
-
-_DIMENSION = re.compile(r"\['(?P<input>\w+)'\]\.size\(\)\[(?P<dim>\d+)\]$")
-_SIZE = re.compile(r"\.size\(\)\[(?P<dim>\d+)\]$")
+_SIZE = re.compile(r"(?:\['(?P<input>\w+)'\])?\.size\(\)\[(?P<dim>\d+)\]$")
 # Which input an axis is named by when several share it, where not the first by name.
 _RANK = {"input_ids": 0, "labels": 2}
 
@@ -113,10 +98,9 @@ def symbol_names(
     """
     names = {}
     for symbol, texts in sources.items():
-        axes = [(match["input"], int(match["dim"])) for text in texts if (match := _DIMENSION.search(text))]
-        if batch:
-            axes = [axis for axis in axes if _name(*axis) in batch]
-        dims = {int(match["dim"]) for text in texts if (match := _SIZE.search(text))}
+        parts = [(match["input"], int(match["dim"])) for text in texts if (match := _SIZE.search(text))]
+        axes = [axis for axis in parts if axis[0] and (not batch or _name(*axis) in batch)]
+        dims = {dim for _, dim in parts}
         if axes:
             names[symbol] = _name(*min(axes, key=_rank))
         elif dims and (equal := [name for name, size in batch.items() if size == sizes.get(symbol)]):
@@ -160,12 +144,10 @@ class _Graph(Protocol):
     """The symbols of a `PartitionedGraph`."""
 
     @property
-    def names(self) -> Mapping[sympy.Symbol, str]:
-        """`input_ids_dim0`, where a symbol is the size of an input."""
+    def names(self) -> Mapping[sympy.Symbol, str]: ...
 
     @property
-    def sizes(self) -> Mapping[sympy.Symbol, int]:
-        """Values in the first batch."""
+    def sizes(self) -> Mapping[sympy.Symbol, int]: ...
 
 
 @dataclass(frozen=True)
@@ -173,8 +155,7 @@ class SymbolNames:
     """For all graphs of one forward.
 
     Attributes:
-        canonical: a graph's own name of a size, `attention_mask_dim0`, to the one that is shown,
-            `inputs_input_ids_dim0`.
+        canonical: the name that is shown, `inputs_input_ids_dim0`, of a graph's own, `attention_mask_dim0`.
         first: each canonical name's value in the first batch.
     """
 
@@ -183,17 +164,9 @@ class SymbolNames:
 
     @classmethod
     def of(cls, graphs: Iterable[_Graph], is_encoder_decoder: bool) -> "SymbolNames":
-        """
-        Args:
-            graphs: all graphs of a forward.
-            is_encoder_decoder: labels have the decoder's length (see `canonical_symbols`).
-        """
-        values = {
-            name: graph.sizes[symbol]
-            for graph in graphs
-            for symbol, name in graph.names.items()
-            if symbol in graph.sizes
-        }
+        """The names in all graphs of a forward; see `canonical_symbols` on encoder-decoders."""
+        named = ((graph.sizes, *item) for graph in graphs for item in graph.names.items())
+        values = {name: sizes[symbol] for sizes, symbol, name in named if symbol in sizes}
         canonical = canonical_symbols(values, is_encoder_decoder)
         return cls(canonical, {canonical.get(name, name): value for name, value in values.items()})
 
@@ -227,19 +200,20 @@ def is_length(name: str) -> bool:
 def larger_sizes(
     sizes: Mapping[_Symbol, int], names: Mapping[_Symbol, str], largest: LargestBatch | None
 ) -> dict[_Symbol, int]:
-    """The sizes of a first batch, raised to those of the largest.
+    """The sizes of a first batch, raised to those of the largest; None: it is not known."""
+    bounds = {} if largest is None else _bounds(largest, names)
+    return {symbol: max(size, bounds.get(symbol, 0)) for symbol, size in sizes.items()}
 
-    Args:
-        largest: None: it is not known.
-    """
-    if largest is None:
-        return dict(sizes)
-    wanted = {
-        symbol: largest.rows if is_rows(name) else largest.length
-        for symbol, name in names.items()
-        if is_rows(name) or is_length(name)
-    }
-    return {symbol: max(size, wanted.get(symbol, 0)) for symbol, size in sizes.items()}
+
+def is_covered(sizes: Mapping[str, int], largest: LargestBatch) -> bool:
+    """True where a batch has no more rows and no more tokens than `largest`; other sizes count for nothing."""
+    return all(sizes[name] <= bound for name, bound in _bounds(largest, {name: name for name in sizes}).items())
+
+
+def _bounds(largest: LargestBatch, names: Mapping[_Symbol, str]) -> dict[_Symbol, int]:
+    """Rows and tokens of the largest batch, for those of a graph's sizes that are one of them."""
+    rows = {symbol: largest.rows for symbol, name in names.items() if is_rows(name)}
+    return rows | {symbol: largest.length for symbol, name in names.items() if is_length(name)}
 
 
 def largest_of(sizes: Mapping[str, int]) -> LargestBatch | None:
@@ -250,11 +224,7 @@ def largest_of(sizes: Mapping[str, int]) -> LargestBatch | None:
 
 
 def plain_sizes(first: Mapping[str, int], batch_size: int | None, seq_len: int | None) -> dict[str, int]:
-    """Sizes of a batch by the names of `first`, from what Trainer's users call them.
-
-    Args:
-        batch_size: rows; None: as they are.
-        seq_len: tokens of the longest row; None: as they are.
+    """Sizes of a batch by the names of `first`, from what Trainer's users call them; None: as it is.
 
     Raises:
         MemOptError: a size that is no symbol of the graph.
@@ -273,12 +243,3 @@ def plain_sizes(first: Mapping[str, int], batch_size: int | None, seq_len: int |
 def length_name(names: Iterable[str]) -> str:
     """The name of the size that is a batch's length; empty where there is none."""
     return next((name for name in names if is_length(name)), "")
-
-
-def is_covered(sizes: Mapping[str, int], largest: LargestBatch) -> bool:
-    """True where a batch has no more rows and no more tokens than `largest`; other sizes count for nothing."""
-    return all(
-        size <= (largest.rows if is_rows(name) else largest.length)
-        for name, size in sizes.items()
-        if is_rows(name) or is_length(name)
-    )

@@ -1,7 +1,6 @@
 """How losses over a vocabulary are computed: decided for a run, then for each loss of a graph, and rewritten; and what
 of its other outputs a forward returns."""
 
-import functools
 import operator
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -26,11 +25,7 @@ ROW = f"{CLUSTER_ID}:{int(Strategy.RECOMPUTE)}:{ALL}"
 
 @dataclass(frozen=True)
 class LossMode:
-    """How a run computes its losses over a vocabulary.
-
-    Attributes:
-        is_row: the config's row asks for chunks.
-    """
+    """How a run computes its losses over a vocabulary; `is_row` where the config's row asks for chunks."""
 
     name: str = AUTO
     is_row: bool = False
@@ -44,11 +39,8 @@ class LossMode:
         return self.name == CHUNKED
 
     def reader(self, outputs_read_by: Callable[[], str] | None) -> str:
-        """Who may read more of a forward's outputs than the loss, empty when nobody does.
-
-        Args:
-            outputs_read_by: asks the Trainer; None: a training loop of one's own, which says so by this mode.
-        """
+        """Who may read more of a forward's outputs than the loss, empty when nobody does. `outputs_read_by` asks the
+        Trainer; without one, a training loop says so by this mode."""
         if outputs_read_by is not None:
             return outputs_read_by()
         return "" if self.must_chunk else "the training loop"
@@ -91,16 +83,11 @@ def may_have_vocabulary(model: torch.nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class LossDecision:
-    """A loss whose logits need not be saved.
-
-    Attributes:
-        is_read_by_caller: it would be chunked, if nobody read the logits.
-    """
+    """A loss whose logits need not be saved, with its shape in the first batch, and why it is not chunked, if so."""
 
     shape: LossShape
-    first_rows: int
+    first: LossShape
     is_requested: bool
-    is_read_by_caller: bool = False
     reason: str = ""
 
     @property
@@ -115,7 +102,7 @@ class LossDecision:
     @property
     def first_saving(self) -> int:
         """Bytes, in the first batch."""
-        return self.shape.with_rows(self.first_rows).saving
+        return self.first.saving
 
     @property
     def pays(self) -> bool:
@@ -127,17 +114,17 @@ class LossDecision:
         """For the row of the table."""
         if not self.is_chunked:
             return f"loss not chunked: {self.reason}"
-        chunks = f"loss in chunks of {self.shape.with_rows(self.first_rows).rows_per_chunk} tokens"
+        chunks = f"loss in chunks of {self.first.rows_per_chunk} tokens"
         return chunks if self.pays else f"{chunks}, which saves nothing here"
 
 
 def decide(chain: LossChain, mode: LossMode, reader: str) -> LossDecision:
     """The decision on one loss; `reader` may read the logits that the forward returns."""
-    loss = LossDecision(chain.shape, chain.first_rows, is_requested=mode.must_chunk)
+    loss = LossDecision(chain.shape, replace(chain.shape, rows=chain.first_rows), is_requested=mode.must_chunk)
     if not mode.may_chunk:
         return replace(loss, reason="--memory_opt_loss plain")
     if chain.is_returned:
-        return replace(loss, is_read_by_caller=loss.pays, reason=f"{reader} may read the logits")
+        return replace(loss, reason=f"{reader} may read the logits")
     if not mode.must_chunk and not loss.pays:
         reason = "the logits of so few tokens are smaller than the gradients that would be saved in their place"
         return replace(loss, reason=reason)
@@ -146,9 +133,6 @@ def decide(chain: LossChain, mode: LossMode, reader: str) -> LossDecision:
 
 def decide_losses(graph: fx.Graph, mode: LossMode, reader: str) -> tuple[tuple[LossDecision, ...], list[str]]:
     """Decide on each loss of a graph that dynamo traced, and rewrite those that are chunked.
-
-    Args:
-        reader: who may read the logits that the forward returns.
 
     Returns:
         The losses, and for the log why what was asked for, or would pay, is not chunked.
@@ -163,7 +147,8 @@ def decide_losses(graph: fx.Graph, mode: LossMode, reader: str) -> tuple[tuple[L
         if loss.is_chunked:
             rewrite(graph, chain)
         losses.append(loss)
-        reasons.append(loss.reason if loss.is_requested or loss.is_read_by_caller else "")
+        would_pay = mode.may_chunk and chain.is_returned and loss.pays
+        reasons.append(loss.reason if mode.must_chunk or would_pay else "")
     return tuple(losses), [reason for reason in reasons if reason]
 
 
@@ -179,10 +164,6 @@ def check_row(losses: Sequence[LossDecision], mode: LossMode, strict: bool) -> l
     if strict:
         raise ConfigError(line)
     return [f"{line}; left out"]
-
-
-# Where an operator was called; naming and levels read it from the nodes of the joint graph.
-_ORIGIN = ("nn_module_stack", "source_fn_stack", "stack_trace")
 
 
 def rewrite(graph: fx.Graph, chain: LossChain) -> None:
@@ -206,12 +187,14 @@ def rewrite(graph: fx.Graph, chain: LossChain) -> None:
             adapter_rows = rows_with_logits(adapter.projection.hidden)
             adapter_hidden = graph.call_function(operator.mul, (adapter_rows, adapter.scale))
         tensors = hidden, projection.weight, bias, adapter_hidden, adapter_weight, chain.labels
-        numbers = chain.scaling.scale, chain.scaling.softcap, chain.ignore_index, chain.mean, chain.label_smoothing
+        numbers = chain.scale, chain.softcap, chain.ignore_index, chain.mean, chain.label_smoothing
         dtypes = chain.shape.compute, traced_tensor(loss).dtype
         outputs = graph.call_function(CHUNKED_LOSS, (*tensors, *numbers, *dtypes, _needs(chain)))
         result = graph.call_function(operator.getitem, (outputs, 0))
+    # Where the loss was called: naming and levels read it from the nodes of the joint graph.
+    origin = ("nn_module_stack", "source_fn_stack", "stack_trace")
     for node in (outputs, result):
-        node.meta.update({key: loss.meta[key] for key in _ORIGIN if key in loss.meta})
+        node.meta.update({key: loss.meta[key] for key in origin if key in loss.meta})
     loss.replace_all_uses_with(result)
     _erase(graph, loss, {projection.node, *([adapter.projection.node] if adapter else [])})
 
@@ -264,21 +247,21 @@ def with_detached_outputs(forward: Callable[..., Any]) -> Callable[..., Any]:
     AOTAutograd feeds a gradient of zeros to every output that requires grad and got none: for the logits of a language
     model two buffers of their size, which plain PyTorch does not allocate.
     """
-    return _then(forward, lambda outputs: _beside_loss(outputs, _detached))
+    return _then(forward, _detached)
 
 
 def without_logits(forward: Callable[..., Any]) -> Callable[..., Any]:
     """`forward` without the logits among its outputs, where the first is the loss."""
-    return _then(forward, lambda outputs: _beside_loss(outputs, _unless_logits))
+    return _then(forward, _unless_logits)
 
 
-def _then(forward: Callable[..., Any], change: Callable[[Any], Any]) -> Callable[..., Any]:
-    """`forward`, whose outputs are changed; a method stays one."""
+def _then(forward: Callable[..., Any], change: Callable[[Any, str], Any]) -> Callable[..., Any]:
+    """`forward`, whose outputs behind the loss are changed; a method stays one."""
     if isinstance(forward, types.MethodType):
         return types.MethodType(_then(forward.__func__, change), forward.__self__)
 
     def changing(*args: Any, **kwargs: Any) -> Any:
-        return change(forward(*args, **kwargs))
+        return _beside_loss(forward(*args, **kwargs), change)
 
     return changing
 
@@ -323,15 +306,15 @@ def _refusing(value: Any, name: str) -> Any:
         return value
     # What the forward returns may be one of its inputs.
     leaf = value.detach().requires_grad_()
-    leaf.register_hook(functools.partial(_refuse, name))
+
+    def refuse(gradient: torch.Tensor | None) -> None:
+        # DDP passes outputs through its own autograd function, whose backward returns None for those that nobody read.
+        if gradient is not None:
+            raise MemOptError(
+                f"a gradient flowed back to the model's output {name!r}, which is detached because Trainer's own "
+                "compute_loss reads only the loss; compute such a loss in compute_loss of a Trainer subclass or in "
+                "compute_loss_func"
+            )
+
+    leaf.register_hook(refuse)
     return leaf
-
-
-def _refuse(name: str, gradient: torch.Tensor | None) -> None:
-    # DDP passes outputs through its own autograd function, whose backward returns None for those that nobody read.
-    if gradient is None:
-        return
-    raise MemOptError(
-        f"a gradient flowed back to the model's output {name!r}, which is detached because Trainer's own compute_loss "
-        "reads only the loss; compute such a loss in compute_loss of a Trainer subclass or in compute_loss_func"
-    )

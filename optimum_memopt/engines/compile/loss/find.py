@@ -7,7 +7,7 @@ dozen operators of forward and backward.
 import inspect
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -30,49 +30,24 @@ class _DoesNotFit(Exception):
     """The reason why a loss stays as it is."""
 
 
-@dataclass(frozen=True)
-class Scaling:
-    """The output of a projection, on its way to the softmax, is multiplied by `scale`, and becomes `softcap * tanh` of
-    that where this is not 0."""
-
-    scale: float = 1.0
-    softcap: float = 0.0
-
-    def times(self, factor: float) -> "Scaling":
-        if self.softcap:
-            return replace(self, softcap=self.softcap * factor)
-        return replace(self, scale=self.scale * factor)
-
-
 @dataclass(frozen=True, eq=False)
 class Projection:
     """A call of `torch.nn.functional.linear`: (…, width), (vocabulary, width) and (vocabulary,) or None."""
 
     node: fx.Node
+    hidden: fx.Node
+    weight: fx.Node
+    bias: fx.Node | None
 
-    @property
-    def hidden(self) -> fx.Node:
-        return self._argument("input", 0)
-
-    @property
-    def weight(self) -> fx.Node:
-        return self._argument("weight", 1)
-
-    @property
-    def bias(self) -> fx.Node | None:
-        return self._argument("bias", 2)
-
-    def _argument(self, name: str, place: int) -> Any:
-        return self.node.args[place] if place < len(self.node.args) else self.node.kwargs.get(name)
+    @classmethod
+    def of(cls, node: fx.Node) -> "Projection":
+        given: dict[str, Any] = {**dict(zip(("input", "weight", "bias"), node.args, strict=False)), **node.kwargs}
+        return cls(node, given["input"], given["weight"], given.get("bias"))
 
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """The part of a LoRA in a projection's output.
-
-    Attributes:
-        projection: of its hidden states, (…, rank), by its second matrix, (vocabulary, rank).
-    """
+    """A LoRA's part of a projection's output: hidden states, (…, rank), by its second matrix, (vocabulary, rank)."""
 
     projection: Projection
     scale: float
@@ -86,6 +61,8 @@ class LossChain:
         projection: of the hidden states, (…, hidden size), to the vocabulary.
         slices: of the projection's rows, in their order: a causal model predicts nothing at its last token.
         offset: (1, …, vocabulary), added to the projection's output (BART's `final_logits_bias`); None without.
+        scale: by which the projection's output is multiplied.
+        softcap: not 0: the softmax is of `softcap * tanh` of that.
         ignore_index: the label of rows that do not count; a node where dynamo made it an input of the graph.
         is_returned: the forward returns the logits, so its caller may read them.
     """
@@ -95,7 +72,8 @@ class LossChain:
     slices: tuple[fx.Node, ...]
     offset: fx.Node | None
     adapter: Adapter | None
-    scaling: Scaling
+    scale: float
+    softcap: float
     labels: fx.Node
     ignore_index: int | fx.Node
     mean: bool
@@ -109,13 +87,9 @@ class LossChain:
         vocabulary, hidden_size = map(int, weight.shape)
         compute = autocast_dtype(self.projection.node, hidden.device.type) or hidden.dtype
         rank = int(traced_tensor(self.adapter.projection.weight).shape[1]) if self.adapter else 0
-        return LossShape(
-            *(elements(traced_tensor(self.labels)), hidden_size, vocabulary, hidden.dtype, weight.dtype, compute),
-            has_softcap=bool(self.scaling.softcap),
-            needs_hidden=hidden.requires_grad,
-            needs_weight=weight.requires_grad,
-            rank=rank,
-        )
+        sizes, dtypes = (elements(traced_tensor(self.labels)), hidden_size, vocabulary), (hidden.dtype, weight.dtype)
+        needs = hidden.requires_grad, weight.requires_grad
+        return LossShape(*sizes, *dtypes, compute, bool(self.softcap), *needs, rank)
 
     @property
     def first_rows(self) -> int:
@@ -152,17 +126,16 @@ def _chain(loss: fx.Node) -> LossChain:
     if traced_tensor(call["target"]).is_floating_point():
         raise _DoesNotFit("its labels are probabilities")
     projection, *steps = path = _path(call["input"], loss)
+    users = (user for node in path for user in node.users)
     return LossChain(
         loss,
-        Projection(projection),
+        Projection.of(projection),
         *_read_steps(projection, steps),
         labels=call["target"],
         ignore_index=call["ignore_index"],
         mean=call["reduction"] == "mean",
         label_smoothing=float(call["label_smoothing"]),
-        is_returned=any(
-            user.op == "output" or (_is_output(user) and user.users) for node in path for user in node.users
-        ),
+        is_returned=any(user.op == "output" or (_is_output(user) and user.users) for user in users),
     )
 
 
@@ -192,35 +165,34 @@ def _is_output(node: fx.Node) -> bool:
 
 def _read_steps(
     projection: fx.Node, steps: Sequence[fx.Node]
-) -> tuple[tuple[fx.Node, ...], fx.Node | None, Adapter | None, Scaling]:
+) -> tuple[tuple[fx.Node, ...], fx.Node | None, Adapter | None, float, float]:
     slices: list[fx.Node] = []
     offset: fx.Node | None = None
     adapter: Adapter | None = None
-    scaling, is_flat = Scaling(), False
+    scale, softcap, is_flat = 1.0, 0.0, False
     for before, node in zip((projection, *steps), steps, strict=False):
         name, result = _name(node), traced_tensor(node)
         classes = traced_tensor(before).shape[-1]
         keeps_classes = result.dim() > 0 and _is_same(result.shape[-1], classes)
         if name in _CASTS and _is_cast(traced_tensor(before), result):
             continue
-        if name in _FLATTENS and keeps_classes:
-            is_flat = True
-        elif name == "transpose" and node is steps[-1] and result.dim() == 3 and _is_same(result.shape[1], classes):
-            # (rows, classes, tokens), as a cross entropy takes more than two dimensions.
+        # (rows, classes, tokens), as a cross entropy takes more than two dimensions.
+        is_transposed = name == "transpose" and result.dim() == 3 and _is_same(result.shape[1], classes)
+        if (name in _FLATTENS and keeps_classes) or (is_transposed and node is steps[-1]):
             is_flat = True
         elif name == "getitem" and not is_flat and keeps_classes and _slices_rows(node):
             slices.append(node)
-        elif name == "tanh" and not scaling.softcap:
-            scaling = replace(scaling, softcap=1.0)
+        elif name == "tanh" and not softcap:
+            softcap = 1.0
         elif name in _MULTIPLIES | _DIVIDES and (factor := _factor(node, before)):
-            scaling = scaling.times(factor)
-        elif name == "add" and scaling == Scaling() and not slices and (added := _added(node, before)):
+            scale, softcap = (scale, softcap * factor) if softcap else (scale * factor, softcap)
+        elif name == "add" and (scale, softcap) == (1, 0) and not slices and (added := _added(node, before)):
             if (adapter if isinstance(added, Adapter) else offset) is not None:
                 raise _DoesNotFit("more than one tensor is added to its logits")
             adapter, offset = (added, offset) if isinstance(added, Adapter) else (adapter, added)
         else:
             raise _DoesNotFit(f"{name} comes between the projection and it")
-    return tuple(slices), offset, adapter, scaling
+    return tuple(slices), offset, adapter, scale, softcap
 
 
 def _is_same(size: int | torch.SymInt, other: int | torch.SymInt) -> bool:
@@ -273,9 +245,10 @@ def _adapter(node: fx.Node) -> Adapter | None:
         if (factor := _factor(node, product)) is None or len(node.users) > 1:
             return None
         node, scale = product, factor
-    projection = Projection(node)
-    is_adapter = _is_projection(node) and projection.bias is None and len(node.users) == 1
-    return Adapter(projection, scale) if is_adapter else None
+    if not _is_projection(node) or len(node.users) > 1:
+        return None
+    projection = Projection.of(node)
+    return Adapter(projection, scale) if projection.bias is None else None
 
 
 def _name(node: fx.Node) -> str:

@@ -6,7 +6,7 @@ Rows without a label are left out first.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import sympy
@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from optimum_memopt.engines.compile.graph.analyzed_graph import Modules
-from optimum_memopt.engines.compile.graph.joint import elements, first_input, is_chunked_loss, is_scaling, tensor_value
-from optimum_memopt.engines.compile.graph.saved_activations import is_output
+from optimum_memopt.engines.compile.graph.joint import elements, is_loss_gradient, is_scaling, tensor_value
 from optimum_memopt.engines.compile.torch_compat.dynamo import backward_runs_once
 from optimum_memopt.engines.compile.torch_compat.fx_graph import LIBRARY
 
@@ -43,9 +42,6 @@ class LossShape:
     needs_weight: bool = True
     rank: int = 0
 
-    def with_rows(self, rows: Size) -> "LossShape":
-        return replace(self, rows=rows)
-
     @property
     def saving(self) -> Size:
         """Bytes saved for backward: the logits, less the gradients that are saved in their place. The hidden states
@@ -63,7 +59,7 @@ class LossShape:
         from then on in any case; more where all hidden states are larger still, since each chunk reads and writes that
         gradient once. Liger Kernel takes the second bound alone (`ops/fused_linear_cross_entropy.py`)."""
         as_hidden_states = self.rows * self.hidden_size // self.vocabulary
-        return _min(self.rows, _max(_max(self.hidden_size, as_hidden_states), 1))
+        return sympy.Min(self.rows, sympy.Max(self.hidden_size, as_hidden_states, 1))
 
     @property
     def workspace(self) -> Size:
@@ -81,13 +77,13 @@ class LossShape:
         held += self.rank * (vocabulary * (2 * compute + softmax) + 2 * rows * compute)
         logits = rows * vocabulary * (softmax * (2 if self.has_softcap else 1))
         if is_low:
-            logits = _max(logits, rows * vocabulary * (softmax + compute))
+            logits = sympy.Max(logits, rows * vocabulary * (softmax + compute))
         products = rows * width * compute if self.needs_hidden else 0
         if self.needs_weight and is_low:
-            products = _max(products, vocabulary * width * compute)
+            products = sympy.Max(products, vocabulary * width * compute)
         if self.needs_weight and sum_dtype(self.weight) != gradient_dtype(self.weight):
             held += vocabulary * width * sum_dtype(self.weight).itemsize
-        return held + _max(logits, rows * vocabulary * compute + products)
+        return held + sympy.Max(logits, rows * vocabulary * compute + products)
 
 
 def loss_shape(arguments: Sequence[Any]) -> LossShape:
@@ -109,18 +105,6 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 def gradient_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which a gradient waits for the backward; float16 would lose it until a GradScaler multiplies it."""
     return torch.float32 if dtype == torch.float16 else dtype
-
-
-def _min(left: Size, right: Size) -> Size:
-    return sympy.Min(left, right) if _is_symbolic(left, right) else min(left, right)
-
-
-def _max(left: Size, right: Size) -> Size:
-    return sympy.Max(left, right) if _is_symbolic(left, right) else max(left, right)
-
-
-def _is_symbolic(*sizes: Size) -> bool:
-    return any(isinstance(size, sympy.Basic) for size in sizes)
 
 
 # How many of the operator's first arguments are tensors that may get a gradient.
@@ -172,14 +156,14 @@ def chunked_loss(
     terms = [_Term(hidden, weight, gradients[0], gradients[1], compute_dtype, total - count)]
     if adapter_hidden is not None and adapter_weight is not None:
         terms.append(_Term(adapter_hidden, adapter_weight, gradients[3], gradients[4], compute_dtype, total - count))
-    step = LossShape(total, hidden.shape[-1], len(weight), hidden.dtype, weight.dtype, compute_dtype).rows_per_chunk
+    shape = LossShape(total, hidden.shape[-1], len(weight), hidden.dtype, weight.dtype, compute_dtype)
+    step = int(shape.rows_per_chunk)
     buffer = None
     if compute_dtype == sum_dtype(compute_dtype):
         # On a CPU, new pages for each chunk's logits would take a third of a projection's time; in a lower precision
         # than the softmax's the buffer would be held beside the softmax.
         buffer = weight.new_empty((min(step, count), len(weight)), dtype=compute_dtype)
     logits_bias = bias if bias is None else bias.to(compute_dtype)
-    of_logits = _Loss(logits_bias, scale, softcap, label_smoothing, before, buffer)
     loss = hidden.new_zeros((), dtype=sum_dtype(compute_dtype))
     of_bias = gradients[2].zero_()
     for start in range(0, count, max(step, 1)):
@@ -189,7 +173,10 @@ def chunked_loss(
         if target.device.type == "cpu" and len(wrong := target[(target < 0) | (target >= len(weight))]):
             raise IndexError(f"Target {int(wrong[0])} is out of bounds.")
         chunks = [term.rows(rows) for term in terms]
-        chunk_loss, gradient = of_logits(terms, chunks, target)
+        # Without a name, which would hold the logits beside their gradient in a lower precision.
+        chunk_loss, gradient = _cross_entropy(
+            _logits(terms, chunks, logits_bias, buffer), target, scale, softcap, label_smoothing, before
+        )
         loss += chunk_loss
         if len(of_bias):
             of_bias += gradient.sum(0)
@@ -207,12 +194,7 @@ def chunked_loss(
 
 
 class _Term:
-    """One product of the logits, with its gradients.
-
-    Args:
-        of_hidden: gets the gradient of `hidden`; empty where none is wanted.
-        unread: number of rows that do not count.
-    """
+    """One product of the logits, with the gradients of its factors (empty: not wanted); `unread` rows do not count."""
 
     def __init__(
         self, hidden: Tensor, weight: Tensor, of_hidden: Tensor, of_weight: Tensor, dtype: torch.dtype, unread: int
@@ -249,74 +231,57 @@ class _Term:
             self._of_weight.copy_(self._sum)
 
 
-@dataclass(frozen=True)
-class _Loss:
-    """Loss of a chunk of rows, and the gradient of their logits; other fields as in `chunked_loss`.
+def _logits(terms: Sequence[_Term], hidden: Sequence[Tensor], bias: Tensor | None, buffer: Tensor | None) -> Tensor:
+    """The sum of the terms' products, in the buffer where there is one."""
+    out = None if buffer is None else buffer[: len(hidden[0])]
+    weight = terms[0].weight.t()
+    logits = torch.mm(hidden[0], weight, out=out) if bias is None else torch.addmm(bias, hidden[0], weight, out=out)
+    for term, chunk in zip(terms[1:], hidden[1:], strict=True):
+        logits.addmm_(chunk, term.weight.t())
+    return logits.to(sum_dtype(logits.dtype))
 
-    Attributes:
-        buffer: for the logits of a chunk; None: each chunk allocates its own.
-    """
 
-    bias: Tensor | None
-    scale: float
-    softcap: float
-    label_smoothing: float
-    share: float
-    buffer: Tensor | None
-
-    def __call__(self, terms: Sequence[_Term], hidden: Sequence[Tensor], targets: Tensor) -> tuple[Tensor, Tensor]:
-        """The sum of the rows' losses, and the gradient (rows, vocabulary) of the sum of the terms' products."""
-        logits = self._product(hidden[0], terms[0].weight)
-        for term, chunk in zip(terms[1:], hidden[1:], strict=True):
-            logits.addmm_(chunk, term.weight.t())
-        logits = logits.to(sum_dtype(logits.dtype))
-        capped = None
-        if self.softcap:
-            capped = logits.mul_(self.scale).tanh_()
-            logits = capped * self.softcap
-        elif self.scale != 1:
-            logits.mul_(self.scale)
-        index = targets.unsqueeze(1)
-        logits.sub_(logits.amax(1, keepdim=True))
-        of_target = logits.gather(1, index)
-        smoothing = self.label_smoothing
-        mean = logits.mean(1, keepdim=True) if smoothing else of_target
-        total = logits.exp_().sum(1, keepdim=True)
-        loss = (total.log() - (1 - smoothing) * of_target - smoothing * mean).sum()
-        gradient = logits.div_(total / self.share)
-        gradient.scatter_(1, index, gradient.gather(1, index) - (1 - smoothing) * self.share)
-        if smoothing:
-            gradient.sub_(smoothing * self.share / gradient.shape[1])
-        if capped is not None:
-            gradient = capped.square_().neg_().add_(1).mul_(gradient).mul_(self.scale * self.softcap)
-        elif self.scale != 1:
-            gradient.mul_(self.scale)
-        return loss, gradient
-
-    def _product(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        if self.buffer is None:
-            return torch.nn.functional.linear(hidden, weight, self.bias)
-        out = self.buffer[: len(hidden)]
-        if self.bias is None:
-            return torch.mm(hidden, weight.t(), out=out)
-        return torch.addmm(self.bias, hidden, weight.t(), out=out)
+def _cross_entropy(
+    logits: Tensor, targets: Tensor, scale: float, softcap: float, smoothing: float, share: float
+) -> tuple[Tensor, Tensor]:
+    """The sum of the rows' losses, and the gradient (rows, vocabulary) of the unscaled logits, computed in place."""
+    capped = None
+    if softcap:
+        capped = logits.mul_(scale).tanh_()
+        logits = capped * softcap
+    elif scale != 1:
+        logits.mul_(scale)
+    index = targets.unsqueeze(1)
+    logits.sub_(logits.amax(1, keepdim=True))
+    of_target = logits.gather(1, index)
+    mean = logits.mean(1, keepdim=True) if smoothing else of_target
+    total = logits.exp_().sum(1, keepdim=True)
+    loss = (total.log() - (1 - smoothing) * of_target - smoothing * mean).sum()
+    gradient = logits.div_(total / share)
+    gradient.scatter_(1, index, gradient.gather(1, index) - (1 - smoothing) * share)
+    if smoothing:
+        gradient.sub_(smoothing * share / gradient.shape[1])
+    if capped is not None:
+        gradient = capped.square_().neg_().add_(1).mul_(gradient).mul_(scale * softcap)
+    elif scale != 1:
+        gradient.mul_(scale)
+    return loss, gradient
 
 
 def _empty_gradients(tensors: Sequence[Tensor | None], needs: Sequence[bool]) -> tuple[Tensor, ...]:
-    assert tensors[0] is not None
-    return tuple(
-        torch.empty(tensor.shape, dtype=gradient_dtype(tensor.dtype), device=tensor.device)
-        if tensor is not None and is_needed
-        else tensors[0].new_empty(0)
-        for tensor, is_needed in zip(tensors, needs, strict=True)
-    )
+    def empty(tensor: Tensor | None) -> Tensor:
+        if tensor is None:
+            return cast(Tensor, tensors[0]).new_empty(0)
+        return torch.empty(tensor.shape, dtype=gradient_dtype(tensor.dtype), device=tensor.device)
+
+    return tuple(empty(tensor if is_needed else None) for tensor, is_needed in zip(tensors, needs, strict=True))
 
 
 @chunked_loss.register_fake
 def _(hidden: Tensor, *arguments: Any) -> Outputs:
     *_, loss_dtype, needs = arguments
-    tensors = (hidden, *arguments[: _DIFFERENTIABLE - 1])
-    return cast("Outputs", (hidden.new_empty((), dtype=loss_dtype), *_empty_gradients(tensors, needs)))
+    gradients = _empty_gradients((hidden, *arguments[: _DIFFERENTIABLE - 1]), needs)
+    return cast("Outputs", (hidden.new_empty((), dtype=loss_dtype), *gradients))
 
 
 def _save_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -362,11 +327,7 @@ SCALED = getattr(torch.ops, LIBRARY).scaled.default
 def scale_in_place(modules: Modules) -> None:
     """Rewrite the backward graph; for backwards that run operator by operator, since inductor reuses its inputs."""
     forward, backward = modules
-    saved = {
-        node.name
-        for node in forward.graph.nodes
-        if is_output(node) and is_chunked_loss(first_input(node)) and node.args[1] != 0
-    }
+    saved = {node.name for node in forward.graph.nodes if is_loss_gradient(node)}
     for node in backward.graph.find_nodes(op="placeholder"):
         if node.name in saved and len(node.users) == 1 and is_scaling(reader := next(iter(node.users)), node):
             reader.target = SCALED

@@ -28,12 +28,9 @@ class Block:
     """A part of a segment.
 
     Attributes:
-        size: bytes.
         address: of its first byte; segments are in the order that they were reserved in.
         is_small: lies in a segment for small requests.
-        is_free: nobody has it.
-        before: the neighbour in the same segment.
-        after: the neighbour in the same segment.
+        before: the neighbour in the same segment, as is `after`.
     """
 
     size: int
@@ -72,7 +69,6 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block) -> None:
-        """Release a block."""
         self.allocated -= block.size
         block.is_free = True
         for left, right in ((block.before, block), (block, block.after)):
@@ -118,56 +114,42 @@ def _up(size: int, granule: int) -> int:
 
 def pinned_bytes(size: int) -> int:
     """Bytes of the host that a tensor takes in pinned memory, whole pages (`partition/passes/host_copies.py`)."""
-    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+    return _up(size, mmap.PAGESIZE)
 
 
 @dataclass(frozen=True)
 class AllocatorPeak:
-    """Bytes at the peak of training.
-
-    Attributes:
-        allocated: of the blocks that tensors lie in.
-        reserved: of the device.
-    """
+    """The peak of training, in bytes: of the blocks that tensors lie in, and of the device's memory."""
 
     allocated: int
     reserved: int
 
 
-@dataclass(frozen=True)
-class StepBlocks:
-    """The allocations of training steps, in bytes.
+def allocator_peak(
+    always: Iterable[int], graphs: Sequence[Event], states: Sequence[int], temporary: int, accumulates: bool
+) -> AllocatorPeak:
+    """The peak of two steps: the first one leaves the optimizer's states and cached blocks to the second.
 
-    Attributes:
-        always: blocks that stay: parameters, buffers, the batch, workspaces of libraries.
+    Args:
+        always: bytes of blocks that stay: parameters, buffers, the batch, workspaces of libraries.
         graphs: of a forward and its backward; what is left are gradients.
-        states: of the optimizer, from its first step on.
-        temporary: of each of the optimizer's steps.
+        states: bytes of each of the optimizer's, from its first step on.
+        temporary: bytes of each of the optimizer's steps.
         accumulates: gradients of a micro-batch are added to those of earlier ones.
     """
-
-    always: Sequence[int]
-    graphs: Sequence[Event]
-    states: Sequence[int]
-    temporary: int
-    accumulates: bool
-
-
-def allocator_peak(step: StepBlocks) -> AllocatorPeak:
-    """The peak of two steps: the first one leaves the optimizer's states and cached blocks to the second."""
     allocator = CachingAllocator()
-    for size in step.always:
+    for size in always:
         allocator.allocate(size)
     for is_first in (True, False):
-        gradients = _run(allocator, step.graphs)
-        if step.accumulates:
-            for block in _run(allocator, step.graphs):
+        gradients = _run(allocator, graphs)
+        if accumulates:
+            for block in _run(allocator, graphs):
                 allocator.free(block)
         if is_first:
-            for size in step.states:
+            for size in states:
                 allocator.allocate(size)
-        if step.temporary:
-            allocator.free(allocator.allocate(step.temporary))
+        if temporary:
+            allocator.free(allocator.allocate(temporary))
         for block in gradients:
             allocator.free(block)
     return AllocatorPeak(allocator.most_allocated, allocator.reserved)

@@ -10,7 +10,7 @@ import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple, cast
+from typing import NamedTuple, TypeGuard, cast
 
 import sympy
 import torch
@@ -42,7 +42,6 @@ class Storage(NamedTuple):
 
     Attributes:
         name: unique among those that are held.
-        bytes: its size.
         category: one of `predictions.CATEGORIES`.
         kind: cluster id of a saved activation that has one, else the operator that allocates it, `gelu`.
         layer: path of the transformer layer, empty outside of all.
@@ -169,13 +168,7 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """A graph's run.
-
-    Attributes:
-        nodes: names of its operators.
-        held: bytes while each of them runs.
-        end: bytes after the last.
-    """
+    """The bytes held while each operator of a graph runs, and after the last."""
 
     nodes: tuple[str, ...]
     held: tuple[int, ...]
@@ -196,8 +189,6 @@ class Prediction:
     """The memory of one graph's forward and backward, in bytes over parameters, inputs and gradients that were there.
 
     Attributes:
-        forward: the forward's run.
-        backward: the backward's, which begins with what the forward has saved for it.
         saved_bytes: held between the two.
         tangents: bytes of the gradients that the backward is given.
     """
@@ -250,9 +241,6 @@ class _Sizes:
 class Schedule:
     """The events of a graph for any sizes of its batch.
 
-    A simulation is a loop over integers, a few milliseconds for a thousand operators, so that the table, the
-    prediction of a step and a search over batches can all afford it.
-
     Attributes:
         sizes: byte expressions.
         events: their bytes are places in `sizes`.
@@ -269,9 +257,7 @@ class Schedule:
 
     @cached_property
     def _shapes(self) -> CompiledSizes:
-        return compile_sizes(
-            size for shapes in (self.inputs, self.outputs) for shape in shapes.values() for size in shape
-        )
+        return compile_sizes(itertools.chain(*self.inputs.values(), *self.outputs.values()))
 
     def shapes(self, values: SymbolValues) -> tuple[dict[int, tuple[int, ...]], dict[int, tuple[int, ...]]]:
         """`inputs` and `outputs` for these values of the symbols."""
@@ -343,27 +329,20 @@ def schedule(
     returned, saved = outputs[:num_fwd_outputs], {node.name: node for node in outputs[num_fwd_outputs:] if node}
     kept = [root(node) for node in saved.values() if is_tensor(node)]
     saved_roots = {node for node in kept if node.op != "placeholder"}
-    inputs = [
-        node
-        for node in forward.graph.find_nodes(op="placeholder")
-        if is_tensor(node) and node.name not in static_inputs
-    ]
     saved_inputs = {node.name for node in kept if node.op == "placeholder" and node.name not in static_inputs}
     tangents, owned = _owned_inputs(backward.graph, saved)
     roots = {node.name: root(saved[node.name]).name for node in owned}
     of_forward = {allocated.name for node in forward.graph.nodes for allocated in _allocations(node)}
 
     def in_forward(node: fx.Node, kind: str, layer: str) -> Storage:
-        if node not in saved_roots:
-            return Storage(node.name, sizes.storage(node), TEMPORARY, kind, layer)
-        return Storage(node.name, sizes.storage(node), SAVED, rows.get(node.name, kind), layer)
+        category, kind = (SAVED, rows.get(node.name, kind)) if node in saved_roots else (TEMPORARY, kind)
+        return Storage(node.name, sizes.storage(node), category, kind, layer)
 
-    in_backward = _last_uses(backward.graph)
-    (ends,) = backward.graph.find_nodes(op="output")
+    last_uses = _last_uses(backward.graph)
 
-    def of_backward(node: fx.Node, kind: str, layer: str) -> Storage:
-        stays = in_backward.get(node) is ends
-        category = RECOMPUTED if node.name in of_forward else GRADIENTS if stays else TEMPORARY
+    def in_backward(node: fx.Node, kind: str, layer: str) -> Storage:
+        is_returned = node in last_uses and last_uses[node].op == "output"
+        category = RECOMPUTED if node.name in of_forward else GRADIENTS if is_returned else TEMPORARY
         return Storage(f"{BACKWARD}{node.name}", sizes.storage(node), category, kind, layer)
 
     def name_in_backward(node: fx.Node) -> str:
@@ -373,60 +352,48 @@ def schedule(
 
     placeholders = backward.graph.find_nodes(op="placeholder")
     freed = [*tangents, *owned, *(node for node in placeholders if name_in_backward(node) in saved_inputs)]
-    first, second = (
-        tuple(_events(forward.graph, sizes, (), in_forward, lambda node: node.name, cuda)),
-        tuple(_events(backward.graph, sizes, freed, of_backward, name_in_backward, cuda)),
-    )
-    positions = fx_graph.output_positions(forward.graph)
+    given = {fx_graph.input_position(node): node for node in forward.graph.find_nodes(op="placeholder")}
+    arguments = {position: node for position, node in given.items() if position is not None}
+    tensors = {position: node for position, node in arguments.items() if is_tensor(node)}
+    results = list(zip(fx_graph.output_positions(forward.graph), returned, strict=False))
     gradients = zip(fx_graph.gradient_positions(backward.graph), _results(backward.graph), strict=True)
     events = GraphEvents(
-        first,
-        second,
+        tuple(_events(forward.graph, sizes, (), in_forward, lambda node: node.name, cuda)),
+        tuple(_events(backward.graph, sizes, freed, in_backward, name_in_backward, cuda)),
         {
             position: Storage(node.name, sizes.storage(node), SAVED if node.name in saved_inputs else TEMPORARY)
-            for node in inputs
-            if (position := fx_graph.input_position(node)) is not None
+            for position, node in tensors.items()
+            if node.name not in static_inputs
         },
-        tuple(
-            (position, root(node).name if node is not None and is_tensor(node) else "")
-            for position, node in zip(positions, returned, strict=False)
-        ),
-        tuple(
-            in_forward(node, operator_name(node), layer_of(node))
-            for node in dict.fromkeys(kept)
-            if node in saved_roots
-        ),
+        tuple((position, root(node).name if _is_tensor(node) else "") for position, node in results),
+        tuple(in_forward(n, operator_name(n), layer_of(n)) for n in dict.fromkeys(kept) if n in saved_roots),
         frozenset(saved_inputs),
         tuple(
             (fx_graph.tangent_position(node), Storage(node.name, sizes.storage(node), TEMPORARY, "tangent"))
             for node in tangents
         ),
-        tuple(
-            (position, name_in_backward(root(node)) if node is not None and is_tensor(node) else "")
-            for position, node in gradients
-        ),
+        tuple((position, name_in_backward(root(node)) if _is_tensor(node) else "") for position, node in gradients),
         tuple(
             (name, root(node).name if root(node) in saved_roots else "")
             for name, node in saved.items()
             if is_tensor(node)
         ),
     )
-    given = [(fx_graph.input_position(node), node) for node in forward.graph.find_nodes(op="placeholder")]
     return Schedule(
         sizes.compiled(),
         events,
-        {position: _shape(node) for position, node in given if position is not None and is_tensor(node)},
-        {
-            position: _shape(node)
-            for position, node in zip(positions, returned, strict=False)
-            if position is not None and node is not None and is_tensor(node)
-        },
+        {position: _shape(node) for position, node in tensors.items()},
+        {position: _shape(node) for position, node in results if position is not None and _is_tensor(node)},
         {
             position: symbolic(cast(torch.SymInt, value(node)))
-            for position, node in given
-            if position is not None and isinstance(value(node), torch.SymInt)
+            for position, node in arguments.items()
+            if isinstance(value(node), torch.SymInt)
         },
     )
+
+
+def _is_tensor(node: fx.Node | None) -> TypeGuard[fx.Node]:
+    return node is not None and is_tensor(node)
 
 
 def _shape(node: fx.Node) -> tuple[sympy.Expr, ...]:

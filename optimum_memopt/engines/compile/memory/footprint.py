@@ -5,18 +5,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from optimum_memopt.engines.api import predictions
 from optimum_memopt.engines.api.predictions import (
     BATCH,
     CATEGORIES,
     GRADIENTS,
     OPTIMIZER,
-    OTHER,
     PARAMETERS,
-    POST_BACKWARD,
-    POST_FORWARD,
-    POST_OPTIMIZER_STEP,
-    PRE_BACKWARD,
-    PRE_FORWARD,
     SAVED,
     TEMPORARY,
     Group,
@@ -38,7 +33,6 @@ class Footprint:
         activations: peak of a forward and its backward over what was there before, with the gradients that the
             backward returns.
         parameters: of the model, trainable or not.
-        buffers: of the model.
         batch: the tensors that the forward is given.
         optimizer: its states.
         accumulated: gradients of earlier micro-batches, 0 where each step begins without.
@@ -77,12 +71,11 @@ class Footprint:
 
     def __str__(self) -> str:
         is_in_backward = self._in_backward >= self.gradients + self.step
-        moment = (
-            f"activations and gradients {_mib(self.activations)}"
-            if is_in_backward
-            else f"gradients and the optimizer's step {_mib(self.gradients + self.step)}"
-        )
+        moment, size = "gradients and the optimizer's step", self.gradients + self.step
+        if is_in_backward:
+            moment, size = "activations and gradients", self.activations
         parts = {
+            moment: size,
             "parameters": self.parameters + self.buffers,
             "optimizer": self.optimizer,
             "accumulated gradients": self.accumulated,
@@ -90,11 +83,7 @@ class Footprint:
             "batch": self.batch,
             "other": self.constant,
         }
-        return " + ".join([moment, *(f"{name} {_mib(size)}" for name, size in parts.items() if size)])
-
-
-def _mib(size: int) -> str:
-    return f"{size / MIB:.1f}"
+        return " + ".join(f"{name} {size / MIB:.1f}" for name, size in parts.items() if size or name == moment)
 
 
 def footprint_of(
@@ -119,7 +108,7 @@ def footprint_of(
         parameters=tensor_bytes(model.parameters()),
         buffers=tensor_bytes(model.buffers()),
         batch=batch,
-        optimizer=optimizer_bytes(optimizer, trainable),
+        optimizer=sum(state_sizes(optimizer, trainable)),
         accumulated=weights if gradient_accumulation else 0,
         other_forwards=other_forwards,
         gradients=weights,
@@ -157,17 +146,9 @@ def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors}.values())
 
 
-def optimizer_bytes(optimizer: Optimizer | None, parameters: Sequence[torch.Tensor]) -> int:
-    """Bytes of an optimizer's states: as they are or are planned, or AdamW's two for each trainable parameter before
-    its first step.
-
-    An optimizer that is wrapped (accelerate's) shows its own states.
-    """
-    return sum(state_sizes(optimizer, parameters))
-
-
 def state_sizes(optimizer: Optimizer | None, parameters: Sequence[torch.Tensor]) -> list[int]:
-    """Bytes of each tensor that `optimizer_bytes` counts."""
+    """Bytes of each of an optimizer's states: as they are or are planned, or AdamW's two for each trainable parameter
+    before its first step. An optimizer that is wrapped (accelerate's) shows its own states."""
     if isinstance(optimizer, PlannedOptimizer):
         return optimizer.state_sizes(parameters)
     if optimizer is None or not optimizer.state:
@@ -206,10 +187,10 @@ def step_timeline(
         gradients: there when the backward begins, and not yet in the forward.
     """
     always = {
-        OTHER: around.constant,
-        PARAMETERS: around.parameters + around.buffers,
-        OPTIMIZER: around.optimizer,
-        BATCH: around.batch,
+        predictions.OTHER: around.constant,
+        predictions.PARAMETERS: around.parameters + around.buffers,
+        predictions.OPTIMIZER: around.optimizer,
+        predictions.BATCH: around.batch,
     }
     in_graphs = {**always, GRADIENTS: around.accumulated, SAVED: around.other_forwards}
     in_optimizer = {**always, GRADIENTS: around.gradients, TEMPORARY: around.step}
@@ -240,11 +221,11 @@ def step_timeline(
         backward_at=count,
         alive=tuple(sorted(alive, key=lambda group: -group.bytes)),
         phases=(
-            Phase(PRE_FORWARD, before, before),
-            Phase(POST_FORWARD, forward, max(in_forward, default=before)),
-            Phase(PRE_BACKWARD, given, max(forward, given)),
-            Phase(POST_BACKWARD, after, max(later, default=before)),
-            Phase(POST_OPTIMIZER_STEP, after, sum(in_optimizer.values())),
+            Phase(predictions.PRE_FORWARD, before, before),
+            Phase(predictions.POST_FORWARD, forward, max(in_forward, default=before)),
+            Phase(predictions.PRE_BACKWARD, given, max(forward, given)),
+            Phase(predictions.POST_BACKWARD, after, max(later, default=before)),
+            Phase(predictions.POST_OPTIMIZER_STEP, after, sum(in_optimizer.values())),
         ),
         sizes=dict(sizes),
         counts=counts,
@@ -256,18 +237,13 @@ _OF_THE_MODEL = (PARAMETERS, OPTIMIZER, BATCH, GRADIENTS)
 
 def groups(storages: Iterable[Storage]) -> list[Group]:
     """Tensors of one kind together; what there is of each parameter is all of one."""
-    by_kind: dict[tuple[str, str], list[Storage]] = {}
+    kinds: dict[tuple[str, str], list[Storage]] = {}
     for storage in storages:
         kind = storage.kind if storage.category not in _OF_THE_MODEL else ""
-        by_kind.setdefault((storage.category, kind), []).append(storage)
-    return [
-        Group(
-            category,
-            kind,
-            len(of_kind),
-            sum(storage.bytes for storage in of_kind),
-            tuple(dict.fromkeys(storage.layer for storage in of_kind if storage.layer)),
-        )
-        for (category, kind), of_kind in by_kind.items()
-        if any(storage.bytes for storage in of_kind)
-    ]
+        kinds.setdefault((storage.category, kind), []).append(storage)
+    groups = []
+    for (category, kind), of_kind in kinds.items():
+        if size := sum(storage.bytes for storage in of_kind):
+            layers = dict.fromkeys(storage.layer for storage in of_kind if storage.layer)
+            groups.append(Group(category, kind, len(of_kind), size, tuple(layers)))
+    return groups

@@ -9,7 +9,7 @@ allocates buffers, calls kernels and deletes buffers, for whatever sizes it is c
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx
@@ -26,14 +26,15 @@ from optimum_memopt.engines.compile.torch_compat.kernels import multiprocessors_
 
 _WORKSPACE = "workspace"
 _COUNTED = "_memopt_counted"
+# The key of a program's result that is no tensor.
+_NO_TENSOR = object()
 
 
 @dataclass(frozen=True)
 class InductorProgram:
-    """The program that inductor wrote for one graph.
+    """The program that inductor wrote for one graph, the method `call` of its runner.
 
     Attributes:
-        runner: the object whose method `call` it is.
         inputs: name and fake value of each placeholder, in order.
     """
 
@@ -46,8 +47,7 @@ class InductorPrograms:
     """The programs of one training graph, as far as they are known.
 
     Attributes:
-        forward: None until inductor has compiled it, and without inductor.
-        backward: likewise.
+        forward: None until inductor has compiled it, and without inductor; as is `backward`.
         runs: how often the graph has run. Layers that are compiled one by one share a graph.
     """
 
@@ -74,7 +74,6 @@ class InductorPrograms:
         return run
 
     def add(self, graph: fx.Graph, runner: Any, is_backward: bool) -> None:
-        """Note the program of a graph."""
         inputs = tuple((node.name, value(node)) for node in graph.find_nodes(op="placeholder"))
         program = InductorProgram(runner, inputs)
         if is_backward:
@@ -97,51 +96,39 @@ def program_events(
     """
     saved = {storage.name: storage for storage in graph.saved}
     places = {name: saved[storage] if storage else None for name, storage in graph.saved_values}
-    inputs = {name: _extent(tensor, values) for name, tensor in backward.inputs if isinstance(tensor, torch.Tensor)}
-    owned = {name: places.get(name, Storage(name, size)) for name, size in inputs.items()}
-    tangents = {name: size for name, size in inputs.items() if name not in places}
-    ran, again = _run(forward, {}, values), _run(backward, {k: v for k, v in owned.items() if v}, values)
+    sizes = {name: _extent(tensor, values) for name, tensor in backward.inputs if isinstance(tensor, torch.Tensor)}
+    owned = {name: place for name, size in sizes.items() if (place := places.get(name, Storage(name, size)))}
+    (log, returned), (backward_log, gradients) = _run(forward, {}, values), _run(backward, owned, values)
     # The tensors that a forward returns last are saved.
-    returned = [key for key in ran.returned if not isinstance(key, _Number)]
-    kept = returned[len(returned) - len(places) :]
+    tensors = [key for key in returned if key is not _NO_TENSOR]
+    kept = tensors[len(tensors) - len(places) :]
     names = {key: place.name for key, place in zip(kept, places.values(), strict=True) if place}
-    of_forward, of_backward = _Names("forward", names), _Names("backward", {name: name for name in again.owned})
-    results = ran.returned[: len(graph.outputs)]
-    freed = {key for key, size in again.log if not size}
+    names_in_backward: dict[Any, str] = {place.name: place.name for place in owned.values()}
+    freed = {key for key, size in backward_log if not size}
+
+    def of_forward(key: Any) -> str:
+        return names.setdefault(key, f"forward {len(names)}")
+
+    def of_backward(key: Any) -> str:
+        return names_in_backward.setdefault(key, f"backward {len(names_in_backward)}")
+
+    def in_forward(key: Any, size: int) -> Storage:
+        name = of_forward(key)
+        return saved[name]._replace(bytes=size) if name in saved else Storage(name, size)
+
+    def in_backward(key: Any, size: int) -> Storage:
+        return Storage(of_backward(key), size, TEMPORARY if key in freed else GRADIENTS)
+
     return replace(
         graph,
-        forward=_events(ran.log, lambda key, size: saved_as(saved, of_forward(key), size), of_forward),
-        backward=_events(
-            again.log,
-            lambda key, size: Storage(of_backward(key), size, TEMPORARY if key in freed else GRADIENTS),
-            of_backward,
-        ),
-        outputs=_named(graph.outputs, results, of_forward),
+        forward=_events(log, in_forward, of_forward),
+        backward=_events(backward_log, in_backward, of_backward),
+        outputs=_named(graph.outputs, returned[: len(graph.outputs)], of_forward),
         tangents=tuple(
-            (position, storage._replace(bytes=tangents[storage.name])) for position, storage in graph.tangents
+            (position, tangent._replace(bytes=sizes[tangent.name])) for position, tangent in graph.tangents
         ),
-        gradients=_named(graph.gradients, again.returned, of_backward),
+        gradients=_named(graph.gradients, gradients, of_backward),
     )
-
-
-def saved_as(saved: Mapping[str, Storage], name: str, size: int) -> Storage:
-    """A storage of a forward's program: as the graph's, where that saves it."""
-    return saved[name]._replace(bytes=size) if name in saved else Storage(name, size)
-
-
-class _Number(int):
-    """A result of a program that is no tensor."""
-
-
-class _Names:
-    """Names for the storages of one program."""
-
-    def __init__(self, prefix: str, names: Mapping[Any, str]) -> None:
-        self._prefix = prefix
-        self._names: dict[Any, str] = dict(names)
-
-    def __call__(self, key: Any) -> str:
-        return self._names.setdefault(key, f"{self._prefix} {len(self._names)}")
 
 
 def _named(
@@ -149,7 +136,7 @@ def _named(
 ) -> tuple[tuple[int | None, str], ...]:
     """The graph's results with the names of the program's."""
     return tuple(
-        (position, name(key) if graph_name and key is not None and not isinstance(key, _Number) else "")
+        (position, name(key) if graph_name and key is not None and key is not _NO_TENSOR else "")
         for (position, graph_name), key in zip(places, keys, strict=True)
     )
 
@@ -171,25 +158,16 @@ def _events(
     return tuple(events)
 
 
-class _Run(NamedTuple):
-    """The events of a program.
-
-    Attributes:
-        log: keys of storages with their bytes where they are allocated, with 0 where they are freed.
-        returned: keys of what it returns; None for an input that it returns as it is.
-        owned: names of the storages that it was given to free.
-    """
-
-    log: list[tuple[Any, int]]
-    returned: list[Any]
-    owned: tuple[str, ...]
-
-
-def _run(program: InductorProgram, owned: Mapping[str, Storage], values: SymbolValues) -> _Run:
+def _run(
+    program: InductorProgram, owned: Mapping[str, Storage], values: SymbolValues
+) -> tuple[list[tuple[Any, int]], list[Any]]:
     """Run one program.
 
     Args:
         owned: storages of the inputs that nobody else holds, by the input's name.
+
+    Returns:
+        `_StorageTracker.log`, and keys of what it returns; None for an input that it returns as it is.
     """
     tensors = [tensor for _, tensor in program.inputs if isinstance(tensor, torch.Tensor)]
     device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))
@@ -201,19 +179,22 @@ def _run(program: InductorProgram, owned: Mapping[str, Storage], values: SymbolV
                 tracker.add(argument, owned[name].name, owned[name].bytes, is_given=True)
             elif isinstance(argument, torch.Tensor):
                 shared.append(argument)
-                tracker.ignore(argument)
+                tracker.add(argument, object(), 0)
         # The program clears the list and must be left with the only reference to each.
         argument = None
         with tracker:
             outputs = dynamo.silenced(program.runner)(program.runner, arguments)
         log = list(tracker.log)
-        # None stands for an input that is saved.
-        returned = [
-            tracker.name_of(value) if value is None or isinstance(value, torch.Tensor) else _Number()
-            for value in outputs
-        ]
+        returned = [_key(output, tracker) for output in outputs]
     del outputs, shared
-    return _Run(log, returned, tuple(storage.name for storage in owned.values()))
+    return log, returned
+
+
+def _key(output: Any, tracker: "_StorageTracker") -> Any:
+    if isinstance(output, torch.Tensor):
+        return tracker.name_of(output)
+    # None stands for an input that is saved.
+    return None if output is None else _NO_TENSOR
 
 
 def _sized(argument: Any, values: SymbolValues) -> Any:
@@ -270,17 +251,12 @@ class _StorageTracker(TorchDispatchMode):
             self.log += [(_WORKSPACE, workspace), (_WORKSPACE, 0)]
         return outputs
 
-    def ignore(self, tensor: torch.Tensor) -> None:
-        """Leave out a tensor that others keep alive."""
-        self.add(tensor, object(), 0)
-
     def add(self, tensor: torch.Tensor, name: Any, size: int, is_given: bool = False) -> None:
         """Log a tensor's storage, unless that was done already, until its last tensor is gone.
 
         Args:
-            tensor: on the device.
             name: of its storage, where that has none yet.
-            size: of its storage, in bytes.
+            size: of its storage, in bytes; 0 leaves it out.
             is_given: it was there before.
         """
         setattr(tensor, _COUNTED, True)
@@ -292,9 +268,9 @@ class _StorageTracker(TorchDispatchMode):
         self._users[name] += 1
         weakref.finalize(tensor, self._release, name).atexit = False
 
-    def name_of(self, tensor: torch.Tensor | None) -> Any:
+    def name_of(self, tensor: torch.Tensor) -> Any:
         """That of the storage of a tensor that was added."""
-        return None if tensor is None else self._names[dynamo.storage_id(tensor)]
+        return self._names[dynamo.storage_id(tensor)]
 
     def _release(self, name: Any) -> None:
         self._users[name] -= 1

@@ -1,8 +1,8 @@
 """The memory of the forward and backward under any set of saved nodes, without partitioning the joint graph. Pure.
 
 The order is that of the partitioned graphs: the forward in its own, and each recomputed operator in the backward just
-before the first of the backward's own operators that needs it. `tests/graph/test_simulation.py`
-compares it with `events.schedule` byte by byte.
+before the first of the backward's own operators that needs it. `tests/graph/test_simulation.py` compares it with
+`events.schedule` byte by byte.
 """
 
 import math
@@ -37,7 +37,6 @@ class Run:
         return max(self.held, default=self.end)
 
     def seconds(self, problem: Problem) -> float:
-        """Seconds of its operators."""
         return math.fsum(problem.seconds[node] for node in self.order)
 
 
@@ -47,8 +46,6 @@ class Simulation:
 
     Attributes:
         saved: nodes that the forward saves for the backward.
-        forward: its run.
-        backward: its run.
         saved_bytes: held between the two.
         recomputed: operators of the forward that the backward runs again, in its order.
     """
@@ -72,20 +69,19 @@ def simulate(problem: Problem, saved: frozenset[int]) -> Simulation:
     """Run both graphs.
 
     Args:
-        problem: the joint graph.
         saved: as `Problem.closure` has it, each of them read by the backward or by what is recomputed.
     """
     order = backward_order(problem, saved)
     read_numbers = problem.tables.read_numbers
     read = {node for user in order for node in read_numbers[user]}
     ends = [*problem.forward_outputs, *saved, *read]
-    forward = _run(problem, _raise_picks(problem, _forward_order(problem, ends)), ends, set(), 0)
+    forward = _run(problem, _forward_order(problem, ends), ends, set(), 0)
     roots = {problem.roots[node] for node in saved}
     dropped = {problem.roots[node] for node in problem.forward_outputs} - roots
     saved_bytes = forward.end - sum(problem.bytes[node] for node in dropped if problem.is_operator[node])
     given = sum(problem.bytes[node] for node in problem.tangents)
     owned = {node for node in roots if not problem.is_input[node]} | set(problem.tangents)
-    backward = _run(problem, _raise_picks(problem, order), problem.backward_outputs, owned, saved_bytes + given)
+    backward = _run(problem, order, problem.backward_outputs, owned, saved_bytes + given)
     is_forward = problem.is_forward
     recomputed = tuple(node for node in backward.order if is_forward[node])
     if problem.siblings != ALONE:
@@ -162,18 +158,18 @@ def _raise_picks(problem: Problem, order: Sequence[int]) -> np.ndarray:
     return ran[np.argsort(places, kind="stable")]
 
 
-def _run(problem: Problem, ran: np.ndarray, ends: Iterable[int], owned: set[int], start: int) -> Run:
+def _run(problem: Problem, order: Sequence[int], ends: Iterable[int], owned: set[int], start: int) -> Run:
     """Allocate and free as `_events` does.
 
     Args:
-        problem: the joint graph.
-        ran: operators, in order.
+        order: operators, before picks of outputs are moved to them.
         ends: what the graph returns.
         owned: roots from outside that are freed after their last use.
         start: bytes held before the first operator.
     """
-    if not len(ran):
+    if not order:
         return Run((), (), start)
+    ran = _raise_picks(problem, order)
     tables, steps = problem.tables, len(ran)
     step = np.arange(steps)
     at = np.full(len(problem.names), -1, dtype=np.intp)
@@ -203,7 +199,6 @@ def problem_events(
     """The storages that both graphs allocate and free, operator by operator; `simulate` folds the same in arrays.
 
     Args:
-        problem: see `simulate`.
         saved: see `simulate`.
         rows: names of saved activations, by their nodes'.
         on_host: saved nodes that wait on the host, and are left out altogether.
@@ -215,46 +210,48 @@ def problem_events(
     saved_roots = {roots[node] for node in saved}
     away = {roots[node] for node in on_host} & saved_roots
     read = {roots[node] for user in second for node in problem.reads[user]}
-    of_forward, gradients = set(first), {roots[node] for node in problem.backward_outputs}
+    of_forward, of_backward = set(first), set(second)
+    gradients = {roots[node] for node in problem.backward_outputs}
 
     def size(node: int) -> int:
         return 0 if node in away else problem.bytes[node]
 
     def in_forward(node: int) -> Storage:
-        kind = operator_of(problem, node)
-        if node not in saved_roots:
-            return Storage(names[node], size(node), TEMPORARY, kind, problem.layers[node])
-        return Storage(names[node], size(node), SAVED, rows.get(names[node]) or kind, problem.layers[node])
+        category, kind = TEMPORARY, operator_of(problem, node)
+        if node in saved_roots:
+            category, kind = SAVED, rows.get(names[node]) or kind
+        return Storage(names[node], size(node), category, kind, problem.layers[node])
 
     def in_backward(node: int) -> Storage:
         category = RECOMPUTED if node in of_forward else GRADIENTS if node in gradients else TEMPORARY
         return Storage(BACKWARD + names[node], size(node), category, operator_of(problem, node), problem.layers[node])
 
-    here = set(second)
-
     def name_in_backward(node: int) -> str:
-        return BACKWARD + names[node] if node in here else names[node]
+        return BACKWARD + names[node] if node in of_backward else names[node]
+
+    def placed(positions: Sequence[int | None], nodes: Sequence[int]) -> Iterator[tuple[int | None, int]]:
+        return zip(positions or (None,) * len(nodes), nodes, strict=True)
 
     inputs = {
         position: Storage(names[node], problem.bytes[node], SAVED if node in read else TEMPORARY, "input")
         for node, position in at.inputs.items()
     }
-    owned = {*(saved_roots - {node for node in saved_roots if problem.is_input[node]}), *problem.tangents}
-    owned |= {node for node in at.inputs if node in read}
-    outputs = zip(at.outputs or (None,) * len(problem.forward_outputs), problem.forward_outputs, strict=True)
-    tangents = zip(at.tangents or (None,) * len(problem.tangents), problem.tangents, strict=True)
-    returned_gradients = zip(
-        at.gradients or (None,) * len(problem.backward_outputs), problem.backward_outputs, strict=True
-    )
+    computed = [node for node in sorted(saved_roots) if not problem.is_input[node]]
+    saved_inputs = [node for node in at.inputs if node in read]
+    owned = {*computed, *problem.tangents, *saved_inputs}
+    tangents = placed(at.tangents, problem.tangents)
     return GraphEvents(
-        tuple(_events(problem, first, ends, set(), in_forward, lambda node: names[node])),
+        tuple(_events(problem, first, ends, (), in_forward, lambda node: names[node])),
         tuple(_events(problem, second, problem.backward_outputs, owned, in_backward, name_in_backward)),
         inputs,
-        tuple((position, names[roots[node]]) for position, node in outputs),
-        tuple(in_forward(node) for node in sorted(saved_roots) if not problem.is_input[node]),
-        frozenset(names[node] for node in at.inputs if node in read),
+        tuple((position, names[roots[node]]) for position, node in placed(at.outputs, problem.forward_outputs)),
+        tuple(map(in_forward, computed)),
+        frozenset(names[node] for node in saved_inputs),
         tuple((position, Storage(names[node], size(node), TEMPORARY, "tangent")) for position, node in tangents),
-        tuple((position, name_in_backward(roots[node])) for position, node in returned_gradients),
+        tuple(
+            (position, name_in_backward(roots[node]))
+            for position, node in placed(at.gradients, problem.backward_outputs)
+        ),
     )
 
 

@@ -1,8 +1,7 @@
 """The training step around its graphs: what is held beside them, and what all of it may take."""
 
-import math
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,12 +12,12 @@ from optimum_memopt.engines.compile.memory.footprint import (
     Footprint,
     constant_of,
     footprint_of,
-    optimizer_bytes,
+    state_sizes,
     tensor_bytes,
     trainable_of,
 )
 from optimum_memopt.memory.capacity import capacity, capacity_of, host_available
-from optimum_memopt.memory.optimizers import Optimizer, PlannedOptimizer
+from optimum_memopt.memory.optimizers import PlannedOptimizer
 from optimum_memopt.memory.peak_monitor import held_bytes
 from optimum_memopt.sizes import Budget
 
@@ -61,14 +60,6 @@ class StepContext:
         """The step with graphs that hold so much."""
         return replace(self.fixed, activations=activations)
 
-    def accumulating(self) -> "StepContext":
-        """The same step with the gradients of earlier micro-batches in memory."""
-        return replace(self, fixed=replace(self.fixed, accumulated=self.fixed.gradients))
-
-    def with_batch(self, factor: float) -> "StepContext":
-        """The same step with a batch of `factor` times the bytes."""
-        return replace(self, fixed=replace(self.fixed, batch=math.ceil(self.fixed.batch * factor)))
-
 
 def step_around(
     model: torch.nn.Module,
@@ -89,8 +80,12 @@ def step_around(
     memory = capacity(device) if target is None else capacity_of(target.memory)
     batch = tensor_bytes(value for value in inputs.values() if isinstance(value, torch.Tensor))
     trainable = trainable_of(model, untrained)
-    held = held_bytes(device) - _state_bytes(run.optimizer, trainable) if target is None else target.libraries
-    room = room_to_grow(device, held) if target is None else 0
+    held, room = (0 if target is None else target.libraries), 0
+    if target is None:
+        # Before its first step an optimizer has no states.
+        is_stepped = not isinstance(run.optimizer, PlannedOptimizer | None) and run.optimizer.state
+        held = held_bytes(device) - (sum(state_sizes(run.optimizer, trainable)) if is_stepped else 0)
+        room = room_to_grow(device, held)
     held += room
     constant = constant_of(model, batch, held, earlier)
     fixed = footprint_of(
@@ -119,10 +114,3 @@ def link_of(device: torch.device, target: Device | None = None) -> tuple[float, 
 def room_to_grow(device: torch.device, held: int) -> int:
     """Bytes by which the process itself grows while it trains under a budget."""
     return max(_GROWTH, int(_GROWTH_SHARE * held)) if device.type == "cpu" else 0
-
-
-def _state_bytes(optimizer: Optimizer | None, trainable: Sequence[torch.Tensor]) -> int:
-    """Bytes of the states that are there; before its first step an optimizer has none."""
-    if optimizer is None or isinstance(optimizer, PlannedOptimizer) or not optimizer.state:
-        return 0
-    return optimizer_bytes(optimizer, trainable)

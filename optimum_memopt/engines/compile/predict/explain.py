@@ -31,8 +31,7 @@ from optimum_memopt.engines.compile.memory.step_context import StepContext, link
 from optimum_memopt.engines.compile.options import AUTO, CHUNKED, PLAIN
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph, no_costs
 from optimum_memopt.engines.compile.partition.producers import producer_for
-from optimum_memopt.engines.compile.partition.producers.producer import Producer
-from optimum_memopt.engines.compile.partition.producers.torch_default import TorchDefault
+from optimum_memopt.engines.compile.partition.producers.producer import Producer, TorchDefault
 from optimum_memopt.engines.compile.predict.holdings import HeldStep, Simulate, step_of
 from optimum_memopt.engines.compile.predict.suggestions import (
     FailedRun,

@@ -13,7 +13,7 @@ from optimum_memopt.compat import checkpoint_layers, in_float32
 from optimum_memopt.engines.api.predictions import BATCH, OPTIMIZER, PARAMETERS, StepTimeline, Training, Workload
 from optimum_memopt.engines.api.run import Selection, StepSpec
 from optimum_memopt.engines.compile.capture.device_standin import eager_standin
-from optimum_memopt.engines.compile.memory.allocator import AllocatorPeak, StepBlocks, allocator_peak
+from optimum_memopt.engines.compile.memory.allocator import AllocatorPeak, allocator_peak
 from optimum_memopt.engines.compile.memory.events import Event, Storage
 from optimum_memopt.engines.compile.memory.live import BACKWARD, FORWARD, OPTIMIZER_STEP, LiveRecorder, LiveRun
 from optimum_memopt.engines.compile.predict.planned_step import PlannedStep, build
@@ -66,7 +66,7 @@ class LiveStep:
             return None
         given, events = self.run.split()
         always = [self.constant, *(storage.bytes for storage in given)]
-        return allocator_peak(StepBlocks(always, events, self.states, self.update, accumulates=False))
+        return allocator_peak(always, events, self.states, self.update, accumulates=False)
 
 
 def with_optimizer(run: LiveRun, states: Sequence[int], update: int) -> LiveRun:

@@ -21,7 +21,7 @@ from optimum_memopt.engines.compile.memory.tape import bytes_left_by
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph, captured_graph
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
-from optimum_memopt.engines.compile.partition.producers.producer import GraphContext, Producer, Solvable
+from optimum_memopt.engines.compile.partition.producers.producer import Producer, Solvable
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
 from optimum_memopt.engines.compile.solver.multi_graph import MultiGraphSolver
 from optimum_memopt.engines.compile.solver.solver import Solver
@@ -221,10 +221,8 @@ class Planner(Generic[_P]):
         Raises:
             DoesNotFitError: nothing fits the budget.
         """
-        producer, earlier = self._spec.producer, [graph.choice for graph in state.earlier]
-        if producer.bound is None:
-            return producer.choose(graph, GraphContext(earlier))
-        return producer.choose(graph, GraphContext(earlier, self._solvable(graph, state)))
+        solvable = self._solvable(graph, state) if self.solves else None
+        return self.producer.choose(graph, [earlier.choice for earlier in state.earlier], solvable)
 
     def resident(self, held: int) -> int:
         """Bytes that the process holds without the optimizer's states: when a plan was solved for, else `held`."""
@@ -261,12 +259,13 @@ class Planner(Generic[_P]):
         if solver.everything.peak > step.fixed.activations_within(step.limit):
             solver.prepare()
         growth = math.prod(larger.size_hints[symbol] / size for symbol, size in graph.size_hints.items())
+        # Again after measuring and solving, which leave something behind in the process.
+        around = self.step(state)
         return Solvable(
             captured,
             solver,
             siblings_at,
-            # Again after measuring and solving, which leave something behind in the process.
-            self.step(state).with_batch(growth),
+            replace(around, fixed=replace(around.fixed, batch=math.ceil(around.fixed.batch * growth))),
             self._spec.with_curve and not index,
             self._spec.with_lengths and not index,
         )
@@ -336,7 +335,7 @@ class Planner(Generic[_P]):
         The solver knows a graph as PyTorch runs it, operator by operator, and the others of a forward as soon as they
         were compiled once.
         """
-        if self._graphs.learn(predictor.runs, self._allowed):
+        if self._graphs.learn(predictor.tape.runs, self._allowed):
             return "for all graphs of the forward together"
         self._margin += self._peak(predictor, self.solved_for) - (self._limit or 0)
         return "with a margin of that size"

@@ -12,7 +12,7 @@ import torch
 from optimum_memopt.engines.api.predictions import BATCH, GRADIENTS, OPTIMIZER, PARAMETERS, SimulatedStep
 from optimum_memopt.engines.compile.capture.device_standin import eager_standin
 from optimum_memopt.engines.compile.costs.devices import Device, device_of
-from optimum_memopt.engines.compile.memory.allocator import StepBlocks, allocator_peak
+from optimum_memopt.engines.compile.memory.allocator import allocator_peak
 from optimum_memopt.engines.compile.memory.live import (
     BACKWARD,
     FORWARD,
@@ -101,7 +101,7 @@ class FakeSimulator:
         given, _ = run.split()
         peak, reserved = constant + run.peak, None
         if self._cuda is not None:
-            blocks = allocator_peak(StepBlocks([constant], run.events, (), 0, accumulates=False))
+            blocks = allocator_peak([constant], run.events, (), 0, accumulates=False)
             peak, reserved = max(peak, blocks.allocated), blocks.reserved
         most = {phase: run.most(phase) for phase in (FORWARD, BACKWARD, OPTIMIZER_STEP)}
         return SimulatedStep(

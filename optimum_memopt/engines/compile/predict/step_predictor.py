@@ -5,7 +5,7 @@ import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import sympy
 import torch
@@ -15,7 +15,7 @@ from optimum_memopt.engines.api.engine import Run
 from optimum_memopt.engines.api.predictions import StepTimeline
 from optimum_memopt.engines.compile.graph.analyzed_graph import without_gradient
 from optimum_memopt.engines.compile.graph.symbols import SymbolNames, SymbolValues, input_sizes, plain_sizes
-from optimum_memopt.engines.compile.memory.allocator import AllocatorPeak, StepBlocks, allocator_peak
+from optimum_memopt.engines.compile.memory.allocator import AllocatorPeak, allocator_peak
 from optimum_memopt.engines.compile.memory.events import GraphEvents, Schedule
 from optimum_memopt.engines.compile.memory.footprint import (
     Footprint,
@@ -35,7 +35,8 @@ from optimum_memopt.memory.optimizers import Optimizer
 
 # Of a batch, by the plan table's names.
 BatchSizes = Mapping[str, int]
-_T = TypeVar("_T")
+# Batches of different sizes whose tapes are kept.
+_MOST_TAPES = 256
 
 
 @dataclass(frozen=True)
@@ -70,29 +71,27 @@ def largest_shapes(seen: Iterable[Forward], new: Forward) -> tuple[Forward, ...]
     return (*(forward for forward in seen if not new.covers(forward)), new)
 
 
-class Pending(Generic[_T]):
+class Pending:
     """The forwards of one model whose backward is still to come, oldest first: several where a step runs several
     before one backward, as contrastive losses do."""
 
     def __init__(self) -> None:
-        self._forwards: dict[int, _T] = {}
+        self._forwards: dict[int, _Noted] = {}
         self._numbers = itertools.count()
 
-    def __iter__(self) -> Iterator[_T]:
+    def __iter__(self) -> Iterator["_Noted"]:
         # A copy, since the garbage collector may drop a graph at any time.
         return iter(tuple(self._forwards.values()))
 
-    def add(self, forward: _T, outputs: Any) -> None:
+    def add(self, forward: "_Noted", outputs: Any) -> None:
         """Count a forward until its backward has run, or nothing refers to its autograd graph any more."""
         tensors = (leaf for leaf in dynamo.tree_leaves(outputs) if isinstance(leaf, torch.Tensor))
-        nodes = {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
-        if not nodes:
-            return
-        number = next(self._numbers)
-        self._forwards[number] = forward
-        release = _Release(self._forwards, number)
-        for node in nodes:
-            node.register_hook(release)
+        if nodes := {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}:
+            number = next(self._numbers)
+            self._forwards[number] = forward
+            release = _Release(self._forwards, number)
+            for node in nodes:
+                node.register_hook(release)
 
 
 class _Release:
@@ -106,48 +105,7 @@ class _Release:
         self._release()
 
 
-# Batches of different sizes whose tapes are kept.
-_MOST_TAPES = 256
-
-
-def caveat_of(graphs: Sequence[PartitionedGraph], runs: int, bound: Mapping[str, int], programs: str = "") -> str:
-    """Empty where it is exact.
-
-    Args:
-        runs: of all graphs together.
-        bound: sizes by name, which the graphs may not be for where they are others.
-        programs: what is wrong with inductor's.
-    """
-    kernels = []
-    if any(graph.has_convolutions for graph in graphs):
-        kernels.append("convolutions")
-    if any("cuDNN" in graph.attention for graph in graphs):
-        kernels.append("cuDNN's attention")
-    shown = ", ".join(f"{name}={size}" for name, size in bound.items())
-    reasons = (
-        programs,
-        _outside_of(graphs, runs),
-        f"only for {shown}, since others may be traced again" if shown else "",
-        f"without the workspaces of {' and '.join(kernels)}" if kernels else "",
-        "without what oneDNN keeps for each shape in half precision"
-        if any(graph.has_half_products for graph in graphs)
-        else "",
-        "as if every token had a label" if any(graph.chunks_loss for graph in graphs) else "",
-    )
-    return "; ".join(filter(None, reasons))
-
-
-def _outside_of(graphs: Sequence[PartitionedGraph], runs: int) -> str:
-    if runs == 1 and graphs[0].is_all_of_forward:
-        return ""
-    count = len(graphs)
-    in_runs = f" in {runs} runs" if runs > count else ""
-    several, them = ("s", "them") if count > 1 else ("", "it")
-    return f"not exact: {count} graph{several}{in_runs}, and what runs outside of {them} is not counted"
-
-
-@dataclass(frozen=True)
-class _Part:
+class _Part(NamedTuple):
     """A graph of a forward."""
 
     graph: PartitionedGraph
@@ -162,7 +120,7 @@ class _Noted(NamedTuple):
 class _Shared(NamedTuple):
     """State that the predictors of a model share."""
 
-    pending: Pending[_Noted]
+    pending: Pending
     constant: int
 
 
@@ -193,7 +151,7 @@ class StepMemoryPredictor:
         tape: Tape | None = None,
         shared: "_Shared | None" = None,
     ) -> None:
-        self.run = run or Run()
+        self.run, self._names = run or Run(), names
         self._programs_caveat = ""
         # A step's tensors and its blocks are asked for one after the other; programs take up to a second to run.
         self._last: tuple[object, StepEvents] | None = None
@@ -206,12 +164,12 @@ class StepMemoryPredictor:
         self._tapes: dict[frozenset[tuple[str, int]], Tape] = {}
         self.untrained = without_gradient(graph.gradients for graph in graphs)
         self._is_on_cuda = any(part.graph.is_for_cuda for part in self._parts)
-        self._names = names
         self.first: BatchSizes = names.first
         self.largest_shapes: tuple[Forward, ...] = (Forward(self.first),)
-        self._pending: Pending[_Noted] = Pending() if shared is None else shared.pending
         self._batch = tensor_bytes(value for value in inputs.values() if isinstance(value, torch.Tensor))
-        self._constant = constant_of(model, self._batch, resident, self._left()) if shared is None else shared.constant
+        self._pending, self._constant = shared or _Shared(
+            Pending(), constant_of(model, self._batch, resident, self._left())
+        )
 
     def _left(self) -> int:
         """Bytes that the runs before the last graph's first one had left, when that graph was partitioned."""
@@ -223,27 +181,28 @@ class StepMemoryPredictor:
     @property
     def caveat(self) -> str:
         """Why the activations are not exact, empty where they are."""
-        graphs = [part.graph for part in self._parts]
+        graphs, count, runs = [part.graph for part in self._parts], len(self._parts), len(self.tape.calls)
+        reasons = [self._programs_caveat]
+        if runs > 1 or not graphs[0].is_all_of_forward:
+            in_runs = f" in {runs} runs" if runs > count else ""
+            shown, them = (f"{count} graphs", "them") if count > 1 else (f"{count} graph", "it")
+            reasons.append(f"not exact: {shown}{in_runs}, and what runs outside of {them} is not counted")
+        # Sizes that the graphs may not be for where they are others.
         named = {self._names.of_symbols(graph).get(symbol, "") for graph in graphs for symbol in graph.bound}
-        bound = {name: size for name, size in self.first.items() if name in named}
-        return caveat_of(graphs, len(self.tape.calls), bound, self._programs_caveat)
-
-    @property
-    def runs(self) -> tuple[int, ...]:
-        """How often each graph ran in the first forward."""
-        return self.tape.runs
-
-    @property
-    def saved_bytes(self) -> int:
-        """Bytes that the first batch's forward saves for its backward."""
-        return self.saved()
+        if bound := [f"{name}={size}" for name, size in self.first.items() if name in named]:
+            reasons.append(f"only for {', '.join(bound)}, since others may be traced again")
+        kernels = ["convolutions"] if any(graph.has_convolutions for graph in graphs) else []
+        kernels += ["cuDNN's attention"] if any("cuDNN" in graph.attention for graph in graphs) else []
+        if kernels:
+            reasons.append(f"without the workspaces of {' and '.join(kernels)}")
+        if any(graph.has_half_products for graph in graphs):
+            reasons.append("without what oneDNN keeps for each shape in half precision")
+        if any(graph.chunks_loss for graph in graphs):
+            reasons.append("as if every token had a label")
+        return "; ".join(filter(None, reasons))
 
     def sizes_of(self, inputs: Mapping[str, object]) -> BatchSizes:
-        """Sizes of a batch by the plan table's names.
-
-        Args:
-            inputs: keyword arguments of a forward; sizes that are not there are of the first batch.
-        """
+        """Sizes of a batch by the plan table's names; those that its keyword arguments lack are of the first batch."""
         sizes = {
             self._names.canonical[f"{name}_dim{index}"]: size
             for name, value in inputs.items()
@@ -287,11 +246,11 @@ class StepMemoryPredictor:
 
     def saved(self, sizes: BatchSizes | None = None) -> int:
         """Bytes that a forward saves for its backward, by the graphs' own events; sizes as in `footprint`."""
-        return compose(*self._runs({**self.first, **(sizes or {})}, compiled=False)).saved_bytes
+        return compose(*self._runs(self._all_sizes(sizes), compiled=False)).saved_bytes
 
     def activations(self, sizes: BatchSizes | None = None, gradients: int = 0) -> int:
         """The peak of a forward and its backward, in bytes."""
-        return self._step({**self.first, **(sizes or {})}).peak(gradients)
+        return self._step(self._all_sizes(sizes)).peak(gradients)
 
     def footprint(
         self,
@@ -317,13 +276,10 @@ class StepMemoryPredictor:
         Raises:
             MemOptError: a size that the model's graphs do not have, or that is not positive.
         """
-        wanted = {**self.first, **(sizes or {}), **plain_sizes(self.first, batch_size, seq_len)}
+        wanted, model = self._all_sizes(sizes, batch_size, seq_len), self._living_model()
         for name, size in wanted.items():
             if name not in self.first or size < 1:
                 raise MemOptError(f"size {name}={size}: allowed are numbers from 1 on for {', '.join(self.first)}")
-        model = self._model()
-        if model is None:
-            raise ReferenceError("the model whose steps are predicted was deleted")
         weights = tensor_bytes(trainable_of(model, self.untrained))
         growth = math.prod(wanted[name] / size for name, size in self.first.items())
         return footprint_of(
@@ -350,16 +306,11 @@ class StepMemoryPredictor:
         return step_timeline(step, around, sizes, gradients, "allocations" if is_compiled else "operators")
 
     def _highest(self, optimizer: Optimizer | None, gradient_accumulation: bool | None) -> tuple[Forward, Footprint]:
-        footprints = [
-            (
-                forward,
-                self.footprint(
-                    forward.sizes, optimizer, gradient_accumulation, forward.saved_before, forward.is_followed
-                ),
-            )
-            for forward in self.largest_shapes
-        ]
-        return max(footprints, key=lambda pair: pair[1].peak)
+        def footprint(forward: Forward) -> Footprint:
+            among = forward.saved_before, forward.is_followed
+            return self.footprint(forward.sizes, optimizer, gradient_accumulation, *among)
+
+        return max(((shape, footprint(shape)) for shape in self.largest_shapes), key=lambda pair: pair[1].peak)
 
     def allocator_peak(
         self,
@@ -374,7 +325,7 @@ class StepMemoryPredictor:
 
         None elsewhere. Arguments as in `footprint`.
         """
-        wanted = {**self.first, **(sizes or {}), **plain_sizes(self.first, batch_size, seq_len)}
+        wanted = self._all_sizes(sizes, batch_size, seq_len)
         return self.blocks_of(self._step(wanted), self.footprint(wanted, optimizer, gradient_accumulation), optimizer)
 
     def blocks_of(
@@ -383,22 +334,28 @@ class StepMemoryPredictor:
         """The peak of torch's allocator on CUDA for the events of a step; None elsewhere."""
         if not self._is_on_cuda:
             return None
-        model = self._model()
-        if model is None:
-            raise ReferenceError("the model whose steps are predicted was deleted")
+        model = self._living_model()
         tensors = [*model.parameters(), *model.buffers()]
         return allocator_peak(
-            StepBlocks(
-                always=[*filter(None, (around.constant, around.batch)), *(tensor.nbytes for tensor in tensors)],
-                graphs=step.events,
-                states=state_sizes(optimizer or self.run.optimizer, trainable_of(model, self.untrained)),
-                temporary=around.step,
-                accumulates=around.accumulated > 0,
-            )
+            [*filter(None, (around.constant, around.batch)), *(tensor.nbytes for tensor in tensors)],
+            step.events,
+            state_sizes(optimizer or self.run.optimizer, trainable_of(model, self.untrained)),
+            temporary=around.step,
+            accumulates=around.accumulated > 0,
         )
 
+    def _all_sizes(
+        self, sizes: BatchSizes | None, batch_size: int | None = None, seq_len: int | None = None
+    ) -> dict[str, int]:
+        return {**self.first, **(sizes or {}), **plain_sizes(self.first, batch_size, seq_len)}
+
+    def _living_model(self) -> torch.nn.Module:
+        if (model := self._model()) is None:
+            raise ReferenceError("the model whose steps are predicted was deleted")
+        return model
+
     def _step(self, sizes: BatchSizes) -> StepEvents:
-        key = frozenset(sizes.items()), tuple(part.graph.programs.both is None for part in self._parts)
+        key = frozenset(sizes.items()), tuple(graph.programs.both is None for graph, _ in self._parts)
         if self._last is None or self._last[0] != key:
             self._last = key, compose(*self._runs(sizes))
         return self._last[1]
@@ -426,9 +383,8 @@ class StepMemoryPredictor:
             return program_events(*programs, events, values)
         except Exception as error:
             # The form of inductor's programs is private and may change; training goes on without the prediction.
-            self._programs_caveat = (
-                f"without inductor's fusions, whose program cannot be read ({type(error).__name__})"
-            )
+            name = type(error).__name__
+            self._programs_caveat = f"without inductor's fusions, whose program cannot be read ({name})"
             return events
 
     def _named(self, graph: PartitionedGraph, sizes: BatchSizes) -> dict[sympy.Symbol, int]:
@@ -452,7 +408,7 @@ class Predictors:
 
     def of(self, inputs: Mapping[str, object]) -> StepMemoryPredictor:
         """The one for a batch, as far as one of its sizes has run; else the first."""
-        return self._by_sizes.get(_sizes(inputs), self.first)
+        return self._by_sizes.get(frozenset(input_sizes(inputs).items()), self.first)
 
     def note_forward(
         self, graphs: Sequence[PartitionedGraph], tape: Tape, inputs: Mapping[str, object], outputs: object = None
@@ -465,9 +421,5 @@ class Predictors:
             self._by_graphs[key] = predictor or self.first
         predictor = self._by_graphs[key]
         if predictor is not self.first:
-            self._by_sizes[_sizes(inputs)] = predictor
+            self._by_sizes[frozenset(input_sizes(inputs).items())] = predictor
         predictor.note_forward(graphs, tape, inputs, outputs)
-
-
-def _sizes(inputs: Mapping[str, object]) -> frozenset[tuple[str, int]]:
-    return frozenset(input_sizes(inputs).items())

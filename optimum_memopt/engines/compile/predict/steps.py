@@ -24,12 +24,11 @@ from optimum_memopt.engines.compile.memory.simulation import Simulation, simulat
 from optimum_memopt.engines.compile.memory.step_context import StepContext, step_around
 from optimum_memopt.engines.compile.options import AUTO, PLAIN
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph
-from optimum_memopt.engines.compile.partition.producers.level import FromLevel
-from optimum_memopt.engines.compile.partition.producers.torch_default import TorchDefault
+from optimum_memopt.engines.compile.partition.producers.producer import TorchDefault
+from optimum_memopt.engines.compile.partition.producers.stated import FromLevel
 from optimum_memopt.engines.compile.predict.planned_step import PlannedStep, build
 from optimum_memopt.engines.compile.solver.offload import cheapest, with_offload
-from optimum_memopt.engines.compile.solver.plan import Plan
-from optimum_memopt.engines.compile.solver.solver import Solver
+from optimum_memopt.engines.compile.solver.solver import Plan, Solver
 from optimum_memopt.engines.compile.torch_compat import dynamo, fake_tensors
 from optimum_memopt.errors import MemOptError, line_of
 from optimum_memopt.memory.capacity import capacity
@@ -51,20 +50,6 @@ _FEW = _ROWS[PLAIN][0]
 
 # A fake mode, and a model and a batch of n rows, of its tensors.
 _MakeFake = Callable[[int], tuple[dynamo.FakeTensorMode, torch.nn.Module, Mapping[str, Any]]]
-
-
-@dataclass(frozen=True)
-class _Run:
-    """A forward and backward.
-
-    Attributes:
-        stall: seconds that the device waits for copies.
-    """
-
-    simulation: Simulation
-    peak: int
-    stall: float = 0.0
-    host_bytes: int = 0
 
 
 class GraphSteps:
@@ -119,22 +104,24 @@ class GraphSteps:
 
     def step(self, plan: str, rows: int, accumulates: bool, update: UpdateTimes) -> PredictedStep:
         """A step; level 1 where no plan fits the budget."""
-        run = self._within_budget(rows, accumulates) if plan == _BUDGET else None
-        if run is None:
+        times, solved = self._times(rows), self._within_budget(rows, accumulates) if plan == _BUDGET else None
+        if solved is not None:
+            simulation = simulate(self._problem(rows), frozenset(solved.saved))
+            peak, stall, host_bytes = solved.peak, solved.stall, solved.host_bytes
+        else:
             simulation = self._simulation(_LEVEL_1 if plan == _BUDGET else plan, rows)
-            run = _Run(simulation, simulation.peak)
-        simulation, times = run.simulation, self._times(rows)
+            peak, stall, host_bytes = simulation.peak, 0.0, 0
         seconds = times.by_bound((*simulation.forward.order, *simulation.backward.order))
-        for bound, more in ((LAUNCHES, times.call), (COPIES, run.stall)):
+        for bound, more in ((LAUNCHES, times.call), (COPIES, stall)):
             if more:
                 seconds[bound] = seconds.get(bound, 0.0) + more
         return PredictedStep(
-            self._footprint(rows, accumulates, run.peak).peak,
+            self._footprint(rows, accumulates, peak).peak,
             seconds,
             update.accumulating,
             update.optimizer,
             sum(times.by_bound(simulation.recomputed).values()),
-            run.host_bytes,
+            host_bytes,
         )
 
     def evaluation(self, rows: int) -> int:
@@ -144,8 +131,9 @@ class GraphSteps:
         return replace(self._footprint(rows, False, activations), gradients=0, step=0).peak
 
     def _footprint(self, rows: int, accumulates: bool, activations: int) -> Footprint:
-        step = self._context.accumulating() if accumulates else self._context
-        return replace(step.fixed, batch=step.fixed.batch * rows, activations=activations)
+        fixed = self._context.fixed
+        accumulated = fixed.gradients if accumulates else fixed.accumulated
+        return replace(fixed, batch=fixed.batch * rows, activations=activations, accumulated=accumulated)
 
     def _is_within(self, simulation: Simulation, rows: int, accumulates: bool) -> bool:
         return self._peak(simulation, rows, accumulates) <= self._context.limit
@@ -153,21 +141,15 @@ class GraphSteps:
     def _peak(self, simulation: Simulation, rows: int, accumulates: bool) -> int:
         return self._footprint(rows, accumulates, simulation.peak).peak
 
-    def _solve(self, rows: int, accumulates: bool) -> _Run | None:
-        plain = self._simulation(_NO_PLAN, rows)
+    def _solve(self, rows: int, accumulates: bool) -> Plan | None:
+        solver, plain = self._solver(rows), self._simulation(_NO_PLAN, rows)
         if self._is_within(plain, rows, accumulates):
-            return _Run(plain, plain.peak)
-        solver = self._solver(rows)
+            return solver.plan(plain)
         allowed = self._footprint(rows, accumulates, 0).activations_within(self._context.limit)
         # Not the long search for recompute that fits after all: most rows that are looked at do not fit.
-        plan: Plan | None = None
         if solver.lowest.peak <= allowed:
-            plan = cheapest(solver, allowed, self._host)
-        elif self._host is not None:
-            plan = with_offload(solver, None, allowed, self._host)
-        if plan is None:
-            return None
-        return _Run(simulate(self._problem(rows), frozenset(plan.saved)), plan.peak, plan.stall, plan.host_bytes)
+            return cheapest(solver, allowed, self._host)
+        return None if self._host is None else with_offload(solver, None, allowed, self._host)
 
     def _simulate(self, plan: str, rows: int) -> Simulation:
         problem = self._problem(rows)

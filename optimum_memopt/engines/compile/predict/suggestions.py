@@ -12,7 +12,7 @@ from optimum_memopt.engines.compile.memory.step_context import StepContext
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph, multi_graph_solver
 from optimum_memopt.engines.compile.predict.holdings import Simulate, step_of
 from optimum_memopt.engines.compile.solver.multi_graph import MultiGraphSolver
-from optimum_memopt.engines.compile.solver.plan import Infeasible, Plan
+from optimum_memopt.engines.compile.solver.solver import Infeasible, Plan
 from optimum_memopt.logs import Deadline
 from optimum_memopt.sizes import gib_text
 

@@ -47,20 +47,15 @@ def plan_line(
 def _why(graphs: Sequence[PartitionedGraph]) -> str:
     """The reason of the graphs' choices; each of several may have one of its own."""
     reasons = [graph.choice.why for graph in graphs]
-    if len(set(reasons)) == 1:
-        return reasons[0]
-    return "; ".join(f"graph {number}: {why}" for number, why in enumerate(reasons, 1))
+    numbered = (f"graph {number}: {why}" for number, why in enumerate(reasons, 1))
+    return reasons[0] if len(set(reasons)) == 1 else "; ".join(numbered)
 
 
-def host_line(graphs: Sequence[PartitionedGraph]) -> tuple[str, ...]:
+def host_lines(graphs: Sequence[PartitionedGraph]) -> list[str]:
     """A line about offloaded bytes on the host; none where that is the device, too."""
     sizes = [size for graph in graphs if graph.is_for_cuda for size in graph.offloaded_bytes]
-    if not sizes:
-        return ()
-    return (
-        f"Predicted for the host: {sum(sizes) / MIB:.1f} MiB offloaded, in {sum(map(pinned_bytes, sizes)) / MIB:.1f} "
-        "MiB of pinned memory",
-    )
+    offloaded, pinned = (f"{sum(counted) / MIB:.1f} MiB" for counted in (sizes, map(pinned_bytes, sizes)))
+    return [f"Predicted for the host: {offloaded} offloaded, in {pinned} of pinned memory"] if sizes else []
 
 
 def _attention(model: torch.nn.Module, graphs: Sequence[PartitionedGraph]) -> str:
@@ -71,32 +66,24 @@ def _attention(model: torch.nn.Module, graphs: Sequence[PartitionedGraph]) -> st
     return " and ".join(fused) or ("math" if implementation == "sdpa" else implementation)
 
 
-def prediction_lines(predictor: StepMemoryPredictor) -> tuple[str, ...]:
+def prediction_lines(predictor: StepMemoryPredictor) -> list[str]:
     """Lines about the predicted memory of a step with the first batch."""
-    footprint = predictor.footprint()
+    footprint, run = predictor.footprint(), predictor.run
     caveat = predictor.caveat and f" ({predictor.caveat})"
-    return (
-        f"Predicted for the first batch: {predictor.saved_bytes / MIB:.1f} MiB saved for backward, peak of "
-        f"activations and gradients {footprint.activations / MIB:.1f} MiB{caveat}",
-        f"Predicted peak of a step with {_optimizer(predictor.run)}: {footprint.peak / MIB:.1f} MiB = {footprint}",
-        *_allocator_line(predictor, footprint.peak),
-    )
-
-
-def _optimizer(run: Run) -> str:
+    optimizer = run.optimizer if isinstance(run.optimizer, PlannedOptimizer) else PlannedOptimizer()
     accumulation = " and gradient accumulation" if run.gradient_accumulation else ""
-    return f"{run.optimizer if isinstance(run.optimizer, PlannedOptimizer) else PlannedOptimizer()}{accumulation}"
-
-
-def _allocator_line(predictor: StepMemoryPredictor, requested: int) -> tuple[str, ...]:
-    peak = predictor.allocator_peak()
-    if peak is None:
-        return ()
-    allocated, reserved = (f"{size / MIB:.1f} MiB" for size in (peak.allocated, peak.reserved))
-    return (
-        f"Predicted for torch's allocator: {allocated} allocated ({peak.allocated / requested - 1:+.1%}), {reserved} "
-        f"reserved ({peak.reserved / requested - 1:+.1%})",
-    )
+    lines = [
+        f"Predicted for the first batch: {predictor.saved() / MIB:.1f} MiB saved for backward, peak of "
+        f"activations and gradients {footprint.activations / MIB:.1f} MiB{caveat}",
+        f"Predicted peak of a step with {optimizer}{accumulation}: {footprint.peak / MIB:.1f} MiB = {footprint}",
+    ]
+    if blocks := predictor.allocator_peak():
+        allocated, reserved = (
+            f"{size / MIB:.1f} MiB {name} ({size / footprint.peak - 1:+.1%})"
+            for name, size in (("allocated", blocks.allocated), ("reserved", blocks.reserved))
+        )
+        lines.append(f"Predicted for torch's allocator: {allocated}, {reserved}")
+    return lines
 
 
 _AUTO = "AUTO: torch recomputes {count} by itself"
@@ -136,21 +123,20 @@ def to_table(
     """
     rows: dict[str, list[_Part]] = {}
     for graph in graphs:
-        symbols = {
-            symbol: sympy.Symbol(name, integer=True, positive=True) for symbol, name in names.of_symbols(graph).items()
-        }
+        symbols = _named_symbols(graph, names)
         for row, candidates in by_row(graph.candidates).items():
             rows.setdefault(row, []).append(_Part(graph, candidates, symbols))
     recomputable = {
         candidate.cluster_id for graph in graphs for candidate in graph.candidates if candidate.chain is not None
     }
-    plans = [
-        _plan(row, parts, matched)
-        for row, parts in rows.items()
-        if row in matched.requests or _is_listed(parts, recomputable)
-    ]
-    plans.extend(_loss_plans(graphs, names))
+    listed = {row: parts for row, parts in rows.items() if row in matched.requests or _is_listed(parts, recomputable)}
+    plans = [*(_plan(row, parts, matched) for row, parts in listed.items()), *_loss_plans(graphs, names)]
     return PlanTable(engine="compile", plans=sorted_plans(plans), symbols=dict(names.first), header=tuple(header))
+
+
+def _named_symbols(graph: PartitionedGraph, names: SymbolNames) -> dict[sympy.Symbol, sympy.Symbol]:
+    named = names.of_symbols(graph).items()
+    return {symbol: sympy.Symbol(name, integer=True, positive=True) for symbol, name in named}
 
 
 def _loss_plans(graphs: Sequence[PartitionedGraph], names: SymbolNames) -> list[PlanRow]:
@@ -158,10 +144,8 @@ def _loss_plans(graphs: Sequence[PartitionedGraph], names: SymbolNames) -> list[
     losses = [loss for graph in graphs for loss in graph.losses if loss.is_requested or loss.pays]
     if not losses:
         return []
-    named = {symbol: name for graph in graphs for symbol, name in names.of_symbols(graph).items()}
-    symbols = {symbol: sympy.Symbol(name, integer=True, positive=True) for symbol, name in named.items()}
+    symbols = {symbol: named for graph in graphs for symbol, named in _named_symbols(graph, names).items()}
     chunked = [loss for loss in losses if loss.is_chunked]
-    notes = dict.fromkeys(loss.note for loss in losses)
     saving = sympy.Add(*(loss.saving for loss in losses)).subs(symbols)
     return [
         PlanRow(
@@ -171,7 +155,7 @@ def _loss_plans(graphs: Sequence[PartitionedGraph], names: SymbolNames) -> list[
             saving_symbolic=str(sympy.factor_terms(sympy.expand(saving))),
             requested_count=ALL if any(loss.is_requested for loss in losses) else 0,
             applied_count=len(chunked),
-            note="; ".join(notes),
+            note="; ".join(dict.fromkeys(loss.note for loss in losses)),
             applied_saving_bytes=sum(loss.first_saving for loss in chunked),
             depends_on_batch=True,
         )
@@ -242,21 +226,16 @@ def plan_file_of(
 ) -> PlanFile:
     """The plan of a forward's graphs."""
     versions = (installed_version((distribution,)) for distribution in _SOFTWARE)
-    return PlanFile(
-        why=graphs[0].choice.why,
-        loss=CHUNKED if any(graph.chunks_loss for graph in graphs) else PLAIN,
-        solved_for={
-            "model": type(model).__name__,
-            "device": next(model.parameters()).device.type,
-            "compiler": compiler,
-            "sizes": dict(sizes),
-            "predicted_bytes": {}
-            if predicted is None
-            else {"peak": predicted.peak, "activations": predicted.activations},
-            "versions": dict(filter(None, versions)),
-        },
-        graphs=tuple(graph.plan for graph in graphs),
-    )
+    solved_for = {
+        "model": type(model).__name__,
+        "device": next(model.parameters()).device.type,
+        "compiler": compiler,
+        "sizes": dict(sizes),
+        "predicted_bytes": {"peak": predicted.peak, "activations": predicted.activations} if predicted else {},
+        "versions": dict(filter(None, versions)),
+    }
+    loss = CHUNKED if any(graph.chunks_loss for graph in graphs) else PLAIN
+    return PlanFile(graphs[0].choice.why, loss, solved_for, tuple(graph.plan for graph in graphs))
 
 
 @dataclass(frozen=True)
@@ -303,18 +282,14 @@ def show(
     names = SymbolNames()
     with best_effort("the names of sizes"):
         names = SymbolNames.of(graphs, is_encoder_decoder(model))
-    predictor, footprint = None, None
+    lines, predictor, footprint = [plan_line(model, spec.compiler, graphs, spec.target)], None, None
     if all(graph.prediction for graph in graphs):
         with best_effort("the predicted peak"):
-            predictor = StepMemoryPredictor(model, graphs, inputs, resident, names, run, tape=tape)
-            header, footprint = prediction_lines(predictor), predictor.footprint()
-    predictor = predictor if footprint is not None else None
-    lines = (
-        plan_line(model, spec.compiler, graphs, spec.target),
-        *(header if footprint is not None else ()),
-        *host_line(graphs),
-    )
-    table = PlanTable(engine="compile", plans=(), header=lines)
+            made = StepMemoryPredictor(model, graphs, inputs, resident, names, run, tape=tape)
+            shown, footprint = prediction_lines(made), made.footprint()
+            lines, predictor = [*lines, *shown], made
+    lines += host_lines(graphs)
+    table = PlanTable(engine="compile", plans=(), header=tuple(lines))
     with best_effort("the plan table"):
         table = to_table(graphs, matched, names, lines)
     plan_file = plan_file_of(model, spec.compiler, graphs, names.first, footprint)

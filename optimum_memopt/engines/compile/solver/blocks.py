@@ -18,16 +18,13 @@ from optimum_memopt.engines.compile.solver.cut import LOWEST_PRICE, MEGA, Cut, c
 _HULL, _BETWEEN = 24, 16
 # Microseconds of a megabyte at which everything is recomputed that can be.
 _HIGHEST = 1e6
+# The sets of roots that each block may save.
+SetsByBlock = dict[int, tuple[frozenset[int], ...]]
 
 
 @dataclass(frozen=True)
 class Block:
-    """Operators of the forward.
-
-    Attributes:
-        layer: path of the transformer layer, "" for what is in none.
-        nodes: in order, numbers left out.
-    """
+    """Operators of the forward, in order and without numbers; the layer is "" for what is in none."""
 
     layer: str
     nodes: tuple[int, ...]
@@ -44,7 +41,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Blocks:
-    """All blocks of a problem, in the order of the forward.
+    """All blocks of a problem, in the order of the forward; the same whatever siblings its graph has there.
 
     Attributes:
         all: each operator of the forward is in one.
@@ -83,79 +80,23 @@ class Blocks:
 
     @cached_property
     def layer_table(self) -> np.ndarray:
-        """By node, backward's too, the block of its layer; -1 for those in no layer and for views, which may be read
-        in many layers and compute nothing in any."""
+        """By node, backward's too, the block of its layer; -1 for none, and for views, which many layers may read."""
         layers = {block.layer: index for index, block in enumerate(self.all) if block.layer}
         pairs = zip(self.problem.layers, self.problem.is_view, strict=True)
         return np.array([-1 if is_view else layers.get(layer, -1) for layer, is_view in pairs], dtype=np.intp)
 
-
-def blocks_of(problem: Problem) -> Blocks:
-    """The blocks of a problem."""
-    groups: dict[tuple[str, str], list[int]] = {}
-    layer = ""
-    for node, is_forward in enumerate(problem.is_forward):
-        if not is_forward or problem.is_number[node]:
-            continue
-        own = problem.layers[node]
-        layer = own or layer
-        groups.setdefault((own, layer), []).append(node)
-    blocks = tuple(Block(own, tuple(nodes)) for (own, _), nodes in groups.items())
-    block_of = {node: index for index, block in enumerate(blocks) for node in block.nodes}
-    leaving = frozenset(
-        root
-        for node, index in block_of.items()
-        if not problem.is_view[node]
-        for root in (problem.roots[read] for read in problem.reads[node])
-        if block_of.get(root, index) != index and problem.is_tensor[root]
-    )
-    reads = frozenset(problem.backward_reads)
-    first: dict[object, int] = {}
-    classes = (
-        first.setdefault(_signature(problem, block, leaving, reads), index) for index, block in enumerate(blocks)
-    )
-    return Blocks(problem, blocks, leaving, tuple(classes))
-
-
-def _signature(problem: Problem, block: Block, leaving: frozenset[int], reads: frozenset[int]) -> object:
-    """Equal for blocks that can have the same plans."""
-    return tuple(
-        (
-            problem.kinds[node],
-            problem.bytes[node],
-            problem.workspaces[node],
-            node in leaving,
-            node in reads,
-            # Reads from another block count by their number alone.
-            tuple(block.places.get(read, -1) for read in problem.reads[node] if not problem.is_number[read]),
-        )
-        for node in block.nodes
-    )
-
-
-@dataclass(frozen=True)
-class LayerFrontiers:
-    """Sets of roots that one block of each class may save; the same whatever siblings a graph has in the forward."""
-
-    problem: Problem
+    @cached_property
+    def with_borders(self) -> SetsByBlock:
+        """From all activations to as few as possible, all with what leaves the block; for each representative."""
+        return {index: self._with_borders(self.all[index]) for index in self.representatives.values()}
 
     @cached_property
-    def blocks(self) -> Blocks:
-        return blocks_of(self.problem)
+    def without_borders(self) -> SetsByBlock:
+        """The same where what leaves the block may be recomputed too, such as a sum from its operands."""
+        return {index: self._without_borders(self.all[index]) for index in self.representatives.values()}
 
-    @cached_property
-    def with_borders(self) -> dict[int, tuple[frozenset[int], ...]]:
-        """By block, from all activations to as few as possible, all with what leaves the block."""
-        return {index: self._with_borders(index) for index in self.blocks.representatives.values()}
-
-    @cached_property
-    def without_borders(self) -> dict[int, tuple[frozenset[int], ...]]:
-        """By block, where what leaves the block may be recomputed too, such as a sum from its operands."""
-        return {index: self._without_borders(index) for index in self.blocks.representatives.values()}
-
-    def _with_borders(self, index: int) -> tuple[frozenset[int], ...]:
-        problem, block = self.problem, self.blocks.all[index]
-        leaving = self.blocks.leaving & block.members
+    def _with_borders(self, block: Block) -> tuple[frozenset[int], ...]:
+        problem, leaving = self.problem, self.leaving & block.members
         activations = (problem.activations & block.members) - leaving
         statistics = frozenset(node for node in activations if problem.is_statistic[node] or problem.is_kept[node])
         sets = dict.fromkeys((leaving | activations, leaving | statistics))
@@ -168,10 +109,39 @@ class LayerFrontiers:
                 sets.setdefault(leaving | cut.saved(solution))
         return tuple(sets)
 
-    def _without_borders(self, index: int) -> tuple[frozenset[int], ...]:
-        block = self.blocks.all[index]
-        cut = cut_of(self.problem, block.nodes, wanted=self.blocks.leaving & block.members)
+    def _without_borders(self, block: Block) -> tuple[frozenset[int], ...]:
+        cut = cut_of(self.problem, block.nodes, wanted=self.leaving & block.members)
         return () if cut is None else tuple(dict.fromkeys(map(cut.saved, _hull(cut))))
+
+
+def blocks_of(problem: Problem) -> Blocks:
+    groups: dict[tuple[str, str], list[int]] = {}
+    layer = ""
+    for node, is_forward in enumerate(problem.is_forward):
+        if not is_forward or problem.is_number[node]:
+            continue
+        own = problem.layers[node]
+        layer = own or layer
+        groups.setdefault((own, layer), []).append(node)
+    blocks = tuple(Block(own, tuple(nodes)) for (own, _), nodes in groups.items())
+    block_of = {node: index for index, block in enumerate(blocks) for node in block.nodes}
+    leaving: set[int] = set()
+    for node, index in block_of.items():
+        roots = [problem.roots[read] for read in problem.reads[node]] if not problem.is_view[node] else []
+        leaving.update(root for root in roots if block_of.get(root, index) != index and problem.is_tensor[root])
+    backward_reads = frozenset(problem.backward_reads)
+
+    def signature(block: Block) -> Iterator[object]:
+        """Equal for blocks that can have the same plans."""
+        for node in block.nodes:
+            # Reads from another block count by their number alone.
+            reads = tuple(block.places.get(read, -1) for read in problem.reads[node] if not problem.is_number[read])
+            sizes = problem.bytes[node], problem.workspaces[node]
+            yield problem.kinds[node], sizes, node in leaving, node in backward_reads, reads
+
+    first: dict[object, int] = {}
+    classes = tuple(first.setdefault(tuple(signature(block)), index) for index, block in enumerate(blocks))
+    return Blocks(problem, blocks, frozenset(leaving), classes)
 
 
 def _hull(cut: Cut) -> Iterator[np.ndarray]:

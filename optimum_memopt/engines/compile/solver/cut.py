@@ -25,37 +25,30 @@ _LOCK = threading.RLock()
 def without_c_output() -> Iterator[None]:
     """Drop what is written to descriptor 1 meanwhile, by other threads too; elsewhere than on Linux and macOS nothing.
 
-    One thread at a time; a second one waits.
-
     HiGHS prints a line for some programs whatever it is told about its log (`printf` in
     `HighsMipSolverData::transformNewIntegerFeasibleSolution`, in scipy 1.17), which would break JSON and tables.
     """
-    with _LOCK, _redirected():
-        yield
-
-
-@contextlib.contextmanager
-def _redirected() -> Iterator[None]:
-    kept = None
-    if sys.platform != "win32":
-        # Standard output may be closed.
-        with contextlib.suppress(OSError):
-            kept = os.dup(1)
-    if kept is None:
-        yield
-        return
-    buffers = ctypes.CDLL(None)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    try:
-        sys.stdout.flush()
-        buffers.fflush(None)
-        os.dup2(nowhere, 1)
-        yield
-    finally:
-        buffers.fflush(None)
-        os.dup2(kept, 1)
-        os.close(kept)
-        os.close(nowhere)
+    with _LOCK:
+        kept = None
+        if sys.platform != "win32":
+            # Standard output may be closed.
+            with contextlib.suppress(OSError):
+                kept = os.dup(1)
+        if kept is None:
+            yield
+            return
+        buffers = ctypes.CDLL(None)
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        try:
+            sys.stdout.flush()
+            buffers.fflush(None)
+            os.dup2(nowhere, 1)
+            yield
+        finally:
+            buffers.fflush(None)
+            os.dup2(kept, 1)
+            os.close(kept)
+            os.close(nowhere)
 
 
 # Microseconds of a megabyte at which everything is saved that can be.
@@ -72,12 +65,8 @@ class Cut:
     """The program of some operators: a variable for each one that may be recomputed, and for each root to save.
 
     Attributes:
-        operators: the variable of each operator to recompute.
-        roots: the variable of each root to save.
         requires: rows of coefficients; each row is at least `least`.
         least: 1 where the backward reads, 0 where an operator that is recomputed reads.
-        microseconds: of each variable.
-        megabytes: of each variable.
     """
 
     operators: Mapping[int, int]
@@ -94,35 +83,20 @@ class Cut:
         """The cheapest solution at a price of a megabyte in microseconds."""
         from scipy.optimize import linprog
 
-        solved = linprog(
-            self.microseconds + price * self.megabytes,
-            A_ub=-self.requires,
-            b_ub=-self.least,
-            bounds=(0, 1),
-            method="highs-ds",
-        )
+        costs = self.microseconds + price * self.megabytes
+        solved = linprog(costs, A_ub=-self.requires, b_ub=-self.least, bounds=(0, 1), method="highs-ds")
         return np.asarray(np.round(solved.x))
 
     def within(self, limits: "csr_matrix | np.ndarray", most: np.ndarray, gap: float = GAP) -> np.ndarray | None:
-        """The cheapest solution within limits of bytes; None where none was found.
-
-        Args:
-            limits: rows of megabytes of the variables.
-            most: of each row.
-        """
+        """The cheapest solution with each row of `limits`, in megabytes, `most` at most; None where none was found."""
         from scipy.optimize import Bounds, LinearConstraint, milp
 
+        costs, integral = self.microseconds + LOWEST_PRICE * self.megabytes, np.ones(len(self.microseconds))
+        required = LinearConstraint(self.requires, self.least, np.inf)
+        constraints = [required, LinearConstraint(limits, -np.inf, most)]
+        options = {"mip_rel_gap": gap, "node_limit": _NODES}
         with without_c_output():
-            solved = milp(
-                self.microseconds + LOWEST_PRICE * self.megabytes,
-                constraints=[
-                    LinearConstraint(self.requires, self.least, np.inf),
-                    LinearConstraint(limits, -np.inf, most),
-                ],
-                integrality=np.ones(len(self.microseconds)),
-                bounds=Bounds(0, 1),
-                options={"mip_rel_gap": gap, "node_limit": _NODES},
-            )
+            solved = milp(costs, constraints=constraints, integrality=integral, bounds=Bounds(0, 1), options=options)
         return None if solved.x is None else np.round(solved.x)
 
 
@@ -135,14 +109,12 @@ def cut_of(
         given: roots that are there anyway.
         wanted: roots that are read by more than the backward.
     """
-    variables = [node for node in nodes if problem.is_operator[node] and not problem.is_view[node]]
-    recomputable = [node for node in variables if problem.picks[node] is None and not problem.is_kept[node]]
-    savable = [
-        node
-        for node in nodes
-        if problem.roots[node] == node and problem.is_tensor[node] and problem.is_operator[node] and node not in given
-    ]
+    computing = [node for node in nodes if problem.is_operator[node]]
+    own = [node for node in computing if not problem.is_view[node] and problem.picks[node] is None]
+    recomputable = [node for node in own if not problem.is_kept[node]]
     operators = {node: column for column, node in enumerate(recomputable)}
+    allocated = [node for node in computing if problem.roots[node] == node and problem.is_tensor[node]]
+    savable = [node for node in allocated if node not in given]
     roots = {node: column for column, node in enumerate(savable, len(operators))}
 
     def requires(node: int) -> dict[int, float]:
@@ -163,15 +135,10 @@ def cut_of(
         for read in problem.reads[node]:
             if row := requires(read):
                 rows.append({**row, column: row.get(column, 0.0) - 1.0})
-    zeros = [0.0]
-    return Cut(
-        operators,
-        roots,
-        matrix(rows, len(operators) + len(roots)),
-        np.array([1.0] * needed + [0.0] * (len(rows) - needed)),
-        np.array([problem.seconds[node] * MEGA for node in operators] + zeros * len(roots)),
-        np.array(zeros * len(operators) + [problem.bytes[node] / MEGA for node in roots]),
-    )
+    least = np.array([1.0] * needed + [0.0] * (len(rows) - needed))
+    microseconds = np.array([problem.seconds[node] * MEGA for node in operators] + [0.0] * len(roots))
+    megabytes = np.array([0.0] * len(operators) + [problem.bytes[node] / MEGA for node in roots])
+    return Cut(operators, roots, matrix(rows, len(microseconds)), least, microseconds, megabytes)
 
 
 def matrix(rows: Sequence[Mapping[int, float]], columns: int) -> "csr_matrix":

@@ -5,14 +5,15 @@ that it leaves to all later blocks of the forward, and by how high its own part 
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
+from typing import NamedTuple
 
 import numpy as np
 
 from optimum_memopt.engines.compile.graph.problem import Problem
 from optimum_memopt.engines.compile.memory.simulation import Simulation, simulate
-from optimum_memopt.engines.compile.solver.blocks import Blocks, LayerFrontiers
+from optimum_memopt.engines.compile.solver.blocks import Blocks, SetsByBlock
 
 # Steps of saved bytes that the dynamic program tells apart.
 _STEPS = 4000
@@ -22,16 +23,10 @@ _TRIES = 8
 _MARGINAL = 2
 
 
-@dataclass(frozen=True)
-class FrontierPoint:
+class FrontierPoint(NamedTuple):
     """One way to run a block; bytes and seconds are over those where everything is saved.
 
-    Attributes:
-        saved: roots.
-        saved_bytes: from its forward to its backward; negative, mostly.
-        forward_rise: bytes at the highest point of its part of the forward.
-        backward_rise: bytes at the highest point of its part of the backward.
-        seconds: of what it recomputes.
+    A rise is that of the highest point of its part of the forward, or of the backward.
     """
 
     saved: frozenset[int]
@@ -41,12 +36,7 @@ class FrontierPoint:
     seconds: float
 
     def is_as_good_as(self, other: "FrontierPoint") -> bool:
-        return (
-            self.saved_bytes <= other.saved_bytes
-            and self.forward_rise <= other.forward_rise
-            and self.backward_rise <= other.backward_rise
-            and self.seconds <= other.seconds
-        )
+        return all(mine <= theirs for mine, theirs in zip(self[1:], other[1:], strict=True))
 
 
 _Frontier = tuple[FrontierPoint, ...]
@@ -56,16 +46,9 @@ _Tops = tuple[int, int]
 
 @dataclass(frozen=True)
 class DynamicProgram:
-    """The measured frontiers of a problem's blocks, for any budget.
+    """The measured frontiers of a problem's blocks, for any budget; `tops` are of each with everything saved."""
 
-    Attributes:
-        blocks: of the problem.
-        everything: the simulation in which all saved activations are saved.
-        tops: of each block in that one.
-        frontiers: of each block.
-    """
-
-    blocks: Blocks
+    problem: Problem
     everything: Simulation
     tops: tuple[_Tops, ...]
     frontiers: tuple[_Frontier, ...]
@@ -151,13 +134,13 @@ class DynamicProgram:
 
     def simulate(self, chosen: Sequence[frozenset[int]], dropped: Collection[int] = ()) -> Simulation:
         """The graph with what is chosen for each block saved, but for what is `dropped`."""
-        problem = self.blocks.problem
-        return simulate(problem, problem.closure(frozenset().union(*chosen).difference(dropped)))
+        saved = frozenset().union(*chosen).difference(dropped)
+        return simulate(self.problem, self.problem.closure(saved))
 
     def _cheap_outside(self, simulation: Simulation) -> frozenset[int]:
         """Nodes that a plan saves outside of layers for recompute within them, such as an attention mask, that are
         cheaper to recompute than what the plan does: no plan of one block alone shows this."""
-        problem = self.blocks.problem
+        problem = self.problem
         dropped: frozenset[int] = frozenset()
         for node in sorted(simulation.saved - self.everything.saved):
             if problem.layers[node] or problem.is_kept[node]:
@@ -171,15 +154,11 @@ class DynamicProgram:
         return dropped
 
     def _extra_seconds(self, simulation: Simulation) -> float:
-        return simulation.extra_seconds(self.blocks.problem)
+        return simulation.extra_seconds(self.problem)
 
 
 def _undominated(sums: np.ndarray, times: np.ndarray, step: float) -> np.ndarray:
-    """The fastest of all with nearly the same bytes, and only if nothing with fewer bytes is as fast; by their bytes.
-
-    Args:
-        step: bytes that are nearly the same.
-    """
+    """The fastest of all with nearly the same bytes (`step`), and only if nothing with fewer is as fast; by bytes."""
     places = np.round(sums / step).astype(np.intp)
     places -= places.min()
     fastest = np.full(places.max() + 1, np.inf)
@@ -192,45 +171,37 @@ def _undominated(sums: np.ndarray, times: np.ndarray, step: float) -> np.ndarray
     return best
 
 
-def dynamic_programs(problem: Problem, frontiers: LayerFrontiers) -> tuple[DynamicProgram, DynamicProgram]:
+def dynamic_programs(problem: Problem, blocks: Blocks) -> tuple[DynamicProgram, DynamicProgram]:
     """A dynamic program in which all that leaves a block is saved, and one with further points, which recompute it.
 
     A point is measured alone. If many blocks recompute what leaves them, it is there for all of them when the backward
     begins, which only the simulation of the result shows.
     """
-    blocks = replace(frontiers.blocks, problem=problem)
     everything = simulate(problem, problem.closure(blocks.leaving | problem.activations))
     tops = _tops(blocks, everything)
-    with_borders = _measured(blocks, everything, tops, frontiers.with_borders)
-    further = _measured(blocks, everything, tops, frontiers.without_borders)
+    with_borders = _measured(problem, blocks, everything, tops, blocks.with_borders)
+    further = _measured(problem, blocks, everything, tops, blocks.without_borders)
     without_borders = {index: reduce(_with, further[index], points) for index, points in with_borders.items()}
-    first, second = (
-        DynamicProgram(blocks, everything, tops, _of_all(blocks, measured))
-        for measured in (with_borders, without_borders)
-    )
-    return first, second
 
+    def program(measured: Mapping[int, _Frontier]) -> DynamicProgram:
+        """The frontiers of all blocks from those of one a class."""
+        sources = [blocks.representatives[first] for first in blocks.classes]
+        of_all = tuple(
+            tuple(point._replace(saved=blocks.translated(point.saved, source, index)) for point in measured[source])
+            for index, source in enumerate(sources)
+        )
+        return DynamicProgram(problem, everything, tops, of_all)
 
-def _of_all(blocks: Blocks, measured: Mapping[int, _Frontier]) -> tuple[_Frontier, ...]:
-    """The frontiers of all blocks, of which one a class was measured."""
-    sources = (blocks.representatives[first] for first in blocks.classes)
-    return tuple(
-        tuple(replace(point, saved=blocks.translated(point.saved, source, index)) for point in measured[source])
-        for index, source in enumerate(sources)
-    )
+    return program(with_borders), program(without_borders)
 
 
 def _measured(
-    blocks: Blocks, everything: Simulation, tops: Sequence[_Tops], sets: Mapping[int, Sequence[frozenset[int]]]
+    problem: Problem, blocks: Blocks, everything: Simulation, tops: Sequence[_Tops], sets: SetsByBlock
 ) -> dict[int, _Frontier]:
-    """The frontiers of some blocks, without points that another one is as good as.
+    """The frontiers of the blocks of `sets`, what each point saves, without points that another one is as good as.
 
     A simulation measures one point of each block, while all other blocks save everything.
-
-    Args:
-        sets: what each point saves, for each block that is measured.
     """
-    problem = blocks.problem
     elsewhere = (blocks.leaving | problem.activations).difference(*(blocks.all[index].members for index in sets))
     base = _recompute_seconds(blocks, everything)
     frontiers: dict[int, _Frontier] = dict.fromkeys(sets, ())
@@ -243,13 +214,8 @@ def _measured(
         before = 0
         for index, (forward, backward) in enumerate(_tops(blocks, simulation)):
             if index in sets:
-                point = FrontierPoint(
-                    saved[index],
-                    more_bytes[index],
-                    forward - before - tops[index][0],
-                    backward - before - tops[index][1],
-                    seconds[index] - base[index],
-                )
+                rises = forward - before - tops[index][0], backward - before - tops[index][1]
+                point = FrontierPoint(saved[index], more_bytes[index], *rises, seconds[index] - base[index])
                 frontiers[index] = _with(frontiers[index], point)
                 before += more_bytes[index]
     return frontiers
@@ -262,7 +228,7 @@ def _with(frontier: _Frontier, point: FrontierPoint) -> _Frontier:
 
 
 def _saved_bytes(
-    blocks: Blocks, everything: Simulation, simulation: Simulation, measured: Sequence[int]
+    blocks: Blocks, everything: Simulation, simulation: Simulation, measured: list[int]
 ) -> dict[int, int]:
     """Bytes that each measured block leaves for the backward, over those where everything is saved.
 
@@ -303,18 +269,14 @@ def _recompute_seconds(blocks: Blocks, simulation: Simulation) -> list[float]:
 
 def _tops(blocks: Blocks, simulation: Simulation) -> tuple[_Tops, ...]:
     """The highest bytes of each block's part of the forward and of the backward."""
-    backward = _backward_tops(blocks, simulation)
-    return tuple((top, backward.get(index, 0)) for index, top in enumerate(_forward_tops(blocks, simulation)))
-
-
-def _forward_tops(blocks: Blocks, simulation: Simulation) -> list[int]:
     order = np.array(simulation.forward.order, dtype=np.intp)
     index = blocks.index_table[order]
     # What is in no block runs within the one before it; what runs before all, within the first.
     last = np.maximum.accumulate(np.where(index < 0, 0, np.arange(len(order))))
-    tops = np.zeros(len(blocks.all), dtype=np.int64)
-    np.maximum.at(tops, np.maximum(index[last], 0), np.array(simulation.forward.held, dtype=np.int64))
-    return [int(top) for top in tops]
+    forward = np.zeros(len(blocks.all), dtype=np.int64)
+    np.maximum.at(forward, np.maximum(index[last], 0), np.array(simulation.forward.held, dtype=np.int64))
+    backward = _backward_tops(blocks, simulation)
+    return tuple((int(top), backward.get(index, 0)) for index, top in enumerate(forward))
 
 
 def _backward_tops(blocks: Blocks, simulation: Simulation) -> dict[int, int]:

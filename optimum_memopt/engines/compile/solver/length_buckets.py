@@ -14,8 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from optimum_memopt.engines.compile.graph.problem import Problem
-from optimum_memopt.engines.compile.solver.plan import Infeasible, Plan
-from optimum_memopt.engines.compile.solver.solver import Solver
+from optimum_memopt.engines.compile.solver.solver import Infeasible, Plan, Solver
 
 # Collators pad to multiples of it.
 _MULTIPLE = 8
@@ -32,7 +31,6 @@ class ExtraByLength:
 
     Attributes:
         batches: the longest row of each batch of an epoch; where they are not known, all lengths are as frequent.
-        is_known: they are known.
         shares: extra time of the plan for each length, as a share of the time without; the last is the largest batch.
     """
 
@@ -44,11 +42,7 @@ class ExtraByLength:
 def extra_by_length(
     batches: Sequence[int], longest: int, plan: Plan, problem_at: Callable[[int], Problem], allowed: int
 ) -> ExtraByLength:
-    """The extra time of plans for shorter batches.
-
-    Args:
-        batches: the longest row of each batch of an epoch; empty: they are not known.
-    """
+    """The extra time of plans for shorter batches; `batches` as above, empty where they are not known."""
     rows = batches or range(min(_MULTIPLE, longest), longest + 1, _MULTIPLE)
     lengths = candidate_lengths(rows, longest)
     if plan.extra_seconds <= 0:
@@ -84,17 +78,13 @@ def _extra_seconds(
 
 
 def expected_extra(batches: Mapping[int, int], shares: Mapping[int, float], chosen: Sequence[int]) -> float:
-    """Extra time of an epoch as a share of its time; each batch runs under the cheapest plan that is made for it.
-
-    Args:
-        batches: how many there are of each length.
-        chosen: lengths that plans are made for; the last and longest takes all that is left.
-    """
+    """Extra time of an epoch as a share of its time; each of the batches, counted by length, runs under the plan for
+    the shortest chosen length that is enough, or for the longest."""
     lengths = sorted(chosen)
-    total = sum(length * count for length, count in batches.items())
-    extra = 0.0
+    total, extra = 0, 0.0
     for length, count in batches.items():
         plan = lengths[min(bisect.bisect_left(lengths, length), len(lengths) - 1)]
+        total += length * count
         extra += length * count * shares[plan]
     return extra / total if total else 0.0
 
@@ -109,10 +99,9 @@ def best_lengths(batches: Sequence[int], shares: Mapping[int, float], most: int)
     best: tuple[int, ...] = ()
     before = expected_extra(counts, shares, (longest,))
     for count in range(1, most + 1):
-        options = itertools.combinations(shorter, count)
-        extra, lengths = min(
-            ((expected_extra(counts, shares, (*option, longest)), option) for option in options), default=(before, ())
-        )
+        chosen = itertools.combinations(shorter, count)
+        options = ((expected_extra(counts, shares, (*lengths, longest)), lengths) for lengths in chosen)
+        extra, lengths = min(options, default=(before, ()))
         if before - extra < WORTH:
             break
         best, before = lengths, extra

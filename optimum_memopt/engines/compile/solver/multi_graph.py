@@ -8,8 +8,7 @@ from optimum_memopt.engines.compile.graph.problem import Problem, SiblingGraphs
 from optimum_memopt.engines.compile.memory.simulation import simulate
 from optimum_memopt.engines.compile.solver import offload
 from optimum_memopt.engines.compile.solver.offload import Host
-from optimum_memopt.engines.compile.solver.plan import Infeasible, Plan
-from optimum_memopt.engines.compile.solver.solver import Solver
+from optimum_memopt.engines.compile.solver.solver import Infeasible, Plan, Solver
 
 # What is left to later graphs, from their lowest peak to that of everything saved.
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -19,7 +18,6 @@ class MultiGraphSolver:
     """Solves graphs that run one after the other under one budget.
 
     Args:
-        problems: the graphs, in order.
         runs: how often each runs.
         reserve: bytes that each leaves beyond what those behind it take.
         hosts: where activations of each may wait, None: nowhere; empty: none may.
@@ -113,14 +111,10 @@ class MultiGraphSolver:
             peak = max(peak, left + (plan.peak if plan.offloaded else simulate(alone, frozenset(plan.saved)).peak))
             left += siblings.runs * _bytes_left(alone, plan)
         pairs = tuple(zip(self._runs, plans, strict=True))
-        return Plan(
-            saved=(),
-            peak=peak,
-            extra_seconds=sum(runs * plan.extra_seconds for runs, plan in pairs),
-            seconds=sum(runs * plan.seconds for runs, plan in pairs),
-            host_bytes=sum(runs * plan.host_bytes for runs, plan in pairs),
-            graphs=tuple(plans),
-        )
+        extra_seconds = sum(runs * plan.extra_seconds for runs, plan in pairs)
+        seconds = sum(runs * plan.seconds for runs, plan in pairs)
+        host_bytes = sum(runs * plan.host_bytes for runs, plan in pairs)
+        return Plan((), peak, extra_seconds, seconds, host_bytes=host_bytes, graphs=tuple(plans))
 
     @cached_property
     def _least(self) -> tuple[SiblingGraphs, ...]:

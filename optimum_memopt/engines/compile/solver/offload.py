@@ -13,24 +13,17 @@ from typing import NamedTuple
 from optimum_memopt.engines.compile.graph.problem import Problem
 from optimum_memopt.engines.compile.memory.allocator import pinned_bytes
 from optimum_memopt.engines.compile.memory.simulation import simulate
-from optimum_memopt.engines.compile.solver.plan import Infeasible, Plan
-from optimum_memopt.engines.compile.solver.solver import Solver
+from optimum_memopt.engines.compile.solver.solver import Infeasible, Plan, Solver
 
 
 class Copy(NamedTuple):
-    """A tensor on its way to the host.
-
-    Attributes:
-        after: index of the operator behind which the copy may begin.
-        bytes: on the device until it is complete.
-    """
+    """A tensor on its way to the host: begun behind operator `after`, and on the device until it is complete."""
 
     after: int
     bytes: int
 
 
-@dataclass(frozen=True)
-class Overlap:
+class Overlap(NamedTuple):
     """When the device waits for each copy.
 
     Attributes:
@@ -101,23 +94,18 @@ class Host:
 
 
 def cheapest(solver: Solver, budget: int, host: Host | None) -> Plan:
-    """The fastest plan within a budget, with offload where that is faster.
-
-    Args:
-        host: where activations may wait; None: nowhere.
+    """The fastest plan within a budget, with offload where that is faster and there is a host.
 
     Raises:
         Infeasible: no plan fits.
     """
-    if host is None:
-        return solver.solve(budget)
     try:
         recompute = solver.solve(budget)
     except Infeasible:
-        if (offloading := with_offload(solver, None, budget, host)) is None:
+        if host is None or (offloading := with_offload(solver, None, budget, host)) is None:
             raise
         return offloading
-    return with_offload(solver, recompute, budget, host) or recompute
+    return (host and with_offload(solver, recompute, budget, host)) or recompute
 
 
 def fits(solver: Solver, budget: int, host: Host | None) -> bool:
@@ -133,11 +121,8 @@ def fits(solver: Solver, budget: int, host: Host | None) -> bool:
 
 
 def with_offload(solver: Solver, recompute: Plan | None, budget: int, host: Host) -> Plan | None:
-    """The fastest plan with offload; None where it gains less than `_WORTH` over recompute alone, or fits no better.
-
-    Args:
-        recompute: its plan for this budget; None: none fits.
-    """
+    """The fastest plan with offload; None where it gains less than `_WORTH` over that of recompute alone (None: none
+    fits), or fits no better."""
     worth = _WORTH * solver.seconds
     alone = float("inf") if recompute is None else recompute.extra_seconds
     if alone <= worth:
@@ -183,36 +168,22 @@ def _offloading(problem: Problem, plan: Plan, budget: int, host: Host) -> Plan |
         return None
     limit = peak(count)
     stall = sum(side.stall(offloaded, limit, host.bandwidth) for side in sides)
-    return replace(
-        plan,
-        offloaded=offloaded,
-        peak=limit,
-        extra_seconds=plan.extra_seconds + stall,
-        stall=stall,
-        host_bytes=host_bytes,
-    )
+    extra = plan.extra_seconds + stall
+    return replace(plan, offloaded=offloaded, peak=limit, extra_seconds=extra, stall=stall, host_bytes=host_bytes)
 
 
 class _Side:
-    """The forward's run, or the backward's with time running backwards.
-
-    Args:
-        problem: the joint graph.
-        order: operators.
-        held: bytes while each of them runs, with all saved activations on the device.
-
-    Attributes:
-        last: the index of the last operator that allocates or reads each storage, by its root.
-    """
+    """The forward's run, or the backward's with time running backwards; all saved activations are on the device."""
 
     def __init__(self, problem: Problem, order: Sequence[int], held: Sequence[int]) -> None:
         self._problem, self._order, self._held = problem, order, held
+        # The index of the last operator that allocates or reads each storage, by its root.
         self.last: dict[int, int] = {}
         for index, node in enumerate(order):
             self.last.update({problem.roots[read]: index for read in (*problem.reads[node], node)})
 
     def copies(self, nodes: Sequence[int]) -> list[Copy]:
-        """The copies of these activations, in the order in which they may begin."""
+        """In the order in which they may begin."""
         return sorted(Copy(self.last[node], self._problem.bytes[node]) for node in nodes if node in self.last)
 
     def held_without(self, nodes: Sequence[int]) -> list[int]:
@@ -223,6 +194,5 @@ class _Side:
         return [size - away for size, away in zip(self._held, accumulate(gone), strict=False)]
 
     def stall(self, nodes: Sequence[int], limit: int, bandwidth: float) -> float:
-        """Seconds that the device waits for the copies."""
         seconds = [self._problem.seconds[node] for node in self._order]
         return overlap(self.held_without(nodes), seconds, self.copies(nodes), limit, bandwidth).stall

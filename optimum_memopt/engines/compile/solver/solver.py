@@ -1,42 +1,77 @@
-"""The cheapest set of nodes to save with which the exact peak of a graph is within a budget. Pure."""
+"""The cheapest nodes to save with which a graph's exact peak is within a budget, and the curve of budgets. Pure."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
+
+from optimum_memopt.engines.api.predictions import CurvePoint
 from optimum_memopt.engines.compile.graph.problem import ALONE, Problem, SiblingGraphs
-from optimum_memopt.engines.compile.memory.simulation import (
-    Simulation,
-    held_at_peak,
-    simulate,
-    simulate_everything_saved,
-)
-from optimum_memopt.engines.compile.solver.blocks import LayerFrontiers
+from optimum_memopt.engines.compile.memory.footprint import Footprint
+from optimum_memopt.engines.compile.memory.simulation import Simulation, held_at_peak, operator_of, simulate
+from optimum_memopt.engines.compile.solver.blocks import Blocks, blocks_of
+from optimum_memopt.engines.compile.solver.cut import GAP, MEGA, Cut, cut_of, matrix
 from optimum_memopt.engines.compile.solver.dynamic_program import DynamicProgram, dynamic_programs
-from optimum_memopt.engines.compile.solver.plan import Infeasible, Plan
-from optimum_memopt.engines.compile.solver.whole_graph import SMALL, improve, lowest_of_whole_graph, solve_whole_graph
+
+# Operators that all simulations of an improvement may run: a quarter of a second.
+_WORK = 100_000
+# Programs that are solved at most, and variables above which none is: it would take minutes.
+_ROUNDS, _LARGEST = 12, 2500
+# Operators of a forward up to which it is quick enough to be asked in any case.
+_SMALL = 100
+# The shares of a peak that are asked for next where that one was found. With the gap any plan will do: it is found at
+# once, or is not there.
+_STEPS, _ANY = (0.95, 0.99, 0.999), 1.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The nodes that a forward saves for its backward, on the device or the host.
+
+    Attributes:
+        peak: bytes, exact as long as the device waits for no copy too late.
+        extra_seconds: of what is recomputed, and of waiting for copies.
+        seconds: of forward and backward without both.
+        offloaded: nodes of `saved` that wait on the host.
+        stall: seconds of `extra_seconds` that the device waits for copies.
+        host_bytes: of pinned memory.
+        graphs: the plan of each graph, where graph breaks split the forward; `saved` and `offloaded` are theirs.
+    """
+
+    saved: tuple[int, ...]
+    peak: int
+    extra_seconds: float
+    seconds: float
+    offloaded: tuple[int, ...] = ()
+    stall: float = 0.0
+    host_bytes: int = 0
+    graphs: tuple["Plan", ...] = ()
+
+
+class Infeasible(Exception):
+    """No plan fits: the lowest peak found, and what is held at that moment, largest first, in bytes."""
+
+    def __init__(self, peak: int, holds: Sequence[tuple[str, int]] = ()) -> None:
+        super().__init__(f"no plan fits; the lowest peak is {peak:,} bytes")
+        self.peak, self.holds = peak, tuple(holds)
 
 
 @dataclass(frozen=True)
 class Solver:
-    """Solves one joint graph for any number of budgets.
-
-    Attributes:
-        problem: the graph.
-        shared_frontiers: those that a solver of the same graph with other siblings has made.
-    """
+    """Solves one joint graph for any number of budgets; a solver of it with other siblings may share its blocks."""
 
     problem: Problem
-    shared_frontiers: LayerFrontiers | None = None
+    shared_blocks: Blocks | None = None
 
     def with_siblings(self, siblings: SiblingGraphs) -> "Solver":
         """A solver of the same graph with these around it, which shares most of the work."""
-        return Solver(replace(self.problem, siblings=siblings), self._frontiers)
+        return Solver(replace(self.problem, siblings=siblings), self._blocks)
 
     @cached_property
     def everything(self) -> Simulation:
         """All activations saved."""
-        return simulate_everything_saved(self.problem)
+        return simulate(self.problem, self.problem.closure(self.problem.activations))
 
     @cached_property
     def layers_recomputed(self) -> Simulation:
@@ -50,7 +85,11 @@ class Solver:
         """The plan with the lowest peak that is found; no budget below it is met."""
         of_blocks = (program.lowest() for program in reversed(self._programs))
         lowest = min(*of_blocks, self.layers_recomputed, key=lambda simulation: simulation.peak)
-        return lowest_of_whole_graph(self.problem, lowest)
+        # Within a thousandth of where the search ends.
+        for step in _STEPS:
+            while (lower := _solve_whole_graph(self.problem, int(step * lowest.peak), lowest, _ANY)) is not None:
+                lowest = lower
+        return lowest
 
     @cached_property
     def seconds(self) -> float:
@@ -61,10 +100,6 @@ class Solver:
         """The plan that saves what a simulation does."""
         extra = simulation.extra_seconds(self.problem) - self.everything.extra_seconds(self.problem)
         return Plan(tuple(sorted(simulation.saved)), simulation.peak, extra, self.seconds)
-
-    def prepare(self) -> None:
-        """Solve what is the same for every budget."""
-        _ = self._programs
 
     def solve(self, budget: int, is_final: bool = True) -> Plan:
         """The plan with the least time for recompute of all whose peak fits; of equal ones that with the lowest peak.
@@ -83,37 +118,39 @@ class Solver:
         if not fitting:
             raise Infeasible(self.lowest.peak, _holders(self.problem, self.lowest))
         best = min(fitting, key=lambda candidate: (candidate.extra_seconds(self.problem), candidate.peak))
-        return self.plan(improve(self.problem, best, budget) if is_final else best)
+        return self.plan(_improve(self.problem, best, budget) if is_final else best)
 
     def _candidates(self, budget: int, is_final: bool) -> Iterator[Simulation]:
         with_borders, without_borders = self._programs
         best = without_borders.solve(budget)
         if best is None and budget < self.lowest.peak:
             return
-        if best is None or best.backward.peak > best.forward.peak:
-            # What many blocks recompute before the backward of any of them is not in the measure of one block's plan.
-            fallback = with_borders.solve(budget)
-            if fallback is not None:
-                yield fallback
+        # What many blocks recompute before the backward of any of them is not in the measure of one block's plan.
+        is_measured = best is not None and best.backward.peak <= best.forward.peak
+        if not is_measured and (fallback := with_borders.solve(budget)) is not None:
+            yield fallback
         yield self.lowest if best is None else best
         yield self.layers_recomputed
         # It takes longer, and wins in small graphs and where the dynamic program finds nothing.
-        is_small = sum(self.problem.is_forward) < SMALL
-        if is_small or (best is None and is_final):
-            whole = solve_whole_graph(self.problem, budget, best or self.everything)
-            if whole is not None:
-                yield whole
+        is_worth_it = sum(self.problem.is_forward) < _SMALL or (best is None and is_final)
+        start = best or self.everything
+        if is_worth_it and (whole := _solve_whole_graph(self.problem, budget, start)) is not None:
+            yield whole
+
+    def prepare(self) -> None:
+        """Solve what is the same for every budget."""
+        _ = self._programs
 
     @cached_property
-    def _frontiers(self) -> LayerFrontiers:
-        return self.shared_frontiers or LayerFrontiers(self.problem)
+    def _blocks(self) -> Blocks:
+        return self.shared_blocks or blocks_of(self.problem)
 
     @cached_property
     def _programs(self) -> tuple[DynamicProgram, DynamicProgram]:
-        return dynamic_programs(self.problem, self._frontiers)
+        return dynamic_programs(self.problem, self._blocks)
 
 
-def _holders(problem: Problem, simulation: Simulation, most: int = 4) -> tuple[tuple[str, int], ...]:
+def _holders(problem: Problem, simulation: Simulation) -> tuple[tuple[str, int], ...]:
     """The largest groups of what is held at the peak: gradients, other graphs, else by where it is computed."""
     gradients = {problem.roots[node] for node in problem.backward_outputs}
     held = held_at_peak(problem, simulation, simulation.backward.peak > simulation.forward.peak)
@@ -121,15 +158,123 @@ def _holders(problem: Problem, simulation: Simulation, most: int = 4) -> tuple[t
     if problem.siblings != ALONE:
         groups["other graphs of the forward"] = max(0, simulation.peak - sum(held.values()))
     for node, size in held.items():
-        where = "gradients of parameters" if node in gradients else _place(problem, node)
+        layer = problem.layers[node]
+        computed = f"layer {layer}" if layer else f"{operator_of(problem, node)} outside of layers"
+        where = "gradients of parameters" if node in gradients else computed
         groups[where] = groups.get(where, 0) + size
-    return tuple(sorted(groups.items(), key=lambda item: -item[1])[:most])
+    return tuple(sorted(groups.items(), key=lambda item: -item[1])[:4])
 
 
-def _place(problem: Problem, node: int) -> str:
-    if problem.layers[node]:
-        return f"layer {problem.layers[node]}"
-    source = problem.picks[node]
-    # `aten.embedding.default`
-    operator = problem.kinds[node if source is None else source].split(".")
-    return f"{operator[min(1, len(operator) - 1)]} outside of layers"
+def _improve(problem: Problem, best: Simulation, budget: int) -> Simulation:
+    """The plan after all changes that make it faster within the budget, as far as the work allows."""
+    remaining = _WORK // len(problem.names)
+    seconds = best.extra_seconds(problem)
+    seen = {best.saved}
+    while True:
+        for roots in _changes(problem, best):
+            saved = problem.closure(roots)
+            if saved in seen:
+                continue
+            seen.add(saved)
+            if not remaining:
+                return best
+            remaining -= 1
+            changed = simulate(problem, saved)
+            if changed.peak <= budget and changed.extra_seconds(problem) < seconds - 1e-12:
+                best, seconds = changed, changed.extra_seconds(problem)
+                break
+        else:
+            return best
+
+
+def _changes(problem: Problem, plan: Simulation) -> Iterator[frozenset[int]]:
+    """One more saved, the dearest to recompute first; one in exchange for another; one less."""
+    own = (node for node in sorted(set(plan.recomputed)) if problem.roots[node] == node and problem.is_tensor[node])
+    missing = sorted((root for root in own if problem.bytes[root]), key=lambda root: -problem.seconds[root])
+    saved = [node for node in sorted(plan.saved) if not problem.is_kept[node]]
+    yield from (plan.saved | {root} for root in missing)
+    yield from (plan.saved - {node} | {root} for root in missing for node in saved)
+    yield from (plan.saved - {node} for node in saved)
+
+
+def _solve_whole_graph(problem: Problem, budget: int, start: Simulation, gap: float = GAP) -> Simulation | None:
+    """The first plan found whose simulated peak is within the budget, which is the fastest; None where none was.
+
+    No linear limit of bytes can express a peak, so the limits of an integer program come from simulations of its
+    solutions, of `start` first.
+    """
+    nodes = [node for node, is_forward in enumerate(problem.is_forward) if is_forward and not problem.is_number[node]]
+    cut = cut_of(problem, nodes)
+    if cut is None or len(cut.microseconds) > _LARGEST:
+        return None
+    limits: list[tuple[dict[int, float], float]] = []
+    plan = start
+    for _ in range(_ROUNDS):
+        limits += [_limit(problem, cut, plan, budget, in_backward) for in_backward in (True, False)]
+        rows, most = zip(*limits, strict=True)
+        solution = cut.within(matrix(rows, len(cut.microseconds)), np.array(most), gap)
+        if solution is None:
+            break
+        plan = simulate(problem, problem.closure(cut.saved(solution)))
+        if plan.peak <= budget:
+            return plan
+    return None
+
+
+def _limit(
+    problem: Problem, cut: Cut, plan: Simulation, budget: int, in_backward: bool
+) -> tuple[dict[int, float], float]:
+    """Megabytes of the program's variables held at the highest point of a run, and how many there may be.
+
+    What is held and is no choice is taken off the budget. What could be saved, and is not, counts too: if it is saved,
+    it is held there.
+    """
+    run = plan.backward if in_backward else plan.forward
+    held = held_at_peak(problem, plan, in_backward)
+    top = run.held.index(run.peak)
+    row: dict[int, float] = {}
+    # Without the workspace, and what other graphs hold.
+    rest = budget - (run.peak - sum(held.values()))
+    for node, size in held.items():
+        if node in plan.saved:
+            column = cut.roots.get(node)
+        else:
+            source = problem.picks[node]
+            column = cut.operators.get(node if source is None else source) if in_backward else None
+        if column is None:
+            rest -= size
+        else:
+            row[column] = row.get(column, 0.0) + size / MEGA
+    if in_backward:
+        # A saved root is held until the last of the backward's own operators that reads it.
+        here = next((node for node in run.order[top:] if problem.is_backward[node]), len(problem.names))
+        last = {problem.roots[read]: node for node in problem.backward_operators for read in problem.reads[node]}
+    repeats = problem.siblings.runs - 1
+    for node, column in cut.roots.items():
+        is_held_if_saved = last.get(node, -1) >= here if in_backward else node <= run.order[top]
+        if node not in held and is_held_if_saved:
+            row[column] = problem.bytes[node] / MEGA
+        if repeats:
+            # Each saves the same.
+            row[column] = row.get(column, 0.0) + repeats * problem.bytes[node] / MEGA
+            rest += repeats * problem.bytes[node] * (node in plan.saved)
+    return row, rest / MEGA
+
+
+def solved(low: int, high: int, cheapest: Callable[[int], Plan], count: int = 10) -> list[tuple[int, Plan]]:
+    """Budgets at equal distances in bytes from `low` to `high`, and the fastest plan found that is within each."""
+    budgets = [low + (high - low) * number // (count - 1) for number in range(count)]
+    # The solver is no exact one: what it finds for a larger budget may fit a smaller one, and be faster.
+    plans = sorted(map(cheapest, budgets), key=lambda plan: (plan.extra_seconds, plan.peak))
+    return [(budget, next(plan for plan in plans if plan.peak <= budget)) for budget in budgets]
+
+
+def points_of(plans: Iterable[tuple[int, Plan]], outside: Footprint) -> tuple[CurvePoint, ...]:
+    """The curve of plans by budget."""
+    return tuple(point_of(plan, outside, replace(outside, activations=budget).peak) for budget, plan in plans)
+
+
+def point_of(plan: Plan, outside: Footprint, budget: int | None = None) -> CurvePoint:
+    """A plan on the curve for a step that may take `budget` bytes; None: what it takes."""
+    peak = replace(outside, activations=plan.peak).peak
+    return CurvePoint(peak if budget is None else budget, peak, plan.extra_seconds, plan.seconds)

@@ -10,37 +10,32 @@ import importlib
 import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.utils.checkpoint
 
-from optimum_memopt.engines.ort.compat.ortmodule import ORTMODULE, TORCHSCRIPT, moved_torch_names, patched
+from optimum_memopt.engines.ort.compat.ortmodule import ORTMODULE, TORCHSCRIPT, moved_torch_names
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class SessionInternals:
-    """The training session inside an ORTModule.
+    """The training session inside an ORTModule that has not run yet.
 
-    Args:
-        ort_module: an ORTModule that has not run yet.
+    Attributes:
+        options: ORT's `_RuntimeOptions`.
+        module: the one that ORT exports.
     """
 
     def __init__(self, ort_module: Any) -> None:
         self._manager = ort_module._torch_module._execution_manager(True)
         self._transition = self._manager._graph_transition_manager
         self._observer = self._manager._runtime_inspector.memory_ob
-
-    @property
-    def options(self) -> Any:
-        """ORT's `_RuntimeOptions`."""
-        return self._manager._runtime_options
-
-    @property
-    def module(self) -> torch.nn.Module:
-        """The module that ORT exports."""
-        return self._manager._original_module
+        self.options: Any = self._manager._runtime_options
+        self.module: torch.nn.Module = self._manager._original_module
 
     @property
     def graph(self) -> Any:
@@ -56,20 +51,11 @@ class SessionInternals:
     def device(self) -> torch.device:
         return self._manager._device
 
-    @property
-    def transition_manager(self) -> type:
-        """The class that exports the model and decides when to export again."""
-        return type(self._transition)
-
-    def transition_device(self) -> torch.device:
-        """The device that the transition manager has found out from the latest inputs."""
-        return self._transition._device
-
     def patch_export(
         self,
-        during_forward: Callable[[], contextlib.AbstractContextManager[Any]],
-        during_export: Callable[[], contextlib.AbstractContextManager[Any]],
-        during_trace: Callable[[], contextlib.AbstractContextManager[Any]],
+        during_forward: Callable[[], AbstractContextManager[Any]],
+        during_export: Callable[[], AbstractContextManager[Any]],
+        during_trace: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         """Run ORT's export inside the caller's contexts.
 
@@ -90,36 +76,30 @@ class SessionInternals:
                 with during_trace():
                     return call_exporter(*args, **kwargs)
 
-            with during_export(), patched(owner, "_get_exported_model", staticmethod(get_exported_model)):
+            with during_export(), mock.patch.object(owner, "_get_exported_model", staticmethod(get_exported_model)):
                 self._observer.symbolic_dim_collecting_completed = False
                 return export(*args, **kwargs)
 
         def get_post_processed_model(inputs: Any, kwargs: Any) -> Any:
             with (
                 during_forward(),
-                patched(owner, "_export_model", staticmethod(export_model)),
+                mock.patch.object(owner, "_export_model", staticmethod(export_model)),
                 _accept_buffers_and_numbers(owner),
             ):
                 return original(inputs, kwargs)
 
         transition.get_post_processed_model = get_post_processed_model
 
-    def patch_build_graph(self, decorate: Decorator) -> None:
-        """Wrap the step that builds the training graph."""
-        self._manager._build_graph = decorate(self._manager._build_graph)
-
-    def patch_create_session(self, decorate: Decorator) -> None:
-        """Wrap the step that creates the C++ session."""
-        self._manager._create_execution_agent = decorate(self._manager._create_execution_agent)
-
-    def patch_session_config(self, decorate: Decorator) -> None:
-        """Wrap the function that returns session options, providers and provider options."""
-        self._manager._get_session_config = decorate(self._manager._get_session_config)
-
-    def patch_backward(self, decorate: Decorator) -> None:
-        """Wrap the backward of the `autograd.Function` that runs the session; the class belongs to this ORTModule."""
-        function = self._manager._forward_class
-        function.backward = staticmethod(decorate(function.backward))
+    def patch_run(
+        self, build_graph: Decorator, session_config: Decorator, create_session: Decorator, backward: Decorator
+    ) -> None:
+        """Wrap the steps that build the training graph, that return session options, providers and provider options,
+        and that create the C++ session; and the backward of the `autograd.Function` of this ORTModule."""
+        manager, function = self._manager, self._manager._forward_class
+        manager._build_graph = build_graph(manager._build_graph)
+        manager._get_session_config = session_config(manager._get_session_config)
+        manager._create_execution_agent = create_session(manager._create_execution_agent)
+        function.backward = staticmethod(backward(function.backward))
 
     def set_callbacks(
         self, choose: Callable[[Any, Any], None], phase: Callable[[Any], None], built: Callable[[], None]
@@ -135,34 +115,50 @@ class SessionInternals:
         self._observer.inspect_memory = phase
         self._manager._log_feature_stats = built
 
+    def fix_label_sparsity_switch(self, enabled: bool) -> AbstractContextManager[Any]:
+        """ORT reads the switch for embedding sparsity where it means label sparsity, and then iterates over the None
+        that "off" returns (_graph_transition_manager.py, `_export_model`: `'NoneType' object is not iterable`)."""
+        owner, name = type(self._transition), "_add_check_label_sparsity_hook"
+        original = getattr(owner, name)
+        return mock.patch.object(owner, name, staticmethod(lambda _, *rest: original(enabled, *rest) or []))
 
-def without_torch_gpu_allocator() -> contextlib.AbstractContextManager[None]:
+    def fix_gradient_management_device(self) -> AbstractContextManager[Any]:
+        """ORT passes the parameters in place of the device (_graph_transition_manager.py, `_post_export_process`:
+        `zeros(): argument 'device' must be torch.device, not dict`)."""
+        module = importlib.import_module(f"{ORTMODULE}._mem_efficient_grad_mgmt")
+        original = module.post_processing_enable_mem_efficient_training
+
+        def with_device(model: Any, named_parameters: Any, _: Any) -> Any:
+            return original(model, named_parameters, self._transition._device)
+
+        return mock.patch.object(module, original.__name__, with_device)
+
+
+def without_torch_gpu_allocator() -> AbstractContextManager[Any]:
     """Where torch sees a GPU, ORTModule() imports a third extension, torch_gpu_allocator, which is not built here."""
     base = importlib.import_module(f"{ORTMODULE}._graph_execution_manager").GraphExecutionManager
-    return patched(base, "_get_torch_gpu_allocator_function_addresses", lambda _: None)
+    return mock.patch.object(base, "_get_torch_gpu_allocator_function_addresses", return_value=None)
 
 
-@contextlib.contextmanager
-def _accept_buffers_and_numbers(transition_manager: type) -> Iterator[None]:
+def _accept_buffers_and_numbers(transition_manager: type) -> AbstractContextManager[Any]:
     """With the skip checks off, ORT asserts at the second forward that every graph input is a parameter or a tensor
     from the user; inputs can also be buffers (BART) and numbers (num_items_in_batch)."""
-    original = transition_manager.__dict__["_reprocess_check"]
+    name = "_reprocess_check"
+    original = getattr(transition_manager, name)
+
+    def as_tensor(value: Any) -> Any:
+        return torch.as_tensor(value) if isinstance(value, bool | int | float) else value
 
     def reprocess_check(flatten_module: Any, args: Any, kwargs: Mapping[str, Any], **rest: Any) -> Any:
         tensors = [*flatten_module.named_parameters(), *flatten_module.named_buffers()]
-        return original.__func__(
+        return original(
             flatten_module=types.SimpleNamespace(named_parameters=lambda: tensors),
-            args=[_as_tensor(value) for value in args],
-            kwargs={name: _as_tensor(value) for name, value in kwargs.items()},
+            args=list(map(as_tensor, args)),
+            kwargs={name: as_tensor(value) for name, value in kwargs.items()},
             **rest,
         )
 
-    with patched(transition_manager, "_reprocess_check", staticmethod(reprocess_check)):
-        yield
-
-
-def _as_tensor(value: Any) -> Any:
-    return torch.as_tensor(value) if isinstance(value, bool | int | float) else value
+    return mock.patch.object(transition_manager, name, staticmethod(reprocess_check))
 
 
 def export_arguments() -> dict[str, bool]:
@@ -179,35 +175,35 @@ def register_symbolics(opset: int, custom_functions: bool = True) -> Iterator[No
     user's own `torch.onnx.export`.
 
     Args:
-        opset: of the export.
         custom_functions: also the symbolic for a torch.autograd.Function, which is inlined otherwise.
     """
     contrib = importlib.import_module("onnxruntime.tools.pytorch_export_contrib_ops")
-    registry = importlib.import_module(f"{ORTMODULE}._custom_op_symbolic_registry").CustomOpSymbolicRegistry
     functions = importlib.import_module(f"{ORTMODULE}._custom_autograd_function")
     exporter = importlib.import_module(f"{ORTMODULE}._custom_autograd_function_exporter")
     with moved_torch_names():
         try:
             contrib.register()
-            registry.register_all(opset)
+            _symbolics().register_all(opset)
             if custom_functions and functions.custom_autograd_function_enabler.state:
                 torch.onnx.register_custom_op_symbolic("prim::PythonOp", exporter._export, 1)
             yield
         finally:
             contrib.unregister()
-            for name in registry._SYMBOLICS:
+            for name in symbolic_names():
                 torch.onnx.unregister_custom_op_symbolic(name, opset)
             torch.onnx.unregister_custom_op_symbolic("prim::PythonOp", 1)
 
 
+def _symbolics() -> Any:
+    return importlib.import_module(f"{ORTMODULE}._custom_op_symbolic_registry").CustomOpSymbolicRegistry
+
+
 def symbolic_names() -> tuple[str, ...]:
     """Operators with a symbolic of ORT's; they depend on the extensions and on variables read at ORT's import."""
-    registry = importlib.import_module(f"{ORTMODULE}._custom_op_symbolic_registry").CustomOpSymbolicRegistry
-    return tuple(sorted(registry._SYMBOLICS))
+    return tuple(sorted(_symbolics()._SYMBOLICS))
 
 
-@contextlib.contextmanager
-def keep_output_visible() -> Iterator[None]:
+def keep_output_visible() -> AbstractContextManager[Any]:
     """Keep stdout and stderr visible during an export.
 
     To hide messages of the exporter, ORT redirects both to a temporary file for the whole process (_logger.py,
@@ -215,12 +211,10 @@ def keep_output_visible() -> Iterator[None]:
     Python warnings today.
     """
     logger = importlib.import_module(f"{ORTMODULE}._logger")
-    with patched(logger, "_suppress_os_stream_output", lambda **_: contextlib.nullcontext()):
-        yield
+    return mock.patch.object(logger, "_suppress_os_stream_output", return_value=contextlib.nullcontext())
 
 
-@contextlib.contextmanager
-def observe_traced_graphs(observe: Callable[[object], None]) -> Iterator[None]:
+def observe_traced_graphs(observe: Callable[[object], None]) -> AbstractContextManager[Any]:
     """Call `observe` with each graph (`torch.Graph`) that `torch.onnx.export` has traced, before it converts the graph
     (torch 2.9 to 2.13, torchscript_exporter/utils.py, `_create_jit_graph`)."""
     utils = importlib.import_module(f"{TORCHSCRIPT}.utils")
@@ -231,39 +225,10 @@ def observe_traced_graphs(observe: Callable[[object], None]) -> Iterator[None]:
         observe(graph)
         return graph, outputs
 
-    with patched(utils, "_trace_and_get_graph_from_model", trace):
-        yield
+    return mock.patch.object(utils, original.__name__, trace)
 
 
-@contextlib.contextmanager
-def fix_label_sparsity_switch(transition_manager: type, enabled: bool) -> Iterator[None]:
-    """ORT reads the switch for embedding sparsity where it means label sparsity, and then iterates over the None that
-    "off" returns (_graph_transition_manager.py, `_export_model`: `'NoneType' object is not iterable`)."""
-    original = transition_manager.__dict__["_add_check_label_sparsity_hook"].__func__
-
-    def add_hooks(_: bool, *rest: Any) -> list[Any]:
-        return original(enabled, *rest) or []
-
-    with patched(transition_manager, "_add_check_label_sparsity_hook", staticmethod(add_hooks)):
-        yield
-
-
-@contextlib.contextmanager
-def fix_gradient_management_device(device: Callable[[], torch.device]) -> Iterator[None]:
-    """ORT passes the parameters in place of the device (_graph_transition_manager.py, `_post_export_process`:
-    `zeros(): argument 'device' must be torch.device, not dict`)."""
-    module = importlib.import_module(f"{ORTMODULE}._mem_efficient_grad_mgmt")
-    original = module.post_processing_enable_mem_efficient_training
-
-    def with_device(model: Any, named_parameters: Any, _: Any) -> Any:
-        return original(model, named_parameters, device())
-
-    with patched(module, original.__name__, with_device):
-        yield
-
-
-@contextlib.contextmanager
-def select_graph_optimizers(efficient_attention: bool, flash_attention: bool, triton: bool) -> Iterator[None]:
+def select_graph_optimizers(efficient_attention: bool, flash_attention: bool, triton: bool) -> AbstractContextManager:
     """Apply only the graph rewrites that the options of this model name, and those that other code registered: ORT
     registers a rewrite when its module is imported, for every model of the process."""
     attention = {
@@ -278,5 +243,4 @@ def select_graph_optimizers(efficient_attention: bool, flash_attention: bool, tr
         target: [entry for entry in entries if wanted.get(entry[0].__module__, True)]
         for target, entries in registry._OPTIMIZER_FUNCS.items()
     }
-    with patched(registry, "_OPTIMIZER_FUNCS", chosen):
-        yield
+    return mock.patch.object(registry, "_OPTIMIZER_FUNCS", chosen)

@@ -5,6 +5,7 @@ it is needed (never by version), says what breaks without it, and is limited to 
 """
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import logging
@@ -53,7 +54,6 @@ class Imported:
     has_extensions: bool
 
 
-_imported: Imported | None = None
 # Guards process-wide state: the environment, ORT's classes, the registry of torch.onnx, warnings.
 _lock = threading.RLock()
 
@@ -64,15 +64,11 @@ def load() -> Imported:
     Raises:
         ImportError: onnxruntime-training is not installed.
     """
-    global _imported
     with _lock:
-        if _imported is None:
-            _imported = _load()
-        return _imported
+        return _load()
 
 
 def runs_on_gpus() -> bool:
-    """True where the installed ONNX Runtime has a provider for GPUs."""
     # The CPU build says so in its name, and needs no import for it.
     if installed_version(("onnxruntime-training-cpu",)) is not None:
         return False
@@ -81,6 +77,7 @@ def runs_on_gpus() -> bool:
     return bool({"CUDAExecutionProvider", "ROCMExecutionProvider"} & set(providers))
 
 
+@functools.cache
 def _load() -> Imported:
     has_extensions = _provide_extensions()
     # Options are per model; read at import, these two variables would decide for the whole process.
@@ -114,24 +111,17 @@ def _load() -> Imported:
 def environment(variables: Mapping[str, str | None]) -> Iterator[None]:
     """Set environment variables (None: unset) during a call into ORT, which reads its options nowhere else.
 
-    Every call into ORT that changes process-wide state runs inside this context, one thread at a time: a thread that
-    trains waits while another builds its session.
+    Every call into ORT that changes process-wide state runs inside this context, one thread at a time.
     """
     with _lock:
-        before = {name: os.environ.get(name) for name in variables}
+        before = {name: os.environ.pop(name, None) for name in variables}
         try:
-            _set_environment(variables)
+            os.environ.update({name: value for name, value in variables.items() if value is not None})
             yield
         finally:
-            _set_environment(before)
-
-
-def _set_environment(variables: Mapping[str, str | None]) -> None:
-    for name, value in variables.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+            for name in variables:
+                os.environ.pop(name, None)
+            os.environ.update({name: value for name, value in before.items() if value is not None})
 
 
 @contextlib.contextmanager
@@ -217,8 +207,7 @@ def _preserve_logging_and_path() -> Iterator[None]:
     try:
         yield
     finally:
-        for handler in [handler for handler in root.handlers if handler not in handlers]:
-            root.removeHandler(handler)
+        root.handlers[:] = [handler for handler in root.handlers if handler in handlers]
         root.setLevel(level)
         sys.path[:] = [entry for entry in sys.path if entry in path or f"{os.sep}onnxruntime{os.sep}" not in entry]
 
@@ -235,14 +224,3 @@ def _block_deepspeed_import() -> Iterator[None]:
         yield
     finally:
         del sys.modules["deepspeed"]
-
-
-@contextlib.contextmanager
-def patched(owner: type | types.ModuleType, name: str, value: object) -> Iterator[None]:
-    """Replace an attribute of a class or module inside the context; a staticmethod is restored as one."""
-    before = owner.__dict__[name]
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)

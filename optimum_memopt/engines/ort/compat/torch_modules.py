@@ -4,14 +4,15 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from operator import attrgetter
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.utils.checkpoint
 from torch.utils._pytree import tree_leaves
 
-from optimum_memopt.engines.ort.compat.ortmodule import patched
 from optimum_memopt.errors import UnsupportedModelError
 
 # Attributes that every module has, except `training`: torch's own bookkeeping.
@@ -29,30 +30,9 @@ MODULE_HOOKS = (
 DROPOUTS = torch.nn.modules.dropout._DropoutNd
 
 
-def version(tensor: torch.Tensor) -> int:
-    """How often the tensor was written in place; 0 for inference tensors, which do not count."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def children(module: torch.nn.Module) -> Mapping[str, torch.nn.Module | None]:
-    return module._modules
-
-
-def parameters(module: torch.nn.Module) -> Mapping[str, torch.nn.Parameter | None]:
-    return module._parameters
-
-
-def buffers(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
-    return module._buffers
-
-
-def non_persistent_buffers(module: torch.nn.Module) -> set[str]:
-    return module._non_persistent_buffers_set
-
-
-def has_hooks(module: torch.nn.Module) -> bool:
-    """True where something is called around this module's forward or backward."""
-    return any(getattr(module, name, None) for name in MODULE_HOOKS)
+# A module's own dicts by name, and the set of names of its non-persistent buffers.
+children, parameters, buffers = attrgetter("_modules"), attrgetter("_parameters"), attrgetter("_buffers")
+non_persistent_buffers = attrgetter("_non_persistent_buffers_set")
 
 
 def checkpoint_function(module: torch.nn.Module) -> Any:
@@ -88,7 +68,7 @@ def record_autograd_functions() -> Iterator[list[str]]:
             seen.append(name)
         return original.__get__(None, cls)(*args, **kwargs)
 
-    with patched(torch.autograd.Function, "apply", classmethod(apply)):
+    with mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)):
         yield seen
 
 
@@ -113,11 +93,8 @@ def check_checkpointed_functions() -> Iterator[None]:
             )
         return super(function_class, cls).apply(function, *args)  # type: ignore[misc]
 
-    function_class.apply = classmethod(apply)  # type: ignore[assignment]
-    try:
+    with mock.patch.object(function_class, "apply", classmethod(apply)):
         yield
-    finally:
-        del function_class.apply
 
 
 def _held_tensors(function: Callable[..., Any]) -> list[str]:

@@ -14,20 +14,18 @@ import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
-from optimum_memopt.engines.ort.compat import internals, ortmodule
+from optimum_memopt.engines.ort.compat import internals
 from optimum_memopt.logs import get_logger
 
 FLAG = "--ort_cache_dir"
 
 
 class _CacheHit(Exception):
-    """Aborts the export once the cached entry has been read."""
-
-    def __init__(self, content: bytes) -> None:
-        self.content = content
+    """Aborts the export with the content of the cached entry."""
 
 
 class _NotCacheable(Exception):
@@ -35,20 +33,16 @@ class _NotCacheable(Exception):
 
 
 class ExportCache:
-    """Exported graphs in `folder`, which is created with the first entry.
+    """Exported graphs in `folder`, which is created with the first entry, and may be shared between processes.
 
     The name of an entry contains a hash of its content, which detects damaged entries. If the folder cannot be read
-    or written, the export runs without the cache, with a warning.
-
-    Args:
-        folder: may be shared between processes.
-        dependencies: of the export, besides the traced graph and the arguments of `torch.onnx.export`:
-            versions, symbolics.
+    or written, the export runs without the cache, with a warning. `dependencies` (versions, symbolics) are part of the
+    key, besides the traced graph and the arguments of `torch.onnx.export`.
     """
 
     def __init__(self, folder: str, dependencies: Sequence[str]) -> None:
         self._folder = Path(folder)
-        self._dependencies = tuple(dependencies)
+        self._dependencies = dependencies
 
     @contextlib.contextmanager
     def enabled(self) -> Iterator[None]:
@@ -62,28 +56,26 @@ class ExportCache:
 
             def look_up(graph: Any) -> None:
                 nonlocal key
+                settings = repr(sorted(arguments.items()))
                 try:
-                    key = _hash(
-                        (*_graph_text(graph), *_tensors(model), repr(sorted(arguments.items())), *self._dependencies)
-                    )
+                    key = _hash((*_graph_text(graph), *_tensors(model), settings, *self._dependencies))
                 except _NotCacheable as reason:
                     get_logger().info(f"{FLAG}: {reason}, so this graph is exported in each run")
                     return
-                content = self._read(key)
-                if content is not None:
+                if (content := self._read(key)) is not None:
                     raise _CacheHit(content)
 
             try:
                 with internals.observe_traced_graphs(look_up):
                     outputs = original(model, args, file, **arguments)
             except _CacheHit as hit:
-                file.write(hit.content)
+                file.write(hit.args[0])
                 return None
             if key:
                 self._write(key, file.getvalue())
             return outputs
 
-        with ortmodule.patched(torch.onnx, "export", export):
+        with mock.patch.object(torch.onnx, "export", export):
             yield
 
     def _read(self, key: str) -> bytes | None:
@@ -132,7 +124,7 @@ def _hash(parts: Sequence[str]) -> str:
 
 
 def _tensors(module: torch.nn.Module) -> Iterator[str]:
-    """Names and which of them share a tensor: the graph's inputs are named after the first."""
+    """Which names share a tensor: the graph's inputs are named after the first."""
     first: dict[int, str] = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
         yield f"{name} = {first.setdefault(id(tensor), name)}"
@@ -142,9 +134,6 @@ def _graph_text(graph: Any) -> Iterator[str]:
     """A traced graph (`torch.Graph`) as text that is the same in every process.
 
     Its `str` has operators, edges, shapes and dtypes, but truncates numbers and omits tensors.
-
-    Raises:
-        _NotCacheable: it holds something whose value cannot be compared between processes.
     """
     yield graph.str(False)
     for node in graph.nodes():

@@ -27,42 +27,26 @@ POST_NORM_REASON = (
 RANDOM_OPERATORS = frozenset({"Dropout", "BiasDropout", "BitmaskDropout", "BitmaskBiasDropout", "BiasSoftmaxDropout"})
 _FREQUENCY = re.compile(r"^\|(\d+)\s*\|")
 _OPTION = re.compile(r">>Option \d+\s*: (Recompute|RecomputeWithCompromise) subgraph (\S+)")
-_STATUS = re.compile(r"Status\s*: Enabled, requested count=(-?\d+), actual applied count=(\d+)")
+_STATUS = re.compile(r"Status\s*: Enabled, requested count=-?\d+, actual applied count=(\d+)")
 _OUTPUT = re.compile(r"- Output \d+\s*: \[(.*)\], byte/elem: (\d+), (\d+)% saved")
 _STRATEGY = {"Recompute": 1, "RecomputeWithCompromise": 2}
-
-
-@dataclass(frozen=True)
-class StashedOutput:
-    """One tensor: number of elements as a formula in dimension names, bytes per element, saved part (0 to 1)."""
-
-    elements: str
-    element_bytes: int
-    saved: float
-
-    @property
-    def formula(self) -> str:
-        return f"({self.elements})*{self.element_bytes}*{self.saved}"
 
 
 @dataclass(frozen=True)
 class Opportunity:
     """Occurrences of one cluster id with equal stashed outputs.
 
-    `reuses_buffer`: an output reuses another node's buffer, so both nodes may have to be recomputed together.
+    Attributes:
+        config: `cluster_id:strategy:-1`.
+        savings: bytes of each stashed output, as a formula in dimension names.
+        reuses_buffer: an output reuses another node's buffer, so both nodes may have to be recomputed together.
     """
 
-    cluster_id: str
-    strategy: int
+    config: str
     frequency: int
-    outputs: tuple[StashedOutput, ...]
+    savings: tuple[str, ...] = ()
     reuses_buffer: bool = False
-    requested_count: int = 0
     applied_count: int = 0
-
-    @property
-    def key(self) -> str:
-        return f"{self.cluster_id}:{self.strategy}:-1"
 
 
 def parse_insight(text: str) -> tuple[Opportunity, ...]:
@@ -73,14 +57,14 @@ def parse_insight(text: str) -> tuple[Opportunity, ...]:
         if match := _FREQUENCY.match(line):
             frequency = int(match[1])
         if match := _OPTION.search(line):
-            opportunities.append(Opportunity(match[2], _STRATEGY[match[1]], frequency, ()))
+            opportunities.append(Opportunity(f"{match[2]}:{_STRATEGY[match[1]]}:{ALL}", frequency))
         elif match := _STATUS.search(line):
-            opportunities[-1] = replace(opportunities[-1], requested_count=int(match[1]), applied_count=int(match[2]))
+            opportunities[-1] = replace(opportunities[-1], applied_count=int(match[1]))
         elif "ReuseFreq" in line:
             opportunities[-1] = replace(opportunities[-1], reuses_buffer=True)
         elif match := _OUTPUT.search(line):
-            output = StashedOutput(match[1], int(match[2]), int(match[3]) / 100)
-            opportunities[-1] = replace(opportunities[-1], outputs=(*opportunities[-1].outputs, output))
+            saving = f"({match[1]})*{match[2]}*{int(match[3]) / 100}"
+            opportunities[-1] = replace(opportunities[-1], savings=(*opportunities[-1].savings, saving))
     return tuple(opportunities)
 
 
@@ -93,7 +77,6 @@ def to_plans(
     """The rows of the plan table.
 
     Args:
-        opportunities: of one insight text.
         combinations: ORT's rows (configs joined by commas where only together they save) to their frequency.
         names: ORT's dimension names to the names in the table.
         values: names in the table to their values in the first batch.
@@ -101,46 +84,41 @@ def to_plans(
     by_config: dict[str, list[Opportunity]] = {config: [] for config in combinations}
     unassigned = Counter({config: frequency for config, frequency in combinations.items() if "," in config})
     for opportunity in opportunities:
-        joint = [config for config in unassigned if opportunity.key in config.split(",") and unassigned[config] > 0]
+        config, frequency = opportunity.config, opportunity.frequency
+        joint = [
+            (left == frequency, left, row) for row, left in unassigned.items() if left > 0 and config in row.split(",")
+        ]
         if opportunity.reuses_buffer and joint:
-            config = max(
-                joint, key=lambda config: (unassigned[config] == opportunity.frequency, unassigned[config], config)
-            )
-            unassigned[config] -= opportunity.frequency
-        else:
-            config = opportunity.key
+            config = max(joint)[-1]
+            unassigned[config] -= frequency
         if config in by_config:
             by_config[config].append(opportunity)
     rows = []
     for config, parts in by_config.items():
-        terms = [f"{part.frequency}*{output.formula}" for part in parts for output in part.outputs]
+        terms = [f"{part.frequency}*{saving}" for part in parts for saving in part.savings]
         saving = simplified(" + ".join(terms), names) if terms else sympy.Integer(0)
         name = ",".join(sorted(config.split(",")))
         rows.append(PlanRow(name, combinations[config], evaluated(saving, values), str(saving)))
     return sorted_plans(rows)
 
 
-def applied_counts(opportunities: Iterable[Opportunity]) -> dict[str, tuple[int, int]]:
-    """`cluster_id:strategy:-1` to (requested count, applied count); one request for an id counts for all its cells."""
-    counts: dict[str, tuple[int, int]] = {}
+def applied_counts(opportunities: Iterable[Opportunity]) -> Counter[str]:
+    """How often ORT applied each `cluster_id:strategy:-1`."""
+    counts: Counter[str] = Counter()
     for opportunity in opportunities:
-        requested, applied = counts.get(opportunity.key, (0, 0))
-        counts[opportunity.key] = (opportunity.requested_count or requested, applied + opportunity.applied_count)
+        counts[opportunity.config] += opportunity.applied_count
     return counts
 
 
 def residual_normalizations(graph: Any) -> frozenset[str]:
-    """The normalization operators whose output is itself a residual operand (post-LN: BERT, RoBERTa, DeBERTa).
+    """The normalization operators of a training graph whose output is a residual operand (post-LN: BERT, DeBERTa).
 
     In post-LN models the input of each normalization depends on the output of the previous one, so recomputing one
     needs all of them and the chain stays alive through the backward pass. In pre-LN models (GPT-2, Llama, ViT) the
     residual stream bypasses the normalization, and recomputing it saves memory.
-
-    Args:
-        graph: an `onnx.GraphProto` of the training graph, forward nodes before the `YieldOp` that ends the forward.
     """
     consumers: dict[str, list[str]] = defaultdict(list)
-    produced: list[tuple[str, str]] = []
+    produced = []
     for node in graph.node:
         if node.op_type == "YieldOp":
             break
@@ -171,10 +149,10 @@ class Choice:
 
 
 def check_supported(config: PlanConfig) -> None:
-    """Refuse what ONNX Runtime's memory optimizer does not support; needs no graph.
+    """Refuse what ONNX Runtime's memory optimizer does not support.
 
     Raises:
-        ConfigError: a count other than -1 and 0 (ORT 1.18 and 1.19 apply every occurrence for any N >= 1), or offload.
+        ConfigError: offload, or a count other than -1 and 0: ORT 1.18 and 1.19 apply every occurrence for any N >= 1.
     """
     for request in config.requests:
         shown = excerpt(str(request))
@@ -188,15 +166,10 @@ def check_supported(config: PlanConfig) -> None:
 
 
 def choose_config(config: PlanConfig, existing: Iterable[str], strict: bool) -> Choice:
-    """Match a user's config with the plans of the graph.
-
-    Args:
-        config: already checked by `check_supported`.
-        existing: `cluster_id:strategy:-1` of every plan in the graph.
-        strict: unknown ids are errors; otherwise remarks.
+    """Match a user's config with `existing`, the plans of the graph.
 
     Raises:
-        ConfigError: an id (or its strategy) that the graph does not have; near matches come first in the message.
+        ConfigError: an unknown id or strategy, if `strict`; otherwise that is a remark.
     """
     matched = match(config, existing, here="provider")
     if strict:
@@ -206,13 +179,7 @@ def choose_config(config: PlanConfig, existing: Iterable[str], strict: bool) -> 
 
 
 def choose_level(level: int, existing: Iterable[str], residual_operators: Collection[str]) -> Choice:
-    """All recomputable activations of each transformer layer, except those whose recompute raises the peak.
-
-    Args:
-        level: 1 (recompute), 2 (also with compromise).
-        existing: `cluster_id:strategy:-1` of every plan in the graph.
-        residual_operators: from `residual_normalizations`.
-    """
+    """All plans in `existing` of level 1 (recompute) or 2 (also with compromise), less those that raise the peak."""
     strategies = {Strategy.RECOMPUTE} if level == 1 else {Strategy.RECOMPUTE, Strategy.RECOMPUTE_WITH_COMPROMISE}
     configs, notes, existing = [], {}, tuple(existing)
     for plan in existing:
@@ -226,21 +193,17 @@ def choose_level(level: int, existing: Iterable[str], residual_operators: Collec
             notes[plan] = "left out: this id is on with strategy 1, which saves all of its bytes"
         else:
             configs.append(plan)
-    remarks = (
-        (f"level {level} leaves out {len(notes)} of {len(configs) + len(notes)} plans, see the table's notes",)
-        if notes
-        else ()
-    )
-    return Choice(tuple(configs), notes, remarks)
+    remark = f"level {level} leaves out {len(notes)} of {len(configs) + len(notes)} plans, see the table's notes"
+    return Choice(tuple(configs), notes, (remark,) if notes else ())
 
 
-def check_applied(choice: Choice, counts: Mapping[str, tuple[int, int]], strict: bool) -> str:
+def check_applied(choice: Choice, counts: Mapping[str, int], strict: bool) -> str:
     """A line about plans that ORT accepted and applied nowhere, empty without any.
 
     Raises:
         MemOptError: there are some and `strict` is set.
     """
-    idle = [config for config in choice.configs if counts.get(config, (0, 0))[1] == 0]
+    idle = [config for config in choice.configs if not counts.get(config)]
     remark = f"ONNX Runtime applied none of {', '.join(idle)}" if idle else ""
     if remark and strict:
         raise MemOptError(f"{remark}; leave them out of the config")
@@ -261,10 +224,18 @@ class GraphTable:
     symbols: Mapping[str, int] = field(default_factory=dict)
     choice: Choice = field(default_factory=Choice)
 
-    def to_table(self, counts: Mapping[str, tuple[int, int]], header: str) -> PlanTable:
-        """The table, with the counts that ORT applied (of `applied_counts`) and a line above it."""
-        rows = tuple(_with_counts(row, self.choice, counts) for row in self.rows)
+    def to_table(self, counts: Mapping[str, int], header: str) -> PlanTable:
+        """The table, with the counts of `applied_counts` and a line above it."""
+        rows = tuple(self._with_counts(row, counts) for row in self.rows)
         return PlanTable(engine="ort", plans=rows, symbols=self.symbols, header=(header,))
+
+    def _with_counts(self, row: PlanRow, counts: Mapping[str, int]) -> PlanRow:
+        """A joint row is on when all of its parts are."""
+        parts, choice = row.config.split(","), self.choice
+        requested = ALL if all(part in choice.configs for part in parts) else 0
+        applied = min(counts.get(part, 0) for part in parts) if requested else 0
+        note = "; ".join(dict.fromkeys(choice.notes[part] for part in parts if part in choice.notes))
+        return replace(row, requested_count=requested, applied_count=min(applied, row.frequency), note=note)
 
 
 def choose_plans(
@@ -279,9 +250,9 @@ def choose_plans(
 
     Args:
         text: ORT's insight text of the graph without plans.
-        combinations: ORT's rows (configs joined by commas where only together they save) to their frequency.
+        combinations: as `to_plans`.
         dimensions: names of the inputs' dynamic dimensions to their values in the first batch.
-        is_encoder_decoder: the kind of model, which names the dimensions.
+        is_encoder_decoder: names the dimensions.
 
     Raises:
         ConfigError: a strict config names a plan that the graph does not have.
@@ -296,12 +267,3 @@ def choose_plans(
     elif selection.level:
         choice = choose_level(selection.level, existing, residual_normalizations(graph))
     return GraphTable(rows, symbols, choice)
-
-
-def _with_counts(row: PlanRow, choice: Choice, counts: Mapping[str, tuple[int, int]]) -> PlanRow:
-    """The row with requested and applied counts; a joint row is on when all of its parts are."""
-    parts = row.config.split(",")
-    requested = -1 if all(part in choice.configs for part in parts) else 0
-    applied = min(counts.get(part, (0, 0))[1] for part in parts) if requested else 0
-    notes = dict.fromkeys(choice.notes[part] for part in parts if part in choice.notes)
-    return replace(row, requested_count=requested, applied_count=min(applied, row.frequency), note="; ".join(notes))

@@ -17,6 +17,7 @@ import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.nn import functional
@@ -31,23 +32,15 @@ _ROWS = "optimum_memopt::rows"
 def with_label_smoothing(
     forward: Callable[..., Any], smoothing: LabelSmoothing | None, sparse: bool = False
 ) -> Callable[..., Any]:
-    """A bound forward with the smoothed loss in its outputs; unchanged without a smoothing.
-
-    With `sparse` the loss is computed from the labelled rows only.
-    """
+    """A bound forward with the smoothed loss in its outputs, of the labelled rows only if `sparse`."""
     if smoothing is None:
         return forward
     return smoothing.wrap(forward, functools.partial(_sparse_smoothed_loss, smoothing) if sparse else None)
 
 
 def return_loss_only(module: torch.nn.Module, smoothing: LabelSmoothing | None, sparse: bool = True) -> None:
-    """Make `module.forward` return only its loss.
-
-    Other outputs would stay alive, including all rows of the logits. Outputs without a loss are returned unchanged.
-
-    Args:
-        module: what ORT exports; its forward is replaced on this instance and keeps its signature.
-        sparse: compute the loss from the labelled rows only, if there is a label per token.
+    """Make the forward of this instance return only its loss, of the labelled rows only if `sparse` and there is a
+    label per token. Other outputs would stay alive, including all rows of the logits.
     """
     own: Any = module.forward
     signature = inspect.signature(own)
@@ -77,23 +70,14 @@ def return_loss_only(module: torch.nn.Module, smoothing: LabelSmoothing | None, 
 
 
 class LabelShapes:
-    """Checks that labels have the shape of their inputs, which ORT cannot check without all rows of the logits.
-
-    Args:
-        is_encoder_decoder: labels belong to the decoder's inputs.
-    """
+    """Checks that labels have the shape of their inputs, which ORT cannot check without all rows of the logits."""
 
     def __init__(self, is_encoder_decoder: bool) -> None:
         self._input_name = "decoder_input_ids" if is_encoder_decoder else "input_ids"
         self._agreed_at_first: bool | None = None
 
     def check(self, inputs: Mapping[str, Any]) -> None:
-        """Compare the shapes in `inputs`. Shapes that differ in the first batch, which the model checked itself, are
-        never compared again.
-
-        Raises:
-            MemOptError: they agreed in the first batch and differ now.
-        """
+        """Raise MemOptError where shapes differ that agreed in the first batch, which the model checked itself."""
         labels, labelled = inputs.get("labels"), inputs.get(self._input_name)
         if not isinstance(labels, torch.Tensor) or not isinstance(labelled, torch.Tensor):
             return
@@ -168,16 +152,9 @@ def _sparse_cross_entropy() -> Iterator[None]:
         bound.apply_defaults()
         call = types.SimpleNamespace(**bound.arguments)
         fits = call.input.dim() == 2 and call.target.dim() == 1 and len(call.input) == len(call.target)
-        reduced = call.reduction in ("mean", "sum") and call.size_average is None and call.reduce is None
-        if not (fits and reduced):
-            return original(*args, **kwargs)
-        selected = dict(
-            zip(("input", "target"), _select_labelled_rows(call.input, call.target, call.ignore_index), strict=True)
-        )
-        return original(**{**bound.arguments, **selected})
+        if fits and call.reduction in ("mean", "sum") and call.size_average is None and call.reduce is None:
+            call.input, call.target = _select_labelled_rows(call.input, call.target, call.ignore_index)
+        return original(**vars(call))
 
-    functional.cross_entropy = cross_entropy
-    try:
+    with mock.patch.object(functional, "cross_entropy", cross_entropy):
         yield
-    finally:
-        functional.cross_entropy = original

@@ -18,26 +18,11 @@ from optimum_memopt.compat import installed_version, is_encoder_decoder
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.ort.compat import internals, ortmodule, torch_modules
 from optimum_memopt.engines.ort.compat.installation import DISTRIBUTIONS
-from optimum_memopt.engines.ort.graph_fixes import (
-    IndexCheck,
-    as_index_error,
-    check_indices,
-    expand_indices_in_backward,
-    mask_padding_gradients,
-    nan_mean_without_labels,
-    unsqueeze_grouped_conv1d_gradients,
-)
+from optimum_memopt.engines.ort.graph_fixes import IndexCheck, as_index_error, mend
 from optimum_memopt.engines.ort.options import environment
 from optimum_memopt.engines.ort.options.flags import OrtOptions
-from optimum_memopt.engines.ort.session import module_with_loss
+from optimum_memopt.engines.ort.session import graph_plans, module_with_loss
 from optimum_memopt.engines.ort.session.export_cache import ExportCache
-from optimum_memopt.engines.ort.session.graph_plans import (
-    GraphTable,
-    applied_counts,
-    check_applied,
-    choose_plans,
-    parse_insight,
-)
 from optimum_memopt.engines.ort.support.checks import check_operators, refuse_side_effects
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.logs import Progress, announced, get_logger
@@ -55,13 +40,6 @@ _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "bad_alloc", "Failed
 class OrtSession:
     """Builds an ORTModule around `module` and runs training forwards through it.
 
-    Args:
-        module: float32 on the CPU, or any dtype that the CUDA provider knows.
-        options: checked by `check_ort`.
-        selection: the plans that were asked for; those of a level are looked for inside each transformer layer only
-            (ORT's probe "1:1").
-        log_level: a key of `LOG_LEVELS`.
-
     Attributes:
         internals: the ORTModule's own objects.
         plans: of the current training graph.
@@ -78,26 +56,29 @@ class OrtSession:
         self, module: torch.nn.Module, options: OrtOptions, selection: Selection, log_level: str = "info"
     ) -> None:
         imported = ortmodule.load()
-        self.plans, self.insight = GraphTable(), ""
+        ort = imported.ortmodule
+        self.plans, self.insight = graph_plans.GraphTable(), ""
         self.table: PlanTable | None = None
         self.is_building, self.backward_is_due = True, False
         self._has_extensions = imported.has_extensions
-        self._options, self._selection = options, selection
-        self._log_level = log_level
+        self._options, self._selection, self._log_level = options, selection, log_level
         self._environment = environment.variables(options)
-        self._config_file: str = ""
+        self._config_file = ""
         self._inlined_functions: list[str] = []
         self._index_checks: dict[str, IndexCheck] = {}
         self._progress = Progress()
         with (
             ortmodule.environment(self._environment),
-            internals.register_symbolics(options.ort_opset or imported.ortmodule.ONNX_OPSET_VERSION),
+            internals.register_symbolics(options.ort_opset or ort.ONNX_OPSET_VERSION),
             internals.without_torch_gpu_allocator(),
             self._quiet(),
             torch_modules.preserve_training_modes(module),
         ):
-            ort = importlib.import_module(f"{ortmodule.ORTMODULE}.ortmodule")
-            self._ort = ort.ORTModule(module, self._debug_options(type(module).__name__))
+            levels = {"devinfo": ort.LogLevel.DEVINFO, "verbose": ort.LogLevel.VERBOSE}
+            level, folder = levels.get(log_level, ort.LogLevel.ERROR), options.ort_save_onnx or ""
+            name = type(module).__name__
+            debug_options = ort.DebugOptions(level, save_onnx=bool(folder), onnx_prefix=name, save_path=folder)
+            self._ort = ort.ORTModule(module, debug_options)
             self.internals = internals.SessionInternals(self._ort)
             if ignored := environment.ignored_options(options, self.internals.options):
                 raise MemOptError(f"this build of ONNX Runtime does not do {', '.join(ignored)}; leave it out")
@@ -123,23 +104,11 @@ class OrtSession:
                     raise index_error from None
                 raise
 
-    @property
-    def graph(self) -> Any:
-        """The training graph (`onnx.GraphProto`), forward and backward separated by a YieldOp."""
-        return self.internals.graph
-
     def close(self) -> None:
         """Delete the temporary config file; a session that was dropped while it was built has not read it yet."""
         if self._config_file:
             Path(self._config_file).unlink(missing_ok=True)
             self._config_file = ""
-
-    def _debug_options(self, name: str) -> Any:
-        module = importlib.import_module(ortmodule.ORTMODULE)
-        levels = {"devinfo": module.LogLevel.DEVINFO, "verbose": module.LogLevel.VERBOSE}
-        level = levels.get(self._log_level, module.LogLevel.ERROR)
-        folder = self._options.ort_save_onnx
-        return module.DebugOptions(level, save_onnx=bool(folder), onnx_prefix=name, save_path=folder or "")
 
     def _patch_instance(self) -> None:
         options = self.internals.options
@@ -150,10 +119,12 @@ class OrtSession:
         self.internals.patch_export(
             self._during_forward, self._during_export, lambda: refuse_side_effects(self.internals.module)
         )
-        self.internals.patch_session_config(lambda original: functools.partial(self._session_config, original))
-        self.internals.patch_build_graph(lambda original: functools.partial(self._build_graph, original))
-        self.internals.patch_create_session(ortmodule.environment(self._environment))
-        self.internals.patch_backward(lambda backward: single_backward(translate_out_of_memory()(backward)))
+        self.internals.patch_run(
+            build_graph=lambda original: functools.partial(self._build_graph, original),
+            session_config=lambda original: functools.partial(self._session_config, original),
+            create_session=ortmodule.environment(self._environment),
+            backward=lambda original: single_backward(translate_out_of_memory()(original)),
+        )
         self.internals.set_callbacks(self._choose, self._phase, self._built)
 
     @contextlib.contextmanager
@@ -167,10 +138,7 @@ class OrtSession:
 
     @contextlib.contextmanager
     def _during_forward(self) -> Iterator[None]:
-        with (
-            ortmodule.environment(self._environment),
-            internals.fix_gradient_management_device(self.internals.transition_device),
-        ):
+        with ortmodule.environment(self._environment), self.internals.fix_gradient_management_device():
             yield
 
     @contextlib.contextmanager
@@ -185,26 +153,21 @@ class OrtSession:
         marks_labels = options.enable_label_sparse_optimizer and not self._options.ort_module_with_loss
         with contextlib.ExitStack() as stack:
             stack.enter_context(internals.keep_output_visible())
-            stack.enter_context(
-                internals.register_symbolics(options.onnx_opset_version, options.enable_custom_autograd_function)
-            )
-            stack.enter_context(module_with_loss.exportable(options.onnx_opset_version))
+            opset, functions = options.onnx_opset_version, options.enable_custom_autograd_function
+            stack.enter_context(internals.register_symbolics(opset, functions))
+            stack.enter_context(module_with_loss.exportable(opset))
             stack.enter_context(self._quiet())
             stack.enter_context(torch_modules.preserve_training_modes(self.internals.module))
             if self._options.ort_allow_autograd_checkpoint:
                 stack.enter_context(torch_modules.check_checkpointed_functions())
-            stack.enter_context(internals.fix_label_sparsity_switch(self.internals.transition_manager, marks_labels))
-            if not options.enable_custom_autograd_function:
+            stack.enter_context(self.internals.fix_label_sparsity_switch(marks_labels))
+            if not functions:
                 self._inlined_functions = stack.enter_context(torch_modules.record_autograd_functions())
-            stack.enter_context(self._export_cache())
+            if folder := self._options.ort_cache_dir:
+                versions = torch.__version__, installed_version(DISTRIBUTIONS), installed_version(("optimum-memopt",))
+                dependencies = (*versions, *internals.symbolic_names(), *sorted(self._environment.items()))
+                stack.enter_context(ExportCache(os.fspath(folder), tuple(map(str, dependencies))).enabled())
             yield
-
-    def _export_cache(self) -> contextlib.AbstractContextManager[None]:
-        if not self._options.ort_cache_dir:
-            return contextlib.nullcontext()
-        versions = (torch.__version__, installed_version(DISTRIBUTIONS), installed_version(("optimum-memopt",)))
-        dependencies = (*map(str, versions), *internals.symbolic_names(), *map(str, sorted(self._environment.items())))
-        return ExportCache(os.fspath(self._options.ort_cache_dir), dependencies).enabled()
 
     def _build_graph(self, original: Callable[[Any], None], configuration: Any) -> None:
         self._progress.stage = "building the training graph"
@@ -212,12 +175,7 @@ class OrtSession:
         rewrites = (given.ort_efficient_attention, given.ort_flash_attention, given.ort_triton)
         with ortmodule.environment(self._environment), internals.select_graph_optimizers(*rewrites):
             original(configuration)
-        module = self.internals.module
-        self._index_checks = check_indices(self.graph, module)
-        nan_mean_without_labels(self.graph)
-        mask_padding_gradients(self.graph, module)
-        expand_indices_in_backward(self.graph)
-        unsqueeze_grouped_conv1d_gradients(self.graph)
+        self._index_checks = mend(self.internals.graph, self.internals.module)
 
     def _session_config(self, original: Callable[[], Any]) -> Any:
         session_options, providers, provider_options = original()
@@ -242,21 +200,21 @@ class OrtSession:
         """
         self.close()
         self._progress.stage = "creating the session"
-        module, selection = self.internals.module, self._selection
-        check_operators(type(module).__name__, self._inlined_functions, self.graph, self._has_extensions)
+        module, graph, selection = self.internals.module, self.internals.graph, self._selection
+        check_operators(type(module).__name__, self._inlined_functions, graph, self._has_extensions)
         probe = options.recompute_probe_config
         options.memory_optimizer_config_file_path = ""
         text, symbolics = agent.get_serialized_ortmodule_memory_stat("", probe, True)
         frequencies = {config: int(saving[1]) for config, saving in symbolics.items()}
-        kind = is_encoder_decoder(module)
-        self.plans = choose_plans(text, frequencies, self.internals.dimensions, kind, selection, self.graph)
+        dimensions, kind = self.internals.dimensions, is_encoder_decoder(module)
+        self.plans = graph_plans.choose_plans(text, frequencies, dimensions, kind, selection, graph)
         for remark in self.plans.choice.remarks:
             get_logger().warning(remark)
         if self.plans.choice.configs:
             options.memory_optimizer_config_file_path = self._write_config(self.plans.choice.configs)
             text, _ = agent.get_serialized_ortmodule_memory_stat(self._config_file, probe, True)
-        counts = applied_counts(parse_insight(text))
-        if idle := check_applied(self.plans.choice, counts, selection.strict and not selection.level):
+        counts = graph_plans.applied_counts(graph_plans.parse_insight(text))
+        if idle := graph_plans.check_applied(self.plans.choice, counts, selection.strict and not selection.level):
             get_logger().warning(idle)
         if self.table is not None:
             get_logger().info("the inputs changed: ONNX Runtime built a new training graph")
@@ -314,15 +272,8 @@ def one_line(error: BaseException) -> str:
 
 
 def single_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the backward of ORT's autograd function with an error where gradients would silently be lost.
-
-    Args:
-        backward: deletes `ctx.run_info.state` when it has run (onnxruntime-training 1.19.2, `_training_manager.py`).
-
-    Raises:
-        MemOptError: `create_graph=True` (the gradients would have no graph, so a penalty on them would have no
-            effect), or a second backward of one forward.
-    """
+    """Wrap the backward of ORT's autograd function with an error where gradients would silently be lost: with
+    `create_graph=True` (a penalty on them would have no effect), and in a second backward of one forward."""
 
     @functools.wraps(backward)
     def checked(ctx: Any, *gradients: Any) -> Any:
@@ -332,6 +283,7 @@ def single_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
                 "backward with create_graph=True through ONNX Runtime, whose gradients have no graph; leave the "
                 "engine out for a loss that depends on gradients"
             )
+        # ORT's backward deletes it (onnxruntime-training 1.19.2, `_training_manager.py`).
         if not hasattr(ctx.run_info, "state"):
             raise MemOptError(
                 "a second backward of one forward (retain_graph=True) through ONNX Runtime, which frees its "
@@ -355,14 +307,10 @@ def register_arena() -> None:
 
     kind = onnxruntime.OrtAllocatorType.ORT_ARENA_ALLOCATOR
     info = onnxruntime.OrtMemoryInfo("Cpu", kind, 0, onnxruntime.OrtMemType.DEFAULT)
-    config = {
-        "max_mem": 0,
-        "arena_extend_strategy": 1,
-        "initial_chunk_size_bytes": -1,
-        "max_dead_bytes_per_chunk": 1 << 20,
-    }
+    sizes = {"max_mem": 0, "initial_chunk_size_bytes": -1, "max_dead_bytes_per_chunk": 1 << 20}
     try:
-        onnxruntime.create_and_register_allocator(info, onnxruntime.OrtArenaCfg(config))
+        config = onnxruntime.OrtArenaCfg({"arena_extend_strategy": 1, **sizes})
+        onnxruntime.create_and_register_allocator(info, config)
     except RuntimeError as error:
         if "already been registered" not in str(error):
             raise

@@ -10,7 +10,7 @@ import numpy
 import torch
 from transformers import Trainer
 
-from optimum_memopt.compat import attention_implementation, installed_version
+from optimum_memopt.compat import attention_implementation, installed_version, writes_to
 from optimum_memopt.engines.ort.compat import installation, ortmodule, torch_modules
 from optimum_memopt.engines.ort.compat.extensions import BUILD_COMMAND
 from optimum_memopt.engines.ort.compat.installation import DISTRIBUTIONS
@@ -36,13 +36,10 @@ class UnsupportedByOrt(Exception):
 def check(model: torch.nn.Module, checkpointing: bool = False) -> None:
     """Refuse models that ONNX Runtime cannot train or would train wrongly.
 
-    Args:
-        model: on its device.
-        checkpointing: activation checkpointing stays on and has to be re-entrant.
-
     Raises:
         UnsupportedModelError: no parameters, DataParallel, several devices, half precision on the CPU, a device that
-            ONNX Runtime does not support, activation checkpointing that stays on and is not re-entrant.
+            ONNX Runtime does not support, or activation checkpointing that stays on (`checkpointing`) and is not
+            re-entrant.
     """
     in_place.check_parameters(model)
     name = type(model).__name__
@@ -60,10 +57,10 @@ def check(model: torch.nn.Module, checkpointing: bool = False) -> None:
     if len(devices) > 1:
         placed = ", ".join(sorted(map(str, devices)))
         raise UnsupportedModelError(f"{name} is on several devices ({placed}); the ort engine trains on one")
-    for device in devices:
-        check_device(name, device.type)
+    (device,) = devices
+    check_device(name, device.type)
     halves = {p.dtype for p in model.parameters() if p.is_floating_point() and p.dtype != torch.float32}
-    if halves and torch.device("cpu") in devices:
+    if halves and device.type == "cpu":
         dtypes = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in halves))
         raise UnsupportedModelError(
             f"{name} has {dtypes} parameters; ONNX Runtime's CPU provider trains float32 only",
@@ -72,11 +69,7 @@ def check(model: torch.nn.Module, checkpointing: bool = False) -> None:
 
 
 def check_device(name: str, device_type: str) -> None:
-    """Refuse devices that the installed ONNX Runtime does not support: it would read GPU memory as host memory.
-
-    Raises:
-        UnsupportedModelError: also for a build that lacks one of CUDA's libraries.
-    """
+    """Refuse devices that the installed ONNX Runtime does not support: it would read GPU memory as host memory."""
     if device_type == "cpu":
         return
     build = " ".join(installed_version(DISTRIBUTIONS) or ("onnxruntime-training",))
@@ -98,7 +91,6 @@ def check_operators(name: str, inlined_functions: Sequence[str], graph: Any, has
 
     Args:
         inlined_functions: `torch.autograd.Function`s that the export inlined.
-        has_extensions: the torch extensions are built and on.
 
     Raises:
         UnsupportedModelError: the extensions are needed.
@@ -135,17 +127,12 @@ def unsupported_reason(model: torch.nn.Module) -> str:
     in_eval = [name for name, module in model.named_modules() if not module.training and _depends_on_mode(module)]
     if in_eval:
         return f"it trains all submodules or none, and {abbreviate(in_eval)} are in evaluation mode"
-    if probabilities := _layerdrop(model):
-        return f"it would drop the same layers at each step; set {abbreviate(probabilities)} to 0"
-    return ""
-
-
-def _layerdrop(model: torch.nn.Module) -> list[str]:
-    """Layerdrop probabilities above 0. The forward drops layers in Python, which the export sees once. BART and
-    similar models keep the probability on modules, Wav2Vec2 only in the config."""
+    # BART and similar models keep the probability of layerdrop on modules, Wav2Vec2 only in the config.
     owners = {f"model.{name}" if name else "model": module for name, module in model.named_modules()}
     probabilities = _layerdrops(owners) or _layerdrops({"model.config": vars(model).get("config")})
-    return [f"{name} (now {value})" for name, value in probabilities.items() if value > 0]
+    if dropped := [f"{name} (now {value})" for name, value in probabilities.items() if value > 0]:
+        return f"it would drop the same layers at each step; set {abbreviate(dropped)} to 0"
+    return ""
 
 
 def _layerdrops(owners: Mapping[str, Any]) -> dict[str, float]:
@@ -171,8 +158,7 @@ def abbreviate(names: Sequence[str]) -> str:
 
 def check_autocast(model: torch.nn.Module) -> None:
     """Refuse a training forward under autocast on the CPU. Raises UnsupportedModelError."""
-    parameter = next(model.parameters(), None)
-    if (parameter is None or parameter.device.type == "cpu") and torch.is_autocast_enabled("cpu"):
+    if next(model.parameters()).device.type == "cpu" and torch.is_autocast_enabled("cpu"):
         raise UnsupportedModelError(
             "a training forward under torch.autocast on the CPU: ONNX Runtime's CPU provider trains float32 only",
             f"leave autocast out, train on a GPU, or {_COMPILE}",
@@ -184,7 +170,7 @@ def check_arguments(args: Any, checkpointing: bool = False, zero_stage3: bool = 
 
     Args:
         checkpointing: activation checkpointing stays on and has to be re-entrant.
-        zero_stage3: ZeRO stage 3 is allowed.
+        zero_stage3: is allowed.
 
     Raises:
         MemOptError: half precision on the CPU, activation checkpointing, torch.compile, FSDP, ZeRO 3, DataParallel.
@@ -218,14 +204,6 @@ def check_arguments(args: Any, checkpointing: bool = False, zero_stage3: bool = 
         raise MemOptError(f"the ort engine with {args.n_gpu} GPUs in one process: {_DATA_PARALLEL}")
 
 
-def attention_dropout(config: Any) -> float | None:
-    """The largest attention dropout in a transformers config, None when it has none."""
-    values = [
-        getattr(config, name) for name in _ATTENTION_DROPOUTS if isinstance(getattr(config, name, None), int | float)
-    ]
-    return max(values, default=None)
-
-
 def needs_eager_attention(config: Any) -> str:
     """Why a model with this config needs eager attention on ONNX Runtime; empty when sdpa trains too."""
     implementation = attention_implementation(config)
@@ -234,7 +212,8 @@ def needs_eager_attention(config: Any) -> str:
     if getattr(config, "model_type", None) in _EAGER_ONLY:
         return "ONNX Runtime has no gradient for this model's sdpa graph"
     # gradient_builder_base.h:123, OutputDefs: the exported sdpa lacks the dropout mask for its gradient.
-    if attention_dropout(config) != 0:
+    dropouts = [value for name in _ATTENTION_DROPOUTS if isinstance(value := getattr(config, name, None), int | float)]
+    if not dropouts or any(dropouts):
         return "ONNX Runtime has no gradient for sdpa with dropout"
     return ""
 
@@ -245,11 +224,7 @@ def attention(model: torch.nn.Module) -> str | None:
 
 
 def choose_attention(model: Any) -> str | None:
-    """Switch to eager attention if the current implementation cannot train, and log it.
-
-    Returns:
-        The replaced implementation, None when nothing was changed.
-    """
+    """Switch to eager attention if the current one cannot train; returns the replaced implementation, if any."""
     before = attention(model)
     if before in (None, "eager") or not hasattr(model, "set_attn_implementation"):
         return None
@@ -264,7 +239,9 @@ def remarks(model: torch.nn.Module) -> tuple[str, ...]:
     """Lines about where training differs from plain PyTorch."""
     lines = []
     hooked = [
-        name for name, module in model.named_modules() if module is not model and torch_modules.has_hooks(module)
+        name
+        for name, module in model.named_modules()
+        if name and any(getattr(module, hooks, None) for hooks in torch_modules.MODULE_HOOKS)
     ]
     if hooked:
         shown = ", ".join(hooked[:3]) + (", …" if len(hooked) > 3 else "")
@@ -288,17 +265,15 @@ def refuse_side_effects(module: torch.nn.Module) -> Iterator[None]:
             Buffers and random states are restored, for the forward that runs instead.
     """
     buffers = {name: (tensor, tensor.clone()) for name, tensor in module.named_buffers()}
-    versions = {
-        name: (tensor, torch_modules.version(tensor))
-        for name, tensor in (*module.named_buffers(), *module.named_parameters())
-    }
+    tensors = (*module.named_buffers(), *module.named_parameters())
+    versions = {name: (tensor, writes_to(tensor)) for name, tensor in tensors}
     python_state, numpy_state = random.getstate(), numpy.random.get_state()
     yield
     after = dict((*module.named_buffers(), *module.named_parameters()))
     changed = [
         name
         for name, (tensor, version) in versions.items()
-        if name in after and (after[name] is not tensor or torch_modules.version(tensor) != version)
+        if name in after and (after[name] is not tensor or writes_to(tensor) != version)
     ]
     if changed:
         for name in filter(buffers.__contains__, changed):
@@ -325,11 +300,7 @@ def refuse_side_effects(module: torch.nn.Module) -> Iterator[None]:
 
 
 def check_trainer_loss(trainer: Trainer) -> None:
-    """Refuse a Trainer whose loss is code that the model does not know.
-
-    Raises:
-        MemOptError: `compute_loss_func`, or a `compute_loss` of its own.
-    """
+    """Refuse a Trainer with `compute_loss_func` or a `compute_loss` of its own. Raises MemOptError."""
     if trainer.compute_loss_func is not None:
         raise MemOptError(
             "--ort_module_with_loss with compute_loss_func: that function reads the model's outputs outside of ONNX "

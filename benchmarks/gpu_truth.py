@@ -1,0 +1,398 @@
+"""Predictions of plain PyTorch against figures that others measured on GPUs.
+
+    python benchmarks/gpu_truth.py PATH [PATH …] [--docs docs]
+
+A path is a clone of huggingface/peft, a clone of linkedin/Liger-Kernel, or a file of theirs: results of PEFT's method
+comparison (one run, or runs by name with the keys of `PeftRun`), or rows of Liger's benchmarks. Nothing is downloaded.
+
+PEFT publishes no length of the longest batch, nor the allocated peak: one length is fitted to all runs, for allocated
+and for reserved bytes each.
+"""
+
+import argparse
+import csv
+import json
+import statistics
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from shared import fill, to_markdown
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from optimum_memopt.engines.api.predictions import BATCH, PARAMETERS, Training
+from optimum_memopt.engines.api.run import StepSpec
+from optimum_memopt.engines.compile.capture.device_standin import eager_standin
+from optimum_memopt.engines.compile.costs.devices import DEVICES, Device
+from optimum_memopt.engines.compile.memory.allocator import CachingAllocator
+from optimum_memopt.engines.compile.memory.events import Event
+from optimum_memopt.engines.compile.memory.live import LiveRecorder
+from optimum_memopt.engines.compile.predict.live_step import LiveStep, plain_step
+from optimum_memopt.engines.compile.torch_compat import dynamo, fake_tensors
+from optimum_memopt.predict.workload import ModuleWorkload, mask_of
+
+GIB, MIB = 2**30, 2**20
+BATCH_SIZE = 4
+# Tokens of the longest batch with which allocated bytes, and reserved ones, are right in the median.
+_ALLOCATED_AT, _RESERVED_AT = 729, 702
+_PEFT = "method_comparison/MetaMathQA/results"
+_LIGER = "benchmark/data/all_benchmark_data.csv"
+_PLAIN = ("huggingface", "torch")
+# Tokens whose logits and key-value cache are alive after a step of PEFT's, on average: 0.328 GiB in all runs.
+_AFTER_STEP = 0.328 * GIB
+# meta-llama/Llama-3.2-3B.
+_LLAMA = LlamaConfig(
+    hidden_size=3072,
+    num_hidden_layers=28,
+    num_attention_heads=24,
+    num_key_value_heads=8,
+    head_dim=128,
+    intermediate_size=8192,
+    vocab_size=128256,
+    tie_word_embeddings=True,
+    max_position_embeddings=131072,
+)
+
+
+@dataclass(frozen=True)
+class PeftRun:
+    """A run of PEFT's method comparison, in bytes.
+
+    Attributes:
+        max_reserved: of the whole process.
+        allocated_after_step: on average; 0: not published.
+        peft_config: None: all parameters train.
+        autocasts: adapters are float32.
+    """
+
+    name: str
+    device: str
+    max_reserved: int
+    allocated_after_step: float
+    peft_config: Mapping[str, Any] | None
+    autocasts: bool
+
+
+@dataclass(frozen=True)
+class LigerRow:
+    """A memory row of Liger's benchmarks, of plain PyTorch.
+
+    Attributes:
+        sizes: as the script's config has them, with the one on the x axis.
+        mib: the median of `max_memory_allocated`.
+    """
+
+    kernel: str
+    mode: str
+    sizes: Mapping[str, Any]
+    device: str
+    mib: float
+
+
+def peft_runs(path: Path) -> list[PeftRun]:
+    """The runs of a results file, or of each one in a clone, that trained Llama-3.2-3B without autocast."""
+    if path.is_dir():
+        return [run for file in sorted((path / _PEFT).glob("*.json")) for run in peft_runs(file)]
+    found = json.loads(path.read_text(encoding="utf-8"))
+    runs = [_published(found)] if "run_info" in found else [_listed(name, run) for name, run in found.items()]
+    return [run for run in runs if run is not None]
+
+
+def _listed(name: str, run: Mapping[str, Any]) -> PeftRun:
+    allocated = run.get("allocated_after_step_avg", 0)
+    given = run["peft_config"], run.get("autocast_adapter_dtype", True)
+    return PeftRun(name, run["device"], run["max_reserved"], allocated, *given)
+
+
+def _published(found: Mapping[str, Any]) -> PeftRun | None:
+    info, trained, how = found["run_info"], found["train_info"], found["run_info"]["train_config"]
+    if (
+        how["model_id"] != "meta-llama/Llama-3.2-3B"
+        or how["use_amp"]
+        or how["compile"]
+        or how["optimizer_type"] != "AdamW"
+        or how["batch_size"] != BATCH_SIZE
+        or trained["status"] != "success"
+    ):
+        return None
+    allocated = [metric["mem allocated avg"] for metric in trained["metrics"] if "mem allocated avg" in metric]
+    return PeftRun(
+        info["experiment_name"],
+        found["meta_info"]["system_info"]["gpu"],
+        # `cuda_…` until 2025-07.
+        trained.get("accelerator_memory_max") or trained["cuda_memory_max"],
+        statistics.mean(allocated) if allocated else 0,
+        info["peft_config"],
+        how.get("autocast_adapter_dtype", True),
+    )
+
+
+def liger_rows(path: Path) -> list[LigerRow]:
+    """The rows that `BENCHMARKS` can rebuild."""
+    with (path / _LIGER if path.is_dir() else path).open(encoding="utf-8", newline="") as file:
+        return [
+            LigerRow(
+                row["kernel_name"],
+                row["kernel_operation_mode"],
+                {**json.loads(row["extra_benchmark_config_str"]), row["x_name"]: int(row["x_value"])},
+                row["gpu_name"],
+                float(row["y_value_50"]),
+            )
+            for row in csv.DictReader(file)
+            if row["kernel_name"] in BENCHMARKS
+            and row.get("metric_name", "memory") == "memory"
+            and row.get("kernel_provider", _PLAIN[0]) in _PLAIN
+            and row["x_value"].isdecimal()
+        ]
+
+
+def device_named(name: str) -> Device:
+    """The device of torch's name for it, as `NVIDIA A100-SXM4-80GB`."""
+    return DEVICES[max((listed for listed in DEVICES if listed in name), key=len)]
+
+
+def peft_step(run: PeftRun, rows: int, length: int) -> LiveStep:
+    """A step as PEFT's loop takes it: outputs held, some row padded."""
+    import peft
+
+    with torch.device("meta"), warnings.catch_warnings():
+        # PEFT calls transformers' deprecated names (0.21).
+        warnings.simplefilter("ignore")
+        model = AutoModelForCausalLM.from_config(_LLAMA, dtype=torch.bfloat16)
+        model.tie_weights()
+        if run.peft_config is not None:
+            given = {name: value for name, value in run.peft_config.items() if value is not None}
+            config = peft.PeftConfig.from_peft_type(**given)
+            model = peft.get_peft_model(model, config, autocast_adapter_dtype=run.autocasts)
+    ids = torch.zeros(rows, length, dtype=torch.int64)
+    inputs = {"input_ids": ids, "attention_mask": mask_of(rows, length, True), "labels": ids}
+    spec = StepSpec(device_named(run.device).name, optim="adamw_torch")
+    return plain_step(ModuleWorkload.of(model, inputs, rows, ()), spec, Training(keeps_outputs=True))
+
+
+def reserved(always: Iterable[int], events: Iterable[Event]) -> CachingAllocator:
+    """The allocator after one step that begins with an empty cache."""
+    allocator, blocks = CachingAllocator(), {}
+    for size in always:
+        allocator.allocate(size)
+    for event in events:
+        for storage in event.allocates:
+            blocks[storage.name] = allocator.allocate(storage.bytes)
+        if event.workspace:
+            allocator.free(allocator.allocate(event.workspace))
+        for name in event.frees:
+            if name in blocks:
+                allocator.free(blocks.pop(name))
+    return allocator
+
+
+def peft_row(run: PeftRun) -> dict[str, Any]:
+    """A row of the table: what was measured, and errors of what is predicted."""
+    step = peft_step(run, BATCH_SIZE, _ALLOCATED_AT)
+    resident = sum(storage.bytes for storage in step.run.split()[0] if storage.category == PARAMETERS)
+    after = step.constant + resident + sum(step.states) * 3 // 2 + _AFTER_STEP
+    return {
+        "run": run.name.replace("llama-3.2-3B-", ""),
+        "measured, GiB": run.max_reserved / GIB,
+        "peak": _filled(step).most_allocated / run.max_reserved - 1,
+        "reserved": _filled(peft_step(run, BATCH_SIZE, _RESERVED_AT)).reserved / run.max_reserved - 1,
+        "after the step": after / run.allocated_after_step - 1 if run.allocated_after_step else None,
+    }
+
+
+def _filled(step: LiveStep) -> CachingAllocator:
+    given, events = step.run.split()
+    return reserved([step.constant, *(storage.bytes for storage in given), *step.states], events)
+
+
+class _Norm(nn.Module):
+    """As `LlamaRMSNorm`."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        dtype = hidden.dtype
+        hidden = hidden.to(torch.float32)
+        variance = hidden.pow(2).mean(-1, keepdim=True)
+        hidden = hidden * torch.rsqrt(variance + self.eps)
+        return self.weight * hidden.to(dtype)
+
+
+class _HeadWithLoss(nn.Module):
+    """An output layer and its cross entropy."""
+
+    def __init__(self, hidden: int, vocabulary: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.head = nn.Linear(hidden, vocabulary, bias=False, dtype=dtype)
+
+    def forward(self, hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        logits = self.head(hidden)
+        return nn.functional.cross_entropy(logits, target)
+
+
+class _Divergence(nn.Module):
+    """Jensen-Shannon divergence of a student and a teacher; Python holds each variable until its function returns."""
+
+    def __init__(self, hidden: int, vocabulary: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.student = nn.Linear(hidden, vocabulary, bias=False, dtype=dtype)
+        self.teacher = nn.Linear(hidden, vocabulary, bias=False, dtype=dtype)
+
+    def forward(self, student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+        student_logits, teacher_logits = self.student(student), self.teacher(teacher)
+        log_q = torch.log_softmax(student_logits / 1.0, dim=-1)
+        log_p = torch.log_softmax(teacher_logits / 1.0, dim=-1)
+        return self._divergence(log_q, log_p)
+
+    def _divergence(self, log_q: torch.Tensor, log_p: torch.Tensor) -> torch.Tensor:
+        dtype = log_q.dtype
+        log_p, log_q = log_p.to(torch.float), log_q.to(torch.float)
+        mean = torch.lerp(torch.exp(log_q), torch.exp(log_p), 0.5)
+        kl = nn.KLDivLoss(reduction="none", log_target=True)
+        loss = 0.5 * kl(torch.log(mean), log_p).sum(dim=-1) + 0.5 * kl(torch.log(mean), log_q).sum(dim=-1)
+        return (loss / log_q.shape[0]).sum().to(dtype)
+
+
+# A module, its inputs, and inputs that stay beside them.
+_Built = tuple[nn.Module, tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]
+
+
+def _dtype(sizes: Mapping[str, Any]) -> torch.dtype:
+    return getattr(torch, str(sizes.get("dtype", "torch.float32")).removeprefix("torch."))
+
+
+def _norm(sizes: Mapping[str, Any]) -> _Built:
+    hidden = torch.empty(sizes["M"], sizes["H"], dtype=_dtype(sizes), requires_grad=True)
+    return _Norm(sizes["H"], sizes["eps"]), (hidden,), (torch.empty_like(hidden),)
+
+
+def _cross_entropy(sizes: Mapping[str, Any]) -> _Built:
+    tokens = sizes["B"] * sizes["T"]
+    logits = torch.empty(tokens, sizes["V"], requires_grad=True)
+    return nn.CrossEntropyLoss(), (logits, torch.empty(tokens, dtype=torch.int64)), ()
+
+
+def _mlp(sizes: Mapping[str, Any]) -> _Built:
+    config = LlamaConfig(**{name: sizes[name] for name in ("hidden_size", "intermediate_size", "hidden_act")})
+    shape = sizes.get("bsz", sizes.get("B")), sizes["T"], sizes["hidden_size"]
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(_dtype(sizes))
+    try:
+        return LlamaMLP(config), (torch.empty(shape, requires_grad=True),), ()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _head(sizes: Mapping[str, Any]) -> _Built:
+    hidden = torch.empty(sizes["BT"], sizes["H"], dtype=_dtype(sizes), requires_grad=True)
+    target = torch.empty(sizes["BT"], dtype=torch.int64)
+    # The script builds the heads of both providers.
+    other = torch.empty(sizes["V"], sizes["H"], dtype=_dtype(sizes))
+    return _HeadWithLoss(sizes["H"], sizes["V"], _dtype(sizes)), (hidden, target), (other,)
+
+
+def _divergence(sizes: Mapping[str, Any]) -> _Built:
+    student = torch.empty(sizes["BT"], sizes["H"], dtype=_dtype(sizes), requires_grad=True)
+    return _Divergence(sizes["H"], sizes["V"], _dtype(sizes)), (student, torch.empty_like(student).detach()), ()
+
+
+# After `benchmark/scripts/benchmark_<kernel>.py` of linkedin/Liger-Kernel.
+BENCHMARKS: dict[str, Callable[[Mapping[str, Any]], _Built]] = {
+    "rms_norm": _norm,
+    "cross_entropy": _cross_entropy,
+    "swiglu": _mlp,
+    "geglu": _mlp,
+    "tiled_swiglu": _mlp,
+    "tiled_geglu": _mlp,
+    "fused_linear_cross_entropy": _head,
+    "fused_linear_jsd": _divergence,
+}
+
+
+def liger_peak(row: LigerRow) -> int:
+    """Bytes of the allocator's blocks at the peak of the second iteration."""
+    device = device_named(row.device)
+    with eager_standin(device), dynamo.fake_tensors():
+        module, inputs, beside = BENCHMARKS[row.kernel](row.sizes)
+        recorder = LiveRecorder(module, device.cuda)
+        with fake_tensors.run_as_eager(), recorder:
+            recorder.hold(PARAMETERS, dict(module.named_parameters()))
+            recorder.hold(BATCH, {f"input {at}": tensor for at, tensor in enumerate((*inputs, *beside))})
+            _iterations(row.mode, module, inputs, beside)
+    events = recorder.run().events
+    # A script runs all modes in one process, so that both threads have their workspace of cuBLAS.
+    workspaces = [device.libraries] * any(event.kind in ("mm", "addmm") for event in events)
+    return reserved(workspaces, events).most_allocated
+
+
+def _iterations(mode: str, module: nn.Module, inputs: Sequence[torch.Tensor], beside: Sequence[torch.Tensor]) -> None:
+    if mode == "backward":
+        output = module(*inputs)
+        gradient = torch.randn_like(output)
+        for _ in range(2):
+            output.backward(gradient, retain_graph=True)
+        return
+    for _ in range(2):
+        output = module(*inputs)
+        if mode == "full":
+            gradient = None if not output.dim() else beside[0] if beside else torch.randn_like(output)
+            output.backward(gradient, retain_graph=output.dim() > 0)
+            del gradient
+        del output
+
+
+def liger_row(row: LigerRow) -> dict[str, Any]:
+    """A row of the table: what was measured, and the error of what is predicted."""
+    sizes = ", ".join(f"{name} {value}" for name, value in row.sizes.items() if isinstance(value, int))
+    return {
+        "benchmark": f"{row.kernel}, {row.mode}",
+        "sizes": sizes,
+        "GPU": row.device.removeprefix("NVIDIA "),
+        "measured, MiB": row.mib,
+        "peak": liger_peak(row) / MIB / row.mib - 1,
+    }
+
+
+def summary(name: str, errors: Sequence[float]) -> str:
+    """The median, the lowest and the highest error."""
+    median = statistics.median(map(abs, errors))
+    return f"{name}: {len(errors)} figures, median error {median:.2%}, from {min(errors):+.2%} to {max(errors):+.2%}."
+
+
+def table(rows: Sequence[Mapping[str, Any]], errors: Sequence[str], digits: int) -> str:
+    """Rows with their errors as percentages, and a line for each of these columns."""
+    shown = [
+        {**row, **{name: "" if row[name] is None else f"{row[name]:+.{digits}%}" for name in errors}} for row in rows
+    ]
+    text = to_markdown(shown, {"measured, GiB": 2, "measured, MiB": 2})
+    lines = [summary(name, [row[name] for row in rows if row[name] is not None]) for name in errors]
+    return "\n".join([text, "", *lines])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("paths", nargs="+", type=Path)
+    parser.add_argument("--docs", type=Path, help="folder of the page gpu.md, whose tables are filled")
+    args = parser.parse_args()
+    sections = {}
+    for path in args.paths:
+        if path.suffix == ".csv" or (path / _LIGER).is_file():
+            sections["truth-liger"] = table([liger_row(row) for row in liger_rows(path)], ["peak"], 2)
+        else:
+            rows = [peft_row(run) for run in peft_runs(path)]
+            sections["truth-peft"] = table(rows, ["peak", "reserved", "after the step"], 1)
+    print("\n\n".join(sections.values()))
+    if args.docs is not None:
+        fill(args.docs / "gpu.md", sections)
+
+
+if __name__ == "__main__":
+    main()
