@@ -128,14 +128,17 @@ class Evaluation:
         return ["--prediction_loss_only"]
 
 
-def evaluation_phase(evaluation: Evaluation, has_preprocessing: bool) -> RunPhase:
-    """The phase, and what it collects."""
+def evaluation_phase(evaluation: Evaluation, what: str) -> RunPhase:
+    """The phase.
+
+    Args:
+        what: is collected beside labels.
+    """
     if not evaluation.logits + evaluation.labels:
         return RunPhase("evaluation", evaluation.peak, note="the loss alone is collected")
     where = "on the device until the end"
     if evaluation.accumulation is not None:
         where = f"on the device for {evaluation.accumulation} batches"
-    what = "results of preprocess_logits_for_metrics" if has_preprocessing else "logits"
     note = f"{what} and labels are collected {where}, {gib_text(evaluation.collected)}"
     return RunPhase("evaluation", evaluation.peak, evaluation.host, note)
 

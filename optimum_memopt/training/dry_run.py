@@ -22,6 +22,8 @@ from optimum_memopt.sizes import Budget, gib_text
 from optimum_memopt.training.batches import complexities, is_readable
 
 _MOST_ROWS = 100_000
+# Tokens that transformers (5.23) generates where nobody says how many.
+_GENERATED = 20
 
 
 def run_script(script: str, args: Sequence[str], device: str, budget: Budget | None = None) -> None:
@@ -139,7 +141,8 @@ def _dry_run(trainer: Any, device: str | None, budget: Budget | None) -> DryRun:
         evaluation, flags = None, {}
         if evaluated is not None:
             evaluation = run.evaluate(evaluated, args.eval_batch_size, len(data))
-            phases.append(evaluation_phase(evaluation, trainer.preprocess_logits_for_metrics is not None))
+            what = "results of preprocess_logits_for_metrics" if trainer.preprocess_logits_for_metrics else "logits"
+            phases.append(evaluation_phase(evaluation, "generated tokens" if run.generates else what))
             flags["evaluation"] = evaluation.suggestion(limit)
         phases += run.other_phases(weights, step)
     lines = suggestions(phases, limit, flags)
@@ -207,11 +210,13 @@ class _FakeRun:
         """A batch as in Trainer's loop over the data."""
         trainer = self.trainer
         loss_only = trainer.args.prediction_loss_only or trainer.compute_metrics is None
+        # What is generated branches on values.
+        generates = self.generates and not loss_only
         logits = labels = 0
 
         def step() -> Any:
             nonlocal logits, labels
-            _, predicted, given = trainer.prediction_step(self.model, copy.copy(inputs), loss_only)
+            _, predicted, given = trainer.prediction_step(self.model, copy.copy(inputs), loss_only or generates)
             if predicted is not None and trainer.preprocess_logits_for_metrics is not None:
                 predicted = trainer.preprocess_logits_for_metrics(predicted, given)
             logits, labels = _tree_bytes(predicted), _tree_bytes(given)
@@ -220,11 +225,16 @@ class _FakeRun:
         self.model.eval()
         held = [*self.holders, trainer.optimizer, inputs]
         found = self.simulator.run(step, held, finds_variables=False, reads_floats=True)
+        forward = found.peak - found.given
+        if generates:
+            _, length = self._beams_and_length()
+            logits = labels = rows * length * torch.int64.itemsize
+            forward = max(forward, self._generation(inputs))
         world, args = trainer.args.world_size, trainer.args
         is_collected = not args.batch_eval_metrics
         return Evaluation(
             found.given,
-            found.peak - found.given,
+            forward,
             rows,
             -(-total // world),
             logits * world * is_collected,
@@ -232,6 +242,42 @@ class _FakeRun:
             args.eval_accumulation_steps,
             args.eval_do_concat_batches,
         )
+
+    @property
+    def generates(self) -> bool:
+        """True for a Trainer that generates texts where it evaluates (`--predict_with_generate`)."""
+        return bool(getattr(self.trainer.args, "predict_with_generate", False))
+
+    def _beams_and_length(self) -> tuple[int, int]:
+        args, config = self.trainer.args, self.trainer.model.generation_config
+        new = config.max_new_tokens
+        length = args.generation_max_length or (new + 1 if new else config.max_length) or _GENERATED
+        return args.generation_num_beams or config.num_beams or 1, length
+
+    def _generation(self, inputs: Mapping[str, Any]) -> int:
+        """Bytes that the longest generation takes, from the shapes of a forward's key-value cache: the cache of all
+        beams, a copy of its largest tensor to which a token is added, and the logits of a token, twice."""
+        model, (beams, length) = self.trainer.model, self._beams_and_length()
+        given = {name: value for name, value in inputs.items() if name != "labels" and "decoder" not in name}
+        first = next(value for value in given.values() if isinstance(value, torch.Tensor))
+        if compat.is_encoder_decoder(model):
+            given["decoder_input_ids"] = first.new_zeros((len(first), length), dtype=torch.int64)
+        else:
+            # The cache has the prompt, too.
+            given = {"input_ids": first.new_zeros((len(first), max(length, first.shape[1])), dtype=torch.int64)}
+        sizes: list[int] = []
+        logits = encoded = 0
+
+        def step() -> None:
+            nonlocal logits, encoded
+            with torch.no_grad():
+                outputs = model(**given, use_cache=True)
+            sizes[:] = [tensor.nbytes for tensor in _cached(outputs.past_key_values)]
+            logits = len(first) * outputs.logits.shape[-1] * torch.float32.itemsize
+            encoded = _tree_bytes(getattr(outputs, "encoder_last_hidden_state", None))
+
+        self.simulator.run(step, [*self.holders, inputs], finds_variables=False)
+        return beams * (sum(sizes) + max(sizes, default=0) + 2 * logits + encoded)
 
     def other_phases(self, weights: int, step: SimulatedStep) -> Iterator[RunPhase]:
         """Save, resume, merge of adapters."""
@@ -258,6 +304,13 @@ class _FakeRun:
 
             found = self.simulator.run(merged, [*self.holders, trainer.optimizer], finds_variables=False)
             yield RunPhase("merge", found.peak, note="of the adapters into the weights")
+
+
+def _cached(cache: Any) -> Iterator[torch.Tensor]:
+    """The keys and values of all layers, of an encoder-decoder's two caches."""
+    for part in (cache, getattr(cache, "self_attention_cache", None), getattr(cache, "cross_attention_cache", None)):
+        for layer in getattr(part, "layers", ()):
+            yield from (tensor for tensor in (layer.keys, layer.values) if isinstance(tensor, torch.Tensor))
 
 
 def _tree_bytes(value: Any) -> int:

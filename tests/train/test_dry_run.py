@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BertConfig, LlamaConfig, Trainer, TrainingArguments
+from transformers import BertConfig, LlamaConfig, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
 
 from optimum_memopt import MemOptError, MemOptTrainer, MemOptTrainingArguments
 from optimum_memopt.engines.compile.torch_compat import kernels
@@ -65,6 +65,37 @@ def test_evaluation_is_what_the_allocator_is_asked_for(changes: dict[str, Any], 
     # The data loader has the next batch, too.
     batches = 2 * 4 * sum(value.nbytes for value in EQUAL_ROWS[0].values())
     assert evaluation.peak - evaluation.given + on_host == pytest.approx(measured, rel=0.02, abs=batches + 1024)
+
+
+def test_generation_is_what_the_allocator_is_asked_for(tmp_path: Path) -> None:
+    args = arguments(
+        Seq2SeqTrainingArguments,
+        tmp_path,
+        predict_with_generate=True,
+        generation_max_length=200,
+        per_device_eval_batch_size=16,
+    )
+    rows_of_t5 = [rows("t5")[0]] * 16
+    trainer = Seq2SeqTrainer(
+        model=build("t5"),
+        args=args,
+        train_dataset=rows_of_t5,
+        eval_dataset=rows_of_t5,
+        data_collator=collate,
+        compute_metrics=lambda _: {},
+    )
+    evaluation = dry_run(trainer, None).evaluation
+    assert evaluation is not None
+    assert evaluation.logits == 16 * 200 * 8
+    ids = torch.stack([row["input_ids"] for row in rows_of_t5])
+    trainer.model.eval()
+
+    def generate() -> Any:
+        return trainer.model.generate(ids, min_length=200, max_length=200)
+
+    generate()
+    measured = max(itertools.accumulate(kernels.cpu_allocations(generate), initial=0))
+    assert evaluation.forward == pytest.approx(measured, rel=0.1)
 
 
 def test_options_show_the_phases_and_end_the_script(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
