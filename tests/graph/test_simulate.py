@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import optimum_memopt
 from optimum_memopt import MemOptError
-from optimum_memopt.engines.api.predictions import OPTIMIZER, OUTPUTS
+from optimum_memopt.engines.api.predictions import GRADIENTS, OPTIMIZER, OUTPUTS
 from optimum_memopt.engines.compile.torch_compat import kernels
 from optimum_memopt.engines.shared.registry import factory
 
@@ -110,11 +110,17 @@ def test_peak_is_that_of_the_allocator(step: Callable[..., Any]) -> None:
     assert predicted(step, *args) == pytest.approx(measured(step, *args), abs=_SLACK)
 
 
+def test_gradients_that_a_step_frees_are_gone() -> None:
+    held = optimum_memopt.simulate(train, *made()).timeline.held[GRADIENTS]
+    assert held[0] == 0
+    assert held[-1] == sum(parameter.nbytes for parameter in Net().parameters())
+
+
 def test_checkpointing() -> None:
     args = made(checkpoints=True)
-    here = predicted(train, *args)
-    assert here == pytest.approx(measured(train, *args), abs=_SLACK + 6 * torch.get_rng_state().nbytes)
-    assert here < predicted(train, *made())
+    here = predicted(clip, *args)
+    assert here == pytest.approx(measured(clip, *args), abs=_SLACK + 6 * torch.get_rng_state().nbytes)
+    assert here < predicted(clip, *made())
 
 
 def test_arguments_stay_as_they_are() -> None:

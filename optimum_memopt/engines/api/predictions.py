@@ -353,7 +353,7 @@ class SimulatedStep:
     """A step that has run on tensors without data.
 
     Attributes:
-        given: bytes that were there before it.
+        given: bytes that are there at its first operator.
         peak: bytes of the blocks of torch's allocator on CUDA, elsewhere those that tensors ask for.
         reserved: bytes that the allocator takes of the device; None where it is not known.
         phases: the most bytes that tensors ask for in each of `forward`, `backward`, `optimizer`, as far as there are.

@@ -83,12 +83,10 @@ class FakeSimulator:
 
     def _record(self, call: Callable[[], Any], held: object, reads_floats: bool, inspect_at: int = -1) -> LiveRun:
         torch.manual_seed(0)
-        objects = list(fake_tensors.reachable(held))
-        recorder = LiveRecorder(_model_of(objects), self._cuda, inspect_at, reads_floats)
+        recorder = LiveRecorder(_model_of(list(fake_tensors.reachable(held))), self._cuda, inspect_at, reads_floats)
         try:
             with recorder:
-                for category, tensors in _given(objects).items():
-                    recorder.hold(category, tensors)
+                _hold(recorder, held)
                 recorder.outputs("result", call())
         except MemOptError:
             raise
@@ -119,6 +117,12 @@ class FakeSimulator:
     @property
     def _cuda(self) -> kernels.Multiprocessors | None:
         return self._target.cuda if self._target is not None else kernels.multiprocessors_of(self._here)
+
+
+def _hold(recorder: LiveRecorder, held: object) -> None:
+    """Tensors that were there before. Keeps none of them alive: a step may free its gradients first."""
+    for category, tensors in _given(list(fake_tensors.reachable(held))).items():
+        recorder.hold(category, tensors)
 
 
 def _model_of(objects: Sequence[object]) -> torch.nn.Module:
