@@ -275,7 +275,9 @@ def models_without_weights() -> Iterator[None]:
             raise MemOptError(f"{name}: weights are quantized, which a dry run cannot make without them")
         dtype = dtype or older or "auto"
         dtype = (config.dtype or torch.float32) if dtype == "auto" else dtype
-        model = from_config(kind, copy.deepcopy(config), dtype=dtype, **given).eval()
+        config = copy.deepcopy(config)
+        config.name_or_path = str(name)
+        model = from_config(kind, config, dtype=dtype, **given).eval()
         return (model, {}) if info else model
 
     def stays(self: Any, *args: Any, **kwargs: Any) -> Any:

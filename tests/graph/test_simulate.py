@@ -123,6 +123,13 @@ def test_checkpointing() -> None:
     assert here < predicted(clip, *made())
 
 
+def test_a_forward_has_none_of_the_gradients_behind_an_update() -> None:
+    found = optimum_memopt.simulate(clip, *made())
+    gradients = sum(parameter.nbytes for parameter in Net().parameters())
+    assert found.phases["optimizer"] >= found.timeline.phases[0].held + gradients
+    assert found.phases["forward"] < found.phases["backward"] - gradients / 4
+
+
 def test_arguments_stay_as_they_are() -> None:
     model, optimizer, batch = made()
     before = copy.deepcopy(model.state_dict())

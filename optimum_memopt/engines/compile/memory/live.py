@@ -169,7 +169,7 @@ class _Allocation:
     bytes: int
     kind: str
     layer: str
-    phase: str
+    in_backward: bool
     category: str = ""
     is_recomputed: bool = False
 
@@ -180,6 +180,7 @@ class _Operator:
     kind: str
     layer: str
     phase: str
+    in_backward: bool = False
     allocates: list[int] = field(default_factory=list)
     workspace: int = 0
     frees: list[int] = field(default_factory=list)
@@ -217,6 +218,7 @@ class LiveRecorder(TorchDispatchMode):
         self._outermost: FrameType | None = None
         self._trained: set[str] = set()
         self._reads_floats = reads_floats
+        self._is_behind_backward = False
 
     def __enter__(self) -> "LiveRecorder":
         self._outermost = sys._getframe(1)
@@ -224,7 +226,7 @@ class LiveRecorder(TorchDispatchMode):
             register_module_forward_pre_hook(self._enter_module),
             register_module_forward_hook(self._leave_module, always_call=True),
             register_optimizer_step_pre_hook(lambda *_: self.begin(OPTIMIZER_STEP)),
-            register_optimizer_step_post_hook(lambda *_: self.begin(FORWARD)),
+            register_optimizer_step_post_hook(self._updated),
             *(
                 parameter.register_post_accumulate_grad_hook(partial(self._accumulated, name))
                 for name, parameter in self._model.named_parameters()
@@ -249,8 +251,8 @@ class LiveRecorder(TorchDispatchMode):
 
     def begin(self, phase: str) -> None:
         """What is freed from now on is none of the last operator's."""
-        self._phase = phase
-        self._operators.append(_Operator("", "", "", phase))
+        self._phase, self._is_behind_backward = phase, False
+        self._operators.append(_Operator("", "", "", phase, phase == BACKWARD))
 
     def outputs(self, name: str, value: object) -> None:
         """What a caller holds under a name, in containers and attributes too, is an output."""
@@ -272,13 +274,13 @@ class LiveRecorder(TorchDispatchMode):
 
     def run(self) -> LiveRun:
         """What was recorded."""
-        freed_in = {number: operator.phase for operator in self._operators for number in operator.frees}
+        freed = {number: operator for operator in self._operators for number in operator.frees}
 
         def storage(number: int) -> Storage:
             held = self._allocations[number]
             category, kind = held.category, held.kind
             if not category:
-                is_saved = held.phase == FORWARD and freed_in.get(number, BACKWARD) == BACKWARD
+                is_saved = not held.in_backward and (number not in freed or freed[number].in_backward)
                 category = SAVED if is_saved else RECOMPUTED if held.is_recomputed else TEMPORARY
                 if number in self._variables and not is_saved:
                     category, kind = OUTPUTS, str(self._variables[number])
@@ -308,7 +310,9 @@ class LiveRecorder(TorchDispatchMode):
                 return 1.0
             raise MemOptError(_reads_data(function)) from error
         node = autograd.current_node()
-        phase = self._phase if node is None else BACKWARD
+        # Until a module is called again: gradients are clipped before the optimizer's step.
+        self._is_behind_backward = self._is_behind_backward or node is not None
+        phase = BACKWARD if self._is_behind_backward else self._phase
         module = self._modules[-1] if self._modules else self._module_of_node.get(autograd.order(node), "")
         if node is None and torch.is_grad_enabled():
             self._module_of_node[autograd.last_order()] = module
@@ -324,20 +328,27 @@ class LiveRecorder(TorchDispatchMode):
             return results
         kind = dynamo.operator_name(function)
         layer = layer_in(module)
-        self._operators.append(_Operator(f"{kind}_{len(self._operators)}", kind, layer, phase, workspace=workspace))
+        in_backward = node is not None or self._phase == BACKWARD
+        name = f"{kind}_{len(self._operators)}"
+        self._operators.append(_Operator(name, kind, layer, phase, in_backward, workspace=workspace))
         for storage in new:
             if (allocation := self._follow(storage, kind, layer)) is not None:
-                allocation.is_recomputed = phase == BACKWARD and bool(self._modules)
+                allocation.is_recomputed = in_backward and bool(self._modules)
         if len(self._operators) - 1 == self._inspect_at:
             self._look_at_variables()
         return results
+
+    def _updated(self, *_: Any) -> None:
+        # All that was there is there until the loop frees its gradients.
+        self.begin(OPTIMIZER_STEP)
+        self._phase = FORWARD
 
     def _follow(self, storage: fake_tensors.HeldStorage, kind: str, layer: str) -> _Allocation | None:
         if storage.address in self._alive:
             return None
         number = len(self._allocations)
         operator = self._operators[-1]
-        allocation = _Allocation(number, storage.bytes, kind, layer, operator.phase)
+        allocation = _Allocation(number, storage.bytes, kind, layer, operator.in_backward)
         self._allocations.append(allocation)
         self._alive[storage.address] = number
         operator.allocates.append(number)
@@ -349,6 +360,8 @@ class LiveRecorder(TorchDispatchMode):
             self._operators[-1].frees.append(number)
 
     def _enter_module(self, module: torch.nn.Module, args: Any) -> None:
+        if autograd.current_node() is None:
+            self._is_behind_backward = False
         self._modules.append(self._names.get(id(module), self._modules[-1] if self._modules else ""))
 
     def _leave_module(self, module: torch.nn.Module, args: Any, output: Any) -> None:
