@@ -150,7 +150,7 @@ def _dry_run(trainer: Any, device: str | None, budget: Budget | None) -> DryRun:
         lines = (train_suggestion(step.peak, step.given, limit, rows), *lines)
     precision = f", {trainer.accelerator.mixed_precision}" if trainer.accelerator.mixed_precision != "no" else ""
     accumulated = f", {steps} micro-batches" if steps > 1 else ""
-    reserved = "" if step.reserved is None else f", {gib_text(step.reserved)} reserved by the training step"
+    reserved = "" if step.reserved is None else f" ({gib_text(step.reserved)} reserved)"
     header = (
         f"{type(trainer).__name__}, {type(trainer.model).__name__}, batch {_shape(batch)}{accumulated}{precision}, "
         f"{getattr(args.optim, 'value', args.optim)}, on "
