@@ -321,3 +321,33 @@ _OF_LOADING = (
     "adapter_kwargs",
     "tqdm_class",
 )
+
+
+@contextmanager
+def longest_generation(trainer: Any) -> Iterator[None]:
+    """Within it models return zeros, as many as they may generate, and hold the key-value cache for them and the
+    logits of a token; a TRL Trainer (1.16) generates in its next step."""
+    from transformers import GenerationMixin
+
+    def generate(model: Any, inputs: Any = None, generation_config: Any = None, **given: Any) -> torch.Tensor:
+        ids, config = given.get("input_ids", inputs), generation_config or model.generation_config
+        new = given.get("max_new_tokens") or config.max_new_tokens
+        rows, prompt = ids.shape
+        length = prompt + new if new else given.get("max_length") or config.max_length
+        text = model.config.get_text_config()
+        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else model.dtype
+        shape = (rows, heads, length, width)
+        held = [torch.empty(shape, dtype=dtype, device=ids.device) for _ in range(2 * text.num_hidden_layers + 1)]
+        held += [torch.empty((rows, text.vocab_size), device=ids.device) for _ in range(2)]
+        return torch.zeros((rows, length), dtype=torch.int64, device=ids.device)
+
+    before = GenerationMixin.generate
+    GenerationMixin.generate = generate
+    if hasattr(trainer, "_step"):
+        trainer._step = 0
+    try:
+        yield
+    finally:
+        GenerationMixin.generate = before

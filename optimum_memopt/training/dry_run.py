@@ -130,6 +130,8 @@ def _dry_run(trainer: Any, device: str | None, budget: Budget | None) -> DryRun:
         holders = _holders(trainer)
         weights = _bytes(holders)
         simulator.replace(holders)
+        tensors = {name: value for name, value in vars(trainer).items() if isinstance(value, torch.Tensor)}
+        vars(trainer).update(simulator.copy(tensors))
         # Else an engine is attached to the model.
         trainer.is_in_train = False
         model = compat.prepared_for_training(trainer)
@@ -197,8 +199,9 @@ class _FakeRun:
         trainer, model = self.trainer, self.model
 
         def step() -> None:
-            for _ in range(steps):
-                trainer.training_step(model, copy.copy(inputs), items)
+            with compat.longest_generation(trainer):
+                for _ in range(steps):
+                    trainer.training_step(model, copy.copy(inputs), items)
             compat.clip_gradients(trainer, model)
             trainer.optimizer.step()
             model.zero_grad()

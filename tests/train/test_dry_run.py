@@ -214,33 +214,63 @@ def test_a_stock_script(tmp_path: Path) -> None:
     assert "trained" not in done.stdout
 
 
-SFT = """
+TOKENIZER = """
 from datasets import Dataset
-from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import HfArgumentParser, PreTrainedTokenizerFast
-from trl import SFTConfig, SFTTrainer
 
-(args,) = HfArgumentParser(SFTConfig).parse_args_into_dataclasses()
 tokenizer = Tokenizer(models.WordLevel({"<pad>": 0, "</s>": 1, "a": 2}, unk_token="<pad>"))
 tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
 tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>")
+"""
+SFT = """
+from peft import LoraConfig
+from trl import SFTConfig, SFTTrainer
+
+(args,) = HfArgumentParser(SFTConfig).parse_args_into_dataclasses()
 data = Dataset.from_dict({"text": ["a " * count for count in range(10, 100)]})
 adapter = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
 trainer = SFTTrainer("llama", args=args, train_dataset=data, processing_class=tokenizer, peft_config=adapter)
 trainer.train()
 """
+DPO = """
+from trl import DPOConfig, DPOTrainer
+
+(args,) = HfArgumentParser(DPOConfig).parse_args_into_dataclasses()
+texts = {name: ["a " * count for count in range(10, 50)] for name in ("prompt", "chosen", "rejected")}
+DPOTrainer("llama", args=args, train_dataset=Dataset.from_dict(texts), processing_class=tokenizer).train()
+"""
+GRPO = """
+from trl import GRPOConfig, GRPOTrainer
+
+(args,) = HfArgumentParser(GRPOConfig).parse_args_into_dataclasses()
+trainer = GRPOTrainer(
+    "llama",
+    args=args,
+    train_dataset=Dataset.from_dict({"prompt": ["a a"] * 40}),
+    processing_class=tokenizer,
+    reward_funcs=lambda completions, **_: [1.0] * len(completions),
+)
+trainer.train()
+"""
 
 
-def test_a_stock_script_of_trl(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("script", "lines"),
+    [
+        (SFT, ("SFTTrainer, PeftModelForCausalLM, batch 8 x 100, bf16", "\nmerge ")),
+        (DPO, ("DPOTrainer, LlamaForCausalLM, batch 16 x ", "LlamaForCausalLM_0")),
+        (GRPO, ("GRPOTrainer, LlamaForCausalLM, batch of the data, bf16", "\nforward ")),
+    ],
+)
+def test_a_stock_script_of_trl(script: str, lines: tuple[str, ...], tmp_path: Path) -> None:
     config = LlamaConfig(hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4)
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(tmp_path / "llama")
-    (tmp_path / "sft.py").write_text(SFT)
-    done = run_command("sft.py", "--output_dir", "out", folder=tmp_path)
+    (tmp_path / "train.py").write_text(TOKENIZER + script)
+    done = run_command("train.py", "--output_dir", "out", folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "SFTTrainer, PeftModelForCausalLM, batch 8 x 100, bf16" in done.stdout
-    assert "\nmerge " in done.stdout
+    assert all(line in done.stdout for line in lines), done.stdout
 
 
 def test_the_example(tmp_path: Path) -> None:

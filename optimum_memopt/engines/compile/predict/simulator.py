@@ -156,12 +156,10 @@ def _given(objects: Sequence[object]) -> Mapping[str, Mapping[str, torch.Tensor]
 
 
 def _failure(error: Exception) -> str:
-    if "convert all Tensors to FakeTensors" in str(error):
-        return (
-            "the step uses a tensor that is none of its arguments; give it, or the module that has it, as an argument"
-        )
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_of_the_user(frame.filename)]
     where = f", at {frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}" if frames else ""
+    if "convert all Tensors to FakeTensors" in str(error):
+        return f"the step uses a tensor that is none of its arguments{where}; give it, or its module, as an argument"
     return f"the step cannot be run on tensors without data ({line_of(error)}{where})"
 
 

@@ -29,6 +29,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 # Elements of tensors whose values are followed: ids and masks of a batch.
 _MOST_VALUES = 2**20
+# The same of floating-point numbers: weights of losses, step counts.
+_FEW_VALUES = 64
 _FOREACH_TYPES = "_foreach_supported_types"
 _aten = torch.ops.aten
 _RESIZED_LOSSES = (_aten.mse_loss.default, _aten.smooth_l1_loss.default)
@@ -109,7 +111,7 @@ def fake_copy(value: _T, mode: FakeTensorMode, device: str | None = None, keeps_
     Args:
         value: its tensors may be on any device, `meta` too.
         device: of the copy's tensors; None: each one's own.
-        keeps_values: those of small integer and boolean tensors and of scalars are followed.
+        keeps_values: those of small tensors of integers and booleans, and of a few other numbers, are followed.
     """
     tensors = [found for found in reachable(value) if isinstance(found, torch.Tensor)]
     bases: dict[int, torch.Tensor] = {}
@@ -194,8 +196,9 @@ def reachable(value: object) -> Iterator[object]:
 
 
 def _may_be_read(tensor: torch.Tensor) -> bool:
-    is_number = not (tensor.is_floating_point() or tensor.is_complex()) or not tensor.dim()
-    return is_number and tensor.device.type != "meta" and tensor.numel() <= _MOST_VALUES
+    is_integer = not (tensor.is_floating_point() or tensor.is_complex())
+    is_small = tensor.numel() <= (_MOST_VALUES if is_integer else _FEW_VALUES)
+    return is_small and not tensor.requires_grad and tensor.device.type != "meta"
 
 
 def _with_its_values(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
@@ -204,7 +207,7 @@ def _with_its_values(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor
     # The mode knows its memory then: views of the values are views of the fake tensor.
     made = mode.from_tensor(values, static_shapes=True)
     with_values(made, values)
-    return made if not isinstance(tensor, torch.nn.Parameter) else torch.nn.Parameter(made, tensor.requires_grad)
+    return made if not isinstance(tensor, torch.nn.Parameter) else torch.nn.Parameter(made, requires_grad=False)
 
 
 def _fake_of(
