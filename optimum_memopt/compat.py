@@ -343,11 +343,12 @@ def longest_generation(trainer: Any) -> Iterator[None]:
         held += [torch.empty((rows, text.vocab_size), device=ids.device) for _ in range(2)]
         return torch.zeros((rows, length), dtype=torch.int64, device=ids.device)
 
-    before = GenerationMixin.generate
-    GenerationMixin.generate = generate
+    kind: Any = GenerationMixin
+    before = kind.generate
+    kind.generate = generate
     if hasattr(trainer, "_step"):
         trainer._step = 0
     try:
         yield
     finally:
-        GenerationMixin.generate = before
+        kind.generate = before

@@ -259,7 +259,7 @@ trainer.train()
     ("script", "lines"),
     [
         (SFT, ("SFTTrainer, PeftModelForCausalLM, batch 8 x 100, bf16", "\nmerge ")),
-        (DPO, ("DPOTrainer, LlamaForCausalLM, batch 16 x ", "LlamaForCausalLM_0")),
+        (DPO, ("DPOTrainer, LlamaForCausalLM, batch 16 x ", "\nbackward ")),
         (GRPO, ("GRPOTrainer, LlamaForCausalLM, batch of the data, bf16", "\nforward ")),
     ],
 )
