@@ -24,8 +24,9 @@ def simulate(
     """Run a training step as plain PyTorch on tensors without data, and follow the memory that it would take.
 
     The step is called with copies of its arguments, in which all tensors have no data, on the CPU; of small tensors of
-    integers or booleans, and of up to 64 other numbers, the values are known, too. What it changes are the copies. It is called three times: the first
-    call leaves the states of optimizers, the second is counted, the third finds the variables that hold memory.
+    integers or booleans, and of up to 64 other numbers, the values are known, too. What it changes are the copies. It
+    is called three times: the first call leaves the states of optimizers, the second is counted, the third finds the
+    variables that hold memory.
 
     Args:
         step: any callable; a method's object is copied, too.

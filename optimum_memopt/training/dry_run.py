@@ -30,11 +30,13 @@ def run_script(script: str, args: Sequence[str], device: str, budget: Budget | N
     """Run a script as `python script args…` until a Trainer's `train()`, and show the phases of that run instead.
 
     Raises:
-        MemOptError: there is no such file, it ends without `train()`, or the run cannot be shown.
+        MemOptError: there is no such file or device, it ends without `train()`, or the run cannot be shown.
         SystemExit: with 0, when the phases were shown.
     """
     if not Path(script).is_file():
         raise MemOptError(f"dry-run {path_excerpt(script)}: no such file")
+    # A device that is not known is refused before the script starts.
+    predicting_factory().simulator(device)
     before, kind = (sys.argv, list(sys.path), Trainer.train), cast("Any", Trainer)
     sys.argv = [script, *args]
     sys.path.insert(0, str(Path(script).resolve().parent))

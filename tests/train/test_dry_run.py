@@ -8,13 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BertConfig, LlamaConfig, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
+from transformers import (
+    BertConfig,
+    LlamaConfig,
+    PreTrainedModel,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    Trainer,
+    TrainingArguments,
+)
 
 from optimum_memopt import MemOptError, MemOptTrainer, MemOptTrainingArguments
 from optimum_memopt.engines.compile.torch_compat import kernels
 from optimum_memopt.predict.phases import DryRun, Evaluation
 from optimum_memopt.sizes import Budget
-from optimum_memopt.training.dry_run import dry_run
+from optimum_memopt.training.dry_run import dry_run, run_script
 from tests.trainer_runs import arguments, build, collate, rows
 
 CLI = "import sys; from optimum.commands.optimum_cli import main; sys.argv[0] = 'optimum-cli'; main()"
@@ -173,6 +181,24 @@ def test_flags_with_which_an_evaluation_fits(evaluation: Evaluation, flags: str)
 def test_a_device_that_is_not_known(value: str, tmp_path: Path) -> None:
     with pytest.raises(MemOptError, match="--memory_opt_dry_run: device .*allowed are H100"):
         arguments(MemOptTrainingArguments, tmp_path, memory_opt_dry_run=value)
+
+
+def test_a_device_is_checked_before_the_script_starts(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("raise ValueError")
+    with pytest.raises(MemOptError, match="device b100: allowed are H100"):
+        run_script(str(tmp_path / "train.py"), [], "b100")
+
+
+def test_a_script_leaves_libraries_as_they_are(tmp_path: Path) -> None:
+    def state() -> tuple[Any, ...]:
+        made = PreTrainedModel.from_pretrained.__func__
+        return Trainer.train, made, torch.nn.Module.to, torch.nn.Module.cuda, list(sys.path), sys.argv
+
+    before = state()
+    (tmp_path / "train.py").write_text("raise KeyError('own')")
+    with pytest.raises(KeyError, match="own"):
+        run_script(str(tmp_path / "train.py"), ["--flag"], "h100")
+    assert state() == before
 
 
 def run_command(*args: str, folder: Path) -> "subprocess.CompletedProcess[str]":
