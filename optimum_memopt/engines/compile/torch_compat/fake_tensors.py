@@ -35,7 +35,18 @@ _FOREACH_TYPES = "_foreach_supported_types"
 _aten = torch.ops.aten
 _RESIZED_LOSSES = (_aten.mse_loss.default, _aten.smooth_l1_loss.default)
 # What `copy.deepcopy` returns as it is.
-_NOT_COPIED = (type, str, bytes, types.FunctionType, types.BuiltinFunctionType, types.CodeType, types.ModuleType)
+_NOT_COPIED = (
+    type,
+    str,
+    bytes,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.CodeType,
+    types.ModuleType,
+    types.FrameType,
+    types.TracebackType,
+    BaseException,
+)
 _T = TypeVar("_T")
 
 
@@ -213,8 +224,8 @@ def _with_its_values(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor
 def _fake_of(
     tensor: torch.Tensor, mode: FakeTensorMode, device: str | None, bases: dict[int, torch.Tensor]
 ) -> torch.Tensor:
-    is_plain = tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)
-    if not is_plain:
+    stays = device is None and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    if stays or tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
         return mode.from_tensor(tensor, static_shapes=True)
     storage, place = tensor.untyped_storage(), tensor.device if device is None else torch.device(device)
     base = bases.get(storage._cdata)
