@@ -12,7 +12,7 @@ from optimum_memopt.engines.api.predictions import GRADIENTS, OPTIMIZER, OUTPUTS
 from optimum_memopt.engines.api.run import StepSpec
 from optimum_memopt.engines.compile.memory.live import BACKWARD, LiveRecorder, LiveRun
 from optimum_memopt.engines.compile.predict.live_step import plain_step, run_micro_batches
-from optimum_memopt.engines.compile.torch_compat import dynamo, fake_tensors, kernels
+from optimum_memopt.engines.compile.torch_compat import fake_tensors, kernels
 from optimum_memopt.engines.shared.forward_patch import without_key_value_cache
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.predict.workload import Workload
@@ -47,10 +47,8 @@ def measured(model: torch.nn.Module, batch: dict[str, Any], training: Training, 
 
 
 def predicted(model: torch.nn.Module, batch: dict[str, Any], training: Training, micro_batches: int = 1) -> LiveRun:
-    fake, copied = dynamo.fake_copy(model)
-    inputs = dynamo.fake_batch(batch, fake)
-    for name, values in batch.items():
-        fake_tensors.with_values(inputs[name], values)
+    fake, copied = fake_tensors.fake_model(model)
+    inputs = fake_tensors.fake_copy(batch, fake, keeps_values=True)
     with fake:
         return run_micro_batches(copied.train(), inputs, None, training, None, micro_batches)
 
@@ -111,7 +109,7 @@ def test_a_variable_has_its_place() -> None:
     model = Holds()
 
     def run(inspect_at: int) -> LiveRun:
-        fake, copied = dynamo.fake_copy(model)
+        fake, copied = fake_tensors.fake_model(model)
         recorder = LiveRecorder(copied, inspect_at=inspect_at)
         with fake, recorder:
             copied(torch.ones(4, 8))

@@ -170,7 +170,6 @@ def run_micro_batches(
                     outputs = None
                 recorder.begin(BACKWARD)
                 loss.backward()
-                recorder.gradients()
                 del outputs, loss
     except MemOptError:
         raise

@@ -23,7 +23,7 @@ from optimum_memopt.engines.compile.partition.captured_graph import CapturedGrap
 from optimum_memopt.engines.compile.partition.producers.producer import Producer
 from optimum_memopt.engines.compile.predict.holdings import step_of
 from optimum_memopt.engines.compile.predict.live_step import run_micro_batches
-from optimum_memopt.engines.compile.torch_compat import dynamo, kernels
+from optimum_memopt.engines.compile.torch_compat import fake_tensors, kernels
 from optimum_memopt.logs import only_warnings
 
 
@@ -132,7 +132,7 @@ def live_run(
         accumulated: names of the parameters that have gradients.
         inspect_at: see `LiveRecorder`.
     """
-    mode, fake = dynamo.fake_copy(failed.model)
+    mode, fake = fake_tensors.fake_model(failed.model)
     sizes = _sizes(failed, largest)
     cuda = kernels.multiprocessors_of(next(failed.model.parameters()).device)
     kwargs = {
@@ -167,7 +167,7 @@ def capture_failed(
     failed: FailedStep, producer: Producer, loss: LossMode, compiler: str, costs: Callable[[AnalyzedGraph], Costs]
 ) -> tuple[CapturedGraph, ...]:
     """The graphs of the failed forward, traced on a copy of the model whose tensors have no data."""
-    mode, fake = dynamo.fake_copy(failed.model)
+    mode, fake = fake_tensors.fake_model(failed.model)
     device_type, autocast = next(failed.model.parameters()).device.type, failed.autocast
     # What a plan lacks in this graph is no mistake of the user's here.
     spec = TraceSpec(compiler, loss=loss, strict=False)

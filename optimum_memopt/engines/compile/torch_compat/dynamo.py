@@ -4,7 +4,6 @@ All seen in torch 2.13.0 and there since 2.9, unless stated otherwise.
 """
 
 import contextlib
-import copy
 import inspect
 import shutil
 import traceback
@@ -23,14 +22,13 @@ from torch._functorch._aot_autograd import graph_compile
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._guards import TracingContext
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental import _config as symbolic_config
 from torch.fx.experimental.proxy_tensor import py_sym_types
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from optimum_memopt.engines.compile.torch_compat import fake_tensors as eager_fakes
 from optimum_memopt.engines.compile.torch_compat import fx_graph
 from optimum_memopt.engines.compile.torch_compat.kernels import inductor_patches
 from optimum_memopt.errors import MemOptError, is_out_of_memory, line_of
@@ -291,24 +289,6 @@ class Watch:
 
 def _first_line(text: str) -> str:
     return text.strip().split("\n")[0].split("  #")[0].strip()
-
-
-def fake_copy(model: torch.nn.Module) -> tuple[FakeTensorMode, torch.nn.Module]:
-    """A copy of a model whose parameters and buffers have no data, with the forward of its class, and the mode to run
-    it in (`FakeCopyMode`). Tensors that its code holds elsewhere count with their data."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with FakeCopyMode(mode):
-        copied = copy.deepcopy(model)
-    vars(copied).pop("forward", None)
-    with mode:
-        eager_fakes.replace_subclasses(copied, model)
-    return mode, copied
-
-
-def fake_batch(batch: Any, fake: FakeTensorMode) -> Any:
-    """A copy of a tree of tensors without data, for a mode."""
-    with FakeCopyMode(fake):
-        return copy.deepcopy(batch)
 
 
 def is_fake(tensor: torch.Tensor) -> bool:

@@ -234,6 +234,21 @@ def fused_dropout() -> Iterator[None]:
         library._destroy()
 
 
+@contextlib.contextmanager
+def foreach_optimizers() -> Iterator[None]:
+    """Optimizers on the CPU update all parameters at a time, as they do on CUDA where nobody says otherwise
+    (`torch/optim/optimizer.py`, 2.13)."""
+    from torch.optim import optimizer
+
+    name = "_get_foreach_kernels_supported_devices"
+    before = getattr(optimizer, name)
+    setattr(optimizer, name, lambda: [*before(), "cpu"])
+    try:
+        yield
+    finally:
+        setattr(optimizer, name, before)
+
+
 def _cast_by(cast: Callable[[Any, Any], tuple[Any, Any]], name: str) -> Callable[..., Any]:
     """An operator without autocast, whose arguments are cast before."""
     packet, _, overload = name.partition(".")
