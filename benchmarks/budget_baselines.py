@@ -19,7 +19,6 @@ from optimum_memopt.engines.compile.graph.candidates import by_row
 from optimum_memopt.engines.compile.graph.problem import Problem
 from optimum_memopt.engines.compile.memory.simulation import Simulation, simulate
 from optimum_memopt.engines.compile.partition.producers import producer_for
-from optimum_memopt.engines.compile.partition.producers.producer import GraphContext
 from optimum_memopt.engines.compile.solver.solver import Infeasible, Solver
 from optimum_memopt.memory.peak_monitor import MIB
 from optimum_memopt.plans.grammar import parse
@@ -86,12 +85,12 @@ def baselines(graph: AnalyzedGraph, problem: Problem) -> Iterator[tuple[str, fro
         yield f"torch's budget {budget}", roots_of(problem, saved_by_torch(graph, budget))
     for every in EVERY:
         yield f"checkpointing, {'all layers' if every == 1 else f'1 of {every} layers'}", checkpointed(problem, every)
-    level = producer_for(Selection(level=1)).choose(graph, GraphContext())
+    level = producer_for(Selection(level=1)).choose(graph)
     yield "level 1", roots_of(problem, saved_by_choice(level))
     for candidates in by_row(graph.candidates).values():
         if int(candidates[0].strategy) == 1:
             config = f"{candidates[0].cluster_id}:1:-1"
-            row = producer_for(Selection(config=parse(config))).choose(graph, GraphContext())
+            row = producer_for(Selection(config=parse(config))).choose(graph)
             yield f"row {config}", roots_of(problem, saved_by_choice(row))
 
 

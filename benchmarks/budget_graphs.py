@@ -1,7 +1,7 @@
 """Joint graphs of models that are too large for this machine, traced on fake tensors, for budget.py."""
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -22,7 +22,7 @@ from optimum_memopt.engines.compile.memory.step_context import StepContext
 from optimum_memopt.engines.compile.partition.captured_graph import captured_graph
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.producers.budget import FromBudget
-from optimum_memopt.engines.compile.partition.producers.producer import GraphContext, Producer, Solvable
+from optimum_memopt.engines.compile.partition.producers.producer import Producer, Solvable
 from optimum_memopt.engines.compile.solver.solver import Solver
 from optimum_memopt.engines.compile.torch_compat import dynamo
 from optimum_memopt.engines.compile.train import engine as engine_module
@@ -118,11 +118,11 @@ class Within(Producer):
     costs: Callable[[AnalyzedGraph], Costs]
     step: StepContext | None = None
 
-    def choose(self, graph: AnalyzedGraph, context: GraphContext) -> Choice:
+    def choose(self, graph: AnalyzedGraph, earlier: Sequence[Choice] = (), solvable: Solvable | None = None) -> Choice:
         captured = captured_graph(graph, self.costs(graph))
         step = self.step or StepContext(self.bytes, Footprint(0, 0))
         solvable = Solvable(captured, Solver(captured.problem()), lambda times: ALONE, step)
-        return FromBudget(Budget(f"{self.bytes} bytes", self.bytes)).choose(graph, GraphContext(solvable=solvable))
+        return FromBudget(Budget(f"{self.bytes} bytes", self.bytes)).choose(graph, solvable=solvable)
 
 
 def attach(model: torch.nn.Module, producer: Producer) -> CompileEngine:

@@ -139,6 +139,20 @@ PLAN = (
     "--device h100 --bf16 --compiler aot_eager",
 )
 
+LLAMA = """python -c 'from transformers import LlamaConfig
+LlamaConfig(
+    vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_key_value_heads=8,
+    tie_word_embeddings=True, dtype="bfloat16",
+).save_pretrained("llama")'"""
+
+
+def written(name: str, begin: str) -> tuple[str, str]:
+    """Commands that write a model's config, and the Python of docs/plan.md that begins so."""
+    page = (ROOT / "docs/plan.md").read_text(encoding="utf-8")
+    code = page[page.index(f"```python\n{begin}") :].split("```")[1].removeprefix("python\n")
+    return LLAMA, f"cat > {name} <<'END'\n{code}END"
+
+
 TITLE, PREDICTED = r"RobertaForSequenceClassification on .*", r"Predicted (for the first batch|peak of a step).*"
 TABLE_HEAD = (r"Plan +Config .*", r"3 +.*")
 COMPILED = r"\[memopt\] compiled the training graph .*"
@@ -254,6 +268,19 @@ OUTPUTS = {
     --compiler aot_eager --batch_size 1,2,4,8,16,32 --optim adafactor --gradient_accumulation_steps 4""",
         ),
         ((r"RobertaForMaskedLM on H100 .*", r" +32 .*"),),
+    ),
+    "dry-run": Output(
+        (
+            *written("finetune.py", "from datasets"),
+            "optimum-cli memopt dry-run --device h100 finetune.py --output_dir runs --bf16",
+        ),
+        ((r"Trainer, LlamaForCausalLM.*", "temporaries .*"),),
+        is_prompt_shown=False,
+    ),
+    "simulate": Output(
+        (*written("step.py", "import torch"), "python step.py"),
+        (("step  .*", "parameters .*"),),
+        is_prompt_shown=False,
     ),
 }
 

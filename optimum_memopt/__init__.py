@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from optimum_memopt.plans.grammar import ConfigError, PlanConfig, PlanRequest, Strategy
     from optimum_memopt.plans.table import PlanRow, PlanTable
     from optimum_memopt.predict.plan import Estimate, plan
+    from optimum_memopt.predict.simulate import Simulation, simulate
     from optimum_memopt.trainer import Attachment, MemOptTrainer, attach, run_summary
     from optimum_memopt.trainer_args import MemOptTrainingArguments
 
@@ -46,6 +47,7 @@ __all__ = [
     "PlanRow",
     "PlanStatsCallback",
     "PlanTable",
+    "Simulation",
     "Strategy",
     "UnsupportedModelError",
     "attach",
@@ -53,6 +55,7 @@ __all__ = [
     "plan",
     "run",
     "run_summary",
+    "simulate",
 ]
 
 # The imports above, for a running interpreter; tests/train/test_public_names.py compares the two.
@@ -72,6 +75,7 @@ _MODULES = {
         ("plans.grammar", "ConfigError", "PlanConfig", "PlanRequest", "Strategy"),
         ("plans.table", "PlanRow", "PlanTable"),
         ("predict.plan", "Estimate", "plan"),
+        ("predict.simulate", "Simulation", "simulate"),
         ("trainer", "Attachment", "MemOptTrainer", "attach", "run_summary"),
         ("trainer_args", "MemOptTrainingArguments"),
     )

@@ -23,6 +23,7 @@ _NEED_A_TRAINER = (
     "memory_opt_log_steps",
     "memory_opt_log_file",
     "memory_opt_report",
+    "memory_opt_dry_run",
 )
 
 

@@ -19,6 +19,7 @@ from optimum_memopt.engines.shared.registry import (
     engine_names,
     factory,
     given_flags,
+    predicting_factory,
     registrations,
 )
 from optimum_memopt.errors import MemOptError, excerpt
@@ -59,6 +60,13 @@ class RunOptions(EngineOptions):
             "choices": tuple(OPTIMIZERS),
             "help": "AdamW of another library, with Trainer's learning rate, betas, epsilon and weight decay, instead "
             f"of --optim. {_OPTIMIZER_NEEDS}.",
+        },
+    )
+    memory_opt_dry_run: str | None = field(
+        default=None,
+        metadata={
+            "help": "Do not train: show what each phase of the run takes on this device, as h100 or a JSON file, with "
+            "plain PyTorch, and end the script. Needs no GPU."
         },
     )
     group_by_complexity: bool = field(
@@ -115,6 +123,11 @@ class MemOptOptions(_AllOptions):
         self._check_one_chooses()
         if self.memory_opt_report is not None:
             option_values.check_page("--memory_opt_report", str(self.memory_opt_report))
+        if self.memory_opt_dry_run is not None:
+            try:
+                predicting_factory().simulator(self.memory_opt_dry_run)
+            except MemOptError as error:
+                raise MemOptError(f"--memory_opt_dry_run: {error}") from error
         # A mistake in them is an error whichever engine trains.
         _ = self.plan_config, self.plan_file
         if self.memory_opt_engine != AUTO:

@@ -43,6 +43,7 @@ from optimum_memopt.trainer_patches import (
     ATTACHED_ENGINE,
     CHOSEN_MICRO_BATCH,
     COMPARED_RANKS,
+    DRY_RUN,
     FALLBACK,
     GROUPED_ROWS,
     RELEASED_MODEL,
@@ -50,7 +51,7 @@ from optimum_memopt.trainer_patches import (
     SMOOTHED_LOSS,
     TrainerPatches,
 )
-from optimum_memopt.training import batches, optimizers
+from optimum_memopt.training import batches, dry_run, optimizers
 
 
 @dataclass(frozen=True)
@@ -218,6 +219,8 @@ def _put_on(
         patches.put(trainer, GROUPED_ROWS, lambda _: grouped)
     if options.memory_opt_batch is not None:
         patches.put(trainer, CHOSEN_MICRO_BATCH, batches.chosen_micro_batch(trainer, options, engine.name))
+    if options.memory_opt_dry_run is not None:
+        patches.put(trainer, DRY_RUN, lambda _: partial(_dry_run, trainer, options))
     patches.put(trainer, REMOVED_HOOKS, partial(removing_hooks, trainer))
     patches.put(trainer, RELEASED_MODEL, partial(_releasing, engine, reporter, options.memory_opt_report))
 
@@ -318,6 +321,12 @@ def _releasing(
                 reporter.write(report, failure)
 
     return train_and_release
+
+
+def _dry_run(trainer: Trainer, options: MemOptOptions, *args: Any, **kwargs: Any) -> None:
+    """In the place of `train`. Raises SystemExit, or MemOptError."""
+    assert options.memory_opt_dry_run is not None
+    dry_run.show(trainer, options.memory_opt_dry_run, options.budget, type(trainer).train)
 
 
 def _attaching(

@@ -40,6 +40,7 @@ ATTACHED_ENGINE = Patch(
 GROUPED_ROWS = Patch(TRAIN_SAMPLER, "all ranks get rows of like length")
 CHOSEN_MICRO_BATCH = Patch("train", "micro-batch and accumulation are chosen for a run, and restored after it")
 REMOVED_HOOKS = Patch("train", "a Trainer has no event after an error, at which callbacks could remove their hooks")
+DRY_RUN = Patch("train", "nothing is trained; the phases of the run are shown")
 RELEASED_MODEL = Patch("train", "the model is restored, and the page of the run is written")
 
 # Of each method from the innermost wrapper to the outermost.
@@ -55,6 +56,7 @@ PATCHES = (
     GROUPED_ROWS,
     CHOSEN_MICRO_BATCH,
     REMOVED_HOOKS,
+    DRY_RUN,
     RELEASED_MODEL,
 )
 

@@ -26,7 +26,7 @@ from optimum_memopt.engines.compile.partition import partitioned_graph
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
 from optimum_memopt.engines.compile.partition.producers import producer_for
-from optimum_memopt.engines.compile.partition.producers.producer import GraphContext, Producer
+from optimum_memopt.engines.compile.partition.producers.producer import Producer
 from optimum_memopt.engines.compile.torch_compat import dynamo, fx_graph
 from tests.compiled import selection
 
@@ -133,7 +133,7 @@ class Captured:
 
     def choose(self, asked: str, *earlier: Choice) -> Choice:
         """Under a config or `level 1`."""
-        return producer_for(selection(asked)).choose(self.graph, GraphContext(earlier))
+        return producer_for(selection(asked)).choose(self.graph, earlier)
 
     def split(self, asked: str = "") -> Parts:
         """Under a config, `level 1` or nothing; made once, and not to be changed."""
@@ -148,7 +148,7 @@ class Captured:
         """A copy of the graph as a producer chooses for it, planned for a device."""
         cuda = target.cuda if target is not None else None
         graph = partitioned_graph.analyze(self.copied(), self.inputs, self.num_fwd_outputs, self.others, cuda)
-        return partitioned_graph.partitioned(graph, producer.choose(graph, GraphContext()), target=target)
+        return partitioned_graph.partitioned(graph, producer.choose(graph), target=target)
 
     @cached_property
     def _splits(self) -> dict[str, Parts]:

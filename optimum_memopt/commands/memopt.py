@@ -6,7 +6,7 @@ Nothing heavy is imported before `run()`: optimum imports this module whenever a
 import json
 import platform
 import sys
-from argparse import ArgumentParser
+from argparse import REMAINDER, ArgumentParser
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -319,6 +319,29 @@ class PlanCommand(BaseOptimumCLICommand):
         run(lambda: plan.run(self.args))
 
 
+_DRY_RUN_DESCRIPTION = (
+    "Runs a script until a Trainer's train(): stock, TRL's, a subclass. Then its own training step and evaluation run "
+    "on tensors without data, with the longest rows of the data, and the memory of each phase of the run is shown. "
+    "Neither a GPU nor weights are needed: models are made from their configs."
+)
+
+
+class DryRunCommand(BaseOptimumCLICommand):
+    @staticmethod
+    def parse_args(parser: ArgumentParser) -> None:
+        parser.description = _DRY_RUN_DESCRIPTION
+        parser.add_argument("--device", required=True, help="The GPU that the run is for, as h100, or a JSON file.")
+        parser.add_argument("--budget", help="Bytes that no phase may pass, as 24GiB. Default: what the device has.")
+        parser.add_argument("script", help="The script.")
+        parser.add_argument("arguments", nargs=REMAINDER, help="Its arguments.")
+
+    def run(self) -> None:
+        from optimum_memopt.commands import dry_run
+        from optimum_memopt.errors import run
+
+        run(lambda: dry_run.run(self.args))
+
+
 class MemOptCommand(BaseOptimumCLICommand):
     """Prints its help; the work is in the subcommands."""
 
@@ -328,6 +351,11 @@ class MemOptCommand(BaseOptimumCLICommand):
             name="advise",
             help="Which micro-batch and which plan train a model fastest within a budget.",
             subcommand_class=AdviseCommand,
+        ),
+        CommandInfo(
+            name="dry-run",
+            help="What a script's run takes, phase by phase, before it trains.",
+            subcommand_class=DryRunCommand,
         ),
         CommandInfo(
             name="env", help="What is installed, what works here, what is missing.", subcommand_class=EnvCommand

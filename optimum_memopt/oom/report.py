@@ -23,7 +23,7 @@ from optimum_memopt.engines.api.explanations import (
     Suggestion,
     Tensors,
 )
-from optimum_memopt.engines.api.predictions import GRADIENTS, OTHER, RECOMPUTED, SAVED, TEMPORARY
+from optimum_memopt.engines.api.predictions import GRADIENTS, OTHER, OUTPUTS, RECOMPUTED, SAVED, TEMPORARY
 from optimum_memopt.engines.api.run import Run
 from optimum_memopt.engines.shared.in_place import engine_of
 from optimum_memopt.engines.shared.registry import factory, registrations
@@ -257,7 +257,7 @@ def _parts(
     else:
         outside += min(-excess, failure.kept)
     parts = []
-    for category in (*(category for category in held if category != OTHER), SAVED, RECOMPUTED, TEMPORARY):
+    for category in (*(category for category in held if category != OTHER), SAVED, OUTPUTS, RECOMPUTED, TEMPORARY):
         part = by_category.get(category, Part(category, 0))
         parts.append(Part(category, part.bytes + held.get(category, 0), part.tensors))
     return (*parts, Part(OTHER, outside))

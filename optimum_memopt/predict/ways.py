@@ -6,7 +6,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from optimum_memopt.engines.api.predictions import Way
+from optimum_memopt.engines.api.predictions import StepTimeline, Way
 from optimum_memopt.sizes import gib_text
 
 # Groups of tensors that are shown of each category, and bytes of the smallest.
@@ -30,14 +30,13 @@ def to_text(ways: Sequence[Way], header: str) -> str:
     ]
     grid = tabulate(rows, headers="keys", tablefmt="simple", disable_numparse=True)
     notes = [f"{way.plan.name}: {way.note}" for way in ways if way.note]
-    return "\n".join((header, grid, *notes, *_held(ways[0])))
+    first = ways[0]
+    held = () if first.timeline is None else ("", held_at_peak(first.plan.name, first.timeline))
+    return "\n".join((header, grid, *notes, *held))
 
 
-def _held(way: Way) -> Sequence[str]:
-    """The largest groups of tensors at the peak."""
-    if way.timeline is None:
-        return ()
-    timeline = way.timeline
+def held_at_peak(name: str, timeline: StepTimeline) -> str:
+    """The largest groups of tensors at the peak of what has this name."""
     layer = timeline.layers[timeline.peak_at]
     where = f"in the {timeline.peak_phase}, at {timeline.operators[timeline.peak_at]}{f' of {layer}' if layer else ''}"
     rows = []
@@ -47,7 +46,7 @@ def _held(way: Way) -> Sequence[str]:
         if (total := sum(group.bytes for group in groups)) >= _SHOWN:
             rows.append((category, gib_text(total), ", ".join(itertools.islice(named, _GROUPS))))
     grid = tabulate(rows, tablefmt="plain", disable_numparse=True)
-    return ("", f"{way.plan.name} holds at its peak, {where}:", grid)
+    return "\n".join((f"{name} holds at its peak, {where}:", grid))
 
 
 def to_dict(ways: Sequence[Way]) -> list[dict[str, Any]]:

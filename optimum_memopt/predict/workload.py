@@ -182,8 +182,10 @@ class Workload:
 
     @property
     def values(self) -> "dict[str, torch.Tensor]":
-        """Inputs whose values models branch on: masks are left out where every token is real."""
-        return {} if not self.tokens else {"attention_mask": mask_of(self.batch_size, self.seq_len, self.has_padding)}
+        """Inputs whose values models branch on; a mask that is not among them counts as one with padding."""
+        if self.has_padding or not self.tokens:
+            return {}
+        return {"attention_mask": torch.ones(self.batch_size, self.seq_len, dtype=torch.int64)}
 
     @property
     def _named(self) -> str:
@@ -320,16 +322,6 @@ class Workload:
         return {**batch, "labels": ids.clone()}
 
 
-def mask_of(rows: int, length: int, has_padding: bool) -> "torch.Tensor":
-    """An attention mask, in which the last token of the last row is padding, or none."""
-    import torch
-
-    mask = torch.ones(rows, length, dtype=torch.int64)
-    if has_padding:
-        mask[-1:, -1:] = 0
-    return mask
-
-
 def decide_problem_type(config: Any, labels: "torch.Tensor | None") -> None:
     """Set the problem type where each row has one class as its label: DeBERTa's forward reads the labels otherwise."""
     if labels is None or labels.dim() != 1 or labels.is_floating_point():
@@ -440,13 +432,9 @@ class ModuleWorkload:
 
     @property
     def values(self) -> dict[str, torch.Tensor]:
-        """Inputs whose values are known: real tensors, and a mask with padding for one that is not."""
+        """Inputs whose values are known: real tensors."""
         tensors = {name: value for name, value in self.inputs.items() if isinstance(value, torch.Tensor)}
-        known = {name: tensor for name, tensor in tensors.items() if tensor.device.type != "meta"}
-        mask = tensors.get("attention_mask")
-        if mask is not None and "attention_mask" not in known and mask.dim() == 2:
-            known["attention_mask"] = mask_of(mask.shape[0], mask.shape[1], has_padding=True).to(mask.dtype)
-        return known
+        return {name: tensor for name, tensor in tensors.items() if tensor.device.type != "meta"}
 
     @property
     def suggestion(self) -> str:

@@ -39,7 +39,7 @@ def paragraph(data: ReportData) -> str:
 def _sentences(data: ReportData) -> Iterator[str]:
     if data.failure:
         yield f"Training stopped with {data.failure.rstrip('.')}."
-    if data.table is None:
+    if data.table is None and data.timeline is None:
         yield "No training step has run, so there is no plan table."
     if data.timeline is not None:
         yield from _predicted(data.timeline)

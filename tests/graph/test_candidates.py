@@ -5,7 +5,7 @@ import torch
 
 from optimum_memopt.engines.compile.graph.saved_activations import is_negligible, is_statistic, operator_name
 from optimum_memopt.engines.compile.partition.choice import Choice
-from optimum_memopt.engines.compile.partition.producers.config import FromConfig
+from optimum_memopt.engines.compile.partition.producers.stated import FromConfig
 from optimum_memopt.plans.grammar import ConfigError, Strategy, parse
 from optimum_memopt.plans.matching import Matched
 from tests.captured import Captured, capture

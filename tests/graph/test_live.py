@@ -10,12 +10,13 @@ from transformers import RobertaConfig
 from optimum_memopt.compat import checkpoint_layers
 from optimum_memopt.engines.api.predictions import GRADIENTS, OPTIMIZER, OUTPUTS, PARAMETERS, SAVED, Training
 from optimum_memopt.engines.api.run import StepSpec
+from optimum_memopt.engines.compile.costs.devices import DEVICES
 from optimum_memopt.engines.compile.memory.live import BACKWARD, LiveRecorder, LiveRun
 from optimum_memopt.engines.compile.predict.live_step import plain_step, run_micro_batches
-from optimum_memopt.engines.compile.torch_compat import dynamo, fake_tensors, kernels
+from optimum_memopt.engines.compile.torch_compat import fake_tensors, kernels
 from optimum_memopt.engines.shared.forward_patch import without_key_value_cache
 from optimum_memopt.errors import MemOptError
-from optimum_memopt.predict.workload import Workload
+from optimum_memopt.predict.workload import ModuleWorkload, Workload
 from tests.model_zoo import ZOO
 
 # Convolutions take workspaces that depend on the processor.
@@ -47,10 +48,8 @@ def measured(model: torch.nn.Module, batch: dict[str, Any], training: Training, 
 
 
 def predicted(model: torch.nn.Module, batch: dict[str, Any], training: Training, micro_batches: int = 1) -> LiveRun:
-    fake, copied = dynamo.fake_copy(model)
-    inputs = dynamo.fake_batch(batch, fake)
-    for name, values in batch.items():
-        fake_tensors.with_values(inputs[name], values)
+    fake, copied = fake_tensors.fake_model(model)
+    inputs = fake_tensors.fake_copy(batch, fake, keeps_values=True)
     with fake:
         return run_micro_batches(copied.train(), inputs, None, training, None, micro_batches)
 
@@ -111,7 +110,7 @@ def test_a_variable_has_its_place() -> None:
     model = Holds()
 
     def run(inspect_at: int) -> LiveRun:
-        fake, copied = dynamo.fake_copy(model)
+        fake, copied = fake_tensors.fake_model(model)
         recorder = LiveRecorder(copied, inspect_at=inspect_at)
         with fake, recorder:
             copied(torch.ones(4, 8))
@@ -162,6 +161,30 @@ def test_on_a_gpu_that_is_not_here() -> None:
     assert timeline.held[OPTIMIZER][0] == 2 * timeline.held[PARAMETERS][0] - 2 * _buffers(config)
     assert {phase.name for phase in timeline.phases} >= {"post_forward", "post_backward"}
     assert BACKWARD in step.run.phases
+
+
+def test_seconds_are_those_of_kernels() -> None:
+    layer = torch.nn.Sequential(torch.nn.Linear(8192, 8192, bias=False), torch.nn.ReLU())
+    batch = {"input": torch.ones(8192, 8192)}
+    names = ["mm", "relu", "sum", "threshold_backward", "mm"]
+    workload = ModuleWorkload.of(layer, batch, None, ())
+    step = plain_step(workload, StepSpec("l40s"), Training())
+    assert [work.key.split(".")[1] for work in step.run.calls if work.bytes > 2**20] == names
+    assert step.seconds is not None
+    products = sum(work.flops for work in step.run.calls) / DEVICES["L40S"].flops["float32"]
+    assert products < step.seconds < 2 * products
+    twice = plain_step(workload, StepSpec("l40s", gradient_accumulation_steps=4), Training())
+    assert twice.seconds == pytest.approx(step.seconds, rel=0.05)
+    faster = plain_step(workload, StepSpec("h100"), Training())
+    assert faster.seconds is not None
+    assert step.update_seconds > faster.update_seconds > 0
+
+
+def test_no_seconds_without_a_device() -> None:
+    layer = torch.nn.Linear(8, 8)
+    step = plain_step(ModuleWorkload.of(layer, {"input": torch.ones(4, 8)}, None, ()), StepSpec(), Training())
+    assert step.seconds is None
+    assert not step.run.calls
 
 
 def _buffers(config: RobertaConfig) -> int:

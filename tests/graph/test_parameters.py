@@ -10,8 +10,7 @@ from optimum_memopt.engines.compile.graph.joint import is_tensor, root
 from optimum_memopt.engines.compile.graph.problem import problem_of
 from optimum_memopt.engines.compile.graph.saved_activations import operator_name
 from optimum_memopt.engines.compile.partition.choice import Choice, graph_plan
-from optimum_memopt.engines.compile.partition.producers.plan_file import FromPlanFile
-from optimum_memopt.engines.compile.partition.producers.producer import GraphContext
+from optimum_memopt.engines.compile.partition.producers.stated import FromPlanFile
 from optimum_memopt.engines.compile.solver.solver import Solver
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.plans.plan_file import PlanFile
@@ -109,7 +108,7 @@ def test_a_budget_may_save_them_and_a_plan_file_saves_what_it_has(adapted):
     everything = Choice(tuple(adapted.joint.nodes[node] for node in sorted(solver.everything.saved)), "budget")
     for choice in (everything, adapted.choose("level 1")):
         file = PlanFile(why=choice.why, loss="plain", solved_for={}, graphs=(graph_plan(adapted.graph, choice),))
-        assert FromPlanFile(file).choose(adapted.graph, GraphContext()).nodes_to_save == choice.nodes_to_save
+        assert FromPlanFile(file).choose(adapted.graph).nodes_to_save == choice.nodes_to_save
 
 
 @pytest.mark.parametrize("asked", PLANS)

@@ -254,8 +254,3 @@ def test_the_budget_holds_and_is_told(budget):
 
 def test_one_strategy_for_an_id():
     assert with_row(frozenset({"A+:1:-1", "B+:1:-1"}), frozenset({"A+:2:-1"})) == {"A+:2:-1", "B+:1:-1"}
-
-
-def test_nothing_to_choose_from():
-    with pytest.raises(ValueError, match="start"):
-        Search([], lambda rows: FAILED, 5).run([])

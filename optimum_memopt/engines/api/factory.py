@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING, Any, Generic
 
 from optimum_memopt.engines.api.engine import Engine
 from optimum_memopt.engines.api.explanations import Explanation, FailedStep
-from optimum_memopt.engines.api.predictions import Estimate, ModelOfRun, StepPredictor, Way, Workload
+from optimum_memopt.engines.api.predictions import Estimate, ModelOfRun, Simulator, StepPredictor, Way, Workload
 from optimum_memopt.engines.api.run import Options, Selection, StepSpec
 from optimum_memopt.sizes import Budget
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from transformers import Trainer, TrainerCallback
 
 
@@ -135,6 +137,17 @@ class EngineFactory(Generic[Options]):
 
         Raises:
             MemOptError: an unknown device or optimizer, or a model that cannot be built or reads its tensors' values.
+        """
+        raise NotImplementedError
+
+    def simulator(self, device: str | None) -> "AbstractContextManager[Simulator]":
+        """Runs steps of a user's own, of which nothing but tensors without data is made; only where `predicts`.
+
+        Args:
+            device: whose operators and allocator count, as `h100` or a JSON file; None: this machine's.
+
+        Raises:
+            MemOptError: an unknown device.
         """
         raise NotImplementedError
 

@@ -126,7 +126,8 @@ class Workload(Protocol):
         batch_size: rows of a batch.
         tokens: of a row; 0: as many as the batch has, if any.
         suggestion: a way to get figures of a model that cannot be traced; empty where there is none.
-        values: inputs whose values are known, on the CPU: models branch on those of masks.
+        values: inputs whose values are known, on the CPU: models branch on those of masks, of which one that is not
+            known counts as one with padding.
     """
 
     @property
@@ -346,6 +347,54 @@ class Way:
     seconds: float | None = None
     timeline: StepTimeline | None = field(default=None, repr=False)
     note: str = ""
+
+
+@dataclass(frozen=True)
+class SimulatedStep:
+    """A step that has run on tensors without data.
+
+    Attributes:
+        given: bytes that are there at its first operator.
+        peak: bytes of the blocks of torch's allocator on CUDA, elsewhere those that tensors ask for.
+        reserved: bytes that the allocator takes of the device; None where it is not known.
+        phases: the most bytes that tensors ask for in each of `forward`, `backward`, `optimizer`, as far as there are.
+        timeline: operator by operator.
+    """
+
+    given: int
+    peak: int
+    reserved: int | None
+    phases: Mapping[str, int]
+    timeline: StepTimeline = field(repr=False)
+
+
+class Simulator(Protocol):
+    """Runs steps on tensors without data, as plain PyTorch on a device."""
+
+    @property
+    def memory(self) -> "Capacity":
+        """Memory of the device."""
+
+    def copy(self, value: Any) -> Any:
+        """A deep copy of anything whose tensors have no data. Raises MemOptError."""
+
+    def replace(self, holders: "Sequence[torch.nn.Module | torch.optim.Optimizer]") -> None:
+        """Put tensors without data in the place of those of modules and optimizers, until the simulator is left."""
+
+    def run(
+        self, call: Callable[[], Any], held: object, finds_variables: bool = True, reads_floats: bool = False
+    ) -> SimulatedStep:
+        """Call twice; the second is counted.
+
+        Args:
+            call: a step, whose tensors are this simulator's.
+            held: what has the tensors that are there before it, and the modules that name its operators.
+            finds_variables: call once more, to find the variables that hold memory at the peak.
+            reads_floats: a floating-point number that is read is 1, as for logs.
+
+        Raises:
+            MemOptError: one line: a value that is read, or what the step raises.
+        """
 
 
 class StepPredictor(Protocol):

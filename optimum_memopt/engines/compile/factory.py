@@ -6,6 +6,7 @@ this torch is known to be new enough.
 
 import functools
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +15,7 @@ from optimum_memopt.compat import installed_version
 from optimum_memopt.engines.api.engine import Engine
 from optimum_memopt.engines.api.explanations import Explanation, FailedStep
 from optimum_memopt.engines.api.factory import Ability, EngineFactory, Report, TrainerParts
-from optimum_memopt.engines.api.predictions import Estimate, ModelOfRun, StepPredictor, Way, Workload
+from optimum_memopt.engines.api.predictions import Estimate, ModelOfRun, Simulator, StepPredictor, Way, Workload
 from optimum_memopt.engines.api.run import Selection, StepSpec
 from optimum_memopt.engines.compile.options import PLAIN, CompileOptions
 from optimum_memopt.errors import MemOptError
@@ -112,6 +113,11 @@ class CompileFactory(EngineFactory[CompileOptions]):
         from optimum_memopt.engines.compile.predict.ways import plain_ways
 
         return plain_ways(workload, spec, keeps_outputs)
+
+    def simulator(self, device: str | None) -> AbstractContextManager[Simulator]:
+        from optimum_memopt.engines.compile.predict.simulator import simulator
+
+        return simulator(device)
 
     def explain(self, failed: FailedStep) -> Explanation:
         from optimum_memopt.engines.compile.predict.explain import explain

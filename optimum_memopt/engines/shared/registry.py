@@ -74,6 +74,11 @@ def factory(name: str) -> EngineFactory[Any]:
     return _registrations[name].load()
 
 
+def predicting_factory() -> EngineFactory[Any]:
+    """The factory of the first engine that predicts steps."""
+    return next(made for made in map(factory, engine_names()) if made.predicts)
+
+
 def choose_engines(name: str, options: EngineOptions | None = None) -> tuple[tuple[str, ...], str]:
     """The engine for a value of `--memory_opt_engine`, behind it those that could take over, and why it is the first.
 

@@ -35,7 +35,7 @@ class _Partitioner(dynamo.CustomPartitionerFn):
     inductor asks `uuid` for the key of each graph that it compiles (`torch/_inductor/codecache.py`,
     `FxGraphHashDetails`, 2.13). Forward and backward are compiled after the joint graph was partitioned, so the choice
     is there by then. It is not for graphs that have no backward, which never get here and depend on no choice; and it
-    would not be for AOTAutograd's own cache, which asks before it traces and is therefore off (`dynamo.changes`).
+    would not be for AOTAutograd's own cache, which asks before it traces and is therefore off (`dynamo.configured`).
     """
 
     def __init__(self, partition: Callable[..., tuple[Choice, Modules]], key: str = "") -> None:
@@ -104,11 +104,7 @@ class Backend:
 @contextlib.contextmanager
 def configured(compiles: bool) -> Iterator[None]:
     """torch's switches while a compiled forward is called, and perhaps compiled first; restored afterwards."""
-    with contextlib.ExitStack() as stack:
-        for change in dynamo.changes():
-            stack.enter_context(change)
-        if compiles:
-            stack.enter_context(_fewer_collections())
+    with dynamo.configured(), _fewer_collections() if compiles else contextlib.nullcontext():
         yield
 
 

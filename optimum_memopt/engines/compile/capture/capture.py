@@ -20,7 +20,7 @@ from optimum_memopt.engines.compile.costs.costs import Costs
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, without_gradient
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph, SavedNodes, captured_graph, no_costs
 from optimum_memopt.engines.compile.partition.choice import Choice
-from optimum_memopt.engines.compile.partition.producers.producer import GraphContext, Producer
+from optimum_memopt.engines.compile.partition.producers.producer import Producer
 from optimum_memopt.engines.shared import in_place
 from optimum_memopt.engines.shared.forward_patch import Checkpointing, training_forward, without_key_value_cache
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
@@ -77,7 +77,7 @@ def chosen_by(producer: Producer) -> Choose:
     """Choices of a producer that is told nothing of the step."""
 
     def choose(graph: AnalyzedGraph, state: GraphInForward) -> Choice:
-        return producer.choose(graph, GraphContext([graph.choice for graph in state.earlier]))
+        return producer.choose(graph, [earlier.choice for earlier in state.earlier])
 
     return choose
 
@@ -116,7 +116,7 @@ def capture(
             choices[:] = [[] for _ in compared]
         captured, choice = captured_graph(graph, costs_of(graph)), choose(graph, state)
         for producer, earlier in zip(compared, choices, strict=True):
-            earlier.append(producer.choose(graph, GraphContext(tuple(earlier))))
+            earlier.append(producer.choose(graph, tuple(earlier)))
         chosen = (choice, *(of_producer[-1] for of_producer in choices))
         graphs.append(replace(captured, plans=tuple(SavedNodes.of(graph, each) for each in chosen)))
         return choice

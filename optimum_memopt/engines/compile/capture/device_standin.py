@@ -37,7 +37,7 @@ def eager_standin(device: Device | None) -> Iterator[None]:
     if device is None or device.cuda is None:
         yield
         return
-    with kernels.autocast_lists(), kernels.fused_dropout(), _attention_of(device):
+    with kernels.autocast_lists(), kernels.fused_dropout(), kernels.foreach_optimizers(), _attention_of(device):
         yield
 
 

@@ -32,8 +32,9 @@ from optimum_memopt.engines.compile.torch_compat.kernels import generator_state
 
 # Of a data sheet's rates, what matrix products and operators that are bound by memory get; not tuned.
 EFFICIENCY = 0.6
-# Of a data sheet's rates, what eager kernels get of the memory's and of matrix products', and seconds of a launch.
-# Fitted to 21 methods of PEFT on one L40S (docs/gpu.md), the same for all.
+# Of a data sheet's rates, what eager kernels get of the memory's and of matrix products', and seconds of a launch:
+# one set for 22 runs of PEFT's method comparison on an L40S (Ada; docs/gpu.md), and for devices that nobody published
+# as many figures of.
 _EAGER_BANDWIDTH, _EAGER_FLOPS, _LAUNCH = 0.85, 0.7, 4e-6
 # Repetitions of an operator, and seconds after which one is not repeated.
 _REPEATS, _LONG = 5, 0.02

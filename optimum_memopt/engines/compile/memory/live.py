@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, NamedTuple
@@ -45,6 +45,7 @@ from optimum_memopt.engines.compile.memory.events import (
     held_during,
 )
 from optimum_memopt.engines.compile.memory.footprint import groups
+from optimum_memopt.engines.compile.memory.tape import StepEvents
 from optimum_memopt.engines.compile.memory.workspaces import operator_workspace
 from optimum_memopt.engines.compile.torch_compat import autograd, dynamo, fake_tensors
 from optimum_memopt.engines.compile.torch_compat.kernels import Multiprocessors
@@ -76,12 +77,14 @@ class LiveRun:
     Attributes:
         events: in order.
         phases: of each event, one of `FORWARD`, `BACKWARD`, `OPTIMIZER_STEP`.
+        modules: path of the innermost module that each event's operator belongs to.
         trained: names of the parameters that got a gradient.
-        calls: the work of each operator that is no view, in order.
+        calls: the work of each operator that is no view, in order; empty where nobody asked for it.
     """
 
     events: tuple[Event, ...]
     phases: tuple[str, ...]
+    modules: tuple[str, ...] = ()
     trained: frozenset[str] = frozenset()
     calls: tuple[Work, ...] = ()
 
@@ -99,10 +102,22 @@ class LiveRun:
         """Index of the first event at which most is held."""
         return self.during.index(self.peak)
 
+    @cached_property
+    def begin(self) -> int:
+        """Index of the first operator's event; what those before it allocate was there before the step."""
+        return next((at for at, event in enumerate(self.events) if event.operator), len(self.events))
+
     def split(self) -> tuple[tuple[Storage, ...], tuple[Event, ...]]:
         """What was there before the first operator, and the events from it on."""
-        first = next((at for at, event in enumerate(self.events) if event.operator), len(self.events))
-        return tuple(held_before(self.events[:first]).values()), self.events[first:]
+        return tuple(held_before(self.events[: self.begin]).values()), self.events[self.begin :]
+
+    @property
+    def micro_batch(self) -> StepEvents:
+        """One forward and its backward, without what was there before."""
+        events, phases = self.events[self.begin :], self.phases[self.begin :]
+        backward = phases.index(BACKWARD)
+        dropped, given = events[backward - 1 : backward + 1]
+        return StepEvents(events[: backward - 1], (dropped, given), events[backward + 1 :])
 
     def most(self, phase: str) -> int:
         """The most that is held in a phase; 0 where there is none."""
@@ -153,7 +168,7 @@ class LiveRun:
 
     def _borders(self) -> list[tuple[str, int, int]]:
         """Name, first event and the one behind the last, of the phases that memory is logged for."""
-        first = next((at for at, event in enumerate(self.events) if event.operator), len(self.events))
+        first = self.begin
         backward = next((at for at, phase in enumerate(self.phases) if phase == BACKWARD), len(self.events))
         update = next((at for at, phase in enumerate(self.phases) if phase == OPTIMIZER_STEP), len(self.events))
         return [
@@ -172,7 +187,7 @@ class _Allocation:
     bytes: int
     kind: str
     layer: str
-    phase: str
+    in_backward: bool
     category: str = ""
     is_recomputed: bool = False
 
@@ -183,6 +198,8 @@ class _Operator:
     kind: str
     layer: str
     phase: str
+    module: str = ""
+    in_backward: bool = False
     allocates: list[int] = field(default_factory=list)
     workspace: int = 0
     frees: list[int] = field(default_factory=list)
@@ -195,9 +212,18 @@ class LiveRecorder(TorchDispatchMode):
         model: whose modules name the operators.
         cuda: the device that is planned for, wherever the tensors are; None: the tensors' own.
         inspect_at: index of an event during which variables of Python are looked at; -1: none.
+        reads_floats: a floating-point number that is read and not known is 1, where else that is an error.
+        records_work: `LiveRun.calls` is asked for.
     """
 
-    def __init__(self, model: torch.nn.Module, cuda: Multiprocessors | None = None, inspect_at: int = -1) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        cuda: Multiprocessors | None = None,
+        inspect_at: int = -1,
+        reads_floats: bool = False,
+        records_work: bool = False,
+    ) -> None:
         super().__init__()
         self._names = {id(module): name for name, module in model.named_modules()}
         self._model, self._cuda, self._inspect_at = model, cuda, inspect_at
@@ -212,6 +238,9 @@ class LiveRecorder(TorchDispatchMode):
         self._hooks: list[Any] = []
         self._calls: list[Work] = []
         self._outermost: FrameType | None = None
+        self._trained: set[str] = set()
+        self._reads_floats, self._records_work = reads_floats, records_work
+        self._is_behind_backward = False
 
     def __enter__(self) -> "LiveRecorder":
         self._outermost = sys._getframe(1)
@@ -219,7 +248,12 @@ class LiveRecorder(TorchDispatchMode):
             register_module_forward_pre_hook(self._enter_module),
             register_module_forward_hook(self._leave_module, always_call=True),
             register_optimizer_step_pre_hook(lambda *_: self.begin(OPTIMIZER_STEP)),
-            register_optimizer_step_post_hook(lambda *_: self.begin(FORWARD)),
+            register_optimizer_step_post_hook(self._updated),
+            *(
+                parameter.register_post_accumulate_grad_hook(partial(self._accumulated, name))
+                for name, parameter in self._model.named_parameters()
+                if parameter.requires_grad
+            ),
         ]
         super().__enter__()
         return self
@@ -239,8 +273,8 @@ class LiveRecorder(TorchDispatchMode):
 
     def begin(self, phase: str) -> None:
         """What is freed from now on is none of the last operator's."""
-        self._phase = phase
-        self._operators.append(_Operator("", "", "", phase))
+        self._phase, self._is_behind_backward = phase, False
+        self._operators.append(_Operator("", "", "", phase, in_backward=phase == BACKWARD))
 
     def outputs(self, name: str, value: object) -> None:
         """What a caller holds under a name, in containers and attributes too, is an output."""
@@ -252,25 +286,23 @@ class LiveRecorder(TorchDispatchMode):
                     # The layers of a key-value cache are all of one kind.
                     self._allocations[number].kind = _PLACE.sub("", path)
 
-    def gradients(self) -> None:
-        """The gradients of the model's parameters are what they are from now on."""
-        for parameter in self._model.parameters():
-            if parameter.grad is not None:
-                for storage in fake_tensors.storages(parameter.grad):
-                    number = self._alive.get(storage.address)
-                    if number is not None and not self._allocations[number].category:
-                        self._allocations[number].category = GRADIENTS
+    def _accumulated(self, name: str, parameter: torch.Tensor) -> None:
+        self._trained.add(name)
+        assert parameter.grad is not None
+        for storage in fake_tensors.storages(parameter.grad):
+            number = self._alive.get(storage.address)
+            if number is not None and not self._allocations[number].category:
+                self._allocations[number].category = GRADIENTS
 
     def run(self) -> LiveRun:
         """What was recorded."""
-        freed_in = {number: operator.phase for operator in self._operators for number in operator.frees}
-        trained = frozenset(name for name, parameter in self._model.named_parameters() if parameter.grad is not None)
+        freed = {number: operator for operator in self._operators for number in operator.frees}
 
         def storage(number: int) -> Storage:
             held = self._allocations[number]
             category, kind = held.category, held.kind
             if not category:
-                is_saved = held.phase == FORWARD and freed_in.get(number, BACKWARD) == BACKWARD
+                is_saved = not held.in_backward and (number not in freed or freed[number].in_backward)
                 category = SAVED if is_saved else RECOMPUTED if held.is_recomputed else TEMPORARY
                 if number in self._variables and not is_saved:
                     category, kind = OUTPUTS, str(self._variables[number])
@@ -287,7 +319,8 @@ class LiveRecorder(TorchDispatchMode):
             )
             for operator in self._operators
         )
-        return LiveRun(events, tuple(operator.phase for operator in self._operators), trained, tuple(self._calls))
+        phases, modules = zip(*((operator.phase, operator.module) for operator in self._operators), strict=True)
+        return LiveRun(events, phases, modules, frozenset(self._trained), tuple(self._calls))
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -296,11 +329,15 @@ class LiveRecorder(TorchDispatchMode):
         try:
             results = fake_tensors.call(function, args, kwargs)
         except fake_tensors.DATA_DEPENDENT as error:
+            if self._reads_floats and dynamo.reads_a_number(function) and args[0].is_floating_point():
+                return 1.0
             raise MemOptError(_reads_data(function)) from error
-        if fake_tensors.runs_kernel(function):
+        if self._records_work and fake_tensors.runs_kernel(function):
             self._calls.append(work_of(function, args, kwargs, results, None))
         node = autograd.current_node()
-        phase = self._phase if node is None else BACKWARD
+        # Until a module is called again: gradients are clipped before the optimizer's step.
+        self._is_behind_backward = self._is_behind_backward or node is not None
+        phase = BACKWARD if self._is_behind_backward else self._phase
         module = self._modules[-1] if self._modules else self._module_of_node.get(autograd.order(node), "")
         if node is None and torch.is_grad_enabled():
             self._module_of_node[autograd.last_order()] = module
@@ -316,20 +353,27 @@ class LiveRecorder(TorchDispatchMode):
             return results
         kind = dynamo.operator_name(function)
         layer = layer_in(module)
-        self._operators.append(_Operator(f"{kind}_{len(self._operators)}", kind, layer, phase, workspace=workspace))
+        in_backward = node is not None or self._phase == BACKWARD
+        name = f"{kind}_{len(self._operators)}"
+        self._operators.append(_Operator(name, kind, layer, phase, module, in_backward, workspace=workspace))
         for storage in new:
             if (allocation := self._follow(storage, kind, layer)) is not None:
-                allocation.is_recomputed = phase == BACKWARD and bool(self._modules)
+                allocation.is_recomputed = in_backward and bool(self._modules)
         if len(self._operators) - 1 == self._inspect_at:
             self._look_at_variables()
         return results
+
+    def _updated(self, *_: Any) -> None:
+        # All that was there is there until the loop frees its gradients.
+        self.begin(OPTIMIZER_STEP)
+        self._phase = FORWARD
 
     def _follow(self, storage: fake_tensors.HeldStorage, kind: str, layer: str) -> _Allocation | None:
         if storage.address in self._alive:
             return None
         number = len(self._allocations)
         operator = self._operators[-1]
-        allocation = _Allocation(number, storage.bytes, kind, layer, operator.phase)
+        allocation = _Allocation(number, storage.bytes, kind, layer, operator.in_backward)
         self._allocations.append(allocation)
         self._alive[storage.address] = number
         operator.allocates.append(number)
@@ -341,6 +385,8 @@ class LiveRecorder(TorchDispatchMode):
             self._operators[-1].frees.append(number)
 
     def _enter_module(self, module: torch.nn.Module, args: Any) -> None:
+        if autograd.current_node() is None:
+            self._is_behind_backward = False
         self._modules.append(self._names.get(id(module), self._modules[-1] if self._modules else ""))
 
     def _leave_module(self, module: torch.nn.Module, args: Any, output: Any) -> None:
@@ -367,6 +413,11 @@ def _reads_data(function: Any) -> str:
     )
 
 
+def is_of_the_user(file: str) -> bool:
+    """True for code that is neither torch's nor this package's."""
+    return not file.startswith((_TORCH, _PACKAGE))
+
+
 def _frames(outermost: FrameType | None = None) -> Iterator[FrameType]:
     """Those of functions that are neither torch's nor this package's, the innermost first.
 
@@ -375,7 +426,7 @@ def _frames(outermost: FrameType | None = None) -> Iterator[FrameType]:
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if not frame.f_code.co_filename.startswith((_TORCH, _PACKAGE)):
+        if is_of_the_user(frame.f_code.co_filename):
             yield frame
         frame = frame.f_back if frame is not outermost else None
 

@@ -166,6 +166,14 @@ def _is_contiguous(tensor: torch.Tensor) -> bool:
     return True
 
 
+def _unreduced_loss(arguments: Sequence[Any]) -> sympy.Expr:
+    """The loss of each element, where their mean or sum is returned (`native/BinaryOps.cpp`, `native/Loss.cpp`)."""
+    is_reduced = len(arguments) < 3 or arguments[2] != 0
+    shape = torch.broadcast_shapes(arguments[0].shape, arguments[1].shape)
+    return sympy.Mul(*map(symbolic, shape)) * arguments[0].dtype.itemsize if is_reduced else _ZERO
+
+
+_LOSSES = dict.fromkeys(("mse_loss", "smooth_l1_loss", "huber_loss"), _unreduced_loss)
 _POINTWISE = ("add", "div", "mul", "rsub", "sub", "maximum", "minimum", "eq", "ne", "lt", "le", "gt", "ge")
 _CPU_RULES_OF_RESULT: dict[str, Callable[[Sequence[Any], Any], sympy.Expr]] = {
     **dict.fromkeys(_POINTWISE, _casts),
@@ -177,6 +185,7 @@ _CPU_RULES_OF_RESULT: dict[str, Callable[[Sequence[Any], Any], sympy.Expr]] = {
 }
 _CPU_RULES: dict[str, Callable[[Sequence[Any]], sympy.Expr]] = {
     **dict.fromkeys(("_log_softmax_backward_data", "_softmax_backward_data"), _softmax_backward_copies),
+    **_LOSSES,
     "_scaled_dot_product_flash_attention_for_cpu": _attention,
     "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
 }
@@ -312,6 +321,7 @@ def _flash_backward(arguments: Sequence[Any]) -> sympy.Expr:
 
 _REDUCTIONS = frozenset({"sum", "mean", "amax", "amin", "linalg_vector_norm"})
 _CUDA_RULES: dict[str, Callable[[Sequence[Any]], sympy.Expr]] = {
+    **_LOSSES,
     "_softmax_backward_data": _softmax_backward,
     "embedding_dense_backward": _embedding_backward,
     "_scaled_dot_product_efficient_attention_backward": _efficient_backward,

@@ -1,5 +1,4 @@
-"""The choice for one joint graph: its saved, recomputed and offloaded activations. A producer makes it, everything
-downstream reads only it."""
+"""The choice for a joint graph. A producer makes it, everything downstream reads only it."""
 
 from dataclasses import dataclass, field, replace
 
@@ -15,7 +14,7 @@ from optimum_memopt.plans.plan_file import GraphEntry, LayerEntry
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """For one joint graph.
+    """The saved, recomputed and offloaded activations of one joint graph.
 
     Attributes:
         nodes_to_save: what the forward saves for the backward beside inputs and sizes, in graph order. An offloaded

@@ -1,7 +1,7 @@
 """Splits a joint graph so that the forward saves exactly what a choice says. The backward recomputes the rest."""
 
 import operator
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -106,7 +106,6 @@ def analyze(
     """Clean up a joint graph and find its candidates.
 
     Args:
-        num_fwd_outputs: outputs of the joint graph that are the forward's.
         cuda: see `operator_workspace`; None: the device of its tensors.
     """
     module.graph.eliminate_dead_code()
@@ -119,13 +118,14 @@ def analyze(
     names: dict[sympy.Symbol, str] = {}
     with best_effort("the names of sizes"):
         names = symbol_names(dynamo.symbol_sources(), sizes, batch or {})
-    parameters = static_inputs(joint, options.get("static_lifetime_input_indices") or ())
+    # Parameters and buffers, which stay where they are from step to step.
+    parameters = tuple(joint.inputs[index] for index in options.get("static_lifetime_input_indices") or ())
     constants = find_constants(joint, parameters)
     candidates = find_candidates(joint, activations, sizes, strategies.registered(), constants)
     if cuda is not None:
         candidates = tuple(replace(candidate, planned_for="cuda") for candidate in candidates)
 
-    def partition_by_torch() -> Modules:
+    def by_torch() -> Modules:
         before = module.graph
         try:
             return fx_graph.default_partition(module, inputs, num_fwd_outputs=num_fwd_outputs, **options)
@@ -148,7 +148,7 @@ def analyze(
         paths,
         signature,
         workspaces,
-        partition_by_torch,
+        by_torch,
         cuda,
     )
 
@@ -157,10 +157,9 @@ def eliminate_duplicates(joint: JointGraph) -> None:
     """Replace each operator of the joint graph by an earlier one of the same pass that computes the same; nothing that
     was read of the graph holds any more.
 
-    Under autocast a query, a key and a value projection each cast the same tensor, and each saves its cast. torch's
-    min-cut partitioner removes such duplicates too (`torch/_functorch/compile_utils.py`, `fx_graph_cse`), but not
-    before the analysis, and it lets the backward read a duplicate of the forward, which would be one more saved
-    activation. Here forward and backward are separate.
+    Under autocast a query, a key and a value projection each save their cast of the same tensor. torch's min-cut
+    partitioner removes such duplicates too (`torch/_functorch/compile_utils.py`, `fx_graph_cse`), but after the
+    analysis, and it lets the backward read a duplicate of the forward, which would be one more saved activation.
 
     Left alone is what draws random numbers or reads what is written to; what the graph returns, since its caller may
     write to it; and what reads no tensor (zeros, ranges): it costs next to nothing, and one for all would be held from
@@ -184,11 +183,9 @@ def _is_replaceable(joint: JointGraph, node: fx.Node) -> bool:
         return False
     if is_number(node) or node.target is operator.getitem:
         return True
-    schema = getattr(node.target, "_schema", None)
-    # Operators without one run graphs of their own.
-    if schema is None or schema.is_mutable:
-        return False
-    return any(not is_number(read) for read in node.all_input_nodes)
+    # Operators without a schema run graphs of their own.
+    is_pure = (schema := getattr(node.target, "_schema", None)) is not None and not schema.is_mutable
+    return is_pure and not all(map(is_number, node.all_input_nodes))
 
 
 def _key(argument: Any) -> Hashable:
@@ -210,7 +207,7 @@ def partitioned(
     """A graph's forward and backward under a choice.
 
     Args:
-        runs_operators: the two are run as they are, operator by operator.
+        runs_operators: the two are run as they are, without a compiler.
         target: the device that the graph is planned for; None: that of its tensors.
     """
     modules = choice.torchs_graphs
@@ -222,36 +219,29 @@ def partitioned(
     if runs_operators:
         scale_in_place(modules)
         dropout.take_drawn_masks(modules[0])
-    return _partitioned(graph, choice, modules), modules
-
-
-def _partitioned(graph: AnalyzedGraph, choice: Choice, modules: Modules) -> PartitionedGraph:
-    joint, sizes = graph.joint, graph.size_hints
-    timeline, prediction = None, None
+    forward, sizes = graph.joint.forward, graph.size_hints
+    timeline, prediction, bound = None, None, frozenset[sympy.Symbol]()
     with best_effort("the predicted peak"):
         timeline = _timeline(graph, modules)
         prediction = timeline.predict(sizes)
-    convolves = any(operator_name(node).startswith("convolution") for node in joint.forward)
-    halves = any(operator_name(node) in _PRODUCTS and _is_half_on_cpu(node) for node in joint.forward)
-    bound: frozenset[sympy.Symbol] = frozenset()
     with best_effort("the sizes that a graph is bound to"):
         bound = bound_symbols(dynamo.size_guards(), sizes)
-    plan, attention = graph_plan(graph, choice), fused_attention(joint.forward)
-    is_for_cuda = graph.cuda is not None
-    return PartitionedGraph(
+    halves = any(operator_name(node) in _PRODUCTS and _is_half_on_cpu(node) for node in forward)
+    partitioned_graph = PartitionedGraph(
         graph.candidates,
         choice,
         sizes,
         graph.names,
         timeline,
         prediction,
-        plan,
-        has_convolutions=convolves,
-        has_half_products=halves and not is_for_cuda,
-        attention=attention,
-        is_for_cuda=is_for_cuda,
+        graph_plan(graph, choice),
+        has_convolutions=any(operator_name(node).startswith("convolution") for node in forward),
+        has_half_products=halves and graph.cuda is None,
+        attention=fused_attention(forward),
+        is_for_cuda=graph.cuda is not None,
         bound=bound,
     )
+    return partitioned_graph, modules
 
 
 def _place_copies(graph: AnalyzedGraph, modules: Modules, device: Device, fused: bool) -> None:
@@ -279,17 +269,9 @@ def _is_half_on_cpu(node: fx.Node) -> bool:
     return tensor.device.type == "cpu" and tensor.dtype in (torch.bfloat16, torch.float16)
 
 
-def static_inputs(joint: JointGraph, indices: Iterable[int]) -> tuple[fx.Node, ...]:
-    """The inputs that stay where they are from step to step: parameters and buffers."""
-    return tuple(joint.inputs[index] for index in indices)
-
-
 def size_hints(joint: JointGraph) -> dict[sympy.Symbol, int]:
     """Each symbol's value in the batch that the graph was traced with."""
     numbers = [value(node) for node in joint.inputs if is_number(node)]
     shapes = [size for node in joint.inputs if is_tensor(node) for size in tensor_value(node).shape]
-    return {
-        number.node.expr: int(number.node.hint)
-        for number in (*numbers, *shapes)
-        if isinstance(number, torch.SymInt) and number.node.expr.is_Symbol
-    }
+    symbolic = (number.node for number in (*numbers, *shapes) if isinstance(number, torch.SymInt))
+    return {node.expr: int(node.hint) for node in symbolic if node.expr.is_Symbol}

@@ -15,8 +15,8 @@ from optimum_memopt.engines.api.run import THIS_MACHINE, Selection, StepSpec
 from optimum_memopt.engines.compile.graph.symbols import plain_sizes
 from optimum_memopt.engines.compile.memory.step_context import StepContext
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph, multi_graph_solver, no_costs
-from optimum_memopt.engines.compile.partition.producers.level import FromLevel
-from optimum_memopt.engines.compile.partition.producers.torch_default import TorchDefault
+from optimum_memopt.engines.compile.partition.producers.producer import TorchDefault
+from optimum_memopt.engines.compile.partition.producers.stated import FromLevel
 from optimum_memopt.engines.compile.predict.planned_step import PlannedStep, TracedStep
 from optimum_memopt.engines.compile.predict.planner import bounded_bytes
 from optimum_memopt.engines.compile.predict.ways import engine_ways

@@ -1,52 +1,36 @@
 """Why a training step ran out of memory: what it held, and what would have fit."""
 
-import copy
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from operator import itemgetter
-from typing import Any
 
 import torch
 
-from optimum_memopt.engines.api.explanations import (
-    OPTIMIZER_STEP,
-    Explanation,
-    FailedStep,
-    Moment,
-    Part,
-    Suggestion,
-    TensorLike,
-)
+from optimum_memopt.engines.api.explanations import OPTIMIZER_STEP, Explanation, FailedStep, Moment, Part, Suggestion
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.capture.backend import default_compiler
-from optimum_memopt.engines.compile.capture.capture import capture, chosen_by
-from optimum_memopt.engines.compile.capture.traced_forward import TraceSpec
 from optimum_memopt.engines.compile.costs.cache import costs_of
 from optimum_memopt.engines.compile.costs.costs import Costs
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
-from optimum_memopt.engines.compile.loss.decide import LossMode, may_have_vocabulary
+from optimum_memopt.engines.compile.loss.decide import LossMode
 from optimum_memopt.engines.compile.memory.footprint import footprint_of, tensor_bytes, trainable_of
 from optimum_memopt.engines.compile.memory.step_context import StepContext, link_of, room_to_grow
 from optimum_memopt.engines.compile.options import AUTO, CHUNKED, PLAIN
-from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph, no_costs
+from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph
 from optimum_memopt.engines.compile.partition.producers import producer_for
-from optimum_memopt.engines.compile.partition.producers.producer import Producer
-from optimum_memopt.engines.compile.partition.producers.torch_default import TorchDefault
-from optimum_memopt.engines.compile.predict.holdings import HeldStep, Simulate, step_of
-from optimum_memopt.engines.compile.predict.suggestions import (
-    FailedRun,
-    peak_of,
-    plain_run,
-    planned_run,
-    problems_of,
-    solver_of,
-    suggestions,
-    within_budget,
+from optimum_memopt.engines.compile.partition.producers.producer import Producer, TorchDefault
+from optimum_memopt.engines.compile.predict.holdings import HeldStep
+from optimum_memopt.engines.compile.predict.reconstruction import (
+    Reconstruction,
+    capture_failed,
+    of_graphs,
+    of_plain_pytorch,
+    with_variables,
 )
-from optimum_memopt.engines.compile.torch_compat import dynamo
-from optimum_memopt.engines.shared.forward_patch import Checkpointing
-from optimum_memopt.logs import Deadline, Progress, TimeIsUpError, announced, only_warnings
+from optimum_memopt.engines.compile.predict.suggestions import FailedRun, solver_of, suggestions, within_budget
+from optimum_memopt.errors import is_out_of_memory, line_of, with_causes
+from optimum_memopt.logs import Deadline, Progress, TimeIsUpError, announced
 from optimum_memopt.memory.optimizers import DEFAULT, PlannedOptimizer, embeddings_of, smaller_optimizers
 from optimum_memopt.memory.peak_monitor import held_bytes
 from optimum_memopt.sizes import gib_text
@@ -64,132 +48,120 @@ _NAME, _AS_WRITTEN = "compile", "aot_eager"
 
 @dataclass(frozen=True)
 class _Ran:
-    """The run that ran out of memory."""
+    """The engine's plan in the run that failed."""
 
     producer: Producer
     loss: str
-    simulate: Simulate
-    is_planned: bool
     remarks: tuple[str, ...] = ()
-
-
-@dataclass
-class _Search:
-    """A search for why memory ran out, as far as it has come.
-
-    Attributes:
-        is_traced: what the step held is known, and how long a trace takes.
-    """
-
-    moment: Moment
-    is_traced: bool = False
-    parts: tuple[Part, ...] = ()
-    remarks: tuple[str, ...] = ()
-    suggestions: list[tuple[int, Suggestion]] = field(default_factory=list)
 
 
 def explain(failed: FailedStep) -> Explanation:
     """The explanation of a failed step, as far as the search came in time, since the error waits meanwhile.
 
     Raises:
-        Exception: the forward cannot be traced on fake tensors, or memory ran out again.
+        Exception: the step cannot be run on fake tensors, or memory ran out again.
     """
-    search = _Search(Moment(failed.place.phase, failed.place.module, failed.place.operator))
     with announced(
         "looking for why memory ran out in a training step",
         "looked for why memory ran out in a training step",
-        f"traced on tensors without data, {_SECONDS:.0f} seconds at most",
-        stage="tracing",
+        f"run on tensors without data, {_SECONDS:.0f} seconds at most",
+        stage="running it again",
         every=_SECONDS / 4,
     ) as progress:
-        remarks: tuple[str, ...] = ()
+        deadline = Deadline(_SECONDS)
+        planned, remarks = _plan_of(failed)
+        if planned is None:
+            ran = of_plain_pytorch(failed)
+        else:
+            progress.stage = "tracing"
+            ran = of_graphs(_captured(failed, planned.producer, planned.loss), failed)
+        moment, parts = _held(failed, ran, is_plain=planned is None)
+        if (count := sum(graph.runs for graph in ran.graphs)) > 1:
+            remarks += (f"the forward is {count} graphs, and what runs between them is not known",)
+        ranked: list[tuple[int, Suggestion]] = []
         try:
-            _run_search(failed, search, progress, Deadline(_SECONDS))
+            for suggestion in _suggestions(failed, ran, planned, progress, deadline):
+                ranked.append(suggestion)
         except TimeIsUpError:
-            remarks = (f"what was found in {_SECONDS:.0f} seconds is here: more may fit",)
-    ranked = sorted(search.suggestions, key=itemgetter(0))
-    return Explanation(
-        search.moment, search.parts, tuple(suggestion for _, suggestion in ranked), (*search.remarks, *remarks)
-    )
+            remarks += (f"what was found in {_SECONDS:.0f} seconds is here: more may fit",)
+        # What was held is known all the same.
+        except Exception as error:
+            if any(map(is_out_of_memory, with_causes(error))):
+                raise
+            remarks += (f"the compile engine cannot trace this step, so that it has no suggestion: {line_of(error)}",)
+    ranked.sort(key=itemgetter(0))
+    return Explanation(moment, parts, tuple(suggestion for _, suggestion in ranked), remarks)
 
 
-def _run_search(failed: FailedStep, search: _Search, progress: Progress, deadline: Deadline) -> None:
+def _captured(failed: FailedStep, producer: Producer, loss: str) -> tuple[CapturedGraph, ...]:
     device = next(failed.model.parameters()).device
     compiler = default_compiler(device.type)[0]
-    ran = _what_ran(failed)
-
-    def captured(
-        producer: Producer, loss: str, compiled_by: str, costs: Callable[[AnalyzedGraph], Costs]
-    ) -> tuple[CapturedGraph, ...]:
-        progress.stage = "tracing"
-        traced = capture_failed(failed, producer, LossMode(loss), compiled_by, costs)
-        progress.stage = "searching for suggestions"
-        return traced
 
     def measured(graph: AnalyzedGraph) -> Costs:
         return costs_of(graph, device, compiler == "inductor", most=failed.held)
 
-    @functools.cache
-    def planned() -> tuple[CapturedGraph, ...]:
-        """The graphs as the compile engine would run them, which take as long as the first where they are others."""
-        deadline.check(needed=deadline.elapsed if search.is_traced else 0.0)
-        if ran.is_planned:
-            return (captured(TorchDefault(), CHUNKED, compiler, measured) if ran.loss == PLAIN else None) or graphs
-        return captured(TorchDefault(), AUTO, compiler, measured)
+    return capture_failed(failed, producer, LossMode(loss), compiler, measured)
 
-    # Else there may be logits, which the engine does without.
-    is_same = not ran.is_planned and compiler == _AS_WRITTEN and not may_have_vocabulary(failed.model)
-    if ran.is_planned:
-        graphs = captured(ran.producer, ran.loss, compiler, measured)
-    elif is_same and not any(graph.chunks_loss for graph in planned()):
-        graphs = planned()
-    else:
-        graphs = captured(ran.producer, PLAIN, _AS_WRITTEN, no_costs)
-    # What a caller computes from the logits, and what runs between graphs, is in none of them.
-    count = sum(graph.runs for graph in graphs)
-    is_exact = count == 1 and not failed.call.reader
-    model, untrained = failed.model, graphs[0].untrained
-    search.is_traced, search.remarks = True, ran.remarks
-    run = _failed_run(failed, ran.is_planned, is_exact, untrained)
+
+def _held(failed: FailedStep, ran: Reconstruction, is_plain: bool) -> tuple[Moment, tuple[Part, ...]]:
+    """Where the allocation failed, and what was held then; nothing in the optimizer's step, when activations are
+    free."""
     if failed.place.phase == OPTIMIZER_STEP:
-        # What recompute saves is free by then.
-        search.moment, trainable = Moment(OPTIMIZER_STEP), trainable_of(model, untrained)
-        runs = {
-            name: _with_optimizer(run, model, trainable, name) for name in smaller_optimizers(device.type == "cuda")
-        }
-        # accelerate's wraps the run's own.
-        is_adamw = isinstance(getattr(failed.run.optimizer, "optimizer", failed.run.optimizer), torch.optim.AdamW)
-        same = DEFAULT if is_adamw else ""
-        for place, suggestion in enumerate(other_optimizers(planned, graphs, ran.simulate, runs, same, deadline)):
-            search.suggestions.append((place, suggestion))
-        return
-    held = HeldStep(graphs, step_of(graphs, ran.simulate))
+        return Moment(OPTIMIZER_STEP), ()
+    held = HeldStep(ran.step, ran.modules, ran.shows_layers)
     made_before = _tensors_of(failed) + failed.accumulated + failed.outside + failed.kept
-    search.moment, point = held.moment(failed.place, max(0, failed.held - made_before), failed.requested)
-    search.parts = tuple(held.parts(point))
-    if count > 1:
-        search.remarks += (f"the forward is {count} graphs, and what runs between them is not known",)
-    for place, suggestion in suggestions(planned, graphs, ran.simulate, run, deadline):
-        search.suggestions.append((place, suggestion))
+    moment, point = held.moment(failed.place, max(0, failed.held - made_before), failed.requested)
+    if is_plain:
+        held = replace(held, step=with_variables(failed, ran.begin + point.index))
+    return moment, tuple(held.parts(point))
 
 
-def _what_ran(failed: FailedStep) -> _Ran:
-    engine, is_checkpointed = failed.engine, Checkpointing(failed.model).is_on
-    if engine is None or engine.name != _NAME:
-        if engine is not None:
-            remark = f"what was held is that of plain PyTorch: the {engine.name} engine's own graph is not known"
-            return _Ran(TorchDefault(), PLAIN, plain_run, is_planned=False, remarks=(remark,))
-        if is_checkpointed:
-            remark = "activation checkpointing counts as level 1"
-            return _Ran(producer_for(Selection(level=1)), PLAIN, planned_run, is_planned=False, remarks=(remark,))
-        return _Ran(TorchDefault(), PLAIN, plain_run, is_planned=False)
+def _suggestions(
+    failed: FailedStep, ran: Reconstruction, planned: _Ran | None, progress: Progress, deadline: Deadline
+) -> Iterator[tuple[int, Suggestion]]:
+    """Each with its place, the recommended one's the lowest.
+
+    Raises:
+        TimeIsUpError: some are not known in time.
+    """
+
+    @functools.cache
+    def graphs() -> tuple[CapturedGraph, ...]:
+        """The graphs as the compile engine would run them, which take as long as the first where they are others."""
+        if planned is not None and planned.loss != PLAIN:
+            return ran.graphs
+        deadline.check(needed=deadline.elapsed)
+        progress.stage = "tracing"
+        traced = _captured(failed, TorchDefault(), AUTO if planned is None else CHUNKED)
+        progress.stage = "searching for suggestions"
+        return traced
+
+    model, device = failed.model, next(failed.model.parameters()).device
+    run = _failed_run(failed, planned is not None, ran)
+    if failed.place.phase != OPTIMIZER_STEP:
+        yield from suggestions(graphs, ran, run, deadline)
+        return
+    trainable = trainable_of(model, ran.untrained)
+    runs = {name: _with_optimizer(run, model, trainable, name) for name in smaller_optimizers(device.type == "cuda")}
+    # accelerate's wraps the run's own.
+    is_adamw = isinstance(getattr(failed.run.optimizer, "optimizer", failed.run.optimizer), torch.optim.AdamW)
+    yield from enumerate(other_optimizers(graphs, ran, runs, DEFAULT if is_adamw else "", deadline))
+
+
+def _plan_of(failed: FailedStep) -> tuple[_Ran | None, tuple[str, ...]]:
+    """The engine's plan, None for plain PyTorch, and remarks."""
+    engine = failed.engine
+    if engine is None:
+        return None, ()
+    if engine.name != _NAME:
+        return None, (f"what was held is that of plain PyTorch: the {engine.name} engine's own graph is not known",)
     if (plan := engine.plan_file()) is not None:
-        return _Ran(producer_for(Selection(plan=plan, strict=False)), plan.loss, planned_run, is_planned=True)
-    selection, remarks = engine.selection, tuple[str, ...]()
-    if selection.budget is not None:
+        return _Ran(producer_for(Selection(plan=plan, strict=False)), plan.loss), ()
+    if engine.selection.budget is not None:
         # Its solver had not come to an end.
-        selection, remarks = Selection(), ("what was held is that of no plan: the budget's was not known yet",)
-    return _Ran(producer_for(replace(selection, strict=False)), AUTO, planned_run, is_planned=True, remarks=remarks)
+        remark = "what was held is that of no plan: the budget's was not known yet"
+        return _Ran(producer_for(Selection(strict=False)), AUTO), (remark,)
+    return _Ran(producer_for(replace(engine.selection, strict=False)), AUTO), ()
 
 
 def _tensors_of(failed: FailedStep) -> int:
@@ -202,7 +174,7 @@ def _tensors_of(failed: FailedStep) -> int:
     return tensor_bytes([*model.parameters(), *model.buffers()]) + states + batch
 
 
-def _failed_run(failed: FailedStep, is_planned: bool, is_exact: bool, untrained: Collection[str]) -> FailedRun:
+def _failed_run(failed: FailedStep, is_planned: bool, ran: Reconstruction) -> FailedRun:
     model, run = failed.model, failed.run
     device = next(model.parameters()).device
     gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
@@ -212,7 +184,7 @@ def _failed_run(failed: FailedStep, is_planned: bool, is_exact: bool, untrained:
     constant = max(failed.outside, now)
     constant += room_to_grow(device, constant)
     around = {"batch": batch, "constant": failed.outside}
-    plain = footprint_of(model, run.optimizer, run.gradient_accumulation, **around, untrained=untrained)
+    plain = footprint_of(model, run.optimizer, run.gradient_accumulation, **around, untrained=ran.untrained)
     link, host = link_of(device)
     return FailedRun(
         step=StepContext(
@@ -221,8 +193,8 @@ def _failed_run(failed: FailedStep, is_planned: bool, is_exact: bool, untrained:
         plain=plain,
         rows=failed.rows,
         accumulation=failed.accumulation,
-        waste=(0.0 if is_planned else _WASTE[device.type == "cpu"]) if is_exact else _UNKNOWN,
-        is_exact=is_exact,
+        waste=(0.0 if is_planned else _WASTE[device.type == "cpu"]) if ran.is_exact else _UNKNOWN,
+        is_exact=ran.is_exact,
     )
 
 
@@ -233,45 +205,9 @@ def _with_optimizer(run: FailedRun, model: torch.nn.Module, trainable: Sequence[
     return replace(run, plain=plain, step=replace(run.step, fixed=fixed))
 
 
-def capture_failed(
-    failed: FailedStep, producer: Producer, loss: LossMode, compiler: str, costs: Callable[[AnalyzedGraph], Costs]
-) -> tuple[CapturedGraph, ...]:
-    """The graphs of the failed forward, traced on a copy of the model whose tensors have no data."""
-    mode, fake = dynamo.fake_copy(failed.model)
-    device_type, autocast = next(failed.model.parameters()).device.type, failed.autocast
-    # What a plan lacks in this graph is no mistake of the user's here.
-    spec = TraceSpec(compiler, loss=loss, strict=False)
-    with (
-        only_warnings(),
-        torch.autocast(device_type, autocast, enabled=autocast is not None),
-        torch.enable_grad(),
-        mode,
-    ):
-        args, inputs = _without_data(failed.call.args), _without_data(failed.call.kwargs)
-        graphs = capture(fake, args, inputs, spec, chosen_by(producer), failed.call.reader, costs)
-    # Else what passes between graphs is not known, and nor is what was held.
-    joints = [graph.analyzed.joint for graph in graphs if graph.analyzed is not None]
-    assert all(len(joint.gradients) == len(joint.inputs) for joint in joints)
-    return graphs
-
-
-def _without_data(given: Any) -> Any:
-    """With tensors of the current mode for `TensorLike`, in containers too."""
-    if isinstance(given, TensorLike):
-        made = torch.empty_strided(given.shape, given.stride, dtype=given.dtype, device=given.device)
-        return made.requires_grad_(given.requires_grad)
-    if isinstance(given, Mapping):
-        return {key: _without_data(value) for key, value in given.items()}
-    if isinstance(given, tuple | list) and type(given) in (tuple, list):
-        return type(given)(map(_without_data, given))
-    # A cache or another object that a forward writes to is not the failed step's.
-    return given if isinstance(given, Collection | int | float | bool | None) else copy.copy(given)
-
-
 def other_optimizers(
     planned: Callable[[], Sequence[CapturedGraph]],
-    ran: Sequence[CapturedGraph],
-    simulate: Simulate,
+    ran: Reconstruction,
     runs: Mapping[str, FailedRun],
     same: str,
     deadline: Deadline,
@@ -291,8 +227,7 @@ def other_optimizers(
         what = f"states and temporaries of {gib_text(states)}, " + (
             "the same update" if name == same else "another update: the run trains differently"
         )
-        activations = peak_of(ran, simulate, problems_of(ran, run))
-        peak = replace(run.plain, activations=activations).peak
+        peak = replace(run.plain, activations=ran.activations(1)).peak
         # What an allocator wastes is in what was held: forward and backward had run.
         if peak <= run.allowed:
             yield Suggestion(f"--optim {name}", peak, None, what)

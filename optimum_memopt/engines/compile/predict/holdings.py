@@ -1,32 +1,31 @@
 """The tensors of a training step when it ran out of memory, from its graphs. Pure."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from optimum_memopt.engines.api.explanations import BACKWARD, Moment, Part, Place, Tensors
 from optimum_memopt.engines.api.predictions import CATEGORIES
 from optimum_memopt.engines.compile.graph.problem import Problem
 from optimum_memopt.engines.compile.memory.events import GraphEvents, bytes_during, held_before
-from optimum_memopt.engines.compile.memory.simulation import Simulation, problem_events
+from optimum_memopt.engines.compile.memory.simulation import problem_events
 from optimum_memopt.engines.compile.memory.tape import StepEvents, compose
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph
 
-Simulate = Callable[[CapturedGraph, Problem], Simulation]
 
+def step_of(graphs: Sequence[CapturedGraph], problems: Sequence[Problem] = ()) -> StepEvents:
+    """The events of a step under the plans that were applied.
 
-def step_of(
-    graphs: Sequence[CapturedGraph], simulate: Simulate, problems: Sequence[Problem] | None = None
-) -> StepEvents:
-    """The events of a step."""
+    Args:
+        problems: of the graphs, for another batch; empty: for their own.
+    """
     problems = problems or [graph.problem_at(graph.sizes) for graph in graphs]
-    events = [_events(graph, problem, simulate) for graph, problem in zip(graphs, problems, strict=True)]
+    events = [_events(graph, problem) for graph, problem in zip(graphs, problems, strict=True)]
     tape = graphs[0].tape
     return compose(tape, [events[call.graph] for call in tape.calls])
 
 
-def _events(graph: CapturedGraph, problem: Problem, simulate: Simulate) -> GraphEvents:
-    return problem_events(problem, simulate(graph, problem).saved, graph.rows, graph.plans[0].offloaded)
+def _events(graph: CapturedGraph, problem: Problem) -> GraphEvents:
+    return problem_events(problem, graph.simulated(problem).saved, graph.rows, graph.plans[0].offloaded)
 
 
 @dataclass(frozen=True)
@@ -40,17 +39,23 @@ class Point:
 
 @dataclass(frozen=True)
 class HeldStep:
-    """A step up to the operator whose allocation failed."""
+    """A step up to the operator whose allocation failed.
 
-    graphs: Sequence[CapturedGraph]
+    Attributes:
+        modules: paths of modules, by operator.
+        shows_layers: each operator is of the layer that it names.
+    """
+
     step: StepEvents
+    modules: Mapping[str, str]
+    shows_layers: bool = True
 
     def moment(self, place: Place, held: int, requested: int | None) -> tuple[Moment, Point]:
         """Where the allocation failed."""
         points = self._points(place.phase == BACKWARD)
         named = [point for point in points if place.node and self._node(point) == place.node]
         if not named and place.module:
-            points = [point for point in points if self._modules.get(self._node(point)) == place.module] or points
+            points = [point for point in points if self.modules.get(self._node(point)) == place.module] or points
         point = named[0] if named else _likeliest(points, held, requested)
         event = self.step.events[point.index]
         return Moment(place.phase, self._layer(event.layer) or place.module, event.kind, bool(named)), point
@@ -70,11 +75,7 @@ class HeldStep:
 
     def _layer(self, layer: str) -> str:
         """Empty where a graph runs for several layers, whose operators have the first one's path."""
-        return layer if all(graph.runs == 1 for graph in self.graphs) else ""
-
-    @cached_property
-    def _modules(self) -> dict[str, str]:
-        return {node: module for graph in self.graphs for node, module in graph.modules.items()}
+        return layer if self.shows_layers else ""
 
     def _node(self, point: Point) -> str:
         return self.step.events[point.index].operator

@@ -2,7 +2,7 @@
 
 import itertools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -10,7 +10,15 @@ from typing import Any
 import torch
 
 from optimum_memopt.compat import checkpoint_layers, in_float32
-from optimum_memopt.engines.api.predictions import BATCH, OPTIMIZER, PARAMETERS, StepTimeline, Training, Workload
+from optimum_memopt.engines.api.predictions import (
+    BATCH,
+    GRADIENTS,
+    OPTIMIZER,
+    PARAMETERS,
+    StepTimeline,
+    Training,
+    Workload,
+)
 from optimum_memopt.engines.api.run import Selection, StepSpec
 from optimum_memopt.engines.compile.capture.device_standin import eager_standin
 from optimum_memopt.engines.compile.costs.costs import eager_seconds, moving_seconds
@@ -40,6 +48,7 @@ class LiveStep:
         is_on_cuda: torch's caching allocator is known.
         update_seconds: of the optimizer's step and the clipping before it.
         target: the device whose rates count; None: no seconds are known.
+        micro_batches: of the run.
     """
 
     run: LiveRun
@@ -50,13 +59,12 @@ class LiveStep:
     is_on_cuda: bool
     update_seconds: float = 0.0
     target: Device | None = None
+    micro_batches: int = 1
 
     @property
     def seconds(self) -> float | None:
-        """Estimated seconds of the step; None without the rates of a named device."""
-        if self.target is None:
-            return None
-        return eager_seconds(self.run.calls, self.target) + self.update_seconds
+        """Estimated seconds of the forward and backward of a micro-batch; None without the rates of a named device."""
+        return None if self.target is None else eager_seconds(self.run.calls, self.target) / self.micro_batches
 
     @cached_property
     def whole(self) -> LiveRun:
@@ -107,7 +115,9 @@ def plain_step(workload: Workload, spec: StepSpec, training: Training) -> LiveSt
             fake_tensors.with_values(batch[name], values[name])
         cuda = target.cuda if target is not None else kernels.multiprocessors_of(here)
         count = 2 if spec.gradient_accumulation_steps > 1 else 1
-        run = run_micro_batches(model, batch, planned.autocast_dtype, training, cuda, count)
+        run = run_micro_batches(
+            model, batch, planned.autocast_dtype, training, cuda, count, records_work=target is not None
+        )
         trained = [parameter for name, parameter in model.named_parameters() if name in run.trained]
         is_on_cuda = here.type == "cuda" or cuda is not None
         optimizer = PlannedOptimizer(spec.optim, is_on_cuda, embeddings_of(model))
@@ -120,6 +130,7 @@ def plain_step(workload: Workload, spec: StepSpec, training: Training) -> LiveSt
             is_on_cuda,
             0.0 if target is None else moving_seconds(optimizer.moved(trained), target),
             target,
+            count,
         )
 
 
@@ -130,8 +141,18 @@ def run_micro_batches(
     training: Training,
     cuda: Multiprocessors | None,
     count: int = 1,
+    *,
+    args: Sequence[Any] = (),
+    accumulated: Collection[str] = (),
+    inspect_at: int = -1,
+    records_work: bool = False,
 ) -> LiveRun:
     """Forward and backward of a model of fake tensors, whose mode the caller is in, as Trainer runs them.
+
+    Args:
+        batch: keyword arguments of the forward; `args` are positional ones.
+        accumulated: names of the parameters that have gradients of earlier micro-batches.
+        inspect_at, records_work: see `LiveRecorder`.
 
     Raises:
         MemOptError: the model reads values of its tensors, or fails.
@@ -139,27 +160,35 @@ def run_micro_batches(
     device = next(model.parameters()).device.type
     if training.checkpoints:
         checkpoint_layers(model, training.checkpoints)
-    recorder = LiveRecorder(model, cuda)
+    for name, value in batch.items():
+        if name.endswith("attention_mask") and isinstance(value, torch.Tensor):
+            fake_tensors.with_padding(value)
+    recorder = LiveRecorder(model, cuda, inspect_at, records_work=records_work)
+    for name, parameter in model.named_parameters():
+        parameter.grad = torch.empty_like(parameter) if name in accumulated else None
     try:
         with fake_tensors.run_as_eager(), recorder:
             recorder.hold(PARAMETERS, dict(itertools.chain(model.named_parameters(), model.named_buffers())))
             recorder.hold(BATCH, {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)})
+            gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+            recorder.hold(GRADIENTS, gradients)
+            del gradients
             for _ in range(count):
                 recorder.begin(FORWARD)
                 holds_cache = training.keeps_outputs and not training.checkpoints
-                inputs = dict(batch) if holds_cache else without_key_value_cache(model, (), batch)
+                inputs = dict(batch) if holds_cache else without_key_value_cache(model, args, batch)
                 with torch.autocast(device, autocast, enabled=autocast is not None):
-                    outputs = model(**inputs)
+                    outputs = model(*args, **inputs)
                 if autocast is not None:
                     # As accelerate's `ConvertOutputsToFp32` (1.15, `utils/operations.py`).
                     outputs = in_float32(outputs)
                 recorder.outputs("outputs", outputs)
-                loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs[0]
+                loss = _loss_of(outputs)
+                recorder.begin(FORWARD)
                 if not training.keeps_outputs:
                     outputs = None
                 recorder.begin(BACKWARD)
                 loss.backward()
-                recorder.gradients()
                 del outputs, loss
     except MemOptError:
         raise
@@ -168,6 +197,18 @@ def run_micro_batches(
             f"{type(model).__name__} cannot be run on tensors without data ({line_of(error)})"
         ) from error
     return recorder.run()
+
+
+def _loss_of(outputs: Any) -> torch.Tensor:
+    """The model's own, or what stands for one that its caller computes from the first output with a gradient."""
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return loss
+    leaves = (leaf for leaf in dynamo.tree_leaves(outputs) if isinstance(leaf, torch.Tensor))
+    first = next((leaf for leaf in leaves if leaf.requires_grad), None)
+    if first is None:
+        raise MemOptError("nothing that the model returns has a gradient")
+    return first if first.dim() == 0 else first.float().sum()
 
 
 def sizes_of(batch: Mapping[str, Any]) -> dict[str, int]:

@@ -21,7 +21,7 @@ from optimum_memopt.engines.compile.memory.tape import bytes_left_by
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph, captured_graph
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
-from optimum_memopt.engines.compile.partition.producers.producer import GraphContext, Producer, Solvable
+from optimum_memopt.engines.compile.partition.producers.producer import Producer, Solvable
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
 from optimum_memopt.engines.compile.solver.multi_graph import MultiGraphSolver
 from optimum_memopt.engines.compile.solver.solver import Solver
@@ -221,10 +221,8 @@ class Planner(Generic[_P]):
         Raises:
             DoesNotFitError: nothing fits the budget.
         """
-        producer, earlier = self._spec.producer, [graph.choice for graph in state.earlier]
-        if producer.bound is None:
-            return producer.choose(graph, GraphContext(earlier))
-        return producer.choose(graph, GraphContext(earlier, self._solvable(graph, state)))
+        solvable = self._solvable(graph, state) if self.solves else None
+        return self.producer.choose(graph, [earlier.choice for earlier in state.earlier], solvable)
 
     def resident(self, held: int) -> int:
         """Bytes that the process holds without the optimizer's states: when a plan was solved for, else `held`."""

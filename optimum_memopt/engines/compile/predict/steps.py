@@ -24,12 +24,12 @@ from optimum_memopt.engines.compile.memory.simulation import Simulation, simulat
 from optimum_memopt.engines.compile.memory.step_context import StepContext, step_around
 from optimum_memopt.engines.compile.options import AUTO, PLAIN
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph
-from optimum_memopt.engines.compile.partition.producers.level import FromLevel
-from optimum_memopt.engines.compile.partition.producers.torch_default import TorchDefault
+from optimum_memopt.engines.compile.partition.producers.producer import TorchDefault
+from optimum_memopt.engines.compile.partition.producers.stated import FromLevel
 from optimum_memopt.engines.compile.predict.planned_step import PlannedStep, build
 from optimum_memopt.engines.compile.solver.offload import cheapest, with_offload
 from optimum_memopt.engines.compile.solver.solver import Plan, Solver
-from optimum_memopt.engines.compile.torch_compat import dynamo
+from optimum_memopt.engines.compile.torch_compat import dynamo, fake_tensors
 from optimum_memopt.errors import MemOptError, line_of
 from optimum_memopt.memory.capacity import capacity
 from optimum_memopt.memory.optimizers import DEFAULT, PlannedOptimizer, embeddings_of, is_known
@@ -293,8 +293,8 @@ def of_model(
     autocast = getattr(torch, spec.autocast) if spec.autocast else None
 
     def make(rows: int) -> tuple[dynamo.FakeTensorMode, torch.nn.Module, Mapping[str, Any]]:
-        fake, copied = dynamo.fake_copy(model)
-        return fake, copied.train(), dynamo.fake_batch(dict(make_batch(rows)), fake)
+        fake, copied = fake_tensors.fake_model(model)
+        return fake, copied.train(), fake_tensors.fake_copy(dict(make_batch(rows)), fake)
 
     case = _Case(compiled_by, None, autocast, budget, optim, tokens, may_chunk, compares=False)
     return _predictor(case, model, make_batch(_FEW), make)

@@ -7,10 +7,10 @@ from functools import cache
 from optimum_memopt.engines.api.explanations import Suggestion
 from optimum_memopt.engines.compile.graph.problem import Problem
 from optimum_memopt.engines.compile.memory.footprint import Footprint
-from optimum_memopt.engines.compile.memory.simulation import Simulation, simulate_everything_saved
 from optimum_memopt.engines.compile.memory.step_context import StepContext
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph, multi_graph_solver
-from optimum_memopt.engines.compile.predict.holdings import Simulate, step_of
+from optimum_memopt.engines.compile.predict.holdings import step_of
+from optimum_memopt.engines.compile.predict.reconstruction import Reconstruction
 from optimum_memopt.engines.compile.solver.multi_graph import MultiGraphSolver
 from optimum_memopt.engines.compile.solver.solver import Infeasible, Plan
 from optimum_memopt.logs import Deadline
@@ -49,17 +49,8 @@ class FailedRun:
         return int(self.step.limit * (1 - _MARGIN))
 
 
-def peak_of(graphs: Sequence[CapturedGraph], simulate: Simulate, problems: Sequence[Problem]) -> int:
-    """Bytes of a step's activations."""
-    return step_of(graphs, simulate, problems).peak()
-
-
 def suggestions(
-    planned: Callable[[], Sequence[CapturedGraph]],
-    ran: Sequence[CapturedGraph],
-    simulate: Simulate,
-    run: FailedRun,
-    deadline: Deadline,
+    planned: Callable[[], Sequence[CapturedGraph]], ran: Reconstruction, run: FailedRun, deadline: Deadline
 ) -> Iterator[tuple[int, Suggestion]]:
     """Suggestions, each with its place, the recommended one's the lowest, in the order in which they are found; none
     where not even one row fits.
@@ -71,7 +62,7 @@ def suggestions(
     budget, smaller = (0, 1) if run.is_exact else (1, 0)
     is_any = False
     for place, search in (
-        (smaller, lambda: _smaller(ran, simulate, run)),
+        (smaller, lambda: _smaller(ran, run)),
         (2, lambda: _loss(planned(), ran, run)),
         (3, lambda: _level(solver(), run)),
         (budget, lambda: within_budget(solver(), run)),
@@ -130,20 +121,20 @@ def _share(plan: Plan) -> float | None:
     return plan.extra_seconds / plan.seconds if plan.seconds else None
 
 
-def _smaller(ran: Sequence[CapturedGraph], simulate: Simulate, run: FailedRun) -> Iterator[Suggestion]:
-    for times in _parts(ran, run):
-        activations = peak_of(ran, simulate, problems_of(ran, run, times))
+def _smaller(ran: Reconstruction, run: FailedRun) -> Iterator[Suggestion]:
+    for times in _parts(ran.rows, run):
+        activations = ran.activations(times)
         peak = _micro(run.plain, activations, times).peak
         if peak + run.waste * activations <= run.allowed:
             yield Suggestion(_micro_flags(run, times), peak, None, "as many rows in an optimizer step")
             return
 
 
-def _loss(planned: Sequence[CapturedGraph], ran: Sequence[CapturedGraph], run: FailedRun) -> Iterator[Suggestion]:
-    if any(graph.chunks_loss for graph in ran) or not any(graph.chunks_loss for graph in planned):
+def _loss(planned: Sequence[CapturedGraph], ran: Reconstruction, run: FailedRun) -> Iterator[Suggestion]:
+    if ran.chunks_loss or not any(graph.chunks_loss for graph in planned):
         return
     # Without a plan it is torch's own partition that runs.
-    activations = peak_of(planned, planned_run, problems_of(planned, run))
+    activations = step_of(planned, problems_of(planned, run)).peak()
     peak = replace(run.step.fixed, activations=activations).peak
     if peak <= run.allowed:
         yield Suggestion(
@@ -163,7 +154,7 @@ def _level(graphs: MultiGraphSolver, run: FailedRun) -> Iterator[Suggestion]:
 def _smaller_within_budget(
     planned: Sequence[CapturedGraph], run: FailedRun, deadline: Deadline
 ) -> Iterator[Suggestion]:
-    for times in _parts(planned, run):
+    for times in _parts([size for graph in planned for size in graph.rows_with(run.step.largest)], run):
         deadline.check()
         step = _micro(run.step.fixed, 0, times)
         allowed = step.activations_within(run.budget << 20)
@@ -192,19 +183,8 @@ def _micro_flags(run: FailedRun, times: int) -> str:
     )
 
 
-def _parts(graphs: Sequence[CapturedGraph], run: FailedRun) -> Iterator[int]:
-    """Numbers of equal parts that the rows of all graphs can be cut into."""
-    rows = [size for graph in graphs for size in graph.rows_with(run.step.largest)]
+def _parts(rows: Sequence[int], run: FailedRun) -> Iterator[int]:
+    """Numbers of equal parts that the rows can be cut into; `rows` are the sizes that are rows."""
     for times in range(2, run.rows + 1) if rows else ():
         if run.rows % times == 0 and all(size % times == 0 for size in rows):
             yield times
-
-
-def plain_run(graph: CapturedGraph, problem: Problem) -> Simulation:
-    """The simulation of plain PyTorch; a `Simulate`."""
-    return simulate_everything_saved(problem)
-
-
-def planned_run(graph: CapturedGraph, problem: Problem) -> Simulation:
-    """The simulation of the recorded plan under the compile engine; a `Simulate`."""
-    return graph.simulated(problem)

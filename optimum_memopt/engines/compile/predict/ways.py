@@ -12,7 +12,6 @@ from optimum_memopt.engines.compile.partition.captured_graph import CapturedGrap
 from optimum_memopt.engines.compile.predict.holdings import step_of
 from optimum_memopt.engines.compile.predict.live_step import LiveStep, plain_step
 from optimum_memopt.engines.compile.predict.planned_step import PlannedStep, TracedStep
-from optimum_memopt.engines.compile.predict.suggestions import planned_run
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.sizes import Budget
 
@@ -46,6 +45,7 @@ def _way(plan: Technique, step: LiveStep) -> Way:
         plan,
         step.peak if blocks is None else max(step.peak, blocks.allocated),
         None if blocks is None else blocks.reserved,
+        step.seconds,
         timeline=step.timeline,
     )
 
@@ -71,7 +71,7 @@ def engine_ways(step: PlannedStep, traced: TracedStep) -> tuple[Way, ...]:
 
 def _engine_way(step: PlannedStep, traced: TracedStep, index: int, plan: Technique) -> Way:
     graphs = [replace(graph, plans=(graph.plans[index],)) for graph in traced.graphs]
-    events = step_of(graphs, planned_run)
+    events = step_of(graphs)
     around = step.context(traced, Budget("", 0)).footprint(events.peak())
     blocks: AllocatorPeak | None = traced.predicted.blocks_of(events, around)
     technique = replace(plan, chunks_loss=any(graph.chunks_loss for graph in graphs))

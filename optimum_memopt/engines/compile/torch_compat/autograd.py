@@ -45,13 +45,7 @@ def order(node: Any) -> int:
 
 
 class Gradient(NamedTuple):
-    """The gradient of a tensor outside of all compiled graphs.
-
-    Attributes:
-        number: of its storage.
-        shape: of the tensor.
-        itemsize: bytes of an element.
-    """
+    """The gradient of a tensor outside of all compiled graphs; `number` is that of its storage."""
 
     number: int
     shape: tuple[int, ...]
@@ -69,7 +63,6 @@ class OutsideOperator:
     Attributes:
         name: of its backward, `LogSoftmaxBackward0`.
         order: its place among the operators of the forward.
-        saved: tensors that it saves.
         workspace: a saved one that is as large as what its backward holds while it runs; None: that holds nothing.
         allocates: gradients that its backward computes.
         frees: numbers of those that nothing reads behind it.
@@ -86,7 +79,7 @@ class OutsideOperator:
 
 
 def outside_operators(outputs: Iterable[object]) -> list[OutsideOperator]:
-    """What autograd runs outside of all compiled graphs, in the order of the backward.
+    """The operators that autograd runs outside of all compiled graphs, in the order of the backward.
 
     Args:
         outputs: of a forward; what they do not depend on is not found.
@@ -136,7 +129,7 @@ def outside_operators(outputs: Iterable[object]) -> list[OutsideOperator]:
 
 
 def _saved_tensors(node: Any) -> list[torch.Tensor]:
-    """Of a node of autograd: what a `torch.autograd.Function` has saved, or one of torch's own (`_saved_self`)."""
+    """The tensors that a `torch.autograd.Function` has saved, or one of torch's own (`_saved_self`)."""
     found: list[Any] = []
     for name in ("saved_tensors", *(name for name in dir(node) if name.startswith("_saved_"))):
         # One that was written to since.

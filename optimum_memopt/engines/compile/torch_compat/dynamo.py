@@ -4,7 +4,6 @@ All seen in torch 2.13.0 and there since 2.9, unless stated otherwise.
 """
 
 import contextlib
-import copy
 import inspect
 import shutil
 import traceback
@@ -23,21 +22,22 @@ from torch._functorch._aot_autograd import graph_compile
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._guards import TracingContext
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental import _config as symbolic_config
 from torch.fx.experimental.proxy_tensor import py_sym_types
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree
+from torch.utils._pytree import tree_leaves
 
-from optimum_memopt.engines.compile.torch_compat import fake_tensors as eager_fakes
 from optimum_memopt.engines.compile.torch_compat import fx_graph
 from optimum_memopt.engines.compile.torch_compat.kernels import inductor_patches
 from optimum_memopt.errors import MemOptError, is_out_of_memory, line_of
 
-__all__ = ["CustomPartitionerFn", "FakeTensor", "FakeTensorMode", "StorageWeakRef", "SymbolicNumber"]
+__all__ = ["CustomPartitionerFn", "FakeTensor", "FakeTensorMode", "StorageWeakRef", "SymbolicNumber", "tree_leaves"]
 
 SymbolicNumber = py_sym_types
+# Within it tensors have shapes, devices and no data (`torch/_subclasses/fake_tensor.py`).
+fake_tensors = FakeTensorMode
 # Tags of operators that no CUDA graph can hold; the tag came with torch 2.9.
 CUDAGRAPH_UNSAFE = tuple(filter(None, [getattr(torch.Tag, "cudagraph_unsafe", None)]))
 _RECOMPILES = 32
@@ -45,11 +45,6 @@ _ISOLATES = "isolate_recompiles" in inspect.signature(torch.compile).parameters
 _NO_LIMIT = 2**31 - 1
 # `CompiledFunction.backward`, for which torch traces and compiles the backward too, where the forward has not.
 _BACKWARD = ("torch/_functorch/_aot_autograd/runtime_wrappers.py", "backward")
-
-
-def tree_leaves(tree: Any) -> list[Any]:
-    """The leaves of nested containers; None is one."""
-    return pytree.tree_leaves(tree)
 
 
 def storage_id(tensor: torch.Tensor) -> int:
@@ -77,9 +72,8 @@ def compile_with_inductor(
 
     Args:
         partitioner: its `uuid` is part of inductor's cache key.
-        saw: called with each graph, the object that runs inductor's program for it (None where that is no Python
-            program), and true for the backward. None: no programs are written, and the graphs run operator by
-            operator.
+        saw: called with each graph, the object that runs inductor's program for it (None: no Python program), and true
+            for the backward. None: no programs are written, and the graphs run operator by operator.
     """
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
@@ -99,10 +93,7 @@ def silenced(runner: Any) -> Callable[..., Any]:
     """The program of `runner` without its work: memory is allocated by torch's operators, kernels do nothing.
 
     `torch/_inductor/codegen/wrapper.py` writes it: a class with the method `call`, whose globals are torch, C++
-    functions that allocate past its dispatcher, checks, and kernels (C++ functions or objects of inductor's runtime).
-
-    Raises:
-        NotImplementedError: it was not written so.
+    functions that allocate past its dispatcher, checks, and kernels. NotImplementedError: it was not written so.
     """
     if runner is None or getattr(runner, "partitions", None):
         raise NotImplementedError("a program that is not one Python function")
@@ -149,49 +140,43 @@ def _shapes_of_trace() -> ShapeEnv | None:
 
 
 def of_trace(inputs: Sequence[Any]) -> list[Any]:
-    """A backend's inputs; tensors without data in the fake mode of dynamo's trace.
+    """A backend's inputs; fake tensors in the mode of dynamo's trace.
 
     torch 2.13 does this itself (`process_inputs` in `torch/_functorch/_aot_autograd/frontend_utils.py`), torch 2.9
     ends in an AssertionError.
     """
     mode = _mode_of_trace()
-
-    def is_moved(value: Any) -> bool:
-        return isinstance(value, FakeTensor) and value.fake_mode is not mode
-
-    return [mode.from_tensor(value) if mode and is_moved(value) else value for value in inputs]
+    return [
+        mode.from_tensor(value) if mode and is_fake(value) and value.fake_mode is not mode else value
+        for value in inputs
+    ]
 
 
 def compile_without_compiler(
     module: fx.GraphModule, inputs: list[Any], partitioner: CustomPartitionerFn, decompositions: dict[Any, Callable]
 ) -> Callable:
-    """The backend `aot_eager` (`torch/_dynamo/backends/debugging.py`) with another partitioner."""
+    """The backend `aot_eager` (`torch/_dynamo/backends/debugging.py`) with another partitioner.
+
+    No saved activation is donated to the backward, which may therefore run again (`retain_graph=True`); without a
+    compiler none is overwritten anyway. inductor's are left donated, since level 1 of a RoBERTa peaks at 6.9 MiB
+    without and at 5.0 with; a second backward ends there in torch's error, which names the switch `donated_buffer`.
+    That has to be off while the backward runs too: with it on torch refuses unless the list of donated buffers is
+    there and empty (`torch/_functorch/_aot_autograd/runtime_wrappers.py`).
+    """
     from torch._dynamo.backends.common import aot_autograd
 
     run = fx_graph.run_operators
     backend = aot_autograd(fw_compiler=run, bw_compiler=run, partition_fn=partitioner, decompositions=decompositions)
-    with _without_donated_buffers():
-        return backend(module, inputs)
-
-
-@contextlib.contextmanager
-def _without_donated_buffers() -> Iterator[None]:
-    """While a backward is compiled: it overwrites no saved activation, so that it may run again (`retain_graph=True`).
-
-    Without a compiler none is overwritten anyway. With inductor they are left donated, since level 1 of a RoBERTa
-    peaks at 6.9 MiB without and at 5.0 with; a second backward ends there in torch's error, which names the switch
-    `donated_buffer`. That has to be off while the backward runs too: with it on torch refuses unless the list of
-    donated buffers is there and empty (`torch/_functorch/_aot_autograd/runtime_wrappers.py`).
-    """
     collect = graph_compile.collect_bw_donated_buffer_idxs
     graph_compile.collect_bw_donated_buffer_idxs = lambda *graphs: []
     try:
-        yield
+        return backend(module, inputs)
     finally:
         graph_compile.collect_bw_donated_buffer_idxs = collect
 
 
-def changes() -> tuple[contextlib.AbstractContextManager, ...]:
+@contextlib.contextmanager
+def configured() -> Iterator[None]:
     """torch's switches while a compiled forward is called.
 
     - `optimize_ddp`: DDP would split the graph at each bucket, and a plan would see the pieces.
@@ -210,17 +195,15 @@ def changes() -> tuple[contextlib.AbstractContextManager, ...]:
     Unchanged is `backed_size_oblivious`, which would avoid the recompile for a batch of one row: with torch 2.13,
     gradients of such a batch came out wrong (RoBERTa), and others not bitwise those of PyTorch (GPT-2).
     """
-    return (
+    limits: dict[str, Any] = dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), _NO_LIMIT)
+    with (
         torch._dynamo.config.patch(
-            optimize_ddp=False,
-            recompile_limit=_NO_LIMIT,
-            accumulated_recompile_limit=_NO_LIMIT,
-            specialize_float=True,
-            skip_nnmodule_hook_guards=False,
+            optimize_ddp=False, specialize_float=True, skip_nnmodule_hook_guards=False, **limits
         ),
         symbolic_config.patch(use_duck_shape=False),
         functorch_config.patch(enable_autograd_cache=False),
-    )
+    ):
+        yield
 
 
 def global_hooks() -> tuple[int, ...]:
@@ -236,19 +219,16 @@ def recompile_limit() -> int:
 
 
 def compile_alone(forward: Callable[..., Any], backend: Callable[..., Any], dynamic: bool) -> Callable[..., Any]:
-    """`torch.compile` of a forward whose recompile reasons are its own, not those of another one of the same code.
-
-    `isolate_recompiles` is there since 2.13. Before, the reason may be a guard of another model.
-    """
+    """`torch.compile` of a forward whose recompile reasons are its own; before torch 2.13, which has
+    `isolate_recompiles`, they may be guards of another model of the same code."""
     isolated: dict[str, Any] = {"isolate_recompiles": True} if _ISOLATES else {}
     return torch.compile(forward, backend=backend, dynamic=dynamic, **isolated)
 
 
 def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A copy of a function or method with its own code object.
+    """A copy of a function or method with its own code object, with which what was compiled for it is freed.
 
-    torch keeps compiled code by code object, and all of transformers' models share the one of a decorator: with its
-    own, what was compiled for a model is freed with it.
+    torch keeps compiled code by code object, and all of transformers' models share the one of a decorator.
     """
     if isinstance(function, types.MethodType):
         return types.MethodType(with_own_code(function.__func__), function.__self__)
@@ -263,9 +243,8 @@ def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 def is_all_of(function: Callable[..., Any]) -> bool:
     """While a graph is partitioned: true where it is the only graph of a call of `function`.
 
-    It is when the frame of `function` itself was traced up to its return (`torch/_dynamo/symbolic_convert.py`,
-    `GraphCompileReason` in `output_graph.py`). A function that it calls may be the first to be traced, where there was
-    nothing before a graph break, and has no graph break itself.
+    It is when the frame of `function` itself, not only of one that it calls, was traced up to its return
+    (`torch/_dynamo/symbolic_convert.py`, `GraphCompileReason` in `output_graph.py`).
     """
     translator = _translator()
     is_traced = translator is not None and translator.f_code is getattr(function, "__code__", None)
@@ -287,20 +266,18 @@ def _translator() -> Any:
 
 
 class Watch:
-    """Recompiles and graph breaks from its creation on (`torch/_dynamo/utils.py`)."""
+    """Reasons for recompiles and graph breaks from its creation on, one line each (`torch/_dynamo/utils.py`)."""
 
     def __init__(self) -> None:
         self._compiled = dynamo_utils.get_compilation_metrics()
         self._breaks = {kind: dict(dynamo_utils.counters[kind]) for kind in ("graph_break", "unimplemented")}
 
     def recompiles(self) -> list[str]:
-        """Reasons, one line each."""
         before = set(map(id, self._compiled))
         new = [metrics for metrics in dynamo_utils.get_compilation_metrics() if id(metrics) not in before]
         return [_first_line(metrics.recompile_reason) for metrics in new if metrics.recompile_reason]
 
     def graph_breaks(self) -> list[str]:
-        """Reasons, one line each."""
         # A graph break in a loop is counted as not implemented only, and its frame runs in Python.
         breaks = self._new_breaks("graph_break") or self._new_breaks("unimplemented")
         return list(dict.fromkeys(map(_first_line, breaks)))
@@ -312,32 +289,6 @@ class Watch:
 
 def _first_line(text: str) -> str:
     return text.strip().split("\n")[0].split("  #")[0].strip()
-
-
-def fake_tensors() -> FakeTensorMode:
-    """Within it tensors have shapes, devices and no data (`torch/_subclasses/fake_tensor.py`)."""
-    return FakeTensorMode()
-
-
-def fake_copy(model: torch.nn.Module) -> tuple[FakeTensorMode, torch.nn.Module]:
-    """A copy of a model whose parameters and buffers have no data, and the mode to run it in (`FakeCopyMode`).
-
-    Tensors that its code holds elsewhere count with their data. What was put in the place of its forward stays with
-    the model: engines, and accelerate's autocast.
-    """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with FakeCopyMode(mode):
-        copied = copy.deepcopy(model)
-    vars(copied).pop("forward", None)
-    with mode:
-        eager_fakes.replace_subclasses(copied, model)
-    return mode, copied
-
-
-def fake_batch(batch: Any, fake: FakeTensorMode) -> Any:
-    """A copy of a tree of tensors without data, for a mode."""
-    with FakeCopyMode(fake):
-        return copy.deepcopy(batch)
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
@@ -355,9 +306,9 @@ def symbol_sources() -> dict[sympy.Symbol, list[str]]:
     A symbol that turned out to equal another one is found at that one (`replacements`).
     """
     shapes = _shapes_of_trace()
-    if shapes is None:
-        return {}
     texts: dict[sympy.Symbol, list[str]] = {}
+    if shapes is None:
+        return texts
     for symbol, sources in shapes.var_to_sources.items():
         # A property since 2.11, a method before.
         names = [source.name if isinstance(source.name, str) else source.name() for source in sources]
@@ -384,10 +335,8 @@ def inductor_works(device_type: str) -> bool:
 
 
 def backward_runs_once() -> bool:
-    """Inside a backward: true where autograd frees what it has saved afterwards (no `retain_graph=True`).
-
-    AOTAutograd asks the same before it overwrites saved activations (`_aot_autograd/runtime_wrappers.py`).
-    """
+    """Inside a backward: true where autograd frees what it has saved afterwards (no `retain_graph=True`). AOTAutograd
+    asks so before it overwrites saved activations (`_aot_autograd/runtime_wrappers.py`)."""
     is_backward = torch._C._current_graph_task_id() != -1
     return is_backward and not torch._C._autograd._get_current_graph_task_keep_graph()
 
@@ -404,10 +353,8 @@ def failure_of_compiler(error: BaseException) -> str:
 def is_of_compiled_backward(error: BaseException) -> bool:
     """True for an error that was raised while a compiled backward ran."""
     file, function = _BACKWARD
-    return any(
-        frame.f_code.co_name == function and frame.f_code.co_filename.replace("\\", "/").endswith(file)
-        for frame, _ in traceback.walk_tb(error.__traceback__)
-    )
+    codes = (frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(code.co_name == function and code.co_filename.replace("\\", "/").endswith(file) for code in codes)
 
 
 def own_error(error: BaseException) -> BaseException | None:

@@ -5,10 +5,13 @@ numbers alone, and of what small operators make of these.
 """
 
 import contextlib
+import copy
+import gc
+import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._subclasses import fake_tensor
@@ -16,6 +19,7 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
+    FakeTensorMode,
     unset_fake_temporarily,
 )
 from torch.utils import _pytree as pytree
@@ -25,7 +29,25 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 # Elements of tensors whose values are followed: ids and masks of a batch.
 _MOST_VALUES = 2**20
+# The same of floating-point numbers: weights of losses, step counts.
+_FEW_VALUES = 64
+_FOREACH_TYPES = "_foreach_supported_types"
 _aten = torch.ops.aten
+_RESIZED_LOSSES = (_aten.mse_loss.default, _aten.smooth_l1_loss.default)
+# What `copy.deepcopy` returns as it is.
+_NOT_COPIED = (
+    type,
+    str,
+    bytes,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.CodeType,
+    types.ModuleType,
+    types.FrameType,
+    types.TracebackType,
+    BaseException,
+)
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -64,10 +86,13 @@ _WITHOUT_KERNEL = (_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new
 
 @contextlib.contextmanager
 def run_as_eager() -> Iterator[None]:
-    """Models do not take this for tracing, and values of small tensors are followed.
+    """Models do not take this for tracing, values of small tensors are followed, and optimizers take the same
+    functions for many tensors.
 
     transformers builds other masks where it is traced (`is_tracing`, 5.23); checks of values pass.
     """
+    from torch.optim import optimizer
+    from torch.utils import _foreach_utils
     from transformers.utils import import_utils
 
     def passes(*_: Any) -> None:
@@ -78,6 +103,10 @@ def run_as_eager() -> Iterator[None]:
         (import_utils, "is_fake_tensor", lambda _: False),
         (torch, "_check_tensor_all", passes),
         (torch, "_check_tensor_all_with", passes),
+        *(
+            (owner, _FOREACH_TYPES, [*getattr(owner, _FOREACH_TYPES), FakeTensor])
+            for owner in (optimizer, _foreach_utils)
+        ),
     )
     with contextlib.ExitStack() as stack:
         for owner, name, value in replaced:
@@ -87,24 +116,129 @@ def run_as_eager() -> Iterator[None]:
         yield
 
 
-def replace_subclasses(copied: torch.nn.Module, model: torch.nn.Module) -> None:
-    """Plain fake parameters, with their attributes, for those of a subclass: bitsandbytes' `Params4bit` (0.50) is
-    copied to the meta device.
+def fake_copy(value: _T, mode: FakeTensorMode, device: str | None = None, keeps_values: bool = False) -> _T:
+    """A deep copy of anything, whose tensors are fake: modules, optimizers, containers. Tensors that share memory do
+    so in the copy.
+
+    Those of a subclass without parts, as bitsandbytes' `Params4bit` (0.50), become plain ones with its attributes.
 
     Args:
-        copied: of `model`, in the mode of its tensors.
+        value: its tensors may be on any device, `meta` too.
+        device: of the copy's tensors; None: each one's own.
+        keeps_values: those of small tensors of integers and booleans, and of a few other numbers, are followed.
     """
-    for module, original in zip(copied.modules(), model.modules(), strict=True):
-        for name, parameter in module._parameters.items():
-            if parameter is None or isinstance(parameter, FakeTensor) or is_traceable_wrapper_subclass(parameter):
-                continue
-            source = original._parameters[name]
-            assert source is not None
-            tensor = torch.empty_strided(source.size(), source.stride(), dtype=source.dtype, device=source.device)
-            plain = torch.nn.Parameter(tensor, source.requires_grad)
-            for key, value in vars(parameter).items():
-                setattr(plain, key, value)
-            module._parameters[name] = plain
+    tensors = [found for found in reachable(value) if isinstance(found, torch.Tensor)]
+    bases: dict[int, torch.Tensor] = {}
+    memo: dict[int, Any] = {}
+    with mode:
+        for tensor in tensors:
+            is_known = keeps_values and _may_be_read(tensor)
+            memo[id(tensor)] = _with_its_values(tensor, mode) if is_known else _fake_of(tensor, mode, device, bases)
+        for tensor in tensors:
+            made = memo[id(tensor)]
+            if tensor.grad is not None:
+                made.grad = memo[id(tensor.grad)]
+            for name, attribute in vars(tensor).items():
+                if name not in vars(made):
+                    setattr(made, name, copy.deepcopy(attribute, memo))
+        return copy.deepcopy(value, memo)
+
+
+def fake_model(model: torch.nn.Module) -> tuple[FakeTensorMode, torch.nn.Module]:
+    """A copy of a model whose parameters and buffers have no data, and the mode to run it in.
+
+    Tensors that its code holds elsewhere count with their data. What was put in the place of its forward stays with
+    the model: engines, and accelerate's autocast.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    copied = fake_copy(model, mode)
+    vars(copied).pop("forward", None)
+    return mode, copied
+
+
+@contextlib.contextmanager
+def replaced(
+    holders: Sequence[torch.nn.Module | torch.optim.Optimizer], copied: Callable[[Any], Any]
+) -> Iterator[None]:
+    """Within it modules and optimizers have other tensors.
+
+    Args:
+        copied: called once, with all their tensors in a list.
+    """
+    places = list(_places(holders))
+    others = copied([owner[key] for owner, key in places])
+    before = [(owner, key, owner[key]) for owner, key in places]
+    gradients = [(tensor, tensor.grad) for _, _, tensor in before]
+    try:
+        for (owner, key), tensor in zip(places, others, strict=True):
+            owner[key] = tensor
+        yield
+    finally:
+        for owner, key, tensor in before:
+            owner[key] = tensor
+        for tensor, gradient in gradients:
+            tensor.grad = gradient
+
+
+def _places(holders: Sequence[torch.nn.Module | torch.optim.Optimizer]) -> Iterator[tuple[Any, Any]]:
+    """The dictionaries and lists that hold tensors, with the keys."""
+    modules = {
+        id(part): part for holder in holders if isinstance(holder, torch.nn.Module) for part in holder.modules()
+    }
+    for part in modules.values():
+        for held in (part._parameters, part._buffers, vars(part)):
+            yield from ((held, name) for name, value in held.items() if isinstance(value, torch.Tensor))
+    for holder in holders:
+        if isinstance(holder, torch.optim.Optimizer):
+            for group in holder.param_groups:
+                yield from ((group["params"], place) for place in range(len(group["params"])))
+
+
+def reachable(value: object) -> Iterator[object]:
+    """What an object holds, directly and through others, itself included; neither classes nor code."""
+    todo, seen = [value], {id(value): value}
+    while todo:
+        found = todo.pop()
+        yield found
+        held = gc.get_referents(found)
+        if isinstance(found, torch.Tensor) and found.is_leaf and found.grad is not None:
+            held.append(found.grad)
+        for inner in held:
+            if id(inner) not in seen and not isinstance(inner, _NOT_COPIED):
+                seen[id(inner)] = inner
+                todo.append(inner)
+
+
+def _may_be_read(tensor: torch.Tensor) -> bool:
+    is_integer = not (tensor.is_floating_point() or tensor.is_complex())
+    is_small = tensor.numel() <= (_MOST_VALUES if is_integer else _FEW_VALUES)
+    return is_small and not tensor.requires_grad and tensor.device.type != "meta"
+
+
+def _with_its_values(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    with unset_fake_temporarily():
+        values = tensor.detach().to("cpu", copy=True)
+    # The mode knows its memory then: views of the values are views of the fake tensor.
+    made = mode.from_tensor(values, static_shapes=True)
+    with_values(made, values)
+    return made if not isinstance(tensor, torch.nn.Parameter) else torch.nn.Parameter(made, requires_grad=False)
+
+
+def _fake_of(
+    tensor: torch.Tensor, mode: FakeTensorMode, device: str | None, bases: dict[int, torch.Tensor]
+) -> torch.Tensor:
+    stays = device is None and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    if stays or tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
+        return mode.from_tensor(tensor, static_shapes=True)
+    storage, place = tensor.untyped_storage(), tensor.device if device is None else torch.device(device)
+    base = bases.get(storage._cdata)
+    if base is None:
+        base = bases[storage._cdata] = torch.empty(storage.nbytes(), dtype=torch.uint8, device=place)
+    made = torch.empty(0, dtype=tensor.dtype, device=place)
+    made.set_(base.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(made, tensor.requires_grad)
+    return made.requires_grad_(tensor.requires_grad)
 
 
 def with_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
@@ -114,10 +248,22 @@ def with_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def runs_kernel(function: Any) -> bool:
-    """False for operators that return memory of an argument, or memory without values."""
-    returns = function._schema.returns
+    """False for operators that return no tensor, memory of an argument, or memory without values.
+
+    Models and torch's own Python ask for a tensor's device five times for each kernel (`prim.device`).
+    """
+    returns = [result for result in function._schema.returns if "Tensor" in str(result.type)]
     is_view = any(result.alias_info is not None and not result.alias_info.is_write for result in returns)
     return bool(returns) and not is_view and function.overloadpacket not in _WITHOUT_KERNEL
+
+
+def with_padding(mask: torch.Tensor) -> None:
+    """The last token of the last row is padding, where no values of the mask are known."""
+    if isinstance(mask, FakeTensor) and mask.constant is None and mask.dim() == 2:
+        with unset_fake_temporarily():
+            values = torch.ones(mask.shape, dtype=mask.dtype)
+            values[-1:, -1:] = 0
+        mask.constant = values
 
 
 def call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -141,6 +287,10 @@ def call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         # Its meta function takes bfloat16 alone, the kernels more.
         halves = (argument.bfloat16() if _is_float(argument) else argument for argument in args)
         return torch.empty_like(function(*halves, **kwargs), dtype=args[0].dtype)
+    if function in _RESIZED_LOSSES and (len(args) < 3 or args[2]):
+        # The result is resized from that of each element, whose memory it keeps (`native/BinaryOps.cpp`, 2.13).
+        shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
+        return args[0].new_empty(shape).resize_(())
     return function(*args, **kwargs)
 
 

@@ -32,8 +32,8 @@ def is_tagged_backward(node: fx.Node) -> bool:
 
 
 def is_tagged_forward(node: fx.Node) -> bool:
-    """Traced before autograd ran the backward: torch tags all that is there by then
-    (`create_joint` in `torch/_functorch/_aot_autograd/graph_capture_wrappers.py`)."""
+    """Traced before autograd ran the backward (`create_joint` in `torch/_functorch/_aot_autograd/
+    graph_capture_wrappers.py`)."""
     return node.meta.get("partitioner_tag") == "is_forward"
 
 
@@ -51,11 +51,8 @@ def is_random(node: fx.Node) -> bool:
     all dropouts at once (`torch/_inductor/inductor_prims.py`); picking one counts too, so that each mask's seed is
     saved by itself.
     """
-    if getattr(node.target, "_opname", "") == "inductor_lookup_seed":
-        return True
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
-        return False
-    return not _drops_nothing(node)
+    is_tagged = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return getattr(node.target, "_opname", "") == "inductor_lookup_seed" or (is_tagged and not _drops_nothing(node))
 
 
 def reads_seed(node: fx.Node) -> bool:
@@ -64,27 +61,26 @@ def reads_seed(node: fx.Node) -> bool:
     The backward of CUDA's attention reads it in the memory of the host, whatever device the trace says
     (`aten/src/ATen/native/transformers/cuda/attention_backward.cu`).
     """
-    schema = getattr(node.target, "_schema", None)
-    names = [argument.name for argument in schema.arguments] if schema is not None else []
+    names = _arguments(node)
     return any(part in name for name in names for part in ("philox", "rng_state")) and not _drops_nothing(node)
 
 
 def _drops_nothing(node: fx.Node) -> bool:
-    target: Any = node.target
-    arguments = target._schema.arguments
-    index = next((index for index, argument in enumerate(arguments) if argument.name == "dropout_p"), None)
-    if index is None:
-        return False
-    by_name = node.kwargs.get("dropout_p", arguments[index].default_value)
-    return bool((node.args[index] if index < len(node.args) else by_name) == 0)
+    return "dropout_p" in (arguments := _arguments(node)) and bool(arguments["dropout_p"] == 0)
+
+
+def _arguments(node: fx.Node) -> dict[str, Any]:
+    """The arguments of an operator by name, those left out with their default."""
+    schema = getattr(node.target, "_schema", None)
+    arguments = schema.arguments if schema is not None else ()
+    given = dict(zip((argument.name for argument in arguments), node.args, strict=False)) | node.kwargs
+    return {argument.name: given.get(argument.name, argument.default_value) for argument in arguments}
 
 
 def is_float32_statistic(node: fx.Node) -> bool:
-    """A mean or deviation that is traced in half precision, and that a CPU computes in float32.
-
-    So it is where a norm's input is in half precision and its weight is not, as under autocast
-    (`aten/src/ATen/native/layer_norm.cpp`, `group_norm.cpp`; the traced dtype is that of `torch/_refs/__init__.py`).
-    """
+    """A mean or deviation that is traced in half precision, and that a CPU computes in float32: that of a norm whose
+    input is in half precision and whose weight is not, as under autocast (`aten/src/ATen/native/layer_norm.cpp`,
+    `group_norm.cpp`; the traced dtype is that of `torch/_refs/__init__.py`)."""
     if node.target is not operator.getitem or node.args[1] == 0:
         return False
     (norm,) = node.all_input_nodes
@@ -97,11 +93,8 @@ def is_float32_statistic(node: fx.Node) -> bool:
 
 
 def memory_order(tensor: torch.Tensor) -> list[int]:
-    """The dimensions of `torch.empty_like(tensor)` from the outermost in memory to the innermost.
-
-    While a graph is traced, by the sizes of its first batch: a comparison of symbols would be a guard. Sizes that
-    depend on data count as 2.
-    """
+    """The dimensions of `torch.empty_like(tensor)` from the outermost in memory to the innermost; symbolic sizes
+    are those of the first batch, since comparing symbols would be a guard. Sizes that depend on data count as 2."""
     shape, stride = (
         [int(number.node.hint or 2) if isinstance(number, torch.SymInt) else number for number in numbers]
         for numbers in (tensor.shape, tensor.stride())
@@ -213,8 +206,7 @@ def run_operators(graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def without_modes() -> Iterator[None]:
-    """Operators run as they are called, also while a graph is traced: on real tensors, without autocast
-    (`torch/utils/_python_dispatch.py`)."""
+    """Operators run as they are called, also while a graph is traced: on real tensors, without autocast."""
     with _disable_current_modes(), contextlib.ExitStack() as stack:
         for device in ("cpu", "cuda"):
             stack.enter_context(torch.autocast(device, enabled=False))

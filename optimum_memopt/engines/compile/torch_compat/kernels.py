@@ -1,5 +1,5 @@
-"""The private names of torch and Triton that decide which kernels run, whether they are right, and what they hold;
-with those of CUDA's operators and its autocast, used where there is no device."""
+"""The private names of torch and Triton that decide which kernels run, whether they are right, and what they hold; and
+those of CUDA's operators and its autocast, used where there is no device."""
 
 import contextlib
 import functools
@@ -17,12 +17,7 @@ from torch import fx
 
 @dataclass(frozen=True)
 class Multiprocessors:
-    """What decides how a kernel is split.
-
-    Attributes:
-        count: of the device.
-        threads: that are resident on each.
-    """
+    """How many a device has and how many threads are resident on each, which decide how a kernel is split."""
 
     count: int
     threads: int
@@ -95,9 +90,8 @@ def cpu_allocations(run: Callable[[], Any]) -> list[int]:
     try:
         from torch._C._profiler import _ExperimentalConfig
 
-        state = autograd.ProfilerConfig(
-            autograd.ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig()
-        )
+        switches = False, True, False, False, False
+        state = autograd.ProfilerConfig(autograd.ProfilerState.CPU, *switches, _ExperimentalConfig())
         autograd._enable_profiler_legacy(state)
     except (ImportError, AttributeError, TypeError, RuntimeError):
         return []
@@ -116,12 +110,10 @@ def start_libraries(device: torch.device) -> None:
     torch gives it one a thread and stream (`aten/src/ATen/cuda/CublasHandlePool.cpp`; 32 MiB each on an H100): here
     for the thread that runs forwards, and for autograd's thread of the device.
     """
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return
-    with torch.enable_grad(), torch.autocast("cuda", enabled=False):
-        weight = torch.ones(8, 8, device=device, requires_grad=True)
-        bias = torch.ones(8, device=device)
-        torch.nn.functional.linear(weight, weight, bias).sum().backward()
+    if device.type == "cuda" and torch.cuda.is_available():
+        with torch.enable_grad(), torch.autocast("cuda", enabled=False):
+            weight, bias = torch.ones(8, 8, device=device, requires_grad=True), torch.ones(8, device=device)
+            torch.nn.functional.linear(weight, weight, bias).sum().backward()
 
 
 _NAN_ISSUE = "https://github.com/pytorch/pytorch/issues/196678"
@@ -152,9 +144,8 @@ def cudnn_attention_warning(graph: fx.Graph) -> str:
     """
     version = torch.backends.cudnn.version()
     torch_version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    if version is None or version >= _FIXED_IN_CUDNN or torch_version < _CUDNN_SINCE_TORCH:
-        return ""
-    if not torch.backends.cuda.cudnn_sdp_enabled() or not any(map(_cudnn_may_fail, graph.nodes)):
+    is_affected = version is not None and version < _FIXED_IN_CUDNN and torch_version >= _CUDNN_SINCE_TORCH
+    if not is_affected or not torch.backends.cuda.cudnn_sdp_enabled() or not any(map(_cudnn_may_fail, graph.nodes)):
         return ""
     number = f"{version // 10000}.{version // 100 % 100}.{version % 100}"
     return f"attention with a mask runs without cuDNN {number}, whose backward may give NaN on this GPU ({_NAN_ISSUE})"
@@ -243,6 +234,21 @@ def fused_dropout() -> Iterator[None]:
         library._destroy()
 
 
+@contextlib.contextmanager
+def foreach_optimizers() -> Iterator[None]:
+    """Optimizers on the CPU update all parameters at a time, as they do on CUDA where nobody says otherwise
+    (`torch/optim/optimizer.py`, 2.13)."""
+    from torch.optim import optimizer
+
+    name = "_get_foreach_kernels_supported_devices"
+    before = getattr(optimizer, name)
+    setattr(optimizer, name, lambda: [*before(), "cpu"])
+    try:
+        yield
+    finally:
+        setattr(optimizer, name, before)
+
+
 def _cast_by(cast: Callable[[Any, Any], tuple[Any, Any]], name: str) -> Callable[..., Any]:
     """An operator without autocast, whose arguments are cast before."""
     packet, _, overload = name.partition(".")
@@ -271,7 +277,4 @@ def _is_half(value: Any) -> bool:
 
 def generator_state(device: torch.device) -> torch.Tensor:
     """A copy of the state of a device's default generator: bytes, on the CPU."""
-    if device.type == "cpu":
-        return torch.get_rng_state()
-    state: torch.Tensor = torch.get_device_module(device).get_rng_state(device)
-    return state
+    return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)

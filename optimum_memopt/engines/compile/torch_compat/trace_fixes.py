@@ -36,10 +36,9 @@ class TraceFixes:
     def __init__(self, model: torch.nn.Module) -> None:
         self._config: Any = getattr(model, "config", None)
         self._nameless: list[Any] = [m for m in model.modules() if "loss_type" in vars(m) and m.loss_type is None]
-        files = {sys.modules.get(type(module).__module__) for module in model.modules()}
         # Functions in the files of the model's modules, and those that are called instead.
         self._replaced: list[tuple[Any, str, Callable[..., Any]]] = []
-        for file in files:
+        for file in {sys.modules.get(type(module).__module__) for module in model.modules()}:
             if hasattr(file, _SIZE_IN_A_TENSOR):
                 self._replaced.append((file, _SIZE_IN_A_TENSOR, _attention_span))
             if hasattr(file, _CLASS_OF_WEIGHT):

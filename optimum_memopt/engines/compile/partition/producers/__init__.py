@@ -1,4 +1,4 @@
-"""Who makes a choice. A producer is a file here and a place in `PRODUCERS`."""
+"""Who makes a choice. A producer is a class here and a place in `PRODUCERS`."""
 
 from collections.abc import Sequence
 
@@ -6,11 +6,8 @@ from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.graph.candidates import Candidate
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.producers.budget import FromBudget
-from optimum_memopt.engines.compile.partition.producers.config import FromConfig
-from optimum_memopt.engines.compile.partition.producers.level import FromLevel
-from optimum_memopt.engines.compile.partition.producers.plan_file import FromPlanFile
-from optimum_memopt.engines.compile.partition.producers.producer import Producer
-from optimum_memopt.engines.compile.partition.producers.torch_default import TorchDefault
+from optimum_memopt.engines.compile.partition.producers.producer import Producer, TorchDefault
+from optimum_memopt.engines.compile.partition.producers.stated import FromConfig, FromLevel, FromPlanFile
 from optimum_memopt.plans.matching import Matched
 
 # The first that has something to do with what the user asked for makes the choices.

@@ -1,6 +1,6 @@
 """A budget: the cheapest recompute and offload with which the peak of a step is within it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -13,8 +13,7 @@ from optimum_memopt.engines.compile.graph.symbols import is_length
 from optimum_memopt.engines.compile.memory.step_context import StepContext
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph
 from optimum_memopt.engines.compile.partition.choice import Choice
-from optimum_memopt.engines.compile.partition.producers.producer import INSTEAD, GraphContext, Producer, Solvable
-from optimum_memopt.engines.compile.partition.producers.torch_default import torchs_own
+from optimum_memopt.engines.compile.partition.producers.producer import INSTEAD, Producer, Solvable, torchs_own
 from optimum_memopt.engines.compile.solver.length_buckets import ExtraByLength, extra_by_length
 from optimum_memopt.engines.compile.solver.offload import Host, cheapest, fits
 from optimum_memopt.engines.compile.solver.solver import Infeasible, Plan, Solver, point_of, points_of, solved
@@ -42,16 +41,14 @@ class FromBudget(Producer):
         text = f"--memory_opt_budget {self.budget.text}: {why}, so that nothing can be planned"
         return UnsupportedModelError(text, f"without a budget {INSTEAD}")
 
-    def choose(self, graph: AnalyzedGraph, context: GraphContext) -> Choice:
+    def choose(self, graph: AnalyzedGraph, earlier: Sequence[Choice] = (), solvable: Solvable | None = None) -> Choice:
         """The fastest plan that fits; torch's own partition where that fits too and nothing has to be recomputed.
 
         Raises:
             DoesNotFitError: nothing fits; it names the lowest peak and what holds it.
         """
-        given = context.solvable
-        assert given is not None
-        step, captured, solver = given.step, given.captured, given.solver
-        host = captured.host(step)
+        assert solvable is not None
+        step, solver, host = solvable.step, solvable.solver, solvable.captured.host(solvable.step)
         without_graphs = replace(step.fixed, activations=0, other_forwards=0).peak
         if without_graphs > step.limit:
             why = "that is without any activations: give a larger budget, or an optimizer with fewer states"
@@ -59,13 +56,13 @@ class FromBudget(Producer):
         try:
             plan = cheapest(solver, step.allowed, host)
         except Infeasible as infeasible:
-            lowest, suggestion = step.footprint(infeasible.peak).peak, _suggestion(given, host)
+            lowest, suggestion = step.footprint(infeasible.peak).peak, _suggestion(solvable, host)
             raise self._does_not_fit(step, lowest, dict(infeasible.holds), suggestion) from None
-        choice = self._choice(graph, given, plan)
+        choice = self._choice(graph, solvable, plan)
         return replace(
             choice,
-            frontier=_frontier(given, plan, host) if given.with_curve else None,
-            by_length=_by_length(given, plan) if given.with_lengths else None,
+            frontier=_frontier(solvable, plan, host) if solvable.with_curve else None,
+            by_length=_by_length(solvable, plan) if solvable.with_lengths else None,
         )
 
     def _choice(self, graph: AnalyzedGraph, given: Solvable, plan: Plan) -> Choice:

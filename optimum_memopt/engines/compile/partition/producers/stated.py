@@ -1,0 +1,225 @@
+"""The producers of plans that the user states: a config, a level, a plan file."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, Path, layer_boundaries, nodes_to_save
+from optimum_memopt.engines.compile.graph.candidates import Candidate, by_row, offloads, recomputed
+from optimum_memopt.engines.compile.graph.naming import translate
+from optimum_memopt.engines.compile.graph.problem import Problem, problem_of
+from optimum_memopt.engines.compile.memory.simulation import (
+    Simulation,
+    held_at_peak,
+    simulate,
+    simulate_everything_saved,
+)
+from optimum_memopt.engines.compile.partition.choice import Choice
+from optimum_memopt.engines.compile.partition.producers.producer import (
+    INSTEAD,
+    Producer,
+    Solvable,
+    TorchDefault,
+    torchs_own,
+)
+from optimum_memopt.errors import MemOptError, UnsupportedModelError
+from optimum_memopt.plans import matching
+from optimum_memopt.plans.grammar import ALL, PlanConfig, PlanRequest, Strategy
+from optimum_memopt.plans.matching import Matched
+from optimum_memopt.plans.plan_file import GraphEntry, PlanFile
+
+# Those of level 1, and what level 2 adds.
+_STRATEGIES = (Strategy.RECOMPUTE, Strategy.RECOMPUTE_WITH_COMPROMISE)
+# torch's own partition takes seconds. Up to this part of the peak with everything saved it is not asked whether it
+# holds less: by itself it recomputes elementwise operators only, and was not seen to hold less than a half.
+_LOW = 1 / 3
+# A peak that is higher by less is no reason to leave a layer out: most of it may be gradients, and later batches may
+# be larger than the first one.
+_HIGHER = 1.02
+
+
+@dataclass(frozen=True)
+class FromConfig(Producer):
+    config: PlanConfig
+
+    @classmethod
+    def of(cls, selection: Selection) -> "FromConfig | None":
+        return None if selection.config is None else cls(selection.config)
+
+    def match(self, candidates: Sequence[Candidate]) -> Matched:
+        """Each request with the row that it means; a count of more than there are means all, with a remark."""
+        frequencies = Counter(candidate.row for candidate in candidates)
+        matched = matching.match(self.config, frequencies, here="engine", translate=translate)
+        too_many = (
+            f"{request}: there are {frequencies[row]} only, all of them are on"
+            for row, request in matched.requests.items()
+            if request.count != ALL and request.count > frequencies[row]
+        )
+        return replace(matched, remarks=(*matched.remarks, *too_many))
+
+    def choose(self, graph: AnalyzedGraph, earlier: Sequence[Choice] = (), solvable: Solvable | None = None) -> Choice:
+        """The first `count` candidates of each row in graph order; a count runs on through all graphs."""
+        matched = self.match(graph.candidates)
+        taken = Counter(candidate.row for choice in earlier for candidate in choice.candidates)
+        chosen: list[Candidate] = []
+        for row, candidates in by_row(graph.candidates).items():
+            if request := matched.requests.get(row):
+                left = None if request.count == ALL else max(0, request.count - taken[row])
+                chosen.extend(candidates[:left])
+        recomputed = {candidate.activation.root for candidate in chosen if candidate.chain is not None}
+        return Choice(
+            nodes_to_save=nodes_to_save(graph, recomputed),
+            why=f"config {self.config}",
+            candidates=tuple(chosen),
+            matched=matched,
+        )
+
+
+@dataclass(frozen=True)
+class FromLevel(Producer):
+    level: int
+
+    @classmethod
+    def of(cls, selection: Selection) -> "FromLevel | None":
+        return cls(selection.level) if selection.level else None
+
+    def match(self, candidates: Sequence[Candidate]) -> Matched:
+        """The rows of the level's strategies, whether or not any of their candidates lie in a layer."""
+        requests = {
+            row: PlanRequest(row_candidates[0].cluster_id, row_candidates[0].strategy, ALL)
+            for row, row_candidates in by_row(candidates).items()
+            if row_candidates[0].strategy in _STRATEGIES[: self.level]
+        }
+        if any(self._takes(candidate) for candidate in candidates):
+            return Matched(requests)
+        nothing = (
+            f"--memory_opt_level {self.level}: nothing in a layer of this model can be recomputed from the layer's "
+            "input; choose plans by name"
+        )
+        return Matched(requests, remarks=(nothing,))
+
+    def choose(self, graph: AnalyzedGraph, earlier: Sequence[Choice] = (), solvable: Solvable | None = None) -> Choice:
+        """All that is read in its own layer only; in layers where that would raise the peak what torch recomputes."""
+        chosen = tuple(candidate for candidate in graph.candidates if self._takes(candidate))
+        roots = {candidate.activation.root for candidate in chosen}
+        choice = Choice(
+            nodes_to_save=nodes_to_save(graph, roots, layer_boundaries(graph)),
+            why=f"level {self.level}",
+            candidates=chosen,
+            matched=self.match(graph.candidates),
+        )
+        return choice if not chosen else _without_a_higher_peak(graph, choice)
+
+    def _takes(self, candidate: Candidate) -> bool:
+        activation = candidate.activation
+        is_in_layer = bool(activation.layer) and not activation.leaves_layer
+        return is_in_layer and candidate.strategy in _STRATEGIES[: self.level]
+
+
+def _without_a_higher_peak(graph: AnalyzedGraph, level: Choice) -> Choice:
+    """A level's choice, in each layer that would raise the peak above that of no plan as without a plan.
+
+    Where a layer is a loop over tokens (Mamba), what torch saves of it is little, and a recompute of the whole layer
+    holds all of its steps at once.
+    """
+    problem = problem_of(graph, [0.0] * len(graph.joint.nodes))
+    simulation = simulate(problem, problem.saving(_numbers(graph, level)))
+    if simulation.peak <= _LOW * simulate_everything_saved(problem).peak:
+        return level
+    own, prediction = torchs_own(graph)
+    by_level, by_torch = simulation.saved, problem.saving(_numbers(graph, own))
+    layers: list[str] = []
+    while simulation.peak > _HIGHER * prediction.peak:
+        layer = _recomputed_at_peak(problem, simulation)
+        if not layer or layer in layers:
+            why = f"{level.why}: recompute of layers would raise the peak, so torch's own partition"
+            return replace(own, why=why, matched=level.matched)
+        layers.append(layer)
+        kept = {node for node in by_torch if problem.layers[node] in layers}
+        kept |= {node for node in by_level if problem.layers[node] not in layers}
+        simulation = simulate(problem, problem.closure(kept))
+    if not layers:
+        return level
+    saved = tuple(graph.joint.nodes[node] for node in sorted(simulation.saved))
+    named = layers[0] if len(layers) == 1 else f"{layers[0]} and {len(layers) - 1} more"
+    return replace(
+        level,
+        nodes_to_save=saved,
+        why=f"{level.why}, less what would raise the peak in {named}",
+        candidates=recomputed(graph.candidates, frozenset(saved)),
+    )
+
+
+def _numbers(graph: AnalyzedGraph, choice: Choice) -> list[int]:
+    return [graph.joint.order[node] for node in choice.nodes_to_save]
+
+
+def _recomputed_at_peak(problem: Problem, simulation: Simulation) -> str:
+    """The layer that holds most recomputed bytes at the peak of the backward; empty where there is none."""
+    if simulation.forward.peak >= simulation.backward.peak:
+        return ""
+    sizes: Counter[str] = Counter()
+    for node, size in held_at_peak(problem, simulation, in_backward=True).items():
+        if problem.layers[node] and problem.is_forward[node] and node not in simulation.saved:
+            sizes[problem.layers[node]] += size
+    return sizes.most_common(1)[0][0] if sizes else ""
+
+
+@dataclass(frozen=True)
+class FromPlanFile(Producer):
+    file: PlanFile
+
+    @classmethod
+    def of(cls, selection: Selection) -> "FromPlanFile | None":
+        return None if selection.plan is None else cls(selection.plan)
+
+    def refusal(self, why: str) -> MemOptError | None:
+        text = f"--memory_opt_plan: {why}, so that the file cannot be applied"
+        return UnsupportedModelError(text, f"without the file {INSTEAD}")
+
+    def choose(self, graph: AnalyzedGraph, earlier: Sequence[Choice] = (), solvable: Solvable | None = None) -> Choice:
+        """The file's entry for a graph, by its number; for another graph as far as it applies, with a mismatch."""
+        number, count = len(earlier), len(self.file.graphs)
+        why = self.file.why if self.file.why.startswith("plan file") else f"plan file ({self.file.why})"
+        if number >= count:
+            mismatch = f"this is graph {number + 1} of the forward, and the file has {count}"
+            return replace(TorchDefault().choose(graph), why=why, mismatch=mismatch)
+        plan = self.file.graphs[number]
+        mismatch = plan.signature.difference(graph.signature)
+        if plan.by_torch:
+            return replace(TorchDefault().choose(graph), why=why, mismatch=mismatch)
+        nodes = {path: node for node, path in graph.paths.items()}
+        roots = {activation.root for activation in graph.activations}
+        offloadable = {candidate.activation.root: candidate for candidate in offloads(graph.candidates)}
+        wanted = {kind: {nodes.get(path): path for path in _paths(plan, kind)} for kind in _KINDS}
+        wrong = [
+            (kind, path)
+            for kind, allowed in (("recompute", roots), ("offload", offloadable), ("save", graph.paths))
+            for node, path in wanted[kind].items()
+            if node not in allowed
+        ]
+        if wrong and not mismatch:
+            kind, (layer, path) = wrong[0]
+            mismatch = f"there is no {path} {f'in {layer}' if layer else 'outside of layers'} to {kind}"
+        present = {kind: {node for node in wanted[kind] if node is not None} for kind in _KINDS}
+        # All but what it recomputes, constants that a budget has saved too.
+        saved = nodes_to_save(graph, present["recompute"], roots | present["save"])
+        chosen = {*recomputed(graph.candidates, frozenset(saved))}
+        chosen |= {offloadable[node] for node in present["offload"] if node in offloadable and node in saved}
+        return Choice(
+            nodes_to_save=saved,
+            why=why,
+            candidates=tuple(candidate for candidate in graph.candidates if candidate in chosen),
+            mismatch=mismatch,
+        )
+
+
+_KINDS = ("recompute", "offload", "save")
+
+
+def _paths(plan: GraphEntry, kind: str) -> Iterator[Path]:
+    for layers in plan.layers:
+        for layer in layers.layers:
+            for path in getattr(layers, kind):
+                yield layer, path

@@ -1,0 +1,198 @@
+"""A step that ran out of memory, run again on tensors without data: in plain PyTorch, or as the engine's graphs."""
+
+import copy
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+
+from optimum_memopt.engines.api.explanations import FailedStep, TensorLike
+from optimum_memopt.engines.api.predictions import Training
+from optimum_memopt.engines.api.run import LargestBatch
+from optimum_memopt.engines.compile.capture.capture import capture, chosen_by
+from optimum_memopt.engines.compile.capture.traced_forward import TraceSpec
+from optimum_memopt.engines.compile.costs.costs import Costs
+from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
+from optimum_memopt.engines.compile.graph.symbols import is_rows, larger_sizes
+from optimum_memopt.engines.compile.loss.decide import LossMode
+from optimum_memopt.engines.compile.memory.live import LiveRun
+from optimum_memopt.engines.compile.memory.tape import StepEvents
+from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph
+from optimum_memopt.engines.compile.partition.producers.producer import Producer
+from optimum_memopt.engines.compile.predict.holdings import step_of
+from optimum_memopt.engines.compile.predict.live_step import run_micro_batches
+from optimum_memopt.engines.compile.torch_compat import fake_tensors, kernels
+from optimum_memopt.logs import only_warnings
+
+
+@dataclass(frozen=True)
+class Reconstruction:
+    """The step that failed, as it would have run with enough memory.
+
+    Attributes:
+        step: its events.
+        modules: paths of modules, by operator.
+        activations: bytes of a forward and its backward with one of n parts of the rows of the run's largest batch.
+        rows: sizes that these rows are.
+        untrained: names of parameters that require a gradient and get none.
+        is_exact: the events are all that the step holds.
+        begin: place of the step's first event in its recording.
+        graphs: of the engine; empty for plain PyTorch.
+        shows_layers: each operator is of the layer that it names.
+    """
+
+    step: StepEvents
+    modules: Mapping[str, str]
+    activations: Callable[[int], int]
+    rows: Sequence[int]
+    untrained: Collection[str]
+    is_exact: bool
+    begin: int = 0
+    graphs: tuple[CapturedGraph, ...] = ()
+    shows_layers: bool = True
+
+    @property
+    def chunks_loss(self) -> bool:
+        return any(graph.chunks_loss for graph in self.graphs)
+
+
+def of_graphs(graphs: tuple[CapturedGraph, ...], failed: FailedStep) -> Reconstruction:
+    """The engine's run."""
+    largest = failed.run.largest_batch()
+
+    def activations(times: int) -> int:
+        return step_of(graphs, [graph.problem(times, largest) for graph in graphs]).peak()
+
+    count = sum(graph.runs for graph in graphs)
+    return Reconstruction(
+        step_of(graphs),
+        {node: module for graph in graphs for node, module in graph.modules.items()},
+        cache(activations),
+        [size for graph in graphs for size in graph.rows_with(largest)],
+        graphs[0].untrained,
+        # What a caller computes from the logits, and what runs between graphs, is in none of them.
+        count == 1 and not failed.call.reader,
+        graphs=graphs,
+        shows_layers=count == len(graphs),
+    )
+
+
+def of_plain_pytorch(failed: FailedStep) -> Reconstruction:
+    """The run without an engine, activation checkpointing included.
+
+    Raises:
+        MemOptError: the model reads values of its tensors.
+    """
+    run = live_run(failed, accumulated=_accumulated(failed))
+    trained, largest = run.trained, failed.run.largest_batch()
+
+    def activations(times: int) -> int:
+        # Of several micro-batches all but the first have gradients before them.
+        accumulated = trained if times > 1 or failed.run.gradient_accumulation else frozenset()
+        return live_run(failed, largest, times, accumulated).micro_batch.peak()
+
+    step = run.micro_batch
+    names = {name for name, parameter in failed.model.named_parameters() if parameter.requires_grad}
+    return Reconstruction(
+        step,
+        {event.operator: module for event, module in zip(run.events, run.modules, strict=True) if event.operator},
+        cache(activations),
+        [size for name, size in _sizes(failed, largest).items() if is_rows(name)][:1],
+        names - trained,
+        not failed.call.reader,
+        run.begin,
+    )
+
+
+def with_variables(failed: FailedStep, inspect_at: int) -> StepEvents:
+    """The step of plain PyTorch once more, in which variables of Python that hold tensors during an event have names;
+    see `LiveRecorder`."""
+    return live_run(failed, accumulated=_accumulated(failed), inspect_at=inspect_at).micro_batch
+
+
+def _accumulated(failed: FailedStep) -> frozenset[str]:
+    """Names of the parameters with gradients of earlier micro-batches, to which those of this one are added."""
+    return frozenset(name for name, parameter in failed.model.named_parameters() if parameter.grad is not None)
+
+
+def live_run(
+    failed: FailedStep,
+    largest: LargestBatch | None = None,
+    times: int = 1,
+    accumulated: Collection[str] = (),
+    inspect_at: int = -1,
+) -> LiveRun:
+    """A forward and backward of plain PyTorch.
+
+    Args:
+        largest: a batch whose sizes count where they are larger.
+        times: n: with an n-th of the rows.
+        accumulated: names of the parameters that have gradients.
+        inspect_at: see `LiveRecorder`.
+    """
+    mode, fake = fake_tensors.fake_model(failed.model)
+    sizes = _sizes(failed, largest)
+    cuda = kernels.multiprocessors_of(next(failed.model.parameters()).device)
+    kwargs = {
+        name: _resized(name, value, sizes, times) if isinstance(value, TensorLike) else value
+        for name, value in failed.call.kwargs.items()
+    }
+    training = Training(keeps_outputs=bool(failed.call.reader))
+    with only_warnings(), torch.enable_grad(), mode:
+        args, inputs = without_data(failed.call.args), without_data(kwargs)
+        return run_micro_batches(
+            fake, inputs, failed.autocast, training, cuda, args=args, accumulated=accumulated, inspect_at=inspect_at
+        )
+
+
+def _sizes(failed: FailedStep, largest: LargestBatch | None) -> dict[str, int]:
+    """Sizes of the batch by name, as `input_ids_dim0`, raised to those of the largest."""
+    sizes = {f"{name}_dim{dim}": s for name, like in failed.call.tensors.items() for dim, s in enumerate(like.shape)}
+    return larger_sizes(sizes, {name: name for name in sizes}, largest)
+
+
+def _resized(name: str, like: TensorLike, sizes: Mapping[str, int], times: int) -> TensorLike:
+    shape = tuple(
+        max(1, sizes[key] // times) if is_rows(key := f"{name}_dim{dim}") else sizes[key]
+        for dim in range(len(like.shape))
+    )
+    if shape == like.shape:
+        return like
+    return replace(like, shape=shape, stride=torch.empty(shape, device="meta").stride())
+
+
+def capture_failed(
+    failed: FailedStep, producer: Producer, loss: LossMode, compiler: str, costs: Callable[[AnalyzedGraph], Costs]
+) -> tuple[CapturedGraph, ...]:
+    """The graphs of the failed forward, traced on a copy of the model whose tensors have no data."""
+    mode, fake = fake_tensors.fake_model(failed.model)
+    device_type, autocast = next(failed.model.parameters()).device.type, failed.autocast
+    # What a plan lacks in this graph is no mistake of the user's here.
+    spec = TraceSpec(compiler, loss=loss, strict=False)
+    with (
+        only_warnings(),
+        torch.autocast(device_type, autocast, enabled=autocast is not None),
+        torch.enable_grad(),
+        mode,
+    ):
+        args, inputs = without_data(failed.call.args), without_data(failed.call.kwargs)
+        graphs = capture(fake, args, inputs, spec, chosen_by(producer), failed.call.reader, costs)
+    # Else what passes between graphs is not known, and nor is what was held.
+    joints = [graph.analyzed.joint for graph in graphs if graph.analyzed is not None]
+    assert all(len(joint.gradients) == len(joint.inputs) for joint in joints)
+    return graphs
+
+
+def without_data(given: Any) -> Any:
+    """With tensors of the current mode for `TensorLike`, in containers too."""
+    if isinstance(given, TensorLike):
+        made = torch.empty_strided(given.shape, given.stride, dtype=given.dtype, device=given.device)
+        return made.requires_grad_(given.requires_grad)
+    if isinstance(given, Mapping):
+        return {key: without_data(value) for key, value in given.items()}
+    if isinstance(given, tuple | list) and type(given) in (tuple, list):
+        return type(given)(map(without_data, given))
+    # A cache or another object that a forward writes to is not the failed step's.
+    return given if isinstance(given, Collection | int | float | bool | None) else copy.copy(given)

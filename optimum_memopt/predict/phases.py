@@ -1,0 +1,210 @@
+"""The phases of a run beside its training step, and the flags with which they fit. Pure.
+
+What Trainer collects while it evaluates follows transformers 5.23 (`EvalLoopContainer`, `nested_concat`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from tabulate import tabulate
+
+from optimum_memopt.engines.api.predictions import StepTimeline
+from optimum_memopt.predict.ways import held_at_peak
+from optimum_memopt.sizes import gib_text
+
+
+@dataclass(frozen=True)
+class RunPhase:
+    """A phase of a run.
+
+    Attributes:
+        name: `evaluation`.
+        peak: bytes of the device.
+        host: bytes of the host that it takes on top; 0: next to none.
+        note: what is held, in a few words.
+    """
+
+    name: str
+    peak: int
+    host: int = 0
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """An evaluation by Trainer, in bytes.
+
+    Attributes:
+        given: that are there before it: parameters, optimizer states.
+        forward: that a batch takes on top, its results included.
+        rows: of a batch.
+        total_rows: of the data.
+        logits: that are collected of a batch, after `preprocess_logits_for_metrics`; 0: none are.
+        labels: the same of labels, and of inputs that metrics ask for.
+        accumulation: batches that are collected on the device before they go to the host; None: all.
+        concatenates: batches become one tensor (`--eval_do_concat_batches`).
+    """
+
+    given: int
+    forward: int
+    rows: int
+    total_rows: int
+    logits: int = 0
+    labels: int = 0
+    accumulation: int | None = None
+    concatenates: bool = True
+
+    @property
+    def batches(self) -> float:
+        """Batches on the device at the same time."""
+        total = self.total_rows / self.rows
+        return total if self.accumulation is None else min(total, self.accumulation)
+
+    @property
+    def collected(self) -> int:
+        """The most that is collected on the device: at the end, what was there, the last batch, and both as one."""
+        count, per_batch = self.batches, self.logits + self.labels
+        if not self.concatenates or count <= 1:
+            return round(count * per_batch)
+        with_logits = 2 * count * self.logits + count * self.labels
+        with_labels = (count + 1) * self.logits + 2 * count * self.labels
+        return round(max(with_logits, with_labels))
+
+    @property
+    def peak(self) -> int:
+        """The most that is held, in the last forward or when the last batch is collected."""
+        per_batch = self.logits + self.labels
+        before = max(0.0, self.batches - 1) * per_batch
+        if self.concatenates and self.batches > _COPIED_FROM:
+            # The results of the batch before are variables of the loop until the next ones are there.
+            before += per_batch
+        return self.given + max(round(before) + self.forward, self.collected)
+
+    @property
+    def host(self) -> int:
+        """The most that the host has: all arrays, and where they come in parts the old and the new ones at once."""
+        total = round(self.total_rows / self.rows * (self.logits + self.labels))
+        is_in_parts = self.accumulation is not None and self.accumulation < self.total_rows / self.rows
+        return 2 * total if is_in_parts and self.concatenates else total
+
+    def suggestion(self, limit: int) -> str:
+        """The flags with which it fits into so many bytes; empty where nothing helps."""
+        free = limit - self.given
+        rows = self.rows
+        if self.forward > free:
+            rows = int(self.rows * free / self.forward) if free > 0 else 0
+            if rows < 1:
+                return ""
+        flags = [f"--per_device_eval_batch_size {rows}"] if rows < self.rows else []
+        share = rows / self.rows
+        if self.peak - self.given > free or flags:
+            with_rows = replace(
+                self,
+                forward=round(self.forward * share),
+                rows=rows,
+                logits=round(self.logits * share),
+                labels=round(self.labels * share),
+            )
+            if with_rows.peak > limit:
+                flags += with_rows.collecting_flags(limit)
+        return " ".join(flags)
+
+    def collecting_flags(self, limit: int) -> list[str]:
+        """Flags with which what is collected fits."""
+        total = int(-(-self.total_rows // self.rows))
+        for count in sorted({2**power for power in range(20) if 2**power < total}, reverse=True):
+            fewer = Evaluation(
+                self.given,
+                self.forward,
+                self.rows,
+                self.total_rows,
+                self.logits,
+                self.labels,
+                count,
+                self.concatenates,
+            )
+            if fewer.peak <= limit:
+                return [f"--eval_accumulation_steps {count}"]
+        return ["--prediction_loss_only"]
+
+
+def evaluation_phase(evaluation: Evaluation, what: str) -> RunPhase:
+    """The phase.
+
+    Args:
+        what: is collected beside labels.
+    """
+    if not evaluation.logits + evaluation.labels:
+        return RunPhase("evaluation", evaluation.peak, note="the loss alone is collected")
+    where = "on the device until the end"
+    if evaluation.accumulation is not None:
+        where = f"on the device for {evaluation.accumulation} batches"
+    note = f"{what} and labels are collected {where}, {gib_text(evaluation.collected)}"
+    return RunPhase("evaluation", evaluation.peak, evaluation.host, note)
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """The phases of a run that was not run.
+
+    Attributes:
+        header: the Trainer, its model and its batch.
+        limit: bytes that a phase may take: the device's, or a budget.
+        phases: in the order of a run.
+        timeline: of the training step.
+        suggestions: a line for each phase that takes more.
+        evaluation: None where there is no data for it.
+    """
+
+    header: str
+    limit: int
+    phases: tuple[RunPhase, ...]
+    timeline: StepTimeline = field(repr=False)
+    suggestions: tuple[str, ...] = ()
+    evaluation: Evaluation | None = None
+
+    def __str__(self) -> str:
+        rows = [
+            {
+                "phase": phase.name,
+                "peak": gib_text(phase.peak) if phase.peak else "-",
+                "host": f"+ {gib_text(phase.host)}" if phase.host >= _SHOWN else "",
+                "": phase.note,
+            }
+            for phase in self.phases
+        ]
+        grid = tabulate(rows, headers="keys", tablefmt="simple", disable_numparse=True)
+        fits = self.suggestions or (f"all phases fit into {gib_text(self.limit)}",)
+        return "\n".join((self.header, grid, *fits, "", held_at_peak("the training step", self.timeline)))
+
+
+def train_suggestion(peak: int, given: int, limit: int, rows: int) -> str:
+    """The line for a training step that does not fit, with the rows that would, as far as memory grows with them."""
+    line = f"train takes {gib_text(peak)} of {gib_text(limit)}: "
+    fewer = int(rows * (limit - given) / (peak - given)) if peak > given else 0
+    flags = "--activation_checkpointing, or --memory_opt_budget"
+    if fewer < 1:
+        return f"{line}{flags}"
+    return f"{line}--per_device_train_batch_size {fewer} with more --gradient_accumulation_steps, {flags}"
+
+
+def suggestions(phases: Sequence[RunPhase], limit: int, flags: dict[str, str]) -> tuple[str, ...]:
+    """A line for each phase but training that takes more than there is.
+
+    Args:
+        flags: those with which a phase fits, by its name.
+    """
+    return tuple(
+        f"{phase.name} takes {gib_text(phase.peak)} of {gib_text(limit)}: "
+        + (flags.get(phase.name) or "it fits with no flag of Trainer")
+        for phase in phases
+        if phase.peak > limit and phase.name not in _STEP
+    )
+
+
+# Batches from which on those that are collected are copies.
+_COPIED_FROM = 2
+# Bytes of the host that are worth a word.
+_SHOWN = 2**20
+# Phases of the training step.
+_STEP = FORWARD, BACKWARD, OPTIMIZER = ("forward", "backward", "optimizer")
