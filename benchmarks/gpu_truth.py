@@ -213,12 +213,12 @@ def peft_row(run: PeftRun) -> dict[str, Any]:
         "reserved": _filled(peft_step(run, BATCH_SIZE, _RESERVED_AT)).reserved / run.max_reserved - 1,
         "after the step": after / run.allocated_after_step - 1 if run.allocated_after_step else None,
         "tokens/s": run.tokens_a_second,
-        "speed": _speed(run) / run.tokens_a_second - 1 if run.tokens_a_second else None,
+        "speed": tokens_a_second(run) / run.tokens_a_second - 1 if run.tokens_a_second else None,
     }
 
 
-def _speed(run: PeftRun) -> float:
-    """Predicted tokens a second."""
+def tokens_a_second(run: PeftRun) -> float:
+    """Predicted for steps of the mean length, without what they wait for."""
     step = peft_step(run, BATCH_SIZE, _TIMED_AT)
     assert step.seconds is not None
     return _REAL_TOKENS / (step.seconds + step.update_seconds)
@@ -386,6 +386,13 @@ def summary(name: str, errors: Sequence[float]) -> str:
     return f"{name}: {len(errors)} figures, median error {median:.2%}, from {min(errors):+.2%} to {max(errors):+.2%}."
 
 
+def order(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A line with the rank correlation (Spearman) of measured and predicted speeds."""
+    timed = [(row["tokens/s"], row["tokens/s"] * (1 + row["speed"])) for row in rows if row["speed"] is not None]
+    ranks = [[sorted(column).index(figure) for figure in column] for column in zip(*timed, strict=True)]
+    return f"Rank correlation (Spearman) of speeds: {statistics.correlation(*ranks):.2f}."
+
+
 def table(rows: Sequence[Mapping[str, Any]], errors: Sequence[str], digits: int) -> str:
     """Rows with their errors as percentages, and a line for each of these columns."""
     shown = [
@@ -408,6 +415,8 @@ def main() -> None:
         else:
             rows = [peft_row(run) for run in peft_runs(path)]
             sections["truth-peft"] = table(rows, ["peak", "reserved", "after the step", "speed"], 1)
+            if sum(row["speed"] is not None for row in rows) > 1:
+                sections["truth-peft"] += "\n" + order(rows)
     print("\n\n".join(sections.values()))
     if args.docs is not None:
         fill(args.docs / "gpu.md", sections)

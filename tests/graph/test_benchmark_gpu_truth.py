@@ -15,6 +15,7 @@ from gpu_truth import (
     device_named,
     liger_peak,
     liger_rows,
+    order,
     peft_runs,
     reserved,
     table,
@@ -40,14 +41,18 @@ def published(**changed: Any) -> dict[str, Any]:
         "train_info": {
             "accelerator_memory_max": 3 * GIB,
             "status": "success",
-            "metrics": [{"mem allocated avg": 100.0}, {"mem allocated avg": 300.0}, {"test accuracy": 0.5}],
+            "metrics": [
+                {"mem allocated avg": 100.0, "train time": 2.0},
+                {"mem allocated avg": 300.0, "train time": 3.0, "train total tokens": 1000},
+                {"test accuracy": 0.5},
+            ],
         },
         "meta_info": {"system_info": {"gpu": "NVIDIA L40S"}},
     }
 
 
 def test_both_forms_of_peft_runs(tmp_path: Path) -> None:
-    expected = PeftRun("lora/r8", "NVIDIA L40S", 3 * GIB, 200, LORA, False)
+    expected = PeftRun("lora/r8", "NVIDIA L40S", 3 * GIB, 200, LORA, False, 200)
     results = tmp_path / "method_comparison/MetaMathQA/results"
     results.mkdir(parents=True)
     (results / "lora--r8.json").write_text(json.dumps(published()))
@@ -55,7 +60,7 @@ def test_both_forms_of_peft_runs(tmp_path: Path) -> None:
     assert peft_runs(tmp_path) == [expected]
     listed = tmp_path / "runs.json"
     run = {"device": "NVIDIA L40S", "max_reserved": 3 * GIB, "peft_config": LORA, "autocast_adapter_dtype": False}
-    listed.write_text(json.dumps({"lora/r8": {**run, "allocated_after_step_avg": 200}}))
+    listed.write_text(json.dumps({"lora/r8": {**run, "allocated_after_step_avg": 200, "tokens_per_second": 200}}))
     assert peft_runs(listed) == [expected]
 
 
@@ -112,6 +117,12 @@ def test_reserved_counts_gaps() -> None:
     ]
     filled = reserved([], events)
     assert (filled.most_allocated, filled.reserved) == (48 * MIB, 80 * MIB)
+
+
+def test_order_of_speeds() -> None:
+    rows = [{"tokens/s": 100, "speed": 0.0}, {"tokens/s": 200, "speed": 0.1}, {"tokens/s": 300, "speed": -0.5}]
+    assert order(rows).endswith("0.50.")
+    assert order(rows[:2]).endswith("1.00.")
 
 
 def test_a_table_sums_up_its_errors() -> None:
