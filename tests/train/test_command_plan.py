@@ -115,7 +115,7 @@ def test_bad_input_is_one_line_before_any_process_starts(arguments, message, fol
         (["--trainable", "querry"], "error: --trainable querry: no parameter of RobertaForMaskedLM has this name;"),
         (["--measure", "--symbolic"], "error: --symbolic is for predictions of the compile engine; leave it out"),
         (["--batch_size", "1000000000000000"], "error: --batch_size 1000000000000000 --seq_len 60: allowed are up to"),
-        (["--seq_len", "10000000000"], "error: --seq_len 10000000000: allowed are up to "),
+        (["--seq_len", "10000000000"], "error: --batch_size 8 --seq_len 10000000000: allowed are up to "),
         (["--level", "1", "--output", "."], "error: --output .: is a folder; name a file in it"),
         (["--model", "x" * 300], "error: --model xxx"),
         (["--model", "a\0b"], r"error: --model a\x00b: neither a folder nor a file here"),

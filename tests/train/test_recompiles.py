@@ -2,7 +2,7 @@
 
 import copy
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -80,9 +80,7 @@ def test_fresh_models_of_a_class_in_pieces(monkeypatch: pytest.MonkeyPatch, isol
 
 
 @pytest.mark.parametrize("build", [Whole, Broken])
-def test_a_model_that_recompiles_with_every_batch_is_stopped_and_told_why(
-    build: Callable[[], torch.nn.Module],
-) -> None:
+def test_a_model_that_recompiles_with_every_batch_is_stopped_and_told_why(build: type[torch.nn.Module]) -> None:
     model = build()
     attached(model)
     with log_lines() as lines:
