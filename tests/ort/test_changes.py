@@ -8,6 +8,7 @@ from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.errors import UnsupportedModelError
 from tests.gradients import accumulate, assert_same_step, wrong_gradients
 from tests.ort import helpers
+from tests.ort.helpers import DROPOUT, MLM, ROBERTA, Attach, Pair, inputs
 from tests.rotation import nightly
 
 pytestmark = helpers.needs_ort
@@ -17,31 +18,29 @@ LEVEL_1 = Selection(level=1)
 
 
 @pytest.mark.parametrize("selection", nightly([Selection(), LEVEL_1], but=[LEVEL_1]), ids=["no plan", "level 1"])
-def test_other_inputs_than_the_first_are_not_run_with_the_first_graph(
-    pair: helpers.Pair, selection: Selection
-) -> None:
-    model, plain, _ = pair(helpers.MLM.build(), selection)
+def test_other_inputs_than_the_first_are_not_run_with_the_first_graph(pair: Pair, selection: Selection) -> None:
+    model, plain, _ = pair(MLM.build(), selection)
     types = torch.zeros(4, 12, dtype=torch.long)
-    small = helpers.MLM.batch()["input_ids"].to(torch.int32)
+    small = MLM.batch()["input_ids"].to(torch.int32)
     positions = torch.arange(20, 32).expand(4, 12)
     for batch in (
-        helpers.inputs(helpers.MLM),
-        helpers.inputs(helpers.MLM, token_type_ids=types),
-        helpers.inputs(helpers.MLM, attention_mask=None),
-        helpers.inputs(helpers.MLM, labels=None),
-        helpers.inputs(helpers.MLM, labels=None, position_ids=positions),
-        helpers.inputs(helpers.MLM, 8, labels=None),
-        helpers.inputs(helpers.MLM),
-        helpers.inputs(helpers.MLM, input_ids=small),
-        *(helpers.inputs(helpers.MLM, num_items_in_batch=count) for count in (torch.tensor(17), 17, 5)),
-        helpers.inputs(helpers.MLM),
+        inputs(MLM),
+        inputs(MLM, token_type_ids=types),
+        inputs(MLM, attention_mask=None),
+        inputs(MLM, labels=None),
+        inputs(MLM, labels=None, position_ids=positions),
+        inputs(MLM, 8, labels=None),
+        inputs(MLM),
+        inputs(MLM, input_ids=small),
+        *(inputs(MLM, num_items_in_batch=count) for count in (torch.tensor(17), 17, 5)),
+        inputs(MLM),
     ):
         helpers.assert_same_outputs(model, plain, batch)
 
 
-def test_positional_arguments_and_tuples(pair: helpers.Pair) -> None:
-    model, plain, _ = pair(helpers.MLM.build())
-    batch = helpers.MLM.batch()
+def test_positional_arguments_and_tuples(pair: Pair) -> None:
+    model, plain, _ = pair(MLM.build())
+    batch = MLM.batch()
     for return_dict in (True, False):
         for trained in (model, plain):
             outputs = trained(
@@ -64,7 +63,7 @@ class Steered(torch.nn.Module):
         return (values.square() if square else values).sum()
 
 
-def test_flags_and_numbers_among_the_inputs_are_not_those_of_the_first_call(pair: helpers.Pair) -> None:
+def test_flags_and_numbers_among_the_inputs_are_not_those_of_the_first_call(pair: Pair) -> None:
     torch.manual_seed(0)
     model, plain, _ = pair(Steered())
     values = torch.rand(2, 4)
@@ -75,9 +74,9 @@ def test_flags_and_numbers_among_the_inputs_are_not_those_of_the_first_call(pair
         torch.testing.assert_close(model.linear.weight.grad, plain.linear.weight.grad)
 
 
-def test_gradients_reach_the_inputs(pair: helpers.Pair) -> None:
-    model, plain, _ = pair(helpers.ROBERTA.build(), helpers.config("Gelu+:1:-1"))
-    batch = helpers.ROBERTA.batch()
+def test_gradients_reach_the_inputs(pair: Pair) -> None:
+    model, plain, _ = pair(ROBERTA.build(), helpers.config("Gelu+:1:-1"))
+    batch = ROBERTA.batch()
     embedded = torch.randn(4, 12, 16)
     gradients = []
     for trained in (model, plain):
@@ -87,14 +86,14 @@ def test_gradients_reach_the_inputs(pair: helpers.Pair) -> None:
     assert wrong_gradients({"inputs": gradients[0]}, {"inputs": gradients[1]}) == {}
 
 
-def test_evaluation_and_training_take_turns(attach: helpers.Attach) -> None:
-    model = helpers.MLM.build(**helpers.DROPOUT)
+def test_evaluation_and_training_take_turns(attach: Attach) -> None:
+    model = MLM.build(**DROPOUT)
     plain = copy.deepcopy(model).eval()
     attach(model, Selection(level=1))
     for seed in range(2):
-        accumulate(model, [helpers.MLM.batch(seed=seed)])
+        accumulate(model, [MLM.batch(seed=seed)])
         model.eval()
-        for batch in (helpers.MLM.batch(2, 9), helpers.MLM.without_labels(helpers.MLM.batch(5, 6))):
+        for batch in (MLM.batch(2, 9), MLM.without_labels(MLM.batch(5, 6))):
             assert torch.equal(model(**batch).logits, plain(**batch).logits)
             with torch.inference_mode():
                 assert torch.equal(model(**batch).logits, plain(**batch).logits)
@@ -139,16 +138,16 @@ FAST = ["freeze", "resize", "load"]
 @pytest.mark.parametrize(
     "change", nightly([helpers.freeze, resize, new_layer, new_data, load, assign, through_float64], but=FAST)
 )
-def test_changed_parameters_train(pair: helpers.Pair, change: Callable[[torch.nn.Module], None]) -> None:
-    model, plain, engine = pair(helpers.MLM.build(), Selection(level=1))
-    assert_same_step(model, plain, helpers.MLM.batch())
+def test_changed_parameters_train(pair: Pair, change: Callable[[torch.nn.Module], None]) -> None:
+    model, plain, engine = pair(MLM.build(), Selection(level=1))
+    assert_same_step(model, plain, MLM.batch())
     change(model)
     change(plain)
-    assert_same_step(model, plain, helpers.MLM.batch())
-    assert_same_step(model, plain, helpers.MLM.batch(3, 7), helpers.MLM.batch(1, 5))
+    assert_same_step(model, plain, MLM.batch())
+    assert_same_step(model, plain, MLM.batch(3, 7), MLM.batch(1, 5))
     unfreeze(model)
     unfreeze(plain)
-    assert_same_step(model, plain, helpers.MLM.batch())
+    assert_same_step(model, plain, MLM.batch())
     assert engine.plans().enabled
 
 
@@ -159,27 +158,27 @@ def without_dropout(model: torch.nn.Module) -> None:
 
 
 @pytest.mark.parametrize("when", nightly(["from the first step on", "later"], but=["later"]))
-def test_dropout_in_evaluation_mode_is_not_trained_as_if_it_were_not(pair: helpers.Pair, when: str) -> None:
-    model, plain, engine = pair(helpers.ROBERTA.build(**helpers.DROPOUT), ort_fallback=True)
+def test_dropout_in_evaluation_mode_is_not_trained_as_if_it_were_not(pair: Pair, when: str) -> None:
+    model, plain, engine = pair(ROBERTA.build(**DROPOUT), ort_fallback=True)
     if when == "later":
-        accumulate(model, [helpers.ROBERTA.batch()])
+        accumulate(model, [ROBERTA.batch()])
         assert engine.plans().plans
     without_dropout(model)
     without_dropout(plain)
-    assert_same_step(model, plain, helpers.ROBERTA.batch())
+    assert_same_step(model, plain, ROBERTA.batch())
     assert "are in evaluation mode" in engine.plans().header[0]
     model.train()
-    accumulate(model, [helpers.ROBERTA.batch()])
+    accumulate(model, [ROBERTA.batch()])
     assert engine.plans().plans
 
 
-def test_submodules_stay_in_the_mode_that_the_user_chose(attach: helpers.Attach) -> None:
-    model = helpers.ROBERTA.build()
+def test_submodules_stay_in_the_mode_that_the_user_chose(attach: Attach) -> None:
+    model = ROBERTA.build()
     model.roberta.embeddings.eval()
     plain = copy.deepcopy(model)
     engine = attach(model)
     for seed in range(2):
-        assert_same_step(model, plain, helpers.ROBERTA.batch(seed=seed))
+        assert_same_step(model, plain, ROBERTA.batch(seed=seed))
         assert [module.training for module in model.modules()] == [module.training for module in plain.modules()]
     assert engine.plans().plans
 
@@ -193,7 +192,7 @@ class Normalized(torch.nn.Module):
         return self.head(self.norm(self.linear(values)).relu()).square().mean()
 
 
-def test_running_statistics_are_not_lost(attach: helpers.Attach, pair: helpers.Pair) -> None:
+def test_running_statistics_are_not_lost(attach: Attach, pair: Pair) -> None:
     torch.manual_seed(0)
     model, plain, engine = pair(Normalized(), ort_fallback=True)
     for _ in range(3):

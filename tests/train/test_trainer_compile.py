@@ -79,11 +79,11 @@ def test_checkpoints_are_the_plain_trainers(tmp_path, name):
     assert distance(saved["ours"][2], saved["plain"][2]) == 0
     assert len(tables(lines)) == 1 and not any("recompiled" in line for line in lines), lines
 
-    resumed = make(
+    again = make(
         tmp_path / "plain", name, model=build(name, seed=5, **dropout), **SAVING, **ENGINE, memory_opt_level=1
     )
-    resumed.train(resume_from_checkpoint=str(tmp_path / "plain" / "checkpoint-2"))
-    assert distance(weights(resumed.model), weights(trainer.model)) == 0
+    again.train(resume_from_checkpoint=str(tmp_path / "plain" / "checkpoint-2"))
+    assert distance(weights(again.model), weights(trainer.model)) == 0
 
 
 def test_a_recompile_says_its_reason_once():
