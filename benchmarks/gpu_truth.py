@@ -34,7 +34,7 @@ from optimum_memopt.engines.compile.memory.events import Event
 from optimum_memopt.engines.compile.memory.live import LiveRecorder
 from optimum_memopt.engines.compile.predict.live_step import LiveStep, plain_step
 from optimum_memopt.engines.compile.torch_compat import dynamo, fake_tensors
-from optimum_memopt.predict.workload import ModuleWorkload, mask_of
+from optimum_memopt.predict.workload import ModuleWorkload
 
 GIB, MIB = 2**30, 2**20
 BATCH_SIZE = 4
@@ -170,7 +170,9 @@ def peft_step(run: PeftRun, rows: int, length: int) -> LiveStep:
             config = peft.PeftConfig.from_peft_type(**given)
             model = peft.get_peft_model(model, config, autocast_adapter_dtype=run.autocasts)
     ids = torch.zeros(rows, length, dtype=torch.int64)
-    inputs = {"input_ids": ids, "attention_mask": mask_of(rows, length, True), "labels": ids}
+    mask = torch.ones_like(ids)
+    mask[-1, -1] = 0
+    inputs = {"input_ids": ids, "attention_mask": mask, "labels": ids}
     spec = StepSpec(device_named(run.device).name, optim="adamw_torch")
     return plain_step(ModuleWorkload.of(model, inputs, rows, ()), spec, Training(keeps_outputs=True))
 
