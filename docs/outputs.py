@@ -145,6 +145,13 @@ LlamaConfig(
     tie_word_embeddings=True, dtype="bfloat16",
 ).save_pretrained("llama")'"""
 
+LLAMA_3B = """python -c 'from transformers import LlamaConfig
+LlamaConfig(
+    vocab_size=128256, hidden_size=3072, intermediate_size=8192, num_hidden_layers=28, num_attention_heads=24,
+    num_key_value_heads=8, head_dim=128, max_position_embeddings=131072, tie_word_embeddings=True, dtype="bfloat16",
+    architectures=["LlamaForCausalLM"],
+).save_pretrained("llama-3b")'"""
+
 
 def written(name: str, begin: str) -> tuple[str, str]:
     """Commands that write a model's config, and the Python of docs/plan.md that begins so."""
@@ -261,6 +268,15 @@ OUTPUTS = {
         is_prompt_shown=False,
     ),
     "plan-device": Output(PLAN, (r"RobertaForMaskedLM on H100 .*", "Predicted (?:for|peak) .*")),
+    "plan-ways": Output(
+        (
+            LLAMA_3B,
+            "optimum-cli memopt plan --ways plain --model llama-3b/ --peft r=32,target=q_proj+v_proj --batch_size 4 "
+            "--seq_len 729 --device l40s --optim adamw_torch --keep_outputs",
+        ),
+        (("text-generation, 4 rows .*", "outputs and variables .*"),),
+        is_prompt_shown=False,
+    ),
     "plan-batch-sizes": Output(
         (
             ROBERTA,

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 from torch.nn.modules import module as torch_module
@@ -352,3 +353,12 @@ def longest_generation(trainer: Any) -> Iterator[None]:
         yield
     finally:
         kind.generate = before
+
+
+def torch_init() -> AbstractContextManager[Any]:
+    """torch's own functions for initial values, also within transformers' `no_init_weights` (5.23): PEFT's VeRA uses
+    what they return."""
+    from transformers.initialization import TORCH_INIT_FUNCTIONS
+
+    functions: dict[str, Any] = TORCH_INIT_FUNCTIONS
+    return mock.patch.multiple(torch.nn.init, **functions)

@@ -14,6 +14,8 @@ from optimum_memopt import MemOptTrainer, MemOptTrainingArguments
 from optimum_memopt.logs import get_logger
 from tests.model_zoo import IGNORE, PAD, SMALL, ZOO
 
+# How far weights of runs may be apart that are the same but for rounding.
+CLOSE = 1e-5
 ROWS = 18
 _FILL = {"input_ids": PAD, "attention_mask": 0, "labels": IGNORE}
 

@@ -38,6 +38,10 @@ def parse_adapter(text: str) -> dict[str, Any]:
             raise MemOptError(f"--peft {excerpt(text)}: {excerpt(part) or repr(part)} is no field; {_ALLOWED}")
         config[_FIELDS.get(name.strip(), name.strip())] = _value(value.strip())
     config["peft_type"] = str(config["peft_type"]).upper()
+    target = config.get("target_modules")
+    # PEFT takes a text for a regular expression of the whole path.
+    if isinstance(target, str) and target.replace(".", "").isidentifier():
+        config["target_modules"] = [target]
     return config
 
 

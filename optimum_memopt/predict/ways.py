@@ -1,6 +1,7 @@
 """The ways to train a model side by side, for a terminal and for JSON. Pure."""
 
 import itertools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,8 +45,9 @@ def held_at_peak(name: str, timeline: StepTimeline) -> str:
         groups = [group for group in timeline.alive if group.category == category]
         named = (f"{group.name} {gib_text(group.bytes)}" for group in groups if group.name and group.bytes >= _SHOWN)
         if (total := sum(group.bytes for group in groups)) >= _SHOWN:
-            rows.append((category, gib_text(total), ", ".join(itertools.islice(named, _GROUPS))))
-    grid = tabulate(rows, tablefmt="plain", disable_numparse=True)
+            rows.append((total, category, gib_text(total), ", ".join(itertools.islice(named, _GROUPS))))
+    rows.sort(key=operator.itemgetter(0), reverse=True)
+    grid = tabulate([row for _, *row in rows], tablefmt="plain", disable_numparse=True)
     return "\n".join((f"{name} holds at its peak, {where}:", grid))
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from optimum_memopt.compat import without_modes
+from optimum_memopt.compat import torch_init, without_modes
 from optimum_memopt.engines.shared.in_place import engine_of
 from optimum_memopt.errors import MemOptError, excerpt, path_excerpt
 from optimum_memopt.predict.adapter import parse_adapter, with_adapter
@@ -298,7 +298,8 @@ class Workload:
         with without_modes(), torch.device("meta"):
             model = kind.from_config(config, **given)
             model.tie_weights()
-            model = with_adapter(model, parse_adapter(self.adapter))
+            with torch_init():
+                model = with_adapter(model, parse_adapter(self.adapter))
         return _without_data(model)
 
     def batch_of(self, config: Any) -> dict[str, "torch.Tensor"]:

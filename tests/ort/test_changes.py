@@ -7,21 +7,11 @@ import torch
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.errors import UnsupportedModelError
 from tests.gradients import accumulate, assert_same_step, wrong_gradients
-from tests.ort.helpers import (
-    DROPOUT,
-    MLM,
-    ROBERTA,
-    Attach,
-    Pair,
-    assert_same_outputs,
-    config,
-    freeze,
-    inputs,
-    needs_ort,
-)
+from tests.ort import helpers
+from tests.ort.helpers import DROPOUT, MLM, ROBERTA, Attach, Pair, inputs
 from tests.rotation import nightly
 
-pytestmark = needs_ort
+pytestmark = helpers.needs_ort
 
 
 LEVEL_1 = Selection(level=1)
@@ -45,7 +35,7 @@ def test_other_inputs_than_the_first_are_not_run_with_the_first_graph(pair: Pair
         *(inputs(MLM, num_items_in_batch=count) for count in (torch.tensor(17), 17, 5)),
         inputs(MLM),
     ):
-        assert_same_outputs(model, plain, batch)
+        helpers.assert_same_outputs(model, plain, batch)
 
 
 def test_positional_arguments_and_tuples(pair: Pair) -> None:
@@ -85,7 +75,7 @@ def test_flags_and_numbers_among_the_inputs_are_not_those_of_the_first_call(pair
 
 
 def test_gradients_reach_the_inputs(pair: Pair) -> None:
-    model, plain, _ = pair(ROBERTA.build(), config("Gelu+:1:-1"))
+    model, plain, _ = pair(ROBERTA.build(), helpers.config("Gelu+:1:-1"))
     batch = ROBERTA.batch()
     embedded = torch.randn(4, 12, 16)
     gradients = []
@@ -146,7 +136,7 @@ FAST = ["freeze", "resize", "load"]
 
 
 @pytest.mark.parametrize(
-    "change", nightly([freeze, resize, new_layer, new_data, load, assign, through_float64], but=FAST)
+    "change", nightly([helpers.freeze, resize, new_layer, new_data, load, assign, through_float64], but=FAST)
 )
 def test_changed_parameters_train(pair: Pair, change: Callable[[torch.nn.Module], None]) -> None:
     model, plain, engine = pair(MLM.build(), Selection(level=1))

@@ -20,6 +20,7 @@ from tests import fresh_process
 from tests.gradients import assert_same_step
 from tests.model_zoo import ZOO
 from tests.ort import helpers
+from tests.ort.helpers import DROPOUT, MLM, Attach
 from tests.rotation import nightly
 
 pytestmark = helpers.needs_ort
@@ -28,7 +29,7 @@ LOADED = "loaded the exported graph"
 
 
 def attach_with_cache(
-    attach: helpers.Attach, model: torch.nn.Module, folder: Path, selection: Selection | None = None
+    attach: Attach, model: torch.nn.Module, folder: Path, selection: Selection | None = None
 ) -> OrtEngine:
     return attach(model, selection, ort_cache_dir=str(folder))
 
@@ -66,9 +67,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("which", nightly(MODELS, but=["scale", "lora"]))
-def test_a_model_takes_its_own_graph_only(
-    attach: helpers.Attach, tmp_path: Path, lines: list[str], which: str
-) -> None:
+def test_a_model_takes_its_own_graph_only(attach: Attach, tmp_path: Path, lines: list[str], which: str) -> None:
     models = MODELS[which]
     batch = ZOO["llama"].batch() if which == "lora" else {"values": torch.randn(3, 8)}
     for make in models + models:
@@ -88,15 +87,15 @@ def test_a_model_takes_its_own_graph_only(
     assert helpers.count_lines(lines, LOADED) == len(models)
 
 
-def train(attach: helpers.Attach, folder: Path, selection: Selection | None = None) -> OrtEngine:
-    model = helpers.MLM.build()
+def train(attach: Attach, folder: Path, selection: Selection | None = None) -> OrtEngine:
+    model = MLM.build()
     plain = copy.deepcopy(model)
     engine = attach_with_cache(attach, model, folder, selection)
-    assert_same_step(model, plain, helpers.MLM.batch())
+    assert_same_step(model, plain, MLM.batch())
     return engine
 
 
-def test_another_process_uses_it(attach: helpers.Attach, tmp_path: Path) -> None:
+def test_another_process_uses_it(attach: Attach, tmp_path: Path) -> None:
     train(attach, tmp_path)
     assert LOADED in helpers.run_script("train_with_export_cache.py", tmp_path, run=fresh_process.run)
     assert len(entries(tmp_path)) == 1
@@ -106,7 +105,7 @@ def test_another_process_uses_it(attach: helpers.Attach, tmp_path: Path) -> None
     "damage", [lambda content: content[:-9], *nightly([lambda content: b"", lambda content: b"x" + content], but=[])]
 )
 def test_a_damaged_entry_is_replaced(
-    attach: helpers.Attach, tmp_path: Path, lines: list[str], damage: Callable[[bytes], bytes]
+    attach: Attach, tmp_path: Path, lines: list[str], damage: Callable[[bytes], bytes]
 ) -> None:
     train(attach, tmp_path)
     (entry,) = entries(tmp_path)
@@ -119,7 +118,7 @@ def test_a_damaged_entry_is_replaced(
 
 
 def test_what_cannot_be_written_costs_neither_the_training_nor_the_plan(
-    attach: helpers.Attach, tmp_path: Path, lines: list[str]
+    attach: Attach, tmp_path: Path, lines: list[str]
 ) -> None:
     selection = helpers.config("Gelu+:1:-1")
     no_folder = tmp_path / "file"
@@ -156,7 +155,7 @@ class _Doubled(torch.autograd.Function):
         return gradient * 2
 
 
-def test_what_has_no_value_in_the_graph_is_not_kept(attach: helpers.Attach, tmp_path: Path, lines: list[str]) -> None:
+def test_what_has_no_value_in_the_graph_is_not_kept(attach: Attach, tmp_path: Path, lines: list[str]) -> None:
     """Functions are exported by their address in this process (and without the torch extensions refused)."""
     model = Scaled(function=_Doubled.apply)
     attach_with_cache(attach, model, tmp_path)
@@ -168,19 +167,19 @@ def test_what_has_no_value_in_the_graph_is_not_kept(attach: helpers.Attach, tmp_
     )
 
 
-def test_a_cached_export_is_not_taken_for_another_graph(attach: helpers.Attach, tmp_path: Path) -> None:
+def test_a_cached_export_is_not_taken_for_another_graph(attach: Attach, tmp_path: Path) -> None:
     cases = [
-        (helpers.MLM.build(), helpers.MLM.batch()),
-        (helpers.MLM.build(), helpers.MLM.batch()),
-        (helpers.MLM.build(), helpers.inputs(helpers.MLM, token_type_ids=torch.zeros(4, 12, dtype=torch.long))),
-        (helpers.MLM.build(), helpers.inputs(helpers.MLM, labels=None)),
-        (helpers.MLM.build(layer_norm_eps=0.1), helpers.MLM.batch()),
-        (helpers.MLM.build(tie_word_embeddings=False), helpers.MLM.batch()),
-        (helpers.MLM.build(**helpers.DROPOUT), helpers.MLM.batch()),
+        (MLM.build(), MLM.batch()),
+        (MLM.build(), MLM.batch()),
+        (MLM.build(), helpers.inputs(MLM, token_type_ids=torch.zeros(4, 12, dtype=torch.long))),
+        (MLM.build(), helpers.inputs(MLM, labels=None)),
+        (MLM.build(layer_norm_eps=0.1), MLM.batch()),
+        (MLM.build(tie_word_embeddings=False), MLM.batch()),
+        (MLM.build(**DROPOUT), MLM.batch()),
     ]
-    frozen = helpers.MLM.build()
+    frozen = MLM.build()
     helpers.freeze(frozen)
-    cases.append((frozen, helpers.MLM.batch()))
+    cases.append((frozen, MLM.batch()))
     for model, batch in cases:
         plain = copy.deepcopy(model)
         engine = attach_with_cache(attach, model, tmp_path)

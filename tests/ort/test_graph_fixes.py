@@ -7,7 +7,6 @@ import torch
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.ort import graph_fixes
 from optimum_memopt.engines.ort.graph_fixes import IndexCheck, as_index_error
-from optimum_memopt.engines.ort.session import session
 from tests import fresh_process
 from tests.gradients import accumulate, assert_same_step
 from tests.model_zoo import _BERT, IGNORE, ZOO, Case, tokens
@@ -187,7 +186,7 @@ def test_a_batch_without_labels_has_pytorchs_loss(attach, pair, name, inside):
 
 def test_without_the_checks_ids_and_labels_are_read_wherever_they_point(attach, monkeypatch):
     """Fails when ONNX Runtime learns it, and they can go."""
-    monkeypatch.setattr(session, "check_indices", lambda graph, module: {})
+    monkeypatch.setattr(graph_fixes, "check_indices", lambda graph, module: {})
     case = ZOO["roberta-classification"]
     model = case.build()
     attach(model)
@@ -224,7 +223,7 @@ def test_indices_are_expanded_in_the_backward_and_gradients_are_those_of_torch(p
 
 def test_without_it_they_are_stashed(attach, monkeypatch):
     """Fails when ONNX Runtime learns it, and this can go."""
-    monkeypatch.setattr(session, "expand_indices_in_backward", lambda graph: None)
+    monkeypatch.setattr(graph_fixes, "expand_indices_in_backward", lambda graph: None)
     engine = attach(model := ZOO["deberta-v2-mlm"].build())
     model(**ZOO["deberta-v2-mlm"].batch()).loss.backward()
     assert not any(expanded_for_gradients(engine.graph))

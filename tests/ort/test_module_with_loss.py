@@ -72,9 +72,7 @@ def test_the_same_step_from_the_labelled_rows(attached: Attached, name: str) -> 
 
 
 @pytest.mark.parametrize("smoothing", [None, SMOOTHING], ids=["plain", "smoothed"])
-def test_all_rows_are_projected_when_label_sparsity_is_off(
-    attached: Attached, smoothing: LabelSmoothing | None
-) -> None:
+def test_all_rows_are_projected_without_label_sparsity(attached: Attached, smoothing: LabelSmoothing | None) -> None:
     model = ZOO[MLM].build()
     losses = []
     for on in (True, False):

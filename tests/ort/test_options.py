@@ -96,9 +96,7 @@ def test_a_level_and_a_config_from_two_places():
     ],
     ids=str,
 )
-def test_a_bad_value_in_the_environment_is_one_line_at_argument_time(
-    variables, message, monkeypatch, clean_environment
-):
+def test_a_bad_value_in_the_environment_is_one_line(variables, message, monkeypatch, clean_environment):
     for name, text in variables.items():
         monkeypatch.setenv(f"ORTMODULE_{name}", text)
     assert re.search(re.escape(message).replace(r"\.\*", ".*"), refusal())

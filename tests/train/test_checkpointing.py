@@ -4,18 +4,11 @@ import pytest
 import torch
 
 from optimum_memopt import optimize
-from optimum_memopt.engines.shared.registry import engine_names
 from tests.model_zoo import ZOO
 from tests.rotation import nightly
-from tests.trainer_runs import build, distance, log_lines, make, weights
+from tests.trainer_runs import CLOSE, build, distance, log_lines, make, weights
 
 NAME = "roberta-classification"
-CLOSE = 1e-5
-
-
-@pytest.fixture(params=engine_names())
-def engine(request):
-    return request.param
 
 
 def replaced(lines):

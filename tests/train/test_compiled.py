@@ -57,9 +57,7 @@ def compiler_takes_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_predictor.StepMemoryPredictor, "activations", lambda *args: original(*args) + 2**16)
 
 
-def test_what_was_compiled_takes_more_than_was_solved_for(
-    monkeypatch: pytest.MonkeyPatch, compiler_takes_more: None
-) -> None:
+def test_what_was_compiled_takes_more_than_was_solved_for(monkeypatch, compiler_takes_more: None) -> None:
     engine, expected, _ = trained(monkeypatch, None)
     free = engine.predictor.footprint()
     budget = free.peak - free.activations // 5

@@ -138,9 +138,7 @@ TRIES = {
     ),
     ids=MODELS,
 )
-def test_graphs_that_do_not_fit_one_by_one_fit_together(
-    steady_process: None, name: str, shares: tuple[float, ...]
-) -> None:
+def test_graphs_that_do_not_fit_one_by_one_fit_together(steady_process, name: str, shares: tuple[float, ...]) -> None:
     expected, free = without_plan(name)
     budgets = [int(free.peak - (1 - share) * free.activations) for share in shares]
     found = [assert_within(name, budget, expected) for budget in budgets]

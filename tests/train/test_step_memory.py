@@ -121,14 +121,8 @@ def test_saved_bytes_and_peak_are_the_allocators(models: dict[str, Predicted], n
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "plan"),
-    [
-        ("roberta", "level 1"),
-        ("roberta", "no plan"),
-        ("deberta", "no plan"),
-        ("deberta", "level 1"),
-        ("gpt2", "level 1"),
-        ("t5", "no plan"),
-    ],
+    [(name, plan) for name in ("roberta", "deberta") for plan in ("level 1", "no plan")]
+    + [("gpt2", "level 1"), ("t5", "no plan")],
 )
 def test_inductors_peak_is_read_from_its_program(name: str, plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also from one that inductor finds in its cache, for batches of any size."""

@@ -5,12 +5,13 @@ from functools import partial
 import pytest
 import torch
 
-from optimum_memopt.engines.api.predictions import COMPUTE, COPIES, LAUNCHES
+from optimum_memopt.engines.api.predictions import COMPUTE, COPIES, LAUNCHES, Training
 from optimum_memopt.engines.api.run import Selection, StepSpec
 from optimum_memopt.engines.compile.costs import times
 from optimum_memopt.engines.compile.costs.costs import works
 from optimum_memopt.engines.compile.costs.devices import DEVICES
 from optimum_memopt.engines.compile.predict.estimate import estimate
+from optimum_memopt.engines.compile.predict.live_step import plain_step
 from optimum_memopt.engines.compile.predict.steps import of_workload
 from optimum_memopt.predict.advise import advise
 from optimum_memopt.predict.workload import Workload
@@ -152,7 +153,7 @@ def test_operators_take_a_part_of_what_the_graph_takes(steps, monkeypatch):
 def test_a_budget_below_level_1_takes_memory_of_the_host(steps):
     rows = 2000
     graph = steps.graphs[False]
-    floor = graph._peak(graph._solver(rows).layers_recomputed, rows, False)
+    floor = graph._footprint(rows, False, graph._solver(rows).layers_recomputed.peak).peak
     within = steps.within(floor - 2**20)
     chosen = plan(within, "budget")
     assert within.fits(chosen, rows, False)
@@ -163,3 +164,11 @@ def test_a_budget_below_level_1_takes_memory_of_the_host(steps):
     assert found.seconds.get(COPIES, 0.0) < sum(found.seconds.values())
     assert not within.fits(plan(within, "level 1"), rows, False)
     assert not steps.within(floor // 4).fits(chosen, rows, False)
+
+
+@pytest.mark.parametrize(("every", "rows"), [(1, 1), (1, 9), (2, 9)])
+def test_checkpointing_of_any_batch_takes_what_it_takes_by_itself(steps, folder, every, rows):
+    name = f"Trainer's checkpointing, every {'layer' if every == 1 else '2 layers'}"
+    workload = Workload(folder, "text-generation", rows, LENGTH)
+    live = plain_step(workload, StepSpec("h100", "aot_eager"), Training(every))
+    assert steps.step(plan(steps, name), rows, False).peak == live.peak

@@ -10,16 +10,8 @@ from transformers import Trainer, TrainingArguments
 
 from optimum_memopt import MemOptError, MemOptTrainer, attach, optimize, run_summary
 from optimum_memopt.engines.shared.in_place import engine_of
-from optimum_memopt.engines.shared.registry import engine_names
 from tests.model_zoo import ZOO
-from tests.trainer_runs import build, collate, distance, log_lines, make, tables, weights
-
-CLOSE = 1e-5
-
-
-@pytest.fixture(params=engine_names())
-def engine(request):
-    return request.param
+from tests.trainer_runs import CLOSE, build, collate, distance, log_lines, make, tables, weights
 
 
 @pytest.fixture(scope="module")

@@ -79,11 +79,11 @@ def test_checkpoints_are_the_plain_trainers(tmp_path, name):
     assert distance(saved["ours"][2], saved["plain"][2]) == 0
     assert len(tables(lines)) == 1 and not any("recompiled" in line for line in lines), lines
 
-    resumed = make(
+    again = make(
         tmp_path / "plain", name, model=build(name, seed=5, **dropout), **SAVING, **ENGINE, memory_opt_level=1
     )
-    resumed.train(resume_from_checkpoint=str(tmp_path / "plain" / "checkpoint-2"))
-    assert distance(weights(resumed.model), weights(trainer.model)) == 0
+    again.train(resume_from_checkpoint=str(tmp_path / "plain" / "checkpoint-2"))
+    assert distance(weights(again.model), weights(trainer.model)) == 0
 
 
 def test_a_recompile_says_its_reason_once():
@@ -116,8 +116,7 @@ def test_a_forward_in_pieces_is_planned_together_and_says_why(name, own):
     plain(**batch).loss.backward()
     assert model.config.problem_type is None
     assert sum("graphs, planned together: " in line for line in lines) == 1, lines
-    for ours, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(ours.grad, expected.grad)
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
 
 
 def test_a_model_that_torch_cannot_trace_says_so():
@@ -172,8 +171,7 @@ def test_a_forward_that_hooks_its_modules_at_first_is_planned_with_the_hooks(ask
     assert not any("graphs" in line or "recompiled" in line for line in lines), lines
     assert engine.predictor.caveat == ""
     assert model.forwards == plain.forwards
-    for ours, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(ours.grad, expected.grad)
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
 
 
 class NoText:

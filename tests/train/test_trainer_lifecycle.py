@@ -16,16 +16,9 @@ from optimum_memopt import (
     run_summary,
 )
 from optimum_memopt.engines.shared.in_place import engine_of
-from optimum_memopt.engines.shared.registry import engine_names
-from tests.trainer_runs import arguments, build, collate, distance, log_lines, make, rows, tables, weights
+from tests.trainer_runs import CLOSE, arguments, build, collate, distance, log_lines, make, rows, tables, weights
 
 NAME, ATTENTION = "small", "roberta-classification"
-CLOSE = 1e-5
-
-
-@pytest.fixture(params=engine_names())
-def engine(request):
-    return request.param
 
 
 class Engines(TrainerCallback):

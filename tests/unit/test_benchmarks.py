@@ -84,9 +84,7 @@ def test_ratios_of_time_are_of_the_same_round():
 
 def test_the_report_says_what_failed_and_what_auto_does():
     text = loss.report({"masked LM, 15% labels": FOUND}, {case.name: case for case in loss.cases()})
-    assert (
-        "vocabulary 30,000, batch 16 x 128 = 2,048 tokens, 15% with a label; `auto` takes chunked, 3 rounds:" in text
-    )
+    assert "30,000, batch 16 x 128 = 2,048 tokens, 15% with a label; `auto` takes chunked, 3 rounds:" in text
     assert text.endswith("\n\nTRL: it is not installed")
 
 

@@ -25,19 +25,8 @@ def inputs(rows=(3, 70), dtype=torch.float32, labelled=1.0, classes=CLASSES, see
     return hidden, weight, bias, labels
 
 
-def chunked(
-    hidden,
-    weight,
-    bias,
-    labels,
-    scale=1.0,
-    softcap=0.0,
-    mean=True,
-    smoothing=0.0,
-    ignore_index=-100,
-    adapter=(None, None),
-):
-    tensors = (hidden, weight, bias, *adapter)
+def chunked(hidden, weight, bias, labels, scale=1.0, softcap=0.0, mean=True, smoothing=0.0, ignore_index=-100, **more):
+    tensors = (hidden, weight, bias, *more.get("adapter", (None, None)))
     needs = [tensor is not None and tensor.requires_grad for tensor in tensors]
     dtype = hidden.dtype
     return chunked_loss(*tensors, labels, scale, softcap, ignore_index, mean, smoothing, dtype, dtype, needs)[0]
@@ -47,13 +36,8 @@ def plain(hidden, weight, bias, labels, scale=1.0, softcap=0.0, mean=True, smoot
     logits = functional.linear(hidden, weight, bias).flatten(0, -2) * scale
     if softcap:
         logits = torch.tanh(logits) * softcap
-    return functional.cross_entropy(
-        logits,
-        labels.flatten(),
-        ignore_index=ignore_index,
-        reduction="mean" if mean else "sum",
-        label_smoothing=smoothing,
-    )
+    how = {"ignore_index": ignore_index, "reduction": "mean" if mean else "sum", "label_smoothing": smoothing}
+    return functional.cross_entropy(logits, labels.flatten(), **how)
 
 
 def gradients(loss, *tensors):

@@ -11,14 +11,7 @@ import torch
 from optimum_memopt.callbacks.reporting import is_printed
 from optimum_memopt.memory.capacity import capacity
 from tests.rotation import nightly
-from tests.train.launchers.launching import (
-    PROGRAMS,
-    launcher,
-    needs_compiler,
-    needs_deepspeed,
-    run_jobs,
-    run_jobs_alone,
-)
+from tests.train.launchers import launching
 from tests.train.launchers.worker import Job
 from tests.trainer_runs import distance
 
@@ -33,17 +26,13 @@ ONE = {"per_device_train_batch_size": 8, "max_steps": STEPS}
 ROWS = 8 * STEPS
 HALF = STEPS // 2
 SAVING = {"save_strategy": "steps", "save_steps": HALF}
+OBSERVED = {"log_input_density": True, "log_memory_phases": True}
 ACCUMULATING = {"max_steps": HALF, "gradient_accumulation_steps": 2}
 BUDGET = {"per_device_train_batch_size": 4, "max_steps": 2, "memory_opt_engine": "compile", "memory_opt_budget": "90%"}
 COMPILE = {**TWO, "memory_opt_engine": "compile"}
 # Bitwise whatever the plan, without the chunked loss.
-REPLAN = {
-    "per_device_train_batch_size": 4,
-    "max_steps": 3,
-    "memory_opt_engine": "compile",
-    "memory_opt_loss": "plain",
-    "memory_opt_on_oom": "replan",
-}
+REPLAN = {"per_device_train_batch_size": 4, "max_steps": 3, "memory_opt_engine": "compile"}
+REPLAN |= {"memory_opt_loss": "plain", "memory_opt_on_oom": "replan"}
 
 
 @pytest.fixture(scope="module")
@@ -54,12 +43,7 @@ def two_ranks(tmp_path_factory):
     # As on two machines, each with a cache of its own.
     caches = {rank: {"XDG_CACHE_HOME": str(folder / f"cache-{rank}")} for rank in "01"}
     jobs = [
-        Job(
-            "steps",
-            model=MODEL,
-            rows=ROWS,
-            arguments={**TWO, **SAVING, "log_input_density": True, "log_memory_phases": True},
-        ),
+        Job("steps", model=MODEL, rows=ROWS, arguments={**TWO, **SAVING, **OBSERVED}),
         Job("accumulation", rows=ROWS, arguments={**TWO, **ACCUMULATING}, count_reductions=True),
         Job("compile-steps", model=MODEL, rows=ROWS, arguments=COMPILE),
         Job("compile-accumulation", rows=ROWS, arguments={**COMPILE, **ACCUMULATING}, count_reductions=True),
@@ -73,7 +57,7 @@ def two_ranks(tmp_path_factory):
         Job("fallback", rank_arguments={"0": {"ort_fallback": False}, "1": {"ort_fallback": True}}),
         Job("after-all-this", arguments=own),
     ]
-    return run_jobs(launcher("accelerate"), folder, jobs)
+    return launching.run_jobs(launching.launcher("accelerate"), folder, jobs)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +68,7 @@ def one_rank(two_ranks, tmp_path_factory):
         Job("accumulation", "plain", rows=ROWS, arguments={**ONE, **ACCUMULATING}),
         Job("resumed", model=MODEL, rows=ROWS, arguments=ONE, resume=checkpoint(two_ranks)),
     ]
-    return run_jobs_alone(tmp_path_factory.mktemp("one"), jobs)
+    return launching.run_jobs_alone(tmp_path_factory.mktemp("one"), jobs)
 
 
 def checkpoint(done):
@@ -191,9 +175,7 @@ def test_a_difference_between_ranks_stops_all_of_them(two_ranks, name):
 def test_a_rank_that_fails_stops_all_of_them(two_ranks):
     first, second = two_ranks.ranks("unknown-plan")
     assert second["error"].startswith('no plan "Nothing+" in this model')
-    assert first["error"].startswith(
-        "rank 1 failed in its first training step, so all ranks stop: ConfigError: no plan"
-    )
+    assert first["error"].startswith("rank 1 failed in its first training step, so all ranks stop: ConfigError: no")
     assert len(two_ranks.trained("after-all-this")) == 2
 
 
@@ -211,7 +193,7 @@ def test_two_ranks_resume_from_two_and_from_one(two_ranks, one_rank, tmp_path):
         Job("from-two", model=MODEL, rows=ROWS, arguments=TWO, resume=checkpoint(two_ranks)),
         Job("from-one", model=MODEL, rows=ROWS, arguments=TWO, resume=checkpoint(one_rank)),
     ]
-    done = run_jobs(launcher("torchrun"), tmp_path, jobs)
+    done = launching.run_jobs(launching.launcher("torchrun"), tmp_path, jobs)
     for name in ("from-two", "from-one"):
         ranks = done.trained(name)
         assert [rank["steps"] for rank in ranks] == [STEPS, STEPS] and ranks[0]["digest"] == ranks[1]["digest"]
@@ -220,7 +202,7 @@ def test_two_ranks_resume_from_two_and_from_one(two_ranks, one_rank, tmp_path):
 
 # Launches that come out as processes which each train alone.
 
-ACCELERATE = [PROGRAMS / "accelerate", "launch"]
+ACCELERATE = [launching.PROGRAMS / "accelerate", "launch"]
 ADD_USE_CPU = "but would train alone, as each of them: on a machine without a GPU add --use_cpu true"
 WRITE_MULTI_GPU = "write: accelerate launch --multi_gpu --num_processes 2 "
 CONFIG = "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nnum_processes: 2\nuse_cpu: true\n"
@@ -228,22 +210,16 @@ CONFIG = "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nnum_p
 
 def trap(command, folder, **arguments):
     """The errors of the processes: of all, unless a launcher ends the others when the first one ends."""
-    done = run_jobs(command, folder, [Job("job", rows=4, arguments={"max_steps": 1, **arguments})])
+    done = launching.run_jobs(command, folder, [Job("job", rows=4, arguments={"max_steps": 1, **arguments})])
     return [line for line in done.output.splitlines() if line.startswith("error: ")], done
 
 
-@pytest.mark.parametrize("flags", nightly([["--cpu", "--num_processes", "2"], ["--num_processes", "2"]]), ids=" ".join)
+@pytest.mark.parametrize("flags", nightly(["--cpu --num_processes 2", "--num_processes 2", "--config_file FILE"]))
 def test_accelerate_that_starts_one_process_is_refused(tmp_path, flags):
-    errors, done = trap([*ACCELERATE, *flags], tmp_path)
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    errors, done = trap([*ACCELERATE, *flags.replace("FILE", str(tmp_path / "config.yaml")).split()], tmp_path)
     assert len(errors) == 1 and WRITE_MULTI_GPU in errors[0]
     assert done.ranks("job")[0]["steps"] == 0
-
-
-@pytest.mark.nightly
-def test_accelerate_with_a_config_file_for_several_cpus_is_refused(tmp_path):
-    (tmp_path / "config.yaml").write_text(CONFIG)
-    errors, _ = trap([*ACCELERATE, "--config_file", tmp_path / "config.yaml"], tmp_path)
-    assert len(errors) == 1 and WRITE_MULTI_GPU in errors[0]
 
 
 @pytest.mark.nightly
@@ -254,14 +230,14 @@ def test_one_process_of_accelerate_trains(tmp_path):
 
 @pytest.mark.parametrize("name", nightly(["torchrun", "accelerate"]))
 def test_ranks_without_use_cpu_are_refused(tmp_path, name):
-    errors, _ = trap(launcher(name), tmp_path, use_cpu=False)
+    errors, _ = trap(launching.launcher(name), tmp_path, use_cpu=False)
     assert errors and all(ADD_USE_CPU in error for error in errors)
 
 
-@needs_deepspeed
-@needs_compiler
+@launching.needs_deepspeed
+@launching.needs_compiler
 @pytest.mark.parametrize("name, stage", nightly([("deepspeed", None), ("deepspeed", 1), ("torchrun", 1)]))
 def test_deepspeed_without_use_cpu_is_refused(tmp_path, name, stage):
     config = {"deepspeed": {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": stage}}}
-    errors, _ = trap(launcher(name), tmp_path, use_cpu=False, **(config if stage else {}))
+    errors, _ = trap(launching.launcher(name), tmp_path, use_cpu=False, **(config if stage else {}))
     assert errors and all(ADD_USE_CPU in error for error in errors)

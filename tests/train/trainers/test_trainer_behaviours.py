@@ -212,8 +212,11 @@ class Scenario:
     no_ort: str = ""
 
 
+THREE = {"gradient_accumulation_steps": 3, "max_steps": 3}
 EVERY_2 = {"eval_strategy": "steps", "eval_steps": 2}
-SAVED_2 = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1, "load_best_model_at_end": True}
+PAIRS = {"eval_accumulation_steps": 1, "per_device_eval_batch_size": 2}
+BEST = {"save_strategy": "best", "metric_for_best_model": "loss"}
+SAVED_2 = {**EVERY_2, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 1, "load_best_model_at_end": True}
 EVERY = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
 PLATEAU = {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 0}}
 THIRDS = {"save_strategy": "steps", "save_steps": 3}
@@ -221,25 +224,17 @@ ACCURACY = {"compute_metrics": lambda: accuracy}
 SCENARIOS = {
     "logging": Scenario({"logging_steps": 1, "logging_first_step": True}),
     "logging-epochs": Scenario({"max_steps": -1, "num_train_epochs": 2, "logging_strategy": "epoch"}),
-    "accumulation": Scenario({"gradient_accumulation_steps": 3, "max_steps": 3, "logging_steps": 1}),
-    "accumulation-counted": Scenario(
-        {"gradient_accumulation_steps": 3, "max_steps": 3}, model=lambda: CountingTagger(TaggerConfig())
-    ),
+    "accumulation": Scenario({**THREE, "logging_steps": 1}),
+    "accumulation-counted": Scenario(THREE, model=lambda: CountingTagger(TaggerConfig())),
     "eval-steps": Scenario({**EVERY_2, "eval_on_start": True}, ACCURACY),
     "eval-epochs": Scenario({"eval_strategy": "epoch", "max_steps": -1, "num_train_epochs": 2, "eval_delay": 1}),
     "eval-inputs": Scenario({**EVERY_2, "include_for_metrics": ["inputs"]}, ACCURACY),
     "eval-batches": Scenario({**EVERY_2, "batch_eval_metrics": True}, {"compute_metrics": Running}),
-    "eval-accumulation": Scenario(
-        {**EVERY_2, "eval_accumulation_steps": 1, "per_device_eval_batch_size": 2}, ACCURACY
-    ),
+    "eval-accumulation": Scenario({**EVERY_2, **PAIRS}, ACCURACY),
     "eval-several": Scenario(EVERY_2, {"eval_dataset": lambda: {"a": tagged(4, seed=1), "b": tagged(3, seed=2)}}),
     "eval-loss-only": Scenario({**EVERY_2, "prediction_loss_only": True}),
-    "best-model": Scenario(
-        {**EVERY_2, **SAVED_2, "metric_for_best_model": "accuracy", "learning_rate": 0.5}, ACCURACY
-    ),
-    "save-best": Scenario(
-        {**EVERY_2, "save_strategy": "best", "metric_for_best_model": "loss", "save_only_model": True}
-    ),
+    "best-model": Scenario({**SAVED_2, "metric_for_best_model": "accuracy", "learning_rate": 0.5}, ACCURACY),
+    "save-best": Scenario({**EVERY_2, **BEST, "save_only_model": True}),
     "early-stopping": Scenario(
         {**EVERY, "load_best_model_at_end": True, "learning_rate": 3.0, "max_steps": 12},
         {"callbacks": lambda: [EarlyStoppingCallback(1)]},

@@ -337,6 +337,29 @@ class StepEvents:
         return max(*during[:count], *(size + gradients for size in during[count:]))
 
 
+def interpolated(low: StepEvents, high: StepEvents, share: float) -> StepEvents | None:
+    """The step whose storages are by a share of the difference larger than those of `low`; the share may be negative
+    or over 1. None where the two steps are not the same operators."""
+
+    def size(first: int, second: int) -> int:
+        return max(0, round(first + share * (second - first)))
+
+    def event(first: Event, second: Event) -> Event:
+        storages = zip(first.allocates, second.allocates, strict=True)
+        return first._replace(
+            allocates=tuple(one._replace(bytes=size(one.bytes, other.bytes)) for one, other in storages),
+            workspace=size(first.workspace, second.workspace),
+        )
+
+    pairs = list(zip(low.events, high.events, strict=False))
+    if len(low.events) != len(high.events) or len(low.forward) != len(high.forward):
+        return None
+    if any(one.kind != other.kind or len(one.allocates) != len(other.allocates) for one, other in pairs):
+        return None
+    events, count = tuple(itertools.starmap(event, pairs)), len(low.forward)
+    return StepEvents(events[:count], (events[count], events[count + 1]), events[count + 2 :])
+
+
 def compose(tape: Tape, runs: Sequence[GraphEvents]) -> StepEvents:
     """The events of a step whose forward is the tape; `runs` are those of each call."""
     composition = _Composition(tape, runs)

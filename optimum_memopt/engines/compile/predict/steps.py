@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from optimum_memopt.engines.api.predictions import COPIES, LAUNCHES, PredictedStep, Technique, Workload
+from optimum_memopt.engines.api.predictions import COPIES, LAUNCHES, PredictedStep, Technique, Training, Workload
 from optimum_memopt.engines.api.run import Run, Selection, StepSpec
 from optimum_memopt.engines.compile.capture.backend import default_compiler
 from optimum_memopt.engines.compile.capture.capture import capture, chosen_by
-from optimum_memopt.engines.compile.capture.device_standin import traced_for
+from optimum_memopt.engines.compile.capture.device_standin import eager_standin, traced_for
 from optimum_memopt.engines.compile.capture.traced_forward import TraceSpec
 from optimum_memopt.engines.compile.costs import times
 from optimum_memopt.engines.compile.costs.costs import EFFICIENCY
@@ -20,17 +20,21 @@ from optimum_memopt.engines.compile.costs.times import OperatorTimes, UpdateTime
 from optimum_memopt.engines.compile.graph.problem import Problem
 from optimum_memopt.engines.compile.loss.decide import LossMode, may_have_vocabulary
 from optimum_memopt.engines.compile.memory.footprint import Footprint, tensor_bytes, trainable_of
+from optimum_memopt.engines.compile.memory.live import LiveRun
 from optimum_memopt.engines.compile.memory.simulation import Simulation, simulate, simulate_everything_saved
 from optimum_memopt.engines.compile.memory.step_context import StepContext, step_around
+from optimum_memopt.engines.compile.memory.tape import interpolated
 from optimum_memopt.engines.compile.options import AUTO, PLAIN
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph
 from optimum_memopt.engines.compile.partition.producers.producer import TorchDefault
 from optimum_memopt.engines.compile.partition.producers.stated import FromLevel
+from optimum_memopt.engines.compile.predict.live_step import run_micro_batches
 from optimum_memopt.engines.compile.predict.planned_step import PlannedStep, build
 from optimum_memopt.engines.compile.solver.offload import cheapest, with_offload
 from optimum_memopt.engines.compile.solver.solver import Plan, Solver
-from optimum_memopt.engines.compile.torch_compat import dynamo, fake_tensors
+from optimum_memopt.engines.compile.torch_compat import dynamo, fake_tensors, kernels
 from optimum_memopt.errors import MemOptError, line_of
+from optimum_memopt.logs import only_warnings
 from optimum_memopt.memory.capacity import capacity
 from optimum_memopt.memory.optimizers import DEFAULT, PlannedOptimizer, embeddings_of, is_known
 from optimum_memopt.sizes import Budget
@@ -47,6 +51,8 @@ _REFERENCE = 8
 # size of something else, which torch would give the same symbol.
 _ROWS = {PLAIN: (7, 11), AUTO: (61, 67)}
 _FEW = _ROWS[PLAIN][0]
+# Rows of the batches that are run without a compiler.
+_TWO_BATCHES = (2, 6)
 
 # A fake mode, and a model and a batch of n rows, of its tensors.
 _MakeFake = Callable[[int], tuple[dynamo.FakeTensorMode, torch.nn.Module, Mapping[str, Any]]]
@@ -59,12 +65,19 @@ class GraphSteps:
         graph: with the loss as the model computes it, or in chunks, with torch's own choice and that of level 1.
         step: around it, with a batch of one row.
         tokens: of a row; 0: as many as were traced.
+        checkpointed: see `_checkpointed_activations`.
     """
 
     def __init__(
-        self, graph: CapturedGraph, step: StepContext, tokens: int, times: Callable[[int], OperatorTimes]
+        self,
+        graph: CapturedGraph,
+        step: StepContext,
+        tokens: int,
+        times: Callable[[int], OperatorTimes],
+        checkpointed: Callable[[int, int, bool], int],
     ) -> None:
         self._graph, self._context, self._tokens, self._times_at = graph, step, tokens, times
+        self._checkpointed = checkpointed
         self._host = graph.host(step)
         self._times = cache(times)
         self._problem = cache(lambda rows: graph.problem_at(graph.sizes_of(rows, tokens)))
@@ -74,7 +87,8 @@ class GraphSteps:
 
     def within(self, budget: int) -> "GraphSteps":
         """The same graph with another budget, in bytes."""
-        return GraphSteps(self._graph, replace(self._context, limit=budget), self._tokens, self._times_at)
+        step = replace(self._context, limit=budget)
+        return GraphSteps(self._graph, step, self._tokens, self._times_at, self._checkpointed)
 
     @property
     def layers(self) -> int:
@@ -90,17 +104,17 @@ class GraphSteps:
         """True where the peak is within the budget."""
         # A budget's plan is never worse than these, and takes longer to find.
         fixed_plans = (_NO_PLAN, _LEVEL_1) if plan == _BUDGET else (plan,)
-        if any(self._is_within(self._simulation(name, rows), rows, accumulates) for name in fixed_plans):
+        if any(self._is_within(self._activations(name, rows, accumulates), rows, accumulates) for name in fixed_plans):
             return True
         if plan != _BUDGET:
             return False
-        is_within = self._is_within(self._solver(rows).lowest, rows, accumulates)
+        is_within = self._is_within(self._solver(rows).lowest.peak, rows, accumulates)
         return is_within or (self._host is not None and self._within_budget(rows, accumulates) is not None)
 
     def lowest(self, plan: str, accumulates: bool) -> int:
         """The peak with a micro-batch of one row, in bytes."""
-        simulation = self._solver(1).lowest if plan == _BUDGET else self._simulation(plan, 1)
-        return self._peak(simulation, 1, accumulates)
+        activations = self._solver(1).lowest.peak if plan == _BUDGET else self._activations(plan, 1, accumulates)
+        return self._footprint(1, accumulates, activations).peak
 
     def step(self, plan: str, rows: int, accumulates: bool, update: UpdateTimes) -> PredictedStep:
         """A step; level 1 where no plan fits the budget."""
@@ -109,8 +123,9 @@ class GraphSteps:
             simulation = simulate(self._problem(rows), frozenset(solved.saved))
             peak, stall, host_bytes = solved.peak, solved.stall, solved.host_bytes
         else:
-            simulation = self._simulation(_LEVEL_1 if plan == _BUDGET else plan, rows)
-            peak, stall, host_bytes = simulation.peak, 0.0, 0
+            plan = _LEVEL_1 if plan == _BUDGET else plan
+            simulation = self._simulation(plan, rows)
+            peak, stall, host_bytes = self._activations(plan, rows, accumulates), 0.0, 0
         seconds = times.by_bound((*simulation.forward.order, *simulation.backward.order))
         for bound, more in ((LAUNCHES, times.call), (COPIES, stall)):
             if more:
@@ -135,15 +150,17 @@ class GraphSteps:
         accumulated = fixed.gradients if accumulates else fixed.accumulated
         return replace(fixed, batch=fixed.batch * rows, activations=activations, accumulated=accumulated)
 
-    def _is_within(self, simulation: Simulation, rows: int, accumulates: bool) -> bool:
-        return self._peak(simulation, rows, accumulates) <= self._context.limit
+    def _is_within(self, activations: int, rows: int, accumulates: bool) -> bool:
+        return self._footprint(rows, accumulates, activations).peak <= self._context.limit
 
-    def _peak(self, simulation: Simulation, rows: int, accumulates: bool) -> int:
-        return self._footprint(rows, accumulates, simulation.peak).peak
+    def _activations(self, plan: str, rows: int, accumulates: bool) -> int:
+        if every := _CHECKPOINTING.get(plan):
+            return self._checkpointed(every, rows, accumulates)
+        return self._simulation(plan, rows).peak
 
     def _solve(self, rows: int, accumulates: bool) -> Plan | None:
         solver, plain = self._solver(rows), self._simulation(_NO_PLAN, rows)
-        if self._is_within(plain, rows, accumulates):
+        if self._is_within(plain.peak, rows, accumulates):
             return solver.plan(plain)
         allowed = self._footprint(rows, accumulates, 0).activations_within(self._context.limit)
         # Not the long search for recompute that fits after all: most rows that are looked at do not fit.
@@ -169,7 +186,8 @@ def _layers_of(problem: Problem) -> tuple[str, ...]:
 
 
 def _checkpointed(problem: Problem, every: int) -> Simulation:
-    """transformers' activation checkpointing of every nth layer, in the order of this engine's recompute.
+    """transformers' activation checkpointing of every nth layer, in the order of this engine's recompute: its
+    operators take as long.
 
     The input of a layer that is checkpointed is saved; everything in it runs again, random draws too, whose state is
     restored (`torch.utils.checkpoint`). The last layer is no exception. Which layers: `every_n_layers` of
@@ -309,8 +327,9 @@ def _predictor(case: _Case, model: torch.nn.Module, batch: Mapping[str, Any], ma
     # On a CPU a process holds more once it has traced a model, as in training.
     step = step_around(model, batch, case.budget, run, target, untrained=untrained)
     step = replace(step, fixed=replace(step.fixed, batch=step.fixed.batch // _FEW))
+    checkpointed = _checkpointed_activations(case, make)
     graphs = {
-        graph.chunks_loss: GraphSteps(graph, step, case.tokens, _times(case, graph, device, step))
+        graph.chunks_loss: GraphSteps(graph, step, case.tokens, _times(case, graph, device, step), checkpointed)
         for graph in captured
     }
     trained = trainable_of(model, untrained)
@@ -328,6 +347,31 @@ def _predictor(case: _Case, model: torch.nn.Module, batch: Mapping[str, Any], ma
         times.update_times(tensor_bytes(trained), step.fixed.optimizer, bandwidth),
         case.compares,
     )
+
+
+def _checkpointed_activations(case: _Case, make: _MakeFake) -> Callable[[int, int, bool], int]:
+    """Returns what tells the peak of a forward and its backward under Trainer's checkpointing, in bytes: of every nth
+    layer, for a batch of n rows, without and with gradients of earlier micro-batches.
+
+    Two batches are run; in another one each storage has the size that follows.
+    """
+
+    @cache
+    def run(every: int, rows: int, accumulated: frozenset[str]) -> LiveRun:
+        fake, model, batch = make(rows)
+        device = next(model.parameters()).device
+        cuda = case.target.cuda if case.target is not None else kernels.multiprocessors_of(device)
+        with torch.random.fork_rng(devices=[]), only_warnings(), eager_standin(case.target), fake:
+            return run_micro_batches(model, batch, case.autocast, Training(every), cuda, accumulated=accumulated)
+
+    def activations(every: int, rows: int, accumulates: bool) -> int:
+        small, large = _TWO_BATCHES
+        trained = run(every, small, frozenset()).trained if accumulates else frozenset[str]()
+        low, high = (run(every, size, trained).micro_batch for size in _TWO_BATCHES)
+        step = interpolated(low, high, (rows - small) / (large - small))
+        return (step or run(every, rows, trained).micro_batch).peak()
+
+    return activations
 
 
 def _captured(case: _Case, make: _MakeFake, loss: str) -> CapturedGraph:
