@@ -13,6 +13,7 @@ from optimum_memopt.engines.api.run import StepSpec
 from optimum_memopt.engines.compile.costs.devices import DEVICES
 from optimum_memopt.engines.compile.memory.live import BACKWARD, LiveRecorder, LiveRun
 from optimum_memopt.engines.compile.predict.live_step import plain_step, run_micro_batches
+from optimum_memopt.engines.compile.predict.ways import plain_ways
 from optimum_memopt.engines.compile.torch_compat import fake_tensors, kernels
 from optimum_memopt.engines.shared.forward_patch import without_key_value_cache
 from optimum_memopt.errors import MemOptError
@@ -178,6 +179,16 @@ def test_seconds_are_those_of_kernels() -> None:
     faster = plain_step(workload, StepSpec("h100"), Training())
     assert faster.seconds is not None
     assert step.update_seconds > faster.update_seconds > 0
+
+
+def test_checkpointing_takes_longer() -> None:
+    config = RobertaConfig(
+        vocab_size=512, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128
+    )
+    plain, checkpointing = plain_ways(Workload(config, "fill-mask", 8, 64), StepSpec("l40s"), False)
+    assert plain.seconds is not None
+    assert checkpointing.seconds is not None
+    assert plain.seconds < checkpointing.seconds < 1.5 * plain.seconds
 
 
 def test_no_seconds_without_a_device() -> None:
