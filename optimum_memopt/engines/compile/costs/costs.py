@@ -136,6 +136,15 @@ def eager_seconds(calls: Iterable[Work], device: Device) -> float:
     return sum(map(seconds, calls))
 
 
+def compiled_seconds(operators: Iterable[Work], device: Device, fused: bool) -> float:
+    """Seconds of a graph's operators, to be compared with `eager_seconds`: at its rates; `fused` as in `rates`."""
+    if not fused:
+        return eager_seconds(operators, device)
+    pairs = [rates(work, device, fused) for work in operators]
+    computing, moving = (sum(of_bound) for of_bound in zip(*pairs, strict=True)) if pairs else (0.0, 0.0)
+    return EFFICIENCY * (computing / _EAGER_FLOPS + moving / _EAGER_BANDWIDTH)
+
+
 def measured(
     joint: JointGraph,
     sizes: Mapping[sympy.Symbol, int],

@@ -1,12 +1,12 @@
 """The ways to train one model side by side: plain PyTorch, Trainer's checkpointing, and this engine's plans."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 from optimum_memopt.compat import CHECKPOINTING_FLAG
 from optimum_memopt.engines.api.predictions import Technique, Training, Way, Workload
 from optimum_memopt.engines.api.run import StepSpec
+from optimum_memopt.engines.compile.costs.costs import compiled_seconds, works
 from optimum_memopt.engines.compile.memory.allocator import AllocatorPeak
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph
 from optimum_memopt.engines.compile.predict.holdings import step_of
@@ -79,16 +79,22 @@ def _engine_way(step: PlannedStep, traced: TracedStep, index: int, plan: Techniq
         technique,
         around.peak if blocks is None else max(around.peak, blocks.allocated),
         None if blocks is None else blocks.reserved,
-        _seconds(graphs) or None,
+        _seconds(step, graphs) or None,
     )
 
 
-def _seconds(graphs: Sequence[CapturedGraph]) -> float:
-    """Of a forward and its backward, recompute included."""
-    seconds = []
+def _seconds(step: PlannedStep, graphs: Sequence[CapturedGraph]) -> float:
+    """Of a forward and its backward, recompute included: at the rates that plain PyTorch's are estimated with, where a
+    device is named."""
+    seconds = 0.0
     for graph in graphs:
         problem = graph.problem()
         simulation = graph.simulated(problem)
-        runs = (simulation.forward, simulation.backward)
-        seconds.append(graph.runs * math.fsum(run.seconds(problem) for run in runs))
-    return math.fsum(seconds)
+        if step.target is None or graph.analyzed is None:
+            seconds += graph.runs * sum(run.seconds(problem) for run in (simulation.forward, simulation.backward))
+            continue
+        of_nodes = works(graph.analyzed.joint, graph.sizes)
+        ran = (of_nodes[node] for node in (*simulation.forward.order, *simulation.backward.order))
+        operators = [work for work in ran if work is not None]
+        seconds += graph.runs * compiled_seconds(operators, step.target, step.compiled_by == "inductor")
+    return seconds
