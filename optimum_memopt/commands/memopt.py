@@ -336,10 +336,17 @@ class DryRunCommand(BaseOptimumCLICommand):
         parser.add_argument("arguments", nargs=REMAINDER, help="Its arguments.")
 
     def run(self) -> None:
-        from optimum_memopt.commands import dry_run
         from optimum_memopt.errors import run
 
-        run(lambda: dry_run.run(self.args))
+        run(self._run)
+
+    def _run(self) -> None:
+        from optimum_memopt.sizes import parse_budget
+        from optimum_memopt.training.dry_run import run_script
+
+        args = self.args
+        budget = None if args.budget is None else parse_budget(args.budget)
+        run_script(args.script, args.arguments, args.device, budget)
 
 
 class MemOptCommand(BaseOptimumCLICommand):
