@@ -187,17 +187,10 @@ def peft_step(run: PeftRun, rows: int, length: int) -> LiveStep:
 
 def reserved(always: Iterable[int], events: Iterable[Event]) -> CachingAllocator:
     """The allocator after one step that begins with an empty cache."""
-    allocator, blocks = CachingAllocator(), {}
+    allocator = CachingAllocator()
     for size in always:
         allocator.allocate(size)
-    for event in events:
-        for storage in event.allocates:
-            blocks[storage.name] = allocator.allocate(storage.bytes)
-        if event.workspace:
-            allocator.free(allocator.allocate(event.workspace))
-        for name in event.frees:
-            if name in blocks:
-                allocator.free(blocks.pop(name))
+    allocator.run(events)
     return allocator
 
 

@@ -32,7 +32,7 @@ SECONDS = 1200
 
 @dataclass(frozen=True)
 class Output:
-    """What a page shows of commands that run one after another.
+    """The part that a page shows of commands that run one after another.
 
     Attributes:
         commands: as a user types them.
@@ -309,7 +309,7 @@ def blocks(page: Path) -> dict[str, str]:
 
 
 def check() -> list[str]:
-    """What is wrong with the pages: a line each."""
+    """The mistakes of the pages: a line each."""
     shown = [(page, name, text) for page in PAGES for name, text in blocks(page).items()]
     marked = [(page, name) for page in PAGES for name in re.findall(r"<!-- output: (\S+) -->", page.read_text())]
     texts: dict[str, set[str]] = {}
@@ -327,7 +327,7 @@ def check() -> list[str]:
 
 
 def run(commands: tuple[str, ...], folder: Path) -> str:
-    """What the commands print, on both streams."""
+    """The text that the commands print, on both streams."""
     environment = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",

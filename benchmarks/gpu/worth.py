@@ -107,7 +107,7 @@ def largest(setting: Setting, job: str, method: str) -> Iterator[Figure]:
 
 
 def _largest_under(cap: int, guess: int, steps: Callable[[int, int], Held]) -> tuple[int, Held] | None:
-    """The largest batch that trains where torch may reserve so many bytes."""
+    """The largest batch that trains where torch may reserve n bytes."""
     rows = guess
     for _ in range(_ATTEMPTS):
         if rows < 1 or (held := _try(cap, rows, steps)) is not None:

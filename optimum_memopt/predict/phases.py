@@ -88,7 +88,7 @@ class Evaluation:
         return 2 * total if is_in_parts and self.concatenates else total
 
     def suggestion(self, limit: int) -> str:
-        """The flags with which it fits into so many bytes; empty where nothing helps."""
+        """The flags with which it fits into n bytes; empty where nothing helps."""
         free = limit - self.given
         rows = self.rows
         if self.forward > free:
@@ -113,17 +113,7 @@ class Evaluation:
         """Flags with which what is collected fits."""
         total = int(-(-self.total_rows // self.rows))
         for count in sorted({2**power for power in range(20) if 2**power < total}, reverse=True):
-            fewer = Evaluation(
-                self.given,
-                self.forward,
-                self.rows,
-                self.total_rows,
-                self.logits,
-                self.labels,
-                count,
-                self.concatenates,
-            )
-            if fewer.peak <= limit:
+            if replace(self, accumulation=count).peak <= limit:
                 return [f"--eval_accumulation_steps {count}"]
         return ["--prediction_loss_only"]
 

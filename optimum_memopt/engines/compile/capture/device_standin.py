@@ -12,10 +12,21 @@ import torch
 
 from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.torch_compat import kernels
+from optimum_memopt.engines.compile.torch_compat.kernels import Multiprocessors
 
 _HALVES = (torch.bfloat16, torch.float16)
 _HOPPER = (9, 0)
 _AMPERE = (8, 0)
+
+
+def stand_in_place(target: Device | None) -> torch.device:
+    """The device of the tensors that stand for those of a device that is planned for; None: this machine's."""
+    return torch.device("cuda" if torch.cuda.is_available() and target is None else "cpu")
+
+
+def multiprocessors(target: Device | None, here: torch.device) -> Multiprocessors | None:
+    """Those of the CUDA device that is planned for, or that tensors lie on; None where it is no CUDA device."""
+    return target.cuda if target is not None else kernels.multiprocessors_of(here)
 
 
 @contextlib.contextmanager
@@ -33,7 +44,7 @@ def traced_for(device: Device | None, dtype: torch.dtype | None, here: str = "cp
 
 @contextlib.contextmanager
 def eager_standin(device: Device | None) -> Iterator[None]:
-    """What runs within without a compiler calls the operators of a device; those of the tensors' own without one."""
+    """Code that runs within without a compiler calls a device's operators; without one those of the tensors' own."""
     if device is None or device.cuda is None:
         yield
         return

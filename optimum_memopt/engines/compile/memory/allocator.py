@@ -85,6 +85,24 @@ class CachingAllocator:
             block.after.before = block
         bisect.insort(self._free[block.is_small], (block.size, block.address, block), key=_order)
 
+    def run(self, events: Iterable[Event]) -> list[Block]:
+        """Allocate and free as in these events.
+
+        Returns:
+            The blocks that are left.
+        """
+        blocks: dict[str, Block] = {}
+        for event in events:
+            for storage in event.allocates:
+                if storage.bytes:
+                    blocks[storage.name] = self.allocate(storage.bytes)
+            if event.workspace:
+                self.free(self.allocate(event.workspace))
+            for name in event.frees:
+                if name in blocks:
+                    self.free(blocks.pop(name))
+        return list(blocks.values())
+
     def _best_fit(self, size: int) -> Block | None:
         blocks = self._free[size <= _SMALL]
         index = bisect.bisect_left(blocks, (size, -1), key=_order)
@@ -141,9 +159,9 @@ def allocator_peak(
     for size in always:
         allocator.allocate(size)
     for is_first in (True, False):
-        gradients = _run(allocator, graphs)
+        gradients = allocator.run(graphs)
         if accumulates:
-            for block in _run(allocator, graphs):
+            for block in allocator.run(graphs):
                 allocator.free(block)
         if is_first:
             for size in states:
@@ -153,18 +171,3 @@ def allocator_peak(
         for block in gradients:
             allocator.free(block)
     return AllocatorPeak(allocator.most_allocated, allocator.reserved)
-
-
-def _run(allocator: CachingAllocator, events: Iterable[Event]) -> list[Block]:
-    """The blocks that are left."""
-    blocks: dict[str, Block] = {}
-    for event in events:
-        for storage in event.allocates:
-            if storage.bytes:
-                blocks[storage.name] = allocator.allocate(storage.bytes)
-        if event.workspace:
-            allocator.free(allocator.allocate(event.workspace))
-        for name in event.frees:
-            if name in blocks:
-                allocator.free(blocks.pop(name))
-    return list(blocks.values())

@@ -108,7 +108,7 @@ class LiveRun:
         return next((at for at, event in enumerate(self.events) if event.operator), len(self.events))
 
     def split(self) -> tuple[tuple[Storage, ...], tuple[Event, ...]]:
-        """What was there before the first operator, and the events from it on."""
+        """The storages that were there before the first operator, and the events from it on."""
         return tuple(held_before(self.events[: self.begin]).values()), self.events[self.begin :]
 
     @property
@@ -272,12 +272,12 @@ class LiveRecorder(TorchDispatchMode):
                     allocation.category = category
 
     def begin(self, phase: str) -> None:
-        """What is freed from now on is none of the last operator's."""
+        """Begin a phase: storages that are freed from now on are not counted to the last operator."""
         self._phase, self._is_behind_backward = phase, False
         self._operators.append(_Operator("", "", "", phase, in_backward=phase == BACKWARD))
 
     def outputs(self, name: str, value: object) -> None:
-        """What a caller holds under a name, in containers and attributes too, is an output."""
+        """Tensors that a caller holds under a name, in containers and attributes too, are outputs."""
         for path, tensor in _named_tensors(name, value):
             for storage in fake_tensors.storages(tensor):
                 number = self._alive.get(storage.address)
@@ -295,7 +295,7 @@ class LiveRecorder(TorchDispatchMode):
                 self._allocations[number].category = GRADIENTS
 
     def run(self) -> LiveRun:
-        """What was recorded."""
+        """The events so far."""
         freed = {number: operator for operator in self._operators for number in operator.frees}
 
         def storage(number: int) -> Storage:

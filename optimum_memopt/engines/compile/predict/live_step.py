@@ -20,14 +20,15 @@ from optimum_memopt.engines.api.predictions import (
     Workload,
 )
 from optimum_memopt.engines.api.run import Selection, StepSpec
-from optimum_memopt.engines.compile.capture.device_standin import eager_standin
+from optimum_memopt.engines.compile.capture.device_standin import eager_standin, multiprocessors
 from optimum_memopt.engines.compile.costs.costs import eager_seconds, moving_seconds
 from optimum_memopt.engines.compile.costs.devices import Device
+from optimum_memopt.engines.compile.graph.symbols import input_sizes
 from optimum_memopt.engines.compile.memory.allocator import AllocatorPeak, allocator_peak
 from optimum_memopt.engines.compile.memory.events import Event, Storage
 from optimum_memopt.engines.compile.memory.live import BACKWARD, FORWARD, OPTIMIZER_STEP, LiveRecorder, LiveRun
 from optimum_memopt.engines.compile.predict.planned_step import PlannedStep, build
-from optimum_memopt.engines.compile.torch_compat import dynamo, fake_tensors, kernels
+from optimum_memopt.engines.compile.torch_compat import dynamo, fake_tensors
 from optimum_memopt.engines.compile.torch_compat.kernels import Multiprocessors
 from optimum_memopt.engines.shared.forward_patch import without_key_value_cache
 from optimum_memopt.errors import MemOptError, line_of
@@ -94,7 +95,12 @@ def with_optimizer(run: LiveRun, states: Sequence[int], update: int) -> LiveRun:
     """The run with the states of an optimizer, in bytes, and its step."""
     given = Event("", allocates=tuple(Storage(f"state {n}", size, OPTIMIZER) for n, size in enumerate(states)))
     step = Event("optimizer step", "optimizer step", workspace=update)
-    return replace(run, events=(given, *run.events, step), phases=(FORWARD, *run.phases, OPTIMIZER_STEP))
+    return replace(
+        run,
+        events=(given, *run.events, step),
+        phases=(FORWARD, *run.phases, OPTIMIZER_STEP),
+        modules=("", *run.modules, ""),
+    )
 
 
 def plain_step(workload: Workload, spec: StepSpec, training: Training) -> LiveStep:
@@ -113,7 +119,7 @@ def plain_step(workload: Workload, spec: StepSpec, training: Training) -> LiveSt
         model, batch = build(workload, here)
         for name in values.keys() & batch.keys():
             fake_tensors.with_values(batch[name], values[name])
-        cuda = target.cuda if target is not None else kernels.multiprocessors_of(here)
+        cuda = multiprocessors(target, here)
         count = 2 if spec.gradient_accumulation_steps > 1 else 1
         run = run_micro_batches(
             model, batch, planned.autocast_dtype, training, cuda, count, records_work=target is not None
@@ -126,7 +132,7 @@ def plain_step(workload: Workload, spec: StepSpec, training: Training) -> LiveSt
             tuple(optimizer.state_sizes(trained)),
             optimizer.step_bytes(trained),
             target.libraries if target is not None else held_bytes(here),
-            sizes_of(batch),
+            input_sizes(batch),
             is_on_cuda,
             0.0 if target is None else moving_seconds(optimizer.moved(trained), target),
             target,
@@ -209,13 +215,3 @@ def _loss_of(outputs: Any) -> torch.Tensor:
     if first is None:
         raise MemOptError("nothing that the model returns has a gradient")
     return first if first.dim() == 0 else first.float().sum()
-
-
-def sizes_of(batch: Mapping[str, Any]) -> dict[str, int]:
-    """`input_ids_dim0` and its size."""
-    return {
-        f"{name}_dim{dim}": int(size)
-        for name, value in batch.items()
-        if isinstance(value, torch.Tensor)
-        for dim, size in enumerate(value.shape)
-    }

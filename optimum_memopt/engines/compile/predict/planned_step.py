@@ -12,7 +12,7 @@ from optimum_memopt.engines.api.predictions import Workload
 from optimum_memopt.engines.api.run import THIS_MACHINE, Run, Selection, StepSpec
 from optimum_memopt.engines.compile.capture.backend import default_compiler
 from optimum_memopt.engines.compile.capture.capture import capture
-from optimum_memopt.engines.compile.capture.device_standin import traced_for
+from optimum_memopt.engines.compile.capture.device_standin import stand_in_place, traced_for
 from optimum_memopt.engines.compile.capture.traced_forward import TraceSpec
 from optimum_memopt.engines.compile.costs.cache import costs_of
 from optimum_memopt.engines.compile.costs.costs import Costs
@@ -96,7 +96,7 @@ class PlannedStep:
 
     @property
     def here(self) -> torch.device:
-        return torch.device("cuda" if torch.cuda.is_available() and self.target is None else "cpu")
+        return stand_in_place(self.target)
 
     @property
     def device_name(self) -> str:

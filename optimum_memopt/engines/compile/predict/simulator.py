@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from optimum_memopt.engines.api.predictions import BATCH, GRADIENTS, OPTIMIZER, PARAMETERS, SimulatedStep
-from optimum_memopt.engines.compile.capture.device_standin import eager_standin
+from optimum_memopt.engines.compile.capture.device_standin import eager_standin, multiprocessors, stand_in_place
 from optimum_memopt.engines.compile.costs.devices import Device, device_of
 from optimum_memopt.engines.compile.memory.allocator import allocator_peak
 from optimum_memopt.engines.compile.memory.live import (
@@ -112,11 +112,11 @@ class FakeSimulator:
 
     @property
     def _here(self) -> torch.device:
-        return torch.device("cuda" if torch.cuda.is_available() and self._target is None else "cpu")
+        return stand_in_place(self._target)
 
     @property
     def _cuda(self) -> kernels.Multiprocessors | None:
-        return self._target.cuda if self._target is not None else kernels.multiprocessors_of(self._here)
+        return multiprocessors(self._target, self._here)
 
 
 def _hold(recorder: LiveRecorder, held: object) -> None:

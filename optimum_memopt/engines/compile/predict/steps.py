@@ -11,7 +11,7 @@ from optimum_memopt.engines.api.predictions import COPIES, LAUNCHES, PredictedSt
 from optimum_memopt.engines.api.run import Run, Selection, StepSpec
 from optimum_memopt.engines.compile.capture.backend import default_compiler
 from optimum_memopt.engines.compile.capture.capture import capture, chosen_by
-from optimum_memopt.engines.compile.capture.device_standin import eager_standin, traced_for
+from optimum_memopt.engines.compile.capture.device_standin import eager_standin, multiprocessors, traced_for
 from optimum_memopt.engines.compile.capture.traced_forward import TraceSpec
 from optimum_memopt.engines.compile.costs import times
 from optimum_memopt.engines.compile.costs.costs import EFFICIENCY
@@ -32,7 +32,7 @@ from optimum_memopt.engines.compile.predict.live_step import run_micro_batches
 from optimum_memopt.engines.compile.predict.planned_step import PlannedStep, build
 from optimum_memopt.engines.compile.solver.offload import cheapest, with_offload
 from optimum_memopt.engines.compile.solver.solver import Plan, Solver
-from optimum_memopt.engines.compile.torch_compat import dynamo, fake_tensors, kernels
+from optimum_memopt.engines.compile.torch_compat import dynamo, fake_tensors
 from optimum_memopt.errors import MemOptError, line_of
 from optimum_memopt.logs import only_warnings
 from optimum_memopt.memory.capacity import capacity
@@ -360,7 +360,7 @@ def _checkpointed_activations(case: _Case, make: _MakeFake) -> Callable[[int, in
     def run(every: int, rows: int, accumulated: frozenset[str]) -> LiveRun:
         fake, model, batch = make(rows)
         device = next(model.parameters()).device
-        cuda = case.target.cuda if case.target is not None else kernels.multiprocessors_of(device)
+        cuda = multiprocessors(case.target, device)
         with torch.random.fork_rng(devices=[]), only_warnings(), eager_standin(case.target), fake:
             return run_micro_batches(model, batch, case.autocast, Training(every), cuda, accumulated=accumulated)
 

@@ -6,8 +6,7 @@ from dataclasses import replace
 from optimum_memopt.compat import CHECKPOINTING_FLAG
 from optimum_memopt.engines.api.predictions import Technique, Training, Way, Workload
 from optimum_memopt.engines.api.run import StepSpec
-from optimum_memopt.engines.compile.costs.costs import compiled_seconds, works
-from optimum_memopt.engines.compile.memory.allocator import AllocatorPeak
+from optimum_memopt.engines.compile.costs.costs import Work, compiled_seconds, works
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph
 from optimum_memopt.engines.compile.predict.holdings import step_of
 from optimum_memopt.engines.compile.predict.live_step import LiveStep, plain_step
@@ -66,34 +65,40 @@ def engine_ways(step: PlannedStep, traced: TracedStep) -> tuple[Way, ...]:
         plans.append((0, Technique("compile engine, config", (f"--memory_opt_config {selection.config}",))))
     elif selection.level > 1:
         plans.append((0, Technique(f"compile engine, level {selection.level}", ("--memory_opt_level 2",))))
-    return tuple(_engine_way(step, traced, index, plan) for index, plan in plans)
+    context, work = step.context(traced, Budget("", 0)), [_works(step, graph) for graph in traced.graphs]
+
+    def way(index: int, plan: Technique) -> Way:
+        graphs = [replace(graph, plans=(graph.plans[index],)) for graph in traced.graphs]
+        events = step_of(graphs)
+        around = context.footprint(events.peak())
+        blocks = traced.predicted.blocks_of(events, around)
+        return Way(
+            replace(plan, chunks_loss=any(graph.chunks_loss for graph in graphs)),
+            around.peak if blocks is None else max(around.peak, blocks.allocated),
+            None if blocks is None else blocks.reserved,
+            _seconds(step, graphs, work) or None,
+        )
+
+    return tuple(way(index, plan) for index, plan in plans)
 
 
-def _engine_way(step: PlannedStep, traced: TracedStep, index: int, plan: Technique) -> Way:
-    graphs = [replace(graph, plans=(graph.plans[index],)) for graph in traced.graphs]
-    events = step_of(graphs)
-    around = step.context(traced, Budget("", 0)).footprint(events.peak())
-    blocks: AllocatorPeak | None = traced.predicted.blocks_of(events, around)
-    technique = replace(plan, chunks_loss=any(graph.chunks_loss for graph in graphs))
-    return Way(
-        technique,
-        around.peak if blocks is None else max(around.peak, blocks.allocated),
-        None if blocks is None else blocks.reserved,
-        _seconds(step, graphs) or None,
-    )
+def _works(step: PlannedStep, graph: CapturedGraph) -> Sequence[Work | None]:
+    """The work of a graph's nodes; empty where their seconds are measured."""
+    if step.target is None or graph.analyzed is None:
+        return ()
+    return works(graph.analyzed.joint, graph.sizes)
 
 
-def _seconds(step: PlannedStep, graphs: Sequence[CapturedGraph]) -> float:
-    """Of a forward and its backward, recompute included: at the rates that plain PyTorch's are estimated with, where a
-    device is named."""
+def _seconds(step: PlannedStep, graphs: Sequence[CapturedGraph], of_graphs: Sequence[Sequence[Work | None]]) -> float:
+    """Seconds of a forward and its backward, recompute included: at the rates that plain PyTorch's are estimated with,
+    where a device is named."""
     seconds = 0.0
-    for graph in graphs:
+    for graph, of_nodes in zip(graphs, of_graphs, strict=True):
         problem = graph.problem()
         simulation = graph.simulated(problem)
-        if step.target is None or graph.analyzed is None:
+        if step.target is None or not of_nodes:
             seconds += graph.runs * sum(run.seconds(problem) for run in (simulation.forward, simulation.backward))
             continue
-        of_nodes = works(graph.analyzed.joint, graph.sizes)
         ran = (of_nodes[node] for node in (*simulation.forward.order, *simulation.backward.order))
         operators = [work for work in ran if work is not None]
         seconds += graph.runs * compiled_seconds(operators, step.target, step.compiled_by == "inductor")

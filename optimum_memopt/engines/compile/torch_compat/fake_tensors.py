@@ -195,7 +195,7 @@ def _places(holders: Sequence[torch.nn.Module | torch.optim.Optimizer]) -> Itera
 
 
 def reachable(value: object) -> Iterator[object]:
-    """What an object holds, directly and through others, itself included; neither classes nor code."""
+    """All objects that an object holds, directly and through others, itself included; neither classes nor code."""
     todo, seen = [value], {id(value): value}
     while todo:
         found = todo.pop()
