@@ -52,6 +52,7 @@ from optimum_memopt.trainer_patches import (
     TrainerPatches,
 )
 from optimum_memopt.training import batches, dry_run, optimizers
+from optimum_memopt.training.phase_check import PhaseCheckCallback
 
 
 @dataclass(frozen=True)
@@ -295,6 +296,8 @@ def _callbacks(trainer: Trainer, options: MemOptOptions) -> dict[type, Any]:
         wanted[MemoryPhasesCallback] = {"log_steps": log_steps, "path": path}
     if options.group_by_complexity:
         wanted[batches.ComplexityCallback] = {"path": path}
+    if options.budget is not None:
+        wanted[PhaseCheckCallback] = {"budget": options.budget}
     wanted[CollectingCallback] = {}
     present = trainer.callback_handler.callbacks
     return {

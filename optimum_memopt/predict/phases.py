@@ -22,12 +22,14 @@ class RunPhase:
         peak: bytes of the device.
         host: bytes of the host that it takes on top; 0: next to none.
         note: what is held, in a few words.
+        least: bytes of the device that it takes whatever the data are; 0: not known.
     """
 
     name: str
     peak: int
     host: int = 0
     note: str = ""
+    least: int = 0
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class Evaluation:
         labels: the same of labels, and of inputs that metrics ask for.
         accumulation: batches that are collected on the device before they go to the host; None: all.
         concatenates: batches become one tensor (`--eval_do_concat_batches`).
+        is_on_host: the device's memory is the host's.
     """
 
     given: int
@@ -53,6 +56,7 @@ class Evaluation:
     labels: int = 0
     accumulation: int | None = None
     concatenates: bool = True
+    is_on_host: bool = False
 
     @property
     def batches(self) -> float:
@@ -73,19 +77,40 @@ class Evaluation:
     @property
     def peak(self) -> int:
         """The most that is held, in the last forward or when the last batch is collected."""
+        on_device = self._on_device
+        if not self.is_on_host or not self._is_in_parts:
+            return self.given + on_device
+        return self.given + max(self.host, self._all + on_device)
+
+    @property
+    def least(self) -> int:
+        """What is held at the end, however rows come together in batches."""
+        collected = self.batches * (self.logits + self.labels) if self.concatenates else 0
+        return self.given + round(collected)
+
+    @property
+    def _on_device(self) -> int:
         per_batch = self.logits + self.labels
         before = max(0.0, self.batches - 1) * per_batch
         if self.concatenates and self.batches > _COPIED_FROM:
             # The results of the batch before are variables of the loop until the next ones are there.
             before += per_batch
-        return self.given + max(round(before) + self.forward, self.collected)
+        return max(round(before) + self.forward, self.collected)
+
+    @property
+    def _is_in_parts(self) -> bool:
+        """What is collected goes to the host more than once."""
+        return self.accumulation is not None and self.accumulation < self.total_rows / self.rows
+
+    @property
+    def _all(self) -> int:
+        """All that is collected."""
+        return round(self.total_rows / self.rows * (self.logits + self.labels))
 
     @property
     def host(self) -> int:
         """The most that the host has: all arrays, and where they come in parts the old and the new ones at once."""
-        total = round(self.total_rows / self.rows * (self.logits + self.labels))
-        is_in_parts = self.accumulation is not None and self.accumulation < self.total_rows / self.rows
-        return 2 * total if is_in_parts and self.concatenates else total
+        return 2 * self._all if self._is_in_parts and self.concatenates else self._all
 
     def suggestion(self, limit: int) -> str:
         """The flags with which it fits into n bytes; empty where nothing helps."""
@@ -111,10 +136,14 @@ class Evaluation:
 
     def collecting_flags(self, limit: int) -> list[str]:
         """Flags with which what is collected fits."""
+        less = ["preprocess_logits_for_metrics"] if self.logits > self.labels else []
         total = int(-(-self.total_rows // self.rows))
         for count in sorted({2**power for power in range(20) if 2**power < total}, reverse=True):
             if replace(self, accumulation=count).peak <= limit:
-                return [f"--eval_accumulation_steps {count}"]
+                return [" or ".join((f"--eval_accumulation_steps {count}", *less))]
+        # As many numbers as labels are what an argmax leaves.
+        if less and replace(self, logits=self.labels).peak <= limit:
+            return less
         return ["--prediction_loss_only"]
 
 
@@ -126,11 +155,12 @@ def evaluation_phase(evaluation: Evaluation, what: str) -> RunPhase:
     """
     if not evaluation.logits + evaluation.labels:
         return RunPhase("evaluation", evaluation.peak, note="the loss alone is collected")
-    where = "on the device until the end"
+    where = "until the end" if evaluation.is_on_host else "on the device until the end"
     if evaluation.accumulation is not None:
         where = f"on the device for {evaluation.accumulation} batches"
     note = f"{what} and labels are collected {where}, {gib_text(evaluation.collected)}"
-    return RunPhase("evaluation", evaluation.peak, evaluation.host, note)
+    host = 0 if evaluation.is_on_host else evaluation.host
+    return RunPhase("evaluation", evaluation.peak, host, note, evaluation.least)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from optimum_memopt.engines.shared.registry import factory
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.logs import get_logger
 from optimum_memopt.options import MemOptOptions
-from optimum_memopt.predict.advise import Row, advise, count_fitting
+from optimum_memopt.predict.advise import Row, advise
 from optimum_memopt.sizes import gib_text
 
 FLAG = "--group_by_complexity"
@@ -390,20 +390,7 @@ def _agreed(trainer: Trainer, options: MemOptOptions, engine: str, rows: int) ->
         f"{gib_text(row.step.peak)} within {gib_text(predictor.budget)}, {row.recomputing:.1%} of the time for "
         "recompute"
     )
-    _check_evaluation(trainer, predictor)
     return smallest
-
-
-def _check_evaluation(trainer: Trainer, predictor: StepPredictor) -> None:
-    rows = trainer.args.per_device_eval_batch_size
-    if trainer.eval_dataset is None or (peak := predictor.evaluation(rows)) <= predictor.budget:
-        return
-    fits = count_fitting(range(1, rows), lambda size: predictor.evaluation(size) <= predictor.budget)
-    get_logger().warning(
-        f"--per_device_eval_batch_size {rows}: evaluating rows as long as the longest of the training data would take "
-        f"{gib_text(peak)}, over the budget of {gib_text(predictor.budget)}; "
-        + (f"{fits} rows fit" if fits else "not even one row fits")
-    )
 
 
 def _predictor(trainer: Trainer, options: MemOptOptions, engine: str) -> StepPredictor:

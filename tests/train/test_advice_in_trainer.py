@@ -7,8 +7,6 @@ import torch
 from transformers import TrainerCallback
 
 from optimum_memopt import MemOptError
-from optimum_memopt.memory.peak_monitor import PeakMonitor
-from optimum_memopt.training import batches
 from tests.trainer_runs import build, distance, log_lines, make, rows, weights
 
 AUTO = {"memory_opt_engine": "compile", "memory_opt_batch": "auto", "memory_opt_loss": "plain"}
@@ -49,17 +47,6 @@ def test_the_rows_of_an_optimizer_step_stay(tmp_path):
     (line,) = (line for line in lines if "memory_opt_batch" in line)
     assert line.startswith(f"--memory_opt_batch auto: micro-batches of {size} rows, {accumulation} to each optimizer")
     assert distance(weights(trainer.model), weights(plain.model)) < 1e-5
-
-
-def test_an_evaluation_that_does_not_fit_is_warned_of(tmp_path):
-    held = PeakMonitor(torch.device("cpu")).read().resident
-    options = {"memory_opt_budget": f"{int(held) + 256}MiB", "per_device_eval_batch_size": 2**20}
-    trainer = make(tmp_path, "small", **AUTO, **options)
-    with log_lines() as lines, batches.chosen_micro_batch(trainer, trainer.memopt.options, "compile"):
-        pass
-    (line,) = (line for line in lines if "eval_batch" in line)
-    assert line.startswith("--per_device_eval_batch_size 1048576: evaluating rows as long as the longest")
-    assert line.endswith(" rows fit")
 
 
 def test_auto_find_batch_size_starts_from_the_prediction(tmp_path):

@@ -3,6 +3,7 @@
 import itertools
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,8 @@ def test_evaluation_is_what_the_allocator_is_asked_for(changes: dict[str, Any], 
         on_host = evaluation.accumulation * (evaluation.logits + evaluation.labels)
     # The data loader has the next batch, too.
     batches = 2 * 4 * sum(value.nbytes for value in EQUAL_ROWS[0].values())
-    assert evaluation.peak - evaluation.given + on_host == pytest.approx(measured, rel=0.02, abs=batches + 1024)
+    on_device = replace(evaluation, is_on_host=False).peak - evaluation.given
+    assert on_device + on_host == pytest.approx(measured, rel=0.02, abs=batches + 1024)
 
 
 def test_generation_is_what_the_allocator_is_asked_for(tmp_path: Path) -> None:
@@ -159,8 +161,7 @@ def test_what_does_not_fit_is_a_line_with_the_flag(tmp_path: Path) -> None:
     (line,) = found.suggestions
     assert line.startswith("evaluation takes ")
     assert "--eval_accumulation_steps " in line
-    steps = int(line.rsplit(" ", 1)[1])
-    trainer.args.eval_accumulation_steps = steps
+    trainer.args.eval_accumulation_steps = int(line.partition("--eval_accumulation_steps ")[2].split()[0])
     assert not dry_run(trainer, "h100", Budget("80MiB", 80 * 2**20)).suggestions
 
 
@@ -168,8 +169,11 @@ def test_what_does_not_fit_is_a_line_with_the_flag(tmp_path: Path) -> None:
     ("evaluation", "flags"),
     [
         (Evaluation(100, 80, 8, 80), "--per_device_eval_batch_size 5"),
-        (Evaluation(100, 10, 8, 800, logits=5), "--eval_accumulation_steps 4"),
-        (Evaluation(100, 10, 8, 800, logits=60), "--prediction_loss_only"),
+        (Evaluation(100, 10, 8, 800, logits=5), "--eval_accumulation_steps 4 or preprocess_logits_for_metrics"),
+        (Evaluation(100, 10, 8, 800, labels=5), "--eval_accumulation_steps 4"),
+        (Evaluation(100, 10, 8, 80, logits=60, labels=1), "preprocess_logits_for_metrics"),
+        (Evaluation(100, 10, 8, 800, logits=60, labels=60), "--prediction_loss_only"),
+        (Evaluation(100, 10, 8, 800, logits=5, labels=1, is_on_host=True), "--prediction_loss_only"),
         (Evaluation(200, 10, 8, 800), ""),
     ],
 )

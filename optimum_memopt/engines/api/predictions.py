@@ -375,6 +375,14 @@ class Simulator(Protocol):
     def memory(self) -> "Capacity":
         """Memory of the device."""
 
+    @property
+    def shares_host(self) -> bool:
+        """True where the device's memory is the host's."""
+
+    @property
+    def constant(self) -> int:
+        """Bytes that are always held beside the tensors of steps: of libraries, of this process."""
+
     def copy(self, value: Any) -> Any:
         """A deep copy of anything whose tensors have no data. Raises MemOptError."""
 
@@ -429,6 +437,3 @@ class StepPredictor(Protocol):
 
     def lowest(self, plan: Technique, accumulates: bool) -> int:
         """The peak with a micro-batch of one row, in bytes."""
-
-    def evaluation(self, rows: int) -> int:
-        """The peak of a forward without gradients between two training steps, in bytes."""

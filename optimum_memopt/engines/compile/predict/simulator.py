@@ -45,20 +45,34 @@ def _simulator(target: Device | None) -> Iterator["FakeSimulator"]:
         stack.enter_context(eager_standin(target))
         stack.enter_context(fake_tensors.run_as_eager())
         stack.enter_context(mode)
-        yield FakeSimulator(target, mode, stack)
+        held = target.libraries if target is not None else held_bytes(stand_in_place(None))
+        yield FakeSimulator(target, mode, stack, [held])
 
 
 @dataclass(frozen=True)
 class FakeSimulator:
-    """Runs steps on fake tensors."""
+    """Runs steps on fake tensors.
+
+    Attributes:
+        _held: bytes of the process, and those of the tensors in it that were replaced, which are negative.
+    """
 
     _target: Device | None
     _mode: dynamo.FakeTensorMode
     _stack: contextlib.ExitStack
+    _held: list[int]
 
     @property
     def memory(self) -> Capacity:
         return capacity(self._here) if self._target is None else capacity_of(self._target.memory)
+
+    @property
+    def shares_host(self) -> bool:
+        return self._target is None and self._here.type == "cpu"
+
+    @property
+    def constant(self) -> int:
+        return max(0, sum(self._held))
 
     def copy(self, value: Any) -> Any:
         try:
@@ -68,6 +82,8 @@ class FakeSimulator:
             raise MemOptError(f"{_name_of(value)} cannot be copied ({line_of(error)})") from error
 
     def replace(self, holders: Sequence[torch.nn.Module | torch.optim.Optimizer]) -> None:
+        if self._target is None:
+            self._held.append(-fake_tensors.bytes_of(holders, self._here))
         self._stack.enter_context(fake_tensors.replaced(holders, self.copy))
 
     def run(
@@ -95,7 +111,7 @@ class FakeSimulator:
         return recorder.run()
 
     def _shown(self, run: LiveRun) -> SimulatedStep:
-        constant = self._target.libraries if self._target is not None else held_bytes(self._here)
+        constant = self.constant
         given, _ = run.split()
         peak, reserved = constant + run.peak, None
         if self._cuda is not None:

@@ -139,12 +139,6 @@ class GraphSteps:
             host_bytes,
         )
 
-    def evaluation(self, rows: int) -> int:
-        """The peak of a forward that saves nothing, in bytes."""
-        without_backward = replace(self._problem(rows), backward_outputs=(), backward_reads=())
-        activations = simulate(without_backward, frozenset()).forward.peak
-        return replace(self._footprint(rows, False, activations), gradients=0, step=0).peak
-
     def _footprint(self, rows: int, accumulates: bool, activations: int) -> Footprint:
         fixed = self._context.fixed
         accumulated = fixed.gradients if accumulates else fixed.accumulated
@@ -248,9 +242,6 @@ class ModelStepPredictor:
 
     def step(self, plan: Technique, rows: int, accumulates: bool) -> PredictedStep:
         return self.graphs[plan.chunks_loss].step(plan.name, rows, accumulates, self.update)
-
-    def evaluation(self, rows: int) -> int:
-        return self.graphs[False].evaluation(rows)
 
 
 @dataclass(frozen=True)

@@ -180,6 +180,13 @@ def replaced(
             tensor.grad = gradient
 
 
+def bytes_of(holders: Sequence[torch.nn.Module | torch.optim.Optimizer], device: torch.device) -> int:
+    """Bytes on a device of the tensors that `replaced` replaces."""
+    tensors = {id(owner[key]): owner[key] for owner, key in _places(holders)}
+    there = [each for each in tensors.values() if each.device.type == device.type and not isinstance(each, FakeTensor)]
+    return sum({each.address: each.bytes for tensor in there for each in storages(tensor)}.values())
+
+
 def _places(holders: Sequence[torch.nn.Module | torch.optim.Optimizer]) -> Iterator[tuple[Any, Any]]:
     """The dictionaries and lists that hold tensors, with the keys."""
     modules = {

@@ -1,0 +1,296 @@
+"""A Trainer whose modules have no data: its training step, its evaluation, and what else of its run takes memory."""
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from optimum_memopt import compat
+from optimum_memopt.engines.api.predictions import SimulatedStep, Simulator
+from optimum_memopt.engines.shared.forward_patch import ForwardState
+from optimum_memopt.errors import MemOptError, line_of
+from optimum_memopt.predict.phases import Evaluation, RunPhase, evaluation_phase
+from optimum_memopt.training.batches import complexities, is_readable
+
+_MOST_ROWS = 100_000
+# Tokens that transformers (5.23) generates where nobody says how many.
+_GENERATED = 20
+_DATA = ("train_dataset", "eval_dataset")
+
+
+def holders_of(trainer: Any) -> list[Any]:
+    """Modules and optimizers that a Trainer holds: its model, reference and reward models."""
+    values = [value for value in vars(trainer).values() if value is not trainer.callback_handler]
+    held = [inner for value in values for inner in (value if isinstance(value, list | tuple) else [value])]
+    kinds = (torch.nn.Module, torch.optim.Optimizer)
+    return list({id(value): value for value in held if isinstance(value, kinds)}.values())
+
+
+def is_sharded(trainer: Any) -> bool:
+    return bool(trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled)
+
+
+_Container = dict[Any, Any] | list[Any]
+
+
+@contextlib.contextmanager
+def left_as_it_is(trainer: Any) -> Iterator[None]:
+    """Within it a Trainer and its models may be changed, as may what lists and dictionaries of theirs have in them."""
+    models = [value for value in vars(trainer).values() if isinstance(value, torch.nn.Module)]
+    owners = [trainer, trainer.args, trainer.accelerator, trainer.callback_handler, *models]
+    data = [id(getattr(trainer, name)) for name in _DATA]
+    before = [found for owner in owners for found in _contents(vars(owner), data)]
+    modes = [(module, module.training) for model in models for module in model.modules()]
+    state = ForwardState.of(trainer.model, with_buffers=False)
+    try:
+        yield
+    finally:
+        for held, items in before:
+            held.clear()
+            held.extend(items) if isinstance(held, list) else held.update(items)
+        for module, is_training in modes:
+            module.training = is_training
+        state.restore(trainer.model)
+
+
+def _contents(held: _Container, data: Sequence[int], depth: int = 3) -> Iterator[tuple[_Container, Any]]:
+    """Dictionaries and lists that are held, with copies of them, the outermost first."""
+    yield held, list(held) if isinstance(held, list) else dict(held)
+    for value in (held if isinstance(held, list) else held.values()) if depth else ():
+        if (isinstance(value, dict) or type(value) is list) and id(value) not in data:
+            yield from _contents(value, data, depth - 1)
+
+
+@dataclass(frozen=True)
+class EvaluationData:
+    """A batch of the longest rows, how many it has, and the number of all rows."""
+
+    batch: Any
+    rows: int
+    total: int
+
+
+def evaluation_data(trainer: Any, reads_any: bool) -> EvaluationData | None:
+    """The data of a Trainer's evaluation, the largest of several; None where there are none.
+
+    Args:
+        reads_any: also those whose reading runs code, which may draw random numbers.
+
+    Raises:
+        MemOptError: no batch can be made of them.
+    """
+    data = trainer.eval_dataset
+    if isinstance(data, Mapping) and not hasattr(data, "select_columns"):
+        data = max((each for each in data.values() if hasattr(each, "__len__")), key=len, default=None)
+    if data is None or not hasattr(data, "__len__") or not len(data) or not (reads_any or is_readable(data)):
+        return None
+    rows = min(trainer.args.eval_batch_size, len(data))
+    batch = largest_batch_of(
+        trainer, data, rows, compat.evaluation_collator, lambda: trainer.get_eval_dataloader(data)
+    )
+    return EvaluationData(batch, rows, len(data))
+
+
+def largest_batch_of(
+    trainer: Any, data: Any, rows: int, collator: Callable[[Any], Any], dataloader: Callable[[], Any]
+) -> Any:
+    """The longest rows of the data in one batch; the first batch where the data cannot tell.
+
+    Raises:
+        MemOptError: there is no data, or no batch can be made of them.
+    """
+    try:
+        if is_readable(data) and len(data) <= _MOST_ROWS:
+            with contextlib.suppress(MemOptError, TypeError, ValueError, KeyError):
+                lengths = complexities(data, trainer.args.length_column_name)
+                longest = np.argsort(-lengths, kind="stable")
+                return collator(trainer)([data[int(longest[place % len(data)])] for place in range(rows)])
+        return next(iter(dataloader()))
+    except MemOptError:
+        raise
+    except Exception as error:
+        raise MemOptError(f"no batch can be made of the data ({line_of(error)})") from error
+
+
+@dataclass(frozen=True)
+class FakeRun:
+    """A Trainer whose modules have no data.
+
+    Attributes:
+        model: as the Trainer trains it.
+        holders: modules and optimizers that hold tensors.
+        coming: bytes of the optimizer's states that nobody holds yet.
+    """
+
+    trainer: Any
+    model: Any
+    simulator: Simulator
+    holders: Sequence[Any] = field(repr=False)
+    coming: int = 0
+
+    def train(self, inputs: Any, items: Any, steps: int) -> SimulatedStep:
+        """Micro-batches, clipping and the optimizer's step as in Trainer's loop."""
+        trainer, model = self.trainer, self.model
+
+        def step() -> None:
+            with compat.longest_generation(trainer):
+                for _ in range(steps):
+                    trainer.training_step(model, copy.copy(inputs), items)
+            compat.clip_gradients(trainer, model)
+            trainer.optimizer.step()
+            model.zero_grad()
+
+        # What Trainers log, they read.
+        return self.simulator.run(step, [*self.holders, inputs], reads_floats=True)
+
+    @property
+    def weights(self) -> int:
+        """Bytes of the parameters and buffers of all models."""
+        models = [holder for holder in self.holders if isinstance(holder, torch.nn.Module)]
+        tensors = (tensor for model in models for tensor in (*model.parameters(), *model.buffers()))
+        return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors}.values())
+
+    @property
+    def states(self) -> int:
+        """Bytes of the optimizers' states."""
+        optimizers = [holder for holder in self.holders if isinstance(holder, torch.optim.Optimizer)]
+        found = (value for each in optimizers for state in each.state.values() for value in state.values())
+        tensors = {id(value): value for value in found if isinstance(value, torch.Tensor)}
+        return self.coming + sum(tensor.nbytes for tensor in tensors.values())
+
+    def evaluate(self, data: EvaluationData) -> Evaluation:
+        """A batch as in Trainer's loop over the data."""
+        trainer, inputs, args = self.trainer, data.batch, self.trainer.args
+        loss_only = args.prediction_loss_only or trainer.compute_metrics is None
+        # What is generated branches on values.
+        generates = self.generates and not loss_only
+        logits = labels = 0
+
+        def step() -> Any:
+            nonlocal logits, labels
+            _, predicted, given = trainer.prediction_step(self.model, copy.copy(inputs), loss_only or generates)
+            if predicted is not None and trainer.preprocess_logits_for_metrics is not None:
+                predicted = trainer.preprocess_logits_for_metrics(predicted, given)
+            logits, labels = _tree_bytes(predicted), _tree_bytes(given)
+            return predicted, given
+
+        self.model.eval()
+        found = self.simulator.run(step, [*self.holders, inputs], finds_variables=False, reads_floats=True)
+        forward, rows = found.peak - found.given, data.rows
+        if generates:
+            _, length = self._beams_and_length()
+            logits = labels = rows * length * torch.int64.itemsize
+            forward = max(forward, self._generation(inputs))
+        collected = args.world_size * (not args.batch_eval_metrics)
+        return Evaluation(
+            found.given + self.coming,
+            forward,
+            rows,
+            -(-data.total // args.world_size),
+            logits * collected,
+            labels * collected,
+            args.eval_accumulation_steps,
+            args.eval_do_concat_batches,
+            self.simulator.shares_host,
+        )
+
+    def evaluation_phase(self, evaluation: Evaluation) -> RunPhase:
+        what = "results of preprocess_logits_for_metrics" if self.trainer.preprocess_logits_for_metrics else "logits"
+        return evaluation_phase(evaluation, "generated tokens" if self.generates else what)
+
+    @property
+    def generates(self) -> bool:
+        """True for a Trainer that generates texts where it evaluates (`--predict_with_generate`)."""
+        return bool(getattr(self.trainer.args, "predict_with_generate", False))
+
+    def _beams_and_length(self) -> tuple[int, int]:
+        args, config = self.trainer.args, self.trainer.model.generation_config
+        new = config.max_new_tokens
+        length = args.generation_max_length or (new + 1 if new else config.max_length) or _GENERATED
+        return args.generation_num_beams or config.num_beams or 1, length
+
+    def _generation(self, inputs: Mapping[str, Any]) -> int:
+        """Bytes that the longest generation takes, from the shapes of a forward's key-value cache: the cache of all
+        beams, a copy of its largest tensor to which a token is added, and the logits of a token, twice."""
+        model, (beams, length) = self.trainer.model, self._beams_and_length()
+        given = {name: value for name, value in inputs.items() if name != "labels" and "decoder" not in name}
+        first = next(value for value in given.values() if isinstance(value, torch.Tensor))
+        if compat.is_encoder_decoder(model):
+            given["decoder_input_ids"] = first.new_zeros((len(first), length), dtype=torch.int64)
+        else:
+            # The cache has the prompt, too.
+            given = {"input_ids": first.new_zeros((len(first), max(length, first.shape[1])), dtype=torch.int64)}
+        sizes: list[int] = []
+        logits = encoded = 0
+
+        def step() -> None:
+            nonlocal logits, encoded
+            with torch.no_grad():
+                outputs = model(**given, use_cache=True)
+            sizes[:] = [tensor.nbytes for tensor in _cached(outputs.past_key_values)]
+            logits = len(first) * outputs.logits.shape[-1] * torch.float32.itemsize
+            encoded = _tree_bytes(getattr(outputs, "encoder_last_hidden_state", None))
+
+        self.simulator.run(step, [*self.holders, inputs], finds_variables=False)
+        return beams * (sum(sizes) + max(sizes, default=0) + 2 * logits + encoded)
+
+    def load(self) -> RunPhase:
+        """Parameters and buffers."""
+        size = self.simulator.constant + self.weights
+        if self.simulator.shares_host:
+            return RunPhase("load", size, note="parameters and buffers")
+        return RunPhase("load", size, self.weights, "parameters and buffers; the host has the file, too")
+
+    def save_and_resume(self) -> Iterator[RunPhase]:
+        """A checkpoint is written and read: by safetensors (0.8) and torch, which copy what is on a device to the
+        host, and write what is there from where it is. Weights are read before there are states."""
+        weights, states = self.weights, self.states
+        resident = self.simulator.constant + weights + states
+        # PEFT writes adapters alone.
+        is_adapter = hasattr(self.trainer.model, "peft_config")
+        written = _trained_bytes(self.trainer.model) if is_adapter else weights
+        if self.simulator.shares_host:
+            yield RunPhase("save", resident, note="weights and states are written from where they are")
+            read = self.simulator.constant + weights + written
+            yield RunPhase("resume", max(resident, read), note="the file's weights, and then states")
+            return
+        yield RunPhase("save", resident, written, "the host has copies of the weights that are written")
+        yield RunPhase("resume", resident, written + states, "the host has weights and states from their files")
+
+    def merge(self) -> Iterator[RunPhase]:
+        """Of adapters into the weights, where there are some."""
+        trainer = self.trainer
+        base: Any = getattr(trainer.model, "base_model", None)
+        if not hasattr(trainer.model, "peft_config") or not hasattr(base, "merge_adapter"):
+            return
+
+        def merged() -> None:
+            with torch.no_grad():
+                base.merge_adapter()
+                base.unmerge_adapter()
+
+        found = self.simulator.run(merged, list(self.holders), finds_variables=False)
+        yield RunPhase("merge", found.peak, note="of the adapters into the weights")
+
+
+def _trained_bytes(model: torch.nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+
+
+def _cached(cache: Any) -> Iterator[torch.Tensor]:
+    """The keys and values of all layers, of an encoder-decoder's two caches."""
+    for part in (cache, getattr(cache, "self_attention_cache", None), getattr(cache, "cross_attention_cache", None)):
+        for layer in getattr(part, "layers", ()):
+            yield from (tensor for tensor in (layer.keys, layer.values) if isinstance(tensor, torch.Tensor))
+
+
+def _tree_bytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
+    return sum(map(_tree_bytes, value)) if isinstance(value, list | tuple) else 0

@@ -1,0 +1,99 @@
+"""Before the first step of a run within a budget: what its other phases take."""
+
+import copy
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from optimum_memopt import MemOptError
+from optimum_memopt.engines.compile.predict import simulator
+from optimum_memopt.memory.capacity import Capacity
+from optimum_memopt.training import phase_check
+from tests.trainer_runs import build, distance, log_lines, make, rows, weights
+
+BUDGET = {"memory_opt_engine": "compile", "memory_opt_loss": "plain", "max_steps": 1}
+MANY = rows("small", 16) * 4_000
+METRICS = {"compute_metrics": lambda _: {}}
+# A gibibyte of what is collected, where a batch takes next to nothing.
+LARGE = {**METRICS, "preprocess_logits_for_metrics": lambda logits, _: logits.new_zeros(len(logits), 2**12)}
+
+
+def run(folder: Path, budget: str, **changes: Any) -> tuple[Any, list[str]]:
+    changes = {"eval_strategy": "epoch", "num_train_epochs": 1, "memory_opt_budget": budget, **BUDGET, **changes}
+    trainer = make(folder, "small", **changes)
+    # The evaluation itself is not what is tested.
+    trainer.evaluate = lambda *_, **__: {}
+    with log_lines() as lines:
+        trainer.train()
+    return trainer, [line for line in lines if "evaluation" in line or "beside training" in line]
+
+
+def available(monkeypatch: pytest.MonkeyPatch, total: int) -> None:
+    monkeypatch.setattr(simulator, "capacity", lambda _: Capacity(total, total))
+
+
+def test_an_evaluation_that_may_not_fit_is_a_warning_with_the_flag(tmp_path: Path) -> None:
+    held = simulator.held_bytes(torch.device("cpu"))
+    budget = f"{held // 2**20 + 256}MiB"
+    _, (line,) = run(tmp_path, budget, eval_dataset=MANY, **LARGE)
+    assert line.startswith(f"--memory_opt_budget {budget}: evaluation takes ")
+    # What is collected stays on a CPU.
+    assert line.endswith(": preprocess_logits_for_metrics")
+    assert not run(tmp_path, budget, eval_dataset=MANY, **METRICS)[1]
+
+
+@pytest.mark.parametrize("changes", [{"eval_strategy": "no"}, {"eval_dataset": None, "eval_strategy": "no"}])
+def test_a_run_without_evaluation_has_no_line(changes: dict[str, Any], tmp_path: Path) -> None:
+    assert not run(tmp_path, "100GiB", **changes)[1]
+
+
+def test_what_certainly_does_not_fit_ends_the_run_before_its_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    available(monkeypatch, simulator.held_bytes(torch.device("cpu")) + 2**28)
+    with pytest.raises(MemOptError, match="^evaluation takes .*: preprocess_logits_for_metrics$"):
+        run(tmp_path, "100GiB", eval_dataset=MANY, **LARGE)
+
+
+def reads_logits(logits: torch.Tensor, _: Any) -> torch.Tensor:
+    return logits if (logits > 0).any() else -logits
+
+
+def test_an_evaluation_that_reads_values_is_not_predicted(tmp_path: Path) -> None:
+    trainer, (line,) = run(tmp_path, "100GiB", preprocess_logits_for_metrics=reads_logits, **METRICS)
+    assert line.startswith("phases beside training are not predicted: the value of a tensor is read")
+    assert trainer.state.global_step == 1
+
+
+def test_a_check_that_fails_does_not_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> Any:
+        raise KeyError("broken")
+
+    monkeypatch.setattr(phase_check, "holders_of", broken)
+    trainer, (line,) = run(tmp_path, "100GiB")
+    assert line.startswith("what phases beside training take is left out (KeyError: 'broken')")
+    assert trainer.state.global_step == 1
+
+
+def test_it_changes_nothing_of_the_run_and_is_quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("small")
+    spent: list[float] = []
+    check = phase_check.PhaseCheckCallback._check
+
+    def timed(*args: Any) -> Any:
+        begin = time.process_time()
+        found = check(*args)
+        spent.append(time.process_time() - begin)
+        return found
+
+    monkeypatch.setattr(phase_check.PhaseCheckCallback, "_check", timed)
+    checked, _ = run(tmp_path, "100GiB", model=copy.deepcopy(model), **METRICS)
+    monkeypatch.setattr(phase_check.PhaseCheckCallback, "_check", lambda *_: [])
+    unchecked, _ = run(tmp_path, "100GiB", model=model, **METRICS)
+    assert distance(weights(checked.model), weights(unchecked.model)) == 0
+    assert vars(checked).keys() == vars(unchecked).keys()
+    assert len(spent) == 1
+    assert spent[0] < 2
