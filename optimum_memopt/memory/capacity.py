@@ -103,10 +103,12 @@ class Capacity:
     Attributes:
         total: all that this process may take.
         available: what a training run may take, with what this process holds already, less what allocators waste.
+        elsewhere: held by other processes, and by libraries of this one.
     """
 
     total: int
     available: int
+    elsewhere: int = 0
 
 
 def capacity(device: torch.device) -> Capacity:
@@ -117,7 +119,8 @@ def capacity(device: torch.device) -> Capacity:
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        return Capacity(total, int((free + torch.cuda.memory_reserved(device)) * _ALLOCATED))
+        own = free + torch.cuda.memory_reserved(device)
+        return Capacity(total, int(own * _ALLOCATED), max(0, total - own))
     memory, processes, groups = psutil.virtual_memory(), _processes(), control_groups(_ROOT)
     host = min([memory.total, *(group.limit for group in groups)])
     address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
@@ -126,7 +129,8 @@ def capacity(device: torch.device) -> Capacity:
     free = memory.available // processes + own.rss
     # What is shared is files mostly, libraries among them, which are in no group's `held`.
     in_groups = ((group.limit - group.held) // processes + own.rss - own.shared for group in groups)
-    return Capacity(total, max(0, min(total, free, *in_groups)))
+    available = max(0, min(total, free, *in_groups))
+    return Capacity(total, available, total - available)
 
 
 def host_available() -> int:

@@ -11,7 +11,7 @@ from optimum_memopt.errors import MemOptError
 from optimum_memopt.logs import best_effort
 from optimum_memopt.memory.optimizers import DEFAULT, PlannedOptimizer, embeddings_of, is_known
 from optimum_memopt.predict.phases import RunPhase, suggestions
-from optimum_memopt.sizes import Budget
+from optimum_memopt.sizes import AUTO, Budget, gib_text
 from optimum_memopt.training.fake_run import FakeRun, evaluation_data, holders_of, is_sharded, left_as_it_is
 
 
@@ -57,6 +57,12 @@ class PhaseCheckCallback(TrainerCallback):
                     phases.append(run.evaluation_phase(evaluation))
                     flags["evaluation"] = evaluation.suggestion(limit)
                 save, resume = run.save_and_resume()
+        text = self._budget.text
+        if text == AUTO:
+            self.reporter.lines(
+                f"--memory_opt_budget {text}: {gib_text(limit)} of {gib_text(memory.total)}, of which others hold "
+                f"{gib_text(memory.elsewhere)}"
+            )
         if save.peak > limit:
             # No training step fits either, which the engine says.
             return ()
@@ -64,7 +70,7 @@ class PhaseCheckCallback(TrainerCallback):
         if certain := suggestions([phase for phase in phases if phase.least > memory.total], memory.total, flags):
             return certain
         for line in suggestions(phases, limit, flags):
-            self.reporter.lines(f"--memory_opt_budget {self._budget.text}: {line}", "warning")
+            self.reporter.lines(f"--memory_opt_budget {text}: {line}", "warning")
         return ()
 
 

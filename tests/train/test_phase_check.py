@@ -45,6 +45,14 @@ def test_an_evaluation_that_may_not_fit_is_a_warning_with_the_flag(tmp_path: Pat
     assert not run(tmp_path, budget, eval_dataset=MANY, **METRICS)[1]
 
 
+def test_auto_says_what_others_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulator, "capacity", lambda _: Capacity(2**36, 2**35, 2**34))
+    trainer = make(tmp_path, "small", memory_opt_budget="auto", **BUDGET)
+    with log_lines() as lines:
+        trainer.train()
+    assert "--memory_opt_budget auto: 32.00 GiB of 64.00 GiB, of which others hold 16.00 GiB" in lines
+
+
 @pytest.mark.parametrize("changes", [{"eval_strategy": "no"}, {"eval_dataset": None, "eval_strategy": "no"}])
 def test_a_run_without_evaluation_has_no_line(changes: dict[str, Any], tmp_path: Path) -> None:
     assert not run(tmp_path, "100GiB", **changes)[1]

@@ -9,6 +9,7 @@ import torch
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.memory import capacity as capacity_module
 from optimum_memopt.memory.capacity import ControlGroup, capacity, capacity_of, control_groups
+from optimum_memopt.sizes import parse_budget
 
 CPU = torch.device("cpu")
 
@@ -73,6 +74,26 @@ def test_what_others_of_a_group_hold_is_not_available(tmp_path: Path, monkeypatc
     of_two = capacity(CPU).available
     free = limit - others - (own.rss - own.shared)
     assert of_two == pytest.approx(min(limit // 2, free // 2 + own.rss - own.shared), abs=2**25)
+
+
+def test_what_other_processes_hold_on_a_host_is_not_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, held = psutil.virtual_memory(), psutil.Process().memory_info().rss
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory._replace(total=2**40, available=2**33))
+    found = capacity(CPU)
+    assert found.available == pytest.approx(2**33 + held, abs=2**25)
+    assert found.elsewhere == found.total - found.available
+
+
+def test_what_another_process_holds_on_a_gpu_is_not_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM beside a Trainer, whose own cached blocks are its to use."""
+    total, vllm, cached, context = (size * 2**30 for size in (80, 40, 6, 1))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (total - vllm - cached - context, total))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: cached)
+    found = capacity(torch.device("cuda"))
+    assert found.total == total
+    assert found.elsewhere == vllm + context
+    assert found.available == pytest.approx(0.85 * (total - vllm - context), abs=1)
+    assert parse_budget("auto").on_device(found.total, found.available) == found.available
 
 
 def test_a_named_device_runs_nothing_else() -> None:
