@@ -244,6 +244,14 @@ def evaluation_collator(trainer: Any) -> Callable[[list[Any]], Any]:
     return trainer._get_collator_with_removed_columns(trainer.data_collator, description="evaluation")
 
 
+def set_generation_arguments(trainer: Any) -> None:
+    """As `evaluate` of a Trainer with `--predict_with_generate` does before its first batch (transformers 5.23)."""
+    args = trainer.args
+    if getattr(args, "predict_with_generate", False):
+        given = {"max_length": args.generation_max_length, "num_beams": args.generation_num_beams}
+        trainer._gen_kwargs = {name: value for name, value in given.items() if value is not None}
+
+
 @contextmanager
 def models_without_weights() -> Iterator[None]:
     """Within it transformers makes models from their configs on the meta device, modules stay where they are, and
@@ -322,37 +330,6 @@ _OF_LOADING = (
     "adapter_kwargs",
     "tqdm_class",
 )
-
-
-@contextmanager
-def longest_generation(trainer: Any) -> Iterator[None]:
-    """Within it models return zeros, as many as they may generate, and hold the key-value cache for them and the
-    logits of a token; a TRL Trainer (1.16) generates in its next step."""
-    from transformers import GenerationMixin
-
-    def generate(model: Any, inputs: Any = None, generation_config: Any = None, **given: Any) -> torch.Tensor:
-        ids, config = given.get("input_ids", inputs), generation_config or model.generation_config
-        new = given.get("max_new_tokens") or config.max_new_tokens
-        rows, prompt = ids.shape
-        length = prompt + new if new else given.get("max_length") or config.max_length
-        text = model.config.get_text_config()
-        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else model.dtype
-        shape = (rows, heads, length, width)
-        held = [torch.empty(shape, dtype=dtype, device=ids.device) for _ in range(2 * text.num_hidden_layers + 1)]
-        held += [torch.empty((rows, text.vocab_size), device=ids.device) for _ in range(2)]
-        return torch.zeros((rows, length), dtype=torch.int64, device=ids.device)
-
-    kind: Any = GenerationMixin
-    before = kind.generate
-    kind.generate = generate
-    if hasattr(trainer, "_step"):
-        trainer._step = 0
-    try:
-        yield
-    finally:
-        kind.generate = before
 
 
 def torch_init() -> AbstractContextManager[Any]:

@@ -147,6 +147,25 @@ class Evaluation:
         return ["--prediction_loss_only"]
 
 
+def generation_phase(peak: int, rows: int, length: int) -> RunPhase:
+    """Texts that are generated, as many rows as the cache has, with beams."""
+    return RunPhase(GENERATION, peak, note=f"the key-value cache of {rows} x {length} tokens at its end")
+
+
+def generation_flags(peak: int, given: int, limit: int, steps: int, tokens: int) -> str:
+    """Flags with which the generation of a training step fits; empty where nothing helps.
+
+    Args:
+        steps: of which texts are generated together (TRL's `--steps_per_generation`).
+        tokens: that are generated.
+    """
+    share = (limit - given) / (peak - given)
+    if (fewer := int(steps * share)) >= 1:
+        return f"--steps_per_generation {fewer}, or --use_vllm"
+    shorter = int(tokens * steps * share)
+    return f"--steps_per_generation 1 --max_completion_length {shorter}, or --use_vllm" if shorter >= 1 else ""
+
+
 def evaluation_phase(evaluation: Evaluation, what: str) -> RunPhase:
     """The phase.
 
@@ -154,13 +173,13 @@ def evaluation_phase(evaluation: Evaluation, what: str) -> RunPhase:
         what: is collected beside labels.
     """
     if not evaluation.logits + evaluation.labels:
-        return RunPhase("evaluation", evaluation.peak, note="the loss alone is collected")
+        return RunPhase(EVALUATION, evaluation.peak, note="the loss alone is collected")
     where = "until the end" if evaluation.is_on_host else "on the device until the end"
     if evaluation.accumulation is not None:
         where = f"on the device for {evaluation.accumulation} batches"
     note = f"{what} and labels are collected {where}, {gib_text(evaluation.collected)}"
     host = 0 if evaluation.is_on_host else evaluation.host
-    return RunPhase("evaluation", evaluation.peak, host, note, evaluation.least)
+    return RunPhase(EVALUATION, evaluation.peak, host, note, evaluation.least)
 
 
 @dataclass(frozen=True)
@@ -209,7 +228,7 @@ def train_suggestion(peak: int, given: int, limit: int, rows: int) -> str:
 
 
 def suggestions(phases: Sequence[RunPhase], limit: int, flags: dict[str, str]) -> tuple[str, ...]:
-    """A line for each phase but training that takes more than there is.
+    """A line for each phase that takes more than there is, and is not of `OF_ROWS`.
 
     Args:
         flags: those with which a phase fits, by its name.
@@ -218,7 +237,7 @@ def suggestions(phases: Sequence[RunPhase], limit: int, flags: dict[str, str]) -
         f"{phase.name} takes {gib_text(phase.peak)} of {gib_text(limit)}: "
         + (flags.get(phase.name) or "it fits with no flag of Trainer")
         for phase in phases
-        if phase.peak > limit and phase.name not in _STEP
+        if phase.peak > limit and phase.name not in OF_ROWS
     )
 
 
@@ -226,5 +245,6 @@ def suggestions(phases: Sequence[RunPhase], limit: int, flags: dict[str, str]) -
 _COPIED_FROM = 2
 # Bytes of the host that are worth a word.
 _SHOWN = 2**20
-# Phases of the training step.
-_STEP = FORWARD, BACKWARD, OPTIMIZER = ("forward", "backward", "optimizer")
+# Phases of the training step that take less with fewer rows.
+EVALUATION, GENERATION, NO_GRAD = "evaluation", "generation", "no-grad"
+OF_ROWS = ("forward", NO_GRAD, "backward", "optimizer")

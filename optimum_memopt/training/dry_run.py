@@ -10,10 +10,17 @@ import torch
 from transformers import Trainer
 
 from optimum_memopt import compat
-from optimum_memopt.engines.api.predictions import SimulatedStep
 from optimum_memopt.engines.shared.registry import predicting_factory
 from optimum_memopt.errors import MemOptError, path_excerpt
-from optimum_memopt.predict.phases import DryRun, RunPhase, suggestions, train_suggestion
+from optimum_memopt.predict.phases import (
+    EVALUATION,
+    GENERATION,
+    OF_ROWS,
+    DryRun,
+    generation_flags,
+    suggestions,
+    train_suggestion,
+)
 from optimum_memopt.sizes import Budget, gib_text
 from optimum_memopt.training.fake_run import (
     FakeRun,
@@ -114,17 +121,23 @@ def _dry_run(trainer: Any, device: str | None, budget: Budget | None) -> DryRun:
         trainer.current_gradient_accumulation_steps = steps
         inputs, items, evaluated = simulator.copy((batch, items, evaluated))
         run = FakeRun(trainer, model, simulator, (*holders, trainer.optimizer))
-        step = run.train(inputs, items, steps)
-        phases = [run.load(), *_of(step)]
+        step, phases = run.train(inputs, items, steps)
+        trained = max(phase.peak for phase in phases if phase.name in OF_ROWS)
+        generated = [phase.peak for phase in phases if phase.name == GENERATION]
         evaluation, flags = None, {}
         if evaluated is not None:
-            evaluation = run.evaluate(evaluated)
-            phases.append(run.evaluation_phase(evaluation))
-            flags["evaluation"] = evaluation.suggestion(limit)
+            evaluation, of_evaluation = run.evaluate(evaluated)
+            # What training generates is generated in evaluation, too.
+            phases += of_evaluation[-1:] if generated else of_evaluation
+            flags = dict.fromkeys((GENERATION, EVALUATION), evaluation.suggestion(limit))
+        if generated and generated[0] > limit:
+            together, tokens = args.steps_per_generation, args.max_completion_length
+            flags[GENERATION] = generation_flags(generated[0], step.given, limit, together, tokens)
+        phases.insert(0, run.load())
         phases += [*run.save_and_resume(), *run.merge()]
     lines = suggestions(phases, limit, flags)
-    if step.peak > limit:
-        lines = (train_suggestion(step.peak, step.given, limit, rows), *lines)
+    if trained > limit:
+        lines = (train_suggestion(trained, step.given, limit, rows), *lines)
     precision = f", {trainer.accelerator.mixed_precision}" if trainer.accelerator.mixed_precision != "no" else ""
     accumulated = f", {steps} micro-batches" if steps > 1 else ""
     reserved = "" if step.reserved is None else f" ({gib_text(step.reserved)} reserved)"
@@ -134,12 +147,6 @@ def _dry_run(trainer: Any, device: str | None, budget: Budget | None) -> DryRun:
         f"{device or 'this machine'} as plain PyTorch{reserved}:"
     )
     return DryRun(header, limit, tuple(phases), step.timeline, lines, evaluation)
-
-
-def _of(step: SimulatedStep) -> list[RunPhase]:
-    # Blocks of the allocator are larger than what is in them.
-    waste = step.peak - max(step.phases.values())
-    return [RunPhase(name, size + waste) for name, size in step.phases.items()]
 
 
 def _shape(batch: Any) -> str:

@@ -4,21 +4,21 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from optimum_memopt import compat
+from optimum_memopt.compat_generation import Generation, kernels_of_a_gpu, longest_generation
 from optimum_memopt.engines.api.predictions import SimulatedStep, Simulator
 from optimum_memopt.engines.shared.forward_patch import ForwardState
 from optimum_memopt.errors import MemOptError, line_of
-from optimum_memopt.predict.phases import Evaluation, RunPhase, evaluation_phase
+from optimum_memopt.predict.phases import GENERATION, NO_GRAD, Evaluation, RunPhase, evaluation_phase, generation_phase
 from optimum_memopt.training.batches import complexities, is_readable
 
 _MOST_ROWS = 100_000
-# Tokens that transformers (5.23) generates where nobody says how many.
-_GENERATED = 20
 _DATA = ("train_dataset", "eval_dataset")
 
 
@@ -109,11 +109,19 @@ def largest_batch_of(
                 lengths = complexities(data, trainer.args.length_column_name)
                 longest = np.argsort(-lengths, kind="stable")
                 return collator(trainer)([data[int(longest[place % len(data)])] for place in range(rows)])
-        return next(iter(dataloader()))
+        return _longest_texts(next(iter(dataloader())), data)
     except MemOptError:
         raise
     except Exception as error:
         raise MemOptError(f"no batch can be made of the data ({line_of(error)})") from error
+
+
+def _longest_texts(batch: Any, data: Any) -> Any:
+    """A batch of rows that a Trainer will make tokens of, each as the one with the longest text; others unchanged."""
+    are_rows = isinstance(batch, list) and is_readable(data) and len(data) <= _MOST_ROWS
+    if not are_rows or not all(isinstance(row, Mapping) for row in batch):
+        return batch
+    return [max(data, key=lambda row: len(str(row)))] * len(batch)
 
 
 @dataclass(frozen=True)
@@ -132,20 +140,33 @@ class FakeRun:
     holders: Sequence[Any] = field(repr=False)
     coming: int = 0
 
-    def train(self, inputs: Any, items: Any, steps: int) -> SimulatedStep:
-        """Micro-batches, clipping and the optimizer's step as in Trainer's loop."""
+    def train(self, inputs: Any, items: Any, steps: int) -> tuple[SimulatedStep, list[RunPhase]]:
+        """Micro-batches, clipping and the optimizer's step as in Trainer's loop, and the phases of it."""
         trainer, model = self.trainer, self.model
 
         def step() -> None:
-            with compat.longest_generation(trainer):
-                for _ in range(steps):
-                    trainer.training_step(model, copy.copy(inputs), items)
+            for _ in range(steps):
+                trainer.training_step(model, copy.copy(inputs), items)
             compat.clip_gradients(trainer, model)
             trainer.optimizer.step()
             model.zero_grad()
 
-        # What Trainers log, they read.
-        return self.simulator.run(step, [*self.holders, inputs], reads_floats=True)
+        found, generation = self._run(step, inputs)
+        # Blocks of the allocator are larger than what is in them.
+        waste = found.peak - max(found.phases.values())
+        # Texts are made before they are trained on.
+        names = sorted(found.phases, key=lambda name: (name != GENERATION, name != NO_GRAD))
+        return found, [_phase(name, found.phases[name] + waste, generation) for name in names]
+
+    def _run(
+        self, step: Callable[[], Any], inputs: Any, finds_variables: bool = True
+    ) -> tuple[SimulatedStep, Generation]:
+        phase = partial(self.simulator.phase, GENERATION)
+        kernels = contextlib.nullcontext() if self.simulator.shares_host else kernels_of_a_gpu()
+        with longest_generation(self.trainer, phase) as generation, kernels:
+            # What Trainers log, they read.
+            found = self.simulator.run(step, [*self.holders, inputs], finds_variables, reads_floats=True)
+        return found, generation
 
     @property
     def weights(self) -> int:
@@ -162,34 +183,30 @@ class FakeRun:
         tensors = {id(value): value for value in found if isinstance(value, torch.Tensor)}
         return self.coming + sum(tensor.nbytes for tensor in tensors.values())
 
-    def evaluate(self, data: EvaluationData) -> Evaluation:
-        """A batch as in Trainer's loop over the data."""
+    def evaluate(self, data: EvaluationData) -> tuple[Evaluation, list[RunPhase]]:
+        """A batch as in Trainer's loop over the data, and the phases of it."""
         trainer, inputs, args = self.trainer, data.batch, self.trainer.args
         loss_only = args.prediction_loss_only or trainer.compute_metrics is None
-        # What is generated branches on values.
-        generates = self.generates and not loss_only
         logits = labels = 0
 
         def step() -> Any:
             nonlocal logits, labels
-            _, predicted, given = trainer.prediction_step(self.model, copy.copy(inputs), loss_only or generates)
+            _, predicted, given = trainer.prediction_step(self.model, copy.copy(inputs), loss_only)
             if predicted is not None and trainer.preprocess_logits_for_metrics is not None:
                 predicted = trainer.preprocess_logits_for_metrics(predicted, given)
             logits, labels = _tree_bytes(predicted), _tree_bytes(given)
             return predicted, given
 
         self.model.eval()
-        found = self.simulator.run(step, [*self.holders, inputs], finds_variables=False, reads_floats=True)
-        forward, rows = found.peak - found.given, data.rows
-        if generates:
-            _, length = self._beams_and_length()
-            logits = labels = rows * length * torch.int64.itemsize
-            forward = max(forward, self._generation(inputs))
+        compat.set_generation_arguments(trainer)
+        found, generation = self._run(step, inputs, finds_variables=False)
+        if "inputs" in args.include_for_metrics:
+            labels += _tree_bytes(inputs[getattr(trainer.model, "main_input_name", "input_ids")])
         collected = args.world_size * (not args.batch_eval_metrics)
-        return Evaluation(
+        evaluation = Evaluation(
             found.given + self.coming,
-            forward,
-            rows,
+            found.peak - found.given,
+            data.rows,
             -(-data.total // args.world_size),
             logits * collected,
             labels * collected,
@@ -197,46 +214,12 @@ class FakeRun:
             args.eval_do_concat_batches,
             self.simulator.shares_host,
         )
-
-    def evaluation_phase(self, evaluation: Evaluation) -> RunPhase:
-        what = "results of preprocess_logits_for_metrics" if self.trainer.preprocess_logits_for_metrics else "logits"
-        return evaluation_phase(evaluation, "generated tokens" if self.generates else what)
-
-    @property
-    def generates(self) -> bool:
-        """True for a Trainer that generates texts where it evaluates (`--predict_with_generate`)."""
-        return bool(getattr(self.trainer.args, "predict_with_generate", False))
-
-    def _beams_and_length(self) -> tuple[int, int]:
-        args, config = self.trainer.args, self.trainer.model.generation_config
-        new = config.max_new_tokens
-        length = args.generation_max_length or (new + 1 if new else config.max_length) or _GENERATED
-        return args.generation_num_beams or config.num_beams or 1, length
-
-    def _generation(self, inputs: Mapping[str, Any]) -> int:
-        """Bytes that the longest generation takes, from the shapes of a forward's key-value cache: the cache of all
-        beams, a copy of its largest tensor to which a token is added, and the logits of a token, twice."""
-        model, (beams, length) = self.trainer.model, self._beams_and_length()
-        given = {name: value for name, value in inputs.items() if name != "labels" and "decoder" not in name}
-        first = next(value for value in given.values() if isinstance(value, torch.Tensor))
-        if compat.is_encoder_decoder(model):
-            given["decoder_input_ids"] = first.new_zeros((len(first), length), dtype=torch.int64)
-        else:
-            # The cache has the prompt, too.
-            given = {"input_ids": first.new_zeros((len(first), max(length, first.shape[1])), dtype=torch.int64)}
-        sizes: list[int] = []
-        logits = encoded = 0
-
-        def step() -> None:
-            nonlocal logits, encoded
-            with torch.no_grad():
-                outputs = model(**given, use_cache=True)
-            sizes[:] = [tensor.nbytes for tensor in _cached(outputs.past_key_values)]
-            logits = len(first) * outputs.logits.shape[-1] * torch.float32.itemsize
-            encoded = _tree_bytes(getattr(outputs, "encoder_last_hidden_state", None))
-
-        self.simulator.run(step, [*self.holders, inputs], finds_variables=False)
-        return beams * (sum(sizes) + max(sizes, default=0) + 2 * logits + encoded)
+        what = "results of preprocess_logits_for_metrics" if trainer.preprocess_logits_for_metrics else "logits"
+        phase = evaluation_phase(evaluation, "generated tokens" if GENERATION in found.phases else what)
+        if GENERATION not in found.phases:
+            return evaluation, [phase]
+        generated = found.phases[GENERATION] + found.peak - max(found.phases.values()) + self.coming
+        return evaluation, [_phase(GENERATION, generated, generation), phase]
 
     def load(self) -> RunPhase:
         """Parameters and buffers."""
@@ -277,15 +260,14 @@ class FakeRun:
         yield RunPhase("merge", found.peak, note="of the adapters into the weights")
 
 
+def _phase(name: str, peak: int, generation: Generation) -> RunPhase:
+    if name == GENERATION:
+        return generation_phase(peak, generation.rows, generation.length)
+    return RunPhase(name, peak, note="modules that are called without gradients" if name == NO_GRAD else "")
+
+
 def _trained_bytes(model: torch.nn.Module) -> int:
     return sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
-
-
-def _cached(cache: Any) -> Iterator[torch.Tensor]:
-    """The keys and values of all layers, of an encoder-decoder's two caches."""
-    for part in (cache, getattr(cache, "self_attention_cache", None), getattr(cache, "cross_attention_cache", None)):
-        for layer in getattr(part, "layers", ()):
-            yield from (tensor for tensor in (layer.keys, layer.values) if isinstance(tensor, torch.Tensor))
 
 
 def _tree_bytes(value: Any) -> int:

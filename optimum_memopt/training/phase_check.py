@@ -10,7 +10,7 @@ from optimum_memopt.engines.shared.registry import predicting_factory
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.logs import best_effort
 from optimum_memopt.memory.optimizers import DEFAULT, PlannedOptimizer, embeddings_of, is_known
-from optimum_memopt.predict.phases import RunPhase, suggestions
+from optimum_memopt.predict.phases import EVALUATION, GENERATION, RunPhase, suggestions
 from optimum_memopt.sizes import AUTO, Budget, gib_text
 from optimum_memopt.training.fake_run import FakeRun, evaluation_data, holders_of, is_sharded, left_as_it_is
 
@@ -53,9 +53,8 @@ class PhaseCheckCallback(TrainerCallback):
                 phases: list[RunPhase] = []
                 flags = {}
                 if data is not None:
-                    evaluation = run.evaluate(simulator.copy(data))
-                    phases.append(run.evaluation_phase(evaluation))
-                    flags["evaluation"] = evaluation.suggestion(limit)
+                    evaluation, phases = run.evaluate(simulator.copy(data))
+                    flags = dict.fromkeys((GENERATION, EVALUATION), evaluation.suggestion(limit))
                 save, resume = run.save_and_resume()
         text = self._budget.text
         if text == AUTO:

@@ -9,6 +9,8 @@ from optimum_memopt.plans.plan_file import PlanFile
 from optimum_memopt.plans.table import PlanTable
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     import torch
 
     from optimum_memopt.memory.capacity import Capacity
@@ -357,7 +359,8 @@ class SimulatedStep:
         given: bytes that are there at its first operator.
         peak: bytes of the blocks of torch's allocator on CUDA, elsewhere those that tensors ask for.
         reserved: bytes that the allocator takes of the device; None where it is not known.
-        phases: the most bytes that tensors ask for in each of `forward`, `backward`, `optimizer`, as far as there are.
+        phases: the most bytes that tensors ask for in each of `forward`, `backward`, `optimizer`, in modules that a
+            step calls without gradients (`no-grad`), and in phases that it names, in the order in which they begin.
         timeline: operator by operator.
     """
 
@@ -388,6 +391,9 @@ class Simulator(Protocol):
 
     def replace(self, holders: "Sequence[torch.nn.Module | torch.optim.Optimizer]") -> None:
         """Put tensors without data in the place of those of modules and optimizers, until the simulator is left."""
+
+    def phase(self, name: str) -> "AbstractContextManager[None]":
+        """Within it a step that runs is in a phase of this name."""
 
     def run(
         self, call: Callable[[], Any], held: object, finds_variables: bool = True, reads_floats: bool = False

@@ -4,6 +4,7 @@ Whoever holds a storage: autograd, an output, a variable of a function, a key-va
 so this is the source of events for every run without an engine.
 """
 
+import contextlib
 import itertools
 import re
 import sys
@@ -54,6 +55,8 @@ from optimum_memopt.errors import MemOptError
 _PLACE = re.compile(r"\[\d+\]")
 # Phases of a step.
 FORWARD, BACKWARD, OPTIMIZER_STEP = "forward", "backward", "optimizer"
+# Modules that a step calls without gradients: references, what is generated from.
+NO_GRAD = "no-grad"
 _TORCH = str(Path(torch.__file__).parent)
 _PACKAGE = str(Path(__file__).parents[3])
 
@@ -76,7 +79,7 @@ class LiveRun:
 
     Attributes:
         events: in order.
-        phases: of each event, one of `FORWARD`, `BACKWARD`, `OPTIMIZER_STEP`.
+        phases: of each event: `FORWARD`, `BACKWARD`, `OPTIMIZER_STEP`, `NO_GRAD`, or one that the step has named.
         modules: path of the innermost module that each event's operator belongs to.
         trained: names of the parameters that got a gradient.
         calls: the work of each operator that is no view, in order; empty where nobody asked for it.
@@ -118,6 +121,12 @@ class LiveRun:
         backward = phases.index(BACKWARD)
         dropped, given = events[backward - 1 : backward + 1]
         return StepEvents(events[: backward - 1], (dropped, given), events[backward + 1 :])
+
+    @property
+    def named_phases(self) -> tuple[str, ...]:
+        """In the order of their first operators; then those without."""
+        of_operators = (phase for phase, event in zip(self.phases, self.events, strict=True) if event.operator)
+        return tuple(dict.fromkeys((*of_operators, *self.phases)))
 
     def most(self, phase: str) -> int:
         """The most that is held in a phase; 0 where there is none."""
@@ -241,6 +250,7 @@ class LiveRecorder(TorchDispatchMode):
         self._trained: set[str] = set()
         self._reads_floats, self._records_work = reads_floats, records_work
         self._is_behind_backward = False
+        self._has_gradients = True
 
     def __enter__(self) -> "LiveRecorder":
         self._outermost = sys._getframe(1)
@@ -275,6 +285,16 @@ class LiveRecorder(TorchDispatchMode):
         """Begin a phase: storages that are freed from now on are not counted to the last operator."""
         self._phase, self._is_behind_backward = phase, False
         self._operators.append(_Operator("", "", "", phase, in_backward=phase == BACKWARD))
+
+    @contextlib.contextmanager
+    def within(self, phase: str) -> Iterator[None]:
+        """Within it the step is in this phase."""
+        before = self._phase
+        self.begin(phase)
+        try:
+            yield
+        finally:
+            self.begin(before)
 
     def outputs(self, name: str, value: object) -> None:
         """Tensors that a caller holds under a name, in containers and attributes too, are outputs."""
@@ -338,6 +358,8 @@ class LiveRecorder(TorchDispatchMode):
         # Until a module is called again: gradients are clipped before the optimizer's step.
         self._is_behind_backward = self._is_behind_backward or node is not None
         phase = BACKWARD if self._is_behind_backward else self._phase
+        if phase == FORWARD and self._modules and not self._has_gradients:
+            phase = NO_GRAD
         module = self._modules[-1] if self._modules else self._module_of_node.get(autograd.order(node), "")
         if node is None and torch.is_grad_enabled():
             self._module_of_node[autograd.last_order()] = module
@@ -387,6 +409,9 @@ class LiveRecorder(TorchDispatchMode):
     def _enter_module(self, module: torch.nn.Module, args: Any) -> None:
         if autograd.current_node() is None:
             self._is_behind_backward = False
+        if not self._modules:
+            # Not those within: checkpointing may run a layer without.
+            self._has_gradients = torch.is_grad_enabled()
         self._modules.append(self._names.get(id(module), self._modules[-1] if self._modules else ""))
 
     def _leave_module(self, module: torch.nn.Module, args: Any, output: Any) -> None:

@@ -4,7 +4,7 @@ import contextlib
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,14 +13,7 @@ from optimum_memopt.engines.api.predictions import BATCH, GRADIENTS, OPTIMIZER, 
 from optimum_memopt.engines.compile.capture.device_standin import eager_standin, multiprocessors, stand_in_place
 from optimum_memopt.engines.compile.costs.devices import Device, device_of
 from optimum_memopt.engines.compile.memory.allocator import allocator_peak
-from optimum_memopt.engines.compile.memory.live import (
-    BACKWARD,
-    FORWARD,
-    OPTIMIZER_STEP,
-    LiveRecorder,
-    LiveRun,
-    is_of_the_user,
-)
+from optimum_memopt.engines.compile.memory.live import LiveRecorder, LiveRun, is_of_the_user
 from optimum_memopt.engines.compile.torch_compat import dynamo, fake_tensors, kernels
 from optimum_memopt.errors import MemOptError, line_of
 from optimum_memopt.memory.capacity import Capacity, capacity, capacity_of
@@ -55,12 +48,14 @@ class FakeSimulator:
 
     Attributes:
         _held: bytes of the process, and those of the tensors in it that were replaced, which are negative.
+        _recorders: the one of the step that runs.
     """
 
     _target: Device | None
     _mode: dynamo.FakeTensorMode
     _stack: contextlib.ExitStack
     _held: list[int]
+    _recorders: list[LiveRecorder] = field(default_factory=list)
 
     @property
     def memory(self) -> Capacity:
@@ -86,6 +81,9 @@ class FakeSimulator:
             self._held.append(-fake_tensors.bytes_of(holders, self._here))
         self._stack.enter_context(fake_tensors.replaced(holders, self.copy))
 
+    def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
+        return self._recorders[-1].within(name)
+
     def run(
         self, call: Callable[[], Any], held: object, finds_variables: bool = True, reads_floats: bool = False
     ) -> SimulatedStep:
@@ -100,6 +98,7 @@ class FakeSimulator:
     def _record(self, call: Callable[[], Any], held: object, reads_floats: bool, inspect_at: int = -1) -> LiveRun:
         torch.manual_seed(0)
         recorder = LiveRecorder(_model_of(list(fake_tensors.reachable(held))), self._cuda, inspect_at, reads_floats)
+        self._recorders.append(recorder)
         try:
             with recorder:
                 _hold(recorder, held)
@@ -108,6 +107,8 @@ class FakeSimulator:
             raise
         except Exception as error:
             raise MemOptError(_failure(error)) from error
+        finally:
+            self._recorders.pop()
         return recorder.run()
 
     def _shown(self, run: LiveRun) -> SimulatedStep:
@@ -117,7 +118,7 @@ class FakeSimulator:
         if self._cuda is not None:
             blocks = allocator_peak([constant], run.events, (), 0, accumulates=False)
             peak, reserved = max(peak, blocks.allocated), blocks.reserved
-        most = {phase: run.most(phase) for phase in (FORWARD, BACKWARD, OPTIMIZER_STEP)}
+        most = {phase: run.most(phase) for phase in run.named_phases}
         return SimulatedStep(
             constant + sum(storage.bytes for storage in given),
             peak,
