@@ -1,6 +1,7 @@
 """Texts that are generated on tensors without data: transformers' own code (5.23), with a few of its steps."""
 
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -81,10 +82,22 @@ def _grow_cache(layer: Any, tokens: int) -> None:
         del old
 
 
+def generate_next(trainer: Any, micro_batch: int) -> None:
+    """Have a Trainer of TRL (1.16) generate texts before a micro-batch of a step, counted from 0, where it may.
+
+    With texts for fewer micro-batches than a step has, it generates while there are gradients, too.
+    """
+    if hasattr(trainer, "_step"):
+        args = trainer.args
+        within_step = args.steps_per_generation * trainer.num_iterations < args.gradient_accumulation_steps
+        if not micro_batch or within_step:
+            trainer._step = 0
+
+
 @contextmanager
-def longest_generation(trainer: Any, phase: Callable[[], AbstractContextManager[None]]) -> Iterator[Generation]:
+def longest_generation(phase: Callable[[], AbstractContextManager[None]]) -> Iterator[Generation]:
     """Within it models generate texts as long as they may be: from the prompt, and a last token with the key-value
-    cache of all before it. They return zeros. A TRL Trainer (1.16) generates in its next step.
+    cache of all before it. They return zeros.
 
     Args:
         phase: is entered for each generation.
@@ -105,8 +118,9 @@ def longest_generation(trainer: Any, phase: Callable[[], AbstractContextManager[
         try:
             with phase():
                 generate(model, *args, **kwargs)
-        except _EndOfTextError:
-            pass
+        except _EndOfTextError as error:
+            # Whose frames hold the cache, and each other.
+            traceback.clear_frames(error.__traceback__)
         finally:
             texts.pop()
         return torch.zeros((text.rows, text.length), dtype=torch.int64, device=model.device)
@@ -143,8 +157,6 @@ def longest_generation(trainer: Any, phase: Callable[[], AbstractContextManager[
         "_has_unfinished_sequences": has_more,
         "_beam_search_has_unfinished_sequences": lambda *_, **__: True,
     }
-    if hasattr(trainer, "_step"):
-        trainer._step = 0
     with mock.patch.multiple(kind, **replaced), _no_stop_check():
         yield longest
 
@@ -154,10 +166,14 @@ def _no_stop_check() -> Iterator[None]:
     """Nobody asks whether all texts have ended, which values say (transformers 5.23)."""
     from transformers.generation import utils
 
+    # A mock would hold the cache, which it is given.
+    def no(*_: Any, **__: Any) -> bool:
+        return False
+
     with ExitStack() as stack:
         if hasattr(utils, "StopCheck"):
-            stack.enter_context(mock.patch.object(utils.StopCheck, "__call__", return_value=False))
-            stack.enter_context(mock.patch.object(utils.DeferredStopCheck, "is_supported", return_value=False))
+            stack.enter_context(mock.patch.object(utils.StopCheck, "__call__", no))
+            stack.enter_context(mock.patch.object(utils.DeferredStopCheck, "is_supported", no))
         yield
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from optimum_memopt import compat
-from optimum_memopt.compat_generation import Generation, kernels_of_a_gpu, longest_generation
+from optimum_memopt.compat_generation import Generation, generate_next, kernels_of_a_gpu, longest_generation
 from optimum_memopt.engines.api.predictions import SimulatedStep, Simulator
 from optimum_memopt.engines.shared.forward_patch import ForwardState
 from optimum_memopt.errors import MemOptError, line_of
@@ -145,7 +145,8 @@ class FakeRun:
         trainer, model = self.trainer, self.model
 
         def step() -> None:
-            for _ in range(steps):
+            for place in range(steps):
+                generate_next(trainer, place)
                 trainer.training_step(model, copy.copy(inputs), items)
             compat.clip_gradients(trainer, model)
             trainer.optimizer.step()
@@ -163,7 +164,7 @@ class FakeRun:
     ) -> tuple[SimulatedStep, Generation]:
         phase = partial(self.simulator.phase, GENERATION)
         kernels = contextlib.nullcontext() if self.simulator.shares_host else kernels_of_a_gpu()
-        with longest_generation(self.trainer, phase) as generation, kernels:
+        with longest_generation(phase) as generation, kernels:
             # What Trainers log, they read.
             found = self.simulator.run(step, [*self.holders, inputs], finds_variables, reads_floats=True)
         return found, generation
