@@ -270,19 +270,20 @@ from trl import DPOConfig, DPOTrainer
 texts = {name: ["a " * count for count in range(10, 50)] for name in ("prompt", "chosen", "rejected")}
 DPOTrainer("llama", args=args, train_dataset=Dataset.from_dict(texts), processing_class=tokenizer).train()
 """
-GRPO = """
-from trl import GRPOConfig, GRPOTrainer
+ONLINE = """
+from trl import {0}Config, {0}Trainer
 
-(args,) = HfArgumentParser(GRPOConfig).parse_args_into_dataclasses()
-trainer = GRPOTrainer(
+(args,) = HfArgumentParser({0}Config).parse_args_into_dataclasses()
+trainer = {0}Trainer(
     "llama",
     args=args,
-    train_dataset=Dataset.from_dict({"prompt": ["a a"] * 40}),
+    train_dataset=Dataset.from_dict({{"prompt": ["a a", "a a a a a a"] * 20}}),
     processing_class=tokenizer,
     reward_funcs=lambda completions, **_: [1.0] * len(completions),
 )
 trainer.train()
 """
+CACHE = "the key-value cache of 8 x 518 tokens"
 
 
 @pytest.mark.parametrize(
@@ -290,7 +291,8 @@ trainer.train()
     [
         (SFT, ("SFTTrainer, PeftModelForCausalLM, batch 8 x 100, bf16", "\nmerge ")),
         (DPO, ("DPOTrainer, LlamaForCausalLM, batch 16 x ", "\nbackward ")),
-        (GRPO, ("GRPOTrainer, LlamaForCausalLM, batch of the data, bf16", "\nforward ")),
+        (ONLINE.format("GRPO"), ("GRPOTrainer, LlamaForCausalLM, batch of the data, bf16", CACHE)),
+        (ONLINE.format("RLOO"), ("RLOOTrainer, LlamaForCausalLM, batch of the data, bf16", CACHE, "\nno-grad ")),
     ],
 )
 def test_a_stock_script_of_trl(script: str, lines: tuple[str, ...], tmp_path: Path) -> None:
