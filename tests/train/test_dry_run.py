@@ -13,8 +13,6 @@ from transformers import (
     BertConfig,
     LlamaConfig,
     PreTrainedModel,
-    Seq2SeqTrainer,
-    Seq2SeqTrainingArguments,
     Trainer,
     TrainingArguments,
 )
@@ -75,37 +73,6 @@ def test_evaluation_is_what_the_allocator_is_asked_for(changes: dict[str, Any], 
     batches = 2 * 4 * sum(value.nbytes for value in EQUAL_ROWS[0].values())
     on_device = replace(evaluation, is_on_host=False).peak - evaluation.given
     assert on_device + on_host == pytest.approx(measured, rel=0.02, abs=batches + 1024)
-
-
-def test_generation_is_what_the_allocator_is_asked_for(tmp_path: Path) -> None:
-    args = arguments(
-        Seq2SeqTrainingArguments,
-        tmp_path,
-        predict_with_generate=True,
-        generation_max_length=200,
-        per_device_eval_batch_size=16,
-    )
-    rows_of_t5 = [rows("t5")[0]] * 16
-    trainer = Seq2SeqTrainer(
-        model=build("t5"),
-        args=args,
-        train_dataset=rows_of_t5,
-        eval_dataset=rows_of_t5,
-        data_collator=collate,
-        compute_metrics=lambda _: {},
-    )
-    evaluation = dry_run(trainer, None).evaluation
-    assert evaluation is not None
-    assert evaluation.logits == 16 * 200 * 8
-    ids = torch.stack([row["input_ids"] for row in rows_of_t5])
-    trainer.model.eval()
-
-    def generate() -> Any:
-        return trainer.model.generate(ids, min_length=200, max_length=200)
-
-    generate()
-    measured = max(itertools.accumulate(kernels.cpu_allocations(generate), initial=0))
-    assert evaluation.forward == pytest.approx(measured, rel=0.1)
 
 
 def test_options_show_the_phases_and_end_the_script(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
