@@ -29,6 +29,7 @@ from optimum_memopt.training.fake_run import (
     is_sharded,
     largest_batch_of,
     left_as_it_is,
+    replace_tensors,
 )
 
 
@@ -112,9 +113,7 @@ def _dry_run(trainer: Any, device: str | None, budget: Budget | None) -> DryRun:
         memory = simulator.memory
         limit = memory.available if budget is None else budget.on_device(memory.total, memory.available)
         holders = holders_of(trainer)
-        simulator.replace(holders)
-        tensors = {name: value for name, value in vars(trainer).items() if isinstance(value, torch.Tensor)}
-        vars(trainer).update(simulator.copy(tensors))
+        replace_tensors(trainer, simulator, holders)
         # Else an engine is attached to the model.
         trainer.is_in_train = False
         model = compat.prepared_for_training(trainer)

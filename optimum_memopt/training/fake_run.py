@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,14 +35,16 @@ def is_sharded(trainer: Any) -> bool:
     return bool(trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled)
 
 
-_Container = dict[Any, Any] | list[Any]
+_Container = dict[Any, Any] | list[Any] | deque[Any]
 
 
 @contextlib.contextmanager
 def left_as_it_is(trainer: Any) -> Iterator[None]:
-    """Within it a Trainer and its models may be changed, as may what lists and dictionaries of theirs have in them."""
+    """Within it a Trainer and its models may be changed, as may their lists, queues and dictionaries, and random
+    numbers may be drawn."""
     models = [value for value in vars(trainer).values() if isinstance(value, torch.nn.Module)]
-    owners = [trainer, trainer.args, trainer.accelerator, trainer.callback_handler, *models]
+    parts = (trainer.args, trainer.state, trainer.callback_handler, trainer.accelerator)
+    owners = [trainer, *parts, *models]
     data = [id(getattr(trainer, name)) for name in _DATA]
     before = [found for owner in owners for found in _contents(vars(owner), data)]
     modes = [(module, module.training) for model in models for module in model.modules()]
@@ -51,18 +54,26 @@ def left_as_it_is(trainer: Any) -> Iterator[None]:
     finally:
         for held, items in before:
             held.clear()
-            held.extend(items) if isinstance(held, list) else held.update(items)
+            held.update(items) if isinstance(held, dict) else held.extend(items)
         for module, is_training in modes:
             module.training = is_training
         state.restore(trainer.model)
 
 
 def _contents(held: _Container, data: Sequence[int], depth: int = 3) -> Iterator[tuple[_Container, Any]]:
-    """Dictionaries and lists that are held, with copies of them, the outermost first."""
-    yield held, list(held) if isinstance(held, list) else dict(held)
-    for value in (held if isinstance(held, list) else held.values()) if depth else ():
-        if (isinstance(value, dict) or type(value) is list) and id(value) not in data:
+    """Containers that are held, with copies of them, the outermost first."""
+    yield held, dict(held) if isinstance(held, dict) else list(held)
+    for value in (held.values() if isinstance(held, dict) else held) if depth else ():
+        if (isinstance(value, dict | deque) or type(value) is list) and id(value) not in data:
             yield from _contents(value, data, depth - 1)
+
+
+def replace_tensors(trainer: Any, simulator: Simulator, holders: Sequence[Any]) -> None:
+    """Put tensors without data in the place of those of `holders`, and of the Trainer's own (TRL has weights of
+    rewards), until the simulator is left, and the Trainer left as it is."""
+    simulator.replace(holders)
+    tensors = {name: value for name, value in vars(trainer).items() if isinstance(value, torch.Tensor)}
+    vars(trainer).update(simulator.copy(tensors))
 
 
 @dataclass(frozen=True)

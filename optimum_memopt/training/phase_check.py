@@ -12,7 +12,14 @@ from optimum_memopt.logs import best_effort
 from optimum_memopt.memory.optimizers import DEFAULT, PlannedOptimizer, embeddings_of, is_known
 from optimum_memopt.predict.phases import EVALUATION, GENERATION, RunPhase, suggestions
 from optimum_memopt.sizes import AUTO, Budget, gib_text
-from optimum_memopt.training.fake_run import FakeRun, evaluation_data, holders_of, is_sharded, left_as_it_is
+from optimum_memopt.training.fake_run import (
+    FakeRun,
+    evaluation_data,
+    holders_of,
+    is_sharded,
+    left_as_it_is,
+    replace_tensors,
+)
 
 
 class PhaseCheckCallback(TrainerCallback):
@@ -48,7 +55,7 @@ class PhaseCheckCallback(TrainerCallback):
                 limit = min(memory.total, self._budget.on_device(memory.total, memory.available))
                 models = [holder for holder in holders_of(trainer) if isinstance(holder, torch.nn.Module)]
                 coming = _coming_states(trainer)
-                simulator.replace(models)
+                replace_tensors(trainer, simulator, models)
                 run = FakeRun(trainer, trainer.model, simulator, models, coming)
                 phases: list[RunPhase] = []
                 flags = {}

@@ -9,13 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    BertConfig,
-    LlamaConfig,
-    PreTrainedModel,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import BertConfig, LlamaConfig, PreTrainedModel, Trainer, TrainingArguments
 
 from optimum_memopt import MemOptError, MemOptTrainer, MemOptTrainingArguments
 from optimum_memopt.engines.compile.torch_compat import kernels

@@ -2,6 +2,7 @@
 
 import copy
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from optimum_memopt import MemOptError
 from optimum_memopt.engines.compile.predict import simulator
 from optimum_memopt.memory.capacity import Capacity
 from optimum_memopt.training import phase_check
+from optimum_memopt.training.fake_run import left_as_it_is
 from tests.trainer_runs import build, distance, log_lines, make, rows, weights
 
 BUDGET = {"memory_opt_engine": "compile", "memory_opt_loss": "plain", "max_steps": 1}
@@ -84,6 +86,24 @@ def test_a_check_that_fails_does_not_stop_the_run(tmp_path: Path, monkeypatch: p
     trainer, (line,) = run(tmp_path, "100GiB")
     assert line.startswith("what phases beside training take is left out (KeyError: 'broken')")
     assert trainer.state.global_step == 1
+
+
+def test_what_an_evaluation_keeps_is_forgotten(tmp_path: Path) -> None:
+    """TRL's Trainers log what they have evaluated, in queues and lists within dictionaries."""
+    trainer = make(tmp_path, "small", **BUDGET)
+    trainer.kept = {"eval": {"loss": [1.0]}, "texts": deque([1], maxlen=2)}
+    seen, random = trainer.state.num_input_tokens_seen, torch.get_rng_state()
+    with left_as_it_is(trainer):
+        trainer.kept["eval"]["loss"].append(2.0)
+        trainer.kept["eval"]["entropy"] = [3.0]
+        trainer.kept["texts"].extend([4, 5])
+        trainer.state.num_input_tokens_seen += 1
+        torch.rand(1)
+        trainer.model.eval()
+    assert trainer.kept == {"eval": {"loss": [1.0]}, "texts": deque([1], maxlen=2)}
+    assert trainer.state.num_input_tokens_seen == seen
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(module.training for module in trainer.model.modules())
 
 
 def test_it_changes_nothing_of_the_run_and_is_quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
