@@ -244,6 +244,16 @@ def evaluation_collator(trainer: Any) -> Callable[[list[Any]], Any]:
     return trainer._get_collator_with_removed_columns(trainer.data_collator, description="evaluation")
 
 
+@contextmanager
+def alone() -> Iterator[None]:
+    """Within it accelerate (1.15) gathers nothing of other processes, whose tensors may have no data either."""
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    with mock.patch.dict(PartialState._shared_state, distributed_type=DistributedType.NO, num_processes=1):
+        yield
+
+
 def set_generation_arguments(trainer: Any) -> None:
     """As `evaluate` of a Trainer with `--predict_with_generate` does before its first batch (transformers 5.23)."""
     args = trainer.args

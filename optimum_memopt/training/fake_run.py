@@ -211,15 +211,17 @@ class FakeRun:
 
         self.model.eval()
         compat.set_generation_arguments(trainer)
-        found, generation = self._run(step, inputs, finds_variables=False)
+        world = args.world_size
+        with compat.alone():
+            found, generation = self._run(step, inputs, finds_variables=False)
         if "inputs" in args.include_for_metrics:
             labels += _tree_bytes(inputs[getattr(trainer.model, "main_input_name", "input_ids")])
-        collected = args.world_size * (not args.batch_eval_metrics)
+        collected = world * (not args.batch_eval_metrics)
         evaluation = Evaluation(
             found.given + self.coming,
             found.peak - found.given,
             data.rows,
-            -(-data.total // args.world_size),
+            -(-data.total // world),
             logits * collected,
             labels * collected,
             args.eval_accumulation_steps,

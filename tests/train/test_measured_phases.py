@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from transformers import (
     GenerationMixin,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     RobertaConfig,
@@ -30,9 +33,10 @@ from transformers import (
 )
 from trl import RLOOConfig, RLOOTrainer
 
+from optimum_memopt.compat_generation import longest_generation
 from optimum_memopt.engines.compile.predict import simulator
 from optimum_memopt.engines.compile.torch_compat import kernels
-from optimum_memopt.predict.phases import OF_ROWS
+from optimum_memopt.predict.phases import GENERATION, OF_ROWS
 from optimum_memopt.training.dry_run import dry_run
 from tests.trainer_runs import arguments, collate
 
@@ -142,6 +146,37 @@ def test_phases_are_those_of_real_runs(name: str, tmp_path: Path, monkeypatch: p
         real["merge"] = measured(trainer, lambda: (adapters.merge_adapter(), adapters.unmerge_adapter()))
     predicted["train"] = max(predicted[phase] for phase in OF_ROWS if phase in predicted)
     assert {phase: predicted[phase] for phase in real} == pytest.approx(real, rel=WITHIN)
+
+
+def mistral() -> PreTrainedModel:
+    own = {"num_key_value_heads": 2, "sliding_window": 40}
+    return MistralForCausalLM(MistralConfig(vocab_size=VOCABULARY, eos_token_id=None, **own, **SIZES))
+
+
+@pytest.mark.parametrize(
+    ("build", "options"),
+    [
+        (llama, {"do_sample": True, "top_k": 50, "top_p": 0.9, "num_return_sequences": 2}),
+        # Its cache has the window alone.
+        (mistral, {}),
+    ],
+)
+def test_generation_of_causal_models(
+    build: Callable[[], PreTrainedModel], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(simulator, "held_bytes", lambda _: 0)
+    torch.manual_seed(0)
+    model, ids = build().eval(), IDS[:32].repeat(8, 1)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": GENERATED, **options}
+    with simulator.simulator(None) as simulated:
+        simulated.replace([model])
+        given = simulated.copy(inputs)
+        with longest_generation(partial(simulated.phase, GENERATION)) as generation:
+            found = simulated.run(lambda: model.generate(**given), [model, given], finds_variables=False)
+    assert (generation.rows, generation.length) == (8 * options.get("num_return_sequences", 1), 32 + GENERATED)
+    model.generate(**inputs)
+    allocations = kernels.cpu_allocations(lambda: model.generate(**inputs))
+    assert found.peak - found.given == pytest.approx(max(itertools.accumulate(allocations, initial=0)), rel=WITHIN)
 
 
 def test_what_trl_generates_and_runs_without_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType, gather
 
-from optimum_memopt import MemOptError
+from optimum_memopt import MemOptError, compat
 from optimum_memopt.engines.compile.predict import simulator
 from optimum_memopt.memory.capacity import Capacity
 from optimum_memopt.training import phase_check
@@ -104,6 +106,13 @@ def test_what_an_evaluation_keeps_is_forgotten(tmp_path: Path) -> None:
     assert trainer.state.num_input_tokens_seen == seen
     assert torch.equal(torch.get_rng_state(), random)
     assert all(module.training for module in trainer.model.modules())
+
+
+def test_no_other_process_is_asked_for_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PartialState._shared_state, "distributed_type", DistributedType.MULTI_CPU)
+    tensor = torch.ones(2)
+    with compat.alone():
+        assert gather(tensor) is tensor
 
 
 def test_it_changes_nothing_of_the_run_and_is_quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
