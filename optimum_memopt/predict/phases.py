@@ -156,8 +156,8 @@ def generation_flags(peak: int, given: int, limit: int, steps: int, tokens: int)
     """Flags with which the generation of a training step fits; empty where nothing helps.
 
     Args:
-        steps: of which texts are generated together (TRL's `--steps_per_generation`).
-        tokens: that are generated.
+        steps: of which texts are generated together (TRL's `--steps_per_generation`); 0: not known.
+        tokens: that are generated of each; 0: not known.
     """
     share = (limit - given) / (peak - given)
     if (fewer := int(steps * share)) >= 1:

@@ -129,9 +129,9 @@ def _dry_run(trainer: Any, device: str | None, budget: Budget | None) -> DryRun:
             # What training generates is generated in evaluation, too.
             phases += of_evaluation[-1:] if generated else of_evaluation
             flags = dict.fromkeys((GENERATION, EVALUATION), evaluation.suggestion(limit))
+        together, tokens = (getattr(args, name, 0) for name in ("steps_per_generation", "max_completion_length"))
         if generated and generated[0] > limit:
-            together, tokens = args.steps_per_generation, args.max_completion_length
-            flags[GENERATION] = generation_flags(generated[0], step.given, limit, together, tokens)
+            flags[GENERATION] = generation_flags(generated[0], step.given, limit, together or 0, tokens or 0)
         phases.insert(0, run.load())
         phases += [*run.save_and_resume(), *run.merge()]
     lines = suggestions(phases, limit, flags)

@@ -187,6 +187,11 @@ def test_methods_and_integers() -> None:
     [
         (lambda x: x.sum().item(), r"the value of a tensor is read .*test_simulate\.py:\d+, in <lambda>"),
         (lambda x: {}["loss"], r"cannot be run on tensors without data \(KeyError: 'loss', at .*test_simulate"),
+        # As a kernel of Triton's does, which would write there.
+        (
+            lambda x: (x + 1).data_ptr(),
+            r"cannot be run on tensors without data \(RuntimeError: .*pointer.*test_simulate",
+        ),
         (None, "the first argument is a step to call, not NoneType"),
     ],
 )

@@ -13,7 +13,7 @@ from transformers import BertConfig, LlamaConfig, PreTrainedModel, Trainer, Trai
 
 from optimum_memopt import MemOptError, MemOptTrainer, MemOptTrainingArguments
 from optimum_memopt.engines.compile.torch_compat import kernels
-from optimum_memopt.predict.phases import DryRun, Evaluation
+from optimum_memopt.predict.phases import DryRun, Evaluation, generation_flags
 from optimum_memopt.sizes import Budget
 from optimum_memopt.training.dry_run import dry_run, run_script
 from tests.trainer_runs import arguments, build, collate, rows
@@ -140,6 +140,18 @@ def test_what_does_not_fit_is_a_line_with_the_flag(tmp_path: Path) -> None:
 )
 def test_flags_with_which_an_evaluation_fits(evaluation: Evaluation, flags: str) -> None:
     assert evaluation.suggestion(150) == flags
+
+
+@pytest.mark.parametrize(
+    ("limit", "flags"),
+    [
+        (150, "--steps_per_generation 4, or --use_vllm"),
+        (108, "--steps_per_generation 1 --max_completion_length 64, or --use_vllm"),
+        (90, ""),
+    ],
+)
+def test_flags_with_which_a_generation_fits(limit: int, flags: str) -> None:
+    assert generation_flags(200, 100, limit, 8, 100) == flags
 
 
 @pytest.mark.parametrize("value", ["b100", ""])

@@ -31,7 +31,7 @@ def simulator(device: str | None) -> contextlib.AbstractContextManager["FakeSimu
 
 @contextlib.contextmanager
 def _simulator(target: Device | None) -> Iterator["FakeSimulator"]:
-    mode = dynamo.fake_tensors()
+    mode = fake_tensors.mode_without_pointers()
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(warnings.catch_warnings())

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+from torch._functorch import config as functorch_config
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -114,6 +115,13 @@ def run_as_eager() -> Iterator[None]:
                 stack.callback(setattr, owner, name, getattr(owner, name))
                 setattr(owner, name, value)
         yield
+
+
+def mode_without_pointers() -> FakeTensorMode:
+    """A mode whose tensors refuse to tell where they are, which is nowhere: kernels outside of torch, as Triton's,
+    would write there."""
+    with functorch_config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
+        return FakeTensorMode()
 
 
 def fake_copy(value: _T, mode: FakeTensorMode, device: str | None = None, keeps_values: bool = False) -> _T:
