@@ -132,7 +132,17 @@ def _longest_texts(batch: Any, data: Any) -> Any:
     are_rows = isinstance(batch, list) and is_readable(data) and len(data) <= _MOST_ROWS
     if not are_rows or not all(isinstance(row, Mapping) for row in batch):
         return batch
-    return [max(data, key=lambda row: len(str(row)))] * len(batch)
+    lengths = list(_text_lengths(data))
+    return [data[lengths.index(max(lengths))]] * len(batch)
+
+
+def _text_lengths(data: Any) -> Iterator[int]:
+    """Characters of each row, of a `datasets.Dataset` column by column, which is faster."""
+    if not hasattr(data, "select_columns"):
+        yield from (len(str(row)) for row in data)
+        return
+    for rows in data.iter(1000):
+        yield from (len(str(row)) for row in zip(*rows.values(), strict=True))
 
 
 @dataclass(frozen=True)
