@@ -234,15 +234,26 @@ def suggestions(phases: Sequence[RunPhase], limit: int, flags: dict[str, str]) -
         flags: those with which a phase fits, by its name.
     """
     return tuple(
-        f"{phase.name} takes {gib_text(phase.peak)} of {gib_text(limit)}: "
-        + (flags.get(phase.name) or "it fits with no flag of Trainer")
+        f"{phase.name} takes {gib_text(phase.peak)} of {gib_text(limit)}: " + (flags.get(phase.name) or _NO_FLAG)
         for phase in phases
         if phase.peak > limit and phase.name not in OF_ROWS
     )
 
 
+def host_suggestions(phases: Sequence[RunPhase], available: int) -> tuple[str, ...]:
+    """A line for each phase that takes more of the host, beside a device, than is free there, in bytes."""
+    flags = {EVALUATION: "preprocess_logits_for_metrics or --prediction_loss_only"}
+    return tuple(
+        f"{phase.name} takes {gib_text(phase.host)} of the host, where {gib_text(available)} are free: "
+        + flags.get(phase.name, _NO_FLAG)
+        for phase in phases
+        if phase.host > available
+    )
+
+
 # Batches from which on those that are collected are copies.
 _COPIED_FROM = 2
+_NO_FLAG = "it fits with no flag of Trainer"
 # Bytes of the host that are worth a word.
 _SHOWN = 2**20
 # Phases of the training step that take less with fewer rows.

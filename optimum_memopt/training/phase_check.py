@@ -4,13 +4,15 @@ from typing import Any
 
 import torch
 from transformers import TrainerCallback, TrainerState, TrainingArguments
+from transformers.trainer_utils import SaveStrategy
 
 from optimum_memopt.callbacks.reporting import Reporter
 from optimum_memopt.engines.shared.registry import predicting_factory
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.logs import best_effort
+from optimum_memopt.memory.capacity import host_available
 from optimum_memopt.memory.optimizers import DEFAULT, PlannedOptimizer, embeddings_of, is_known
-from optimum_memopt.predict.phases import EVALUATION, GENERATION, RunPhase, suggestions
+from optimum_memopt.predict.phases import EVALUATION, GENERATION, RunPhase, host_suggestions, suggestions
 from optimum_memopt.sizes import AUTO, Budget, gib_text
 from optimum_memopt.training.fake_run import (
     FakeRun,
@@ -72,10 +74,11 @@ class PhaseCheckCallback(TrainerCallback):
         if save.peak > limit:
             # No training step fits either, which the engine says.
             return ()
-        phases += save, resume
+        if trainer.args.save_strategy != SaveStrategy.NO:
+            phases += save, resume
         if certain := suggestions([phase for phase in phases if phase.least > memory.total], memory.total, flags):
             return certain
-        for line in suggestions(phases, limit, flags):
+        for line in (*suggestions(phases, limit, flags), *host_suggestions(phases, host_available())):
             self.reporter.lines(f"--memory_opt_budget {text}: {line}", "warning")
         return ()
 

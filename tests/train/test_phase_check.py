@@ -14,6 +14,7 @@ from accelerate.utils import DistributedType, gather
 from optimum_memopt import MemOptError, compat
 from optimum_memopt.engines.compile.predict import simulator
 from optimum_memopt.memory.capacity import Capacity
+from optimum_memopt.predict.phases import RunPhase, host_suggestions
 from optimum_memopt.training import phase_check
 from optimum_memopt.training.fake_run import left_as_it_is
 from tests.trainer_runs import build, distance, log_lines, make, rows, weights
@@ -106,6 +107,16 @@ def test_what_an_evaluation_keeps_is_forgotten(tmp_path: Path) -> None:
     assert trainer.state.num_input_tokens_seen == seen
     assert torch.equal(torch.get_rng_state(), random)
     assert all(module.training for module in trainer.model.modules())
+
+
+def test_what_goes_to_the_host_has_to_fit_there() -> None:
+    phases = [RunPhase("evaluation", 2**30, 2**33), RunPhase("save", 2**30, 2**31), RunPhase("resume", 2**30, 2**33)]
+    evaluation, resume = host_suggestions(phases, 2**32)
+    assert evaluation == (
+        "evaluation takes 8.00 GiB of the host, where 4.00 GiB are free: preprocess_logits_for_metrics or "
+        "--prediction_loss_only"
+    )
+    assert resume.startswith("resume takes 8.00 GiB of the host")
 
 
 def test_no_other_process_is_asked_for_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
