@@ -214,7 +214,7 @@ def test_what_needs_the_extensions_is_refused_without(option, monkeypatch):
         ({"ort_flash_attention": True}, "--ort_flash_attention without --ort_triton does nothing"),
         ({"ort_tuning_duration_ms": 5}, "--ort_tuning_duration_ms 5 without --ort_tuning does nothing"),
         ({"ort_tuning_duration_ms": -5, "ort_tuning": True}, "--ort_tuning_duration_ms -5: allowed are whole"),
-        ({"ort_tuning_results": "none.json"}, "--ort_tuning_results none.json: No such file"),
+        ({"ort_tuning_results": "none.json"}, "--ort_tuning_results file none.json: No such file"),
         ({"ort_tuning_results": "no/such.json", "ort_tuning": True}, "--ort_tuning_results no/such.json: no such"),
         ({"ort_tuning_results": __file__}, "test_options.py: not JSON"),
         ({"ort_conv_search": "FAST"}, "--ort_conv_search FAST: allowed are HEURISTIC, EXHAUSTIVE"),

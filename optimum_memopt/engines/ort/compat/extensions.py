@@ -20,21 +20,16 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import TextIO
 
 import torch
-from filelock import FileLock, Timeout
-from tqdm.auto import tqdm
+from filelock import FileLock
 
 from optimum_memopt.engines.ort.compat.installation import onnxruntime_build, onnxruntime_dir
 from optimum_memopt.errors import MemOptError
-from optimum_memopt.logs import get_logger, rank
+from optimum_memopt.logs import announced
 
 NAMES = ("aten_op_executor", "torch_interop_utils")
 BUILD_COMMAND = "optimum-cli memopt env --build"
@@ -304,7 +299,9 @@ def build() -> dict[str, Path]:
     sources, folder = sources_dir(), cache_dir()
     check_compiler()
     folder.mkdir(parents=True, exist_ok=True)
-    with _progress() as show, _locked(folder / "lock", partial(show, "waiting for another process that builds")):
+    task, waiting = "the torch extensions", "waiting for another process that builds them"
+    announcement = announced(f"building {task}", f"built {task}", str(folder), stage=waiting)
+    with announcement as progress, FileLock(folder / "lock"):
         if built := find():
             return built
         work, log = folder / "build", folder / "build.log"
@@ -318,13 +315,13 @@ def build() -> dict[str, Path]:
                     text = source.read_text(encoding="utf-8")
                     target.write_text(patch_source(f"{target.parent.name}/{source.name}", text), encoding="utf-8")
             for number, name in enumerate(NAMES, 1):
-                _compile(work / name, log, partial(show, f"building {name} ({number}/{len(NAMES)})"))
+                progress.stage = f"{name} ({number}/{len(NAMES)})"
+                _compile(work / name, log)
             for name, path in expected_paths(folder).items():
                 os.replace(work / name / "out" / path.name, path)
             log.unlink()
         finally:
             shutil.rmtree(work, ignore_errors=True)
-    get_logger().info("torch extensions built in %s", folder)
     return expected_paths(folder)
 
 
@@ -354,37 +351,23 @@ def load(paths: dict[str, Path]) -> dict[str, ModuleType]:
     return modules
 
 
-def _compile(folder: Path, log: Path, tick: Callable[[], None]) -> None:
+def _compile(folder: Path, log: Path) -> None:
     """Build the extension in `folder` and import it, each in a subprocess with output to `log`.
 
-    The import finds symbols that torch hides, which the linker does not. `tick` is called while a subprocess runs.
+    The import finds symbols that torch hides, which the linker does not.
     """
-    for python_arguments in (
+    # Python's own flags include debug information: 40 MB of files and half a minute for nothing.
+    environment = {**os.environ, "CFLAGS": f"{os.environ.get('CFLAGS', '')} -g0"}
+    for arguments in (
         ["setup.py", "build_ext", "--build-lib", "out", "--build-temp", "tmp"],
         ["-c", f"import sys, torch; sys.path.insert(0, 'out'); import {folder.name}"],
     ):
         with log.open("w", encoding="utf-8") as output:
-            returncode = _run([sys.executable, *python_arguments], folder, output, tick)
-        if returncode != 0:
+            command = [sys.executable, *arguments]
+            done = subprocess.run(command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        if done.returncode != 0:
             reason = first_error(log.read_text(encoding="utf-8", errors="replace"))
             raise MemOptError(f"building {folder.name} failed: {reason} (full output: {log})")
-
-
-def _run(command: list[str], folder: Path, output: TextIO, tick: Callable[[], None]) -> int:
-    """Run a command and return its exit code; terminates it if this process is interrupted."""
-    # Python's own flags include debug information: 40 MB of files and half a minute for nothing.
-    environment = {**os.environ, "CFLAGS": f"{os.environ.get('CFLAGS', '')} -g0"}
-    process = subprocess.Popen(command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT)
-    try:
-        while process.poll() is None:
-            tick()
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(_tick_seconds())
-    finally:
-        if process.poll() is None:
-            process.terminate()
-            process.wait()
-    return process.returncode
 
 
 def first_error(output: str) -> str:
@@ -392,30 +375,3 @@ def first_error(output: str) -> str:
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     error = re.compile(r"\b(fatal )?error: |undefined reference|cannot find -l|No space left")
     return next(filter(error.search, lines), lines[-1] if lines else "no output")
-
-
-def _tick_seconds() -> float:
-    return 1.0 if sys.stderr.isatty() else 15.0
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """Yield a function that sets the text of a progress line with the elapsed time, on rank 0."""
-    layout = "[memopt] {desc}: {elapsed}"
-    with tqdm(disable=rank() != 0, bar_format=layout, desc="torch extensions", leave=False) as bar:
-        yield bar.set_description_str
-
-
-@contextmanager
-def _locked(path: Path, tick: Callable[[], None]) -> Iterator[None]:
-    """Hold the lock file; call `tick` while waiting for another process."""
-    lock = FileLock(path)
-    while not lock.is_locked:
-        try:
-            lock.acquire(timeout=_tick_seconds())
-        except Timeout:
-            tick()
-    try:
-        yield
-    finally:
-        lock.release()

@@ -8,8 +8,7 @@ ortmodule/graph_optimizers/__init__.py, ort_triton/. Importing this imports noth
 import copy
 import difflib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from optimum_memopt.engines.ort.compat.installation import cuda_missing
 from optimum_memopt.engines.ort.options.flags import NO_SKIP, OrtOptions
@@ -19,25 +18,35 @@ PREFIX = "ORTMODULE_"
 Options = TypeVar("Options", bound=OrtOptions)
 
 
-@dataclass(frozen=True)
-class EnvOption:
+class EnvOption(NamedTuple):
     """One environment variable of ORT, without its prefix, and the corresponding field of `OrtOptions`.
 
     Attributes:
         read: converts the variable's text to the option's value; raises a ValueError that says what is allowed.
-        attribute: attribute of ORT's `_RuntimeOptions` that holds the parsed value, empty when there is none.
         passed: ORT itself reads the value from this variable; otherwise the engine implements the option.
     """
 
     variable: str
     option: str
     read: Callable[[str], Any] = str
-    attribute: str = ""
     passed: bool = True
 
     @property
     def name(self) -> str:
         return PREFIX + self.variable
+
+    @property
+    def attribute(self) -> str:
+        """That of ORT's `_RuntimeOptions` with the value, where it has one."""
+        return _ATTRIBUTES.get(self.variable, self.variable.lower())
+
+
+# Those that are not named like their variable.
+_ATTRIBUTES = {
+    "ENABLE_MEM_EFFICIENT_GRAD_MGMT": "enable_mem_efficient_grad_management",
+    "ENABLE_ZERO_STAGE3": "enable_zero_stage3_support",
+    "USE_TRITON": "enable_triton",
+}
 
 
 def _one_of(values: Mapping[str, Any], allowed: str) -> Callable[[str], Any]:
@@ -81,33 +90,23 @@ ENV_OPTIONS = (
     EnvOption("SAVE_ONNX_PATH", "ort_save_onnx", passed=False),
     EnvOption("CACHE_DIR", "ort_cache_dir", passed=False),
     EnvOption("ENABLE_CUSTOM_AUTOGRAD", "ort_custom_autograd", _switch, passed=False),
-    EnvOption("ONNX_OPSET_VERSION", "ort_opset", _number, "onnx_opset_version"),
+    EnvOption("ONNX_OPSET_VERSION", "ort_opset", _number),
     EnvOption("ALLOW_AUTOGRAD_CHECKPOINT", "ort_allow_autograd_checkpoint", _switch),
-    EnvOption(
-        "ENABLE_MEM_EFFICIENT_GRAD_MGMT",
-        "ort_mem_efficient_grad_mgmt",
-        _switch,
-        "enable_mem_efficient_grad_management",
-    ),
-    EnvOption("ENABLE_COMPUTE_OPTIMIZER", "ort_compute_optimizer", _switch, "enable_compute_optimizer"),
-    EnvOption("ENABLE_LABEL_SPARSE_OPTIMIZER", "ort_label_sparse_optimizer", _switch, "enable_label_sparse_optimizer"),
-    EnvOption(
-        "ENABLE_EMBEDDING_SPARSE_OPTIMIZER",
-        "ort_embedding_sparse_optimizer",
-        _switch,
-        "enable_embedding_sparse_optimizer",
-    ),
-    EnvOption("DEEPCOPY_BEFORE_MODEL_EXPORT", "ort_deepcopy_before_export", _switch, "deepcopy_before_model_export"),
+    EnvOption("ENABLE_MEM_EFFICIENT_GRAD_MGMT", "ort_mem_efficient_grad_mgmt", _switch),
+    EnvOption("ENABLE_COMPUTE_OPTIMIZER", "ort_compute_optimizer", _switch),
+    EnvOption("ENABLE_LABEL_SPARSE_OPTIMIZER", "ort_label_sparse_optimizer", _switch),
+    EnvOption("ENABLE_EMBEDDING_SPARSE_OPTIMIZER", "ort_embedding_sparse_optimizer", _switch),
+    EnvOption("DEEPCOPY_BEFORE_MODEL_EXPORT", "ort_deepcopy_before_export", _switch),
     EnvOption("SKIPCHECK_POLICY", "ort_skip_check"),
     EnvOption("USE_EFFICIENT_ATTENTION", "ort_efficient_attention", _switch),
-    EnvOption("USE_TRITON", "ort_triton", _switch, "enable_triton"),
+    EnvOption("USE_TRITON", "ort_triton", _switch),
     EnvOption("TRITON_CONFIG_FILE", "ort_triton_config"),
     EnvOption("USE_FLASH_ATTENTION", "ort_flash_attention", _switch),
-    EnvOption("ENABLE_TUNING", "ort_tuning", _switch, "enable_tuning"),
-    EnvOption("MAX_TUNING_DURATION_MS", "ort_tuning_duration_ms", _number, "max_tuning_duration_ms"),
-    EnvOption("TUNING_RESULTS_PATH", "ort_tuning_results", attribute="tuning_results_path"),
-    EnvOption("CONV_ALGO_SEARCH", "ort_conv_search", attribute="conv_algo_search"),
-    EnvOption("ENABLE_ZERO_STAGE3", "ort_zero_stage3", _switch, "enable_zero_stage3_support"),
+    EnvOption("ENABLE_TUNING", "ort_tuning", _switch),
+    EnvOption("MAX_TUNING_DURATION_MS", "ort_tuning_duration_ms", _number),
+    EnvOption("TUNING_RESULTS_PATH", "ort_tuning_results"),
+    EnvOption("CONV_ALGO_SEARCH", "ort_conv_search"),
+    EnvOption("ENABLE_ZERO_STAGE3", "ort_zero_stage3", _switch),
 )
 
 # Other variables that ORT reads, or that are easily mistaken for one of them, with a remark for the user.
@@ -229,13 +228,9 @@ def ignored_options(options: OrtOptions, runtime_options: Any) -> tuple[str, ...
         options: what the user asked for.
         runtime_options: ORT's `_RuntimeOptions`, created while `variables` were set.
     """
-    given = (
-        (env_option, getattr(options, env_option.option))
-        for env_option in ENV_OPTIONS
-        if env_option.attribute and env_option.passed
-    )
+    given = ((each, getattr(options, each.option)) for each in ENV_OPTIONS if each.passed)
     return tuple(
-        f"--{env_option.option} {value}"
-        for env_option, value in given
-        if value is not None and getattr(runtime_options, env_option.attribute) != value
+        f"--{each.option} {value}"
+        for each, value in given
+        if value is not None and getattr(runtime_options, each.attribute, value) != value
     )

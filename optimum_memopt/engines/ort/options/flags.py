@@ -1,6 +1,5 @@
 """Every option of ORTModule: the `--ort_…` flags, and where they cannot work. Imports nothing of onnxruntime."""
 
-import json
 import os
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -8,12 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
+from packaging.version import Version
 
 from optimum_memopt.compat import installed_version
 from optimum_memopt.engines.api.run import EngineOptions
 from optimum_memopt.engines.ort.compat import extensions, installation
 from optimum_memopt.errors import MemOptError, UnsupportedModelError, excerpt, path_excerpt
-from optimum_memopt.option_values import Numbers
+from optimum_memopt.option_values import Numbers, check_written
+from optimum_memopt.plans.plan_file import read_json
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -58,7 +59,8 @@ _NEED_ANOTHER = {
 # Parameters get their gradients inside the backward of ONNX Runtime's single autograd node, not from torch's graph.
 _HIDE_PARAMETERS = ("ort_mem_efficient_grad_mgmt", "ort_allow_autograd_checkpoint")
 # The last version that ORT's hooks support; later ones changed ZeRO stage 3's parameter hooks (DeepSpeed PR 4966).
-_LAST_DEEPSPEED = (0, 13, 1)
+_LAST_DEEPSPEED = "0.13.1"
+_LARGEST_FILE = 64 * 2**20
 
 
 def _flag(default: Any, text: str, **metadata: Any) -> Any:
@@ -208,7 +210,7 @@ def _given(options: OrtOptions) -> dict[str, str]:
 
 
 def _check_combinations(options: OrtOptions, given: dict[str, str]) -> None:
-    for name in ("ort_mem_efficient_grad_mgmt", "ort_allow_autograd_checkpoint"):
+    for name in _HIDE_PARAMETERS:
         if name in given and options.ort_custom_autograd is False:
             raise MemOptError(f"--{name} runs as a torch.autograd.Function; leave out --ort_custom_autograd false")
     for name in ("ort_label_sparse_optimizer", "ort_embedding_sparse_optimizer"):
@@ -222,20 +224,12 @@ def _check_combinations(options: OrtOptions, given: dict[str, str]) -> None:
 
 def _check_files(options: OrtOptions) -> None:
     """ORT ignores a missing file silently, and fails on an unreadable one in the middle of training."""
-    for name, is_read in (("ort_triton_config", True), ("ort_tuning_results", not options.ort_tuning)):
-        path = getattr(options, name)
-        if path is None:
-            continue
-        if not is_read:
-            if not os.path.isdir(os.path.dirname(path) or os.curdir):
-                raise MemOptError(f"--{name} {path_excerpt(path)}: no such folder; make it first")
-            continue
-        try:
-            json.loads(Path(path).read_text())
-        except OSError as error:
-            raise MemOptError(f"--{name} {path_excerpt(path)}: {error.strerror}") from error
-        except (ValueError, RecursionError) as error:
-            raise MemOptError(f"--{name} {path_excerpt(path)}: not JSON ({excerpt(str(error))})") from error
+    if options.ort_tuning and options.ort_tuning_results is not None:
+        check_written("--ort_tuning_results", str(options.ort_tuning_results))
+    read = ("ort_triton_config",) if options.ort_tuning else ("ort_triton_config", "ort_tuning_results")
+    for name in read:
+        if (path := getattr(options, name)) is not None:
+            read_json(Path(path), f"--{name}", "nested too deeply", _LARGEST_FILE)
 
 
 def _check_skips(policy: str) -> None:
@@ -261,14 +255,12 @@ def skip_check_remark(policy: str | None) -> str:
 
 def _check_deepspeed() -> None:
     installed = installed_version(("deepspeed",))
-    last = ".".join(map(str, _LAST_DEEPSPEED))
     if installed is None:
-        raise MemOptError(f"--ort_zero_stage3 needs DeepSpeed {last} or older, which is not installed")
-    version = tuple(int(part) for part in installed[1].split("+")[0].split(".")[:3] if part.isdigit())
-    if version > _LAST_DEEPSPEED:
+        raise MemOptError(f"--ort_zero_stage3 needs DeepSpeed {_LAST_DEEPSPEED} or older, which is not installed")
+    if Version(installed[1]).release > Version(_LAST_DEEPSPEED).release:
         raise MemOptError(
-            f"--ort_zero_stage3: ONNX Runtime 1.19 supports the hooks of DeepSpeed up to {last}, and {installed[1]} "
-            "is installed; use ZeRO 0, 1 or 2"
+            f"--ort_zero_stage3: ONNX Runtime 1.19 supports the hooks of DeepSpeed up to {_LAST_DEEPSPEED}, and "
+            f"{installed[1]} is installed; use ZeRO 0, 1 or 2"
         )
 
 
