@@ -6,7 +6,7 @@ import importlib
 import importlib.metadata
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -207,12 +207,8 @@ def without_modes() -> AbstractContextManager[Any]:
 def run_instead_of_loop(trainer: Any, train: Callable[..., Any], loop: Callable[[], None]) -> None:
     """Trainer's `train` with everything before its training loop, and this one in the loop's place: a new model of
     `model_init`, activation checkpointing, noise on embeddings (transformers 5.23)."""
-    name = "_inner_training_loop"
-    setattr(trainer, name, lambda *_, **__: loop())
-    try:
+    with mock.patch.object(trainer, "_inner_training_loop", side_effect=lambda *_, **__: loop()):
         train(trainer)
-    finally:
-        delattr(trainer, name)
 
 
 def prepared_for_training(trainer: Any) -> Any:
@@ -294,17 +290,10 @@ def models_without_weights() -> Iterator[None]:
         (module, "cuda", stays),
         (training_args, "is_torch_bf16_gpu_available", lambda: True),
     )
-    before = [(owner, name, vars(owner).get(name)) for owner, name, _ in replaced]
-    try:
+    with ExitStack() as stack:
         for owner, name, value in replaced:
-            setattr(owner, name, value)
+            stack.enter_context(mock.patch.object(owner, name, value))
         yield
-    finally:
-        for owner, name, value in before:
-            if value is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, value)
 
 
 # Arguments of `from_pretrained` that are none of a config: those that make the model, and those of its weights.
@@ -344,15 +333,10 @@ def longest_generation(trainer: Any) -> Iterator[None]:
         held += [torch.empty((rows, text.vocab_size), device=ids.device) for _ in range(2)]
         return torch.zeros((rows, length), dtype=torch.int64, device=ids.device)
 
-    kind: Any = GenerationMixin
-    before = kind.generate
-    kind.generate = generate
     if hasattr(trainer, "_step"):
         trainer._step = 0
-    try:
+    with mock.patch.object(GenerationMixin, "generate", generate):
         yield
-    finally:
-        kind.generate = before
 
 
 def torch_init() -> AbstractContextManager[Any]:

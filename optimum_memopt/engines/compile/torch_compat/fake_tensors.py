@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 from torch._subclasses import fake_tensor
@@ -111,8 +112,7 @@ def run_as_eager() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for owner, name, value in replaced:
             if hasattr(owner, name):
-                stack.callback(setattr, owner, name, getattr(owner, name))
-                setattr(owner, name, value)
+                stack.enter_context(mock.patch.object(owner, name, value))
         yield
 
 

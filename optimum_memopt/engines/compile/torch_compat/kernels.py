@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import fx
@@ -234,19 +235,13 @@ def fused_dropout() -> Iterator[None]:
         library._destroy()
 
 
-@contextlib.contextmanager
-def foreach_optimizers() -> Iterator[None]:
+def foreach_optimizers() -> contextlib.AbstractContextManager[Any]:
     """Optimizers on the CPU update all parameters at a time, as they do on CUDA where nobody says otherwise
     (`torch/optim/optimizer.py`, 2.13)."""
     from torch.optim import optimizer
 
     name = "_get_foreach_kernels_supported_devices"
-    before = getattr(optimizer, name)
-    setattr(optimizer, name, lambda: [*before(), "cpu"])
-    try:
-        yield
-    finally:
-        setattr(optimizer, name, before)
+    return mock.patch.object(optimizer, name, return_value=[*getattr(optimizer, name)(), "cpu"])
 
 
 def _cast_by(cast: Callable[[Any, Any], tuple[Any, Any]], name: str) -> Callable[..., Any]:

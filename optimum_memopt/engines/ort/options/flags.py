@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
-from packaging.version import Version
 
 from optimum_memopt.compat import installed_version
 from optimum_memopt.engines.api.run import EngineOptions
@@ -59,7 +58,7 @@ _NEED_ANOTHER = {
 # Parameters get their gradients inside the backward of ONNX Runtime's single autograd node, not from torch's graph.
 _HIDE_PARAMETERS = ("ort_mem_efficient_grad_mgmt", "ort_allow_autograd_checkpoint")
 # The last version that ORT's hooks support; later ones changed ZeRO stage 3's parameter hooks (DeepSpeed PR 4966).
-_LAST_DEEPSPEED = "0.13.1"
+_LAST_DEEPSPEED = (0, 13, 1)
 _LARGEST_FILE = 64 * 2**20
 
 
@@ -254,13 +253,13 @@ def skip_check_remark(policy: str | None) -> str:
 
 
 def _check_deepspeed() -> None:
-    installed = installed_version(("deepspeed",))
+    installed, last = installed_version(("deepspeed",)), ".".join(map(str, _LAST_DEEPSPEED))
     if installed is None:
-        raise MemOptError(f"--ort_zero_stage3 needs DeepSpeed {_LAST_DEEPSPEED} or older, which is not installed")
-    if Version(installed[1]).release > Version(_LAST_DEEPSPEED).release:
+        raise MemOptError(f"--ort_zero_stage3 needs DeepSpeed {last} or older, which is not installed")
+    if tuple(int(part) for part in installed[1].split("+")[0].split(".")[:3] if part.isdigit()) > _LAST_DEEPSPEED:
         raise MemOptError(
-            f"--ort_zero_stage3: ONNX Runtime 1.19 supports the hooks of DeepSpeed up to {_LAST_DEEPSPEED}, and "
-            f"{installed[1]} is installed; use ZeRO 0, 1 or 2"
+            f"--ort_zero_stage3: ONNX Runtime 1.19 supports the hooks of DeepSpeed up to {last}, and {installed[1]} "
+            "is installed; use ZeRO 0, 1 or 2"
         )
 
 
