@@ -1,10 +1,10 @@
 """Every option of ORTModule: the `--ort_…` flags, and where they cannot work. Imports nothing of onnxruntime."""
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 
@@ -12,7 +12,7 @@ from optimum_memopt.compat import installed_version
 from optimum_memopt.engines.api.run import EngineOptions
 from optimum_memopt.engines.ort.compat import extensions, installation
 from optimum_memopt.errors import MemOptError, UnsupportedModelError, excerpt, path_excerpt
-from optimum_memopt.option_values import Numbers, check_written
+from optimum_memopt.option_values import Numbers, check_written, flag
 from optimum_memopt.plans.plan_file import read_json
 
 if TYPE_CHECKING:
@@ -62,102 +62,98 @@ _LAST_DEEPSPEED = (0, 13, 1)
 _LARGEST_FILE = 64 * 2**20
 
 
-def _flag(default: Any, text: str, **metadata: Any) -> Any:
-    return field(default=default, metadata={"help": text, **metadata})
-
-
 @dataclass
 class OrtOptions(EngineOptions):
     """How ORTModule runs the model."""
 
-    ort_fallback: bool = _flag(
+    ort_fallback: bool = flag(
         True, "Train with plain PyTorch, and say so, when ONNX Runtime cannot train the model; false: stop."
     )
-    ort_arena: bool = _flag(
+    ort_arena: bool = flag(
         False,
         "Let ONNX Runtime keep freed CPU memory in its arena: faster steps at up to a tenth more peak, "
         "and what a plan saves is not there for the rest of the process.",
     )
-    ort_cache_dir: os.PathLike | str | None = _flag(
+    ort_cache_dir: os.PathLike | str | None = flag(
         None,
         "Keep exported graphs in this folder and skip most of the export when the same model runs again "
         "with a first batch of the same shape.",
     )
-    ort_save_onnx: os.PathLike | str | None = _flag(
+    ort_save_onnx: os.PathLike | str | None = flag(
         None, "Write the exported, optimized and executed ONNX graphs into this folder."
     )
-    ort_opset: Annotated[int | None, Numbers(12, 20, "12 to 20, the opsets that ONNX Runtime 1.19 trains")] = _flag(
+    ort_opset: Annotated[int | None, Numbers(12, 20, "12 to 20, the opsets that ONNX Runtime 1.19 trains")] = flag(
         None, "ONNX opset of the export; ONNX Runtime's default is 17."
     )
-    ort_module_with_loss: bool = _flag(
+    ort_module_with_loss: bool = flag(
         False,
         "Compute the loss in ONNX Runtime, label smoothing included, from the tokens that have a "
         "label only (masked LM: 15%% of them). A training forward then returns the loss and nothing else.",
     )
-    ort_fp16_optimizer: bool = _flag(
+    ort_fp16_optimizer: bool = flag(
         False,
         "Put ONNX Runtime's FP16_Optimizer around DeepSpeed's or Apex's fp16 optimizer, if it knows that "
         "version, and say so if it does not.",
     )
-    ort_custom_autograd: bool | None = _flag(
+    ort_custom_autograd: bool | None = flag(
         None,
         "Run the model's own torch.autograd.Functions with their own backward. On where the torch "
         "extensions are built; false: such a model is refused.",
     )
-    ort_mem_efficient_grad_mgmt: bool = _flag(
+    ort_mem_efficient_grad_mgmt: bool = flag(
         False,
         "Accumulate each gradient as soon as it is computed, instead of all at the end of backward: "
         "a lower peak. Needs the torch extensions.",
     )
-    ort_allow_autograd_checkpoint: bool = _flag(
+    ort_allow_autograd_checkpoint: bool = flag(
         False,
         "Train a model with re-entrant activation checkpointing: PyTorch runs the checkpointed layers, "
         "ONNX Runtime the rest. Needs the torch extensions.",
     )
-    ort_compute_optimizer: bool = _flag(True, "Let ONNX Runtime move operators that shrink tensors ahead of others.")
-    ort_label_sparse_optimizer: bool | None = _flag(
+    ort_compute_optimizer: bool = flag(True, "Let ONNX Runtime move operators that shrink tensors ahead of others.")
+    ort_label_sparse_optimizer: bool | None = flag(
         None,
         "Leave labels that are ignored out of the loss and of what leads to it: with "
         "--ort_module_with_loss, or where the model holds an nn.CrossEntropyLoss, the torch extensions are built "
         "and the first batch has more than 10%% of such labels. ONNX Runtime's default is on.",
     )
-    ort_embedding_sparse_optimizer: bool | None = _flag(
+    ort_embedding_sparse_optimizer: bool | None = flag(
         None,
         "Leave padding out of the layers, when the first batch has more than 10%% of it. ONNX Runtime's "
         "default is on, and does nothing without CUDA.",
     )
-    ort_deepcopy_before_export: bool = _flag(
+    ort_deepcopy_before_export: bool = flag(
         True,
         "Look for the model's outputs with a copy of it; false: with the model itself, which saves its "
         "size in memory for a moment, and what its forward counts is counted once more.",
     )
-    ort_skip_check: str | None = _flag(
+    ort_skip_check: str | None = flag(
         None,
         "Checks that ONNX Runtime leaves out from the second step on, separated by |: SKIP_CHECK_DEVICE, "
         "SKIP_CHECK_BUILD_GRADIENT, SKIP_CHECK_EXECUTION_AGENT. Without the second, other keyword arguments or "
         "dtypes are ignored or end in an error. Default: SKIP_CHECK_DISABLED.",
     )
-    ort_efficient_attention: bool = _flag(False, "Use torch's memory-efficient attention in the graph; needs CUDA.")
-    ort_triton: bool = _flag(
+    ort_efficient_attention: bool = flag(False, "Use torch's memory-efficient attention in the graph; needs CUDA.")
+    ort_triton: bool = flag(
         False, "Fuse operators into Triton kernels; needs CUDA. Once on, it is on for the process."
     )
-    ort_triton_config: os.PathLike | str | None = _flag(
+    ort_triton_config: os.PathLike | str | None = flag(
         None, "JSON file that says which operators Triton may fuse; with --ort_triton."
     )
-    ort_flash_attention: bool = _flag(False, "Use flash attention written in Triton; with --ort_triton.")
-    ort_tuning: bool = _flag(False, "Time several kernels for an operator and keep the fastest; needs CUDA.")
-    ort_tuning_duration_ms: Annotated[int | None, Numbers(1)] = _flag(
+    ort_flash_attention: bool = flag(False, "Use flash attention written in Triton; with --ort_triton.")
+    ort_tuning: bool = flag(False, "Time several kernels for an operator and keep the fastest; needs CUDA.")
+    ort_tuning_duration_ms: Annotated[int | None, Numbers(1)] = flag(
         None, "Longest time to spend on one operator, in ms; with --ort_tuning."
     )
-    ort_tuning_results: os.PathLike | str | None = _flag(
+    ort_tuning_results: os.PathLike | str | None = flag(
         None, "JSON file with found kernels: written with --ort_tuning, read without it; needs CUDA."
     )
-    ort_conv_search: str | None = _flag(
+    ort_conv_search: str | None = flag(
         None,
         "How cuDNN looks for a convolution's algorithm; ONNX Runtime's default is HEURISTIC. Needs CUDA.",
         choices=CONV_SEARCHES,
     )
-    ort_zero_stage3: bool = _flag(
+    ort_zero_stage3: bool = flag(
         False, "ONNX Runtime's support for ZeRO stage 3; needs CUDA and DeepSpeed 0.13.1 or older."
     )
 
