@@ -184,16 +184,11 @@ def _run_without_extensions() -> None:
 @contextlib.contextmanager
 def _undo_replacements() -> Iterator[None]:
     """Restore what the import replaces: the engine forwards seeds itself and refuses checkpointing."""
-    before = [
-        (sys.modules[module], name, getattr(sys.modules[module], name))
-        for module, name in _REPLACED_BY_IMPORT
-        if module in sys.modules and hasattr(sys.modules[module], name)
-    ]
-    try:
+    with contextlib.ExitStack() as undo:
+        for module, name in _REPLACED_BY_IMPORT:
+            if hasattr(owner := sys.modules.get(module), name):
+                undo.callback(setattr, owner, name, getattr(owner, name))
         yield
-    finally:
-        for module, name, value in before:
-            setattr(module, name, value)
 
 
 @contextlib.contextmanager
