@@ -24,7 +24,7 @@ from optimum_memopt.engines.ort.options.flags import OrtOptions
 from optimum_memopt.engines.ort.session import graph_plans, module_with_loss
 from optimum_memopt.engines.ort.session.export_cache import ExportCache
 from optimum_memopt.engines.ort.support.checks import check_operators, refuse_side_effects
-from optimum_memopt.errors import MemOptError
+from optimum_memopt.errors import MemOptError, says_out_of_memory
 from optimum_memopt.logs import Progress, announced, get_logger
 from optimum_memopt.plans.table import PlanTable
 
@@ -33,8 +33,6 @@ _FAILED_CHECK = re.compile(
     r"/onnxruntime_src/\S*?(?P<place>[^/\s]+:\d+) .*\)>? (?:const )?"
     r"(?P<condition>\S.*was false\.|\[ONNXRuntimeError\][^:]*:[^:]*:[^:]*:) ?(?P<reason>.*)"
 )
-# What the CPU and CUDA allocators of ORT and torch say.
-_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "bad_alloc", "Failed to allocate memory")
 
 
 class OrtSession:
@@ -256,7 +254,7 @@ def translate_out_of_memory() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if isinstance(error, torch.OutOfMemoryError) or not any(words in str(error) for words in _OUT_OF_MEMORY):
+        if isinstance(error, torch.OutOfMemoryError) or not says_out_of_memory(error):
             raise
         raise torch.OutOfMemoryError(f"ONNX Runtime is out of memory. {one_line(error)}") from error
 
