@@ -20,9 +20,9 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from filelock import FileLock
@@ -37,48 +37,26 @@ CACHE_VARIABLE = "OPTIMUM_MEMOPT_CACHE"
 
 _PARENT = "onnxruntime.training.ortmodule.torch_cpp_extensions"
 
-# torch >= 2.7 hides symbols of libtorch_python.so without TORCH_PYTHON_API.
-_HIDDEN = "https://github.com/pytorch/pytorch/issues/154105"
-# torch >= 2.13: autograd nodes are owned by c10::intrusive_ptr instead of std::shared_ptr ...
-_INTRUSIVE = "https://github.com/pytorch/pytorch/pull/181782"
-# ... and PyNode no longer holds its Python object in a field `obj`, nor THPFunction its node weakly.
-_WRAPPING = "https://github.com/pytorch/pytorch/pull/181390"
 
-
-@dataclass(frozen=True)
-class Substitution:
-    """A replacement in one file.
-
-    Args:
-        file: path below the wheel's `torch_cpp_extensions/cpu`.
-        old: text or pattern that occurs exactly once in that file.
-        new: the replacement.
-        since: first torch release with which `old` fails; `any`: fails with all.
-        why: how it fails.
-        link: pull request or issue of torch.
-    """
+class Substitution(NamedTuple):
+    """A replacement in one file, a path below the wheel's `torch_cpp_extensions/cpu`, where `old` occurs once."""
 
     file: str
     old: str | re.Pattern[str]
     new: str
-    since: str
-    why: str
-    link: str
 
 
+# By the torch release that made each necessary. Since 2.7 symbols of libtorch_python.so without TORCH_PYTHON_API are
+# hidden (https://github.com/pytorch/pytorch/issues/154105): undefined symbol when the extension is imported.
 SUBSTITUTIONS: tuple[Substitution, ...] = (
+    # 2.14: torch's headers need C++20; without a -std flag torch's BuildExtension sets the right one
+    # (https://github.com/pytorch/pytorch/pull/178150).
+    Substitution("torch_interop_utils/setup.py", '["-O3", "-std=c++17"]', '["-O3"]'),
+    # 2.7: torch::utils::tensor_fromDLPack is hidden; in its place one of exported functions only.
     Substitution(
-        file="torch_interop_utils/setup.py",
-        old='["-O3", "-std=c++17"]',
-        new='["-O3"]',
-        since="2.14",
-        why="torch's headers need C++20; without a -std flag torch's BuildExtension sets the right one",
-        link="https://github.com/pytorch/pytorch/pull/178150",
-    ),
-    Substitution(
-        file="torch_interop_utils/custom_function_shared.h",
-        old="#include <torch/extension.h>\n",
-        new="""#include <ATen/DLConvertor.h>
+        "torch_interop_utils/custom_function_shared.h",
+        "#include <torch/extension.h>\n",
+        """#include <ATen/DLConvertor.h>
 #include <torch/csrc/autograd/python_function.h>
 #include <torch/extension.h>
 
@@ -91,25 +69,22 @@ inline at::Tensor tensor_from_capsule(PyObject* capsule) {
   return tensor;
 }
 """,
-        since="2.7",
-        why="replaces torch::utils::tensor_fromDLPack in the two files below, with exported functions only",
-        link=_HIDDEN,
     ),
     *(
         Substitution(
-            file=f"torch_interop_utils/{file}",
-            old="torch::utils::tensor_fromDLPack(args[arg_index])",
-            new="tensor_from_capsule(args[arg_index])",
-            since="2.7",
-            why="torch::utils::tensor_fromDLPack is not exported: undefined symbol when the extension is imported",
-            link=_HIDDEN,
+            f"torch_interop_utils/{file}",
+            "torch::utils::tensor_fromDLPack(args[arg_index])",
+            "tensor_from_capsule(args[arg_index])",
         )
         for file in ("custom_function_fw.cc", "custom_function_bw.cc")
     ),
+    # 2.7: typeinfo of PyNode is hidden. It was used to read ctx.dirty_tensors, which torch has always cleared by then:
+    # no input counted as dirty, and the second step of an in-place function failed (a leaf Variable that requires grad
+    # has been used in an in-place operation).
     Substitution(
-        file="torch_interop_utils/custom_function_fw.cc",
-        old=re.compile(r"static std::vector<bool> are_tensors_marked_as_dirty\(.*?\n}\n", re.DOTALL),
-        new="""static std::vector<bool> are_tensors_marked_as_dirty(at::Tensor&, std::vector<at::Tensor>& inputs) {
+        "torch_interop_utils/custom_function_fw.cc",
+        re.compile(r"static std::vector<bool> are_tensors_marked_as_dirty\(.*?\n}\n", re.DOTALL),
+        """static std::vector<bool> are_tensors_marked_as_dirty(at::Tensor&, std::vector<at::Tensor>& inputs) {
   std::vector<bool> dirty;
   for (const auto& tensor : inputs) {
     // Clones made for this call: version 0, unless the function wrote into them.
@@ -118,15 +93,12 @@ inline at::Tensor tensor_from_capsule(PyObject* capsule) {
   return dirty;
 }
 """,
-        since="2.7",
-        why="typeinfo of PyNode is not exported: undefined symbol. It was used to read ctx.dirty_tensors, which torch "
-        "has always cleared by then: no input counted as dirty, and the second step of an in-place function failed "
-        "(a leaf Variable that requires grad has been used in an in-place operation)",
-        link=_HIDDEN,
     ),
+    # 2.7: typeinfo of PyNode is hidden. 2.13: PyNode no longer holds its Python object in a field `obj`
+    # (https://github.com/pytorch/pytorch/pull/181390), and nodes are owned by c10::intrusive_ptr.
     Substitution(
-        file="torch_interop_utils/custom_function_fw.cc",
-        old="""  const std::shared_ptr<torch::autograd::Node>& cdata = tensor_owning_ctx.value().grad_fn();
+        "torch_interop_utils/custom_function_fw.cc",
+        """  const std::shared_ptr<torch::autograd::Node>& cdata = tensor_owning_ctx.value().grad_fn();
   auto py_node_fn = dynamic_cast<torch::autograd::PyNode*>(cdata.get());
   TORCH_CHECK(py_node_fn != nullptr, "cdata is not PyNode type.");
 
@@ -136,29 +108,27 @@ inline at::Tensor tensor_from_capsule(PyObject* capsule) {
 
   TORCH_CHECK(py_fn != nullptr, "cdata is not THPFunction type.");
 """,
-        new="""  const auto& cdata = tensor_owning_ctx.value().grad_fn();
+        """  const auto& cdata = tensor_owning_ctx.value().grad_fn();
   py::object ret = py::reinterpret_steal<py::object>(torch::autograd::functionToPyObject(cdata));
   TORCH_CHECK(THPFunction_Check(ret.ptr()), "cdata is not PyNode type.");
   THPFunction* py_fn = (THPFunction*)ret.ptr();
 """,
-        since="2.7",
-        why="typeinfo of PyNode is not exported (2.7): undefined symbol; PyNode::obj and shared_ptr are gone (2.13)",
-        link=_WRAPPING,
     ),
+    # 2.13: THPFunction no longer holds its node weakly (the same pull request); it is the output's grad_fn.
     Substitution(
-        file="torch_interop_utils/custom_function_fw.cc",
-        old="auto saved_for = py_fn->cdata.lock();",
-        new="const auto& saved_for = cdata;",
-        since="2.13",
-        why="THPFunction::cdata is no weak pointer any more; the node that it names is the output's grad_fn",
-        link=_WRAPPING,
+        "torch_interop_utils/custom_function_fw.cc",
+        "auto saved_for = py_fn->cdata.lock();",
+        "const auto& saved_for = cdata;",
     ),
+    # Any torch: the gradient of an unused output always had the shape of the first batch: an error, or a wrong
+    # broadcast, as soon as the batch changes; torch's own record of this call has the right shape
+    # (https://github.com/pytorch/pytorch/blob/v2.9.1/torch/csrc/autograd/python_function.cpp).
     Substitution(
-        file="torch_interop_utils/custom_function_bw.cc",
-        old="""          auto& config = fw_kernel_info.materialize_grads_config.at(arg_index - 1);
+        "torch_interop_utils/custom_function_bw.cc",
+        """          auto& config = fw_kernel_info.materialize_grads_config.at(arg_index - 1);
           tensor = at::zeros(std::get<0>(config), std::get<1>(config));  // shift by 1 to skip context input.
 """,
-        new="""          if (THPFunction_Check(ctx.ptr())) {
+        """          if (THPFunction_Check(ctx.ptr())) {
             at::OptionalDeviceGuard guard;
             tensor = reinterpret_cast<THPFunction*>(ctx.ptr())->output_info.at(arg_index - 1).zeros(guard);
           } else {
@@ -166,18 +136,13 @@ inline at::Tensor tensor_from_capsule(PyObject* capsule) {
             tensor = at::zeros(std::get<0>(config), std::get<1>(config));
           }
 """,
-        since="any",
-        why="the gradient of an unused output always had the shape of the first batch: an error, or a wrong "
-        "broadcast, as soon as the batch changes; torch's own record of this call has the right shape",
-        link="https://github.com/pytorch/pytorch/blob/v2.9.1/torch/csrc/autograd/python_function.cpp",
     ),
+    # 2.13: AutogradMeta::grad_fn_ is an intrusive_ptr (https://github.com/pytorch/pytorch/pull/181782): no conversion
+    # to shared_ptr.
     Substitution(
-        file="torch_interop_utils/ctx_pool.h",
-        old="std::unordered_map<size_t, std::shared_ptr<torch::autograd::Node>> grad_fns_;",
-        new="std::unordered_map<size_t, decltype(torch::autograd::AutogradMeta::grad_fn_)> grad_fns_;",
-        since="2.13",
-        why="AutogradMeta::grad_fn_ is an intrusive_ptr: no conversion to shared_ptr",
-        link=_INTRUSIVE,
+        "torch_interop_utils/ctx_pool.h",
+        "std::unordered_map<size_t, std::shared_ptr<torch::autograd::Node>> grad_fns_;",
+        "std::unordered_map<size_t, decltype(torch::autograd::AutogradMeta::grad_fn_)> grad_fns_;",
     ),
 )
 
