@@ -19,8 +19,7 @@ from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.ort.compat import internals, ortmodule, torch_modules
 from optimum_memopt.engines.ort.compat.installation import DISTRIBUTIONS
 from optimum_memopt.engines.ort.graph_fixes import IndexCheck, as_index_error, mend
-from optimum_memopt.engines.ort.options import environment
-from optimum_memopt.engines.ort.options.flags import OrtOptions
+from optimum_memopt.engines.ort.options import OrtOptions, ignored_options, variables
 from optimum_memopt.engines.ort.session import graph_plans, module_with_loss
 from optimum_memopt.engines.ort.session.export_cache import ExportCache
 from optimum_memopt.engines.ort.support.checks import check_operators, refuse_side_effects
@@ -60,7 +59,7 @@ class OrtSession:
         self.is_building, self.backward_is_due = True, False
         self._has_extensions = imported.has_extensions
         self._options, self._selection, self._log_level = options, selection, log_level
-        self._environment = environment.variables(options)
+        self._environment = variables(options)
         self._config_file = ""
         self._inlined_functions: list[str] = []
         self._index_checks: dict[str, IndexCheck] = {}
@@ -78,7 +77,7 @@ class OrtSession:
             debug_options = ort.DebugOptions(level, save_onnx=bool(folder), onnx_prefix=name, save_path=folder)
             self._ort = ort.ORTModule(module, debug_options)
             self.internals = internals.SessionInternals(self._ort)
-            if ignored := environment.ignored_options(options, self.internals.options):
+            if ignored := ignored_options(options, self.internals.options):
                 raise MemOptError(f"this build of ONNX Runtime does not do {', '.join(ignored)}; leave it out")
             self._patch_instance()
         # ORT's import replaces torch.manual_seed to forward every seed; compat undoes that, so forward it here.
