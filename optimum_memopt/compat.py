@@ -105,10 +105,15 @@ def accumulation_hooks(parameter: torch.Tensor) -> bool:
     return bool(parameter._post_accumulate_grad_hooks)
 
 
+def world_size() -> int:
+    """Processes in torch's process group; 1 without one."""
+    has_group = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size() if has_group else 1
+
+
 def store_of_ranks() -> "Store | None":
     """The key-value store that the process group was made with, None for a process alone (torch 2.13)."""
-    has_group = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if not has_group or torch.distributed.get_world_size() == 1:
+    if world_size() == 1:
         return None
     return importlib.import_module("torch.distributed.distributed_c10d")._get_default_store()
 

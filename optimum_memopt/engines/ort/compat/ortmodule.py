@@ -211,11 +211,8 @@ def _preserve_logging_and_path() -> Iterator[None]:
 def _block_deepspeed_import() -> Iterator[None]:
     """Keep ORT from importing deepspeed, which it does only to replace the checkpoint function and can do without: the
     import takes seconds and starts DeepSpeed's accelerator detection in runs that do not use it."""
-    if "deepspeed" in sys.modules:
+    with contextlib.ExitStack() as undo:
+        if "deepspeed" not in sys.modules:
+            sys.modules["deepspeed"] = None  # type: ignore[assignment]
+            undo.callback(sys.modules.pop, "deepspeed")
         yield
-        return
-    sys.modules["deepspeed"] = None  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        del sys.modules["deepspeed"]
