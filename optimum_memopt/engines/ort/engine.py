@@ -39,11 +39,8 @@ class OrtEngine(in_place.InPlaceEngine):
 
     name = "ort"
 
-    def __init__(
-        self, selection: Selection | None = None, options: OrtOptions | None = None, log_level: str = "info"
-    ) -> None:
+    def __init__(self, selection: Selection | None = None, options: OrtOptions | None = None) -> None:
         self._options = options or OrtOptions()
-        self._log_level = log_level
         self._smoothing: LabelSmoothing | None = None
         self._exported_attention: str | None = None
         self._reexports = ReexportLimit()
@@ -151,7 +148,7 @@ class OrtEngine(in_place.InPlaceEngine):
             if self._session is None:
                 if reason := checks.unsupported_reason(self._model):
                     return self._fall_back(reason)(*args, **kwargs)
-                self._session = OrtSession(self._export_copy(), self._options, self._selection, self._log_level)
+                self._session = OrtSession(self._export_copy(), self._options, self._selection)
                 self._label_shapes = LabelShapes(is_encoder_decoder(self._model))
             if self._options.ort_module_with_loss:
                 self._label_shapes.check(kwargs)

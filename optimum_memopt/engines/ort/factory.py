@@ -80,7 +80,7 @@ class OrtFactory(EngineFactory[OrtOptions]):
         """An engine, not yet attached. Raises ConfigError for a plan that ONNX Runtime cannot apply."""
         from optimum_memopt.engines.ort.engine import OrtEngine
 
-        return OrtEngine(selection, options, options.memory_opt_log_level)
+        return OrtEngine(selection, options)
 
     def trainer_parts(self, trainer: "Trainer", engine: Engine, options: OrtOptions) -> TrainerParts:
         """`--ort_module_with_loss` and `--ort_fp16_optimizer`.

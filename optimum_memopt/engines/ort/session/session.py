@@ -49,16 +49,14 @@ class OrtSession:
         MemOptError: ORT ignored one of the options.
     """
 
-    def __init__(
-        self, module: torch.nn.Module, options: OrtOptions, selection: Selection, log_level: str = "info"
-    ) -> None:
+    def __init__(self, module: torch.nn.Module, options: OrtOptions, selection: Selection) -> None:
         imported = ortmodule.load()
         ort = imported.ortmodule
         self.plans, self.insight = graph_plans.GraphTable(), ""
         self.table: PlanTable | None = None
         self.is_building, self.backward_is_due = True, False
         self._has_extensions = imported.has_extensions
-        self._options, self._selection, self._log_level = options, selection, log_level
+        self._options, self._selection = options, selection
         self._environment = variables(options)
         self._config_file = ""
         self._inlined_functions: list[str] = []
@@ -72,7 +70,7 @@ class OrtSession:
             torch_modules.preserve_training_modes(module),
         ):
             levels = {"devinfo": ort.LogLevel.DEVINFO, "verbose": ort.LogLevel.VERBOSE}
-            level, folder = levels.get(log_level, ort.LogLevel.ERROR), options.ort_save_onnx or ""
+            level, folder = levels.get(options.memory_opt_log_level, ort.LogLevel.ERROR), options.ort_save_onnx or ""
             name = type(module).__name__
             debug_options = ort.DebugOptions(level, save_onnx=bool(folder), onnx_prefix=name, save_path=folder)
             self._ort = ort.ORTModule(module, debug_options)
@@ -129,7 +127,7 @@ class OrtSession:
         """Hide the exporter's warnings about traced branches, and those of deprecated properties, all of which
         ORTModule reads when it looks through the model's members."""
         with warnings.catch_warnings():
-            if self._log_level != "verbose":
+            if self._options.memory_opt_log_level != "verbose":
                 warnings.simplefilter("ignore")
             yield
 
