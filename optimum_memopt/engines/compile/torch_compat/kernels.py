@@ -205,8 +205,7 @@ _TO_FLOAT32 = ("cumsum", "log_softmax.int", "prod", "softmax.int", "sum", "sum.d
 @contextlib.contextmanager
 def autocast_lists() -> Iterator[None]:
     """Autocast on the CPU casts as it does on CUDA."""
-    library = torch.library.Library("aten", "IMPL", "AutocastCPU")
-    try:
+    with torch.library._scoped_library("aten", "IMPL", "AutocastCPU") as library:
         with warnings.catch_warnings():
             # The CPU has rules of its own for some.
             warnings.simplefilter("ignore")
@@ -214,25 +213,20 @@ def autocast_lists() -> Iterator[None]:
                 for name in names:
                     library.impl(name, _cast_by(cast, name), allow_override=True)
         yield
-    finally:
-        library._destroy()
 
 
 @contextlib.contextmanager
 def fused_dropout() -> Iterator[None]:
     """Dropout on the CPU saves a boolean mask, as CUDA's kernel does, where the CPU's own saves one in the input's
     dtype (`aten/src/ATen/native/Dropout.cpp`, 2.13)."""
-    library = torch.library.Library("aten", "IMPL", "AutogradCPU")
 
     def dropout(tensor: torch.Tensor, p: float, train: bool) -> torch.Tensor:
         result: torch.Tensor = torch.ops.aten.native_dropout(tensor, p, train)[0] if train and 0 < p < 1 else tensor
         return result
 
-    try:
+    with torch.library._scoped_library("aten", "IMPL", "AutogradCPU") as library:
         library.impl("dropout", dropout, allow_override=True)
         yield
-    finally:
-        library._destroy()
 
 
 def foreach_optimizers() -> contextlib.AbstractContextManager[Any]:

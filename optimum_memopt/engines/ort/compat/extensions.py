@@ -21,7 +21,6 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -290,13 +289,12 @@ def build() -> dict[str, Path]:
     return expected_paths(folder)
 
 
-def load(paths: dict[str, Path]) -> dict[str, ModuleType]:
+def load(paths: dict[str, Path]) -> None:
     """Import the built extensions under the names that onnxruntime imports; a second call has no effect.
 
     Raises:
         MemOptError: a file cannot be loaded, for instance one that another machine built in a shared home folder.
     """
-    modules = {}
     for name, path in paths.items():
         full_name = f"{_PARENT}.{name}"
         module = sys.modules.get(full_name)
@@ -312,8 +310,6 @@ def load(paths: dict[str, Path]) -> dict[str, ModuleType]:
         # A later import of the parent finds the module in sys.modules by itself.
         if parent := sys.modules.get(_PARENT):
             setattr(parent, name, module)
-        modules[name] = module
-    return modules
 
 
 def _compile(folder: Path, log: Path) -> None:
