@@ -3,6 +3,7 @@
 python benchmarks/baselines.py < baseline.json
 """
 
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,7 +35,8 @@ class Baseline(Case):
     Attributes:
         name: in the tables.
         family: one of `FAMILIES`.
-        every_n_layers: activation checkpointing is on in every n-th layer.
+        activation_checkpointing: PyTorch's own, in every n-th layer.
+        tuned_malloc: malloc returns freed blocks to the system, as the engines set it up; False: glibc's defaults.
         backend: of `torch.compile`; None: the model is not compiled.
         budget: torch's `activation_memory_budget`.
         memory_cap: most bytes that torch may reserve on CUDA.
@@ -42,7 +44,9 @@ class Baseline(Case):
 
     name: str = ""
     family: str = ""
+    activation_checkpointing: bool = False
     every_n_layers: int = 1
+    tuned_malloc: bool = True
     backend: str | None = None
     budget: float | None = None
     memory_cap: int | None = None
@@ -55,6 +59,9 @@ class Baseline(Case):
 
         if self.activation_checkpointing:
             model.activation_checkpointing_enable(every_n_layers=self.every_n_layers)
+        if not self.tuned_malloc:
+            # glibc reads this at start-up only; set now, it just keeps malloc's settings from being changed.
+            os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(128 * 1024))
         if self.budget is not None:
             torch._functorch.config.activation_memory_budget = self.budget
         if self.backend is not None:

@@ -21,10 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from baselines import Baseline, measure
 from shared import MODELS, fill, make_config, pyplot, to_markdown
 from tqdm import tqdm
 
-from optimum_memopt.measure.measure_case import Case, Measurement, spawn
+from optimum_memopt.measure.measure_case import Measurement
 from optimum_memopt.plans.table import PlanTable
 from optimum_memopt.predict.workload import Workload
 
@@ -92,10 +93,9 @@ def measured(workloads: Mapping[str, Workload], arguments: argparse.Namespace) -
 
     def run(model: str, named: Named) -> None:
         bar.set_postfix_str(f"{model} {named.name}")
-        case = Case(
-            workloads[model], named.options, named.activation_checkpointing, named.tuned_malloc, arguments.steps
-        )
-        found[model].setdefault(named.name, []).append(spawn(case))
+        settings = {"activation_checkpointing": named.activation_checkpointing, "tuned_malloc": named.tuned_malloc}
+        case = Baseline(workloads[model], named.options, steps=arguments.steps, **settings)
+        found[model].setdefault(named.name, []).append(measure(case))
         bar.update()
 
     for _ in range(arguments.repeats):

@@ -6,7 +6,7 @@ import importlib
 import importlib.metadata
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -105,10 +105,15 @@ def accumulation_hooks(parameter: torch.Tensor) -> bool:
     return bool(parameter._post_accumulate_grad_hooks)
 
 
+def world_size() -> int:
+    """Processes in torch's process group; 1 without one."""
+    has_group = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size() if has_group else 1
+
+
 def store_of_ranks() -> "Store | None":
     """The key-value store that the process group was made with, None for a process alone (torch 2.13)."""
-    has_group = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if not has_group or torch.distributed.get_world_size() == 1:
+    if world_size() == 1:
         return None
     return importlib.import_module("torch.distributed.distributed_c10d")._get_default_store()
 
@@ -207,12 +212,8 @@ def without_modes() -> AbstractContextManager[Any]:
 def run_instead_of_loop(trainer: Any, train: Callable[..., Any], loop: Callable[[], None]) -> None:
     """Trainer's `train` with everything before its training loop, and this one in the loop's place: a new model of
     `model_init`, activation checkpointing, noise on embeddings (transformers 5.23)."""
-    name = "_inner_training_loop"
-    setattr(trainer, name, lambda *_, **__: loop())
-    try:
+    with mock.patch.object(trainer, "_inner_training_loop", side_effect=lambda *_, **__: loop()):
         train(trainer)
-    finally:
-        delattr(trainer, name)
 
 
 def prepared_for_training(trainer: Any) -> Any:
@@ -312,17 +313,10 @@ def models_without_weights() -> Iterator[None]:
         (module, "cuda", stays),
         (training_args, "is_torch_bf16_gpu_available", lambda: True),
     )
-    before = [(owner, name, vars(owner).get(name)) for owner, name, _ in replaced]
-    try:
+    with ExitStack() as stack:
         for owner, name, value in replaced:
-            setattr(owner, name, value)
+            stack.enter_context(mock.patch.object(owner, name, value))
         yield
-    finally:
-        for owner, name, value in before:
-            if value is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, value)
 
 
 # Arguments of `from_pretrained` that are none of a config: those that make the model, and those of its weights.

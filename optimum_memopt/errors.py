@@ -120,7 +120,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError):
         return True
     # torch.OutOfMemoryError is one; what a compiler or a launcher has wrapped is not.
-    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _WORDS)
+    return isinstance(error, RuntimeError) and says_out_of_memory(error)
+
+
+def says_out_of_memory(error: BaseException) -> bool:
+    """True for the words of an allocator."""
+    return any(words in str(error).lower() for words in _WORDS)
 
 
 def shortage(error: BaseException) -> Shortage:

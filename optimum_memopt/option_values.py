@@ -21,6 +21,11 @@ _PLURALS = {
 }
 
 
+def flag(default: Any, text: str, **metadata: Any) -> Any:
+    """A field of a dataclass of options: its default and help, and `choices` where only some values are allowed."""
+    return dataclasses.field(default=default, metadata={"help": text, **metadata})
+
+
 @dataclass(frozen=True)
 class Numbers:
     """The whole numbers that an option takes, both ends included: `Annotated[int, Numbers(1, 9)]`.

@@ -7,7 +7,7 @@ import copy
 import difflib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, make_dataclass
+from dataclasses import dataclass, fields, make_dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from optimum_memopt import option_values
@@ -23,7 +23,7 @@ from optimum_memopt.engines.shared.registry import (
     registrations,
 )
 from optimum_memopt.errors import MemOptError, excerpt
-from optimum_memopt.option_values import Numbers
+from optimum_memopt.option_values import Numbers, flag
 from optimum_memopt.plans.grammar import to_text
 
 _ENGINES = ", ".join(f"{engine.name} ({engine.summary})" for engine in registrations())
@@ -34,47 +34,35 @@ _OPTIMIZER_NEEDS = "; ".join(f"{name} needs {each.needs}" for name, each in OPTI
 class RunOptions(EngineOptions):
     """The options of a Trainer: logs, callbacks, optimizer, sampler."""
 
-    log_input_density: bool = field(
-        default=False,
-        metadata={"help": "Log the share of input and label tokens that is not padding, for each step that is shown."},
+    log_input_density: bool = flag(
+        False, "Log the share of input and label tokens that is not padding, for each step that is shown."
     )
-    log_memory_phases: bool = field(
-        default=False,
-        metadata={
-            "help": "Log memory held and peak memory before and after forward and backward and after the optimizer."
-        },
+    log_memory_phases: bool = flag(
+        False, "Log memory held and peak memory before and after forward and backward and after the optimizer."
     )
-    memory_opt_log_steps: Annotated[int, Numbers(0)] = field(
-        default=0,
-        metadata={
-            "help": "Steps of which trackers and the log file get density and phases: 0 for steps 0-9 and then powers "
-            "of two (the console shows 0, 1, 2, 4, 8, ...), or every N."
-        },
+    memory_opt_log_steps: Annotated[int, Numbers(0)] = flag(
+        0,
+        "Steps of which trackers and the log file get density and phases: 0 for steps 0-9 and then powers of two (the "
+        "console shows 0, 1, 2, 4, 8, ...), or every N.",
     )
-    memory_opt_log_file: os.PathLike | str | None = field(
-        default=None, metadata={"help": "Also append all findings to this file, one JSON object a line."}
+    memory_opt_log_file: os.PathLike | str | None = flag(
+        None, "Also append all findings to this file, one JSON object a line."
     )
-    memory_opt_optim: str | None = field(
-        default=None,
-        metadata={
-            "choices": tuple(OPTIMIZERS),
-            "help": "AdamW of another library, with Trainer's learning rate, betas, epsilon and weight decay, instead "
-            f"of --optim. {_OPTIMIZER_NEEDS}.",
-        },
+    memory_opt_optim: str | None = flag(
+        None,
+        "AdamW of another library, with Trainer's learning rate, betas, epsilon and weight decay, instead "
+        f"of --optim. {_OPTIMIZER_NEEDS}.",
+        choices=tuple(OPTIMIZERS),
     )
-    memory_opt_dry_run: str | None = field(
-        default=None,
-        metadata={
-            "help": "Do not train: show what each phase of the run takes on this device, as h100 or a JSON file, with "
-            "plain PyTorch, and end the script. Needs no GPU."
-        },
+    memory_opt_dry_run: str | None = flag(
+        None,
+        "Do not train: show what each phase of the run takes on this device, as h100 or a JSON file, with plain "
+        "PyTorch, and end the script. Needs no GPU.",
     )
-    group_by_complexity: bool = field(
-        default=False,
-        metadata={
-            "help": "Give all ranks samples of nearly the same length in each step, so that none waits for the "
-            "slowest. Lengths: the column --length_column_name, else attention_mask, else input_ids."
-        },
+    group_by_complexity: bool = flag(
+        False,
+        "Give all ranks samples of nearly the same length in each step, so that none waits for the slowest. Lengths: "
+        "the column --length_column_name, else attention_mask, else input_ids.",
     )
 
 
@@ -95,12 +83,10 @@ else:
 class MemOptOptions(_AllOptions):
     """Every option of the package, those of each engine among them; `check` finds what is wrong with them."""
 
-    memory_opt_engine: str = field(
-        default=AUTO,
-        metadata={
-            "choices": (AUTO, *engine_names()),
-            "help": f"What trains the model: {_ENGINES}, or auto: the first of them that works here.",
-        },
+    memory_opt_engine: str = flag(
+        AUTO,
+        f"What trains the model: {_ENGINES}, or auto: the first of them that works here.",
+        choices=(AUTO, *engine_names()),
     )
 
     def check(self, environ: Mapping[str, str] = os.environ) -> None:

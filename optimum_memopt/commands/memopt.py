@@ -9,7 +9,7 @@ import sys
 from argparse import REMAINDER, ArgumentParser
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 
@@ -131,27 +131,22 @@ class EnvCommand(BaseOptimumCLICommand):
                     engine.build()
             except MemOptError as error:
                 sys.exit(f"error: {error}")
-        reports = [engine.environment_report() for engine in factories]
-        versions = installed(reports)
-        if self.args.json:
-            report = {
-                "installed": versions,
-                "works": [asdict(ability) for report in reports for ability in report.abilities],
-                "extensions": {name: path for report in reports for name, path in report.built.items()},
-                "advice": advice(reports),
-            }
-            print(json.dumps(report, indent=2))
-        else:
-            print(to_text(versions, reports))
+        report = report_of([engine.environment_report() for engine in factories])
+        print(json.dumps(report, indent=2) if self.args.json else to_text(report))
 
 
-def installed(reports: "Sequence[Report]") -> dict[str, str | None]:
-    """Versions by name, None for what is not installed."""
+def report_of(reports: "Sequence[Report]") -> dict[str, Any]:
+    """What all engines report, and the versions of what they share; None for what is not installed."""
     from optimum_memopt.compat import installed_version
 
     versions = {name: version and version[1] for name in LIBRARIES for version in [installed_version((name,))]}
     own = {name: version for report in reports for name, version in report.installed.items()}
-    return {"python": platform.python_version(), **versions, "CUDA (of torch)": _cuda(), **own}
+    return {
+        "installed": {"python": platform.python_version(), **versions, "CUDA (of torch)": _cuda(), **own},
+        "works": [asdict(ability) for report in reports for ability in report.abilities],
+        "extensions": {name: path for report in reports for name, path in report.built.items()},
+        "advice": advice(reports),
+    }
 
 
 def _cuda() -> str | None:
@@ -178,26 +173,23 @@ def advice(reports: "Sequence[Report]") -> list[str]:
     return [*sorted(given, key=lambda line: not line.startswith("recommended")), default]
 
 
-def to_text(versions: Mapping[str, str | None], reports: "Sequence[Report]") -> str:
-    """The reports for a terminal."""
+def to_text(report: Mapping[str, Any]) -> str:
+    """`report_of` for a terminal."""
     from tabulate import tabulate
 
-    abilities = [ability for report in reports for ability in report.abilities]
-    extension_paths = {name: path for report in reports for name, path in report.built.items()}
-
+    abilities, extensions = report["works"], report["extensions"]
+    installed = [(name, version or "-") for name, version in report["installed"].items()]
+    works = [(each["what"], "yes" if each["works"] else "no", each["why"]) for each in abilities]
+    lists = {
+        "torch extensions": extensions.values(),
+        "to get what is missing": [f"{each['what']}: {each['command']}" for each in abilities if each["command"]],
+        "which engine": report["advice"],
+    }
     parts = [
-        tabulate([(name, version or "-") for name, version in versions.items()], headers=("installed", "version")),
-        tabulate(
-            [(a.what, "yes" if a.works else "no", a.why) for a in abilities],
-            headers=("what", "works", "why"),
-            maxcolwidths=(None, None, 70),
-        ),
+        tabulate(installed, headers=("installed", "version")),
+        tabulate(works, headers=("what", "works", "why"), maxcolwidths=(None, None, 70)),
+        *("\n  ".join((f"{title}:", *lines)) for title, lines in lists.items() if lines),
     ]
-    if extension_paths:
-        parts.append("\n".join(("torch extensions:", *(f"  {path}" for path in extension_paths.values()))))
-    if missing := [a for a in abilities if a.command]:
-        parts.append("\n".join(("to get what is missing:", *(f"  {a.what}: {a.command}" for a in missing))))
-    parts.append("\n".join(("which engine:", *(f"  {line}" for line in advice(reports)))))
     return "\n\n".join(parts)
 
 

@@ -8,14 +8,13 @@ the model and is not measured.
 
 import contextlib
 import json
-import os
 import signal
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from optimum_memopt.errors import MemOptError
@@ -35,8 +34,6 @@ class Case:
 
     Attributes:
         options: fields of `MemOptOptions`; None trains with plain PyTorch.
-        activation_checkpointing: PyTorch's own.
-        tuned_malloc: malloc returns freed blocks to the system, as the engines set it up; False: glibc's defaults.
         steps: measured steps after the first.
         bf16: forwards run under autocast to bfloat16, as with Trainer's `--bf16`.
         optimizer: each step ends with one of a fused AdamW, Trainer's default.
@@ -44,16 +41,12 @@ class Case:
 
     workload: Workload
     options: Mapping[str, Any] | None = field(default_factory=dict)
-    activation_checkpointing: bool = False
-    tuned_malloc: bool = True
     steps: int = 2
     bf16: bool = False
     optimizer: bool = False
 
     def prepare(self, model: Any) -> None:
         """Change the model, on its device, before an engine is attached; a hook for baselines."""
-        if self.activation_checkpointing:
-            model.gradient_checkpointing_enable()
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -138,15 +131,13 @@ def measure(case: Case) -> Measurement:
     occupied = _outside_torch_mib(device)
     batch = {name: tensor.to(device) for name, tensor in batch.items()}
     case.prepare(model)
-    if not case.tuned_malloc:
-        # glibc reads this at start-up only; set now, it just keeps the engine from changing malloc's settings.
-        os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(128 * 1024))
     engine = None
     if case.options is not None:
         name = case.options.get("memory_opt_engine", AUTO)
         own = {} if name == AUTO else factory(name).options_to_measure
         engine = optimize(model, **{"memory_opt_log_level": "warning", **own, **case.options})
-    if case.tuned_malloc and engine is None:
+    if engine is None:
+        # As engines set it up.
         malloc.return_freed_memory()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True) if case.optimizer else None
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=case.bf16)
@@ -210,8 +201,7 @@ def spawn(case: Case, program: Sequence[str] = ("-m", "optimum_memopt.measure.me
     if done.returncode != 0:
         raise MemOptError(_reason(done.returncode, done.stderr))
     remarks = (line.removeprefix(_REMARK) for line in done.stderr.splitlines() if line.startswith(_REMARK))
-    measurement = Measurement.from_json(done.stdout.splitlines()[-1])
-    return Measurement(**{**vars(measurement), "remarks": tuple(dict.fromkeys(remarks))})
+    return replace(Measurement.from_json(done.stdout.splitlines()[-1]), remarks=tuple(dict.fromkeys(remarks)))
 
 
 def _reason(returncode: int, stderr: str) -> str:

@@ -3,9 +3,9 @@
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, cast, get_args, get_origin, get_type_hints
 
 from optimum_memopt.errors import MemOptError, excerpt, path_excerpt, writing
 
@@ -47,7 +47,6 @@ _SHAPE = f'expected "format": "{FORMAT}", as optimum-cli memopt plan --budget â€
 _LARGEST_FILE = 64 * 2**20
 # Of operators, parameters and their numbers.
 _MOST = 2**63
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -148,12 +147,10 @@ class PlanFile:
                 f"plan {shown}: version {excerpt(content.get('version'))}; this optimum-memopt reads {VERSION}"
             )
         try:
-            return cls(
-                why=_text(content["why"]),
-                loss=_loss(content["loss"]),
-                solved_for=_dict(content["solved_for"]),
-                graphs=tuple(map(_graph, _list(content["graphs"]))),
-            )
+            plan: PlanFile = _parsed(cls, content)
+            if plan.loss not in LOSSES:
+                raise ValueError(f"loss {excerpt(plan.loss)}: allowed are {', '.join(LOSSES)}")
+            return plan
         except (KeyError, TypeError, ValueError) as error:
             raise MemOptError(f"plan {shown}: {type(error).__name__}: {excerpt(str(error))}") from None
 
@@ -181,53 +178,31 @@ def _parameters(counts: Sequence[int] | None) -> str:
     return f"{counts[0]} of {counts[1]:,} numbers" if counts else "none"
 
 
-def _graph(value: Any) -> GraphEntry:
-    signature = _dict(_dict(value)["signature"])
-    return GraphEntry(
-        GraphSignature(
-            {dtype: _parameter_counts(counts) for dtype, counts in _dict(signature["parameters"]).items()},
-            {name: _count(count) for name, count in _dict(signature["operators"]).items()},
-            _text(signature["digest"]),
-        ),
-        _typed(value["by_torch"], bool, "true or false"),
-        tuple(
-            LayerEntry(**{name: tuple(map(_text, _list(layer[name]))) for name in LayerEntry.__dataclass_fields__})
-            for layer in map(_dict, _list(value["layers"]))
-        ),
-    )
+# What JSON has for a type, and how it is called.
+_IN_JSON: dict[Any, tuple[Any, str]] = {
+    str: (str, "a string"),
+    bool: (bool, "true or false"),
+    tuple: (list, "a list"),
+    Mapping: (dict, "an object"),
+}
 
 
-def _parameter_counts(value: Any) -> tuple[int, int]:
-    count, numbers = _list(value)
-    return _count(count), _count(numbers)
-
-
-def _loss(value: Any) -> str:
-    if value not in LOSSES:
-        raise ValueError(f"loss {excerpt(value)}: allowed are {', '.join(LOSSES)}")
-    return _text(value)
-
-
-def _count(value: Any) -> int:
-    # An exact type, since true is a number of Python's.
-    if type(value) is not int or not 0 <= value < _MOST:
-        raise ValueError(f"expected a count from 0 on, not {excerpt(value) or repr(value)}")
-    return value
-
-
-def _text(value: Any) -> str:
-    return _typed(value, str, "a string")
-
-
-def _list(value: Any) -> list[Any]:
-    return _typed(value, list, "a list")
-
-
-def _dict(value: Any) -> dict[str, Any]:
-    return _typed(value, dict, "an object")
-
-
-def _typed(value: Any, kind: type[_T], name: str) -> _T:
-    if not isinstance(value, kind):
+def _parsed(kind: Any, value: Any) -> Any:
+    """A value of JSON as the type of a field. Raises KeyError, TypeError or ValueError."""
+    if kind is Any:
+        return value
+    if kind is int:
+        # An exact type, since true is a number of Python's.
+        if type(value) is not int or not 0 <= value < _MOST:
+            raise ValueError(f"expected a count from 0 on, not {excerpt(value) or repr(value)}")
+        return value
+    origin, arguments = Mapping if is_dataclass(kind) else get_origin(kind) or kind, get_args(kind)
+    json_kind, name = _IN_JSON[origin]
+    if not isinstance(value, json_kind):
         raise TypeError(f"expected {name}, not {excerpt(value) or repr(value)}")
-    return value
+    if is_dataclass(kind):
+        return cast(type, kind)(**{field: _parsed(hint, value[field]) for field, hint in get_type_hints(kind).items()})
+    if origin is tuple:
+        kinds = arguments[:1] * len(value) if arguments[-1] is ... else arguments
+        return tuple(_parsed(*pair) for pair in zip(kinds, value, strict=True))
+    return {key: _parsed(arguments[1], item) for key, item in value.items()} if origin is Mapping else value

@@ -3,7 +3,7 @@
 import torch
 
 from optimum_memopt.engines.api.run import Selection
-from optimum_memopt.engines.ort.options.flags import OrtOptions
+from optimum_memopt.engines.ort.options import OrtOptions
 from optimum_memopt.engines.ort.session.session import OrtSession
 
 

@@ -8,7 +8,7 @@ import torch
 
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.ort.compat import extensions, installation
-from optimum_memopt.engines.ort.options.flags import OrtOptions
+from optimum_memopt.engines.ort.options import OrtOptions
 from optimum_memopt.errors import MemOptError
 from tests.ort.helpers import Attach, Pair, environment_variables
 

@@ -36,7 +36,7 @@ needs_ort = pytest.mark.skipif(bool(missing()), reason="no onnxruntime-training"
 def train(name: str, selection: Selection) -> "OrtEngine":
     """One step of a model of the zoo; the engine stays attached."""
     from optimum_memopt.engines.ort.engine import OrtEngine
-    from optimum_memopt.engines.ort.options.flags import OrtOptions
+    from optimum_memopt.engines.ort.options import OrtOptions
 
     model, engine = ZOO[name].build(), OrtEngine(selection, OrtOptions(ort_fallback=False))
     engine.attach(model)

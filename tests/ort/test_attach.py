@@ -9,7 +9,7 @@ import torch
 
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.ort.engine import OrtEngine
-from optimum_memopt.engines.ort.options.flags import OrtOptions
+from optimum_memopt.engines.ort.options import OrtOptions
 from optimum_memopt.engines.shared.in_place import engine_of
 from optimum_memopt.errors import MemOptError
 from tests.gradients import accumulate, assert_same_step

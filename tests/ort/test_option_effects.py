@@ -6,7 +6,7 @@ import torch
 from optimum_memopt import MemOptError
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.ort.compat import internals
-from optimum_memopt.engines.ort.options.flags import OrtOptions
+from optimum_memopt.engines.ort.options import OrtOptions
 from tests.gradients import TOLERANCE, accumulate, assert_same_step
 from tests.ort.helpers import MLM, Tagger, environment_variables, needs_ort, optimize, run_script
 from tests.rotation import nightly

@@ -5,11 +5,10 @@ import torch
 
 import optimum_memopt
 from optimum_memopt import MemOptOptions, UnsupportedModelError
+from optimum_memopt.engines.ort import options
 from optimum_memopt.engines.ort.compat import extensions, installation
 from optimum_memopt.engines.ort.compat.installation import missing
-from optimum_memopt.engines.ort.options import flags
-from optimum_memopt.engines.ort.options.environment import ENV_OPTIONS, KNOWN, from_environment
-from optimum_memopt.engines.ort.options.flags import OrtOptions
+from optimum_memopt.engines.ort.options import ENV_OPTIONS, KNOWN, OrtOptions, from_environment
 from tests.gradients import accumulate, assert_same_step
 from tests.ort.helpers import MLM, ROOT, environment_variables, needs_ort, optimize, refusal
 
@@ -214,7 +213,7 @@ def test_what_needs_the_extensions_is_refused_without(option, monkeypatch):
         ({"ort_flash_attention": True}, "--ort_flash_attention without --ort_triton does nothing"),
         ({"ort_tuning_duration_ms": 5}, "--ort_tuning_duration_ms 5 without --ort_tuning does nothing"),
         ({"ort_tuning_duration_ms": -5, "ort_tuning": True}, "--ort_tuning_duration_ms -5: allowed are whole"),
-        ({"ort_tuning_results": "none.json"}, "--ort_tuning_results none.json: No such file"),
+        ({"ort_tuning_results": "none.json"}, "--ort_tuning_results file none.json: No such file"),
         ({"ort_tuning_results": "no/such.json", "ort_tuning": True}, "--ort_tuning_results no/such.json: no such"),
         ({"ort_tuning_results": __file__}, "test_options.py: not JSON"),
         ({"ort_conv_search": "FAST"}, "--ort_conv_search FAST: allowed are HEURISTIC, EXHAUSTIVE"),
@@ -234,7 +233,7 @@ def test_what_does_not_go_together_is_refused(options, message, with_cuda):
 )
 def test_stage_3_support_names_the_deepspeed_that_it_needs(version, message, monkeypatch, with_cuda):
     found = version and ("deepspeed", version)
-    monkeypatch.setattr(flags, "installed_version", lambda names: found)
+    monkeypatch.setattr(options, "installed_version", lambda names: found)
     assert message in refusal(ort_zero_stage3=True)
-    monkeypatch.setattr(flags, "installed_version", lambda names: ("deepspeed", "0.13.1"))
+    monkeypatch.setattr(options, "installed_version", lambda names: ("deepspeed", "0.13.1"))
     MemOptOptions(ort_zero_stage3=True).check()

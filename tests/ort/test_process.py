@@ -13,7 +13,7 @@ import torch
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.ort.compat import ortmodule
 from optimum_memopt.engines.ort.engine import OrtEngine
-from optimum_memopt.engines.ort.options.flags import OrtOptions
+from optimum_memopt.engines.ort.options import OrtOptions
 from tests import fresh_process
 from tests.gradients import assert_same_step
 from tests.model_zoo import ZOO

@@ -12,7 +12,7 @@ from optimum_memopt.engines.ort.compat.extensions import SUBSTITUTIONS, Substitu
 from optimum_memopt.errors import MemOptError
 
 needs_wheel = pytest.mark.skipif(installation.onnxruntime_dir() is None, reason="no onnxruntime-training")
-GREETING = Substitution(file="a.cc", old="hello", new="good day", since="1.0", why="manners", link="https://a.b")
+GREETING = Substitution("a.cc", "hello", "good day")
 
 
 def patched_sources() -> str:
@@ -52,5 +52,5 @@ def test_sources_that_are_not_as_expected_are_refused(text, found):
 
 
 def test_a_pattern_is_replaced_whole_and_its_replacement_taken_literally():
-    pattern = Substitution(**{**vars(GREETING), "old": re.compile(r"int f\(.*?\n}\n", re.DOTALL), "new": r"\1 \n"})
+    pattern = Substitution("a.cc", re.compile(r"int f\(.*?\n}\n", re.DOTALL), r"\1 \n")
     assert substitute("int f(\n) {\n}\nint g;\n", pattern) == "\\1 \\nint g;\n"

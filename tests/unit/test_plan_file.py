@@ -53,7 +53,7 @@ def changed_signature(**changes: Any) -> str:
         (changed(graphs=3), "TypeError: "),
         (changed(why=None), "expected a string, not None"),
         (changed(loss="evil"), "loss evil: allowed are plain, chunked"),
-        (changed(loss=["plain"]), "loss ['plain']: allowed are plain, chunked"),
+        (changed(loss=["plain"]), "expected a string, not ['plain']"),
         (changed(solved_for=[["model", "GPT2"]]), "expected an object, not [['model', 'GPT2']]"),
         (changed(graphs={"1": 2}), "expected a list, not {'1': 2}"),
         (changed_graph(layers="h.0"), "expected a list, not h.0"),
@@ -69,7 +69,7 @@ def changed_signature(**changes: Any) -> str:
         (changed_signature(operators={"gelu": 10**400}), "expected a count from 0 on, not 1000"),
         (changed_signature(operators={"gelu": ""}), "expected a count from 0 on, not ''"),
         (changed_signature(parameters={"float32": "12"}), "expected a list, not 12"),
-        (changed_signature(parameters={"float32": [1]}), "not enough values to unpack"),
+        (changed_signature(parameters={"float32": [1]}), "argument 2 is shorter than argument 1"),
     ],
 )
 def test_what_is_no_plan_file_is_refused_in_one_line(tmp_path: Path, text: str, reason: str) -> None:

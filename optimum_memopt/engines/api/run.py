@@ -7,7 +7,7 @@ from typing import Annotated, Any, Generic, TypeVar
 
 from optimum_memopt.logs import LOG_LEVELS, get_logger, set_log_level
 from optimum_memopt.memory.optimizers import DEFAULT, Optimizer
-from optimum_memopt.option_values import Numbers
+from optimum_memopt.option_values import Numbers, flag
 from optimum_memopt.plans.grammar import ConfigSource, PlanConfig, to_text
 from optimum_memopt.plans.plan_file import PlanFile
 from optimum_memopt.sizes import Budget
@@ -105,50 +105,39 @@ class EngineOptions:
     """
 
     memory_opt_engine: str = AUTO
-    memory_opt_config: ConfigSource | None = field(
-        default=None,
-        metadata={
-            "help": "Plans to turn on, cluster_id:strategy:count separated by commas, or a JSON file with a list of "
-            "such strings. Strategy: 0 none, 1 recompute, 2 recompute with compromised saving, 3 offload to the host "
-            "(compile engine). Count: -1 all, 0 off, N the first N (compile engine). Example: Gelu+:1:-1. The plan "
-            "table lists the cluster ids of your model."
-        },
+    memory_opt_config: ConfigSource | None = flag(
+        None,
+        "Plans to turn on, cluster_id:strategy:count separated by commas, or a JSON file with a list of such strings. "
+        "Strategy: 0 none, 1 recompute, 2 recompute with compromised saving, 3 offload to the host (compile engine). "
+        "Count: -1 all, 0 off, N the first N (compile engine). Example: Gelu+:1:-1. The plan table lists the cluster "
+        "ids of your model.",
     )
-    memory_opt_level: Annotated[int, _LEVELS] = field(
-        default=0,
-        metadata={
-            "help": "0: the plans of --memory_opt_config. 1: all recomputable plans inside each transformer layer, "
-            "less those that would raise the peak. 2: also those with compromised saving. Not together with a config."
-        },
+    memory_opt_level: Annotated[int, _LEVELS] = flag(
+        0,
+        "0: the plans of --memory_opt_config. 1: all recomputable plans inside each transformer layer, less those "
+        "that would raise the peak. 2: also those with compromised saving. Not together with a config.",
     )
-    memory_opt_strict: bool = field(
-        default=True,
-        metadata={"help": "Stop at a cluster id that the model does not have; false: warn and go on without it."},
+    memory_opt_strict: bool = flag(
+        True, "Stop at a cluster id that the model does not have; false: warn and go on without it."
     )
-    memory_opt_log_level: str = field(
-        default="info",
-        metadata={
-            "choices": tuple(LOG_LEVELS),
-            "help": "info: the plan table, on rank 0. devinfo: also each node as the engine sees it, on all ranks, "
-            "and a line for each memory phase. verbose: also the engine's own log.",
-        },
+    memory_opt_log_level: str = flag(
+        "info",
+        "info: the plan table, on rank 0. devinfo: also each node as the engine sees it, on all ranks, and a line for "
+        "each memory phase. verbose: also the engine's own log.",
+        choices=tuple(LOG_LEVELS),
     )
-    memory_opt_report: os.PathLike | str | None = field(
-        default=None,
-        metadata={
-            "help": "When training ends, however it ends, write a page about its memory to this HTML file: the step "
-            "operator by operator, predicted beside measured phases, the plan table. Measures memory phases as "
-            "--log_memory_phases does. Needs the extra report."
-        },
+    memory_opt_report: os.PathLike | str | None = flag(
+        None,
+        "When training ends, however it ends, write a page about its memory to this HTML file: the step operator by "
+        "operator, predicted beside measured phases, the plan table. Measures memory phases as --log_memory_phases "
+        "does. Needs the extra report.",
     )
-    memory_opt_on_oom: str = field(
-        default=EXPLAIN,
-        metadata={
-            "choices": ON_OOM,
-            "help": "When a training step runs out of memory. explain: log what was held and what would have fit, "
-            "write memory_report.json into --output_dir, and stop with the same error. replan: plan for what there "
-            "is, run the same step again and go on, at most three times; compile engine, not with DeepSpeed.",
-        },
+    memory_opt_on_oom: str = flag(
+        EXPLAIN,
+        "When a training step runs out of memory. explain: log what was held and what would have fit, write "
+        "memory_report.json into --output_dir, and stop with the same error. replan: plan for what there is, run the "
+        "same step again and go on, at most three times; compile engine, not with DeepSpeed.",
+        choices=ON_OOM,
     )
 
     @property

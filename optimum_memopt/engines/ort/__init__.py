@@ -9,7 +9,7 @@ import torch
 
 from optimum_memopt.engines.api.factory import EngineFactory
 from optimum_memopt.engines.ort.compat.installation import DISTRIBUTIONS, missing
-from optimum_memopt.engines.ort.options.flags import FOR_ANY_ENGINE, NEED_TRAINER, PER_RANK, OrtOptions
+from optimum_memopt.engines.ort.options import FOR_ANY_ENGINE, NEED_TRAINER, PER_RANK, OrtOptions
 from optimum_memopt.engines.shared.registry import Provider, Registration, register_engine, register_optimizer
 
 __all__ = ["DISTRIBUTIONS", "OrtOptions", "missing"]

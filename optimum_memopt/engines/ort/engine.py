@@ -9,9 +9,9 @@ import torch
 
 from optimum_memopt.compat import is_encoder_decoder
 from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.ort import options as ort_options
 from optimum_memopt.engines.ort.compat import torch_modules
-from optimum_memopt.engines.ort.options import flags
-from optimum_memopt.engines.ort.options.flags import OrtOptions
+from optimum_memopt.engines.ort.options import OrtOptions
 from optimum_memopt.engines.ort.session.graph_plans import check_supported
 from optimum_memopt.engines.ort.session.module_state import ModuleState, ReexportLimit, SharedCopy, describe_changes
 from optimum_memopt.engines.ort.session.module_with_loss import LabelShapes, return_loss_only, with_label_smoothing
@@ -39,11 +39,8 @@ class OrtEngine(in_place.InPlaceEngine):
 
     name = "ort"
 
-    def __init__(
-        self, selection: Selection | None = None, options: OrtOptions | None = None, log_level: str = "info"
-    ) -> None:
+    def __init__(self, selection: Selection | None = None, options: OrtOptions | None = None) -> None:
         self._options = options or OrtOptions()
-        self._log_level = log_level
         self._smoothing: LabelSmoothing | None = None
         self._exported_attention: str | None = None
         self._reexports = ReexportLimit()
@@ -64,7 +61,7 @@ class OrtEngine(in_place.InPlaceEngine):
     def check_arguments(self, args: "TrainingArguments") -> None:
         """Refuse Trainer arguments that ONNX Runtime cannot train with. Raises MemOptError."""
         checks.check_arguments(args, self._options.ort_allow_autograd_checkpoint, self._options.ort_zero_stage3)
-        flags.check_arguments(self._options, args)
+        ort_options.check_arguments(self._options, args)
 
     def _enter(self) -> None:
         self._attention = None
@@ -75,7 +72,7 @@ class OrtEngine(in_place.InPlaceEngine):
         exported_with, self._exported_attention = self._exported_attention, checks.attention(self._model)
         if exported_with != self._exported_attention:
             self._forget()
-        for remark in (*checks.remarks(self._model), flags.skip_check_remark(self._options.ort_skip_check)):
+        for remark in (*checks.remarks(self._model), ort_options.skip_check_remark(self._options.ort_skip_check)):
             if remark:
                 get_logger().warning(remark)
 
@@ -104,7 +101,7 @@ class OrtEngine(in_place.InPlaceEngine):
 
     def _check(self, model: torch.nn.Module) -> None:
         checks.check(model, self._options.ort_allow_autograd_checkpoint)
-        flags.check_model(self._options, model)
+        ort_options.check_model(self._options, model)
 
     def plans(self) -> PlanTable | None:
         """The table of the current training graph, None before the first training forward."""
@@ -151,7 +148,7 @@ class OrtEngine(in_place.InPlaceEngine):
             if self._session is None:
                 if reason := checks.unsupported_reason(self._model):
                     return self._fall_back(reason)(*args, **kwargs)
-                self._session = OrtSession(self._export_copy(), self._options, self._selection, self._log_level)
+                self._session = OrtSession(self._export_copy(), self._options, self._selection)
                 self._label_shapes = LabelShapes(is_encoder_decoder(self._model))
             if self._options.ort_module_with_loss:
                 self._label_shapes.check(kwargs)

@@ -13,8 +13,7 @@ from optimum_memopt.engines.api.factory import Ability, EngineFactory, Report, T
 from optimum_memopt.engines.api.run import EXPLAIN, Selection
 from optimum_memopt.engines.ort.compat import extensions, installation, ortmodule
 from optimum_memopt.engines.ort.compat.installation import clash, install_command
-from optimum_memopt.engines.ort.options import environment
-from optimum_memopt.engines.ort.options.flags import OrtOptions
+from optimum_memopt.engines.ort.options import PREFIX, OrtOptions, from_environment
 from optimum_memopt.engines.ort.session.graph_plans import check_supported
 from optimum_memopt.engines.shared.registry import engine_names, given_flags
 from optimum_memopt.errors import MemOptError
@@ -72,7 +71,7 @@ class OrtFactory(EngineFactory[OrtOptions]):
 
     def in_force(self, options: OrtOptions, environ: Mapping[str, str]) -> tuple[OrtOptions, tuple[str, ...]]:
         """The options as ORT's variables change them; under `auto` another engine is the fallback."""
-        chosen, remarks = environment.from_environment(options, environ)
+        chosen, remarks = from_environment(options, environ)
         if options.memory_opt_engine != NAME:
             chosen.ort_fallback = False
         return chosen, remarks
@@ -81,7 +80,7 @@ class OrtFactory(EngineFactory[OrtOptions]):
         """An engine, not yet attached. Raises ConfigError for a plan that ONNX Runtime cannot apply."""
         from optimum_memopt.engines.ort.engine import OrtEngine
 
-        return OrtEngine(selection, options, options.memory_opt_log_level)
+        return OrtEngine(selection, options)
 
     def trainer_parts(self, trainer: "Trainer", engine: Engine, options: OrtOptions) -> TrainerParts:
         """`--ort_module_with_loss` and `--ort_fp16_optimizer`.
@@ -128,7 +127,7 @@ class OrtFactory(EngineFactory[OrtOptions]):
         variables = {
             f"{name} in the environment": value
             for name, value in os.environ.items()
-            if name.startswith(environment.PREFIX) and name not in _PER_RANK_VARIABLES
+            if name.startswith(PREFIX) and name not in _PER_RANK_VARIABLES
         }
         return ({f"version of {version[0]}": version[1]} if version else {}) | variables
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from optimum_memopt.compat import world_size
 from optimum_memopt.engines.api.engine import Engine, Smoothing
 from optimum_memopt.engines.api.run import Resolved, Selection
 from optimum_memopt.engines.shared.forward_patch import ForwardState, TrainForward, training_forward
@@ -110,7 +111,7 @@ class AutoEngine:
         try:
             return train_by_first(*args, **kwargs)
         except UnsupportedModelError as error:
-            if has_trained and _world_size() > 1:
+            if has_trained and world_size() > 1:
                 # The ranks have been compared, and this one cannot know whether the others go on with the first.
                 raise
             why = error.why
@@ -140,8 +141,3 @@ class AutoEngine:
         # Only now, since the second one may refuse the plan.
         first.detach()
         self._current, self._create_second, self._train_by_first = second, None, None
-
-
-def _world_size() -> int:
-    is_used = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_world_size() if is_used else 1

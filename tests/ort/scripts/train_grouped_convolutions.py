@@ -8,7 +8,7 @@ import torch
 from optimum_memopt import UnsupportedModelError
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.ort.engine import OrtEngine
-from optimum_memopt.engines.ort.options.flags import OrtOptions
+from optimum_memopt.engines.ort.options import OrtOptions
 from tests.gradients import assert_same_step
 from tests.model_zoo import _BERT, Case, masked_lm
 

@@ -252,7 +252,7 @@ def with_detached_outputs(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def without_logits(forward: Callable[..., Any]) -> Callable[..., Any]:
     """`forward` without the logits among its outputs, where the first is the loss."""
-    return _then(forward, _unless_logits)
+    return _then(forward, lambda value, name: None if name.endswith("logits") or name == "1" else value)
 
 
 def _then(forward: Callable[..., Any], change: Callable[[Any, str], Any]) -> Callable[..., Any]:
@@ -287,10 +287,6 @@ def _beside_loss(outputs: Any, change: Callable[[Any, str], Any]) -> Any:
 
 def _is_loss(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() == 0
-
-
-def _unless_logits(value: Any, name: str) -> Any:
-    return None if name.endswith("logits") or name == "1" else value
 
 
 def _detached(value: Any, name: str) -> Any:

@@ -244,7 +244,8 @@ def _reduction_buffer(
     if along_fastest and outputs == 1 and width >= 128:
         width //= 4
     block_threads = 512 // per_load
-    width_power, height_power = (min(_last_power(size), block_threads) for size in (width, height))
+    # The largest powers of two in them.
+    width_power, height_power = (min(1 << max(0, size.bit_length() - 1), block_threads) for size in (width, height))
     block_width = min(width_power, _WARP)
     block_height = min(height_power, block_threads // block_width)
     block_width = min(width_power, block_threads // block_height)
@@ -267,10 +268,6 @@ def _reduction_buffer(
     partial = outputs * blocks_per_output * (1 if along_fastest else block_width * per_load)
     semaphores = 4 * grid
     return partial * itemsize + semaphores
-
-
-def _last_power(size: int) -> int:
-    return 1 << max(0, size.bit_length() - 1)
 
 
 def _parts(size: int, block: int) -> int:

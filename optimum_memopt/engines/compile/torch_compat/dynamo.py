@@ -10,6 +10,7 @@ import traceback
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
+from unittest import mock
 
 import sympy
 import torch
@@ -167,12 +168,8 @@ def compile_without_compiler(
 
     run = fx_graph.run_operators
     backend = aot_autograd(fw_compiler=run, bw_compiler=run, partition_fn=partitioner, decompositions=decompositions)
-    collect = graph_compile.collect_bw_donated_buffer_idxs
-    graph_compile.collect_bw_donated_buffer_idxs = lambda *graphs: []
-    try:
+    with mock.patch.object(graph_compile, "collect_bw_donated_buffer_idxs", return_value=[]):
         return backend(module, inputs)
-    finally:
-        graph_compile.collect_bw_donated_buffer_idxs = collect
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 from torch._functorch import config as functorch_config
@@ -112,8 +113,7 @@ def run_as_eager() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for owner, name, value in replaced:
             if hasattr(owner, name):
-                stack.callback(setattr, owner, name, getattr(owner, name))
-                setattr(owner, name, value)
+                stack.enter_context(mock.patch.object(owner, name, value))
         yield
 
 
@@ -300,7 +300,9 @@ def call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             args = (args[0], [chosen for index in args[1] for chosen in _indices(index)])
     if function is _aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
         # Its meta function takes bfloat16 alone, the kernels more.
-        halves = (argument.bfloat16() if _is_float(argument) else argument for argument in args)
+        halves = pytree.tree_map_only(
+            torch.Tensor, lambda one: one.bfloat16() if one.is_floating_point() else one, args
+        )
         return torch.empty_like(function(*halves, **kwargs), dtype=args[0].dtype)
     if function in _RESIZED_LOSSES and (len(args) < 3 or args[2]):
         # The result is resized from that of each element, whose memory it keeps (`native/BinaryOps.cpp`, 2.13).
@@ -315,10 +317,6 @@ def _made(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         with unset_fake_temporarily():
             results.constant = function(*args, **kwargs)
     return results
-
-
-def _is_float(argument: Any) -> bool:
-    return isinstance(argument, torch.Tensor) and argument.is_floating_point()
 
 
 def _is_mask(index: Any) -> bool:

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import fx
@@ -204,8 +205,7 @@ _TO_FLOAT32 = ("cumsum", "log_softmax.int", "prod", "softmax.int", "sum", "sum.d
 @contextlib.contextmanager
 def autocast_lists() -> Iterator[None]:
     """Autocast on the CPU casts as it does on CUDA."""
-    library = torch.library.Library("aten", "IMPL", "AutocastCPU")
-    try:
+    with torch.library._scoped_library("aten", "IMPL", "AutocastCPU") as library:
         with warnings.catch_warnings():
             # The CPU has rules of its own for some.
             warnings.simplefilter("ignore")
@@ -213,40 +213,29 @@ def autocast_lists() -> Iterator[None]:
                 for name in names:
                     library.impl(name, _cast_by(cast, name), allow_override=True)
         yield
-    finally:
-        library._destroy()
 
 
 @contextlib.contextmanager
 def fused_dropout() -> Iterator[None]:
     """Dropout on the CPU saves a boolean mask, as CUDA's kernel does, where the CPU's own saves one in the input's
     dtype (`aten/src/ATen/native/Dropout.cpp`, 2.13)."""
-    library = torch.library.Library("aten", "IMPL", "AutogradCPU")
 
     def dropout(tensor: torch.Tensor, p: float, train: bool) -> torch.Tensor:
         result: torch.Tensor = torch.ops.aten.native_dropout(tensor, p, train)[0] if train and 0 < p < 1 else tensor
         return result
 
-    try:
+    with torch.library._scoped_library("aten", "IMPL", "AutogradCPU") as library:
         library.impl("dropout", dropout, allow_override=True)
         yield
-    finally:
-        library._destroy()
 
 
-@contextlib.contextmanager
-def foreach_optimizers() -> Iterator[None]:
+def foreach_optimizers() -> contextlib.AbstractContextManager[Any]:
     """Optimizers on the CPU update all parameters at a time, as they do on CUDA where nobody says otherwise
     (`torch/optim/optimizer.py`, 2.13)."""
     from torch.optim import optimizer
 
     name = "_get_foreach_kernels_supported_devices"
-    before = getattr(optimizer, name)
-    setattr(optimizer, name, lambda: [*before(), "cpu"])
-    try:
-        yield
-    finally:
-        setattr(optimizer, name, before)
+    return mock.patch.object(optimizer, name, return_value=[*getattr(optimizer, name)(), "cpu"])
 
 
 def _cast_by(cast: Callable[[Any, Any], tuple[Any, Any]], name: str) -> Callable[..., Any]:

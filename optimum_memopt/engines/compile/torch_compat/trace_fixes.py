@@ -8,6 +8,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -55,11 +56,9 @@ class TraceFixes:
                 if getattr(module.weight, "CB", None) is not None:
                     getattr(module, _FIRST_FORWARD)()
             for module in self._nameless:
-                stack.callback(setattr, module, "loss_type", module.loss_type)
-                module.loss_type = _LOSS_WITHOUT_NAME
+                stack.enter_context(mock.patch.object(module, "loss_type", _LOSS_WITHOUT_NAME))
             for file, name, function in self._replaced:
-                stack.callback(setattr, file, name, getattr(file, name))
-                setattr(file, name, function)
+                stack.enter_context(mock.patch.object(file, name, function))
             for tensor in inputs.values():
                 if isinstance(tensor, torch.Tensor) and tensor.dim() >= _IMAGE_DIMS and tensor.is_floating_point():
                     dynamo.mark_static(tensor, range(1, tensor.dim()))

@@ -20,21 +20,15 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from types import ModuleType
-from typing import TextIO
+from typing import NamedTuple
 
 import torch
-from filelock import FileLock, Timeout
-from tqdm.auto import tqdm
+from filelock import FileLock
 
 from optimum_memopt.engines.ort.compat.installation import onnxruntime_build, onnxruntime_dir
 from optimum_memopt.errors import MemOptError
-from optimum_memopt.logs import get_logger, rank
+from optimum_memopt.logs import announced
 
 NAMES = ("aten_op_executor", "torch_interop_utils")
 BUILD_COMMAND = "optimum-cli memopt env --build"
@@ -42,48 +36,26 @@ CACHE_VARIABLE = "OPTIMUM_MEMOPT_CACHE"
 
 _PARENT = "onnxruntime.training.ortmodule.torch_cpp_extensions"
 
-# torch >= 2.7 hides symbols of libtorch_python.so without TORCH_PYTHON_API.
-_HIDDEN = "https://github.com/pytorch/pytorch/issues/154105"
-# torch >= 2.13: autograd nodes are owned by c10::intrusive_ptr instead of std::shared_ptr ...
-_INTRUSIVE = "https://github.com/pytorch/pytorch/pull/181782"
-# ... and PyNode no longer holds its Python object in a field `obj`, nor THPFunction its node weakly.
-_WRAPPING = "https://github.com/pytorch/pytorch/pull/181390"
 
-
-@dataclass(frozen=True)
-class Substitution:
-    """A replacement in one file.
-
-    Args:
-        file: path below the wheel's `torch_cpp_extensions/cpu`.
-        old: text or pattern that occurs exactly once in that file.
-        new: the replacement.
-        since: first torch release with which `old` fails; `any`: fails with all.
-        why: how it fails.
-        link: pull request or issue of torch.
-    """
+class Substitution(NamedTuple):
+    """A replacement in one file, a path below the wheel's `torch_cpp_extensions/cpu`, where `old` occurs once."""
 
     file: str
     old: str | re.Pattern[str]
     new: str
-    since: str
-    why: str
-    link: str
 
 
+# By the torch release that made each necessary. Since 2.7 symbols of libtorch_python.so without TORCH_PYTHON_API are
+# hidden (https://github.com/pytorch/pytorch/issues/154105): undefined symbol when the extension is imported.
 SUBSTITUTIONS: tuple[Substitution, ...] = (
+    # 2.14: torch's headers need C++20; without a -std flag torch's BuildExtension sets the right one
+    # (https://github.com/pytorch/pytorch/pull/178150).
+    Substitution("torch_interop_utils/setup.py", '["-O3", "-std=c++17"]', '["-O3"]'),
+    # 2.7: torch::utils::tensor_fromDLPack is hidden; in its place one of exported functions only.
     Substitution(
-        file="torch_interop_utils/setup.py",
-        old='["-O3", "-std=c++17"]',
-        new='["-O3"]',
-        since="2.14",
-        why="torch's headers need C++20; without a -std flag torch's BuildExtension sets the right one",
-        link="https://github.com/pytorch/pytorch/pull/178150",
-    ),
-    Substitution(
-        file="torch_interop_utils/custom_function_shared.h",
-        old="#include <torch/extension.h>\n",
-        new="""#include <ATen/DLConvertor.h>
+        "torch_interop_utils/custom_function_shared.h",
+        "#include <torch/extension.h>\n",
+        """#include <ATen/DLConvertor.h>
 #include <torch/csrc/autograd/python_function.h>
 #include <torch/extension.h>
 
@@ -96,25 +68,22 @@ inline at::Tensor tensor_from_capsule(PyObject* capsule) {
   return tensor;
 }
 """,
-        since="2.7",
-        why="replaces torch::utils::tensor_fromDLPack in the two files below, with exported functions only",
-        link=_HIDDEN,
     ),
     *(
         Substitution(
-            file=f"torch_interop_utils/{file}",
-            old="torch::utils::tensor_fromDLPack(args[arg_index])",
-            new="tensor_from_capsule(args[arg_index])",
-            since="2.7",
-            why="torch::utils::tensor_fromDLPack is not exported: undefined symbol when the extension is imported",
-            link=_HIDDEN,
+            f"torch_interop_utils/{file}",
+            "torch::utils::tensor_fromDLPack(args[arg_index])",
+            "tensor_from_capsule(args[arg_index])",
         )
         for file in ("custom_function_fw.cc", "custom_function_bw.cc")
     ),
+    # 2.7: typeinfo of PyNode is hidden. It was used to read ctx.dirty_tensors, which torch has always cleared by then:
+    # no input counted as dirty, and the second step of an in-place function failed (a leaf Variable that requires grad
+    # has been used in an in-place operation).
     Substitution(
-        file="torch_interop_utils/custom_function_fw.cc",
-        old=re.compile(r"static std::vector<bool> are_tensors_marked_as_dirty\(.*?\n}\n", re.DOTALL),
-        new="""static std::vector<bool> are_tensors_marked_as_dirty(at::Tensor&, std::vector<at::Tensor>& inputs) {
+        "torch_interop_utils/custom_function_fw.cc",
+        re.compile(r"static std::vector<bool> are_tensors_marked_as_dirty\(.*?\n}\n", re.DOTALL),
+        """static std::vector<bool> are_tensors_marked_as_dirty(at::Tensor&, std::vector<at::Tensor>& inputs) {
   std::vector<bool> dirty;
   for (const auto& tensor : inputs) {
     // Clones made for this call: version 0, unless the function wrote into them.
@@ -123,15 +92,12 @@ inline at::Tensor tensor_from_capsule(PyObject* capsule) {
   return dirty;
 }
 """,
-        since="2.7",
-        why="typeinfo of PyNode is not exported: undefined symbol. It was used to read ctx.dirty_tensors, which torch "
-        "has always cleared by then: no input counted as dirty, and the second step of an in-place function failed "
-        "(a leaf Variable that requires grad has been used in an in-place operation)",
-        link=_HIDDEN,
     ),
+    # 2.7: typeinfo of PyNode is hidden. 2.13: PyNode no longer holds its Python object in a field `obj`
+    # (https://github.com/pytorch/pytorch/pull/181390), and nodes are owned by c10::intrusive_ptr.
     Substitution(
-        file="torch_interop_utils/custom_function_fw.cc",
-        old="""  const std::shared_ptr<torch::autograd::Node>& cdata = tensor_owning_ctx.value().grad_fn();
+        "torch_interop_utils/custom_function_fw.cc",
+        """  const std::shared_ptr<torch::autograd::Node>& cdata = tensor_owning_ctx.value().grad_fn();
   auto py_node_fn = dynamic_cast<torch::autograd::PyNode*>(cdata.get());
   TORCH_CHECK(py_node_fn != nullptr, "cdata is not PyNode type.");
 
@@ -141,29 +107,27 @@ inline at::Tensor tensor_from_capsule(PyObject* capsule) {
 
   TORCH_CHECK(py_fn != nullptr, "cdata is not THPFunction type.");
 """,
-        new="""  const auto& cdata = tensor_owning_ctx.value().grad_fn();
+        """  const auto& cdata = tensor_owning_ctx.value().grad_fn();
   py::object ret = py::reinterpret_steal<py::object>(torch::autograd::functionToPyObject(cdata));
   TORCH_CHECK(THPFunction_Check(ret.ptr()), "cdata is not PyNode type.");
   THPFunction* py_fn = (THPFunction*)ret.ptr();
 """,
-        since="2.7",
-        why="typeinfo of PyNode is not exported (2.7): undefined symbol; PyNode::obj and shared_ptr are gone (2.13)",
-        link=_WRAPPING,
     ),
+    # 2.13: THPFunction no longer holds its node weakly (the same pull request); it is the output's grad_fn.
     Substitution(
-        file="torch_interop_utils/custom_function_fw.cc",
-        old="auto saved_for = py_fn->cdata.lock();",
-        new="const auto& saved_for = cdata;",
-        since="2.13",
-        why="THPFunction::cdata is no weak pointer any more; the node that it names is the output's grad_fn",
-        link=_WRAPPING,
+        "torch_interop_utils/custom_function_fw.cc",
+        "auto saved_for = py_fn->cdata.lock();",
+        "const auto& saved_for = cdata;",
     ),
+    # Any torch: the gradient of an unused output always had the shape of the first batch: an error, or a wrong
+    # broadcast, as soon as the batch changes; torch's own record of this call has the right shape
+    # (https://github.com/pytorch/pytorch/blob/v2.9.1/torch/csrc/autograd/python_function.cpp).
     Substitution(
-        file="torch_interop_utils/custom_function_bw.cc",
-        old="""          auto& config = fw_kernel_info.materialize_grads_config.at(arg_index - 1);
+        "torch_interop_utils/custom_function_bw.cc",
+        """          auto& config = fw_kernel_info.materialize_grads_config.at(arg_index - 1);
           tensor = at::zeros(std::get<0>(config), std::get<1>(config));  // shift by 1 to skip context input.
 """,
-        new="""          if (THPFunction_Check(ctx.ptr())) {
+        """          if (THPFunction_Check(ctx.ptr())) {
             at::OptionalDeviceGuard guard;
             tensor = reinterpret_cast<THPFunction*>(ctx.ptr())->output_info.at(arg_index - 1).zeros(guard);
           } else {
@@ -171,18 +135,13 @@ inline at::Tensor tensor_from_capsule(PyObject* capsule) {
             tensor = at::zeros(std::get<0>(config), std::get<1>(config));
           }
 """,
-        since="any",
-        why="the gradient of an unused output always had the shape of the first batch: an error, or a wrong "
-        "broadcast, as soon as the batch changes; torch's own record of this call has the right shape",
-        link="https://github.com/pytorch/pytorch/blob/v2.9.1/torch/csrc/autograd/python_function.cpp",
     ),
+    # 2.13: AutogradMeta::grad_fn_ is an intrusive_ptr (https://github.com/pytorch/pytorch/pull/181782): no conversion
+    # to shared_ptr.
     Substitution(
-        file="torch_interop_utils/ctx_pool.h",
-        old="std::unordered_map<size_t, std::shared_ptr<torch::autograd::Node>> grad_fns_;",
-        new="std::unordered_map<size_t, decltype(torch::autograd::AutogradMeta::grad_fn_)> grad_fns_;",
-        since="2.13",
-        why="AutogradMeta::grad_fn_ is an intrusive_ptr: no conversion to shared_ptr",
-        link=_INTRUSIVE,
+        "torch_interop_utils/ctx_pool.h",
+        "std::unordered_map<size_t, std::shared_ptr<torch::autograd::Node>> grad_fns_;",
+        "std::unordered_map<size_t, decltype(torch::autograd::AutogradMeta::grad_fn_)> grad_fns_;",
     ),
 )
 
@@ -304,7 +263,9 @@ def build() -> dict[str, Path]:
     sources, folder = sources_dir(), cache_dir()
     check_compiler()
     folder.mkdir(parents=True, exist_ok=True)
-    with _progress() as show, _locked(folder / "lock", partial(show, "waiting for another process that builds")):
+    task, waiting = "the torch extensions", "waiting for another process that builds them"
+    announcement = announced(f"building {task}", f"built {task}", str(folder), stage=waiting)
+    with announcement as progress, FileLock(folder / "lock"):
         if built := find():
             return built
         work, log = folder / "build", folder / "build.log"
@@ -318,23 +279,22 @@ def build() -> dict[str, Path]:
                     text = source.read_text(encoding="utf-8")
                     target.write_text(patch_source(f"{target.parent.name}/{source.name}", text), encoding="utf-8")
             for number, name in enumerate(NAMES, 1):
-                _compile(work / name, log, partial(show, f"building {name} ({number}/{len(NAMES)})"))
+                progress.stage = f"{name} ({number}/{len(NAMES)})"
+                _compile(work / name, log)
             for name, path in expected_paths(folder).items():
                 os.replace(work / name / "out" / path.name, path)
             log.unlink()
         finally:
             shutil.rmtree(work, ignore_errors=True)
-    get_logger().info("torch extensions built in %s", folder)
     return expected_paths(folder)
 
 
-def load(paths: dict[str, Path]) -> dict[str, ModuleType]:
+def load(paths: dict[str, Path]) -> None:
     """Import the built extensions under the names that onnxruntime imports; a second call has no effect.
 
     Raises:
         MemOptError: a file cannot be loaded, for instance one that another machine built in a shared home folder.
     """
-    modules = {}
     for name, path in paths.items():
         full_name = f"{_PARENT}.{name}"
         module = sys.modules.get(full_name)
@@ -350,41 +310,25 @@ def load(paths: dict[str, Path]) -> dict[str, ModuleType]:
         # A later import of the parent finds the module in sys.modules by itself.
         if parent := sys.modules.get(_PARENT):
             setattr(parent, name, module)
-        modules[name] = module
-    return modules
 
 
-def _compile(folder: Path, log: Path, tick: Callable[[], None]) -> None:
+def _compile(folder: Path, log: Path) -> None:
     """Build the extension in `folder` and import it, each in a subprocess with output to `log`.
 
-    The import finds symbols that torch hides, which the linker does not. `tick` is called while a subprocess runs.
+    The import finds symbols that torch hides, which the linker does not.
     """
-    for python_arguments in (
+    # Python's own flags include debug information: 40 MB of files and half a minute for nothing.
+    environment = {**os.environ, "CFLAGS": f"{os.environ.get('CFLAGS', '')} -g0"}
+    for arguments in (
         ["setup.py", "build_ext", "--build-lib", "out", "--build-temp", "tmp"],
         ["-c", f"import sys, torch; sys.path.insert(0, 'out'); import {folder.name}"],
     ):
         with log.open("w", encoding="utf-8") as output:
-            returncode = _run([sys.executable, *python_arguments], folder, output, tick)
-        if returncode != 0:
+            command = [sys.executable, *arguments]
+            done = subprocess.run(command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        if done.returncode != 0:
             reason = first_error(log.read_text(encoding="utf-8", errors="replace"))
             raise MemOptError(f"building {folder.name} failed: {reason} (full output: {log})")
-
-
-def _run(command: list[str], folder: Path, output: TextIO, tick: Callable[[], None]) -> int:
-    """Run a command and return its exit code; terminates it if this process is interrupted."""
-    # Python's own flags include debug information: 40 MB of files and half a minute for nothing.
-    environment = {**os.environ, "CFLAGS": f"{os.environ.get('CFLAGS', '')} -g0"}
-    process = subprocess.Popen(command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT)
-    try:
-        while process.poll() is None:
-            tick()
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(_tick_seconds())
-    finally:
-        if process.poll() is None:
-            process.terminate()
-            process.wait()
-    return process.returncode
 
 
 def first_error(output: str) -> str:
@@ -392,30 +336,3 @@ def first_error(output: str) -> str:
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     error = re.compile(r"\b(fatal )?error: |undefined reference|cannot find -l|No space left")
     return next(filter(error.search, lines), lines[-1] if lines else "no output")
-
-
-def _tick_seconds() -> float:
-    return 1.0 if sys.stderr.isatty() else 15.0
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """Yield a function that sets the text of a progress line with the elapsed time, on rank 0."""
-    layout = "[memopt] {desc}: {elapsed}"
-    with tqdm(disable=rank() != 0, bar_format=layout, desc="torch extensions", leave=False) as bar:
-        yield bar.set_description_str
-
-
-@contextmanager
-def _locked(path: Path, tick: Callable[[], None]) -> Iterator[None]:
-    """Hold the lock file; call `tick` while waiting for another process."""
-    lock = FileLock(path)
-    while not lock.is_locked:
-        try:
-            lock.acquire(timeout=_tick_seconds())
-        except Timeout:
-            tick()
-    try:
-        yield
-    finally:
-        lock.release()

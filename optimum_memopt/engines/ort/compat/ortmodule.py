@@ -184,16 +184,11 @@ def _run_without_extensions() -> None:
 @contextlib.contextmanager
 def _undo_replacements() -> Iterator[None]:
     """Restore what the import replaces: the engine forwards seeds itself and refuses checkpointing."""
-    before = [
-        (sys.modules[module], name, getattr(sys.modules[module], name))
-        for module, name in _REPLACED_BY_IMPORT
-        if module in sys.modules and hasattr(sys.modules[module], name)
-    ]
-    try:
+    with contextlib.ExitStack() as undo:
+        for module, name in _REPLACED_BY_IMPORT:
+            if hasattr(owner := sys.modules.get(module), name):
+                undo.callback(setattr, owner, name, getattr(owner, name))
         yield
-    finally:
-        for module, name, value in before:
-            setattr(module, name, value)
 
 
 @contextlib.contextmanager
@@ -216,11 +211,8 @@ def _preserve_logging_and_path() -> Iterator[None]:
 def _block_deepspeed_import() -> Iterator[None]:
     """Keep ORT from importing deepspeed, which it does only to replace the checkpoint function and can do without: the
     import takes seconds and starts DeepSpeed's accelerator detection in runs that do not use it."""
-    if "deepspeed" in sys.modules:
+    with contextlib.ExitStack() as undo:
+        if "deepspeed" not in sys.modules:
+            sys.modules["deepspeed"] = None  # type: ignore[assignment]
+            undo.callback(sys.modules.pop, "deepspeed")
         yield
-        return
-    sys.modules["deepspeed"] = None  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        del sys.modules["deepspeed"]

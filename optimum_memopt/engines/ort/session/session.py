@@ -19,12 +19,11 @@ from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.ort.compat import internals, ortmodule, torch_modules
 from optimum_memopt.engines.ort.compat.installation import DISTRIBUTIONS
 from optimum_memopt.engines.ort.graph_fixes import IndexCheck, as_index_error, mend
-from optimum_memopt.engines.ort.options import environment
-from optimum_memopt.engines.ort.options.flags import OrtOptions
+from optimum_memopt.engines.ort.options import OrtOptions, ignored_options, variables
 from optimum_memopt.engines.ort.session import graph_plans, module_with_loss
 from optimum_memopt.engines.ort.session.export_cache import ExportCache
 from optimum_memopt.engines.ort.support.checks import check_operators, refuse_side_effects
-from optimum_memopt.errors import MemOptError
+from optimum_memopt.errors import MemOptError, says_out_of_memory
 from optimum_memopt.logs import Progress, announced, get_logger
 from optimum_memopt.plans.table import PlanTable
 
@@ -33,8 +32,6 @@ _FAILED_CHECK = re.compile(
     r"/onnxruntime_src/\S*?(?P<place>[^/\s]+:\d+) .*\)>? (?:const )?"
     r"(?P<condition>\S.*was false\.|\[ONNXRuntimeError\][^:]*:[^:]*:[^:]*:) ?(?P<reason>.*)"
 )
-# What the CPU and CUDA allocators of ORT and torch say.
-_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "bad_alloc", "Failed to allocate memory")
 
 
 class OrtSession:
@@ -52,17 +49,15 @@ class OrtSession:
         MemOptError: ORT ignored one of the options.
     """
 
-    def __init__(
-        self, module: torch.nn.Module, options: OrtOptions, selection: Selection, log_level: str = "info"
-    ) -> None:
+    def __init__(self, module: torch.nn.Module, options: OrtOptions, selection: Selection) -> None:
         imported = ortmodule.load()
         ort = imported.ortmodule
         self.plans, self.insight = graph_plans.GraphTable(), ""
         self.table: PlanTable | None = None
         self.is_building, self.backward_is_due = True, False
         self._has_extensions = imported.has_extensions
-        self._options, self._selection, self._log_level = options, selection, log_level
-        self._environment = environment.variables(options)
+        self._options, self._selection = options, selection
+        self._environment = variables(options)
         self._config_file = ""
         self._inlined_functions: list[str] = []
         self._index_checks: dict[str, IndexCheck] = {}
@@ -75,12 +70,12 @@ class OrtSession:
             torch_modules.preserve_training_modes(module),
         ):
             levels = {"devinfo": ort.LogLevel.DEVINFO, "verbose": ort.LogLevel.VERBOSE}
-            level, folder = levels.get(log_level, ort.LogLevel.ERROR), options.ort_save_onnx or ""
+            level, folder = levels.get(options.memory_opt_log_level, ort.LogLevel.ERROR), options.ort_save_onnx or ""
             name = type(module).__name__
             debug_options = ort.DebugOptions(level, save_onnx=bool(folder), onnx_prefix=name, save_path=folder)
             self._ort = ort.ORTModule(module, debug_options)
             self.internals = internals.SessionInternals(self._ort)
-            if ignored := environment.ignored_options(options, self.internals.options):
+            if ignored := ignored_options(options, self.internals.options):
                 raise MemOptError(f"this build of ONNX Runtime does not do {', '.join(ignored)}; leave it out")
             self._patch_instance()
         # ORT's import replaces torch.manual_seed to forward every seed; compat undoes that, so forward it here.
@@ -132,7 +127,7 @@ class OrtSession:
         """Hide the exporter's warnings about traced branches, and those of deprecated properties, all of which
         ORTModule reads when it looks through the model's members."""
         with warnings.catch_warnings():
-            if self._log_level != "verbose":
+            if self._options.memory_opt_log_level != "verbose":
                 warnings.simplefilter("ignore")
             yield
 
@@ -256,7 +251,7 @@ def translate_out_of_memory() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if isinstance(error, torch.OutOfMemoryError) or not any(words in str(error) for words in _OUT_OF_MEMORY):
+        if isinstance(error, torch.OutOfMemoryError) or not says_out_of_memory(error):
             raise
         raise torch.OutOfMemoryError(f"ONNX Runtime is out of memory. {one_line(error)}") from error
 

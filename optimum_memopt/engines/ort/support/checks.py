@@ -15,6 +15,7 @@ from optimum_memopt.engines.ort.compat import installation, ortmodule, torch_mod
 from optimum_memopt.engines.ort.compat.extensions import BUILD_COMMAND
 from optimum_memopt.engines.ort.compat.installation import DISTRIBUTIONS
 from optimum_memopt.engines.shared import in_place
+from optimum_memopt.engines.shared.forward_patch import ForwardState
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
 from optimum_memopt.logs import get_logger
 
@@ -264,10 +265,9 @@ def refuse_side_effects(module: torch.nn.Module) -> Iterator[None]:
             outside of torch. ONNX Runtime would never update the former and reuse the same numbers at each step.
             Buffers and random states are restored, for the forward that runs instead.
     """
-    buffers = {name: (tensor, tensor.clone()) for name, tensor in module.named_buffers()}
+    before = ForwardState.of(module, with_buffers=True)
     tensors = (*module.named_buffers(), *module.named_parameters())
     versions = {name: (tensor, writes_to(tensor)) for name, tensor in tensors}
-    python_state, numpy_state = random.getstate(), numpy.random.get_state()
     yield
     after = dict((*module.named_buffers(), *module.named_parameters()))
     changed = [
@@ -275,28 +275,20 @@ def refuse_side_effects(module: torch.nn.Module) -> Iterator[None]:
         for name, (tensor, version) in versions.items()
         if name in after and (after[name] is not tensor or writes_to(tensor) != version)
     ]
+    draws_from = ["Python's random"] if random.getstate() != before.python else []
+    if not all(numpy.array_equal(*pair) for pair in zip(numpy.random.get_state(), before.numpy, strict=True)):
+        draws_from.append("numpy.random")
+    if not changed and not draws_from:
+        return
+    before.restore(module)
     if changed:
-        for name in filter(buffers.__contains__, changed):
-            tensor, copy = buffers[name]
-            with torch.no_grad():
-                tensor.copy_(copy)
-            owner, _, leaf = name.rpartition(".")
-            torch_modules.buffers(module.get_submodule(owner))[leaf] = tensor
         raise UnsupportedByOrt(
             f"its forward writes to {abbreviate(changed)}, which would not be updated, neither here nor in checkpoints"
         )
-    generators = []
-    if random.getstate() != python_state:
-        random.setstate(python_state)
-        generators.append("Python's random")
-    if not all(numpy.array_equal(*pair) for pair in zip(numpy.random.get_state(), numpy_state, strict=True)):
-        numpy.random.set_state(numpy_state)
-        generators.append("numpy.random")
-    if generators:
-        raise UnsupportedByOrt(
-            f"its forward draws from {' and '.join(generators)}, and the graph would use the same numbers at each "
-            "step; use torch's random functions"
-        )
+    raise UnsupportedByOrt(
+        f"its forward draws from {' and '.join(draws_from)}, and the graph would use the same numbers at each step; "
+        "use torch's random functions"
+    )
 
 
 def check_trainer_loss(trainer: Trainer) -> None:
