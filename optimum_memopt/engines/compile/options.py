@@ -13,6 +13,7 @@ from optimum_memopt.sizes import Budget, parse_budget
 COMPILERS = ("inductor", "aot_eager")
 PLAIN, CHUNKED = PLAN_FILE_LOSSES
 LOSSES = (AUTO, PLAIN, CHUNKED)
+LAYER, MODEL = UNITS = ("layer", "model")
 
 
 @dataclass

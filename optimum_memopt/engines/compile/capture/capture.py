@@ -77,7 +77,7 @@ def chosen_by(producer: Producer) -> Choose:
     """Choices of a producer that is told nothing of the step."""
 
     def choose(graph: AnalyzedGraph, state: GraphInForward) -> Choice:
-        return producer.choose(graph, [earlier.choice for earlier in state.earlier])
+        return producer.choose(graph, state.choices)
 
     return choose
 
@@ -106,23 +106,9 @@ def capture(
         Exception: whatever tracing meets, as a forward that reads values of its tensors.
     """
     check_model(model)
-    graphs: list[CapturedGraph] = []
-    choices: list[list[Choice]] = [[] for _ in compared]
     calls: list[TracedCall] = []
-
-    def choosing(graph: AnalyzedGraph, state: GraphInForward) -> Choice:
-        if not state.earlier:
-            graphs.clear()
-            choices[:] = [[] for _ in compared]
-        captured, choice = captured_graph(graph, costs_of(graph)), choose(graph, state)
-        for producer, earlier in zip(compared, choices, strict=True):
-            earlier.append(producer.choose(graph, tuple(earlier)))
-        chosen = (choice, *(of_producer[-1] for of_producer in choices))
-        graphs.append(replace(captured, plans=tuple(SavedNodes.of(graph, each) for each in chosen)))
-        return choice
-
     place = training_forward(model)
-    traced = TracedForward(model, place.plain_forward, replace(spec, is_run=False), choosing)
+    traced = TracedForward(model, place.plain_forward, replace(spec, is_run=False), choose)
 
     def train(*args: Any, **kwargs: Any) -> Any:
         kwargs = without_key_value_cache(model, args, kwargs)
@@ -139,10 +125,32 @@ def capture(
         place.stop()
         checkpointing.restore()
     (call,) = calls
-    if not graphs:
+    if not call.ran:
         raise MemOptError(no_training_graph(call))
-    untrained = without_gradient(graph.gradients for graph in call.graphs)
+    untrained = without_gradient(graph.gradients for graph in call.ran)
+    plans = [[graph.choice for graph in call.ran], *(_choices(producer, call) for producer in compared)]
+    analyzed = call.analyzed
     return tuple(
-        replace(graph, partitioned=partitioned, runs=runs, tape=call.tape, untrained=untrained)
-        for graph, partitioned, runs in zip(graphs, call.graphs, call.tape.runs, strict=True)
+        replace(
+            captured_graph(graph, costs_of(graph)),
+            plans=tuple(SavedNodes.of(graph, choice) for choice in chosen),
+            partitioned=partitioned,
+            runs=runs,
+            tape=call.tape,
+            untrained=untrained,
+        )
+        for graph, chosen, partitioned, runs in zip(
+            analyzed, zip(*plans, strict=True), call.ran, call.tape.runs, strict=True
+        )
     )
+
+
+def _choices(producer: Producer, call: TracedCall) -> list[Choice]:
+    """A producer's choice for each graph of a call, as for its first run."""
+    choices: dict[int, Choice] = {}
+    of_runs: list[Choice] = []
+    for run in call.tape.calls:
+        graph = replace(call.analyzed[run.graph], layer=run.layer)
+        of_runs.append(producer.choose(graph, of_runs))
+        choices.setdefault(run.graph, of_runs[-1])
+    return [choices[number] for number in range(len(choices))]

@@ -120,6 +120,7 @@ class AnalyzedGraph:
         workspaces: bytes that operators hold beside their results while they run, of those that hold any.
         partition_by_torch: makes torch's own forward and backward graphs.
         cuda: the CUDA device that the graph is for; None: its tensors are elsewhere.
+        layer: the layer that runs it, where it was traced for the first of several equal ones, which its paths name.
     """
 
     joint: JointGraph
@@ -134,6 +135,7 @@ class AnalyzedGraph:
     workspaces: Mapping[fx.Node, sympy.Expr]
     partition_by_torch: Callable[[], Modules]
     cuda: Multiprocessors | None = None
+    layer: str = ""
 
 
 def nodes_to_save(

@@ -33,6 +33,7 @@ class Call:
         outputs: that of each result.
         released: storages that nobody holds any more when the next graph runs.
         sizes: shapes of the arguments that are tensors and no parameters, and of a number itself.
+        layer: the path of the layer whose forward it is; empty: of no layer that was compiled by itself.
     """
 
     graph: int
@@ -40,6 +41,7 @@ class Call:
     outputs: Mapping[int, int] = field(default_factory=dict)
     released: frozenset[int] = frozenset()
     sizes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    layer: str = ""
 
 
 class Tensor(NamedTuple):
@@ -123,8 +125,8 @@ class TapeRecorder:
         self._parameters: dict[int, int] = {}
         self._given = set(self._numbered(list(arguments)).values())
 
-    def before(self, graph: Hashable, arguments: Sequence[object]) -> None:
-        """A graph is about to run."""
+    def before(self, graph: Hashable, arguments: Sequence[object], layer: str = "") -> None:
+        """A graph is about to run; `layer` as in `Call`."""
         self._note_released()
         sizes: dict[int, tuple[int, ...]] = {}
         for place, argument in enumerate(arguments):
@@ -132,7 +134,7 @@ class TapeRecorder:
                 sizes[place] = tuple(map(int, argument.shape))
             elif type(argument) is int:
                 sizes[place] = (argument,)
-        self._calls.append((graph, Call(0, self._numbered(arguments), sizes=sizes)))
+        self._calls.append((graph, Call(0, self._numbered(arguments), sizes=sizes, layer=layer)))
 
     def after(self, results: Sequence[object]) -> None:
         """The graph that was last about to run has returned."""

@@ -20,7 +20,6 @@ from optimum_memopt.engines.compile.memory.step_context import StepContext, step
 from optimum_memopt.engines.compile.memory.tape import bytes_left_by
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph, captured_graph
 from optimum_memopt.engines.compile.partition.choice import Choice
-from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
 from optimum_memopt.engines.compile.partition.producers.producer import Producer, Solvable
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
 from optimum_memopt.engines.compile.solver.multi_graph import MultiGraphSolver
@@ -163,8 +162,8 @@ class Planner(Generic[_P]):
         self._peaks: dict[tuple[StepMemoryPredictor, frozenset[tuple[str, int]]], int] = {}
         self.solved_for: Mapping[str, int] = {}
         self._graphs = GraphReservations()
-        # Graphs of the current forward that have run, and what all of them may hold.
-        self._earlier: tuple[PartitionedGraph, ...] = ()
+        # Of the current forward how often each graph has run, and what all of them may hold.
+        self._earlier: tuple[int, ...] = ()
         self._allowed = 0
 
     def for_another(self, largest: LargestBatch | None, spec: PlannerSpec) -> "Planner[_P]":
@@ -222,7 +221,7 @@ class Planner(Generic[_P]):
             DoesNotFitError: nothing fits the budget.
         """
         solvable = self._solvable(graph, state) if self.solves else None
-        return self.producer.choose(graph, [earlier.choice for earlier in state.earlier], solvable)
+        return self.producer.choose(graph, state.choices, solvable)
 
     def resident(self, held: int) -> int:
         """Bytes that the process holds without the optimizer's states: when a plan was solved for, else `held`."""
@@ -272,7 +271,7 @@ class Planner(Generic[_P]):
 
     def step(self, state: GraphInForward) -> StepContext:
         """The step around the graph that is being partitioned; the limit is that of the first time."""
-        self._earlier = state.earlier
+        self._earlier = state.tape.runs
         first = self._constant if state.earlier else self._first_constant
         left, left_by_largest = (_bytes_left(state, batch) for batch in (None, self.largest))
         spec, budget = self._spec, self._spec.producer.bound
@@ -307,7 +306,7 @@ class Planner(Generic[_P]):
 
     def _make_room(self, error: DoesNotFitError) -> str:
         """Plan what the graphs of the forward leave to each other, and say so; empty where that is not the reason."""
-        runs = [graph.runs for graph in self._earlier]
+        runs = self._earlier
         if not (runs or self._graphs.reserved) or not self._graphs.learn(runs, self._allowed, error.lacking):
             return ""
         later = "graph 2" if self._graphs.count == 2 else f"graphs 2 to {self._graphs.count}"

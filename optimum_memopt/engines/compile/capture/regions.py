@@ -1,0 +1,161 @@
+"""Regions: the layers of a model that are equal, each group compiled once. Its forward is one operator of the graph
+around the layers.
+
+Parameters are inputs of a graph, so that one trace serves all layers of a group. Hooks of a layer, and activation
+checkpointing around it, stay outside. Regional compilation by hand: https://docs.pytorch.org/tutorials/recipes/
+regional_compilation.html, `compile_regions` in accelerate's `utils/other.py` (1.15).
+"""
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from optimum_memopt.engines.compile.torch_compat import dynamo
+from optimum_memopt.engines.compile.torch_compat.fake_tensors import replaced
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """Layers of one class and structure, by their paths in the model, in order."""
+
+    layers: Mapping[str, torch.nn.Module]
+
+    @property
+    def name(self) -> str:
+        return type(next(iter(self.layers.values()))).__name__
+
+
+def layer_groups(model: torch.nn.Module) -> tuple[LayerGroup, ...]:
+    """The layers of a model that are equal to another one in the same `ModuleList`, in the order of the modules.
+
+    A list in an item of a list is part of that item: the experts of a layer are no layers. Left out are single
+    operators, which are cheaper compiled with what is around them, and layers whose forward somebody has replaced.
+    """
+    groups: list[LayerGroup] = []
+    inside: set[torch.nn.Module] = set()
+    for path, module in model.named_modules():
+        if not isinstance(module, torch.nn.ModuleList) or module in inside:
+            continue
+        kinds: dict[Hashable, dict[str, torch.nn.Module]] = {}
+        for name, layer in module.named_children():
+            if next(layer.children(), None) is not None and "forward" not in vars(layer):
+                kinds.setdefault(_structure(layer), {})[f"{path}.{name}" if path else name] = layer
+        for layers in kinds.values():
+            if len(layers) > 1:
+                groups.append(LayerGroup(layers))
+                inside.update(inner for layer in layers.values() for inner in layer.modules())
+    return tuple(groups)
+
+
+def _structure(layer: torch.nn.Module) -> Hashable:
+    """Equal for layers of one class with the same modules and the same shapes of parameters."""
+    tensors = (*layer.named_parameters(), *layer.named_buffers())
+    kinds = tuple((name, type(module)) for name, module in layer.named_modules())
+    return kinds, tuple((name, tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in tensors)
+
+
+class Regions:
+    """The forwards of a model's layers while its training forward runs.
+
+    Args:
+        compiled: compiles a forward, of which the first argument is the layer.
+
+    Attributes:
+        layer: path of the layer whose forward runs; empty: none does.
+        group: of that layer.
+    """
+
+    def __init__(self, groups: tuple[LayerGroup, ...], compiled: Callable[[Callable[..., Any]], Callable[..., Any]]):
+        self.groups = groups
+        self.layer = ""
+        self.group: LayerGroup | None = None
+        self._forwards: list[tuple[weakref.ref[torch.nn.Module], Callable[..., Any]]] = []
+        for group in groups:
+            region = compiled(dynamo.with_own_code(_own_forward))
+            for path, layer in group.layers.items():
+                held = weakref.ref(layer)
+                run = functools.partial(self._run, path, group, region)
+                self._forwards.append((held, dynamo.as_operator(_forward_of(held, run))))
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The layers' forwards are those of the regions."""
+        layers = [(layer, forward) for held, forward in self._forwards if (layer := held()) is not None]
+        for layer, forward in layers:
+            layer.__dict__["forward"] = forward
+        try:
+            yield
+        finally:
+            for layer, _ in layers:
+                layer.__dict__.pop("forward", None)
+
+    def _run(
+        self,
+        path: str,
+        group: LayerGroup,
+        region: Callable[..., Any],
+        layer: torch.nn.Module,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        before = self.layer, self.group
+        self.layer, self.group = path, group
+        try:
+            return region(layer, *args, **kwargs)
+        finally:
+            self.layer, self.group = before
+
+
+def _own_forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return type(self).forward(self, *args, **kwargs)
+
+
+def _forward_of(held: "weakref.ref[torch.nn.Module]", run: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a layer: its region, or the shapes of its results where dynamo traces what is around it."""
+
+    def layer_region(*args: Any, **kwargs: Any) -> Any:
+        layer = held()
+        assert layer is not None
+        trace = dynamo.Trace.current()
+        if trace is None:
+            return run(layer, *args, **kwargs)
+        with replaced([layer], trace.fakes):
+            return type(layer).forward(layer, *args, **kwargs)
+
+    layer_region.is_layer_region = True  # type: ignore[attr-defined]
+    return layer_region
+
+
+def is_region(node: fx.Node) -> bool:
+    """True for the call of a layer in the graph around the layers."""
+    return getattr(node.target, "is_layer_region", False)
+
+
+def around_regions(module: fx.GraphModule) -> fx.GraphModule:
+    """A traced graph as a graph of modules: what is before, between and behind the layers, and each layer's call."""
+    numbers: dict[fx.Node, int] = {}
+    number = 0
+    for node in module.graph.nodes:
+        if node.op in ("placeholder", "get_attr", "output"):
+            continue
+        if is_region(node):
+            number += 1
+            numbers[node] = number
+            number += 1
+        elif (of := _picked_of(node)) in numbers and is_region(of):
+            numbers[node] = numbers[of]
+        else:
+            numbers[node] = number
+    return dynamo.split(module, numbers.__getitem__)
+
+
+def _picked_of(node: fx.Node) -> fx.Node | None:
+    """What a result is picked of by its number."""
+    is_pick = getattr(node.target, "__name__", "") == "getitem" and isinstance(node.args[0], fx.Node)
+    return node.args[0] if is_pick else None  # type: ignore[return-value]
