@@ -30,7 +30,7 @@ from optimum_memopt.engines.compile.memory.tape import Tape, TapeRecorder
 from optimum_memopt.engines.compile.options import LAYER, MODEL
 from optimum_memopt.engines.compile.partition.choice import Choice
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph, analyze, partitioned
-from optimum_memopt.engines.compile.torch_compat import dynamo
+from optimum_memopt.engines.compile.torch_compat import dynamo, fx_graph
 from optimum_memopt.engines.compile.torch_compat.dynamo import own_error
 from optimum_memopt.engines.compile.torch_compat.trace_fixes import TraceFixes
 from optimum_memopt.engines.shared.forward_patch import ForwardState, weak_method
@@ -330,8 +330,10 @@ class TracedForward:
         (*_, latest), analyzed = graph.variants.values(), graph.analyzed
         if analyzed is None or latest.partitioned is None or graph.asked == self._place:
             return latest
-        choice = self._choose(*self._question(graph, analyzed, latest.partitioned.gradients))
-        return graph.variants.get(choice.key) or self._compile_variant(graph)
+        # Where the forward runs on fake tensors, they are of another mode than the graph's.
+        with fx_graph.without_dispatch_modes():
+            choice = self._choose(*self._question(graph, analyzed, latest.partitioned.gradients))
+            return graph.variants.get(choice.key) or self._compile_variant(graph)
 
     @property
     def _place(self) -> tuple[int, str]:

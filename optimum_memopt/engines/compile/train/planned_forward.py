@@ -270,7 +270,7 @@ class PlannedForward:
         """The first forward's graphs are the table; later ones were compiled for inputs of another kind."""
         graphs, producer = traced.graphs, self.planner.producer
         if self.table is not None:
-            for remark in matched_in(producer, [(graph.choice, graph.candidates) for graph in graphs]).remarks:
+            for remark in matched_in(producer, graphs).remarks:
                 self._traced.say(f"in the new graph: {remark}")
             return
         resident = self.planner.resident(self._traced.held)
