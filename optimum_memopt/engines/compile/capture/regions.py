@@ -83,6 +83,11 @@ class Regions:
                 run = functools.partial(self._run, path, group, region)
                 self._forwards.append((held, dynamo.as_operator(_forward_of(held, run))))
 
+    @property
+    def equal_layers(self) -> int:
+        """Number of the layers of the current group."""
+        return len(self.group.layers) if self.group is not None else 1
+
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """The layers' forwards are those of the regions."""

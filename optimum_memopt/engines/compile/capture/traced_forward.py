@@ -129,7 +129,8 @@ class TracedForward:
     """Compiles at its first call, and again for arguments of another kind.
 
     Attributes:
-        held: bytes that the process held when the last graph was partitioned.
+        held: bytes that the process held when the last graph was partitioned, after `held_after` runs of graphs of the
+            same forward.
         is_first: the last call was the first with its kind of arguments.
     """
 
@@ -155,8 +156,8 @@ class TracedForward:
         self._tape = TapeRecorder()
         self._progress = Progress()
         self._said: set[str] = set()
-        self._has_run = False
-        self.held = 0
+        self._has_run = self._chooses = False
+        self.held = self.held_after = 0
         self.is_first = True
 
     def __call__(self, call: ForwardArgs) -> TracedCall:
@@ -174,13 +175,13 @@ class TracedForward:
             self._has_run = True
             traced = self._call(call)
             assert traced is not None
-        self._has_run = True
+        self._has_run, self._chooses = True, False
         return traced
 
     def _call(self, call: ForwardArgs) -> TracedCall | None:
         """Run a call; None where a model's first forward has put hooks on its modules."""
         key = call.loss_only, self._spec.loss.drops_logits(call.reader), dynamo.global_hooks()
-        self.is_first = is_first = key not in self._compiled or not self._has_run
+        self.is_first = is_first = key not in self._compiled or not self._has_run or self._chooses
         if key not in self._compiled:
             self._compiled[key] = self._compile(call)
         watch = dynamo.Watch()
@@ -219,6 +220,14 @@ class TracedForward:
         breaks = tuple(watch.graph_breaks()) if is_first or graphs else ()
         recompiles = () if is_first else tuple(watch.recompiles())
         return TracedCall(outputs, graphs, tuple(ran), tuple(ran.values()), tape, breaks, recompiles)
+
+    def choose_again(self) -> None:
+        """Ask in the next call what each graph is to be compiled for; none is traced again."""
+        for graph, _ in self._variants:
+            graph.asked = None
+        self._variants.clear()
+        self._seen.clear()
+        self._chooses = True
 
     def plainly(self, call: ForwardArgs) -> Any:
         """The outputs of the model's own forward, changed as those of the compiled one."""
@@ -348,7 +357,7 @@ class TracedForward:
         tape = self._tape.tape([earlier.programs for earlier in ran])
         is_all = graph.is_whole and graph.is_all
         state = GraphInForward(self._inputs, ran, tape, untrained, self._progress, is_all)
-        return replace(analyzed, layer=self._regions.layer), state
+        return replace(analyzed, layer=self._regions.layer, equal_layers=self._regions.equal_layers), state
 
     def _compile_variant(self, graph: TracedGraph) -> Variant:
         self._partitioned, programs = None, InductorPrograms()
@@ -383,6 +392,7 @@ class TracedForward:
             partitioned_graph, is_all_of_forward=traced.is_all, losses=traced.losses, gradients=gradients
         )
         self.held = held_bytes(next(self._model.parameters()).device)
+        self.held_after = len(self._tape.tape([earlier.programs for earlier in self._ran]).calls)
         self._progress.stage = f"compiling graph {number}"
         return choice, modules
 

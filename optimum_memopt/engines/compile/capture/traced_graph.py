@@ -42,7 +42,7 @@ class TracedGraph:
         trace: None where it is compiled while dynamo traces it.
         analyzed: its joint graph; None where nothing of it is trained.
         variants: by the keys of their choices.
-        asked: for which run of the forward the latest was chosen, and for which layer.
+        asked: for which run of the forward the latest was chosen, and for which layer; None: that is no longer so.
     """
 
     graph: fx.GraphModule
@@ -55,4 +55,4 @@ class TracedGraph:
     trace: dynamo.Trace | None
     analyzed: AnalyzedGraph | None = None
     variants: dict[str, Variant] = field(default_factory=dict)
-    asked: tuple[int, str] = (0, "")
+    asked: tuple[int, str] | None = None

@@ -121,6 +121,7 @@ class AnalyzedGraph:
         partition_by_torch: makes torch's own forward and backward graphs.
         cuda: the CUDA device that the graph is for; None: its tensors are elsewhere.
         layer: the layer that runs it, where it was traced for the first of several equal ones, which its paths name.
+        equal_layers: how many these are.
     """
 
     joint: JointGraph
@@ -136,6 +137,7 @@ class AnalyzedGraph:
     partition_by_torch: Callable[[], Modules]
     cuda: Multiprocessors | None = None
     layer: str = ""
+    equal_layers: int = 1
 
 
 def nodes_to_save(

@@ -26,36 +26,6 @@ from optimum_memopt.engines.compile.torch_compat import fx_graph
 
 
 @dataclass(frozen=True)
-class SiblingGraphs:
-    """The bytes that a forward holds around one of its graphs, where graph breaks split it.
-
-    Attributes:
-        later: bytes that the graphs after this one hold at most, between its forward and its backward.
-        gradients: bytes that their backwards have left when its own begins.
-        runs: of the graph, one after the other.
-    """
-
-    later: int = 0
-    gradients: int = 0
-    runs: int = 1
-
-    def in_forward(self, left: int) -> int:
-        """Bytes in the graph's last run; `left` are those of saved activations and outputs that one forward leaves."""
-        return (self.runs - 1) * left
-
-    def between(self, left: int) -> int:
-        """Bytes between forward and backward, those of the graph itself included."""
-        return self.runs * left + self.later
-
-    def in_backward(self, left: int, gradients: int) -> int:
-        """Bytes in the graph's first or last run; one backward leaves `gradients` over those that it is given."""
-        return max(self.in_forward(left), (self.runs - 1) * gradients) + self.gradients
-
-
-ALONE = SiblingGraphs()
-
-
-@dataclass(frozen=True)
 class Positions:
     """Where nodes stand among the arguments and results of the compiled graph; None: nowhere.
 
@@ -121,7 +91,6 @@ class Problem:
     activations: frozenset[int]
     boundaries: frozenset[int]
     constants: frozenset[int] = frozenset()
-    siblings: SiblingGraphs = ALONE
     positions: Positions = field(default_factory=Positions)
 
     @cached_property

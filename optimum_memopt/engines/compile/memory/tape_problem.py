@@ -6,11 +6,12 @@ read there through a view that must not run twice: no backward recomputes past i
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 from optimum_memopt.engines.compile.graph.problem import Positions, Problem
 from optimum_memopt.engines.compile.memory.tape import Tape
 
-# Operators between graphs: a storage that is handed on, arguments that are held until a graph has returned, and sums of
+# Operators between graphs: a storage that is handed on, arguments that are held until a graph has returned, sums of
 # gradients.
 _PASSED, _RETURNED, _SUMMED = "passed", "returned", "summed"
 
@@ -29,12 +30,16 @@ class TapeProblem:
 
     def of_runs(self, nodes: Collection[int]) -> tuple[frozenset[int], ...]:
         """What each run's forward saves, by the numbers of its own problem, where these nodes are saved."""
+        return tuple(problem.closure(saved) for problem, saved in zip(self.runs, self.of_places(nodes), strict=True))
+
+    def of_places(self, nodes: Collection[int]) -> tuple[frozenset[int], ...]:
+        """These nodes by run, by the numbers of its own problem."""
         own: list[set[int]] = [set() for _ in self.runs]
         for node in nodes:
             run, local = self.places[node]
             if local >= 0:
                 own[run].add(local)
-        return tuple(problem.closure(saved) for problem, saved in zip(self.runs, own, strict=True))
+        return tuple(map(frozenset, own))
 
     def of_all(self, saved: Sequence[Collection[int]]) -> frozenset[int]:
         """What the forward saves where each run saves these nodes of its own."""
@@ -47,7 +52,7 @@ class _Builder:
     """Collects the nodes of the problem, with reads and roots by their new numbers."""
 
     def __init__(self) -> None:
-        self.columns: dict[str, list] = {name: [] for name in _COLUMNS}
+        self.columns: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
         self.places: list[tuple[int, int]] = []
 
     def between(self, run: int, problem: Problem, reads: Sequence[int], layer: str, **changed: object) -> int:
@@ -146,16 +151,16 @@ def problem_of_tape(tape: Tape, runs: Sequence[Problem]) -> TapeProblem:
                 read.append(number[node])
         if handed:
             held.append(_returned(built, run, problem, handed, call.layer))
-        for node, position in zip(problem.forward_outputs, problem.positions.outputs, strict=True):
-            storage = None if position is None else call.outputs.get(position)
+        for node, at in zip(problem.forward_outputs, problem.positions.outputs, strict=True):
+            storage = None if at is None else call.outputs.get(at)
             if storage is not None and storage not in call.inputs.values() and problem.is_tensor[node]:
                 made.setdefault(storage, number[node])
     tangents: list[int] = []
     outputs: list[int] = []
     for run in reversed(range(len(runs))):
         call, problem, number = tape.calls[run], runs[run], numbers[run]
-        for node, position in zip(problem.tangents, problem.positions.tangents, strict=True):
-            gradient = gradients.pop(call.outputs.get(position, -1), None) if position is not None else None
+        for node, at in zip(problem.tangents, problem.positions.tangents, strict=True):
+            gradient = gradients.pop(call.outputs.get(at, -1), None) if at is not None else None
             if gradient is None:
                 number[node] = built.add(run, call.layer, problem, node, number)
                 tangents.append(number[node])
@@ -164,8 +169,8 @@ def problem_of_tape(tape: Tape, runs: Sequence[Problem]) -> TapeProblem:
         for node in range(len(problem.names)):
             if problem.is_backward[node] and node not in number:
                 number[node] = built.add(run, call.layer, problem, node, number)
-        for node, position in zip(problem.backward_outputs, problem.positions.gradients, strict=True):
-            storage = None if position is None else call.inputs.get(position)
+        for node, at in zip(problem.backward_outputs, problem.positions.gradients, strict=True):
+            storage = None if at is None else call.inputs.get(at)
             if storage is None:
                 outputs.append(number[node])
             elif storage in gradients:

@@ -131,6 +131,7 @@ class StepMemoryPredictor:
         graphs: of one training forward, in order, right after it, each with a prediction.
         inputs: the forward's keyword arguments in the first batch.
         resident: what the process held when the last graph was partitioned, in bytes.
+        runs_before: of the tape's, how many had run by then.
         names: of the graphs' symbols, as in the plan table.
         tape: the runs of the graphs; None: one of each, none of which reads what another one returns.
         shared: with a predictor from other graphs of the model.
@@ -149,6 +150,7 @@ class StepMemoryPredictor:
         run: Run | None = None,
         *,
         tape: Tape | None = None,
+        runs_before: int = 0,
         shared: "_Shared | None" = None,
     ) -> None:
         self.run, self._names = run or Run(), names
@@ -168,22 +170,26 @@ class StepMemoryPredictor:
         self.largest_shapes: tuple[Forward, ...] = (Forward(self.first),)
         self._batch = tensor_bytes(value for value in inputs.values() if isinstance(value, torch.Tensor))
         self._pending, self._constant = shared or _Shared(
-            Pending(), constant_of(model, self._batch, resident, self._left())
+            Pending(), constant_of(model, self._batch, resident, self._left(runs_before))
         )
 
-    def _left(self) -> int:
-        """Bytes that the runs before the last graph's first one had left, when that graph was partitioned."""
-        first = next(n for n, call in enumerate(self.tape.calls) if call.graph == len(self._parts) - 1)
-        earlier = replace(self.tape, calls=self.tape.calls[:first])
+    @property
+    def graphs(self) -> tuple[PartitionedGraph, ...]:
+        """Those of the tape's calls."""
+        return tuple(part.graph for part in self._parts)
+
+    def _left(self, runs: int) -> int:
+        """Bytes that the first runs of the forward leave."""
+        earlier = replace(self.tape, calls=self.tape.calls[:runs])
         parts = [self._parts[call.graph] for call in earlier.calls]
-        return bytes_left_by(earlier, [part.schedule.at(part.graph.sizes) for part in parts])
+        return bytes_left_by(earlier, [part.schedule.at(part.graph.sizes) for part in parts]) if runs else 0
 
     @property
     def caveat(self) -> str:
         """Why the activations are not exact, empty where they are."""
         graphs, count, runs = [part.graph for part in self._parts], len(self._parts), len(self.tape.calls)
         reasons = [self._programs_caveat]
-        if runs > 1 or not graphs[0].is_all_of_forward:
+        if not all(graph.is_all_of_forward for graph in graphs):
             in_runs = f" in {runs} runs" if runs > count else ""
             shown, them = (f"{count} graphs", "them") if count > 1 else (f"{count} graph", "it")
             reasons.append(f"not exact: {shown}{in_runs}, and what runs outside of {them} is not counted")

@@ -251,13 +251,11 @@ class ShownPlan:
 
     Attributes:
         predictor: of steps under it; None where nothing is predicted.
-        is_one_graph: the forward was one graph, which ran once and has all of it.
     """
 
     table: PlanTable
     plan_file: PlanFile
     predictor: StepMemoryPredictor | None
-    is_one_graph: bool
     remarks: tuple[str, ...] = ()
 
 
@@ -270,12 +268,13 @@ def show(
     producer: Producer,
     spec: TraceSpec,
     run: Run | None = None,
+    runs_before: int = 0,
 ) -> ShownPlan:
     """The plan of a forward's graphs.
 
     Args:
         graphs: of its first training forward, in order, right after it.
-        resident: bytes that the process held when the last graph was partitioned.
+        resident: bytes that the process held when the last graph was partitioned, after `runs_before` of the tape's.
         run: that is planned where none trains; None: one that trains, whose optimizer must not be kept.
 
     Raises:
@@ -292,7 +291,7 @@ def show(
     lines, predictor, footprint = [plan_line(model, spec.compiler, graphs, tape, spec.target)], None, None
     if all(graph.prediction for graph in graphs):
         with best_effort("the predicted peak"):
-            made = StepMemoryPredictor(model, graphs, inputs, resident, names, run, tape=tape)
+            made = StepMemoryPredictor(model, graphs, inputs, resident, names, run, tape=tape, runs_before=runs_before)
             shown, footprint = prediction_lines(made), made.footprint()
             lines, predictor = [*lines, *shown], made
     lines += host_lines(graphs, tape)
@@ -300,5 +299,4 @@ def show(
     with best_effort("the plan table"):
         table = to_table(graphs, tape, matched, names, lines)
     plan_file = plan_file_of(model, spec.compiler, graphs, names.first, footprint)
-    is_one_graph = len(tape.calls) == 1 and graphs[0].is_all_of_forward
-    return ShownPlan(table, plan_file, predictor, is_one_graph, remarks)
+    return ShownPlan(table, plan_file, predictor, remarks)

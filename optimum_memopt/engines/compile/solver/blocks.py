@@ -41,7 +41,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Blocks:
-    """All blocks of a problem, in the order of the forward; the same whatever siblings its graph has there.
+    """All blocks of a problem, in the order of the forward.
 
     Attributes:
         all: each operator of the forward is in one.
