@@ -307,6 +307,7 @@ class TracedForward:
             list(map(dynamo.traced_value, placeholders)),
             tuple(names.get(node.name, "") for node in placeholders),
             losses,
+            self._regions.layer,
             any(map(dynamo.is_all_of, self._forwards)),
             trace is None and not self._regions.layer,
             None if traced is None else weakref.ref(traced),
@@ -342,7 +343,13 @@ class TracedForward:
         # Where the forward runs on fake tensors, they are of another mode than the graph's.
         with fx_graph.without_dispatch_modes():
             choice = self._choose(*self._question(graph, analyzed, latest.partitioned.gradients))
-            return graph.variants.get(choice.key) or self._compile_variant(graph)
+            same = graph.variants.get(choice.key)
+            if same is None or same.partitioned is None:
+                return self._compile_variant(graph)
+            if same.partitioned.choice.why != choice.why:
+                partitioned = replace(same.partitioned, choice=choice, candidates=analyzed.candidates)
+                same = graph.variants[choice.key] = replace(same, partitioned=partitioned)
+            return same
 
     @property
     def _place(self) -> tuple[int, str]:
@@ -380,8 +387,7 @@ class TracedForward:
         add_outer_modules(module.graph, self._model, traced.module() if traced.module is not None else None)
         gradients = gradients_of(module.graph, num_fwd_outputs, traced.parameters)
         cuda = spec.target.cuda if spec.target is not None else None
-        layer = self._regions.layer
-        graph = analyze(module, inputs, num_fwd_outputs, options, cuda, input_sizes(self._inputs), layer)
+        graph = analyze(module, inputs, num_fwd_outputs, options, cuda, input_sizes(self._inputs), traced.layer)
         if traced.analyzed is None:
             traced.analyzed = graph
         choice = self._choose(*self._question(traced, graph, gradients))

@@ -36,6 +36,7 @@ class TracedGraph:
         inputs: fake ones, that it was traced with.
         parameters: the name of each input that is a parameter, empty for the others.
         losses: that were decided for it.
+        layer: path of the layer that it was traced for; empty: of none.
         is_all: nothing of the forward that was traced runs outside of it and others that were traced with it.
         is_whole: it is all that was traced, and no layer.
         module: whose forward, or a part of it, it is.
@@ -49,6 +50,7 @@ class TracedGraph:
     inputs: Sequence[Any]
     parameters: tuple[str, ...]
     losses: tuple[LossDecision, ...]
+    layer: str
     is_all: bool
     is_whole: bool
     module: "weakref.ref[torch.nn.Module] | None"

@@ -200,7 +200,8 @@ class Planner(Generic[_P]):
 
     def _solve(self, graphs: Sequence[CapturedGraph]) -> None:
         """Solve for graphs whose operators were measured, which leaves something behind in the process."""
-        sizes = {name: graph.sizes[symbol] for graph in graphs for symbol, name in graph.names.items()}
+        named = ((graph.sizes, *item) for graph in graphs for item in graph.names.items())
+        sizes = {name: sizes[symbol] for sizes, symbol, name in named if symbol in sizes}
         largest = larger_sizes(sizes, {name: name for name in sizes}, self.largest)
         growth = math.prod(largest[name] / size for name, size in sizes.items())
         step = self._step(growth)
