@@ -9,6 +9,7 @@ regional_compilation.html, `compile_regions` in accelerate's `utils/other.py` (1
 import contextlib
 import functools
 import weakref
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,11 +17,14 @@ from typing import Any
 import torch
 from torch import fx
 
+from optimum_memopt.compat import hooks_around_forward
+from optimum_memopt.engines.compile.options import LAYER, MODEL
 from optimum_memopt.engines.compile.torch_compat import dynamo
 from optimum_memopt.engines.compile.torch_compat.fake_tensors import replaced
+from optimum_memopt.errors import UnsupportedModelError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LayerGroup:
     """Layers of one class and structure, by their paths in the model, in order."""
 
@@ -53,6 +57,28 @@ def layer_groups(model: torch.nn.Module) -> tuple[LayerGroup, ...]:
     return tuple(groups)
 
 
+# Fewer equal layers are traced about as fast in one graph.
+_ENOUGH = 4
+# Graphs of one group: more are so many that the group is none, as where each layer has a number that differs.
+_MOST_GRAPHS = 3
+
+
+def regions_of(model: torch.nn.Module, unit: str) -> tuple[LayerGroup, ...]:
+    """The groups that are compiled by themselves where `unit` is one of `options.UNITS`.
+
+    Raises:
+        UnsupportedModelError: layers are asked for, and no two of them are equal.
+    """
+    groups = () if unit == MODEL else layer_groups(model)
+    if unit == LAYER and not groups:
+        raise UnsupportedModelError(
+            f"--memory_opt_unit layer: no list of modules in {type(model).__name__} has two equal ones",
+            "leave the flag out",
+        )
+    is_worth_it = unit == LAYER or any(len(group.layers) >= _ENOUGH for group in groups)
+    return groups if is_worth_it else ()
+
+
 def _structure(layer: torch.nn.Module) -> Hashable:
     """Equal for layers of one class with the same modules and the same shapes of parameters."""
     tensors = (*layer.named_parameters(), *layer.named_buffers())
@@ -75,6 +101,16 @@ class Regions:
         self.groups = groups
         self.layer = ""
         self.group: LayerGroup | None = None
+        self._graphs: Counter[LayerGroup] = Counter()
+        # What may be called while a layer runs, and writes somewhere else.
+        self._hooks = [
+            hooks
+            for group in groups
+            for layer in group.layers.values()
+            for module in layer.modules()
+            if module is not layer
+            for hooks in hooks_around_forward(module)
+        ]
         self._forwards: list[tuple[weakref.ref[torch.nn.Module], Callable[..., Any]]] = []
         for group in groups:
             region = compiled(dynamo.with_own_code(_own_forward))
@@ -82,6 +118,22 @@ class Regions:
                 held = weakref.ref(layer)
                 run = functools.partial(self._run, path, group, region)
                 self._forwards.append((held, dynamo.as_operator(_forward_of(held, run))))
+
+    @property
+    def are_closed(self) -> bool:
+        """True where layers are compiled by themselves: no hook in one may write to what is outside of them, which is
+        traced before they run."""
+        return bool(self.groups) and not any(self._hooks)
+
+    def note_graph(self) -> str:
+        """Note that a graph was traced; a line where the current group has too many."""
+        if self.group is None:
+            return ""
+        self._graphs[self.group] += 1
+        if self._graphs[self.group] <= _MOST_GRAPHS:
+            return ""
+        guard = dynamo.last_recompile_reason()
+        return f"more than {_MOST_GRAPHS} graphs for {self.group.name}{f'; failed guard: {guard}' if guard else ''}"
 
     @property
     def equal_layers(self) -> int:

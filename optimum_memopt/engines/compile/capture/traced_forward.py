@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,7 +13,7 @@ from torch import fx
 
 from optimum_memopt.compat import forward_hook_ids
 from optimum_memopt.engines.compile.capture.backend import compile_graph, configured
-from optimum_memopt.engines.compile.capture.regions import Regions, around_regions, is_region, layer_groups
+from optimum_memopt.engines.compile.capture.regions import Regions, around_regions, is_region, regions_of
 from optimum_memopt.engines.compile.capture.traced_graph import TracedGraph, Variant
 from optimum_memopt.engines.compile.costs.devices import Device
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, Modules, gradients_of, without_gradient
@@ -35,6 +36,7 @@ from optimum_memopt.engines.compile.torch_compat.dynamo import own_error
 from optimum_memopt.engines.compile.torch_compat.trace_fixes import TraceFixes
 from optimum_memopt.engines.shared.forward_patch import ForwardState, weak_method
 from optimum_memopt.engines.shared.label_smoothing import LabelSmoothing, cross_entropy
+from optimum_memopt.errors import UnsupportedModelError, line_of
 from optimum_memopt.logs import Progress, announced, get_logger
 from optimum_memopt.memory.peak_monitor import held_bytes
 
@@ -138,11 +140,12 @@ class TracedForward:
         self._model, self._forward, self._spec, self._choose = model, forward, spec, choose
         self._name = type(model).__name__
         self._trace_fixes = TraceFixes(model)
-        # By whether only the loss keeps its gradient, whether the logits are dropped, and the hooks of all modules.
-        self._compiled: dict[tuple[bool, bool, tuple[int, ...]], Callable[..., Any]] = {}
+        # By whether only the loss keeps its gradient, whether the logits are dropped, the hooks of all modules, and
+        # whether layers are regions.
+        self._compiled: dict[tuple[bool, bool, tuple[int, ...], bool], Callable[..., Any]] = {}
         # What torch traces: those, and the layers' own.
         self._forwards: list[Callable[..., Any]] = []
-        self._regions = Regions(layer_groups(model) if spec.unit == LAYER else (), weak_method(self._compile_alone))
+        self._regions = Regions(regions_of(model, spec.unit), weak_method(self._compile_alone))
         # What runs of a graph for a layer, however often it is called.
         self._variants: dict[tuple[TracedGraph, str], Variant] = {}
         # Of the current call: its keyword arguments, who reads its outputs, the graphs that have run, and the one that
@@ -166,7 +169,15 @@ class TracedForward:
         Raises:
             Exception: torch's, or what is no fault of a compiler's as it was raised.
         """
-        traced = self._call(call)
+        try:
+            traced = self._call(call)
+        except Exception as error:
+            if not self._regions.groups or not self.is_first or own_error(error) is not None:
+                raise
+            self._without_regions(line_of(error))
+            # They hold what the graphs that have run saved for the backward.
+            traceback.clear_frames(error.__traceback__)
+            traced = self._call(call)
         if traced is None:
             # transformers installs those that collect hidden states and router logits in a model's first forward,
             # which breaks its graph there; all later ones run with them.
@@ -178,9 +189,24 @@ class TracedForward:
         self._has_run, self._chooses = True, False
         return traced
 
+    def _without_regions(self, why: str) -> None:
+        """Trace the whole forward from now on. Raises UnsupportedModelError where that was asked not to be."""
+        if self._spec.unit == LAYER:
+            raise UnsupportedModelError(
+                f"--memory_opt_unit layer: the layers of {self._name} cannot be compiled by themselves ({why})",
+                "leave the flag out",
+            )
+        self.say(f"compiling the forward of {self._name} as a whole, since its layers cannot be by themselves: {why}")
+        self._regions = Regions((), weak_method(self._compile_alone))
+        self._compiled.clear()
+        self._variants.clear()
+
     def _call(self, call: ForwardArgs) -> TracedCall | None:
         """Run a call; None where a model's first forward has put hooks on its modules."""
-        key = call.loss_only, self._spec.loss.drops_logits(call.reader), dynamo.global_hooks()
+        has_regions = self._regions.are_closed
+        if self._regions.groups and not has_regions:
+            self.say(f"compiling the forward of {self._name} as a whole, since modules in its layers have hooks")
+        key = call.loss_only, self._spec.loss.drops_logits(call.reader), dynamo.global_hooks(), has_regions
         self.is_first = is_first = key not in self._compiled or not self._has_run or self._chooses
         if key not in self._compiled:
             self._compiled[key] = self._compile(call)
@@ -195,7 +221,7 @@ class TracedForward:
                 configured(compiles=is_first),
                 self._trace_fixes.around_call(call.inputs),
                 self._announced(is_first) as self._progress,
-                self._regions.in_place(),
+                self._regions.in_place() if has_regions else contextlib.nullcontext(),
             ):
                 outputs = self._compiled[key](*call.args, **call.inputs)
         except BaseException as error:
@@ -314,6 +340,8 @@ class TracedForward:
             trace,
         )
         self._compile_variant(graph)
+        if graph.analyzed is not None and (line := self._regions.note_graph()):
+            raise RuntimeError(line)
         graph.trace = dynamo.Trace.current()
         run = weak_method(self._run)
 

@@ -143,7 +143,9 @@ class PlannedStep:
             selection = self._selection_for(model)
             config, loss = loss_mode(selection, self.spec.loss)
             producer = producer_for(replace(selection, config=config))
-            spec = TraceSpec(self.compiled_by, dynamic, loss, selection.strict, target=self.target)
+            spec = TraceSpec(
+                self.compiled_by, dynamic, loss, selection.strict, target=self.target, unit=self.spec.unit
+            )
             run = self._run_of(model)
             planner: Planner[TracedStep] = Planner(
                 model, PlannerSpec(producer, lambda: run, spec.compiler == "inductor", self.target)

@@ -1,7 +1,7 @@
 """The plan table with the lines above it, and the plan as a file."""
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import sympy
 import torch
@@ -29,7 +29,7 @@ from optimum_memopt.memory.optimizers import PlannedOptimizer
 from optimum_memopt.memory.peak_monitor import MIB
 from optimum_memopt.plans.grammar import ALL
 from optimum_memopt.plans.matching import Matched
-from optimum_memopt.plans.plan_file import PlanFile
+from optimum_memopt.plans.plan_file import GraphEntry, LayerEntry, PlanFile
 from optimum_memopt.plans.table import PlanRow, PlanTable, sorted_plans
 
 
@@ -228,10 +228,11 @@ def plan_file_of(
     model: torch.nn.Module,
     compiler: str,
     graphs: Sequence[PartitionedGraph],
+    tape: Tape,
     sizes: Mapping[str, int],
     predicted: Footprint | None,
 ) -> PlanFile:
-    """The plan of a forward's graphs."""
+    """The plan of a forward's graphs, those of equal layers in one entry."""
     versions = (installed_version((distribution,)) for distribution in _SOFTWARE)
     solved_for = {
         "model": type(model).__name__,
@@ -242,7 +243,25 @@ def plan_file_of(
         "versions": dict(filter(None, versions)),
     }
     loss = CHUNKED if any(graph.chunks_loss for graph in graphs) else PLAIN
-    return PlanFile(graphs[0].choice.why, loss, solved_for, tuple(graph.plan for graph in graphs))
+    return PlanFile(graphs[0].choice.why, loss, solved_for, tuple(_entries(graphs, tape)))
+
+
+def _entries(graphs: Sequence[PartitionedGraph], tape: Tape) -> Iterator[GraphEntry]:
+    runs: dict[str, dict[str, GraphEntry]] = {}
+    for call in tape.calls:
+        entry = graphs[call.graph].plan
+        runs.setdefault(entry.signature.digest, {})[call.layer] = entry
+    for entries in runs.values():
+        (first, *_) = entries.values()
+        if "" in entries:
+            yield first
+            continue
+        layers: dict[LayerEntry, list[str]] = {}
+        for layer, entry in entries.items():
+            plan = replace(entry.layers[0], layers=()) if entry.layers else LayerEntry(())
+            layers.setdefault(plan, []).append(layer)
+        alike = tuple(replace(plan, layers=tuple(paths)) for plan, paths in layers.items())
+        yield replace(first, layers=() if first.by_torch else alike)
 
 
 @dataclass(frozen=True)
@@ -298,5 +317,5 @@ def show(
     table = PlanTable(engine="compile", plans=(), header=tuple(lines))
     with best_effort("the plan table"):
         table = to_table(graphs, tape, matched, names, lines)
-    plan_file = plan_file_of(model, spec.compiler, graphs, names.first, footprint)
+    plan_file = plan_file_of(model, spec.compiler, graphs, tape, names.first, footprint)
     return ShownPlan(table, plan_file, predictor, remarks)

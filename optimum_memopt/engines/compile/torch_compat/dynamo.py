@@ -346,6 +346,13 @@ class Watch:
         return [reason for reason, count in dynamo_utils.counters[kind].items() if count > before.get(reason, 0)]
 
 
+def last_recompile_reason() -> str:
+    """While a graph is traced: the guard that failed for the frame, empty where none did."""
+    metrics = dynamo_utils.get_compilation_metrics()
+    reason = next((metric.recompile_reason for metric in reversed(metrics) if metric.recompile_reason), "")
+    return _first_line(reason or "")
+
+
 def _first_line(text: str) -> str:
     return text.strip().split("\n")[0].split("  #")[0].strip()
 

@@ -14,7 +14,7 @@ from optimum_memopt.engines.compile.capture.backend import check_compiler, defau
 from optimum_memopt.engines.compile.capture.capture import check_model, check_trainer_arguments
 from optimum_memopt.engines.compile.capture.traced_forward import ForwardArgs, TraceSpec
 from optimum_memopt.engines.compile.loss.decide import loss_mode
-from optimum_memopt.engines.compile.options import AUTO
+from optimum_memopt.engines.compile.options import AUTO, MODEL
 from optimum_memopt.engines.compile.partition.passes import host_copies
 from optimum_memopt.engines.compile.partition.producers import producer_for
 from optimum_memopt.engines.compile.predict.planner import Planner, PlannerSpec
@@ -46,6 +46,7 @@ class CompileEngine(in_place.InPlaceEngine):
         compiler: `inductor`, or `aot_eager`: the same graphs, run operator by operator; None: see `default_compiler`.
         dynamic: sizes of batches stay symbols; False: traced several times as fast, for the sizes of the first only.
         loss: one of `options.LOSSES`.
+        unit: one of `options.UNITS`.
     """
 
     name = "compile"
@@ -58,12 +59,14 @@ class CompileEngine(in_place.InPlaceEngine):
         loss: str = AUTO,
         variants: int = 1,
         with_frontier: bool = False,
+        unit: str = AUTO,
     ) -> None:
         self._compiler_asked = compiler
         self._dynamic = dynamic
         self._loss_asked = loss
         self._most_variants = variants
         self._with_frontier = with_frontier
+        self._unit = unit
         self._smoothing: LabelSmoothing | None = None
         self._is_on_cpu = False
         super().__init__(selection)
@@ -181,7 +184,12 @@ class CompileEngine(in_place.InPlaceEngine):
             with_lengths=with_lengths,
         )
         planner = Planner(self._model, wanted) if former is None else former.for_another(largest, wanted)
-        spec = TraceSpec(self._compiler, self._dynamic, self._loss, self._selection.strict, self._smoothing, purpose)
+        plan = self._selection.plan
+        # A file of one graph was made for the whole forward.
+        unit = MODEL if plan is not None and len(plan.graphs) == 1 and self._unit == AUTO else self._unit
+        spec = TraceSpec(
+            self._compiler, self._dynamic, self._loss, self._selection.strict, self._smoothing, purpose, unit=unit
+        )
         return PlannedForward(self._model, self._attached.training_forward.plain_forward, spec, planner)
 
     def _run_now(self) -> Run:

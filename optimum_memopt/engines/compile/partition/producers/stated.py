@@ -179,20 +179,24 @@ class FromPlanFile(Producer):
         return UnsupportedModelError(text, f"without the file {INSTEAD}")
 
     def choose(self, graph: AnalyzedGraph, earlier: Sequence[Choice] = ()) -> Choice:
-        """The file's entry for a graph, by its number; for another graph as far as it applies, with a mismatch."""
+        """The file's entry for a graph, or that with its number; for another graph as far as it applies, with a
+        mismatch."""
         number, count = len(earlier), len(self.file.graphs)
         why = self.file.why if self.file.why.startswith("plan file") else f"plan file ({self.file.why})"
-        if number >= count:
+        same = [entry for entry in self.file.graphs if entry.signature == graph.signature]
+        if not same and number >= count:
             mismatch = f"this is graph {number + 1} of the forward, and the file has {count}"
             return replace(TorchDefault().choose(graph), why=why, mismatch=mismatch)
-        plan = self.file.graphs[number]
+        plan = (*same, *self.file.graphs[number:])[0]
         mismatch = plan.signature.difference(graph.signature)
         if plan.by_torch:
             return replace(TorchDefault().choose(graph), why=why, mismatch=mismatch)
+        if graph.layer:
+            plan = replace(plan, layers=tuple(entry for entry in plan.layers if graph.layer in entry.layers))
         nodes = {path: node for node, path in graph.paths.items()}
         roots = {activation.root for activation in graph.activations}
         offloadable = {candidate.activation.root: candidate for candidate in offloads(graph.candidates)}
-        wanted = {kind: {nodes.get(path): path for path in _paths(plan, kind)} for kind in _KINDS}
+        wanted = {kind: {nodes.get(path): path for path in _paths(plan, kind, graph)} for kind in _KINDS}
         wrong = [
             (kind, path)
             for kind, allowed in (("recompute", roots), ("offload", offloadable), ("save", graph.paths))
@@ -218,8 +222,10 @@ class FromPlanFile(Producer):
 _KINDS = ("recompute", "offload", "save")
 
 
-def _paths(plan: GraphEntry, kind: str) -> Iterator[Path]:
+def _paths(plan: GraphEntry, kind: str, graph: AnalyzedGraph) -> Iterator[Path]:
+    """Paths in the graph, which names the first of several equal layers."""
+    first = next((layer for layer, _ in graph.paths.values()), "") if graph.layer else ""
     for layers in plan.layers:
-        for layer in layers.layers:
+        for layer in [first] if graph.layer else layers.layers:
             for path in getattr(layers, kind):
                 yield layer, path
