@@ -136,9 +136,10 @@ class Regions:
         return f"more than {_MOST_GRAPHS} graphs for {self.group.name}{f'; failed guard: {guard}' if guard else ''}"
 
     @property
-    def equal_layers(self) -> int:
-        """Number of the layers of the current group."""
-        return len(self.group.layers) if self.group is not None else 1
+    def layers_at_once(self) -> int:
+        """Number of the layers in the current group; of all, outside of layers."""
+        groups = self.groups if self.group is None else (self.group,)
+        return max(1, sum(len(group.layers) for group in groups))
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:

@@ -392,7 +392,7 @@ class TracedForward:
         tape = self._tape.tape([earlier.programs for earlier in ran])
         is_all = graph.is_whole and graph.is_all
         state = GraphInForward(self._inputs, ran, tape, untrained, self._progress, is_all)
-        return replace(analyzed, layer=self._regions.layer, equal_layers=self._regions.equal_layers), state
+        return replace(analyzed, layer=self._regions.layer, layers_at_once=self._regions.layers_at_once), state
 
     def _compile_variant(self, graph: TracedGraph) -> Variant:
         self._partitioned, programs = None, InductorPrograms()

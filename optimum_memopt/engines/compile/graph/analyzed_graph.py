@@ -121,7 +121,7 @@ class AnalyzedGraph:
         partition_by_torch: makes torch's own forward and backward graphs.
         cuda: the CUDA device that the graph is for; None: its tensors are elsewhere.
         layer: the layer that runs it, where it was traced for the first of several equal ones, which its paths name.
-        equal_layers: how many these are.
+        layers_at_once: layers of the forward that hold what they have saved while one of them runs.
     """
 
     joint: JointGraph
@@ -137,7 +137,7 @@ class AnalyzedGraph:
     partition_by_torch: Callable[[], Modules]
     cuda: Multiprocessors | None = None
     layer: str = ""
-    equal_layers: int = 1
+    layers_at_once: int = 1
 
 
 def nodes_to_save(

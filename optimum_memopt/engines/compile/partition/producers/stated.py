@@ -120,8 +120,8 @@ def _without_a_higher_peak(graph: AnalyzedGraph, level: Choice) -> Choice:
     problem = problem_of(graph, [0.0] * len(graph.joint.nodes))
 
     def peak(run: Simulation) -> int:
-        """Where equal layers share the graph, the others wait with what they have saved."""
-        return run.peak + (graph.equal_layers - 1) * run.saved_bytes
+        """Of one of several layers with what all of them have saved."""
+        return run.peak + (graph.layers_at_once - 1) * run.saved_bytes
 
     simulation = simulate(problem, problem.saving(_numbers(graph, level)))
     if peak(simulation) <= _LOW * peak(simulate_everything_saved(problem)):
