@@ -53,6 +53,15 @@ class CompileOptions(EngineOptions):
             "config, a level or a budget; compile engine."
         },
     )
+    memory_opt_unit: str = field(
+        default=AUTO,
+        metadata={
+            "choices": UNITS,
+            "help": "What is traced and compiled as one graph: layer, each group of equal layers once and what is "
+            "around them, so that a deep model's first step takes as long as a shallow one's, model, the whole "
+            "forward, or auto: layer where a model has four equal layers and more.",
+        },
+    )
     memory_opt_compiler: str | None = field(
         default=None,
         metadata={
@@ -61,15 +70,6 @@ class CompileOptions(EngineOptions):
             "compile on a CPU) or aot_eager (PyTorch's operators one by one; seconds, loss and gradients bitwise "
             "those of PyTorch where the loss is plain and PyTorch's kernels are deterministic). Default: inductor on "
             "a GPU, else aot_eager.",
-        },
-    )
-    memory_opt_unit: str = field(
-        default=AUTO,
-        metadata={
-            "choices": UNITS,
-            "help": "What is traced and compiled as one graph: layer, each group of equal layers once and what is "
-            "around them, so that a deep model's first step takes as long as a shallow one's, model, the whole "
-            "forward, or auto: layer where a model has four equal layers and more.",
         },
     )
     memory_opt_loss: str = field(

@@ -48,7 +48,8 @@ def layer_groups(model: torch.nn.Module) -> tuple[LayerGroup, ...]:
             continue
         kinds: dict[Hashable, dict[str, torch.nn.Module]] = {}
         for name, layer in module.named_children():
-            if next(layer.children(), None) is not None and "forward" not in vars(layer):
+            is_called = not isinstance(layer, torch.nn.ModuleList | torch.nn.ModuleDict)
+            if is_called and next(layer.children(), None) is not None and "forward" not in vars(layer):
                 kinds.setdefault(_structure(layer), {})[f"{path}.{name}" if path else name] = layer
         for layers in kinds.values():
             if len(layers) > 1:
@@ -126,7 +127,7 @@ class Regions:
         return bool(self.groups) and not any(self._hooks)
 
     def note_graph(self) -> str:
-        """Note that a graph was traced; a line where the current group has too many."""
+        """Note that a graph was traced in the first call; a line where the current group has too many."""
         if self.group is None:
             return ""
         self._graphs[self.group] += 1
@@ -144,6 +145,7 @@ class Regions:
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """The layers' forwards are those of the regions."""
+        self._graphs.clear()
         layers = [(layer, forward) for held, forward in self._forwards if (layer := held()) is not None]
         for layer, forward in layers:
             layer.__dict__["forward"] = forward

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import traceback
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -146,14 +147,15 @@ class TracedForward:
         # What torch traces: those, and the layers' own.
         self._forwards: list[Callable[..., Any]] = []
         self._regions = Regions(regions_of(model, spec.unit), weak_method(self._compile_alone))
-        # What runs of a graph for a layer, however often it is called.
-        self._variants: dict[tuple[TracedGraph, str], Variant] = {}
-        # Of the current call: its keyword arguments, who reads its outputs, the graphs that have run, and the one that
-        # was partitioned last.
+        # What runs of a graph for a layer, each time that it is called.
+        self._variants: dict[tuple[TracedGraph, str, int], Variant] = {}
+        # Of the current call: how often each graph has run for a layer, its keyword arguments, who reads its outputs,
+        # the graphs that have run, and the one that was partitioned last.
+        self._turns: Counter[tuple[TracedGraph, str]] = Counter()
         self._inputs: Mapping[str, Any] = {}
         self._reader = ""
         self._ran: dict[PartitionedGraph, AnalyzedGraph] = {}
-        self._partitioned: PartitionedGraph | None = None
+        self._partitioned: tuple[AnalyzedGraph, PartitionedGraph] | None = None
         # Of all calls.
         self._seen: set[PartitionedGraph] = set()
         self._tape = TapeRecorder()
@@ -215,6 +217,7 @@ class TracedForward:
         hooks = None if self._has_run else forward_hook_ids(self._model)
         outputs, self._inputs, self._reader = None, call.inputs, call.reader
         self._ran = {}
+        self._turns.clear()
         self._tape.begin(dynamo.tree_leaves((call.args, call.inputs)))
         try:
             with (
@@ -247,9 +250,14 @@ class TracedForward:
         recompiles = () if is_first else tuple(watch.recompiles())
         return TracedCall(outputs, graphs, tuple(ran), tuple(ran.values()), tape, breaks, recompiles)
 
+    @property
+    def has_regions(self) -> bool:
+        """True where layers are compiled by themselves."""
+        return self._regions.are_closed
+
     def choose_again(self) -> None:
         """Ask in the next call what each graph is to be compiled for; none is traced again."""
-        for graph, _ in self._variants:
+        for graph, *_ in self._variants:
             graph.asked = None
         self._variants.clear()
         self._seen.clear()
@@ -299,9 +307,10 @@ class TracedForward:
             self.say(f"the loss of {self._name} is not chunked: {reason}")
         ids = {id(parameter): name for name, parameter in self._model.named_parameters()}
         placeholders = module.graph.find_nodes(op="placeholder")
-        names = {node.name: ids.get(id(given), "") for node, given in zip(placeholders, inputs, strict=True)}
+        given = {node.name: value for node, value in zip(placeholders, inputs, strict=True)}
+        names = {name: ids.get(id(value), "") for name, value in given.items()}
         if not any(map(is_region, module.graph.nodes)):
-            return self._traced(module, names, losses, None)
+            return self._traced(module, given, names, losses, None)
         whole = around_regions(module)
         pieces = {name: piece for name, piece in whole.named_children() if isinstance(piece, fx.GraphModule)}
         # Only what is behind the layers has losses over a vocabulary.
@@ -309,7 +318,7 @@ class TracedForward:
         for name, piece in pieces.items():
             run = piece.forward
             if not any(map(is_region, piece.graph.nodes)):
-                run = self._traced(piece, names, losses if name == last else (), dynamo.Trace.current())
+                run = self._traced(piece, given, names, losses if name == last else (), dynamo.Trace.current())
             # Hooks of all modules are not for these.
             delattr(whole, name)
             setattr(whole, name, run)
@@ -318,6 +327,7 @@ class TracedForward:
     def _traced(
         self,
         module: fx.GraphModule,
+        given: Mapping[str, Any],
         names: Mapping[str, str],
         losses: tuple[LossDecision, ...],
         trace: dynamo.Trace | None,
@@ -325,7 +335,8 @@ class TracedForward:
         """Compile a traced graph, or a part of one, for the first time.
 
         Args:
-            names: of the parameters among its inputs, by the names of these.
+            given: what dynamo was given, by the names of inputs.
+            names: of the parameters among it, empty for the others.
         """
         placeholders, traced = module.graph.find_nodes(op="placeholder"), dynamo.traced_module()
         graph = TracedGraph(
@@ -339,8 +350,9 @@ class TracedForward:
             None if traced is None else weakref.ref(traced),
             trace,
         )
-        self._compile_variant(graph)
-        if graph.analyzed is not None and (line := self._regions.note_graph()):
+        # Not only as they were traced: a forward may have set what a tensor is.
+        self._compile_variant(graph, [given.get(node.name, dynamo.traced_value(node)) for node in placeholders])
+        if self.is_first and graph.analyzed is not None and (line := self._regions.note_graph()):
             raise RuntimeError(line)
         graph.trace = dynamo.Trace.current()
         run = weak_method(self._run)
@@ -353,14 +365,16 @@ class TracedForward:
 
     def _run(self, graph: TracedGraph, args: Sequence[Any]) -> Any:
         layer = self._regions.layer
-        variant = self._variants.get((graph, layer))
+        key = graph, layer, self._turns[graph, layer]
+        variant = self._variants.get(key)
         if variant is None:
-            variant = self._variants[graph, layer] = self._variant(graph)
+            variant = self._variants[key] = self._variant(graph)
+        self._turns[graph, layer] += 1
         self._tape.before(variant.programs, args, layer)
         results = variant.run(*args)
         self._tape.after(results if isinstance(results, tuple | list) else [results])
-        if variant.partitioned is not None and graph.analyzed is not None:
-            self._ran.setdefault(variant.partitioned, graph.analyzed)
+        if variant.partitioned is not None and variant.analyzed is not None:
+            self._ran.setdefault(variant.partitioned, variant.analyzed)
         return results
 
     def _variant(self, graph: TracedGraph) -> Variant:
@@ -376,7 +390,7 @@ class TracedForward:
                 return self._compile_variant(graph)
             if same.partitioned.choice.why != choice.why:
                 partitioned = replace(same.partitioned, choice=choice, candidates=analyzed.candidates)
-                same = graph.variants[choice.key] = replace(same, partitioned=partitioned)
+                same = graph.variants[choice.key] = replace(same, partitioned=partitioned, analyzed=analyzed)
             return same
 
     @property
@@ -392,20 +406,25 @@ class TracedForward:
         tape = self._tape.tape([earlier.programs for earlier in ran])
         is_all = graph.is_whole and graph.is_all
         state = GraphInForward(self._inputs, ran, tape, untrained, self._progress, is_all)
-        return replace(analyzed, layer=self._regions.layer, layers_at_once=self._regions.layers_at_once), state
+        layer = self._regions.layer
+        asked = replace(
+            analyzed, layer=layer, turn=self._turns[graph, layer], layers_at_once=self._regions.layers_at_once
+        )
+        return asked, state
 
-    def _compile_variant(self, graph: TracedGraph) -> Variant:
+    def _compile_variant(self, graph: TracedGraph, given: Sequence[Any] = ()) -> Variant:
         self._partitioned, programs = None, InductorPrograms()
         partition = functools.partial(weak_method(self._partition), graph)
         with graph.trace.again() if graph.trace is not None else contextlib.nullcontext():
             saw = programs.add if self._spec.is_run else None
-            run = compile_graph(self._spec.compiler, graph.graph, graph.inputs, partition, saw, self.say)
-        partitioned, key = self._partitioned, ""
-        if partitioned is not None:
-            partitioned, key = replace(partitioned, programs=programs), partitioned.choice.key
-        graph.asked = self._place
-        graph.variants[key] = Variant(run, programs, partitioned)
-        return graph.variants[key]
+            run = compile_graph(self._spec.compiler, graph.graph, given or graph.inputs, partition, saw, self.say)
+        variant, key = Variant(run, programs, None, None), ""
+        if self._partitioned is not None:
+            analyzed, partitioned = self._partitioned
+            key = partitioned.choice.key
+            variant = Variant(run, programs, replace(partitioned, programs=programs), analyzed)
+        graph.asked, graph.variants[key] = self._place, variant
+        return variant
 
     def _partition(
         self, traced: TracedGraph, module: fx.GraphModule, inputs: Any, num_fwd_outputs: int, options: dict[str, Any]
@@ -422,8 +441,9 @@ class TracedForward:
         partitioned_graph, modules = partitioned(
             graph, choice, runs_operators=spec.compiler != "inductor", target=spec.target
         )
-        self._partitioned = replace(
-            partitioned_graph, is_all_of_forward=traced.is_all, losses=traced.losses, gradients=gradients
+        self._partitioned = (
+            graph,
+            replace(partitioned_graph, is_all_of_forward=traced.is_all, losses=traced.losses, gradients=gradients),
         )
         self.held = held_bytes(next(self._model.parameters()).device)
         self.held_after = len(self._tape.tape([earlier.programs for earlier in self._ran]).calls)

@@ -20,12 +20,14 @@ class Variant:
     """A graph as it was compiled for one choice.
 
     Attributes:
-        partitioned: None where nothing of it is trained.
+        partitioned: None where nothing of it is trained, as `analyzed`.
+        analyzed: the joint graph that the choice is for, which is traced again for each.
     """
 
     run: Callable[..., Any]
     programs: InductorPrograms
     partitioned: PartitionedGraph | None
+    analyzed: AnalyzedGraph | None
 
 
 @dataclass(eq=False)

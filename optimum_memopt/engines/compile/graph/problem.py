@@ -53,6 +53,7 @@ class Problem:
         bytes: of the storage of a root that is a tensor, else 0.
         workspaces: bytes that an operator holds beside its results while it runs.
         layers: path of the transformer layer, "" outside of all.
+        runs: which run of a tape's graphs it is in; 0 in one graph.
         is_input: placeholders of the joint graph, gradients among them.
         is_operator: `call_function`; a view and the pick of an output too.
         is_backward: computed from a gradient.
@@ -75,6 +76,7 @@ class Problem:
     workspaces: tuple[int, ...]
     seconds: tuple[float, ...]
     layers: tuple[str, ...]
+    runs: tuple[int, ...]
     is_input: tuple[bool, ...]
     is_operator: tuple[bool, ...]
     is_backward: tuple[bool, ...]
@@ -232,6 +234,7 @@ def problems_of(
         workspaces=tuple(workspaces_of(graph.size_hints)),
         seconds=tuple(seconds[: len(nodes)]),
         layers=tuple(layer_of(node) if node.op == "call_function" else "" for node in nodes),
+        runs=(0,) * len(nodes),
         is_input=tuple(node.op == "placeholder" for node in nodes),
         is_operator=tuple(node.op == "call_function" for node in nodes),
         is_backward=tuple(node in joint.backward for node in nodes),

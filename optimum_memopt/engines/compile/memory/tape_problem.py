@@ -12,8 +12,8 @@ from optimum_memopt.engines.compile.graph.problem import Positions, Problem
 from optimum_memopt.engines.compile.memory.tape import Tape
 
 # Operators between graphs: a storage that is handed on, arguments that are held until a graph has returned, sums of
-# gradients.
-_PASSED, _RETURNED, _SUMMED = "passed", "returned", "summed"
+# gradients, and gradients that are added to those of earlier micro-batches.
+_PASSED, _RETURNED, _SUMMED, _ADDED = "passed", "returned", "summed", "added"
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,10 @@ class TapeProblem:
             if local >= 0:
                 own[run].add(local)
         return tuple(map(frozenset, own))
+
+    def numbers(self, run: int) -> dict[int, int]:
+        """The nodes of a run's own problem, and their numbers here."""
+        return {local: node for node, (of_run, local) in enumerate(self.places) if of_run == run and local >= 0}
 
     def of_all(self, saved: Sequence[Collection[int]]) -> frozenset[int]:
         """What the forward saves where each run saves these nodes of its own."""
@@ -81,6 +85,7 @@ class _Builder:
             column.append(getattr(problem, name)[node])
         self.columns["names"][-1] = f"{problem.names[node]}.{run}" if run else problem.names[node]
         self.columns["picks"][-1] = None
+        self.columns["runs"][-1] = run
         if layer and problem.layers[node]:
             self.columns["layers"][-1] = layer
         if "reads" not in changed:
@@ -103,11 +108,12 @@ _COLUMNS = tuple(
 )
 
 
-def problem_of_tape(tape: Tape, runs: Sequence[Problem]) -> TapeProblem:
+def problem_of_tape(tape: Tape, runs: Sequence[Problem], accumulates: bool = False) -> TapeProblem:
     """The graphs of a tape as one problem.
 
     Args:
         runs: the problem of each call, for its sizes.
+        accumulates: see `compose`.
     """
     if len(runs) == 1:
         return TapeProblem(runs[0], (runs[0],), tuple((0, node) for node in range(len(runs[0].names))))
@@ -169,14 +175,20 @@ def problem_of_tape(tape: Tape, runs: Sequence[Problem]) -> TapeProblem:
         for node in range(len(problem.names)):
             if problem.is_backward[node] and node not in number:
                 number[node] = built.add(run, call.layer, problem, node, number)
+        added: list[int] = []
         for node, at in zip(problem.backward_outputs, problem.positions.gradients, strict=True):
             storage = None if at is None else call.inputs.get(at)
-            if storage is None:
+            if accumulates and (storage is None or storage in tape.given):
+                added.append(number[node])
+            elif storage is None:
                 outputs.append(number[node])
             elif storage in gradients:
                 gradients[storage] = _sum(built, run, problem, (gradients[storage], number[node]), call.layer)
             else:
                 gradients[storage] = number[node]
+        if added:
+            changed = {"kinds": _ADDED, "is_tensor": False, "is_view": False, "is_backward": True}
+            outputs.append(built.between(run, problem, added, call.layer, **changed))
     outputs += gradients.values()
     released = {storage for call in tape.calls for storage in call.released}
     last = [node for storage, node in made.items() if storage not in released]

@@ -1,7 +1,9 @@
 """The graphs of a training forward as they run, as one problem for any batch, and the solver for it."""
 
+import contextlib
+import itertools
 import math
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -14,8 +16,9 @@ from optimum_memopt.engines.compile.memory.tape import Tape, resized
 from optimum_memopt.engines.compile.memory.tape_problem import TapeProblem, problem_of_tape
 from optimum_memopt.engines.compile.partition.captured_graph import CapturedGraph
 from optimum_memopt.engines.compile.solver import offload
+from optimum_memopt.engines.compile.solver.blocks import no_plans
 from optimum_memopt.engines.compile.solver.offload import Host
-from optimum_memopt.engines.compile.solver.solver import Plan, Solver
+from optimum_memopt.engines.compile.solver.solver import Infeasible, Plan, Solver
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,16 @@ class ForwardSolver:
 
     @cached_property
     def solver(self) -> Solver:
-        return Solver(self.forward.problem)
+        return Solver(self.forward.problem, self._plans_of_run if len(self.forward.runs) > 1 else no_plans)
+
+    def _plans_of_run(self, run: int) -> Iterator[frozenset[int]]:
+        """A layer is one block of the tape, of which a solver for its own graph alone knows more ways to run it."""
+        solver, numbers = Solver(self.forward.runs[run]), self.forward.numbers(run)
+        low, high = solver.lowest.peak, solver.everything.peak
+        for part in range(_PLANS_OF_RUN):
+            with contextlib.suppress(Infeasible):
+                plan = solver.solve(low + (high - low) * part // _PLANS_OF_RUN, is_final=False)
+                yield frozenset(numbers[node] for node in plan.saved)
 
     @cached_property
     def lowest(self) -> int:
@@ -49,8 +61,9 @@ class ForwardSolver:
         Raises:
             Infeasible: no plan fits.
         """
-        # Small changes to single runs would be so many graphs to compile.
-        return offload.cheapest(self.solver, allowed, self.host, is_final=len(self.forward.runs) == 1)
+        # Small changes to single runs of one graph would be so many graphs to compile.
+        runs = self.forward.runs
+        return offload.cheapest(self.solver, allowed, self.host, is_final=len(set(map(id, runs))) == len(runs))
 
     def fits(self, allowed: int) -> bool:
         """True where `cheapest` finds a plan."""
@@ -61,46 +74,32 @@ class ForwardSolver:
         return self.solver.plan(simulate(self.forward.problem, self.forward.of_all(saved)))
 
 
+# Budgets for which one run of a tape is solved alone.
+_PLANS_OF_RUN = 12
 # Partitions of one graph that are compiled at most: with three, most budgets' plans are as good as with any number.
 _MOST_VARIANTS = 3
 
 
-def saved_by_run(
-    solver: ForwardSolver, plan: Plan, allowed: int, graphs: Sequence[int], keys: Sequence[Hashable]
-) -> tuple[frozenset[int], ...]:
-    """What each run of a forward saves under a plan, or under one that is like it and needs fewer graphs.
+def saved_by_run(solver: ForwardSolver, plan: Plan, allowed: int, graphs: Sequence[int]) -> tuple[frozenset[int], ...]:
+    """What each run of a forward saves under a plan, or under one that is like it and needs fewer partitions.
 
     Args:
         graphs: of each run.
-        keys: runs of one key save the same.
     """
-    forward = solver.forward
-    runs = list(forward.of_runs(plan.saved))
-    if plan.offloaded:
-        return tuple(runs)
-
-    def with_set(of: Collection[int], saved: frozenset[int]) -> list[frozenset[int]]:
-        return [saved if run in of else before for run, before in enumerate(runs)]
+    runs = list(solver.forward.of_runs(plan.saved))
 
     def cost(saved: Sequence[frozenset[int]]) -> float:
         changed = solver.saving(saved)
         return changed.extra_seconds if changed.peak <= allowed else math.inf
 
-    lowest = forward.of_runs(solver.solver.lowest.saved)
-    for key in dict.fromkeys(keys):
-        same = [run for run, other in enumerate(keys) if other == key]
-        if len({runs[run] for run in same}) > 1:
-            sets = dict.fromkeys((*(runs[run] for run in same), *(lowest[run] for run in same)))
-            runs = min((with_set(same, saved) for saved in sets), key=cost)
     for graph in dict.fromkeys(graphs):
-        while True:
-            ways = {
-                way: [r for r, of in enumerate(graphs) if of == graph and runs[r] == way]
-                for way in (runs[r] for r, of in enumerate(graphs) if of == graph)
-            }
-            if len(ways) <= _MOST_VARIANTS:
-                break
-            merged = min((with_set(ways[one], other) for one in ways for other in ways if one != other), key=cost)
+        own = [run for run, of_run in enumerate(graphs) if of_run == graph]
+        while not plan.offloaded and len(ways := dict.fromkeys(runs[run] for run in own)) > _MOST_VARIANTS:
+            pairs = itertools.permutations(ways, 2)
+            merges = (
+                [new if run in own and saved == old else saved for run, saved in enumerate(runs)] for old, new in pairs
+            )
+            merged = min(merges, key=cost)
             if cost(merged) == math.inf:
                 break
             runs = merged
@@ -123,11 +122,14 @@ def sizes_of_runs(
     return resized(tape, schedules, [graph.sizes for graph in graphs], named)
 
 
-def problem_of(graphs: Sequence[CapturedGraph], sizes: Sequence[SymbolValues]) -> TapeProblem:
+def problem_of(
+    graphs: Sequence[CapturedGraph], sizes: Sequence[SymbolValues], accumulates: bool = False
+) -> TapeProblem:
     """The graphs of a forward as one problem.
 
     Args:
         sizes: of each graph, of the symbols that are sizes of the batch; others follow from the graphs before it.
+        accumulates: see `compose`.
     """
     tape, of_runs = sizes_of_runs(graphs, sizes)
     problems: dict[object, Problem] = {}
@@ -137,7 +139,7 @@ def problem_of(graphs: Sequence[CapturedGraph], sizes: Sequence[SymbolValues]) -
         if key not in problems:
             problems[key] = graphs[call.graph].problem_at(values)
         runs.append(problems[key])
-    return problem_of_tape(tape, runs)
+    return problem_of_tape(tape, runs, accumulates)
 
 
 def forward_solver(
@@ -154,7 +156,7 @@ def forward_solver(
 
 def solver_at(graphs: Sequence[CapturedGraph], step: StepContext, sizes: Sequence[SymbolValues]) -> ForwardSolver:
     """The solver for a batch of these sizes; see `problem_of`."""
-    forward = problem_of(graphs, sizes)
+    forward = problem_of(graphs, sizes, step.fixed.accumulated > 0)
     return ForwardSolver(forward, host_of(graphs, forward, step))
 
 

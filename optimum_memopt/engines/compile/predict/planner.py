@@ -184,7 +184,7 @@ class Planner(Generic[_P]):
 
     def _captured_graph(self, graph: AnalyzedGraph) -> CapturedGraph:
         device = next(self._model.parameters()).device
-        self._step(1.0)
+        self.step()
         larger = replace(graph, size_hints=larger_sizes(graph.size_hints, graph.names, self.largest))
         costs = costs_of(larger, device, self._spec.fused, self._spec.target, self._limit)
         return replace(captured_graph(larger, costs), sizes=graph.size_hints, analyzed=graph)
@@ -204,14 +204,14 @@ class Planner(Generic[_P]):
         sizes = {name: sizes[symbol] for sizes, symbol, name in named if symbol in sizes}
         largest = larger_sizes(sizes, {name: name for name in sizes}, self.largest)
         growth = math.prod(largest[name] / size for name, size in sizes.items())
-        step = self._step(growth)
+        step = self.step(growth)
         solver = forward_solver(graphs, step, largest=self.largest)
         if solver.everything > step.allowed:
             solver.solver.prepare()
-            step = self._step(growth)
+            step = self.step(growth)
         self.solved = self.producer.solve(graphs, step, self._spec.with_curve, self._spec.with_lengths)
 
-    def _step(self, growth: float) -> StepContext:
+    def step(self, growth: float = 1.0) -> StepContext:
         """The step around the graphs, with a batch that has grown so much; the limit is that of the first time."""
         spec, budget = self._spec, self._spec.producer.bound
         assert budget is not None

@@ -156,7 +156,7 @@ class StepMemoryPredictor:
         self.run, self._names = run or Run(), names
         self._programs_caveat = ""
         # A step's tensors and its blocks are asked for one after the other; programs take up to a second to run.
-        self._last: tuple[object, StepEvents] | None = None
+        self._last: dict[object, StepEvents] = {}
         self._model = weakref.ref(model)
         self._parts = [
             _Part(graph, graph.timeline) for graph in graphs if graph.timeline is not None and graph.prediction
@@ -254,9 +254,9 @@ class StepMemoryPredictor:
         """Bytes that a forward saves for its backward, by the graphs' own events; sizes as in `footprint`."""
         return compose(*self._runs(self._all_sizes(sizes), compiled=False)).saved_bytes
 
-    def activations(self, sizes: BatchSizes | None = None, gradients: int = 0) -> int:
+    def activations(self, sizes: BatchSizes | None = None, gradients: int = 0, accumulates: bool = False) -> int:
         """The peak of a forward and its backward, in bytes."""
-        return self._step(self._all_sizes(sizes)).peak(gradients)
+        return self._step(self._all_sizes(sizes), accumulates).peak(gradients)
 
     def footprint(
         self,
@@ -288,11 +288,12 @@ class StepMemoryPredictor:
                 raise MemOptError(f"size {name}={size}: allowed are numbers from 1 on for {', '.join(self.first)}")
         weights = tensor_bytes(trainable_of(model, self.untrained))
         growth = math.prod(wanted[name] / size for name, size in self.first.items())
+        accumulates = self.run.gradient_accumulation if gradient_accumulation is None else gradient_accumulation
         return footprint_of(
             model,
             optimizer or self.run.optimizer,
-            self.run.gradient_accumulation if gradient_accumulation is None else gradient_accumulation,
-            activations=self.activations(wanted, weights if is_followed else 0),
+            accumulates,
+            activations=self.activations(wanted, weights if is_followed else 0, accumulates),
             batch=round(self._batch * growth),
             constant=self._constant,
             other_forwards=saved_before,
@@ -307,7 +308,8 @@ class StepMemoryPredictor:
         """The step with the highest peak so far, operator by operator; arguments as in `footprint`."""
         forward, around = self._highest(optimizer, gradient_accumulation)
         sizes = {**self.first, **forward.sizes}
-        step, gradients = self._step(sizes), around.gradients if forward.is_followed else 0
+        step = self._step(sizes, around.accumulated > 0)
+        gradients = around.gradients if forward.is_followed else 0
         is_compiled = any(part.graph.programs.both for part in self._parts) and not self._programs_caveat
         return step_timeline(step, around, sizes, gradients, "allocations" if is_compiled else "operators")
 
@@ -332,12 +334,18 @@ class StepMemoryPredictor:
         None elsewhere. Arguments as in `footprint`.
         """
         wanted = self._all_sizes(sizes, batch_size, seq_len)
-        return self.blocks_of(self._step(wanted), self.footprint(wanted, optimizer, gradient_accumulation), optimizer)
+        around = self.footprint(wanted, optimizer, gradient_accumulation)
+        later = self._step(wanted, True) if around.accumulated and self._is_on_cuda else None
+        return self.blocks_of(self._step(wanted), around, optimizer, later)
 
     def blocks_of(
-        self, step: StepEvents, around: Footprint, optimizer: Optimizer | None = None
+        self, step: StepEvents, around: Footprint, optimizer: Optimizer | None = None, later: StepEvents | None = None
     ) -> AllocatorPeak | None:
-        """The peak of torch's allocator on CUDA for the events of a step; None elsewhere."""
+        """The peak of torch's allocator on CUDA for the events of a step; None elsewhere.
+
+        Args:
+            later: of a micro-batch whose gradients are added to others; None: as `step`, where there are any.
+        """
         if not self._is_on_cuda:
             return None
         model = self._living_model()
@@ -347,7 +355,7 @@ class StepMemoryPredictor:
             step.events,
             state_sizes(optimizer or self.run.optimizer, trainable_of(model, self.untrained)),
             temporary=around.step,
-            accumulates=around.accumulated > 0,
+            later=(later or step).events if around.accumulated else (),
         )
 
     def _all_sizes(
@@ -360,11 +368,12 @@ class StepMemoryPredictor:
             raise ReferenceError("the model whose steps are predicted was deleted")
         return model
 
-    def _step(self, sizes: BatchSizes) -> StepEvents:
-        key = frozenset(sizes.items()), tuple(graph.programs.both is None for graph, _ in self._parts)
-        if self._last is None or self._last[0] != key:
-            self._last = key, compose(*self._runs(sizes))
-        return self._last[1]
+    def _step(self, sizes: BatchSizes, accumulates: bool = False) -> StepEvents:
+        key = frozenset(sizes.items()), accumulates, tuple(graph.programs.both is None for graph, _ in self._parts)
+        if key not in self._last:
+            # That of a first micro-batch, and of later ones.
+            self._last = dict([*self._last.items()][-1:]) | {key: compose(*self._runs(sizes), accumulates)}
+        return self._last[key]
 
     def _runs(self, sizes: BatchSizes, compiled: bool = True) -> tuple[Tape, list[GraphEvents]]:
         """The tape for a batch, and the events of each of its calls: of inductor's programs, where there are any."""

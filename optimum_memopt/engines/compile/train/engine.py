@@ -26,7 +26,8 @@ from optimum_memopt.engines.compile.train.planned_forward import PlannedForward,
 from optimum_memopt.engines.shared import in_place
 from optimum_memopt.engines.shared.forward_patch import weak_method, without_key_value_cache
 from optimum_memopt.engines.shared.label_smoothing import LabelSmoothing
-from optimum_memopt.errors import line_of
+from optimum_memopt.errors import DoesNotFitError, line_of
+from optimum_memopt.logs import get_logger
 from optimum_memopt.memory import malloc
 from optimum_memopt.memory.peak_monitor import MIB
 from optimum_memopt.plans.plan_file import PlanFile
@@ -154,6 +155,8 @@ class CompileEngine(in_place.InPlaceEngine):
         self._producer = producer_for(replace(self._selection, config=config))
         self._buckets: LengthBuckets | None = None
         self._is_plain = False
+        # Nothing fits a budget where layers are compiled by themselves: what passes between them is saved.
+        self._is_whole = False
 
     def _train_forward(self, *args: Any, **kwargs: Any) -> Any:
         kwargs = without_key_value_cache(self._model, args, kwargs)
@@ -170,6 +173,13 @@ class CompileEngine(in_place.InPlaceEngine):
         except TooManyRecompilesError:
             self._forget()
             raise
+        except DoesNotFitError as error:
+            if self._unit != AUTO or self._is_whole or not self._buckets.largest.has_regions:
+                raise
+            get_logger().info(f"planning the forward as a whole, where more may be recomputed: {error}")
+            self._forget()
+            self._is_whole = True
+            return self._train_forward(*args, **kwargs)
 
     def _new_forward(self, former: Planner | None, largest: LargestBatch | None, purpose: str) -> PlannedForward:
         # The plan of the largest batches has no purpose of its own.
@@ -186,7 +196,8 @@ class CompileEngine(in_place.InPlaceEngine):
         planner = Planner(self._model, wanted) if former is None else former.for_another(largest, wanted)
         plan = self._selection.plan
         # A file of one graph was made for the whole forward.
-        unit = MODEL if plan is not None and len(plan.graphs) == 1 and self._unit == AUTO else self._unit
+        is_whole = self._is_whole or (plan is not None and len(plan.graphs) == 1)
+        unit = MODEL if is_whole and self._unit == AUTO else self._unit
         spec = TraceSpec(
             self._compiler, self._dynamic, self._loss, self._selection.strict, self._smoothing, purpose, unit=unit
         )

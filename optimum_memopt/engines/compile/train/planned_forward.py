@@ -161,6 +161,11 @@ class PlannedForward:
         return self.table is not None
 
     @property
+    def has_regions(self) -> bool:
+        """True where layers are compiled by themselves."""
+        return self._traced.has_regions
+
+    @property
     def predictor(self) -> StepMemoryPredictor | None:
         """Predicts steps of the graphs that the table shows; None where nothing is predicted."""
         return self.predictors.first if self.predictors is not None else None

@@ -1,6 +1,7 @@
 """A budget: the cheapest recompute and offload with which the peak of a step is within it."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -76,10 +77,15 @@ class FromBudget(Producer):
 
     def _chosen(
         self, graphs: Sequence[CapturedGraph], step: StepContext, solver: ForwardSolver, plan: Plan
-    ) -> tuple[str, dict[tuple[str, str], SavedNodes]]:
+    ) -> tuple[str, dict[tuple[str, str, int], SavedNodes]]:
         tape = graphs[0].tape
         numbers = [call.graph for call in tape.calls]
-        keys = [(graphs[call.graph].signature.digest, call.layer) for call in tape.calls]
+        keys: list[tuple[str, str, int]] = []
+        turns: Counter[tuple[str, str]] = Counter()
+        for call in tape.calls:
+            run = graphs[call.graph].signature.digest, call.layer
+            keys.append((*run, turns[run]))
+            turns[run] += 1
         is_larger = any(graph.sizes_for(largest=step.largest) != graph.sizes for graph in graphs)
         sizes = f" for batches up to {step.largest}" if is_larger else ""
         margin = f" less a margin of {gib_text(step.margin)}" if step.margin else ""
@@ -88,7 +94,7 @@ class FromBudget(Producer):
             return f"{why}: fits without a plan, torch's own partition", dict.fromkeys(
                 keys, SavedNodes((), is_by_torch=True)
             )
-        saved = saved_by_run(solver, plan, step.allowed, numbers, keys)
+        saved = saved_by_run(solver, plan, step.allowed, numbers)
         if any(of_run != own for of_run, own in zip(saved, solver.forward.of_runs(plan.saved), strict=True)):
             plan = solver.saving(saved)
         offloaded = solver.forward.of_places(plan.offloaded)

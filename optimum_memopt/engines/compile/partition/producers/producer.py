@@ -29,19 +29,19 @@ class SolvedForward:
 
     Attributes:
         why: as `Choice` has it.
-        saved: by the digest of a graph's signature and the layer that runs it.
+        saved: by the digest of a graph's signature, the layer that runs it, and how often it has done so before.
         frontier: what other budgets would cost; None where nobody asked.
         by_length: what plans for shorter batches would cost; None where nobody asked.
     """
 
     why: str
-    saved: Mapping[tuple[str, str], SavedNodes]
+    saved: Mapping[tuple[str, str, int], SavedNodes]
     frontier: Frontier | None = None
     by_length: ExtraByLength | None = None
 
     def choice(self, graph: AnalyzedGraph) -> Choice | None:
         """The choice for a graph; None for one that was not solved."""
-        saved = self.saved.get((graph.signature.digest, graph.layer))
+        saved = self.saved.get((graph.signature.digest, graph.layer, graph.turn))
         if saved is None:
             return None
         if saved.is_by_torch:
